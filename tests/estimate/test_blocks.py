@@ -61,32 +61,6 @@ def each(blocks: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def of_dict(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    return each(blocks.values(), x)
-
-
-def call(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    return blocks(x)
-
-
-def last_first(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    return each(reversed(blocks), x)
-
-
-def twice(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    return each(blocks, each(blocks, x))
-
-
-def by_place(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    for place in range(7):
-        x = blocks[place](x)
-    return x
-
-
-def side_by_side(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.stack([block(x) for block in blocks]).sum(0)
-
-
 def with_something_between(blocks: Any, x: torch.Tensor) -> torch.Tensor:
     total = x
     for block in blocks:
@@ -113,17 +87,22 @@ def blocks(number: int = 7) -> list[nn.Module]:
 
 MODELS: dict[str, Callable[[], Stack]] = {
     "a list": lambda: Stack(nn.ModuleList(blocks()), each),
-    "a dict": lambda: Stack(nn.ModuleDict({f"layer_{i}": block for i, block in enumerate(blocks())}), of_dict),
-    "a sequence": lambda: Stack(nn.Sequential(*blocks()), call),
-    "from last to first": lambda: Stack(nn.ModuleList(blocks()), last_first),
-    "each twice": lambda: Stack(nn.ModuleList(blocks()), twice),
-    "by place": lambda: Stack(nn.ModuleList(blocks()), by_place),
-    "side by side": lambda: Stack(nn.ModuleList(blocks()), side_by_side),
+    "a dict": lambda: Stack(
+        nn.ModuleDict({f"layer_{i}": block for i, block in enumerate(blocks())}),
+        lambda found, x: each(found.values(), x),
+    ),
+    "a sequence": lambda: Stack(nn.Sequential(*blocks()), lambda found, x: found(x)),
+    "from last to first": lambda: Stack(nn.ModuleList(blocks()), lambda found, x: each(reversed(found), x)),
+    "each twice": lambda: Stack(nn.ModuleList(blocks()), lambda found, x: each(found, each(found, x))),
+    "by place": lambda: Stack(nn.ModuleList(blocks()), lambda found, x: each([found[i] for i in range(7)], x)),
+    "side by side": lambda: Stack(
+        nn.ModuleList(blocks()), lambda found, x: torch.stack([block(x) for block in found]).sum(0)
+    ),
     "with something between": lambda: Stack(nn.ModuleList(blocks()), with_something_between),
     "one block under several names": lambda: Stack(nn.ModuleList([Block(WIDTH)] * 5), each),
     "two kinds by a switch": lambda: Stack(nn.ModuleList(Gate(i % 3 == 1, i) for i in range(11)), each),
     "one block": lambda: Stack(nn.ModuleList(blocks(1)), each),
-    "no blocks": lambda: Stack(nn.Identity(), call),
+    "no blocks": lambda: Stack(nn.Identity(), lambda found, x: found(x)),
 }  # fmt: skip
 
 

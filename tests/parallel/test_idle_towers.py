@@ -173,11 +173,8 @@ def check(section: dict[str, Any], batches: Batches, change: Callable[[Model], o
             model(*batches(step, dist.get_rank()))
 
 
-def reading_at_the_end(model: Model) -> None:
+def reading_dataclasses_at_the_end(model: Model) -> None:
     model.model.reads_at_the_end = True
-
-
-def returning_dataclasses(model: Model) -> None:
     model.model.vision.returns_dataclass = model.model.sound.returns_dataclass = True
 
 
@@ -189,34 +186,29 @@ def recomputing_blocks(model: Model) -> None:
     model.model.activation_checkpointing_fn = lambda module: isinstance(module, Block)
 
 
-def reading_dataclasses_at_the_end(model: Model) -> None:
-    reading_at_the_end(model)
-    returning_dataclasses(model)
-
-
-def cases() -> dict[int, dict[str, tuple[Any, ...]]]:
-    """By the number of ranks."""
-    recomputed = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
-    kept, by_size = {"sharding_strategy": "SHARD_GRAD_OP"}, {"wrap_policy": {"min_num_params": 60}}
-    others = {"freeze": ["model.text", "model.embed", "model.head", "model.bridge"]}
-    return {
-        2: {
-            "after the text, dataclasses": (TOWERS, in_turn, reading_dataclasses_at_the_end),
-            "recomputed, kept after forward": (TOWERS | recomputed | kept, in_turn, recomputing_blocks),
-            "embeddings too, a tower frozen": (TOWERS | by_size | {"freeze": ["model.vision"]}, in_turn),
-            "all but the towers frozen": (TOWERS | others, an_image_on_the_first),
-        },
-        4: {"in turn": (TOWERS, in_turn), "several, in different orders": (TOWERS, in_different_orders)},
-    }
+BY_SIZE = {"wrap_policy": {"min_num_params": 60}, "freeze": ["model.vision"]}
+KEPT = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
+KEPT |= {"sharding_strategy": "SHARD_GRAD_OP"}
+OTHERS = {"freeze": ["model.text", "model.embed", "model.head", "model.bridge"]}
+# By the number of ranks.
+CASES: dict[int, dict[str, tuple[Any, ...]]] = {
+    2: {
+        "after the text, dataclasses": (TOWERS, in_turn, reading_dataclasses_at_the_end),
+        "recomputed, kept after forward": (TOWERS | KEPT, in_turn, recomputing_blocks),
+        "embeddings too, a tower frozen": (TOWERS | BY_SIZE, in_turn),
+        "all but the towers frozen": (TOWERS | OTHERS, an_image_on_the_first),
+    },
+    4: {"in turn": (TOWERS, in_turn), "several, in different orders": (TOWERS, in_different_orders)},
+}
 
 
 def check_all() -> None:
-    for_each(check, cases()[dist.get_world_size()])
+    for_each(check, CASES[dist.get_world_size()])
 
 
 def test_towers_train_as_in_one_process():
     """A rank without an image would wait for the others, or abort, or train on other gradients."""
-    for world_size in cases():
+    for world_size in CASES:
         run_ranks(check_all, world_size)
 
 

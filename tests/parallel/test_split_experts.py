@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
-from support.clips import CLIPS, Clip, assert_same_gradients, check_summoned
 from support.comparing import full_parameters
 from support.experts import NUM_EXPERTS, MoELanguage
 from support.language import VOCABULARY, WIDTH, batch, loss_of
-from support.legality import compare_training
+from support.legality import Carried, check_carried, check_clips, check_start, compare_training
 from support.ranks import run_ranks
 from support.synchronisations import Synchronisations
 from support.training import FULL, adamw, sgd
@@ -66,68 +65,40 @@ def split_as_foundry(model: nn.Module, degree: int) -> None:
         layer.moe.experts._fsdp_kwargs_dict = {"device_mesh": mesh["weight_parallel"]}
 
 
-def freeze_some(model: nn.Module) -> None:
+def partly_frozen() -> MoELanguage:
     """The first layer's inputs have no gradients, and its experts are not trained."""
+    model = MoELanguage()
     model.model.embedding.requires_grad_(False)
     model.model.layers[0].requires_grad_(False)
+    return model
 
 
-def check_training(
-    degree: int,
-    config: dict[str, Any],
-    *,
-    sizes: dict[str, int] | None = None,
-    make: Callable[[nn.Module], Optimizer] = sgd,
-    prepare: Callable[[nn.Module], None] = lambda model: None,
-    by_script: bool = False,
-    layer_plan: dict[str, ParallelStyle] | None = None,
-    steps_before: int = 0,
-    num_microbatches: int = 1,
-) -> None:
-    model = build(**(sizes or {}))
-    prepare(model)
-    reference = copy.deepcopy(model)
-    theirs = make(reference)
-    if by_script:
-        split_as_foundry(model, degree)
-    else:
-        config = config | {"expert_parallel_degree": degree}
-    ours = make(model)
-    for step in range(steps_before):
-        for each, optimizer in ((model, ours), (reference, theirs)):
-            loss_of(each, batch(100 + step, 2)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    split = None if layer_plan is None else {"tensor_parallel_degree": 2, "layer_plan": layer_plan}
-    prepare_fully_shard(model, ours, FULL | config, device="cpu", tensor_parallel=split)
-    num_shared = 1 if split is None else 2
-    compare_training(
-        model, reference, ours, theirs, num_steps=2, num_microbatches=num_microbatches, num_shared=num_shared
-    )
+def split(degree: int, *, build: Callable[[], nn.Module] = MoELanguage, **options: Any) -> Carried:
+    config = {"expert_parallel_degree": degree} | options.pop("config", {})
+    return Carried(config=config, build=build, **options)
+
+
+def by_script(degree: int) -> Carried:
+    return Carried(build=MoELanguage, prepare=lambda model: split_as_foundry(model, degree))
+
+
+RECOMPUTED, KEPT = {"activation_checkpointing": True}, {"sharding_strategy": "SHARD_GRAD_OP"}
+# Each setting once, and in twos where neither changes what the other does; order/ has others.
+TRAINED: dict[str, Carried] = {
+    "recomputed, kept gathered": split(2, config=RECOMPUTED | KEPT),
+    "all ranks, recomputed, not reentrant": split(4, config=RECOMPUTED | {"activation_checkpointing_reentrant": False}),
+    "frozen, offloaded": split(2, config={"cpu_offload": True}, build=partly_frozen),
+    "microbatches, reduced in the last": split(2, config={"gradient_sync": "last"}, num_microbatches=2),
+    "state from before": split(2, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01), steps_before=2),
+    "layers split too, recomputed": split(2, config=RECOMPUTED, plan=lambda: LAYERS, num_shared=2),
+    "many experts without tokens": split(4, build=partial(MoELanguage, num_experts=64)),
+    "split by the script": by_script(2),
+    "split by the script, all ranks": by_script(4),
+}
 
 
 def check_all_trainings() -> None:
-    """Each setting once, and in twos where neither changes what the other does (order/ has one setting a row)."""
-    recomputed = {"activation_checkpointing": True}
-    cases: dict[str, dict[str, Any]] = {
-        "recomputed, kept gathered": {"degree": 2, "config": recomputed | {"sharding_strategy": "SHARD_GRAD_OP"}},
-        "all ranks, recomputed, not reentrant": {
-            "degree": 4,
-            "config": recomputed | {"activation_checkpointing_reentrant": False},
-        },
-        "frozen, offloaded": {"degree": 2, "config": {"cpu_offload": True}, "prepare": freeze_some},
-        "microbatches, reduced in the last": {
-            "degree": 2,
-            "config": {"gradient_sync": "last"},
-            "num_microbatches": 2,
-        },
-        "state from before": {"degree": 2, "config": {}, "make": adamw, "steps_before": 2},
-        "layers split too, recomputed": {"degree": 2, "config": recomputed, "layer_plan": LAYERS},
-        "many experts without tokens": {"degree": 4, "config": {}, "sizes": {"num_experts": 64}},
-        "split by the script": {"degree": 2, "config": {}, "by_script": True},
-        "split by the script, all ranks": {"degree": 4, "config": {}, "by_script": True},
-    }
-    for_each(lambda options: check_training(**options), {name: (options,) for name, options in cases.items()})
+    for_each(check_carried, {name: (row,) for name, row in TRAINED.items()})
 
 
 def test_training_is_that_of_one_process():
@@ -270,80 +241,27 @@ def test_a_layer_that_exchanges_tokens_itself_trains_as_one_process():
 # --- values from the start
 
 
-def drawn(device: str, seed: int = 3) -> MoELanguage:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(seed)
-    with torch.device(device):
-        return MoELanguage()
-
-
-def check_initialisation(start: str, *, by_script: bool = False, layers: bool = False) -> None:
-    """The values that sharding without split experts gives, from the same random state."""
-    rank = dist.get_rank()
-    config: dict[str, Any] = {"sync_module_states": start != "meta"}
-    expected = drawn("meta" if start == "meta" else "cpu")
-    torch.manual_seed(5)
-    prepare_fully_shard(expected, None, FULL | config, device="cpu")
-    if start == "mixed":
-        model = drawn("cpu" if rank == 0 else "meta")
-    else:  # "unlike": what rank 0 has goes out
-        model = drawn(start if start == "meta" else "cpu", seed=3 + (rank if start == "unlike" else 0))
-    if by_script:
-        split_as_foundry(model, 2)
-    else:
-        config["expert_parallel_degree"] = 2
-    torch.manual_seed(5)
-    split = {"tensor_parallel_degree": 2, "layer_plan": LAYERS} if layers else None
-    prepare_fully_shard(model, None, FULL | config, device="cpu", tensor_parallel=split)
-    wanted = full_parameters(expected)
-    for name, value in full_parameters(model).items():
-        torch.testing.assert_close(value, wanted[name], rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
-
-
-def check_initialisations() -> None:
-    cases = {start: (start,) for start in ("meta", "mixed", "unlike")}
-    for_each(check_initialisation, cases)
-    check_initialisation("meta", by_script=True)
-    check_initialisation("meta", layers=True)
+def check_starts() -> None:
+    rows = {"by script": by_script(2), "layers, too": split(2, plan=lambda: LAYERS)}
+    cases = {start: (split(2), MoELanguage, start) for start in ("meta", "mixed", "unlike")}
+    for_each(check_start, cases | {name: (row, MoELanguage, "meta") for name, row in rows.items()})
 
 
 def test_split_experts_start_with_the_values_of_an_unsplit_model():
     """From the meta device each rank would draw the same numbers for its own experts: all groups of experts alike."""
-    run_ranks(check_initialisations, 4)
+    run_ranks(check_starts, 4)
 
 
 # --- gradients and full parameters
 
 
-def check_gradients() -> None:
-    def clipped(clip: Clip, reference_clip: Clip) -> None:
-        model = build()
-        reference = copy.deepcopy(model)
-        prepare_fully_shard(model, None, FULL | {"expert_parallel_degree": 2}, device="cpu")
-        tokens = batch(0, 8)
-        loss_of(model, tokens.chunk(4)[dist.get_rank()]).backward()
-        loss_of(reference, tokens).backward()
-        clip(model)
-        reference_clip(reference)
-        assert_same_gradients(model, reference, atol=ATOL)
-
-    for_each(clipped, {name: CLIPS[name] for name in ("by the largest", "by value", "adaptive")})
-    check_full_parameters()
-
-
-def check_full_parameters() -> None:
-    model = build()
-    reference = copy.deepcopy(model)
-    prepare_fully_shard(model, None, FULL | {"expert_parallel_degree": 2}, device="cpu")
-    check_summoned(model, reference)
-    with torch.no_grad():  # an eval between
-        loss_of(model, batch(1, 4))
-    loss_of(model, batch(2, 4)).backward()
+def check_all_clips() -> None:
+    check_clips(split(2), "by the largest", "by value", "adaptive")
 
 
 def test_gradients_are_clipped_and_parameters_seen_as_in_one_process():
     """By any norm; and within summon_full_params a weight holds all experts, and what is written into it stays."""
-    run_ranks(check_gradients, 4)
+    run_ranks(check_all_clips, 4)
 
 
 # --- checkpoints

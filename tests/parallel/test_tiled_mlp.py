@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from composer_fsdp2 import (
-    ComposerFSDP2Error,
     PlanError,
     ShardingConfig,
     TiledMLP,
@@ -445,22 +444,6 @@ def test_calls_that_cannot_be_cut_are_errors():
             call()
         assert message in str(caught.value), str(caught.value)
     torch.testing.assert_close(model.mlp(x, 2.0), 2 * model.mlp(hidden=x))
-
-
-def check_refused_on_all_ranks() -> str:
-    model = net()
-    with pytest.raises(ComposerFSDP2Error) as caught:
-        prepare_fully_shard(model, None, {**FULL, "tiled_mlp": {"classes": ["SwiGLUE"], "chunks": 2}}, device="cpu")
-    assert not any("forward" in vars(module) for module in model.modules())
-    assert_same(dict(model.named_parameters()), dict(net().named_parameters()))
-    return str(caught.value)
-
-
-def test_an_unknown_class_lists_the_models_on_every_rank():
-    """As for wrap_policy; nothing has been touched."""
-    for message in run_ranks(check_refused_on_all_ranks, 2):
-        assert "fsdp_config.tiled_mlp.classes: no module of Chain is a SwiGLUE; did you mean SwiGLU?" in message
-        assert "it has Chain, Dropout, GELU, Layer, LayerNorm, Layers, Linear, SwiGLU" in message
 
 
 def test_the_plan_says_which():

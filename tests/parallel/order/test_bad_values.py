@@ -116,7 +116,7 @@ def check_bad_value(model: nn.Module, before: list[Any], config: dict[str, Any],
 def check_bad_values() -> int:
     torch.manual_seed(0)
     other = Language()
-    models = {"context_parallel_degree": Holder(width=96), "expert_parallel_degree": MoELanguage()}
+    models = {"context_parallel_degree": Holder(width=96), "expert_parallel_degree": MoELanguage(num_experts=24)}
     before = {model: state_of(model) for model in (*models.values(), other)}
 
     def check(config: dict[str, Any], tensor: Any, says: str) -> None:

@@ -21,10 +21,7 @@ from support.legality import (
     TENSOR,
     Carried,
     Expert,
-    Refused,
     check_carried,
-    check_refused,
-    split_by_script,
     with_experts,
     wrap,
 )
@@ -128,24 +125,7 @@ def test_what_can_be_combined_trains_as_one_process_does():
     run_ranks(check_all_carried, 4)
 
 
-# --- rows whose outcome torch decides before the library is asked
-
-
-def check_first_axis() -> str:
-    """torch 2.7 splits along the last axis alone, by its own words; later ones along any."""
-    model = Language()
-    try:
-        split_by_script("tensor", "tensor", "shard")(model)
-    except RuntimeError as error:
-        return str(error)
-    check_refused(Refused(says=("the model is split along", "the tensor axis last"), build=lambda: model))
-    return "refused by us"
-
-
-def test_layers_split_along_an_axis_that_is_not_the_last():
-    """Where torch takes it, the ranks that split a layer are not those that we take for such."""
-    [outcome] = set(run_ranks(check_first_axis, 4))
-    assert ("innermost" if torch.__version__.startswith("2.7") else "refused by us") in outcome
+# --- parts that are called by hand
 
 
 def check_outside_forward() -> None:
