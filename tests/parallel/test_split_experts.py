@@ -36,7 +36,6 @@ from composer_fsdp2 import (
 )
 from tests.checkpoint.test_load import composer_state
 
-ATOL = 1e-12
 LAYERS: dict[str, ParallelStyle] = {
     "model.embedding": RowwiseParallel(input_layouts=Replicate()),
     "model.layers.*.mix": ColwiseParallel(output_layouts=Replicate()),
@@ -46,10 +45,10 @@ LAYERS: dict[str, ParallelStyle] = {
 Optimizer = torch.optim.Optimizer
 
 
-def build(**sizes: int) -> MoELanguage:
+def build() -> MoELanguage:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    return MoELanguage(**sizes)
+    return MoELanguage()
 
 
 def split_as_foundry(model: nn.Module, degree: int) -> None:
