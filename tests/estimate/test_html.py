@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from typing import Any
 from xml.dom import minidom
 
+import pytest
 import torch
 from support.models import Model
 
@@ -19,6 +20,8 @@ from composer_fsdp2.estimate.html import drawn_samples, plan_page
 from composer_fsdp2.estimate.optimizers import optimizer_state
 from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
 from composer_fsdp2.estimate.step import Kind
+
+pytestmark = pytest.mark.any_torch
 
 
 def planned(

@@ -252,6 +252,7 @@ def on_ranks(names: tuple[str, ...]) -> None:
     assert not any(problems.values()), problems
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_real_ranks_take_and_send_what_was_predicted(ranks: int):
     """The fake group above sends nothing; what gloo's ranks do is the same, on each of them."""

@@ -189,6 +189,7 @@ def check_collectives() -> dict[str, list[str]]:
     return for_each(count, {"layers": (Layers, {}), "MLPs, recomputed": (MLPUnits, RECOMPUTED)})
 
 
+@pytest.mark.any_torch
 def test_as_many_gathers_and_reductions_as_in_one_piece():
     """A piece is no call of the module: its parameters are gathered once in forward and once in backward."""
     [counts, _] = run_ranks(check_collectives, 2)
@@ -491,6 +492,7 @@ def check_out_of_memory_in_the_trial() -> None:
     assert_same(gradients(4, 1), gradients(2, 0))
 
 
+@pytest.mark.any_torch
 def test_out_of_memory_in_the_trial_under_tensor_parallelism():
     """The first forward tries an MLP on one place: a rank that fails in it tries again, and so must the others, whose
     collectives would be of other layers."""
