@@ -6,22 +6,26 @@ its launch. ``test_trainer.py`` has the optimizer's first step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from support.cases import for_each
+from support.comparing import full
 from support.gpus import Ranks, on_gpus
-from support.memory import gradients_of_halved, run_out_of_memory
+from support.memory import run_out_of_memory
 from support.models import Model, tokens
 from support.training import FULL, assert_close
 from torch import nn
 
-from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2._torch.collectives import InFlight, watch_collectives
 from composer_fsdp2.sharding.sharded import units
+from composer_fsdp2.training.out_of_memory import BatchSnapshot, OutOfMemoryVote
 
 BATCH, FITS = 8, 4
+FAILING_RANK = 1
 
 
 def in_forward(model: nn.Module, fail: Callable[[], None]) -> None:
@@ -49,33 +53,51 @@ PLACES = {"forward": in_forward, "backward": in_backward, "reduction": in_reduct
 
 def check_places(device: str) -> None:
     torch.set_default_dtype(torch.float64)
+    expected = gradients_after(device, FITS, lambda model, fail: None)
 
-    def gradients(size: int, place: str = "") -> dict[str, torch.Tensor]:
-        """Of a batch in microbatches of ``size``, and of half as many where that was once too much at a place."""
-        torch.manual_seed(0)
-        model = Model(num_blocks=3)
-        prepare_fully_shard(model, None, FULL, device=device)
-        times = [1] * bool(place)
+    def check(place: str, ranks: tuple[int, ...]) -> None:
+        def fail_here(model: nn.Module, fail: Callable[[], None]) -> None:
+            if dist.get_rank() in ranks:
+                PLACES[place](model, fail)
 
-        def fail() -> None:
-            if times:
-                times.pop()
-                run_out_of_memory(device)
-
-        if place:
-            PLACES[place](model, fail)
-        batch = tokens(dist.get_rank(), batch_size=BATCH).to(device)
-        found = gradients_of_halved(model, lambda part: model(part).square().mean(), batch, size)
-        assert not times, "nothing failed"
-        return found
-
-    expected = gradients(FITS)
-
-    def check(place: str, failing: tuple[int, ...]) -> None:
-        for name, gradient in gradients(BATCH, place if dist.get_rank() in failing else "").items():
+        for name, gradient in gradients_after(device, BATCH, fail_here).items():
             assert_close(name, gradient, expected[name], rtol=1e-9, atol=1e-12)
 
-    for_each(check, {place: (place, (1,)) for place in PLACES} | {"backward, both": ("backward", (0, 1))})
+    one, both = (FAILING_RANK,), (0, FAILING_RANK)
+    for_each(check, {place: (place, one) for place in PLACES} | {"backward, both": ("backward", both)})
+
+
+def gradients_after(
+    device: str, size: int, hungry: Callable[[nn.Module, Callable[[], None]], None]
+) -> dict[str, torch.Tensor]:
+    """Of a batch in microbatches of ``size``, or of half as many where that was too much, as it must be."""
+    torch.manual_seed(0)
+    model, sizes = Model(num_blocks=3), [size]
+    prepare_fully_shard(model, None, FULL, device=device)
+    votes, failures = OutOfMemoryVote(model), []
+    votes.start()
+
+    def fail() -> None:
+        if sizes[-1] > FITS:
+            failures.append(sizes[-1])
+            run_out_of_memory(device)
+
+    hungry(model, fail)
+    batch = tokens(dist.get_rank(), batch_size=BATCH).to(device)
+    snapshot = BatchSnapshot.take(model)
+    while not votes.succeeded(functools.partial(run_batch, model, batch.split(sizes[-1]))):
+        model.zero_grad()
+        snapshot.restore()
+        sizes.append(sizes[-1] // 2)
+    votes.stop()
+    assert sizes[-1] == FITS, f"ended with {sizes}, after {failures}"
+    return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def run_batch(model: nn.Module, microbatches: tuple[torch.Tensor, ...]) -> None:
+    for number, microbatch in enumerate(microbatches):
+        begin_microbatch(model, is_last=number == len(microbatches) - 1)
+        (model(microbatch).square().mean() / len(microbatches)).backward()
 
 
 @on_gpus(2)
