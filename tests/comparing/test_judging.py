@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -52,65 +53,131 @@ def different(fsdp2: RunRecord, again: RunRecord | None = None, first: RunRecord
     return names
 
 
-def test_a_difference_counts_from_the_tolerance_on():
-    """Rounding is no difference, and a difference no rounding."""
-    assert different(made_run("FSDP2")) == set()
-    assert different(made_run("FSDP2", losses=(3.0 * (1 + 9e-7), 2.0))) == set()
-    assert different(made_run("FSDP2", losses=(3.0 * (1 + 2e-6), 2.0))) == {LOSSES, NORMS}
-    assert different(made_run("FSDP2", distance=1e-3)) == {PARAMETERS}
+def with_distances(title: str, **by_name: float) -> RunRecord:
+    distances = tuple(
+        TensorDistance(kind="parameter", name=name, distance=each, largest=each) for name, each in by_name.items()
+    )
+    return replace(made_run(title), distances=distances)
 
 
-def test_twice_the_noise_of_fsdp1_is_no_difference():
-    """A run that does not repeat on FSDP1 need not on FSDP2."""
-    noisy = made_run("FSDP1 again", losses=(3.0 * (1 + 1e-3), 2.0))
-    assert different(made_run("FSDP2", losses=(3.0 * (1 + 1.9e-3), 2.0)), noisy) == set()
-    assert different(made_run("FSDP2", losses=(3.0 * (1 + 2.1e-3), 2.0)), noisy) == {LOSSES, NORMS}
+def with_rates(title: str, first: tuple[float, float], last: tuple[float, float]) -> RunRecord:
+    """Learning rate and weight decay, in the first batch and in the last one."""
+    settings, last_settings = (
+        (Settings(values={"lr": rate, "weight_decay": decay}, names=("w",)),) for rate, decay in (first, last)
+    )
+    return replace(made_run(title), settings=settings, last_settings=last_settings)
 
 
-def test_noise_of_one_tensor_does_not_excuse_another():
-    """A bias whose gradient is rounding alone must not hide a weight that trains wrongly at a distance of 0.4."""
-
-    def run(title: str, weight: float, bias: float) -> RunRecord:
-        tensors = (("weight", weight), ("bias", bias))
-        distances = tuple(
-            TensorDistance(kind="parameter", name=name, distance=each, largest=each) for name, each in tensors
-        )
-        return replace(made_run(title), distances=distances)
-
-    noisy = run("FSDP1 again", 0.0, 0.3)
-    assert different(run("FSDP2", 0.0, 0.5), noisy) == set()
-    assert different(run("FSDP2", 0.4, 0.5), noisy) == {PARAMETERS}
-    judgement = judge(made_run(), run("FSDP2", 0.4, 0.5), [noisy])
-    [parameters] = [each for each in judgement.quantities if each.name == PARAMETERS]
-    assert (parameters.worst, parameters.floor, parameters.limit) == ("parameter of weight", 0.0, 1e-6)
+def fsdp2(**options: Any) -> RunRecord:
+    return made_run("FSDP2", **options)
 
 
-def test_noise_of_a_late_batch_does_not_excuse_an_early_one():
-    """FSDP1 that drifts from itself at the end must not hide a first batch that is wrong."""
-    noisy = made_run("FSDP1 again", losses=(3.0, 2.0 * (1 + 1e-3)))
-    assert different(made_run("FSDP2", losses=(3.0, 2.0 * (1 + 1.9e-3))), noisy) == set()
-    judgement = judge(made_run(), made_run("FSDP2", losses=(3.0 * (1 + 1e-4), 2.0)), [noisy])
-    assert [each.name for each in judgement.quantities if not each.is_same] == [LOSSES, NORMS]
-    assert judgement.causes[0].startswith("the loss of batch 1 is the first number that differs")
-    # Two runs of one noise need not differ in the same batch.
-    early = made_run("FSDP1 again", losses=(3.0 * (1 + 1e-3), 2.0))
-    assert different(made_run("FSDP2", losses=(3.0, 2.0 * (1 + 1e-3))), early) == set()
+PLAIN, DRAWN = ((1e-3, 0.1), (1e-3, 0.1)), ((1e-3, 0.1), (2e-3, 0.1))
+NOISY = made_run(losses=(3.0 * (1 + 1e-3), 2.0))
+LATE = made_run(losses=(3.0, 2.0 * (1 + 1e-3)))
+NOISY_BIAS = with_distances("FSDP1 again", weight=0.0, bias=0.3)
+NOISY_RATE = with_rates("FSDP1 again", *DRAWN)
+FIFTY = made_run(losses=(1.0,) * 50)
+DRIFTING = tuple(1.0 + 9e-8 * number for number in range(1, 51))
+GROUP = Settings(values={"lr": 1e-3, "weight_decay": 0.0}, names=("w", "v"))
+DECAYED = replace(GROUP, names=("v",), values={"lr": 1e-3, "weight_decay": 0.1})
+OF_W, OF_V = replace(GROUP, names=("w",)), replace(GROUP, names=("v",))
+GROUPED = replace(made_run(), settings=(GROUP,))
+OTHER_DATA = replace(fsdp2(), batches=(fsdp2().batches[0], replace(fsdp2().batches[1], digests=("a", "c"))))
+BROKEN = made_run(losses=(math.nan, 2.0))
+# What differs, in the run on FSDP2, the second one on FSDP1, and the first one.
+CASES: dict[str, tuple[set[str], RunRecord, *tuple[RunRecord, ...]]] = {
+    # Rounding is no difference, and a difference no rounding.
+    "nothing": (set(), fsdp2()),
+    "below the tolerance": (set(), fsdp2(losses=(3.0 * (1 + 9e-7), 2.0))),
+    "above the tolerance": ({LOSSES, NORMS}, fsdp2(losses=(3.0 * (1 + 2e-6), 2.0))),
+    "parameters": ({PARAMETERS}, fsdp2(distance=1e-3)),
+    "parameters, above the tolerance": ({PARAMETERS}, fsdp2(distance=2e-6)),
+    # A run that does not repeat on FSDP1 need not on FSDP2.
+    "twice the noise of FSDP1": (set(), fsdp2(losses=(3.0 * (1 + 1.9e-3), 2.0)), NOISY),
+    "more than twice the noise": ({LOSSES, NORMS}, fsdp2(losses=(3.0 * (1 + 2.1e-3), 2.0)), NOISY),
+    # A bias whose gradient is rounding alone must not hide a weight that trains wrongly at a distance of 0.4.
+    "noise of a tensor": (set(), with_distances("FSDP2", weight=0.0, bias=0.5), NOISY_BIAS),
+    "noise of another tensor": ({PARAMETERS}, with_distances("FSDP2", weight=0.4, bias=0.5), NOISY_BIAS),
+    # FSDP1 that drifts from itself at the end must not hide a first batch that is wrong; but two runs of one noise need
+    # not differ in the same batch.
+    "noise of a late batch": (set(), fsdp2(losses=(3.0, 2.0 * (1 + 1.9e-3))), LATE),
+    "noise that comes later": (set(), fsdp2(losses=(3.0, 2.0 * (1 + 1e-3))), NOISY),
+    "noise of a later batch": ({LOSSES, NORMS}, fsdp2(losses=(3.0 * (1 + 1e-4), 2.0)), LATE),
+    # A learning rate that a file draws must not hide a weight decay that is lost, nor the last one a first one.
+    "noise of a setting": (set(), with_rates("FSDP2", *DRAWN), NOISY_RATE, with_rates("FSDP1", *PLAIN)),
+    "a first rate": ({SETTINGS}, with_rates("FSDP2", *DRAWN[::-1]), NOISY_RATE, with_rates("FSDP1", *PLAIN)),
+    "another setting": (
+        {SETTINGS},
+        with_rates("FSDP2", PLAIN[0], (1e-3, 0.0)),
+        NOISY_RATE,
+        with_rates("FSDP1", *PLAIN),
+    ),
+    # Fifty batches drift apart by five times as much as ten; what is wrong early is no less wrong for it.
+    "fifty batches": (set(), fsdp2(losses=DRIFTING, distance=4e-6), FIFTY, FIFTY),
+    "fifty batches, too far": ({PARAMETERS}, fsdp2(losses=DRIFTING, distance=6e-6), FIFTY, FIFTY),
+    "fifty batches, early": ({LOSSES, NORMS}, fsdp2(losses=(1.0, 1.0 + 2e-6, *DRIFTING[2:])), FIFTY, FIFTY),
+    # A decay or a rate of one tensor's own shows in no loss of the first batches; other groups are the same settings.
+    "a decay of its own": ({SETTINGS}, replace(fsdp2(), settings=(OF_W, DECAYED)), GROUPED, GROUPED),
+    "a tensor without a rate": ({SETTINGS}, replace(fsdp2(), settings=(OF_W,)), GROUPED, GROUPED),
+    "other groups": (set(), replace(fsdp2(), settings=(OF_V, OF_W)), GROUPED, GROUPED),
+    # A run that diverges on FSDP2 alone, or on both, is not let pass.
+    "no number": ({LOSSES, NORMS}, fsdp2(losses=(math.nan, 2.0))),
+    "an infinite distance": ({PARAMETERS}, fsdp2(distance=math.inf)),
+    "two infinite distances": ({PARAMETERS}, fsdp2(distance=math.inf), made_run(distance=math.inf)),
+    "no numbers on all": ({LOSSES, NORMS}, fsdp2(losses=(math.nan, 2.0)), BROKEN, BROKEN),
+    # The first batches of fp16, in which a scaler looks for its scale.
+    "infinite on all": (set(), *[made_run(losses=(math.inf, 2.0))] * 3),
+    "no numbers on all in fp16": (set(), *[replace(BROKEN, precision="amp_fp16")] * 3),
+    # Tensors that are not there cannot be apart; a report of those that are would be a good one.
+    "a start of fewer tensors": ({START}, replace(fsdp2(), start=made_run().start[:1])),
+    "a tensor that is missing": ({PARAMETERS}, replace(fsdp2(), missing=("parameter of v",))),
+    # Not even where FSDP1 draws other data each time, too.
+    "other data on both": ({DATA}, OTHER_DATA, replace(OTHER_DATA, title="FSDP1 again")),
+}
 
 
-def test_noise_of_one_setting_does_not_excuse_another():
-    """A learning rate that a file draws must not hide a weight decay that is lost, nor the last one a first one."""
+@pytest.mark.parametrize("what", CASES)
+def test_what_counts_as_a_difference(what: str):
+    """A verdict that lets a wrong run pass, or calls a right one wrong."""
+    expected, *runs = CASES[what]
+    assert different(*runs) == expected
 
-    def run(title: str, first: tuple[float, float], last: tuple[float, float]) -> RunRecord:
-        settings, last_settings = (
-            (Settings(values={"lr": rate, "weight_decay": decay}, names=("w",)),) for rate, decay in (first, last)
-        )
-        return replace(made_run(title), settings=settings, last_settings=last_settings)
 
-    plain = run("FSDP1", (1e-3, 0.1), (1e-3, 0.1))
-    noisy = run("FSDP1 again", (1e-3, 0.1), (2e-3, 0.1))
-    assert different(run("FSDP2", (1e-3, 0.1), (2e-3, 0.1)), noisy, plain) == set()
-    assert different(run("FSDP2", (2e-3, 0.1), (1e-3, 0.1)), noisy, plain) == {SETTINGS}
-    assert different(run("FSDP2", (1e-3, 0.1), (1e-3, 0.0)), noisy, plain) == {SETTINGS}
+def test_a_verdict_says_what_differs_first():
+    """Whoever reads one line looks in the right place."""
+
+    def causes(ours: RunRecord, again: RunRecord, first: RunRecord | None = None) -> tuple[str, ...]:
+        return judge(first or made_run(), ours, [again]).causes
+
+    early = causes(fsdp2(losses=(3.0 * (1 + 1e-4), 2.0)), LATE)
+    assert early[0].startswith("the loss of batch 1 is the first number that differs")
+    assert causes(OTHER_DATA, made_run()) == ("the two did not train on the same data: batch 2 of rank 1",)
+    for settings, told in (
+        ((OF_W, DECAYED), "weight_decay of v: 0.1, 0 on FSDP1"),
+        ((OF_W,), "lr of v: none, 0.001 on FSDP1"),
+    ):
+        found = causes(replace(fsdp2(), settings=settings), GROUPED, GROUPED)
+        assert found == (f"FSDP2's optimizer was set otherwise: {told}",)
+    assert DATA in different(fsdp2(losses=(3.0,)))
+
+
+def worst(name: str, *runs: RunRecord, **options: Any) -> tuple[str | None, float | None]:
+    """Of a quantity: where it is worst, and the limit there."""
+    first, ours, again = runs
+    judgement = judge(first, ours, [again], **options)
+    [found] = [each for each in judgement.quantities if each.name == name]
+    return found.worst, found.limit
+
+
+def test_the_worst_is_where_a_limit_is_passed():
+    """Where the limit of one tensor, or batch, is small, a larger limit of another must not decide."""
+    apart = with_distances("FSDP2", weight=0.4, bias=0.5)
+    assert worst(PARAMETERS, made_run(), apart, NOISY_BIAS) == ("parameter of weight", 1e-6)
+    early = fsdp2(losses=(1.0, 1.0 + 2e-6, *DRIFTING[2:]))
+    assert worst(LOSSES, FIFTY, early, FIFTY) == ("batch 2", 1e-6)
+    tiny, noise = with_distances("FSDP2", a=1e-9, b=1e-3), with_distances("FSDP1 again", a=0.0, b=1e-3)
+    assert worst(PARAMETERS, made_run(), tiny, noise, tolerance=0.0)[0] == "parameter of a"
 
 
 def test_fsdp1_that_does_not_repeat_is_a_verdict():
@@ -126,63 +193,6 @@ def test_fsdp1_that_does_not_repeat_is_a_verdict():
         made_run(), made_run("FSDP2", losses=(3.1, 2.0)), [made_run("FSDP1 again", losses=(3.0, math.nan))]
     )
     assert judgement.causes[-1].startswith("the loss of batch 1 is the first number that differs")
-
-
-def test_a_tolerance_of_zero_hides_nothing():
-    """Where the limit of one tensor is zero, a larger limit of another must not decide."""
-    distances = tuple(
-        TensorDistance(kind="parameter", name=name, distance=each, largest=each)
-        for name, each in (("a", 1e-9), ("b", 1e-3))
-    )
-    noisy = replace(made_run("FSDP1 again"), distances=(replace(distances[0], distance=0.0), distances[1]))
-    judgement = judge(made_run(), replace(made_run("FSDP2"), distances=distances), [noisy], tolerance=0.0)
-    assert [each.worst for each in judgement.quantities if not each.is_same] == ["parameter of a"]
-
-
-def test_rounding_may_build_up_in_longer_comparisons_alone():
-    """Fifty batches drift apart by five times as much as ten; up to ten the tolerance is what was given."""
-    first = made_run(losses=(1.0,) * 50)
-    losses = tuple(1.0 + 9e-8 * number for number in range(1, 51))
-    assert different(made_run("FSDP2", losses=losses, distance=4e-6), made_run(losses=(1.0,) * 50), first) == set()
-    late = made_run("FSDP2", losses=losses, distance=6e-6)
-    assert different(late, made_run(losses=(1.0,) * 50), first) == {PARAMETERS}
-    # What is wrong early is no less wrong because there are many batches after it.
-    early = made_run("FSDP2", losses=(1.0, 1.0 + 2e-6, *losses[2:]))
-    assert different(early, made_run(losses=(1.0,) * 50), first) == {LOSSES, NORMS}
-    judgement = judge(first, early, [made_run(losses=(1.0,) * 50)])
-    [of_losses] = [each for each in judgement.quantities if each.name == LOSSES]
-    assert (of_losses.worst, of_losses.limit) == ("batch 2", 1e-6)
-    assert different(made_run("FSDP2", distance=2e-6)) == {PARAMETERS}
-
-
-def test_settings_of_the_optimizer_are_compared_by_name():
-    """A decay or a rate of one tensor's own shows in no loss of the first batches."""
-    group = Settings(values={"lr": 1e-3, "weight_decay": 0.0}, names=("w", "v"))
-    first, again = (replace(made_run(title), settings=(group,)) for title in ("FSDP1", "FSDP1 again"))
-    apart = (replace(group, names=("w",)), replace(group, names=("v",), values={"lr": 1e-3, "weight_decay": 0.1}))
-    for settings, told in (
-        (apart, "weight_decay of v: 0.1, 0 on FSDP1"),
-        ((replace(group, names=("w",)),), "lr of v: none, 0.001 on FSDP1"),
-    ):
-        fsdp2 = replace(made_run("FSDP2"), settings=settings)
-        judgement = judge(first, fsdp2, [again])
-        assert different(fsdp2, again, first) == {SETTINGS}
-        assert judgement.causes == (f"FSDP2's optimizer was set otherwise: {told}",)
-    # Other groups with the same settings are the same.
-    assert (
-        different(replace(made_run("FSDP2"), settings=(replace(group, names=("v",)), apart[0])), again, first) == set()
-    )
-
-
-def test_no_number_is_never_the_same_as_a_number():
-    """A run that diverges on FSDP2 alone, or on both, is not let pass."""
-    assert different(made_run("FSDP2", losses=(math.nan, 2.0))) == {LOSSES, NORMS}
-    assert different(made_run("FSDP2", distance=math.inf)) == {PARAMETERS}
-    diverged = made_run("FSDP1 again", distance=math.inf)
-    assert different(made_run("FSDP2", distance=math.inf), diverged) == {PARAMETERS}
-    # The first batches of fp16, in which a scaler looks for its scale, are no numbers on either.
-    first = made_run(losses=(math.inf, 2.0))
-    assert different(made_run("FSDP2", losses=(math.inf, 2.0)), made_run(losses=(math.inf, 2.0)), first) == set()
 
 
 @pytest.mark.parametrize(
@@ -208,30 +218,3 @@ def test_a_start_that_is_no_number_is_not_the_same(theirs: float, ours: float):
     for a, b in (((theirs,), (ours,)), ((1.0, theirs), (1.0, ours)), ((theirs, 1.0), (ours, 1.0))):
         first, again = started("FSDP1", *a), started("FSDP1 again", *a)
         assert START in different(started("FSDP2", *b), again, first)
-
-
-def test_losses_that_are_no_numbers_are_the_same_while_a_scale_is_looked_for():
-    """Runs that both diverge prove nothing; with fp16 the first norms are no numbers in a run that trains."""
-    runs = [made_run(title, losses=(math.nan, 2.0)) for title in ("FSDP1", "FSDP2", "FSDP1 again")]
-    first, fsdp2, again = runs
-    assert different(fsdp2, again, first) == {LOSSES, NORMS}
-    first, fsdp2, again = (replace(each, precision="amp_fp16") for each in runs)
-    assert different(fsdp2, again, first) == set()
-
-
-def test_what_one_run_alone_has_is_a_difference():
-    """Tensors that are not there cannot be apart; a report of those that are would be a good one."""
-    assert different(replace(made_run("FSDP2"), start=made_run().start[:1])) == {START}
-    assert different(replace(made_run("FSDP2"), missing=("parameter of v",))) == {PARAMETERS}
-    shorter = made_run("FSDP2", losses=(3.0,))
-    assert DATA in different(shorter)
-
-
-def test_other_data_of_any_rank_is_a_difference():
-    """Curves of other data may be as good, and prove nothing."""
-    run = made_run("FSDP2")
-    other = replace(run, batches=(run.batches[0], replace(run.batches[1], digests=("a", "c"))))
-    judgement = judge(made_run(), other, [made_run("FSDP1 again")])
-    assert judgement.causes == ("the two did not train on the same data: batch 2 of rank 1",)
-    # Not even where FSDP1 draws others each time, too.
-    assert DATA in different(other, replace(other, title="FSDP1 again"))

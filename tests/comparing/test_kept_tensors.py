@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from composer_fsdp2.comparing import whole_tensors
 from composer_fsdp2.comparing.kept_tensors import KeptTensors, keep_tensors
 from composer_fsdp2.comparing.run_record import TensorDistance
 from composer_fsdp2.comparing.whole_tensors import Key
@@ -120,3 +121,10 @@ def test_a_moment_that_is_infinite_excuses_nothing(tmp_path: Path):
     apart = {(each.kind, each.name): each.distance for each in found}
     assert all(distance > 0 for (kind, _), distance in apart.items() if kind != "parameter"), apart
     assert apart["exp_avg_sq", "head.bias"] == math.inf
+
+
+def test_parts_that_are_infinite_both_ways_have_a_sum():
+    """A diverged run ended the comparison with Python's ValueError, without a verdict."""
+    assert math.isnan(whole_tensors._sum([math.inf, -math.inf]))
+    assert whole_tensors._sum([1e308, 1e308]) == math.inf
+    assert whole_tensors._sum([0.1] * 10) == 1.0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from support.examples import IS_THOROUGH
 from support.models import Block
 from torch import nn
 
@@ -14,6 +15,8 @@ from composer_fsdp2 import plan_sharding, translate
 from composer_fsdp2.estimate.blocks import find_blocks
 from composer_fsdp2.estimate.trace import trace_microbatch
 from composer_fsdp2.sharding.plan import ShardingPlan
+
+pytestmark = pytest.mark.any_torch  # test_trace.py has both
 
 WIDTH = 6
 
@@ -58,32 +61,6 @@ def each(blocks: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def of_dict(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    return each(blocks.values(), x)
-
-
-def call(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    return blocks(x)
-
-
-def last_first(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    return each(reversed(blocks), x)
-
-
-def twice(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    return each(blocks, each(blocks, x))
-
-
-def by_place(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    for place in range(7):
-        x = blocks[place](x)
-    return x
-
-
-def side_by_side(blocks: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.stack([block(x) for block in blocks]).sum(0)
-
-
 def with_something_between(blocks: Any, x: torch.Tensor) -> torch.Tensor:
     total = x
     for block in blocks:
@@ -110,17 +87,22 @@ def blocks(number: int = 7) -> list[nn.Module]:
 
 MODELS: dict[str, Callable[[], Stack]] = {
     "a list": lambda: Stack(nn.ModuleList(blocks()), each),
-    "a dict": lambda: Stack(nn.ModuleDict({f"layer_{i}": block for i, block in enumerate(blocks())}), of_dict),
-    "a sequence": lambda: Stack(nn.Sequential(*blocks()), call),
-    "from last to first": lambda: Stack(nn.ModuleList(blocks()), last_first),
-    "each twice": lambda: Stack(nn.ModuleList(blocks()), twice),
-    "by place": lambda: Stack(nn.ModuleList(blocks()), by_place),
-    "side by side": lambda: Stack(nn.ModuleList(blocks()), side_by_side),
+    "a dict": lambda: Stack(
+        nn.ModuleDict({f"layer_{i}": block for i, block in enumerate(blocks())}),
+        lambda found, x: each(found.values(), x),
+    ),
+    "a sequence": lambda: Stack(nn.Sequential(*blocks()), lambda found, x: found(x)),
+    "from last to first": lambda: Stack(nn.ModuleList(blocks()), lambda found, x: each(reversed(found), x)),
+    "each twice": lambda: Stack(nn.ModuleList(blocks()), lambda found, x: each(found, each(found, x))),
+    "by place": lambda: Stack(nn.ModuleList(blocks()), lambda found, x: each([found[i] for i in range(7)], x)),
+    "side by side": lambda: Stack(
+        nn.ModuleList(blocks()), lambda found, x: torch.stack([block(x) for block in found]).sum(0)
+    ),
     "with something between": lambda: Stack(nn.ModuleList(blocks()), with_something_between),
     "one block under several names": lambda: Stack(nn.ModuleList([Block(WIDTH)] * 5), each),
     "two kinds by a switch": lambda: Stack(nn.ModuleList(Gate(i % 3 == 1, i) for i in range(11)), each),
     "one block": lambda: Stack(nn.ModuleList(blocks(1)), each),
-    "no blocks": lambda: Stack(nn.Identity(), call),
+    "no blocks": lambda: Stack(nn.Identity(), lambda found, x: found(x)),
 }  # fmt: skip
 
 
@@ -129,17 +111,6 @@ def plan_of(model: nn.Module, **config: Any) -> ShardingPlan:
     translation = translate(config, precision="amp_bf16", device="cpu", world_size=4)
     assert translation.config is not None, translation.explain()
     return plan_sharding(model, translation.config, precision="amp_bf16")
-
-
-def check_each(cases: Iterable[str], check: Callable[[str], None]) -> None:
-    """Every case, and every failure of them."""
-    wrong = {}
-    for name in cases:
-        try:
-            check(name)
-        except Exception:
-            wrong[name] = traceback.format_exc(limit=-3)
-    assert not wrong, "\n".join(f"[{name}] {text}" for name, text in wrong.items())
 
 
 def check_all(stack: Stack, settings: dict[str, Any], every: int | None = None) -> None:
@@ -158,31 +129,27 @@ def check_all(stack: Stack, settings: dict[str, Any], every: int | None = None) 
     assert {path: vars(module) for path, module in model.named_modules()} == before
 
 
-def test_a_few_blocks_stand_for_all_or_all_are_run():
+@pytest.mark.parametrize("name", MODELS)
+def test_a_few_blocks_stand_for_all_or_all_are_run(name: str):
     """Whatever way a model runs its blocks, no byte and no event of its trace is a guess."""
-
-    def check(name: str) -> None:
-        for settings in ({}, {"activation_checkpointing": True}):
-            check_all(MODELS[name](), settings)
-
-    check_each(MODELS, check)
+    is_even = list(MODELS).index(name) % 2 == 0
+    for recomputed in (False, True) if IS_THOROUGH else (is_even,):
+        check_all(MODELS[name](), {"activation_checkpointing": recomputed})
 
 
-def test_blocks_in_unlike_surroundings_are_told_apart():
+UNLIKE: dict[str, tuple[dict[str, Any], int | None]] = {
+    "frozen below": ({"freeze": ["model.embed", *(f"model.blocks.{i}" for i in range(4))]}, None),
+    "embeddings frozen": ({"freeze": ["model.embed"]}, None),
+    "every third": ({"activation_checkpointing": True}, 3),
+    "every fourth": ({"activation_checkpointing": True}, 4),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_blocks_in_unlike_surroundings_are_told_apart(name: str):
     """Frozen blocks below trained ones, and blocks of which every third is recomputed."""
-    cases: dict[str, tuple[dict[str, Any], int | None]] = {
-        "frozen below": ({"freeze": ["model.embed", *(f"model.blocks.{i}" for i in range(4))]}, None),
-        "embeddings frozen": ({"freeze": ["model.embed"]}, None),
-        "every third": ({"activation_checkpointing": True}, 3),
-        "every fourth": ({"activation_checkpointing": True}, 4),
-    }
-
-    def check(name: str) -> None:
-        settings, every = cases[name]
-        stack = Stack(nn.ModuleList(blocks(11)), each)
-        check_all(stack, settings, every)
-
-    check_each(cases, check)
+    settings, every = UNLIKE[name]
+    check_all(Stack(nn.ModuleList(blocks(11)), each), settings, every)
 
 
 def test_few_blocks_are_run():

@@ -7,10 +7,9 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
-from support.models import Model
+from estimate.test_html import planned
 
-from composer_fsdp2 import estimate_step, plan_sharding, translate
+from composer_fsdp2 import estimate_step
 from composer_fsdp2.estimate.bounds import GPUS, Machine, step_bounds
 from composer_fsdp2.estimate.chrome_trace import chrome_trace
 from composer_fsdp2.estimate.planned_step import PlannedStep
@@ -55,30 +54,14 @@ SCHEMA = {
 }
 
 
-def planned(machine: Machine | None, *, is_traced: bool) -> PlannedStep:
-    with torch.device("meta"):
-        model = Model(num_blocks=3, width=64)
-    translation = translate({"sharding_strategy": "HYBRID_SHARD"}, device="cuda", world_size=16)
-    assert translation.config is not None
-    plan = plan_sharding(model, translation.config).resolve(16)
-    trace = assumed_trace(plan)
+def planned_at(machine: Machine | None, *, is_traced: bool) -> PlannedStep:
+    step = planned(num_blocks=3, sharding_strategy="HYBRID_SHARD")
+    trace = assumed_trace(step.plan)
     if is_traced:
         trace = replace(trace, events=tuple(replace(each, flops=10**9, live_bytes=64) for each in trace.events))
-    estimate = estimate_step(plan, trace, world_size=16, num_microbatches=2, gpus_per_node=8)
-    return PlannedStep(
-        source="run.yaml",
-        plan=plan,
-        estimate=estimate,
-        trace=trace if is_traced else None,
-        optimizer="AdamW",
-        precision="fp32",
-        world_size=16,
-        gpus_per_node=8,
-        microbatch_size=1,
-        num_microbatches=2,
-        sequence_length=32,
-        bounds=step_bounds(estimate, trace, machine) if machine else None,
-    )
+    estimate = estimate_step(step.plan, trace, world_size=16, num_microbatches=2, gpus_per_node=8)
+    bounds = step_bounds(estimate, trace, machine) if machine else None
+    return replace(step, estimate=estimate, trace=trace if is_traced else None, bounds=bounds)
 
 
 def test_a_trace_opens_and_shows_all_of_the_step():
@@ -86,8 +69,8 @@ def test_a_trace_opens_and_shows_all_of_the_step():
     plan without activations or without speeds."""
     for machine in (None, GPUS["h100"], Machine(inter_bytes_per_s=1e9), Machine(flops=1e12)):
         for is_traced in (True, False):
-            step = planned(machine, is_traced=is_traced)
-            trace = json.loads(json.dumps(chrome_trace(step)))
+            step = planned_at(machine, is_traced=is_traced)
+            trace = json.loads(json.dumps(chrome_trace(step), allow_nan=False))
             jsonschema.validate(trace, SCHEMA)
             events = trace["traceEvents"]
             counters = [event for event in events if event["ph"] == "C"]
@@ -103,7 +86,8 @@ def test_a_trace_opens_and_shows_all_of_the_step():
             assert all(named[event["tid"]] == event["cat"] for event in slices)
             if machine is None:
                 calls = [event for event in slices if event["cat"] != "compute"]
-                assert len(calls) == len(step.estimate.calls)
+                of_calls = sorted(call.num_bytes for call in step.estimate.calls)
+                assert sorted(event["args"]["bytes"] for event in calls) == of_calls
             for track in named:  # one after the other on each track, so that slices do not hide each other
                 ends = [(event["ts"], event["ts"] + event["dur"]) for event in slices if event["tid"] == track]
                 assert all(one[1] <= other[0] + 1e-6 for one, other in itertools.pairwise(ends)), track

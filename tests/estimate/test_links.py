@@ -13,6 +13,8 @@ from composer_fsdp2.estimate.step import CollectiveCall, Link, Phase, StepEstima
 
 pytestmark = pytest.mark.any_torch
 
+FULL, BLOCK, ROOT = 4 * 960, 4 * 280, 4 * 400  # bytes of the model, and of its units
+
 # Each row: operator, phase, ranks, link, calls, bytes of the buffers, bytes that a rank sends in a ring.
 Row = tuple[str, str, int, str, int, int, int]
 
@@ -33,61 +35,56 @@ def rows(estimate: StepEstimate) -> set[Row]:
     }
 
 
-def test_one_dimension():
-    """Four ranks on two nodes: each gather and each reduction sends three quarters of its buffer between nodes."""
-    model = Model(num_blocks=2, width=8, vocabulary=24)
-    full = 4 * sum(parameter.numel() for parameter in model.parameters())
-    root = 4 * sum(p.numel() for name, p in model.named_parameters() if ".blocks." not in name)
-    estimate = step_of({"sharding_strategy": "FULL_SHARD"}, world_size=4, gpus_per_node=2)
-    assert rows(estimate) == {
-        ("all_gather", "forward", 4, "inter", 3, full, full * 3 // 4),
-        ("all_gather", "backward", 4, "inter", 2, full - root, (full - root) * 3 // 4),
-        ("reduce_scatter", "backward", 4, "inter", 3, full, full * 3 // 4),
-    }
-    of_unit = sent_by_unit(estimate.calls)
+FSDP = {"sharding_strategy": "FULL_SHARD"}
+HSDP = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2}
+# Of four ranks on two nodes.
+STEPS: dict[str, tuple[dict[str, Any], set[Row]]] = {
+    "each gather and each reduction sends three quarters of its buffer between nodes": (
+        FSDP,
+        {
+            ("all_gather", "forward", 4, "inter", 3, FULL, FULL * 3 // 4),
+            ("all_gather", "backward", 4, "inter", 2, FULL - ROOT, (FULL - ROOT) * 3 // 4),
+            ("reduce_scatter", "backward", 4, "inter", 3, FULL, FULL * 3 // 4),
+        },
+    ),
+    # Shards on a node, replicas across.
+    "gathers stay on the node, and an all-reduce of half of each unit crosses": (
+        HSDP,
+        {
+            ("all_gather", "forward", 2, "intra", 3, FULL, FULL // 2),
+            ("all_gather", "backward", 2, "intra", 2, FULL - ROOT, (FULL - ROOT) // 2),
+            ("reduce_scatter", "backward", 2, "intra", 3, FULL, FULL // 2),
+            ("all_reduce", "backward", 2, "inter", 3, FULL // 2, FULL // 2),  # twice a half of a half
+        },
+    ),
+    # With two ranks as reshard_after_forward.
+    "the second gather of a block is on the node": (
+        FSDP | {"reshard_after_forward": 2},
+        {
+            ("all_gather", "forward", 4, "inter", 3, FULL, FULL * 3 // 4),
+            ("all_gather", "backward", 2, "intra", 2, FULL - ROOT, (FULL - ROOT) // 2),
+            ("reduce_scatter", "backward", 4, "inter", 3, FULL, FULL * 3 // 4),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STEPS)
+def test_each_collective_goes_over_its_link(what: str):
+    """A run that is bound by its network would be told that it is not."""
+    config, expected = STEPS[what]
+    assert rows(step_of(config, world_size=4, gpus_per_node=2)) == expected
+
+
+def test_what_a_unit_sends():
+    """With all ranks on one node nothing is sent to another; on two nodes each unit sends its own part of the above."""
+    of_unit = sent_by_unit(step_of(FSDP, world_size=4, gpus_per_node=2).calls)
     assert {name: sent.intra for name, sent in of_unit.items()} == dict.fromkeys(of_unit, 0)
-    block = (full - root) // 2
-    assert sorted(sent.inter for sent in of_unit.values()) == sorted([2 * root * 3 // 4, *[3 * block * 3 // 4] * 2])
-
-
-def test_on_one_node():
-    """With all ranks on one node nothing is sent to another."""
-    estimate = step_of({"sharding_strategy": "FULL_SHARD"}, world_size=4, gpus_per_node=4)
+    inter = sorted(sent.inter for sent in of_unit.values())
+    assert inter == sorted([2 * ROOT * 3 // 4, *[3 * BLOCK * 3 // 4] * 2])
+    estimate = step_of(FSDP, world_size=4, gpus_per_node=4)
     assert {each.link for each in traffic(estimate.calls)} == {Link.INTRA}
     assert sum(map(ring_node_bytes, estimate.calls)) == 0
-
-
-def test_hybrid_shard():
-    """Shards on a node, replicas across: gathers stay on the node, and an all-reduce of half of each unit crosses."""
-    model = Model(num_blocks=2, width=8, vocabulary=24)
-    full = 4 * sum(parameter.numel() for parameter in model.parameters())
-    root = 4 * sum(p.numel() for name, p in model.named_parameters() if ".blocks." not in name)
-    config = {
-        "sharding_strategy": "HYBRID_SHARD",
-        "data_parallel_shard_degree": 2,
-        "data_parallel_replicate_degree": 2,
-    }
-    estimate = step_of(config, world_size=4, gpus_per_node=2)
-    assert rows(estimate) == {
-        ("all_gather", "forward", 2, "intra", 3, full, full // 2),
-        ("all_gather", "backward", 2, "intra", 2, full - root, (full - root) // 2),
-        ("reduce_scatter", "backward", 2, "intra", 3, full, full // 2),
-        ("all_reduce", "backward", 2, "inter", 3, full // 2, full // 2),  # twice a half of a half
-    }
-
-
-def test_reshard_to_a_node():
-    """With two ranks as reshard_after_forward the second gather of a block is among these, on the node."""
-    model = Model(num_blocks=2, width=8, vocabulary=24)
-    full = 4 * sum(parameter.numel() for parameter in model.parameters())
-    root = 4 * sum(p.numel() for name, p in model.named_parameters() if ".blocks." not in name)
-    config = {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": 2}
-    estimate = step_of(config, world_size=4, gpus_per_node=2)
-    assert rows(estimate) == {
-        ("all_gather", "forward", 4, "inter", 3, full, full * 3 // 4),
-        ("all_gather", "backward", 2, "intra", 2, full - root, (full - root) // 2),
-        ("reduce_scatter", "backward", 4, "inter", 3, full, full * 3 // 4),
-    }
 
 
 def test_what_crosses_to_other_nodes():

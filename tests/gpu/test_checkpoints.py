@@ -81,7 +81,7 @@ def test_one_file_and_back(ranks: Ranks, tmp_path: Path):
     ranks.run(check_round_trips, str(tmp_path), OF_TWO)
 
 
-@on_gpus(4)
+@on_gpus(4, rehearsal=0)  # the same body
 def test_one_file_of_replicas_and_back(ranks: Ranks, tmp_path: Path):
     """Ranks that hold a copy neither write twice nor start from something else than those that were read for."""
     ranks.run(check_round_trips, str(tmp_path), OF_FOUR)

@@ -11,22 +11,18 @@ from support.gpus import Ranks, Recorder, on_gpus
 
 pytestmark = [pytest.mark.composer, pytest.mark.timeout(1200)]
 
-# Composer trains in fp16 on a GPU where a script says nothing.
-TOLERANCE = {"cuda": "1e-3", "cpu": "1e-6"}
 
-
-@on_gpus(2, packages=("mosaicml",))
+@on_gpus(2, packages=("mosaicml",), rehearsal=0)  # tests/compat/test_comparing.py has the CPU's
 def test_the_same_run_is_told_so(ranks: Ranks, tmp_path: Path, record_property: Recorder):
     """What was tried on a laptop holds on the machine that trains: the same data, state and numbers."""
-    device = "cpu" if ranks.is_rehearsal else "gpu"
-    script = ["--optimizer", "adamw", "--microbatch", "2", "--clip", "0.1", "--device", device]
-    options = ["-n", ranks.number, "--batches", 4, "--tolerance", TOLERANCE[ranks.device]]
+    script = ["--optimizer", "adamw", "--microbatch", "2", "--clip", "0.1", "--device", "gpu"]
+    # Composer trains in fp16 on a GPU where a script says nothing.
+    options = ["-n", ranks.number, "--batches", 4, "--tolerance", "1e-3"]
     it = compare_all({"it": [SCRIPT, *options, "--", *script]}, tmp_path)["it"]
     assert it.ended.code == 0, f"{it.ended.out}\n{it.ended.err}"
     assert it.report["verdict"] == "same"
     fsdp1, fsdp2, _ = it.report["runs"]
-    if not ranks.is_rehearsal:
-        assert any(each["name"] == "deterministic_mode" for each in fsdp2["overrides"])
-        assert "allocator" in fsdp1["memory_is"]
+    assert any(each["name"] == "deterministic_mode" for each in fsdp2["overrides"])
+    assert "allocator" in fsdp1["memory_is"]
     cells = {each["name"]: str(each["distance"]) for each in it.report["quantities"]}
     ranks.record(record_property, "compare", cells)

@@ -1,4 +1,4 @@
-"""Models that are compiled, sharded: with inductor's kernels on a GPU, without on the CPU."""
+"""Models that are compiled, sharded: with inductor's kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -15,20 +15,17 @@ from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
 
-# Without a compiler: what dynamo makes of a forward, run by torch's own operations.
-BACKENDS = {"cuda": "inductor", "cpu": "eager"}
 
-
-def compiled_blocks(model: nn.Module, backend: str) -> nn.Module:
+def compiled_blocks(model: nn.Module) -> nn.Module:
     """As recipes for large models do it, because each block is compiled once."""
     for block in model.decoder.blocks:
-        block.compile(backend=backend)
+        block.compile()
     return model
 
 
-def compiled_whole(model: nn.Module, backend: str) -> nn.Module:
+def compiled_whole(model: nn.Module) -> nn.Module:
     """As the Trainer's compile_config does it."""
-    return torch.compile(model, backend=backend)  # type: ignore[no-any-return]
+    return torch.compile(model)  # type: ignore[no-any-return]
 
 
 def gradients(device: str, config: dict[str, Any], compiled: Any) -> dict[str, torch.Tensor]:
@@ -36,7 +33,7 @@ def gradients(device: str, config: dict[str, Any], compiled: Any) -> dict[str, t
     torch.manual_seed(0)
     model = Model()
     prepare_fully_shard(model, None, FULL | config, device=device)
-    runs = compiled(model, BACKENDS[device])
+    runs = compiled(model)
     for seed in range(2):
         runs(tokens(2 * dist.get_rank() + seed).to(device)).square().mean().backward()
     return {name: full(parameter.grad) for name, parameter in named_parameters(model).items()}
@@ -46,7 +43,7 @@ def check_compiled(device: str) -> None:
     def check(config: dict[str, Any], compiled: Any) -> None:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        expected = gradients(device, config, lambda model, backend: model)
+        expected = gradients(device, config, lambda model: model)
         for name, gradient in gradients(device, config, compiled).items():
             assert_close(name, gradient, expected[name], rtol=1e-4, atol=1e-6)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
@@ -62,7 +59,7 @@ def check_compiled(device: str) -> None:
     )
 
 
-@on_gpus(2)
+@on_gpus(2, rehearsal=0)  # tests/_torch/test_unit.py has the CPU's
 def test_a_compiled_model_trains_alike(ranks: Ranks):
     """compile_config stays in the YAML: gathers and reductions go on around compiled blocks."""
     ranks.run(check_compiled, fresh=True)

@@ -55,7 +55,7 @@ def _sharded(before: list[Any], model: nn.Module) -> list[tuple[Any, Any]]:
     return [(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True) if hasattr(a, "to_local")]
 
 
-@on_gpus(1, 2)
+@on_gpus(1, 2, rehearsal=0)  # nobody waits on the CPU
 def test_a_step_never_waits_for_the_gpu(ranks: Ranks):
     """One number read from the GPU in clipping, and the optimizer is launched only when the backward is over.
 

@@ -19,7 +19,7 @@ from support.gpus import Ranks, Recorder, on_gpus
 from support.memory import run_out_of_memory
 from support.oracle import FSDP1_ON, FSDP2
 from support.saved import named, read
-from support.trainers import build_model, close, fit, largest_difference, make_trainer, on_gpu, optimizer_state
+from support.trainers import build_model, close, fit, largest_difference, make_trainer, optimizer_state
 
 from composer_fsdp2._torch.parts import local_tensor
 
@@ -28,18 +28,17 @@ pytestmark = pytest.mark.composer
 COMPOSER = ("mosaicml",)
 
 
-def composers(device: str) -> Any:
+def composers_device() -> Any:
     """Composer's device; it would compute fp32 in TF32, where the order of a sum shows in the third digit."""
     from composer.devices import DeviceGPU
 
-    return DeviceGPU(allow_tf32=False) if device == "cuda" else "cpu"
+    return DeviceGPU(allow_tf32=False)
 
 
 # --- curves
 
 # Relative. Sums are taken in another order, and on a GPU in bf16 or fp16: of losses of about 3 in a few batches.
 TOLERANCES = {"fp32": 1e-5, "amp_bf16": 1e-2, "amp_fp16": 5e-3}
-PRECISIONS = {"cuda": ("fp32", "amp_bf16", "amp_fp16"), "cpu": ("fp32",)}  # Composer has no other on the CPU
 CURVE = {"batches": 10, "optimizer": "decoupled_adamw", "clip": ("norm", 0.5)}
 
 
@@ -47,7 +46,7 @@ def check_curves(device: str) -> dict[str, float]:
     """The largest relative difference of ours to FSDP1's losses, by precision and setting."""
 
     def check(precision: str, config: dict[str, Any]) -> float:
-        options = CURVE | {"precision": precision, "device": composers(device)}
+        options = CURVE | {"precision": precision, "device": composers_device()}
         theirs = fit(FSDP1_ON[device], dict(config), **options)
         ours = fit(FSDP2, dict(config), **options)
         assert (theirs.shards, ours.shards) == ({"FullyShardedDataParallel"}, {"FSDPModule"})
@@ -57,11 +56,11 @@ def check_curves(device: str) -> dict[str, float]:
         return difference
 
     configs: dict[str, dict[str, Any]] = {"DEFAULT": {}, "PURE": {"mixed_precision": "PURE"}}
-    cases = {f"{precision} {name}": (precision, c) for precision in PRECISIONS[device] for name, c in configs.items()}
+    cases = {f"{precision} {name}": (precision, c) for precision in TOLERANCES for name, c in configs.items()}
     return for_each(check, cases)
 
 
-@on_gpus(2, packages=COMPOSER)
+@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/parity/ has the CPU's
 def test_curves_are_fsdp1s(ranks: Ranks, record_property: Recorder):
     """A run that was moved in the middle of training goes on as if it had not been, in every precision."""
     differences = ranks.run(check_curves)[0]
@@ -111,10 +110,10 @@ class Gate:
 
 
 @contextlib.contextmanager
-def copies_are_pinned(device: str) -> Iterator[list[int]]:
+def copies_are_pinned() -> Iterator[list[int]]:
     """In the block, each async save's copies are in memory that CUDA has pinned, and that is no larger than they are.
 
-    Gives the bytes of each save; on the CPU there are none, and nothing is pinned.
+    Gives the bytes of each save.
     """
     from composer_fsdp2.compat.pinned_copies import PinnedCopies
 
@@ -125,25 +124,24 @@ def copies_are_pinned(device: str) -> Iterator[list[int]]:
         copies = of(self, tensors)
         parts = [local_tensor(copied) for copied in copies.values()]
         saved_bytes.append(sum(part.nbytes for part in parts))
-        if device == "cuda":
-            assert torch.cuda.host_memory_stats().get("num_host_alloc", 0) == num_pinned_by_torch
-            assert all(part.is_pinned() for part in parts if part.numel())
-            assert self._memory is not None and self._memory.num_bytes <= saved_bytes[-1] + 64 * len(parts)
+        assert torch.cuda.host_memory_stats().get("num_host_alloc", 0) == num_pinned_by_torch
+        assert all(part.is_pinned() for part in parts if part.numel())
+        assert self._memory is not None and self._memory.num_bytes <= saved_bytes[-1] + 64 * len(parts)
         return copies
 
     with mock.patch.object(PinnedCopies, "of", watched):
         yield saved_bytes
-    assert (min(saved_bytes) > 0) == (device == "cuda"), saved_bytes
+    assert min(saved_bytes) > 0, saved_bytes
 
 
 def check_async_saves(device: str, folder: str) -> None:
     def check(kind: str) -> None:
-        options = SAVES | {"device": composers(device), "precision": "fp32"}
+        options = SAVES | {"device": composers_device(), "precision": "fp32"}
         config = {"state_dict_type": kind}
         expected = fit(FSDP2, dict(config), save_folder=f"{folder}/{kind}/sync", **options)
         ours, gate = f"{folder}/{kind}/async", Gate()
         states: dict[int, Any] = {}
-        with gate.holding, copies_are_pinned(device) as saved_bytes:
+        with gate.holding, copies_are_pinned() as saved_bytes:
             callbacks = [gate.callback(states)]
             trained = fit(FSDP2, config | {"async_save": True}, save_folder=ours, callbacks=callbacks, **options)
         assert len(saved_bytes) == 3
@@ -158,7 +156,7 @@ def check_async_saves(device: str, folder: str) -> None:
     for_each(check, {kind: (kind,) for kind in ("full", "sharded")})
 
 
-@on_gpus(2, packages=COMPOSER)
+@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/compat/test_async_saving.py has the CPU's
 def test_async_saves_hold_their_batch(ranks: Ranks, tmp_path: Path):
     """Copies to the host that the next step overtook would be checkpoints of no batch at all; and they take no more of
     its memory than they need."""
@@ -171,41 +169,34 @@ def test_async_saves_hold_their_batch(ranks: Ranks, tmp_path: Path):
 class HungryStep(torch.optim.SGD):
     """Adam's first step allocates its state."""
 
-    device = "cpu"
-
     def step(self, closure: Any = None) -> Any:
         loss = closure() if closure is not None else None
         if dist.get_rank() == 1:
-            run_out_of_memory(self.device)
+            run_out_of_memory("cuda")
         super().step()
         return loss
 
 
 def check_first_step(device: str, dist_timeout_s: float) -> str:
-    # A Trainer refuses 'auto' on the CPU.
-    with FSDP2(), on_gpu() if device == "cpu" else contextlib.nullcontext():
+    with FSDP2():
         model = build_model()
-        optimizer = HungryStep(model.parameters(), lr=0.1)
-        optimizer.device = device
         trainer = make_trainer(
             {},
             model=model,
             microbatch="auto",
-            optimizer=optimizer,
+            optimizer=HungryStep(model.parameters(), lr=0.1),
             dist_timeout=dist_timeout_s,
             precision="fp32",  # a scaler could skip the first step
-            device=composers(device),
+            device=composers_device(),
         )
-        try:
+        with pytest.raises(RuntimeError) as raised:
             trainer.fit()
-        except RuntimeError as error:
-            return str(error)
-    raise AssertionError("nothing raised")
+        return str(raised.value)
 
 
-@on_gpus(2, packages=COMPOSER)
+@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/compat/test_auto_microbatch.py has the CPU's
 def test_a_gpu_runs_out_of_memory_in_the_first_step(ranks: Ranks):
     """What cannot be repeated is said at once, with what to set, and the other rank does not wait for ever."""
-    of_waiting, of_failing = ranks.run(check_first_step, 2 if ranks.is_rehearsal else 30, fresh=True)
+    of_waiting, of_failing = ranks.run(check_first_step, 30, fresh=True)
     assert "after the gradients were there" in of_failing and "below 4" in of_failing, of_failing
     assert "did not meet within" in of_waiting and "rank 1 has not come" in of_waiting, of_waiting

@@ -37,7 +37,7 @@ def check_training(device: str) -> None:
     for_each(check, {name: (config,) for name, config in TRAININGS.items()})
 
 
-@on_gpus(1, 2)
+@on_gpus(1, 2, rehearsal=0)  # tests/sharding/ has the CPU's
 def test_trains_as_unsharded(ranks: Ranks):
     """No setting changes what is learnt, with NCCL's collectives and streams; offloaded parameters rest on the CPU."""
     ranks.run(check_training)
@@ -160,20 +160,6 @@ def check_meta(device: str) -> None:
 def test_meta_models_are_drawn_on_the_device(ranks: Ranks):
     """A model too large for the host is drawn on the device, unit by unit, with the values that one GPU would draw."""
     ranks.run(check_meta)
-
-
-def check_ignored(device: str) -> set[str]:
-    model = Model()
-    ignored = model.decoder.blocks[0]
-    prepare_fully_shard(model, None, FULL | {"ignored_modules": [ignored]}, device=device)
-    assert {tensor.device.type for tensor in model.decoder.blocks[1].buffers()} == {device}
-    return {tensor.device.type for tensor in (*ignored.parameters(), *ignored.buffers())}
-
-
-@on_gpus(1, 2)
-def test_ignored_modules_stay_where_they_are(ranks: Ranks):
-    """A module that a user keeps on the host is not moved to the device, nor are its buffers."""
-    assert all(devices == {"cpu"} for devices in ranks.run(check_ignored))
 
 
 def check_scaled(device: str) -> tuple[bool, float]:

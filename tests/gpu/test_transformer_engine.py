@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.comparing import full
 from support.gpus import Ranks, on_gpus
-from support.models import features
+from support.models import Chain, features
 from support.training import assert_close, named_parameters
 from torch import nn
 
@@ -20,40 +20,22 @@ PRECISIONS = {"cuda": "amp_fp8", "cpu": "amp_bf16"}
 RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
 
 
-class Block(nn.Module):
-    def __init__(self, linear: type[nn.Module], dtype: torch.dtype) -> None:
-        super().__init__()
-        options: dict[str, Any] = {"params_dtype": dtype} if linear is not nn.Linear else {}
-        self.fc_in, self.fc_out = linear(WIDTH, 2 * WIDTH, **options), linear(2 * WIDTH, WIDTH, **options)
-
+class Block(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.fc_out(torch.tanh(self.fc_in(x)))
+        return x + super().forward(x)
 
 
-class Body(nn.Module):
-    def __init__(self, linear: type[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(linear, torch.float32) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
+class Body(nn.Sequential):
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
         return isinstance(module, Block)
 
-    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, Block)
+    activation_checkpointing_fn = fsdp_wrap_fn
 
 
-class Model(nn.Module):
-    def __init__(self, linear: type[nn.Module]) -> None:
-        super().__init__()
-        self.body = Body(linear)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x)
+def build(linear: type[nn.Module]) -> nn.Module:
+    options: dict[str, Any] = {"params_dtype": torch.float32} if linear is not nn.Linear else {}
+    pairs = [(linear(WIDTH, 2 * WIDTH, **options), linear(2 * WIDTH, WIDTH, **options)) for _ in range(2)]
+    return Chain(body=Body(*(Block(up, nn.Tanh(), down) for up, down in pairs)))
 
 
 def check_gradients(device: str) -> None:
@@ -69,7 +51,7 @@ def check_gradients(device: str) -> None:
     for each in ({}, config):
         torch.manual_seed(0)
         with torch.device(device):
-            model = Model(linear)
+            model = build(linear)
         prepare_fully_shard(model, None, each | {"mixed_precision": "PURE"}, PRECISIONS[device], device, te_rng_seed=77)
         for batch in range(2):  # the scales of the second are those that the first one left
             x = features(batch + dist.get_rank(), batch_size=BATCH, width=WIDTH).to(device, torch.bfloat16)

@@ -1,83 +1,15 @@
-"""What a unit's forward takes and returns, and what autocast keeps of its parameters, on a GPU."""
+"""What autocast keeps of a unit's parameters on a GPU; tests/_torch/test_unit.py has what units take and return."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from support.gpus import Ranks, Recorder, on_gpus
-from support.models import WIDTH, Model, features, tokens
+from support.models import Model, tokens
 from support.sharding import WAYS
-from support.training import train_alike
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 MIB = 2**20
-
-
-@dataclass
-class Out:
-    hidden: torch.Tensor
-
-
-class InPlace(nn.Module):
-    """A unit that begins by writing to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.act, self.fc = nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> Out:
-        return Out(self.fc(self.act(x)))
-
-
-class Recurrent(nn.Module):
-    """A root that returns a dataclass; its units take a PackedSequence (cuDNN's LSTM) and write to their inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.lstm = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.blocks = nn.ModuleList([InPlace(), InPlace()])
-
-    def forward(self, x: torch.Tensor) -> Out:
-        lengths = torch.tensor([3, 2, 1])
-        packed: PackedSequence = self.lstm(pack_padded_sequence(self.embed(x), lengths, batch_first=True))[0]
-        x, _ = pad_packed_sequence(packed, batch_first=True)
-        for block in self.blocks:
-            x = x + block(x * 2).hidden
-        return Out(x)
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.LSTM | InPlace)
-
-
-class Returning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Recurrent()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.encoder(x).hidden
-
-
-def sequences(seed: int) -> torch.Tensor:
-    return features(seed, 9).view(3, 3, WIDTH)
-
-
-def check_containers(device: str) -> None:
-    kept = {"sharding_strategy": "SHARD_GRAD_OP", "forward_prefetch": True}
-    for config in ({}, kept, {"cpu_offload": True}):
-        train_alike(Returning, config, sequences, device=device, rtol=1e-9, atol=1e-12)
-
-
-@on_gpus(1, 2)
-def test_dataclasses_and_packed_sequences_train(ranks: Ranks):
-    """A root whose output torch does not walk never trained, without an error."""
-    ranks.run(check_containers)
-
-
-SIZES = {"cuda": {"num_blocks": 16, "width": 1024}, "cpu": {"num_blocks": 2, "width": 6}}
 
 
 def bf16_bytes(module: nn.Module) -> int:
@@ -89,34 +21,27 @@ def check_cache(device: str) -> tuple[dict[str, int], int]:
     kept, copies = {}, 0
     for name, shard in WAYS.items():
         torch.manual_seed(0)
-        model = Model(**SIZES[device])
+        model = Model(num_blocks=16, width=1024)
         copies = sum(map(bf16_bytes, model.decoder.blocks))
         shard(model, device)
         for _ in range(2):  # the first makes what is made once
             with torch.autocast(device, torch.bfloat16), torch.no_grad():
-                before = allocated(device)
+                before = torch.cuda.memory_allocated()
                 output = model(tokens(dist.get_rank()).to(device))
-                kept[name] = allocated(device) - before - output.nbytes
+                kept[name] = torch.cuda.memory_allocated() - before - output.nbytes
                 del output
         del model
     return kept, copies
 
 
-def allocated(device: str) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
-
-
-@on_gpus(1, 2)
+@on_gpus(1, 2, rehearsal=0)
 def test_autocast_keeps_no_weights(ranks: Ranks, record_property: Recorder):
     """Every rank would have the model in bf16 until the forward ends: torch's cache keeps a copy of each fp32 weight.
 
-    On the CPU the rehearsal counts nothing; ``tests/_torch/test_unit.py`` counts copies there.
+    ``tests/_torch/test_unit.py`` counts copies on the CPU.
     """
     kept, copies = ranks.run(check_cache)[0]
-    if not ranks.is_rehearsal:
-        assert kept["by hand"] > copies / 2, f"torch's cache keeps nothing any more: {kept}"
-        assert kept["ours"] < copies / 16, kept
-        cells = {name: f"{each / MIB:,.1f} MiB" for name, each in kept.items()}
-        ranks.record(
-            record_property, "kept under autocast after a forward in fp32", cells | {"bf16": f"{copies / MIB:,.1f} MiB"}
-        )
+    assert kept["by hand"] > copies / 2, f"torch's cache keeps nothing any more: {kept}"
+    assert kept["ours"] < copies / 16, kept
+    cells = {name: f"{each / MIB:,.1f} MiB" for name, each in kept.items()} | {"bf16": f"{copies / MIB:,.1f} MiB"}
+    ranks.record(record_property, "kept under autocast after a forward in fp32", cells)

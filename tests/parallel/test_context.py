@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
-from support.comparing import full
+from support.legality import Carried, check_carried
 from support.ranks import run_ranks
 from support.reader import HEAD, Holder, batch, build, layer_plan
 from support.training import FULL
@@ -18,10 +17,7 @@ from torch.nn import functional as F
 
 from composer_fsdp2 import (
     ConfigError,
-    PlanError,
     ShardingConfig,
-    UnsupportedError,
-    apply_plan,
     plan_sharding,
     prepare_fully_shard,
 )
@@ -29,52 +25,39 @@ from composer_fsdp2._torch.counting import Collectives
 from composer_fsdp2.parallel.context import context_ranks, find_context
 
 
-def check_gradients(degree: int, *, length: int = 12, num_kv_heads: int = 2, tensor: int = 1, **config: Any) -> None:
-    """Two backwards of different batches, beside one process."""
-    model = build(num_kv_heads=num_kv_heads)
-    reference = copy.deepcopy(model)
-    split = {"tensor_parallel_degree": tensor, "layer_plan": layer_plan()} if tensor > 1 else None
-    prepare_fully_shard(
-        model, None, FULL | config | {"context_parallel_degree": degree}, device="cpu", tensor_parallel=split
-    )
-    blocks = dist.get_world_size() // (degree * tensor)
-    for each in (length, length + 3):
-        tokens, labels = batch(4, each)
-        expected = reference.model(tokens, labels)
-        expected.backward()
-        block = dist.get_rank() // (degree * tensor)
-        loss = model.model(tokens.chunk(blocks)[block], labels.chunk(blocks)[block])
-        loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        torch.testing.assert_close(total / dist.get_world_size(), expected.detach(), rtol=0, atol=1e-12)
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert ours.grad is not None and theirs.grad is not None, name
-        difference = float((full(ours.grad) - theirs.grad).abs().max())
-        assert difference <= 1e-12, f"{name}: {difference}"
+def loss_of(model: Any, tokens: torch.Tensor, length: int = 9) -> torch.Tensor:
+    """Of rows of which different numbers of places count."""
+    tokens = tokens[:, :length]
+    return model.model(tokens, torch.where(tokens % 3 > 0, tokens, -100))
 
 
-def check_all_gradients() -> None:
-    recomputed = {"activation_checkpointing": True}
-    cases: dict[str, tuple[int, dict[str, Any]]] = {
-        "2 of 4 ranks": (2, {}),
-        "all ranks": (4, {}),
-        "a length that they cannot divide": (4, {"length": 9}),
-        "one head of keys and values": (4, {"num_kv_heads": 1}),
-        "as many as of queries": (2, {"num_kv_heads": 4}),
-        "recomputed": (2, recomputed),
-        "recomputed, not reentrant": (4, recomputed | {"activation_checkpointing_reentrant": False}),
-        "replicas": (2, {"data_parallel_replicate_degree": 2}),
-        "NO_SHARD": (2, {"sharding_strategy": "NO_SHARD"}),
-        "layers split, too": (2, {"tensor": 2}),
-        "layers split, recomputed, replicas": (2, {"tensor": 2, **recomputed, "data_parallel_replicate_degree": 2}),
-    }
-    for_each(lambda degree, options: check_gradients(degree, **options), cases)
+def divided(degree: int, *, num_kv_heads: int = 2, **options: Any) -> Carried:
+    config = {"context_parallel_degree": degree} | options.pop("config", {})
+    build = partial(Holder, num_kv_heads=num_kv_heads)
+    return Carried(config=config, build=build, **{"loss": loss_of, "num_shared": degree} | options)
 
 
-def test_gradients_are_those_of_one_process():
+RECOMPUTED = {"activation_checkpointing": True}
+TRAINED: dict[str, Carried] = {
+    "a length that they cannot divide, one head of keys and values": divided(4, num_kv_heads=1),
+    "as many heads as of queries, recomputed": divided(2, num_kv_heads=4, config=RECOMPUTED),
+    "one that they can, recomputed, not reentrant": divided(
+        4, config=RECOMPUTED | {"activation_checkpointing_reentrant": False}, loss=partial(loss_of, length=8)
+    ),
+    "NO_SHARD": divided(2, config={"sharding_strategy": "NO_SHARD"}),
+    "layers split, recomputed, replicas": divided(
+        2, config=RECOMPUTED | {"data_parallel_replicate_degree": 2}, plan=layer_plan, num_shared=4
+    ),
+}
+
+
+def check_all_trainings() -> None:
+    for_each(check_carried, {name: (row,) for name, row in TRAINED.items()})
+
+
+def test_training_is_that_of_one_process():
     """A part that is weighed by its own places, or stands at wrong ones, trains another model."""
-    run_ranks(check_all_gradients, 4)
+    run_ranks(check_all_trainings, 4)
 
 
 # --- groups and exchange
@@ -197,21 +180,3 @@ def test_a_plan_for_any_world_size_is_held_against_one():
     plan = plan_sharding(Holder(), ShardingConfig(context_parallel_degree=4))
     with pytest.raises(ConfigError, match="context_parallel_degree 4"):
         plan.resolve(6)
-
-
-def check_nothing_touched() -> None:
-    planned, other = plan_sharding(Holder(), ShardingConfig(context_parallel_degree=2)), build()
-    with pytest.raises(PlanError, match=r"no module 'model\.layers\.0\.missing'"):
-        apply_plan(other, replace(planned, exchanging=("model.layers.0.missing",)))
-    model = build(dropout=0.1)
-    forward, parameters = model.model.forward, list(model.parameters())
-    with pytest.raises(UnsupportedError, match="set it to 0"):
-        prepare_fully_shard(model, None, {"context_parallel_degree": 2}, device="cpu")
-    with pytest.raises(ConfigError, match="context_parallel_degree"):
-        prepare_fully_shard(build(), None, {"context_parallel_degree": 4}, device="cpu")
-    assert model.model.forward == forward
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-
-
-def test_a_refusal_leaves_the_model_as_it_was():
-    run_ranks(check_nothing_touched, 2)

@@ -173,11 +173,8 @@ def check(section: dict[str, Any], batches: Batches, change: Callable[[Model], o
             model(*batches(step, dist.get_rank()))
 
 
-def reading_at_the_end(model: Model) -> None:
+def reading_dataclasses_at_the_end(model: Model) -> None:
     model.model.reads_at_the_end = True
-
-
-def returning_dataclasses(model: Model) -> None:
     model.model.vision.returns_dataclass = model.model.sound.returns_dataclass = True
 
 
@@ -189,32 +186,30 @@ def recomputing_blocks(model: Model) -> None:
     model.model.activation_checkpointing_fn = lambda module: isinstance(module, Block)
 
 
-def check_all(names: tuple[str, ...]) -> None:
-    recomputed = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
-    by_size = {"wrap_policy": {"min_num_params": 60}}
-    cases: dict[str, tuple[Any, ...]] = {
-        "one image": (TOWERS, an_image_on_the_first),
-        "in turn": (TOWERS, in_turn),
-        "several, in different orders": (TOWERS, in_different_orders),
-        "after the text": (TOWERS, in_turn, reading_at_the_end),
-        "dataclasses": (TOWERS, in_turn, returning_dataclasses),
-        "an example": (TOWERS, an_image_on_the_first, with_example),
-        "recomputed": (TOWERS | recomputed, in_turn, recomputing_blocks),
-        "embeddings too": (TOWERS | by_size, in_turn),
-        "text frozen": (
-            TOWERS | {"freeze": ["model.text", "model.embed", "model.head", "model.bridge"]},
-            an_image_on_the_first,
-        ),
-        "a tower frozen": (TOWERS | {"freeze": ["model.vision"]}, in_turn),
-        "kept after forward": (TOWERS | {"sharding_strategy": "SHARD_GRAD_OP"}, in_turn),
-    }
-    for_each(check, {name: cases[name] for name in names or cases})
+BY_SIZE = {"wrap_policy": {"min_num_params": 60}, "freeze": ["model.vision"]}
+KEPT = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
+KEPT |= {"sharding_strategy": "SHARD_GRAD_OP"}
+OTHERS = {"freeze": ["model.text", "model.embed", "model.head", "model.bridge"]}
+# By the number of ranks.
+CASES: dict[int, dict[str, tuple[Any, ...]]] = {
+    2: {
+        "after the text, dataclasses": (TOWERS, in_turn, reading_dataclasses_at_the_end),
+        "recomputed, kept after forward": (TOWERS | KEPT, in_turn, recomputing_blocks),
+        "embeddings too, a tower frozen": (TOWERS | BY_SIZE, in_turn),
+        "all but the towers frozen": (TOWERS | OTHERS, an_image_on_the_first),
+    },
+    4: {"in turn": (TOWERS, in_turn), "several, in different orders": (TOWERS, in_different_orders)},
+}
+
+
+def check_all() -> None:
+    for_each(check, CASES[dist.get_world_size()])
 
 
 def test_towers_train_as_in_one_process():
     """A rank without an image would wait for the others, or abort, or train on other gradients."""
-    run_ranks(check_all, 2, ())
-    run_ranks(check_all, 4, ("in turn", "several, in different orders"))
+    for world_size in CASES:
+        run_ranks(check_all, world_size)
 
 
 # --- what idle towers run on
@@ -315,6 +310,7 @@ def check_absent() -> None:
         assert "Ranks must run the same" in str(caught.value)
 
 
+@pytest.mark.any_torch
 def test_examples_that_are_given_and_those_that_cannot_be_used():
     """What a tower is run on must not change what it learns, and never leave the other ranks waiting."""
     run_ranks(check_given, 2)

@@ -1,20 +1,16 @@
-"""The plan as a value, and what is found out late; what may be combined with what is in the folder beside."""
+"""The plan as a value; what may be combined with what is in the folder beside."""
 
 from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
-from support.language import MLP, Language, layer_plan
-from support.legality import TENSOR, state_of
+from support.language import Language, layer_plan
+from support.legality import TENSOR
 from support.ranks import run_ranks
 from support.training import FULL
-from torch import nn
 
-from composer_fsdp2 import PlanError, apply_plan, plan_sharding, prepare_fully_shard, translate
-
-# --- the plan as a value
+from composer_fsdp2 import apply_plan, plan_sharding, translate
 
 
 def check_plan_as_a_value() -> str:
@@ -37,38 +33,3 @@ def test_a_plan_says_where_each_parameter_lies():
     assert "model.layers.*.mlp.up (2 modules): weight Shard(dim=0), bias Shard(dim=0)" in text
     assert "model.layers.*.mlp.down (2 modules): weight Shard(dim=1), bias Replicate()" in text
     assert "tensor_parallel 2" in text
-
-
-# --- what is found out late
-
-
-class WithoutInitializer(nn.Module):
-    """A parameter of its own on the meta device, which nothing fills: found out where values are looked at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(MLP(16, 32), Scale())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model(x)
-
-
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(16))
-
-
-def check_untouched_by_a_late_refusal() -> None:
-    with torch.device("meta"):
-        model = WithoutInitializer()
-    before = state_of(model)
-    config = FULL | {"tiled_mlp": {"classes": ["MLP"], "chunks": 2}}
-    with pytest.raises(PlanError, match="has no reset_parameters"):
-        prepare_fully_shard(model, None, config, device="cpu")
-    assert state_of(model) == before
-
-
-def test_a_model_whose_values_nobody_gives_is_not_divided_either():
-    """Who catches the error, and builds that part on the CPU, would have its MLPs cut twice."""
-    run_ranks(check_untouched_by_a_late_refusal, 2)

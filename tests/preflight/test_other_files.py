@@ -89,7 +89,6 @@ TITAN = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nlocal_batch_size =
 @pytest.mark.parametrize(
     ("name", "text", "key"),
     [
-        ("run.yaml", AXOLOTL, None),
         ("run.yaml", AXOLOTL + "adapter: lora\n", "adapter"),
         ("run.yaml", AXOLOTL + "load_in_4bit: true\n", "quantized weights"),
         ("run.yaml", AXOLOTL + "unfrozen_parameters: [lm_head]\n", "trained parameters"),

@@ -1,8 +1,7 @@
-"""Everything that is said of a step: as one object, as text, as a trace."""
+"""Everything that is said of a step: as one object and as text; tests/estimate/ has its trace and its page."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,6 @@ from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.sizes import Reserve
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.bounds import GPUS
-from composer_fsdp2.estimate.chrome_trace import chrome_trace
 from composer_fsdp2.estimate.plan_text import plan_text
 from composer_fsdp2.estimate.planned_step import SCHEMA, Memory, PlannedStep
 from composer_fsdp2.preflight.planned import Questions, plan_step
@@ -128,61 +126,3 @@ def test_the_text_fits_a_screen(step: PlannedStep):
     ):
         assert said in words, words
     assert "a model of it, not measured" in words and "Not known: " in words
-
-
-# The parts of the Trace Event Format that are used: complete events, counters, metadata.
-EVENT = {
-    "type": "object",
-    "required": ["name", "ph", "pid"],
-    "properties": {"name": {"type": "string"}, "pid": {"type": "integer"}, "tid": {"type": "integer"}},
-    "oneOf": [
-        {
-            "properties": {
-                "ph": {"const": "X"},
-                "ts": {"type": "number", "minimum": 0},
-                "dur": {"type": "number", "minimum": 0},
-                "cat": {"type": "string"},
-                "args": {"type": "object"},
-            },
-            "required": ["ts", "dur", "tid"],
-        },
-        {
-            "properties": {
-                "ph": {"const": "C"},
-                "ts": {"type": "number", "minimum": 0},
-                "args": {"type": "object", "minProperties": 1, "additionalProperties": {"type": "number"}},
-            },
-            "required": ["ts", "args"],
-        },
-        {
-            "properties": {
-                "ph": {"const": "M"},
-                "name": {"enum": ["process_name", "thread_name"]},
-                "args": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
-            },
-            "required": ["args"],
-        },
-    ],
-}
-TRACE = {
-    "type": "object",
-    "required": ["traceEvents"],
-    "properties": {"traceEvents": {"type": "array", "items": EVENT}, "displayTimeUnit": {"enum": ["ms", "ns"]}},
-}
-
-
-def test_the_trace_is_one(step: PlannedStep):
-    """Perfetto opens it: slices of a track lie one after the other, each collective is there, and memory's largest
-    sum is the peak; with speeds and without."""
-    for asked in (step, replace(step, bounds=None)):
-        trace = json.loads(json.dumps(chrome_trace(asked), allow_nan=False))
-        jsonschema.validate(trace, TRACE)
-        slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-        for track in {event["tid"] for event in slices}:
-            of_track = sorted((each["ts"], each["dur"]) for each in slices if each["tid"] == track)
-            for (start, length), (following, _) in itertools.pairwise(of_track):
-                assert start + length <= following * (1 + 1e-9) + 1e-9
-        calls = [event["args"]["bytes"] for event in slices if event["cat"] != "compute"]
-        assert sorted(calls) == sorted(call.num_bytes for call in step.estimate.calls)
-        memory = [sum(event["args"].values()) for event in trace["traceEvents"] if event["ph"] == "C"]
-        assert max(memory) == step.estimate.peak_bytes

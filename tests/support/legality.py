@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.comparing import full_parameters
+from support.cases import for_each
+from support.clips import CLIPS, Clip, assert_same_gradients, check_summoned
+from support.comparing import assert_same, full_parameters
 from support.language import Language, Layer, batch, layer_plan, loss_of
 from support.training import FULL
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from composer_fsdp2 import ComposerFSDP2Error, clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2 import ComposerFSDP2Error, begin_microbatch, clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2._torch.counting import Collectives
+from composer_fsdp2.training.clipping import norm_of_gradients
 
 TENSOR = 2
 VOCABULARY = 20  # of the smallest model
@@ -75,13 +79,17 @@ class Carried(Row):
         loss: Of a model and this rank's tokens.
         num_shared: How many consecutive ranks share a batch.
         optimizer: Made before sharding; over all parameters.
+        steps_before: What both are trained before sharding.
     """
 
     loss: Callable[[Any, torch.Tensor], torch.Tensor] = loss_of
     num_shared: int = 1
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(
-        parameters, lr=0.1, weight_decay=0.1
+        parameters, lr=0.1, momentum=0.9, weight_decay=0.1
     )
+    steps_before: int = 0
+    num_steps: int = 2
+    num_microbatches: int = 1
 
 
 def state_of(model: nn.Module) -> list[Any]:
@@ -113,34 +121,157 @@ def check_carried(row: Carried) -> None:
     model = row.build()
     reference = copy.deepcopy(model)
     row.prepare(model)
-    optimizer = row.optimizer(model.parameters())
+    optimizer, theirs = row.optimizer(model.parameters()), row.optimizer(reference.parameters())
+    for step in range(row.steps_before):
+        for each, stepped in ((model, optimizer), (reference, theirs)):
+            row.loss(each, batch(100 + step, 2)).backward()
+            stepped.step()
+            stepped.zero_grad()
     row.shard(model, optimizer=optimizer)
-    assert_steps_are_those_of_one_process(model, reference, row, optimizer)
+    assert_steps_are_those_of_one_process(model, reference, row, optimizer, theirs)
+    assert ties_of(model) == ties_of(reference)
+
+
+def ties_of(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
 
 
 def assert_steps_are_those_of_one_process(
-    model: nn.Module, reference: nn.Module, row: Carried, optimizer: torch.optim.Optimizer
+    model: nn.Module,
+    reference: nn.Module,
+    row: Carried,
+    optimizer: torch.optim.Optimizer,
+    theirs: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Two steps of clipped gradients, on batches of which each block of ranks has a part."""
-    groups = dist.get_world_size() // row.num_shared
-    theirs = row.optimizer(reference.parameters())
-    for step in range(2):
-        tokens = batch(step, 2 * groups) % VOCABULARY
-        row.loss(reference, tokens).backward()
-        row.loss(model, tokens.chunk(groups)[dist.get_rank() // row.num_shared]).backward()
-        norm = clip_grad_norm_(model, 0.1)["model"]
-        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-        torch.testing.assert_close(norm, expected, rtol=0, atol=_tolerance(*reference.parameters()), check_dtype=False)
-        for each in (optimizer, theirs):
-            each.step()
-            each.zero_grad()
+    """Steps of clipped gradients, on batches of which each block of ranks has a part."""
+
+    def loss(each: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return row.loss(each, tokens % VOCABULARY)
+
+    compare_training(
+        model,
+        reference,
+        optimizer,
+        theirs or row.optimizer(reference.parameters()),
+        num_steps=row.num_steps,
+        num_microbatches=row.num_microbatches,
+        num_shared=row.num_shared,
+        loss=loss,
+    )
+
+
+def compare_training(
+    model: nn.Module,
+    reference: nn.Module,
+    ours: torch.optim.Optimizer,
+    theirs: torch.optim.Optimizer,
+    *,
+    num_steps: int,
+    num_microbatches: int = 1,
+    num_shared: int = 1,
+    loss: Callable[[Any, torch.Tensor], torch.Tensor] = loss_of,
+) -> None:
+    """The loss and the clipped norm of each step, with a rate that falls, and the parameters at the end.
+
+    Args:
+        num_shared: How many consecutive ranks share a batch.
+        loss: Of a model and this rank's tokens.
+    """
+    groups, group = dist.get_world_size() // num_shared, dist.get_rank() // num_shared
+    tolerance = _tolerance(*reference.parameters())
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (ours, theirs)]
+    for step in range(num_steps):
+        tokens = batch(step, 2 * num_microbatches * groups)
+        expected = loss(reference, tokens)
+        expected.backward()
+        total = torch.zeros((), dtype=expected.dtype)
+        for number, microbatch in enumerate(tokens.chunk(groups)[group].chunk(num_microbatches)):
+            begin_microbatch(model, is_last=number == num_microbatches - 1)
+            part = loss(model, microbatch) / num_microbatches
+            part.backward()
+            total += part.detach()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total / dist.get_world_size(), expected.detach(), rtol=0, atol=tolerance)
+        norm, wanted = clip_grad_norm_(model, 0.1)["model"], nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        torch.testing.assert_close(norm, wanted, rtol=0, atol=tolerance, check_dtype=False)
+        for optimizer, scheduler in zip((ours, theirs), schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
     assert_same_parameters(model, reference)
+
+
+def check_clips(row: Carried, *names: str) -> None:
+    """Within summon_full_params the model is the unsharded one, and what is written stays; an evaluation changes
+    nothing; and its gradients are clipped as in one process."""
+    torch.set_default_dtype(torch.float64)
+    groups, group = dist.get_world_size() // row.num_shared, dist.get_rank() // row.num_shared
+
+    def clipped(clip: Clip, reference_clip: Clip) -> None:
+        torch.manual_seed(0)
+        model = row.build()
+        reference = copy.deepcopy(model)
+        row.shard(model)
+        check_summoned(model, reference)
+        assert ties_of(model) == ties_of(reference)
+        tokens = batch(0, 2 * groups) % VOCABULARY
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.mul_(2)  # as check_summoned did
+            row.loss(model, batch(1, 2) % VOCABULARY)
+        row.loss(model, tokens.chunk(groups)[group]).backward()
+        row.loss(reference, tokens).backward()
+        norm = torch.stack([parameter.grad.norm() for parameter in reference.parameters()]).norm()
+        torch.testing.assert_close(norm_of_gradients(model.parameters()), norm, rtol=0, atol=1e-12)
+        clip(model)
+        reference_clip(reference)
+        assert_same_gradients(model, reference, atol=1e-12)
+
+    for_each(clipped, {name: CLIPS[name] for name in names or CLIPS})
+
+
+def check_start(row: Carried, build: Callable[[], nn.Module], start: str, num_copies: int = 1) -> list[dict[str, int]]:
+    """The values that an unsplit model has when it is sharded, from the same random state.
+
+    Args:
+        start: Where the values are before: "meta", "mixed" (rank 0 alone has them), "alike", or "unlike" (what rank 0
+            has goes out).
+        num_copies: That many consecutive ranks begin with the same values.
+    Returns:
+        The bytes of each collective that sends values, unsplit and split.
+    """
+
+    def drawn(seed: int, has_values: bool) -> nn.Module:
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(seed)
+        with torch.device("cpu" if has_values else "meta"):
+            return build()
+
+    rank, sent = dist.get_rank(), []
+    expected = drawn(3, start != "meta")
+    has_values = start != "meta" and (start != "mixed" or rank == 0)
+    model = drawn(3 + rank // num_copies * (start == "unlike"), has_values)
+    row.prepare(model)
+    for each, of in ((expected, Carried()), (model, row)):
+        torch.manual_seed(5)
+        with Collectives() as counted:
+            replace(of, config=of.config | {"sync_module_states": start != "meta"}).shard(each)
+        senders = ("broadcast_", "scatter_")
+        sent.append({name: found["bytes"] for name, found in counted.counts.items() if name in senders})
+    assert_same(full_parameters(model), full_parameters(expected))
+    return sent
 
 
 def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
     wanted = dict(reference.named_parameters())
     tolerance = _tolerance(*wanted.values())
-    for name, value in full_parameters(model).items():
+    found = full_parameters(model)
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
         torch.testing.assert_close(
             value, wanted[name].detach(), rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -182,13 +313,13 @@ def wrap(select: Callable[[Any], Any]) -> Prepare:
     return prepare
 
 
-def split_by_script(*names: str, shape: tuple[int, ...] = (2, 2)) -> Prepare:
-    """Split along the last of the names, in a mesh of the others."""
+def split_by_script(*names: str, shape: tuple[int, ...] = (2, 2), plan: Plan = layer_plan, **options: Any) -> Prepare:
+    """Split along the last of the names, in a mesh of the others; ``options`` of parallelize_module."""
 
     def split(model: nn.Module) -> None:
         along, *axes = names
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(axes))
-        parallelize_module(model, mesh[along] if len(shape) > 1 else mesh, layer_plan())
+        parallelize_module(model, mesh[along] if len(shape) > 1 else mesh, plan(), **options)
 
     return split
 

@@ -26,6 +26,8 @@ from torch.distributed.tensor.parallel import (
 
 from composer_fsdp2 import ComposerFSDP2Error, prepare_fully_shard
 
+pytestmark = pytest.mark.any_torch
+
 # Of 4 ranks; 2 and 4 would do.
 DEGREES = (0, -1, True, "2", "two", 1.5, None, [2], 3, 8, 10**12)
 
@@ -52,6 +54,7 @@ NAMES: dict[str, str] = {
     "tiled_mlp {'classes': ['MPL'], 'chunks': 2}": "did you mean MLP",
     "tiled_mlp {'classes': ['MLP'], 'chunks': 2, 'chunk': 2}": "did you mean chunks",
     "broadcast_batch 'firsst'": "first (",
+    "expert_parallel_degree 3": "world size 4 is not a multiple of expert_parallel_degree 3; use 1, 2 or 4",
     **{f"context_parallel_degree {degree}": "world size 4 is not a multiple of" for degree in (3, 8, 10**12)},
 }
 
@@ -113,7 +116,7 @@ def check_bad_value(model: nn.Module, before: list[Any], config: dict[str, Any],
 def check_bad_values() -> int:
     torch.manual_seed(0)
     other = Language()
-    models = {"context_parallel_degree": Holder(width=96), "expert_parallel_degree": MoELanguage()}
+    models = {"context_parallel_degree": Holder(width=96), "expert_parallel_degree": MoELanguage(num_experts=24)}
     before = {model: state_of(model) for model in (*models.values(), other)}
 
     def check(config: dict[str, Any], tensor: Any, says: str) -> None:

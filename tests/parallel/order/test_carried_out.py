@@ -1,6 +1,8 @@
-"""What can be combined: each row of the two tables of legality that is carried out, beside one process.
+"""What can be combined: the rows of the tables of legality that are carried out, beside one process.
 
-Two steps of clipped gradients in float64, to 1e-12, on the torch that runs.
+Two steps of clipped gradients in float64, to 1e-12, on the torch that runs. Sequence parallelism, ties, recomputation
+and layers that a script split are in ../test_tensor.py, divided sequences in ../test_context.py, and split experts in
+../test_split_experts.py.
 """
 
 from __future__ import annotations
@@ -19,20 +21,13 @@ from support.legality import (
     TENSOR,
     Carried,
     Expert,
-    Refused,
     check_carried,
-    check_refused,
-    split_by_script,
     with_experts,
     wrap,
 )
 from support.ranks import run_ranks
-from support.reader import Holder, mean_of
-from support.reader import layer_plan as reader_plan
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel
 
 from composer_fsdp2 import apply_activation_checkpointing, plan_sharding, summon_full_params, translate
 from composer_fsdp2._torch.slices import needs_even_shards
@@ -85,8 +80,6 @@ def mesh_of(*shape: int) -> Callable[[nn.Module], Any]:
     return lambda model: init_device_mesh("cpu", shape)
 
 
-AC = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
-
 SHARDED: dict[str, Carried] = {
     # C1: what needs no other axis.
     "a ModuleList as a unit": Carried(prepare=wrap(lambda decoder: {decoder.layers: True})),
@@ -104,42 +97,18 @@ SHARDED: dict[str, Carried] = {
     "parameters that no unit holds": Carried(
         config={"ignored_modules": lambda model: [model.model.norm]}, num_shared=4
     ),
-    "recomputed": Carried(config=AC),
     "recomputed by the script, before": Carried(prepare=recomputed),
 }
 
 OTHER_AXES: dict[str, Carried] = {
-    # C1 and G: a tensor axis.
-    "split by the script along a slice of the mesh": Carried(
-        prepare=split_by_script("tensor", "shard", "tensor"), num_shared=TENSOR
-    ),
     "layers, then parameters, clipped and stepped over two meshes with foreach": split(optimizer=adamw),
-    "sequence parallelism": split(plan=sequence_plan),
     "sequence parallelism without split layers": Carried(plan=sequence_plan, degree=1),
-    "a tie, split alike on both sides": split(build=tied()),
-    "split and recomputed": split(config=AC),
     "split and tiled": split(config={"tiled_mlp": {"classes": ["MLP"], "chunks": 2}}),
-    # G: a context axis.
-    "divided sequences": Carried(config={"context_parallel_degree": 2}, build=Holder, loss=mean_of, num_shared=2),
-    "a length that the ranks do not divide": Carried(
-        config={"context_parallel_degree": 4}, build=Holder, loss=mean_of, num_shared=4
-    ),
-    "divided sequences of split layers": Carried(
-        config={"context_parallel_degree": 2} | AC, build=Holder, plan=reader_plan, loss=mean_of, num_shared=4
-    ),
-    # Experts.
-    "split experts": Carried(config={"expert_parallel_degree": 2}, build=MoELanguage),
-    "split experts beside split layers": split(
-        config={"expert_parallel_degree": 2},
-        plan=lambda: {"model.layers.*.mix": ColwiseParallel(output_layouts=Replicate())},
-        build=MoELanguage,
-    ),
 }
 
 # Refused by a torch that shards evenly beside another axis (test_refused.py).
 IF_UNEVEN: dict[str, Carried] = {
-    "rows that the ranks of both axes do not divide": split(build=partial(Language, vocabulary=22)),
-    "the same, tied": split(build=tied(vocabulary=22)),
+    "rows that the ranks of both axes do not divide, tied": split(build=tied(vocabulary=22)),
     "rows of an expert that the other ranks do not divide": Carried(
         config={"expert_parallel_degree": 2}, build=partial(MoELanguage, num_experts=2, width=3)
     ),
@@ -156,24 +125,7 @@ def test_what_can_be_combined_trains_as_one_process_does():
     run_ranks(check_all_carried, 4)
 
 
-# --- rows whose outcome torch decides before the library is asked
-
-
-def check_first_axis() -> str:
-    """torch 2.7 splits along the last axis alone, by its own words; later ones along any."""
-    model = Language()
-    try:
-        split_by_script("tensor", "tensor", "shard")(model)
-    except RuntimeError as error:
-        return str(error)
-    check_refused(Refused(says=("the model is split along", "the tensor axis last"), build=lambda: model))
-    return "refused by us"
-
-
-def test_layers_split_along_an_axis_that_is_not_the_last():
-    """Where torch takes it, the ranks that split a layer are not those that we take for such."""
-    [outcome] = set(run_ranks(check_first_axis, 4))
-    assert ("innermost" if torch.__version__.startswith("2.7") else "refused by us") in outcome
+# --- parts that are called by hand
 
 
 def check_outside_forward() -> None:
@@ -199,21 +151,11 @@ def test_a_part_that_is_called_outside_of_its_unit():
 # --- rows that are carried out, and told of
 
 
-TOLD: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]] = {
-    "experts as units by the model's hooks": (
-        with_experts,
-        {},
-        ("model.layers.0.mlp.experts.0", "set idle_experts: in_order"),
-    ),
-}
-
-
 def test_what_depends_on_the_data_is_told_of():
     """What only batches can decide is no error, and names the key that makes it right for any."""
-    for name, (build, config, says) in TOLD.items():
-        model = build()
-        model.model.fsdp_wrap_fn = lambda module: isinstance(module, Layer | Expert)
-        translated = translate({"mixed_precision": "FULL"} | config, device="cpu").config
-        assert translated is not None
-        notes = "\n".join(plan_sharding(model, translated).notes)
-        assert all(text in notes for text in says), f"{name}: {notes}"
+    model = with_experts()
+    model.model.fsdp_wrap_fn = lambda module: isinstance(module, Layer | Expert)
+    translated = translate({"mixed_precision": "FULL"}, device="cpu").config
+    assert translated is not None
+    notes = "\n".join(plan_sharding(model, translated).notes)
+    assert "model.layers.0.mlp.experts.0" in notes and "set idle_experts: in_order" in notes, notes

@@ -47,6 +47,14 @@ def with_scale(model: nn.Module) -> None:
     model.model.layers[0].mlp.up.scale = nn.Parameter(torch.ones(1))
 
 
+def without_values() -> Language:
+    """A parameter of its own on the meta device, which nothing fills: found out where values are looked at."""
+    with torch.device("meta"):
+        model = Language()
+        model.model.layers[0].mlp.scale = nn.Parameter(torch.ones(1))
+    return model
+
+
 def parametrized(model: nn.Module) -> None:
     nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up)
 
@@ -227,6 +235,14 @@ SHARDED: dict[str, Refused] = {
         prepare=sharded_by_us,
         do=apply_activation_checkpointing,
     ),
+    "values that nobody gives, and MLPs that would be cut twice by who catches the error": Refused(
+        says=("has no reset_parameters",),
+        config={"tiled_mlp": {"classes": ["MLP"], "chunks": 2}},
+        build=without_values,
+    ),
+    "a plan that names what is not there": Refused(
+        says=("no module 'model.layers.0.missing'",), do=partial(apply_changed, exchanging=("model.layers.0.missing",))
+    ),
     # A model's plan was made without a world size.
     "a plan for no world size, with an integer beside split layers": Refused(
         says=("model.layers.0 reshards to 2", "true or false"),
@@ -363,10 +379,17 @@ IF_EVEN: dict[str, Refused] = {
     ),
 }
 
+# Where torch takes it, the ranks that split a layer are not those that we take for such; 2.7 refuses it by itself.
+IF_UNEVEN: dict[str, Refused] = {
+    "split by the script along an axis that is not the last": Refused(
+        says=("the model is split along", "the tensor axis last"), prepare=split_by_script("tensor", "tensor", "shard")
+    ),
+}
+
 
 def check_all_refused() -> None:
     torch.set_default_dtype(torch.float64)
-    tables = [SPLIT, SHARDED, CONTEXTS, PARTS, ON_ONE_RANK, IF_EVEN if needs_even_shards() else {}]
+    tables = [SPLIT, SHARDED, CONTEXTS, PARTS, ON_ONE_RANK, IF_EVEN if needs_even_shards() else IF_UNEVEN]
     for_each(check_refused, {name: (row,) for table in tables for name, row in table.items()})
 
 
