@@ -2,7 +2,6 @@
 
     python benchmarks/dispatch.py
     python benchmarks/dispatch.py --layers 32 80 --json
-    python benchmarks/dispatch.py --against REVISION        # clipping and OptimizerMonitor of that commit, too
 
 Decoders of few elements, so that what is measured is not arithmetic but what it costs to ask for it: on a GPU, the time
 before anything is launched. Optimizers, clipping and OptimizerMonitor run on the DTensors of one rank of 8, in a fake
@@ -12,7 +11,7 @@ one round, of processor time. Exit code 0, or 1 if a bar does not hold.
 """
 
 import functools
-import importlib
+import operator
 import statistics
 import sys
 import time
@@ -25,8 +24,7 @@ import report
 import torch
 from models import Model, Shape
 from report import Bar, machine, markdown
-from revision import checked_out, imported_from
-from setup import gather_own, one_rank_of
+from setup import one_rank_of
 from timing import turns
 from torch import nn
 from variants import missing
@@ -49,14 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--layers", type=report.count, nargs="+", default=LAYERS, help="of the models; 9 parameters each"
     )
     parser.add_argument("--rounds", type=report.count, default=20)
-    report.add_revision(parser)
     given = parser.parse_args(arguments)
     if (reason := missing("composer")) is not None:
         parser.error(reason)
     torch.set_num_threads(1)  # Otherwise the time of idle ones would count.
-    with one_rank_of(NUM_RANKS), checked_out(given.against) as folder:
-        revision = _revision(folder) if given.against else None
-        rows = [row for layers in given.layers for row in measure(layers, given.rounds, revision)]
+    with one_rank_of(NUM_RANKS):
+        rows = [row for layers in given.layers for row in measure(layers, given.rounds)]
     bars = [
         Bar(
             f"{row.name}, {row.layers} layers: at most {MAX_RATIO} of plain tensors",
@@ -90,11 +86,9 @@ class Pair:
     has_bar: bool = True
 
 
-def measure(layers: int, rounds: int, revision: "Revision | None" = None) -> list[Row]:
+def measure(layers: int, rounds: int) -> list[Row]:
     """Every piece of work, for models of so many layers."""
     pairs = _pairs(*_models(layers))
-    if revision:
-        pairs |= _pairs_of_revision(*_models(layers, revision.shard), revision)
     works = [(name, kind) for name in pairs for kind in ("sharded", "plain")]
     times: dict[tuple[str, str], list[float]] = {work: [] for work in works}
     for (name, kind), is_timed in turns(works, rounds, warmup=_START_ROUNDS):
@@ -108,22 +102,18 @@ def measure(layers: int, rounds: int, revision: "Revision | None" = None) -> lis
             layers=layers,
             sharded_ms=statistics.median(times[name, "sharded"]),
             plain_ms=statistics.median(times[name, "plain"]),
-            ratio=statistics.median(map(_ratio, times[name, "sharded"], times[name, "plain"])),
+            ratio=statistics.median(map(operator.truediv, times[name, "sharded"], times[name, "plain"])),
             has_bar=pair.has_bar,
         )
         for name, pair in pairs.items()
     ]
 
 
-def _ratio(sharded: float, plain: float) -> float:
-    return sharded / plain
-
-
-def _models(layers: int, shard: Callable[..., object] = prepare_fully_shard) -> tuple[nn.Module, nn.Module]:
+def _models(layers: int) -> tuple[nn.Module, nn.Module]:
     """Sharded, and with plain parameters that are as large as this rank's parts; both with gradients."""
     shape = Shape(width=16, layers=layers, heads=2, vocabulary=32, sequence=8, batch=1)
     sharded, plain = Model(shape), Model(shape)
-    shard(sharded, None, {}, "fp32", torch.device("cpu"))
+    prepare_fully_shard(sharded, None, {}, "fp32", torch.device("cpu"))
     parts = {name: local_tensor(parameter.detach()) for name, parameter in sharded.named_parameters()}
     for name, part in parts.items():
         path, _, own = name.rpartition(".")
@@ -160,56 +150,12 @@ def _pairs(sharded: nn.Module, plain: nn.Module) -> dict[str, Pair]:
             torch.optim.AdamW(plain.parameters(), foreach=not is_fused, fused=is_fused).step,
             has_bar=False,
         )
-    pairs["clip_grad_norm_"] = Pair(functools.partial(clip_grad_norm_, sharded, MAX_NORM), _clip_of_torch(plain))
+    # Both look for the parameters each time.
+    pairs["clip_grad_norm_"] = Pair(
+        lambda: clip_grad_norm_(sharded, MAX_NORM),
+        lambda: nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM, foreach=True),
+    )
     return pairs
-
-
-def _clip_of_torch(plain: nn.Module) -> Work:
-    # It looks for the parameters each time, as ours does.
-    return lambda: nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM, foreach=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Revision:
-    """What another commit had; it knows the models alone that it sharded itself."""
-
-    shard: Callable[..., object]
-    clip: Callable[..., Any]
-    monitor: Callable[..., None]
-
-
-def _revision(folder: str) -> Revision:
-    from composer.callbacks import OptimizerMonitor
-
-    with imported_from(folder):
-        from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
-
-        try:
-            from composer_fsdp2.compat import monitors
-        except ImportError:  # a commit before the seams became decorated functions
-            monitors = importlib.import_module("composer_fsdp2.compat.monitoring")
-            batch_end = vars(monitors)["replacement_for_monitor_batch_end"](OptimizerMonitor.batch_end)
-        else:
-            batch_end = functools.partial(monitors.batch_end, OptimizerMonitor.batch_end)
-        for name, module in sys.modules.items():  # its ranks gathered, of which there are none here
-            if name.startswith("composer_fsdp2.") and "gather" in vars(module):
-                vars(module).update(gather=gather_own)
-        return Revision(prepare_fully_shard, clip_grad_norm_, batch_end)
-
-
-def _pairs_of_revision(sharded: nn.Module, plain: nn.Module, revision: Revision) -> dict[str, Pair]:
-    from composer.callbacks import OptimizerMonitor
-    from composer.optim import DecoupledAdamW
-
-    own, other = DecoupledAdamW(sharded.parameters()), DecoupledAdamW(plain.parameters())
-    own.step()  # makes the state, of which metrics are
-    other.step()
-    on_plain = _monitor(plain, other, OptimizerMonitor.batch_end)
-    clip = functools.partial(revision.clip, sharded, MAX_NORM)
-    return {
-        "OptimizerMonitor of the revision": Pair(_monitor(sharded, own, revision.monitor), on_plain, has_bar=False),
-        "clip_grad_norm_ of the revision": Pair(clip, _clip_of_torch(plain), has_bar=False),
-    }
 
 
 def _optimizers() -> list[Any]:

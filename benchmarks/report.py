@@ -11,23 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Bar",
-    "add_device",
-    "add_revision",
-    "calls_text",
-    "collectives_table",
-    "conclude",
-    "count",
-    "folder",
-    "machine",
-    "markdown",
-    "mib",
-    "parser",
-    "positive",
-    "ranks_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Bar:
@@ -85,10 +68,6 @@ def ranks_of(given: argparse.Namespace) -> int:
     return given.ranks or (1 if given.device == "cuda" else 2)
 
 
-def add_revision(made: argparse.ArgumentParser, meaning: str = "a commit of ours, measured beside") -> None:
-    made.add_argument("--against", metavar="REVISION", help=meaning)
-
-
 def conclude(given: argparse.Namespace, bars: Sequence[Bar], *, summary: Mapping[str, Any], text: str) -> int:
     """Print what was measured, as ``given`` asks for it; the exit code: 1 if a bar that counts does not hold.
 
@@ -126,21 +105,3 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.2f} MiB"
-
-
-def calls_text(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """How often each collective of ``counting.Collectives`` was called."""
-    return ", ".join(f"{name} {each['calls']}" for name, each in sorted(counts.items()))
-
-
-def collectives_table(counts: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
-    """A column for each way of making a step."""
-    names = list(dict.fromkeys(name for each in counts.values() for name in each))
-    rows = [
-        [
-            name,
-            *(f"{each[name]['calls']}, {mib(each[name]['bytes'])}" if name in each else "" for each in counts.values()),
-        ]
-        for name in names
-    ]
-    return markdown(["collectives of a step: calls, MiB", *counts], rows)

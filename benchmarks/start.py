@@ -1,7 +1,6 @@
 """How soon the command line answers, and what importing the package costs, in processor time.
 
     python benchmarks/start.py
-    python benchmarks/start.py --against REVISION --rounds 5
     python benchmarks/start.py --only version explain --json
 
 A round starts every command once, in an order drawn anew, and its ratios are to that round's import of the libraries
@@ -15,14 +14,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import report
 from migrate import LINES, file_text
 from report import machine, markdown
-from revision import checked_out
 from timing import Result, quartiles, ratios, time_bar, turns
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,11 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=report.count, default=11)
     parser.add_argument("--only", nargs="+", choices=list(STARTS), default=list(STARTS))
-    report.add_revision(parser)
     given = parser.parse_args(arguments)
-    with checked_out(given.against) as folder:
-        packages = {"": str(ROOT)} | ({"revision": folder} if given.against else {})
-        result = measure(given.only, packages, given.rounds)
+    result = measure(given.only, given.rounds)
     measured = {name: ratios(result, name, "processor_seconds", to=STARTS[name].to) for name in given.only}
     bars = [
         time_bar(f"{STARTS[name]}: at most the time of {STARTS[name].to!r}", each, STARTS[name].limit)
@@ -83,74 +78,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return report.conclude(given, bars, summary=summary, text=_text(given.only, result))
 
 
-def measure(names: Sequence[str], packages: Mapping[str, str], num_rounds: int) -> Result:
-    """Processor seconds of each start in each round, after one that compiles the files.
-
-    Args:
-        packages: Folders that our package lies in, by what is added to a start's name.
-    """
-    bases = dict.fromkeys(STARTS[name].to for name in names)
-    commands: dict[str, tuple[tuple[str, ...], str]] = {base: (("-c", base), str(ROOT)) for base in bases}
-    for added, folder in packages.items():
-        commands |= {f"{name} {added}".strip(): (STARTS[name].words, folder) for name in names}
+def measure(names: Sequence[str], num_rounds: int) -> Result:
+    """Processor seconds of each start in each round, after one that compiles the files."""
+    commands = {STARTS[name].to: ("-c", STARTS[name].to) for name in names}
+    commands |= {name: STARTS[name].words for name in names}
     result: Result = {name: {"processor_seconds": []} for name in commands}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "run.yaml").write_text(file_text(0))
         for name, counts in turns(list(commands), num_rounds, warmup=1):
-            seconds = processor_seconds(*commands[name], folder)
+            seconds = processor_seconds(commands[name], folder)
             if counts:
                 result[name]["processor_seconds"].append(seconds)
     return result
 
 
-def processor_seconds(words: Sequence[str], package_folder: str, folder: str) -> float:
-    """What ``python words`` takes with the package from a folder; all variables of Python's are left out.
+def processor_seconds(words: Sequence[str], folder: str) -> float:
+    """What ``python words`` takes in this folder; all variables of Python's are left out.
 
     Raises:
-        SystemExit: our own command failed, which may be quick. An older commit may lack a verb.
+        SystemExit: it failed, which may be quick.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     process = subprocess.Popen(
         [sys.executable, *words],
         cwd=folder,
-        env=environment | {"PYTHONPATH": package_folder},
+        env=environment | {"PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode and package_folder == str(ROOT):
+    if process.returncode:
         raise SystemExit(f"python {' '.join(words)} ended with exit code {process.returncode}")
     return used.ru_utime + used.ru_stime
 
 
 def _text(names: Sequence[str], result: Result) -> str:
-    has_revision = any(f"{name} revision" in result for name in names)
-    header = ["a start", "processor time", "median of ratios", "their quartiles", "to"]
     rows = []
     for name in names:
-        base = STARTS[name].to
-        each = ratios(result, name, "processor_seconds", to=base)
+        start = STARTS[name]
+        each = ratios(result, name, "processor_seconds", to=start.to)
         first, third = quartiles(each)
-        row = [
-            str(STARTS[name]),
-            _seconds(result, name),
-            f"{statistics.median(each):.2f}",
-            f"{first:.2f} to {third:.2f}",
-        ]
-        rows.append([*row, f"{base}: {_seconds(result, base)}"])
-        if has_revision:
-            other = f"{name} revision"
-            each = ratios(result, other, "processor_seconds", to=base)
-            rows[-1] += [_seconds(result, other), f"{statistics.median(each):.2f}"]
-    if has_revision:
-        header += ["the revision's", "its ratio"]
+        own, base = (f"{statistics.median(result[key]['processor_seconds']):.2f} s" for key in (name, start.to))
+        cells = [own, f"{statistics.median(each):.2f}", f"{first:.2f} to {third:.2f}", f"{start.to}: {base}"]
+        rows.append([str(start), *cells])
+    header = ["a start", "processor time", "median of ratios", "their quartiles", "to"]
     return f"{machine()}; run.yaml has {LINES} lines\n\n{markdown(header, rows)}\n"
-
-
-def _seconds(result: Result, name: str) -> str:
-    return f"{statistics.median(result[name]['processor_seconds']):.2f} s"
 
 
 if __name__ == "__main__":
