@@ -269,10 +269,9 @@ def _bars(options: Options, result: Result) -> list[Bar]:
     if options.max_norm is not None:
         limit, first, of = MAX_CLIPPED_LOSS_DIFFERENCE, FIRST, f" of the first {FIRST} steps"
     difference = loss_difference(result, "ours", first=first)
-    bars = [
-        Bar("the collectives and bytes of the hand-written loop", told, ours == hand),
-        Bar(f"its losses{of}, to {limit:.0e}", f"{difference:.1e}", difference <= limit),
-    ]
+    bars = [Bar(f"its losses{of}, to {limit:.0e}", f"{difference:.1e}", difference <= limit)]
+    if ours:
+        bars.append(Bar("the collectives and bytes of the hand-written loop", told, ours == hand))
     for other in (HAND, "composer") if options.in_trainer else (HAND,):
         if other in result:
             what = f"the {options.clock.replace('_', ' ')} of a step with {TITLES[other]}"
