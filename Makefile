@@ -69,23 +69,13 @@ coverage: venv venv-engine ## branch coverage of `make test`; .coverage says whi
 bench: venv ## what sharding, checkpoints, migrating and starting cost, against torch by hand, Composer's FSDP2 and FSDP1
 	-$(PY) benchmarks/step.py
 	-$(PY) benchmarks/step.py --strategy SHARD_GRAD_OP
-	-$(PY) benchmarks/step.py --against HEAD
 	-$(PY) benchmarks/step.py --trainer
 	-$(PY) benchmarks/dispatch.py
 	-$(PY) benchmarks/setup.py
 	-$(PY) benchmarks/checkpoint.py
 	-$(PY) benchmarks/saving.py
-	-$(PY) benchmarks/votes.py
-	-$(PY) benchmarks/tiled_mlp.py
-	-$(PY) benchmarks/context.py
-	-$(PY) benchmarks/split.py
-	-$(PY) benchmarks/experts.py
-	-$(PY) benchmarks/many_ranks.py
 	-$(PY) benchmarks/migrate.py
 	-$(PY) benchmarks/start.py
-	-$(PY) benchmarks/bounds.py
-	-$(PY) benchmarks/plan.py
-	-$(PY) benchmarks/suggest.py
 
 gpu: venv venv-engine ## all GPU tests and benchmarks on the GPUs that there are, and their tables in benchmarks/README.md
 	$(PY) tools/gpu.py $(ARGS)
