@@ -25,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-newest test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench gpu check docs venv venv-engine venv-newest clean
+.PHONY: help demo test test-newest test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench gpu release check docs venv venv-engine venv-newest clean
 # The two environments install the same folder and would write the same metadata at once.
 .NOTPARALLEL:
 
@@ -79,6 +79,11 @@ bench: venv ## what sharding, checkpoints, migrating and starting cost, against 
 
 gpu: venv venv-engine ## all GPU tests and benchmarks on the GPUs that there are, and their tables in benchmarks/README.md
 	$(PY) tools/gpu.py $(ARGS)
+
+release: venv ## wheel and source distribution into dist/, checked, and the wheel tried in an empty environment
+	$(PY) $(PYTEST) tests/test_distributions.py
+	$(PY) -m pip install --quiet --no-input --disable-pip-version-check --editable ".[release]"
+	$(PY) tools/release.py
 
 check: venv ## lint, format, types, generated tables, and that every test can be collected
 	$(PY) -m ruff check .

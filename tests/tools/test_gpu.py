@@ -122,7 +122,7 @@ def test_the_page(command: ModuleType, tests: list[Any], tmp_path: Path, monkeyp
     page = tmp_path / "README.md"
     page.write_text(PAGE)
     monkeypatch.setattr(command, "machine", lambda: WHERE)
-    monkeypatch.setattr(command, "run_tests", lambda *_: tests[:])
+    monkeypatch.setattr(command, "run_tests", lambda stack, *_: tests[:] if stack == "official" else [])
     words = ["--no-benchmarks", "--readme", str(page)]
     for num_gpus, chosen, code in ((0, [], 2), (2, ["tests/gpu/test_replicas.py"], 1)):
         played(monkeypatch, num_gpus)
