@@ -11,6 +11,7 @@ if a bar does not hold.
 """
 
 import contextlib
+import math
 import os
 import shutil
 import statistics
@@ -21,7 +22,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 from unittest import mock
@@ -46,15 +46,15 @@ CONVERSIONS = {
     "torch to DCP": "torch_save_to_dcp",
     "torch back": "dcp_to_torch_save",
 }
-# What a verification is compared with.
-SPEEDS = {"cached": "zlib.crc32", "cold": "reading the disk"}
-MAX_LOAD_RATIO, MAX_CONVERT_RATIO, MIN_VERIFY_RATE = 1.0, 1.5, 0.7
+# A check takes two threads, so that it may be faster than what it is compared with.
+SPEEDS = {"cached": "zlib.crc32", "cold": "reading"}
+MAX_LOAD_RATIO, MAX_CONVERT_RATIO, MAX_VERIFY_RATIO = 1.0, 1.5, 1.43
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to be done by new processes, by its name in one of the tables."""
+    """Something to be done by new processes, by its name in one of the tables; of a file or folder ``path``."""
 
     name: str
     shape: Shape
@@ -62,104 +62,103 @@ class Task:
     to: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is timed in each round: ``function(task)``, which returns seconds and a digest of what was loaded.
+
+    Args:
+        beside: The title of what its time is a ratio to, at most ``limit``.
+    """
+
+    function: Callable[[Task], tuple[float, int]]
+    task: Task
+    cache: str
+    beside: str
+    limit: float = math.inf
+    num_ranks: int = 1
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.parser(__doc__)
-    parser.add_argument("--gib", type=report.positive, default=4.0, help="size of the checkpoint; default: 4")
+    parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint; default: 4")
     parser.add_argument("--ranks", type=report.count, default=2)
     parser.add_argument("--rounds", type=report.count, default=3)
-    parser.add_argument(
-        "--folder", type=report.folder, default=tempfile.gettempdir(), help="on the disk to be measured"
-    )
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to be measured")
     given = parser.parse_args(arguments)
-    loads = [name for name in LOADS if not missing(name)]
     shape = shape_of(int(given.gib * 2**30))
     with tempfile.TemporaryDirectory(dir=given.folder, prefix="checkpoint-benchmark-") as folder:
-        rounds = Rounds(Path(folder), shape, given.ranks, loads)
-        for number in range(given.rounds):
-            rounds.run(is_turned=number % 2 == 1)
-        file_bytes = os.path.getsize(rounds.path)
+        path, dcp, to = (os.path.join(folder, name) for name in ("checkpoint.pt", "dcp", "converted"))
+        digest = on_ranks(write, 1, "cpu", Task("", shape, path))
+        # That the way there and back changes nothing.
+        on_ranks(convert, 1, "cpu", Task("to DCP", shape, path, dcp))
+        on_ranks(convert, 1, "cpu", Task("back", shape, dcp, to))
+        on_ranks(verify, 1, "cpu", Task("", shape, to, path))
+        os.unlink(to)
+        works = _works(shape, given.ranks, path, dcp, to)
+        seconds, digests = measure(works, given.rounds)
+        file_bytes = os.path.getsize(path)
+    wrong = [title for title, each in digests.items() if set(each) - {digest, 0}]
+    bars = [Bar("what was loaded is what was written", ", ".join(wrong) or "by all", not wrong)]
+    rows = []
+    for title, work in works.items():
+        ratio = statistics.median(a / b for a, b in zip(seconds[title], seconds[work.beside], strict=True))
+        median, beside = statistics.median(seconds[title]), work.beside.partition(", ")[0]
+        speed = f"{file_bytes / 2**20 / median:,.0f} MiB/s"
+        rows.append([title, f"{median:.1f} s", speed, "" if work.beside == title else f"{ratio:.2f} of {beside}"])
+        if work.limit < math.inf:
+            promise = f"{title}: at most {work.limit} times {beside}"
+            bars.append(Bar(promise, f"{ratio:.2f}", ratio <= work.limit))
     text = (
         f"{machine()}; {mib(file_bytes)} in one file, {shape.layers} layers of width {shape.width}, vocabulary "
         f"{shape.vocabulary}, fp32, AdamW; {given.ranks} ranks; {given.rounds} rounds\n\n"
-        f"{_table(rounds.seconds, file_bytes)}\n"
+        f"{markdown(['from and to the disk', 'median', 'speed', 'of the time of'], rows)}\n"
     )
-    summary = {"file_bytes": file_bytes, "digests": rounds.digests, "seconds": rounds.seconds}
-    return report.conclude(given, _bars(rounds), summary=summary, text=text)
+    summary = {"file_bytes": file_bytes, "seconds": seconds}
+    return report.conclude(given, bars, summary=summary, text=text)
 
 
-class Rounds:
-    """The checkpoint with what was measured of it.
+def _works(shape: Shape, num_ranks: int, path: str, dcp: str, to: str) -> dict[str, Work]:
+    """By title."""
+    works = {}
+    for cache, where in CACHES.items():
+        for name in (name for name in LOADS if not missing(name)):
+            limit, beside = MAX_LOAD_RATIO if name == "ours" else math.inf, f"{LOADS['torch']}, {where}"
+            works[f"{LOADS[name]}, {where}"] = Work(load, Task(name, shape, path), cache, beside, limit, num_ranks)
+        speed = f"{SPEEDS[cache]}, {where}"
+        works[speed] = Work(read, Task(cache, shape, path), cache, speed)
+        works[f"verify_checkpoint, {where}"] = Work(verify, Task("", shape, path), cache, speed, MAX_VERIFY_RATIO)
+    for name, title in CONVERSIONS.items():
+        task = Task(name, shape, dcp if name.endswith("back") else path, to)
+        limit = MAX_CONVERT_RATIO if title.startswith("convert") else math.inf
+        works[title] = Work(convert, task, "cached", CONVERSIONS["cp"], limit)
+    return works
 
-    Attributes:
-        seconds: By what was done, a number for each round. What has two caches is there as ``name, cache``.
-        digests: Of what was written (``file``) and of what each load left.
-    """
 
-    def __init__(self, folder: Path, shape: Shape, num_ranks: int, loads: Sequence[str]) -> None:
-        self.path, self.dcp, self.to = (str(folder / name) for name in ("checkpoint.pt", "dcp", "converted"))
-        self.shape, self.num_ranks, self.loads = shape, num_ranks, loads
-        self.seconds: dict[str, list[float]] = {}
-        self.digests: dict[str, list[int]] = {"file": [on_ranks(write, 1, "cpu", Task("", shape, self.path))]}
-        # That the way there and back changes nothing.
-        on_ranks(convert, 1, "cpu", Task("to DCP", shape, self.path, self.dcp))
-        on_ranks(convert, 1, "cpu", Task("back", shape, self.dcp, self.to))
-        on_ranks(verify, 1, "cpu", Task("", shape, self.to, self.path))
-        os.unlink(self.to)
-
-    def run(self, *, is_turned: bool) -> None:
-        """One round."""
-        steps: list[tuple[Callable[[str, str], None], str, str]] = []
-        for cache in CACHES:
-            steps += [*((self._load, name, cache) for name in self.loads), (self._verify, "verify", cache)]
-        steps += [(self._convert, name, "") for name in CONVERSIONS]
-        for step, name, cache in reversed(steps) if is_turned else steps:
-            step(name, cache)
-
-    def _load(self, name: str, cache: str) -> None:
-        self._prepare(self.path, cache)
-        digest, seconds = on_ranks(load, self.num_ranks, "cpu", Task(name, self.shape, self.path))
-        self.digests.setdefault(name, []).append(digest)
-        self._note(f"{name}, {cache}", seconds)
-
-    def _verify(self, name: str, cache: str) -> None:
-        """With what it is compared to just before it."""
-        self._prepare(self.path, cache)
-        self._note(SPEEDS[cache], read_through(self.path, zlib.crc32 if cache == "cached" else len))
-        self._prepare(self.path, cache)
-        self._note(f"{name}, {cache}", on_ranks(verify, 1, "cpu", Task("", self.shape, self.path)))
-
-    def _convert(self, name: str, _: str) -> None:
-        source = self.dcp if name.endswith("back") else self.path
-        self._prepare(source, "cached")
-        self._note(name, on_ranks(convert, 1, "cpu", Task(name, self.shape, source, self.to)))
-        shutil.rmtree(self.to) if os.path.isdir(self.to) else os.unlink(self.to)
-
-    def _note(self, name: str, seconds: float) -> None:
-        self.seconds.setdefault(name, []).append(seconds)
-
-    @staticmethod
-    def _prepare(path: str, cache: str) -> None:
-        os.sync()  # What was written before costs nobody else. A page that is not on the disk yet would stay.
-        for file in files_of(path):
-            if cache == "cached":
-                read_through(file, len)
-                continue
-            with open(file, "rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def measure(works: dict[str, Work], num_rounds: int) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
+    """Seconds and digests of each, for each round."""
+    seconds: dict[str, list[float]] = {title: [] for title in works}
+    digests: dict[str, list[int]] = {title: [] for title in works}
+    for number in range(num_rounds):
+        for title, work in reversed(works.items()) if number % 2 else works.items():
+            os.sync()  # What was written before costs nobody else. A page that is not on the disk yet would stay.
+            for file in files_of(work.task.path):
+                with open(file, "rb") as opened:
+                    if work.cache == "cold":
+                        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    else:
+                        while opened.read(4 << 20):
+                            pass
+            took, digest = on_ranks(work.function, work.num_ranks, "cpu", work.task)
+            seconds[title].append(took)
+            digests[title].append(digest)
+            if work.task.to:
+                shutil.rmtree(work.task.to) if os.path.isdir(work.task.to) else os.unlink(work.task.to)
+    return seconds, digests
 
 
 def files_of(path: str) -> list[str]:
     """The file, or all files in the folder."""
     return sorted(entry.path for entry in os.scandir(path)) if os.path.isdir(path) else [path]
-
-
-def read_through(path: str, function: Callable[[memoryview], object]) -> float:
-    """Seconds to read a file once, in order, with this done to each part of it."""
-    buffer, start = memoryview(bytearray(4 << 20)), perf_counter()
-    with open(path, "rb", buffering=0) as file:
-        while num_read := file.readinto(buffer):
-            function(buffer[:num_read])
-    return perf_counter() - start
 
 
 # In processes of their own --------------------------------------------------------------------------------------------
@@ -187,8 +186,8 @@ def _digest(tensors: dict[str, torch.Tensor]) -> int:
     return sum(sums) % (1 << 61)
 
 
-def load(task: Task) -> tuple[int, float]:
-    """The digest of what all ranks loaded, and the seconds of the slowest. Called on all ranks."""
+def load(task: Task) -> tuple[float, int]:
+    """The seconds of the slowest rank, and the digest of what all loaded. Called on all ranks."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter]).step()  # imports torch._dynamo, which takes seconds
@@ -197,7 +196,7 @@ def load(task: Task) -> tuple[int, float]:
     for name, parameter in model.named_parameters():
         tensors[name] = local(parameter.detach())
         tensors |= {f"{name} {key}": local(optimizer.state[parameter][key]) for key in MOMENTS}
-    return sum(gather(_digest(tensors))) % (1 << 61), max(gather(seconds))
+    return max(gather(seconds)), sum(gather(_digest(tensors))) % (1 << 61)
 
 
 _Loaded = tuple[nn.Module, torch.optim.Optimizer, float]
@@ -277,8 +276,18 @@ def _composer(task: Task) -> _Loaded:
     return trainer.state.model, optimizer, seconds[0]
 
 
-def convert(task: Task) -> float:
-    """Seconds until all of it is on the disk."""
+def read(task: Task) -> tuple[float, int]:
+    """A file once, in order; cached, with its CRC32."""
+    buffer, start = memoryview(bytearray(4 << 20)), perf_counter()
+    with open(task.path, "rb", buffering=0) as file:
+        while num_read := file.readinto(buffer):
+            if task.name == "cached":
+                zlib.crc32(buffer[:num_read])
+    return perf_counter() - start, 0
+
+
+def convert(task: Task) -> tuple[float, int]:
+    """Until all of it is on the disk."""
     warnings.simplefilter("ignore")  # torch's of itself
     from torch.distributed.checkpoint import format_utils
 
@@ -297,64 +306,18 @@ def convert(task: Task) -> float:
     for path in files_of(task.to):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-    return perf_counter() - start
+    return perf_counter() - start, 0
 
 
-def verify(task: Task) -> float:
-    """Seconds; SystemExit if the checkpoint is not in order, or not equal to the one at ``to``."""
+def verify(task: Task) -> tuple[float, int]:
+    """SystemExit if the checkpoint is not in order, or not equal to the one at ``to``."""
     from composer_fsdp2 import verify_checkpoint
 
     start = perf_counter()
     found = verify_checkpoint(task.path, task.to or None)
     if not found.ok:
         raise SystemExit(str(found))
-    return perf_counter() - start
-
-
-# What is said of it ---------------------------------------------------------------------------------------------------
-
-
-def _ratio(seconds: dict[str, list[float]], name: str, to: str) -> float:
-    return statistics.median(a / b for a, b in zip(seconds[name], seconds[to], strict=True))
-
-
-def _bars(rounds: Rounds) -> list[Bar]:
-    seconds, written = rounds.seconds, set(rounds.digests["file"])
-    wrong = [name for name, digests in rounds.digests.items() if set(digests) != written]
-    bars = [Bar("what was loaded is what was written", ", ".join(wrong) or "by all", not wrong)]
-    for cache, where in CACHES.items():
-        ratio = _ratio(seconds, f"ours, {cache}", f"torch, {cache}")
-        rate = _ratio(seconds, SPEEDS[cache], f"verify, {cache}")
-        bars += [
-            Bar(f"load, {where}: no slower than torch", f"{ratio:.2f} of its time", ratio <= MAX_LOAD_RATIO),
-            Bar(
-                f"verify, {where}: at least {MIN_VERIFY_RATE} of the speed of {SPEEDS[cache]}",
-                f"{rate:.2f}",
-                rate >= MIN_VERIFY_RATE,
-            ),
-        ]
-    for name in ("to DCP", "back"):
-        ratio = _ratio(seconds, name, "cp")
-        promise = f"{CONVERSIONS[name]}: at most {MAX_CONVERT_RATIO} times cp and fsync"
-        bars.append(Bar(promise, f"{ratio:.2f}", ratio <= MAX_CONVERT_RATIO))
-    return bars
-
-
-def _table(seconds: dict[str, list[float]], file_bytes: int) -> str:
-    """Each row with the median, the ratio to what it is compared with, and the speed."""
-    rows = []
-    for cache, where in CACHES.items():
-        compared = dict.fromkeys(LOADS, f"torch, {cache}") | {"verify": SPEEDS[cache]}
-        titles = LOADS | {"verify": "verify_checkpoint"}
-        rows += [(f"{titles[each]}, {where}", f"{each}, {cache}", to) for each, to in compared.items()]
-        rows.append((SPEEDS[cache], SPEEDS[cache], SPEEDS[cache]))
-    rows += [(title, name, "cp") for name, title in CONVERSIONS.items()]
-    cells = []
-    for title, name, to in (row for row in rows if row[1] in seconds):
-        median = statistics.median(seconds[name])
-        ratio = "" if name == to else f"{_ratio(seconds, name, to):.2f} of {to.partition(',')[0]}"
-        cells.append([title, f"{median:.1f} s", f"{file_bytes / 2**20 / median:,.0f} MiB/s", ratio])
-    return markdown(["from and to the disk", "median", "speed", "of the time of"], cells)
+    return perf_counter() - start, 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,29 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(reason)
     torch.set_num_threads(1)  # Otherwise the time of idle ones would count.
     with one_rank_of(NUM_RANKS):
-        rows = [row for layers in given.layers for row in measure(layers, given.rounds)]
-    bars = [
-        Bar(
-            f"{row.name}, {row.layers} layers: at most {MAX_RATIO} of plain tensors",
-            f"{row.ratio:.2f}",
-            row.ratio <= MAX_RATIO,
-        )
-        for row in rows
-        if row.has_bar
-    ]
-    return report.conclude(given, bars, summary={"rows": [asdict(row) for row in rows]}, text=_text(rows))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """Medians over the rounds: milliseconds of processor time; the ratio is to plain tensors, of each round."""
-
-    name: str
-    layers: int
-    sharded_ms: float
-    plain_ms: float
-    ratio: float
-    has_bar: bool
+        measured = [measure(layers, given.rounds) for layers in given.layers]
+    rows, bars = ([each for part in parts for each in part] for parts in zip(*measured, strict=True))
+    header = ["in a step", "layers", "sharded", "plain tensors", "median of ratios"]
+    text = f"{machine()}\n\n{markdown(header, rows)}"
+    return report.conclude(given, bars, summary={"rows": rows}, text=text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,27 +68,25 @@ class Pair:
     has_bar: bool = True
 
 
-def measure(layers: int, rounds: int) -> list[Row]:
-    """Every piece of work, for models of so many layers."""
+def measure(layers: int, rounds: int) -> tuple[list[list[str]], list[Bar]]:
+    """A row of the table for each piece of work, of models of so many layers: medians, in processor time."""
     pairs = _pairs(*_models(layers))
-    works = [(name, kind) for name in pairs for kind in ("sharded", "plain")]
-    times: dict[tuple[str, str], list[float]] = {work: [] for work in works}
+    times: dict[str, dict[str, list[float]]] = {name: {"sharded": [], "plain": []} for name in pairs}
+    works = [(name, kind) for name, kinds in times.items() for kind in kinds]
     for (name, kind), is_timed in turns(works, rounds, warmup=_START_ROUNDS):
         start = time.process_time()
         getattr(pairs[name], kind)()
         if is_timed:
-            times[name, kind].append(1e3 * (time.process_time() - start))
-    return [
-        Row(
-            name=name,
-            layers=layers,
-            sharded_ms=statistics.median(times[name, "sharded"]),
-            plain_ms=statistics.median(times[name, "plain"]),
-            ratio=statistics.median(map(operator.truediv, times[name, "sharded"], times[name, "plain"])),
-            has_bar=pair.has_bar,
-        )
-        for name, pair in pairs.items()
-    ]
+            times[name][kind].append(1e3 * (time.process_time() - start))
+    rows, bars = [], []
+    for name, each in times.items():
+        ratio = statistics.median(map(operator.truediv, each["sharded"], each["plain"]))
+        medians = (f"{statistics.median(of_kind):.1f} ms" for of_kind in each.values())
+        rows.append([name, str(layers), *medians, f"{ratio:.2f}"])
+        if pairs[name].has_bar:
+            promise = f"{name}, {layers} layers: at most {MAX_RATIO} of plain tensors"
+            bars.append(Bar(promise, f"{ratio:.2f}", ratio <= MAX_RATIO))
+    return rows, bars
 
 
 def _models(layers: int) -> tuple[nn.Module, nn.Module]:
@@ -182,17 +162,6 @@ def _monitor(model: nn.Module, optimizer: torch.optim.Optimizer, batch_end: Call
     )
     logger: Any = SimpleNamespace(log_metrics=lambda metrics: None)
     return lambda: batch_end(monitor, state, logger)
-
-
-def _text(rows: Sequence[Row]) -> str:
-    table = markdown(
-        ["in a step", "layers", "sharded", "plain tensors", "median of ratios"],
-        [
-            [row.name, str(row.layers), f"{row.sharded_ms:.1f} ms", f"{row.plain_ms:.1f} ms", f"{row.ratio:.2f}"]
-            for row in rows
-        ],
-    )
-    return f"{machine()}\n\n{table}"
 
 
 if __name__ == "__main__":

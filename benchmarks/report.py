@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,22 +37,6 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return number
-
-
-def positive(text: str) -> float:
-    """An option's ``type``: a number above 0."""
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
-
-
-def folder(text: str) -> Path:
-    """An option's ``type``: a folder that is there."""
-    path = Path(text)
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {text}")
-    return path
 
 
 def add_device(made: argparse.ArgumentParser) -> None:

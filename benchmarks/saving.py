@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,52 +36,36 @@ MAX_RATIO = 1.0  # of torch's
 Save = Callable[[Any, str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What one run measures."""
-
-    mib: int
-    device_type: str
-    ranks: int
-    rounds: int
-    strategy: str
-    folder: str
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        options = Options(
-            mib=given.mib,
-            device_type=given.device,
-            ranks=report.ranks_of(given),
-            rounds=given.rounds,
-            strategy=given.strategy,
-            folder=folder,
-        )
-        result = on_ranks(measure, options.ranks, options.device_type, options)
-    ratio = statistics.median(ratios(result, "ours", to="torch"))
-    bars = [Bar(f"the time of {TITLES['torch']}, times {MAX_RATIO} at most", f"{ratio:.3f}", ratio <= MAX_RATIO)]
-    summary = {"ratio": ratio, "seconds": {name: each["seconds"] for name, each in result.items()}}
-    return report.conclude(given, bars, summary=summary, text=_text(options, result))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = report.parser(__doc__)
     parser.add_argument("--mib", type=report.count, default=512, help="size of the checkpoint; default: 512")
     report.add_device(parser)
     parser.add_argument("--rounds", type=report.count, default=10)
     parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0], help="HYBRID_SHARD: two replicas")
-    parser.add_argument(
-        "--folder", type=report.folder, default=tempfile.gettempdir(), help="on the disk to be measured"
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to be measured")
+    options = parser.parse_args(arguments)
+    options.ranks = report.ranks_of(options)
+    with tempfile.TemporaryDirectory(dir=options.folder) as options.folder:
+        result = on_ranks(measure, options.ranks, options.device, options)
+    of_rounds = ratios(result, "ours", to="torch")
+    ratio = statistics.median(of_rounds)
+    bars = [Bar(f"the time of {TITLES['torch']}, times {MAX_RATIO} at most", f"{ratio:.3f}", ratio <= MAX_RATIO)]
+    summary = {"ratio": ratio, "seconds": {name: each["seconds"] for name, each in result.items()}}
+    medians = {name: f"{statistics.median(each['seconds']):.2f} s" for name, each in result.items()}
+    extent = f"{min(of_rounds):.2f} to {max(of_rounds):.2f}"
+    rows = [[TITLES["ours"], medians["ours"], f"{ratio:.2f}", extent], [TITLES["torch"], medians["torch"], "1", ""]]
+    table = markdown(["a full checkpoint", "median", "median of ratios", "from least to most"], rows)
+    text = (
+        f"{machine()}; {options.ranks} ranks, {options.device}, {options.strategy}, {options.mib} MiB, "
+        f"{options.rounds} rounds\n\n{table}"
     )
-    return parser
+    return report.conclude(options, bars, summary=summary, text=text)
 
 
 # On the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def measure(options: Options) -> Result:
+def measure(options: argparse.Namespace) -> Result:
     """Of each save the seconds of rank 0, which is the last to be done. Called on all ranks."""
     state = _state(options)
     saves: dict[str, Save] = {"ours": save_monolithic, "torch": _save_by_torch}
@@ -90,7 +73,7 @@ def measure(options: Options) -> Result:
     result: Result = {name: {"seconds": []} for name in saves}
     for name, is_timed in turns(list(saves), options.rounds, warmup=1):  # which makes connections and imports
         Path(path).unlink(missing_ok=True)
-        if options.device_type == "cuda":
+        if options.device == "cuda":
             torch.cuda.synchronize()
         dist.barrier()
         start = time.perf_counter()
@@ -100,8 +83,8 @@ def measure(options: Options) -> Result:
     return result
 
 
-def _state(options: Options) -> dict[str, Any]:
-    shape, device = shape_of(options.mib << 20), torch.device(options.device_type)
+def _state(options: argparse.Namespace) -> dict[str, Any]:
+    shape, device = shape_of(options.mib << 20), torch.device(options.device)
     model = Model(shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     replicas = {"data_parallel_replicate_degree": 2} if options.strategy == "HYBRID_SHARD" else {}
@@ -130,23 +113,6 @@ def _whole(value: Any) -> Any:
         whole = value.full_tensor()
         return whole.cpu() if dist.get_rank() == 0 else None
     return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
-# What is said of it ---------------------------------------------------------------------------------------------------
-
-
-def _text(options: Options, result: Result) -> str:
-    rows = []
-    for name, each in result.items():
-        of_rounds = ratios(result, name, to="torch")
-        extent = "" if name == "torch" else f"{min(of_rounds):.2f} to {max(of_rounds):.2f}"
-        median = f"{statistics.median(each['seconds']):.2f} s"
-        rows.append([TITLES[name], median, f"{statistics.median(of_rounds):.2f}", extent])
-    table = markdown(["a full checkpoint", "median", "median of ratios", "from least to most"], rows)
-    return (
-        f"{machine()}; {options.ranks} ranks, {options.device_type}, {options.strategy}, {options.mib} MiB, "
-        f"{options.rounds} rounds\n\n{table}"
-    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -66,53 +66,25 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What one run measures."""
-
-    shape: Shape
-    strategy: str
-    device_type: str
-    variants: tuple[str, ...]
-    ranks: int
-    steps: int
-    warmup: int
-    optimizer: str
-    max_norm: float | None
-    pipelined: int
-    in_trainer: bool
-
-    @property
-    def clock(self) -> str:
-        """That bars are of; a busy machine disturbs processor time less, but a GPU is waited for."""
-        return "processor_seconds" if self.in_trainer and self.device_type == "cpu" else "seconds"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
-    given = parser.parse_args(arguments)
-    if given.trainer and given.strategy != STRATEGIES[0]:
+    options = parser.parse_args(arguments)
+    if options.trainer and options.strategy != STRATEGIES[0]:
         parser.error(f"--trainer: with {STRATEGIES[0]} alone")
+    if options.trainer:
+        options.optimizer, options.clipping = OPTIMIZERS[1], True
     absent = {"composer": reason} if (reason := missing("composer")) else {}
-    optimizer = OPTIMIZERS[1] if given.trainer else given.optimizer
-    if absent and optimizer != OPTIMIZERS[0]:
-        parser.error(f"{optimizer}: {absent['composer']}")
-    options = Options(
-        shape=with_sizes(SHAPES["trainer" if given.trainer else given.device], given),
-        strategy=given.strategy,
-        device_type=given.device,
-        variants=tuple(name for name in NAMES if name in (HAND, *given.variants) and name not in absent),
-        ranks=report.ranks_of(given),
-        steps=given.steps or (50 if given.device == "cuda" else 200),
-        warmup=given.warmup,
-        optimizer=optimizer,
-        max_norm=MAX_NORM if given.clipping or given.trainer else None,
-        pipelined=given.pipelined,
-        in_trainer=given.trainer,
-    )
-    result = on_ranks(measure, options.ranks, options.device_type, options)
+    if absent and options.optimizer != OPTIMIZERS[0]:
+        parser.error(f"{options.optimizer}: {absent['composer']}")
+    options.shape = with_sizes(SHAPES["trainer" if options.trainer else options.device], options)
+    options.variants = [name for name in NAMES if name in (HAND, *options.variants) and name not in absent]
+    options.ranks = report.ranks_of(options)
+    options.steps = options.steps or (50 if options.device == "cuda" else 200)
+    # That bars are of: a busy machine disturbs processor time less, but a GPU is waited for.
+    options.clock = "processor_seconds" if options.trainer and options.device == "cpu" else "seconds"
+    result = on_ranks(measure, options.ranks, options.device, options)
     summary = {**_summary(options, result), "missing": absent}
-    return report.conclude(given, _bars(options, result), summary=summary, text=_text(options, result, absent))
+    return report.conclude(options, _bars(options, result), summary=summary, text=_text(options, result, absent))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,9 +116,9 @@ def _parser() -> argparse.ArgumentParser:
 # On the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def measure(options: Options) -> Result:
+def measure(options: argparse.Namespace) -> Result:
     """Everything about each variant, the same on all ranks; called on all ranks."""
-    on_gpu = options.device_type == "cuda"
+    on_gpu = options.device == "cuda"
     if not on_gpu:
         # For all variants alike, so that they learn the same: by themselves hand and Composer would train on sums.
         repair_cpu_collectives()
@@ -154,14 +126,14 @@ def measure(options: Options) -> Result:
         shape=options.shape,
         strategy=options.strategy,
         device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
-        low_precision=on_gpu and not options.in_trainer,
+        low_precision=on_gpu and not options.trainer,
         optimizer=options.optimizer,
-        max_norm=options.max_norm,
+        max_norm=MAX_NORM if options.clipping else None,
     )
-    build = importlib.import_module("trainer" if options.in_trainer else "variants").build
+    build = importlib.import_module("trainer" if options.trainer else "variants").build
     with deterministic():
         runs = {name: _Run(partial(build, name, setting), setting, options.warmup) for name in options.variants}
-    for run in () if options.in_trainer else runs.values():
+    for run in () if options.trainer else runs.values():
         run.count()
     for name, is_warm in turns(options.variants, options.steps, warmup=1):
         runs[name].time_steps(options.pipelined, is_warm=is_warm)
@@ -246,11 +218,11 @@ class _Run:
 # What is said of it ---------------------------------------------------------------------------------------------------
 
 
-def _summary(options: Options, result: Result) -> dict[str, Any]:
+def _summary(options: argparse.Namespace, result: Result) -> dict[str, Any]:
     others = [name for name in result if name != HAND]
     of_hand = {name: ratios(result, name, options.clock, to=HAND) for name in others}
     return {
-        "options": asdict(options),
+        "options": vars(options) | {"shape": asdict(options.shape)},
         "ratio": {name: statistics.median(each) for name, each in of_hand.items()},
         "ratio_quartiles": {name: quartiles(each) for name, each in of_hand.items()},
         "step_s": {name: statistics.median(each["seconds"]) for name, each in result.items()},
@@ -260,19 +232,19 @@ def _summary(options: Options, result: Result) -> dict[str, Any]:
     }
 
 
-def _bars(options: Options, result: Result) -> list[Bar]:
+def _bars(options: argparse.Namespace, result: Result) -> list[Bar]:
     if "ours" not in result:
         return []
     ours, hand = result["ours"]["collectives"], result[HAND]["collectives"]
     told = _in_words(ours) if ours == hand else f"{_in_words(ours)}; by hand {_in_words(hand)}"
     limit, first, of = MAX_LOSS_DIFFERENCE, None, ""
-    if options.max_norm is not None:
+    if options.clipping:
         limit, first, of = MAX_CLIPPED_LOSS_DIFFERENCE, FIRST, f" of the first {FIRST} steps"
     difference = loss_difference(result, "ours", first=first)
     bars = [Bar(f"its losses{of}, to {limit:.0e}", f"{difference:.1e}", difference <= limit)]
     if ours:
         bars.append(Bar("the collectives and bytes of the hand-written loop", told, ours == hand))
-    for other in (HAND, "composer") if options.in_trainer else (HAND,):
+    for other in (HAND, "composer") if options.trainer else (HAND,):
         if other in result:
             what = f"the {options.clock.replace('_', ' ')} of a step with {TITLES[other]}"
             bars.append(time_bar(what, ratios(result, "ours", options.clock, to=other), MAX_RATIO))
@@ -288,11 +260,11 @@ def _in_words(counts: dict[str, dict[str, int]]) -> str:
     return "; ".join(each) or "none"
 
 
-def _text(options: Options, result: Result, absent: dict[str, str]) -> str:
+def _text(options: argparse.Namespace, result: Result, absent: dict[str, str]) -> str:
     shape = options.shape
-    precision = "bf16 (kept in fp32)" if options.device_type == "cuda" and not options.in_trainer else "fp32"
-    where = ", in a Trainer" if options.in_trainer else ""
-    clipped = "" if options.max_norm is None else f", clipped to {options.max_norm}"
+    precision = "bf16 (kept in fp32)" if options.device == "cuda" and not options.trainer else "fp32"
+    where = ", in a Trainer" if options.trainer else ""
+    clipped = f", clipped to {MAX_NORM}" if options.clipping else ""
     pipelined = "" if options.pipelined == 1 else f" of {options.pipelined} steps"
     return "\n\n".join(
         [

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import pytest
 
-import composer_fsdp2
-
 ROOT = Path(__file__).resolve().parents[1]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 

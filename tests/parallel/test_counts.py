@@ -44,10 +44,10 @@ def clipped(model: nn.Module) -> None:
 
 
 def check_sequences() -> None:
-    tokens, labels = reader.batch(1, 512)
+    tokens, labels = reader.batch(64, 32)
     counts, peaks = [], []
     for degree in (1, 2):
-        model = reader.build()
+        model = reader.build(width=64)
         prepare_fully_shard(model, None, FULL | {"context_parallel_degree": degree}, device="cpu")
 
         def loss(model: nn.Module) -> torch.Tensor:
