@@ -106,7 +106,10 @@ def time_model(num_modules: int, *, ours_first: bool = False) -> Timing:
         _timed("composer_fsdp2.sharding.apply.fully_shard", fully_shard) as in_shard,
         _timed("composer_fsdp2.sharding.apply.Materializer.make_real", Materializer.make_real) as materialising,
     ):
-        calls = {"bare": lambda: shard_bare(bare), "ours": lambda: shard_ours(ours, optimizer)}
+        calls: dict[str, Callable[[], object]] = {
+            "bare": lambda: shard_bare(bare),
+            "ours": lambda: prepare_fully_shard(ours, optimizer, {"sharding_strategy": "FULL_SHARD"}, "fp32", "cpu"),
+        }
         seconds = {name: _seconds(calls[name]) for name in (reversed(calls) if ours_first else calls)}
     units = sum(isinstance(module, FSDPModule) for module in bare.modules())
     assert len(in_shard) == units, (len(in_shard), units)
@@ -127,10 +130,6 @@ def _fully_shard(module: nn.Module, mesh: Any, **options: Any) -> None:
     fully_shard(module, mesh=mesh, offload_policy=OffloadPolicy(), ignored_params=None, **options)
 
 
-def shard_ours(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    prepare_fully_shard(model, optimizer, {"sharding_strategy": "FULL_SHARD"}, "fp32", "cpu")
-
-
 @contextlib.contextmanager
 def _timed(name: str, function: Callable[..., Any]) -> Iterator[list[float]]:
     """The seconds of each call of what has this name in our package."""
@@ -147,7 +146,7 @@ def _timed(name: str, function: Callable[..., Any]) -> Iterator[list[float]]:
         yield seconds
 
 
-def _seconds(call: Callable[[], None]) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     gc.collect()
     gc.freeze()  # What was built before is in no collection that the call causes.
     start = time.process_time()
@@ -163,17 +162,12 @@ def least_of(timings: Sequence[Timing]) -> Timing:
     return Timing(*map(min, columns))
 
 
-def _exponent(timings: Sequence[Timing]) -> float:
-    """Of the power law through the smallest and the largest model."""
-    first, last = timings[0], timings[-1]
-    return math.log(last.own_s / first.own_s) / math.log(last.modules / first.modules)
-
-
 def _bars(timings: Sequence[Timing]) -> list[Bar]:
     worst = max(timing.own_s / timing.bare_s for timing in timings)
     bars = [Bar(f"our own part, {MAX_OWN_PART:.0%} of the bare loop at most", f"{worst:.1%}", worst <= MAX_OWN_PART)]
-    if len(timings) > 1:
-        exponent = _exponent(timings)
+    first, last = timings[0], timings[-1]
+    if len(timings) > 1:  # of the power law through the smallest and the largest model
+        exponent = math.log(last.own_s / first.own_s) / math.log(last.modules / first.modules)
         bars.append(Bar("our own part grows linearly", f"modules ** {exponent:.2f}", exponent <= MAX_EXPONENT))
     return bars
 

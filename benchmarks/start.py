@@ -10,55 +10,35 @@ bar does not hold.
 """
 
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import report
 from migrate import LINES, file_text
 from report import machine, markdown
-from timing import Result, quartiles, ratios, time_bar, turns
+from timing import quartiles, ratios, time_bar, turns
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_LIBRARIES_RATIO, MAX_TORCH_RATIO = 3.0, 1.15
-
-
-LIBRARIES = "import typer, rich, yaml, omegaconf"
-TORCH = "import torch.distributed.fsdp"
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Words for Python, and the import whose time is exceeded by no more than ``limit`` times."""
-
-    words: tuple[str, ...]
-    to: str
-    limit: float
-
-    def __str__(self) -> str:
-        return " ".join(self.words).replace("-m composer_fsdp2", "composer-fsdp2").removeprefix("-c ")
-
-
-def _verb(*words: str) -> Start:
-    return Start(("-m", "composer_fsdp2", *words), LIBRARIES, MAX_LIBRARIES_RATIO)
-
-
+# By the import whose time is exceeded by no more than so many times.
+LIMITS = {"import typer, rich, yaml, omegaconf": 3.0, "import torch.distributed.fsdp": 1.15}
+LIBRARIES, TORCH = LIMITS
 STARTS = {
-    "version": _verb("--version"),
-    "help": _verb("--help"),
-    "explain": _verb("explain", "sharding_strategy"),
-    "migrate": _verb("migrate", "run.yaml"),
-    "plan": _verb("plan", "--help"),
-    "run": _verb("run", "--help"),
-    "checkpoint": _verb("checkpoint", "--help"),
-    "inspect": _verb("checkpoint", "inspect", "--help"),
-    "convert": _verb("checkpoint", "convert", "--help"),
-    "verify": _verb("checkpoint", "verify", "--help"),
-    "import": Start(("-c", "from composer_fsdp2 import prepare_fully_shard"), TORCH, MAX_TORCH_RATIO),
+    "version": "composer-fsdp2 --version",
+    "help": "composer-fsdp2 --help",
+    "explain": "composer-fsdp2 explain sharding_strategy",
+    "migrate": "composer-fsdp2 migrate run.yaml",
+    "plan": "composer-fsdp2 plan --help",
+    "run": "composer-fsdp2 run --help",
+    "checkpoint": "composer-fsdp2 checkpoint --help",
+    "inspect": "composer-fsdp2 checkpoint inspect --help",
+    "convert": "composer-fsdp2 checkpoint convert --help",
+    "verify": "composer-fsdp2 checkpoint verify --help",
+    "import": "from composer_fsdp2 import prepare_fully_shard",
 }
 
 
@@ -67,64 +47,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=report.count, default=11)
     parser.add_argument("--only", nargs="+", choices=list(STARTS), default=list(STARTS))
     given = parser.parse_args(arguments)
-    result = measure(given.only, given.rounds)
-    measured = {name: ratios(result, name, "processor_seconds", to=STARTS[name].to) for name in given.only}
-    bars = [
-        time_bar(f"{STARTS[name]}: at most the time of {STARTS[name].to!r}", each, STARTS[name].limit)
-        for name, each in measured.items()
-    ]
-    medians = {name: statistics.median(each["processor_seconds"]) for name, each in result.items()}
-    summary = {"processor_s": medians, "ratio": {name: statistics.median(each) for name, each in measured.items()}}
-    return report.conclude(given, bars, summary=summary, text=_text(given.only, result))
-
-
-def measure(names: Sequence[str], num_rounds: int) -> Result:
-    """Processor seconds of each start in each round, after one that compiles the files."""
-    commands = {STARTS[name].to: ("-c", STARTS[name].to) for name in names}
-    commands |= {name: STARTS[name].words for name in names}
-    result: Result = {name: {"processor_seconds": []} for name in commands}
+    bases = {STARTS[name]: TORCH if name == "import" else LIBRARIES for name in given.only}
+    result: dict[str, dict[str, list[float]]] = {each: {"seconds": []} for each in (*bases, *set(bases.values()))}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "run.yaml").write_text(file_text(0))
-        for name, counts in turns(list(commands), num_rounds, warmup=1):
-            seconds = processor_seconds(commands[name], folder)
+        for command, counts in turns(list(result), given.rounds, warmup=1):  # which compiles the files
+            seconds = processor_seconds(command, folder)
             if counts:
-                result[name]["processor_seconds"].append(seconds)
-    return result
+                result[command]["seconds"].append(seconds)
+    medians = {command: statistics.median(each["seconds"]) for command, each in result.items()}
+    bars, rows = [], []
+    for command, base in bases.items():
+        each = ratios(result, command, to=base)
+        bars.append(time_bar(f"{command}: at most the time of {base!r}", each, LIMITS[base]))
+        cells = [f"{statistics.median(each):.2f}", "{:.2f} to {:.2f}".format(*quartiles(each))]
+        rows.append([command, f"{medians[command]:.2f} s", *cells, f"{base}: {medians[base]:.2f} s"])
+    header = ["a start", "processor time", "median of ratios", "their quartiles", "to"]
+    text = f"{machine()}; run.yaml has {LINES} lines\n\n{markdown(header, rows)}\n"
+    return report.conclude(given, bars, summary={"processor_s": medians}, text=text)
 
 
-def processor_seconds(words: Sequence[str], folder: str) -> float:
-    """What ``python words`` takes in this folder; all variables of Python's are left out.
+def processor_seconds(command: str, folder: str) -> float:
+    """What it takes in this folder, user and system; all variables of Python's are left out.
 
     Raises:
-        SystemExit: it failed, which may be quick.
+        subprocess.CalledProcessError: it failed, which may be quick.
     """
+    program, *words = command.split()
+    words = ["-m", "composer_fsdp2", *words] if program == "composer-fsdp2" else ["-c", command]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    process = subprocess.Popen(
-        [sys.executable, *words],
-        cwd=folder,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"python {' '.join(words)} ended with exit code {process.returncode}")
-    return used.ru_utime + used.ru_stime
-
-
-def _text(names: Sequence[str], result: Result) -> str:
-    rows = []
-    for name in names:
-        start = STARTS[name]
-        each = ratios(result, name, "processor_seconds", to=start.to)
-        first, third = quartiles(each)
-        own, base = (f"{statistics.median(result[key]['processor_seconds']):.2f} s" for key in (name, start.to))
-        cells = [own, f"{statistics.median(each):.2f}", f"{first:.2f} to {third:.2f}", f"{start.to}: {base}"]
-        rows.append([str(start), *cells])
-    header = ["a start", "processor time", "median of ratios", "their quartiles", "to"]
-    return f"{machine()}; run.yaml has {LINES} lines\n\n{markdown(header, rows)}\n"
+    environment["PYTHONPATH"] = str(ROOT)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *words], cwd=folder, env=environment, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 if __name__ == "__main__":

@@ -13,24 +13,14 @@ from torch import nn
 import composer_fsdp2
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.blocks(x)
-        return output
-
-
 def main() -> None:
     assert Path(composer_fsdp2.__file__).parts[-3] == "site-packages", composer_fsdp2.__file__
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = Model()
+    model = nn.Sequential(nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))))  # as Composer has it: in a child
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    for block in model.blocks:
+    for block in model[0]:
         block._fsdp_wrap = True  # type: ignore[assignment]
     composer_fsdp2.prepare_fully_shard(model, optimizer, {"mixed_precision": "FULL"}, device="cpu")
     expected = torch.optim.AdamW(reference.parameters())
