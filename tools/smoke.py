@@ -21,7 +21,7 @@ def main() -> None:
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters())
     for block in model[0]:
-        block._fsdp_wrap = True  # type: ignore[assignment]
+        block._fsdp_wrap = True
     composer_fsdp2.prepare_fully_shard(model, optimizer, {"mixed_precision": "FULL"}, device="cpu")
     expected = torch.optim.AdamW(reference.parameters())
     x = torch.randn(4, 6)
