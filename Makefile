@@ -25,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-others test-newest test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench gpu check docs venv venv-engine venv-newest clean
+.PHONY: help demo test test-others test-newest test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench gpu release check docs venv venv-engine venv-newest clean
 # The two environments install the same folder and would write the same metadata at once.
 .NOTPARALLEL:
 
@@ -72,26 +72,21 @@ coverage: venv venv-engine ## branch coverage of `make test`; .coverage says whi
 bench: venv ## what sharding, checkpoints, migrating and starting cost, against torch by hand, Composer's FSDP2 and FSDP1
 	-$(PY) benchmarks/step.py
 	-$(PY) benchmarks/step.py --strategy SHARD_GRAD_OP
-	-$(PY) benchmarks/step.py --against HEAD
 	-$(PY) benchmarks/step.py --trainer
 	-$(PY) benchmarks/dispatch.py
 	-$(PY) benchmarks/setup.py
 	-$(PY) benchmarks/checkpoint.py
 	-$(PY) benchmarks/saving.py
-	-$(PY) benchmarks/votes.py
-	-$(PY) benchmarks/tiled_mlp.py
-	-$(PY) benchmarks/context.py
-	-$(PY) benchmarks/split.py
-	-$(PY) benchmarks/experts.py
-	-$(PY) benchmarks/many_ranks.py
 	-$(PY) benchmarks/migrate.py
 	-$(PY) benchmarks/start.py
-	-$(PY) benchmarks/bounds.py
-	-$(PY) benchmarks/plan.py
-	-$(PY) benchmarks/suggest.py
 
 gpu: venv venv-engine ## all GPU tests and benchmarks on the GPUs that there are, and their tables in benchmarks/README.md
 	$(PY) tools/gpu.py $(ARGS)
+
+release: venv ## wheel and source distribution into dist/, checked, and the wheel tried in an empty environment
+	$(PY) $(PYTEST) tests/test_distributions.py
+	$(PY) -m pip install --quiet --no-input --disable-pip-version-check --editable ".[release]"
+	$(PY) tools/release.py
 
 check: venv ## lint, format, types, generated tables, and that every test can be collected
 	$(PY) -m ruff check .

@@ -3,403 +3,321 @@
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --gib 1 --rounds 1 --json
 
-The checkpoint is one ``torch.save`` file of a decoder with AdamW's state. Each load, copy, conversion and verification
-has processes of its own; a round makes one of each, in an order that is turned around from round to round, and its
-ratios are to what was measured in the same round. Needs Linux, the disk for three checkpoints and, for torch's and
-Composer's parts, the memory for two. Exit code 0, or 1 if a bar does not hold.
+The checkpoint is one ``torch.save`` file of a decoder with AdamW's state, as Composer writes it with
+``state_dict_type: full``. Each load, copy, conversion and verification has processes of its own; a round makes one of
+each, in an order that is turned around from round to round, and its ratios are to what was measured in the same round.
+Needs Linux, the disk for three checkpoints and, for torch's and Composer's parts, the memory for two. Exit code 0, or 1
+if a bar does not hold.
 """
 
-import argparse
+import contextlib
+import math
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
+import warnings
+import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
+from unittest import mock
 
 import report
-from converting import ConvertTask, VerifyTask, convert, crc32_rate, verify, write_rate
+import torch
+import torch.distributed as dist
+from by_hand import local
 from launch import on_ranks
-from loading import LOADERS, LoadTask, load, shape_of, write_checkpoint
-from models import Shape
+from models import Model, Shape, shape_of
 from report import Bar, machine, markdown, mib
-from usage import Usage, available_bytes, drop_from_cache, in_new_process, read_through
+from timing import gather
+from torch import nn
 from variants import missing
 
-LOAD_TITLES = {
-    "ours": "load_checkpoint",
-    "replicated": "load_checkpoint, NO_SHARD",
-    "torch": "torch, from rank 0",
-    "composer": "Composer's Trainer",
-}
 CACHES = {"cached": "in the page cache", "cold": "on the disk alone"}
-OVERHEAD_BYTES = 256 << 20
-MAX_READ = 1.01  # of the shard
-MAX_LOAD_RATIO = 1.0
-MAX_CONVERT_RATIO = 1.5
-MIN_VERIFY_RATE = 0.7
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What one run measures."""
-
-    gib: float
-    ranks: int
-    rounds: int
-    folder: Path
-    loaders: tuple[str, ...]
-    converters: tuple[str, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.gib * 2**30)
-
-    @property
-    def shape(self) -> Shape:
-        return shape_of(self.num_bytes)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
-    absent = _absent(int(given.gib * 2**30))
-    options = Options(
-        gib=given.gib,
-        ranks=given.ranks,
-        rounds=given.rounds,
-        folder=given.folder,
-        loaders=tuple(name for name in LOADERS if name in ("ours", "torch", *given.beside) and name not in absent),
-        converters=tuple(name for name in _CONVERSIONS if name not in absent),
-    )
-    result = measure(options)
-    bars = _bars(result)
-    summary = {**_summary(options, result), "missing": absent}
-    return report.conclude(given, bars, summary=summary, text=_text(options, result, absent))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = report.parser(__doc__)
-    parser.add_argument("--gib", type=report.positive, default=4.0, help="size of the checkpoint; default: 4")
-    parser.add_argument("--ranks", type=report.count, default=2)
-    parser.add_argument("--rounds", type=report.count, default=3)
-    parser.add_argument(
-        "--beside", nargs="*", choices=["composer", "replicated"], default=["composer"], help="further loads"
-    )
-    parser.add_argument(
-        "--folder", type=report.folder, default=tempfile.gettempdir(), help="on the disk to be measured"
-    )
-    return parser
-
-
-def _absent(num_bytes: int) -> dict[str, str]:
-    """What is not measured here, and why."""
-    absent = {"composer": reason} if (reason := missing("composer")) else {}
-    if (available := available_bytes()) < 2 * num_bytes:
-        reason = f"needs about {mib(2 * num_bytes)} of memory, {mib(available)} are free"
-        absent |= dict.fromkeys(("composer", "torch to DCP", "torch to monolithic"), reason)
-    return absent
-
-
-# The rounds -----------------------------------------------------------------------------------------------------------
-
-Run = dict[str, Any]
+LOADS = {"ours": "load_checkpoint", "torch": "torch, from rank 0", "composer": "Composer's Trainer"}
+CONVERSIONS = {
+    "cp": "cp and fsync",
+    "to DCP": "convert_checkpoint, to DCP",
+    "back": "convert_checkpoint, back",
+    "torch to DCP": "torch_save_to_dcp",
+    "torch back": "dcp_to_torch_save",
+}
+# A check takes two threads, so that it may be faster than what it is compared with.
+SPEEDS = {"cached": "zlib.crc32", "cold": "reading"}
+MAX_LOAD_RATIO, MAX_CONVERT_RATIO, MAX_VERIFY_RATIO = 1.0, 1.5, 1.43
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """Every list has an element for each round.
+class Task:
+    """Something to be done by new processes, by its name in one of the tables; of a file or folder ``path``."""
+
+    name: str
+    shape: Shape
+    path: str
+    to: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is timed in each round: ``function(task)``, which returns seconds and a digest of what was loaded.
 
     Args:
-        rates: Bytes a second, by what was measured.
-        loads: By cache, then by loader; each with a ``Usage`` and the shard's bytes for each rank.
-        conversions: By converter.
-        verifications: By cache.
-        digests: By loader, of what each load left; ``file``: of what was written.
+        beside: The title of what its time is a ratio to, at most ``limit``.
     """
 
-    file_bytes: int
-    rates: dict[str, list[float]]
-    loads: dict[str, dict[str, list[Run]]]
-    conversions: dict[str, list[Usage]]
-    verifications: dict[str, list[Usage]]
-    digests: dict[str, list[int]]
+    function: Callable[[Task], tuple[float, int]]
+    task: Task
+    cache: str
+    beside: str
+    limit: float = math.inf
+    num_ranks: int = 1
 
 
-_RATES = {"read": "disk, reading", "write": "disk, writing", "cache": "page cache, reading", "crc32": "zlib.crc32"}
-_CONVERSIONS = {
-    "cp": "cp and fsync",
-    "ours to DCP": "convert_checkpoint, to DCP",
-    "ours to monolithic": "convert_checkpoint, back",
-    "torch to DCP": "torch_save_to_dcp",
-    "torch to monolithic": "dcp_to_torch_save",
-}
-
-
-def measure(options: Options) -> Result:
-    """All rounds, in a folder that is removed."""
-    with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoint-benchmark-") as name:
-        folder = Path(name)
-        source = LoadTask(loader="", path=folder / "checkpoint.pt", shape=options.shape)
-        digest = in_new_process(write_checkpoint, source)
-        result = Result(
-            file_bytes=source.path.stat().st_size,
-            rates={rate: [] for rate in _RATES},
-            loads={cache: {loader: [] for loader in options.loaders} for cache in CACHES},
-            conversions={converter: [] for converter in options.converters},
-            verifications={cache: [] for cache in CACHES},
-            digests={"file": [digest]} | {loader: [] for loader in options.loaders},
-        )
-        rounds = _Rounds(options, folder, source.path, result)
-        rounds.prepare()
-        for number in range(options.rounds):
-            rounds.run(is_turned=number % 2 == 1)
-        return result
-
-
-class _Rounds:
-    def __init__(self, options: Options, folder: Path, path: Path, result: Result) -> None:
-        self.options, self.folder, self.path, self.result = options, folder, path, result
-        self.dcp = folder / "dcp"
-
-    def prepare(self) -> None:
-        """The DCP folder that is converted back; and that the way there and back changes nothing."""
-        back = self.folder / "back.pt"
-        in_new_process(convert, ConvertTask(converter="ours to DCP", source=self.path, destination=self.dcp))
-        in_new_process(convert, ConvertTask(converter="ours to monolithic", source=self.dcp, destination=back))
-        in_new_process(verify, VerifyTask(path=back, against=self.path))
-        back.unlink()
-
-    def run(self, *, is_turned: bool) -> None:
-        """One round."""
-        steps: list[Callable[[], None]] = []
-        for cache in CACHES:
-            steps += [partial(self.load, loader, cache) for loader in self.options.loaders]
-            steps.append(partial(self.verify, cache))
-        steps += [partial(self.convert, converter) for converter in self.options.converters]
-        for step in reversed(steps) if is_turned else steps:
-            step()
-
-    def load(self, loader: str, cache: str) -> None:
-        self.to(cache, self.path)
-        task = LoadTask(loader=loader, path=self.path, shape=self.options.shape)
-        run = on_ranks(load, self.options.ranks, "cpu", task)
-        self.result.digests[loader].append(run.pop("digest"))
-        self.result.loads[cache][loader].append(run)
-
-    def convert(self, converter: str) -> None:
-        is_back = converter.endswith("monolithic")
-        source, destination = self.dcp if is_back else self.path, self.folder / "converted"
-        if converter == "cp":
-            self.result.rates["write"].append(write_rate(destination, self.result.file_bytes))
-        self.to("cached", source)
-        task = ConvertTask(converter=converter, source=source, destination=destination)
-        self.result.conversions[converter].append(in_new_process(convert, task))
-        shutil.rmtree(destination) if destination.is_dir() else destination.unlink()
-
-    def verify(self, cache: str) -> None:
-        """With what it is compared to just before it."""
-        rates = self.result.rates
-        self.to(cache, self.path)
-        if cache == "cold":
-            rates["read"].append(read_through(self.path))
-            self.to(cache, self.path)
-        else:
-            rates["cache"].append(read_through(self.path))
-            rates["crc32"].append(crc32_rate(self.result.file_bytes))
-        self.result.verifications[cache].append(in_new_process(verify, VerifyTask(path=self.path)))
-
-    @staticmethod
-    def to(cache: str, path: Path) -> None:
-        os.sync()  # What was written before costs nobody else.
-        drop_from_cache(path) if cache == "cold" else read_through(path)
-
-
-# What is said of it ---------------------------------------------------------------------------------------------------
-
-
-def _seconds(result: Result, kind: str, name: str) -> list[float]:
-    """Of every round; ``kind``: a cache, for its loads, or ``convert``."""
-    if kind == "convert":
-        return [usage.seconds for usage in result.conversions[name]]
-    return [run["seconds"] for run in result.loads[kind][name]]
-
-
-def _ratio(numbers: Sequence[float], others: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(numbers, others, strict=True))
-
-
-def _load_ratio(result: Result, cache: str, name: str) -> float:
-    return _ratio(_seconds(result, cache, name), _seconds(result, cache, "torch"))
-
-
-def _processor_ratio(result: Result, cache: str, name: str) -> float:
-    sums = {
-        each: [sum(rank["processor_seconds"] for rank in run["of_ranks"]) for run in result.loads[cache][each]]
-        for each in (name, "torch")
-    }
-    return _ratio(sums[name], sums["torch"])
-
-
-def _ranks_of(result: Result, cache: str, name: str) -> list[dict[str, Any]]:
-    """Every rank of every round."""
-    return [rank for run in result.loads[cache][name] for rank in run["of_ranks"]]
-
-
-def _overhead_bytes(result: Result, cache: str, name: str) -> int:
-    """The most that any rank's peak exceeded its shard, or what it took at all where the shard lay there before."""
-    shards = 0 if name == "replicated" else 1
-    return max(rank["anonymous_bytes"] - shards * rank["shard_bytes"] for rank in _ranks_of(result, cache, name))
-
-
-def _read_part(result: Result, cache: str, name: str) -> float:
-    """The most that any rank read, of its shard."""
-    return max(rank["read_bytes"] / rank["shard_bytes"] for rank in _ranks_of(result, cache, name))
-
-
-def _convert_ratio(result: Result, name: str) -> float:
-    return _ratio(_seconds(result, "convert", name), _seconds(result, "convert", "cp"))
-
-
-def _verify_part(result: Result, cache: str) -> float:
-    """Of the speed of the disk, or of ``crc32`` where the file is cached."""
-    rates = [result.file_bytes / usage.seconds for usage in result.verifications[cache]]
-    return _ratio(rates, result.rates["read" if cache == "cold" else "crc32"])
-
-
-def _bars(result: Result) -> list[Bar]:
-    wrong = [name for name, digests in result.digests.items() if set(digests) != set(result.digests["file"])]
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = report.parser(__doc__)
+    parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint; default: 4")
+    parser.add_argument("--ranks", type=report.count, default=2)
+    parser.add_argument("--rounds", type=report.count, default=3)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to be measured")
+    given = parser.parse_args(arguments)
+    shape = shape_of(int(given.gib * 2**30))
+    with tempfile.TemporaryDirectory(dir=given.folder, prefix="checkpoint-benchmark-") as folder:
+        path, dcp, to = (os.path.join(folder, name) for name in ("checkpoint.pt", "dcp", "converted"))
+        digest = on_ranks(write, 1, "cpu", Task("", shape, path, dcp))
+        works = _works(shape, given.ranks, path, dcp, to)
+        seconds, digests = measure(works, given.rounds)
+        file_bytes = os.path.getsize(path)
+    wrong = [title for title, each in digests.items() if set(each) - {digest, 0}]
     bars = [Bar("what was loaded is what was written", ", ".join(wrong) or "by all", not wrong)]
-    for cache, where in CACHES.items():
-        overhead = _overhead_bytes(result, cache, "ours")
-        read, ratio = _read_part(result, cache, "ours"), _load_ratio(result, cache, "ours")
-        bars += [
-            Bar(
-                f"load, {where}: peak memory of a rank at most its shard and {mib(OVERHEAD_BYTES)}",
-                f"its shard and {mib(overhead)}",
-                overhead <= OVERHEAD_BYTES,
-            ),
-            Bar(f"load, {where}: a rank reads its shard and 1% at most", f"{read:.4f} of it", read <= MAX_READ),
-            Bar(f"load, {where}: no slower than torch", f"{ratio:.2f} of its time", ratio <= MAX_LOAD_RATIO),
-        ]
-        if "replicated" in result.loads[cache]:
-            bars.append(_replicated_bar(result, cache))
-    for name in ("ours to DCP", "ours to monolithic"):
-        peak, ratio = max(usage.anonymous_bytes for usage in result.conversions[name]), _convert_ratio(result, name)
-        title = _CONVERSIONS[name]
-        bars += [
-            Bar(f"{title}: peak memory at most {mib(OVERHEAD_BYTES)}", mib(peak), peak <= OVERHEAD_BYTES),
-            Bar(f"{title}: at most {MAX_CONVERT_RATIO} times cp and fsync", f"{ratio:.2f}", ratio <= MAX_CONVERT_RATIO),
-        ]
-    for cache, where in CACHES.items():
-        part, of = _verify_part(result, cache), "the disk's" if cache == "cold" else "zlib.crc32's"
-        bars.append(
-            Bar(f"verify, {where}: at least {MIN_VERIFY_RATE} of {of} speed", f"{part:.2f}", part >= MIN_VERIFY_RATE)
-        )
-    return bars
-
-
-def _replicated_bar(result: Result, cache: str) -> Bar:
-    overhead = _overhead_bytes(result, cache, "replicated")
-    promise = f"load into NO_SHARD, {CACHES[cache]}: peak memory of a rank at most {mib(OVERHEAD_BYTES)}"
-    return Bar(promise, mib(overhead), overhead <= OVERHEAD_BYTES)
-
-
-def _summary(options: Options, result: Result) -> dict[str, Any]:
-    return {
-        "options": {**asdict(options), "folder": str(options.folder)},
-        "load_ratio": {c: {name: _load_ratio(result, c, name) for name in options.loaders} for c in CACHES},
-        "convert_ratio": {name: _convert_ratio(result, name) for name in options.converters},
-        "verify_part": {cache: _verify_part(result, cache) for cache in CACHES},
-        **asdict(result),
-    }
-
-
-def _text(options: Options, result: Result, absent: dict[str, str]) -> str:
-    shape = options.shape
-    lines = [
-        f"{machine()}; {mib(result.file_bytes)} in one file, {shape.layers} layers of width {shape.width}, vocabulary "
-        f"{shape.vocabulary}, fp32, AdamW; {options.ranks} ranks; {options.rounds} rounds",
-        "",
-        _rates_table(result),
-        "",
-        _load_table(result),
-        "",
-        _convert_table(result),
-        "",
-        _verify_table(result),
-        "",
-    ]
-    lines.extend(f"without {name}: {reason}" for name, reason in absent.items())
-    return "\n".join(lines)
-
-
-def _rates_table(result: Result) -> str:
-    rows = [
-        [_RATES[name], _rate(statistics.median(rates)), f"{_rate(min(rates))} to {_rate(max(rates))}"]
-        for name, rates in result.rates.items()
-    ]
-    return markdown(["speed of", "median", "from least to most"], rows)
-
-
-def _rate(bytes_a_second: float) -> str:
-    return f"{bytes_a_second / 2**20:,.0f} MiB/s"
-
-
-def _load_table(result: Result) -> str:
     rows = []
-    for cache, loads in result.loads.items():
-        for name in loads:
-            ranks = _ranks_of(result, cache, name)
-            peaks = [max(r["anonymous_bytes"] for r in of_rank) for of_rank in _by_rank(result.loads[cache][name])]
-            rows.append(
-                [
-                    f"{LOAD_TITLES[name]}, {CACHES[cache]}",
-                    f"{statistics.median(_seconds(result, cache, name)):.1f} s",
-                    f"{_load_ratio(result, cache, name):.2f}",
-                    f"{_processor_ratio(result, cache, name):.2f}",
-                    ", ".join(mib(peak) for peak in peaks),
-                    mib(_overhead_bytes(result, cache, name)),
-                    f"{_read_part(result, cache, name):.3f}",
-                    mib(sum(rank["disk_bytes"] for rank in ranks) / len(result.loads[cache][name])),
-                ]
-            )
-    header = ["a load", "median", "of torch's", "of processor time", "peak of each rank", "beyond the shard"]
-    return markdown([*header, "read, of the shard", "from the disk"], rows)
+    for title, work in works.items():
+        ratio = statistics.median(a / b for a, b in zip(seconds[title], seconds[work.beside], strict=True))
+        median, beside = statistics.median(seconds[title]), work.beside.partition(", ")[0]
+        speed = f"{file_bytes / 2**20 / median:,.0f} MiB/s"
+        rows.append([title, f"{median:.1f} s", speed, "" if work.beside == title else f"{ratio:.2f} of {beside}"])
+        if work.limit < math.inf:
+            promise = f"{title}: at most {work.limit} times {beside}"
+            bars.append(Bar(promise, f"{ratio:.2f}", ratio <= work.limit))
+    text = (
+        f"{machine()}; {mib(file_bytes)} in one file, {shape.layers} layers of width {shape.width}, vocabulary "
+        f"{shape.vocabulary}, fp32, AdamW; {given.ranks} ranks; {given.rounds} rounds\n\n"
+        f"{markdown(['from and to the disk', 'median', 'speed', 'of the time of'], rows)}\n"
+    )
+    summary = {"file_bytes": file_bytes, "seconds": seconds}
+    return report.conclude(given, bars, summary=summary, text=text)
 
 
-def _by_rank(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
-    return list(zip(*(run["of_ranks"] for run in runs), strict=True))
+def _works(shape: Shape, num_ranks: int, path: str, dcp: str, to: str) -> dict[str, Work]:
+    """By title."""
+    works = {}
+    for cache, where in CACHES.items():
+        for name in (name for name in LOADS if not missing(name)):
+            limit, beside = MAX_LOAD_RATIO if name == "ours" else math.inf, f"{LOADS['torch']}, {where}"
+            works[f"{LOADS[name]}, {where}"] = Work(load, Task(name, shape, path), cache, beside, limit, num_ranks)
+        speed = f"{SPEEDS[cache]}, {where}"
+        works[speed] = Work(read, Task(cache, shape, path), cache, speed)
+        works[f"verify_checkpoint, {where}"] = Work(verify, Task("", shape, path), cache, speed, MAX_VERIFY_RATIO)
+    for name, title in CONVERSIONS.items():
+        task = Task(name, shape, dcp if name.endswith("back") else path, to)
+        limit = MAX_CONVERT_RATIO if title.startswith("convert") else math.inf
+        works[title] = Work(convert, task, "cached", CONVERSIONS["cp"], limit)
+    return works
 
 
-def _convert_table(result: Result) -> str:
-    rows = [
-        [
-            _CONVERSIONS[name],
-            f"{statistics.median(usage.seconds for usage in usages):.1f} s",
-            f"{_convert_ratio(result, name):.2f}",
-            mib(max(usage.anonymous_bytes for usage in usages)) if name != "cp" else "",
-        ]
-        for name, usages in result.conversions.items()
-    ]
-    return markdown(["from the page cache to the disk", "median", "of cp and fsync", "peak memory"], rows)
+def measure(works: dict[str, Work], num_rounds: int) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
+    """Seconds and digests of each, for each round."""
+    seconds: dict[str, list[float]] = {title: [] for title in works}
+    digests: dict[str, list[int]] = {title: [] for title in works}
+    for number in range(num_rounds):
+        for title, work in reversed(works.items()) if number % 2 else works.items():
+            os.sync()  # What was written before costs nobody else. A page that is not on the disk yet would stay.
+            for file in files_of(work.task.path):
+                with open(file, "rb") as opened:
+                    if work.cache == "cold":
+                        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    else:
+                        while opened.read(4 << 20):
+                            pass
+            took, digest = on_ranks(work.function, work.num_ranks, "cpu", work.task)
+            seconds[title].append(took)
+            digests[title].append(digest)
+            if work.task.to:
+                shutil.rmtree(work.task.to) if os.path.isdir(work.task.to) else os.unlink(work.task.to)
+    return seconds, digests
 
 
-def _verify_table(result: Result) -> str:
-    rows = [
-        [
-            f"verify_checkpoint, {CACHES[cache]}",
-            f"{statistics.median(usage.seconds for usage in usages):.1f} s",
-            _rate(statistics.median(result.file_bytes / usage.seconds for usage in usages)),
-            f"{_verify_part(result, cache):.2f} of {'the disk' if cache == 'cold' else 'zlib.crc32'}",
-            mib(max(usage.anonymous_bytes for usage in usages)),
-        ]
-        for cache, usages in result.verifications.items()
-    ]
-    return markdown(["a check of all content", "median", "speed", "of the speed of", "peak memory"], rows)
+def files_of(path: str) -> list[str]:
+    """The file, or all files in the folder."""
+    return sorted(entry.path for entry in os.scandir(path)) if os.path.isdir(path) else [path]
+
+
+# In processes of their own --------------------------------------------------------------------------------------------
+
+
+def write(task: Task) -> int:
+    """Random values of the model and of AdamW's state, in a file and as DCP; their digest."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Model(task.shape)
+    weights = {name: torch.randn(parameter.shape) for name, parameter in model.named_parameters()}
+    state = {name: {key: torch.rand_like(each) for key in MOMENTS} for name, each in weights.items()}
+    for each in state.values():
+        each["step"] = torch.tensor(7.0)
+    groups = [{**torch.optim.AdamW(model.parameters()).state_dict()["param_groups"][0], "params": list(weights)}]
+    optimizers = {"AdamW": {"state": state, "param_groups": groups}}
+    content = {"model": weights, "optimizers": optimizers, "run_name": "benchmark", "rank_zero_seed": 0}
+    torch.save({"state": content, "rng": []}, task.path)
+    back = f"{task.path} back"  # the way there and back changes nothing
+    for name, source, to in (("to DCP", task.path, task.to), ("back", task.to, back)):
+        convert(Task(name, task.shape, source, to))
+    verify(Task("", task.shape, back, task.path))
+    os.unlink(back)
+    return _digest(weights | {f"{name} {key}": state[name][key] for name in weights for key in MOMENTS})
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> int:
+    """Of names and bits; the digests of shards add up to that of the whole."""
+    sums = (zlib.crc32(name.encode()) * int(tensor.view(torch.int32).sum()) for name, tensor in tensors.items())
+    return sum(sums) % (1 << 61)
+
+
+def load(task: Task) -> tuple[float, int]:
+    """The seconds of the slowest rank, and the digest of what all loaded. Called on all ranks."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.AdamW([parameter]).step()  # imports torch._dynamo, which takes seconds
+    model, optimizer, seconds = {"ours": _ours, "torch": _torch, "composer": _composer}[task.name](task)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[name] = local(parameter.detach())
+        tensors |= {f"{name} {key}": local(optimizer.state[parameter][key]) for key in MOMENTS}
+    return max(gather(seconds)), sum(gather(_digest(tensors))) % (1 << 61)
+
+
+_Loaded = tuple[nn.Module, torch.optim.Optimizer, float]
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    dist.barrier()
+    start = perf_counter()
+    call()
+    return perf_counter() - start
+
+
+def _sharded(shape: Shape) -> tuple[Model, torch.optim.Optimizer]:
+    """With real values, so that all of the model is resident before the load; AdamW has no state yet."""
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        model = Model(shape)
+    for module in (*model.decoder.blocks, model):
+        fully_shard(module)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def _ours(task: Task) -> _Loaded:
+    from composer_fsdp2 import load_checkpoint
+
+    model, optimizer = _sharded(task.shape)
+    return model, optimizer, _timed(lambda: load_checkpoint(task.path, model, optimizer))
+
+
+def _torch(task: Task) -> _Loaded:
+    """As torch's documentation has it; rank 0 maps the file, instead of reading all of it into its memory."""
+    from torch.distributed.checkpoint import state_dict as of_torch
+
+    model, optimizer = _sharded(task.shape)
+    options = of_torch.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+    def call() -> None:
+        weights, state = {}, {}
+        if dist.get_rank() == 0:
+            saved = torch.load(task.path, mmap=True, map_location="cpu", weights_only=True)["state"]
+            weights, state = saved["model"], saved["optimizers"]["AdamW"]
+        of_torch.set_model_state_dict(model, weights, options=options)
+        of_torch.set_optimizer_state_dict(model, optimizer, state, options=options)
+
+    return model, optimizer, _timed(call)
+
+
+def _composer(task: Task) -> _Loaded:
+    """A Trainer with ``load_path``, of which the load alone is measured."""
+    from composer import Trainer
+    from composer.utils import FSDP2Config, ParallelismConfig, checkpoint
+    from trainer_parts import Language
+
+    model, seconds, load_checkpoint = Language(task.shape), list[float](), checkpoint.load_checkpoint
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def timed_load(*args: Any, **kwargs: Any) -> Any:
+        results: list[Any] = []
+        seconds.append(_timed(lambda: results.append(load_checkpoint(*args, **kwargs))))
+        return results[0]
+
+    with (
+        open(os.devnull, "w") as nowhere,  # for Composer's words; an error still is seen
+        contextlib.redirect_stderr(nowhere),
+        mock.patch.object(checkpoint, "load_checkpoint", timed_load),
+    ):
+        fsdp2 = ParallelismConfig(fsdp2=FSDP2Config(state_dict_type="full"))
+        trainer = Trainer(
+            model=model, optimizers=optimizer, device="cpu", parallelism_config=fsdp2, load_path=task.path,
+            progress_bar=False,
+        )  # fmt: skip
+    return trainer.state.model, optimizer, seconds[0]
+
+
+def read(task: Task) -> tuple[float, int]:
+    """A file once, in order; cached, with its CRC32."""
+    buffer, start = memoryview(bytearray(4 << 20)), perf_counter()
+    with open(task.path, "rb", buffering=0) as file:
+        while num_read := file.readinto(buffer):
+            if task.name == "cached":
+                zlib.crc32(buffer[:num_read])
+    return perf_counter() - start, 0
+
+
+def convert(task: Task) -> tuple[float, int]:
+    """Until all of it is on the disk."""
+    warnings.simplefilter("ignore")  # torch's of itself
+    from torch.distributed.checkpoint import format_utils
+
+    from composer_fsdp2 import convert_checkpoint
+
+    calls: dict[str, Callable[[str, str], object]] = {
+        # Byte by byte: a file system that can share the blocks of both would copy nothing.
+        "cp": lambda source, to: subprocess.run(["cp", "--reflink=never", source, to], check=True),
+        "to DCP": lambda source, to: convert_checkpoint(source, to, to="dcp"),
+        "back": lambda source, to: convert_checkpoint(source, to, to="monolithic"),
+        "torch to DCP": format_utils.torch_save_to_dcp,
+        "torch back": format_utils.dcp_to_torch_save,
+    }
+    start = perf_counter()
+    calls[task.name](task.path, task.to)
+    for path in files_of(task.to):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    return perf_counter() - start, 0
+
+
+def verify(task: Task) -> tuple[float, int]:
+    """SystemExit if the checkpoint is not in order, or not equal to the one at ``to``."""
+    from composer_fsdp2 import verify_checkpoint
+
+    start = perf_counter()
+    found = verify_checkpoint(task.path, task.to or None)
+    if not found.ok:
+        raise SystemExit(str(found))
+    return perf_counter() - start, 0
 
 
 if __name__ == "__main__":

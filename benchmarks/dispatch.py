@@ -2,7 +2,6 @@
 
     python benchmarks/dispatch.py
     python benchmarks/dispatch.py --layers 32 80 --json
-    python benchmarks/dispatch.py --against REVISION        # clipping and OptimizerMonitor of that commit, too
 
 Decoders of few elements, so that what is measured is not arithmetic but what it costs to ask for it: on a GPU, the time
 before anything is launched. Optimizers, clipping and OptimizerMonitor run on the DTensors of one rank of 8, in a fake
@@ -12,12 +11,12 @@ one round, of processor time. Exit code 0, or 1 if a bar does not hold.
 """
 
 import functools
-import importlib
+import operator
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +24,7 @@ import report
 import torch
 from models import Model, Shape
 from report import Bar, machine, markdown
-from revision import checked_out, imported_from
-from setup import gather_own, one_rank_of
+from setup import one_rank_of
 from timing import turns
 from torch import nn
 from variants import missing
@@ -49,36 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--layers", type=report.count, nargs="+", default=LAYERS, help="of the models; 9 parameters each"
     )
     parser.add_argument("--rounds", type=report.count, default=20)
-    report.add_revision(parser)
     given = parser.parse_args(arguments)
     if (reason := missing("composer")) is not None:
         parser.error(reason)
     torch.set_num_threads(1)  # Otherwise the time of idle ones would count.
-    with one_rank_of(NUM_RANKS), checked_out(given.against) as folder:
-        revision = _revision(folder) if given.against else None
-        rows = [row for layers in given.layers for row in measure(layers, given.rounds, revision)]
-    bars = [
-        Bar(
-            f"{row.name}, {row.layers} layers: at most {MAX_RATIO} of plain tensors",
-            f"{row.ratio:.2f}",
-            row.ratio <= MAX_RATIO,
-        )
-        for row in rows
-        if row.has_bar
-    ]
-    return report.conclude(given, bars, summary={"rows": [asdict(row) for row in rows]}, text=_text(rows))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """Medians over the rounds: milliseconds of processor time; the ratio is to plain tensors, of each round."""
-
-    name: str
-    layers: int
-    sharded_ms: float
-    plain_ms: float
-    ratio: float
-    has_bar: bool
+    with one_rank_of(NUM_RANKS):
+        measured = [measure(layers, given.rounds) for layers in given.layers]
+    rows, bars = ([each for part in parts for each in part] for parts in zip(*measured, strict=True))
+    header = ["in a step", "layers", "sharded", "plain tensors", "median of ratios"]
+    text = f"{machine()}\n\n{markdown(header, rows)}"
+    return report.conclude(given, bars, summary={"rows": rows}, text=text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,40 +68,32 @@ class Pair:
     has_bar: bool = True
 
 
-def measure(layers: int, rounds: int, revision: "Revision | None" = None) -> list[Row]:
-    """Every piece of work, for models of so many layers."""
+def measure(layers: int, rounds: int) -> tuple[list[list[str]], list[Bar]]:
+    """A row of the table for each piece of work, of models of so many layers: medians, in processor time."""
     pairs = _pairs(*_models(layers))
-    if revision:
-        pairs |= _pairs_of_revision(*_models(layers, revision.shard), revision)
-    works = [(name, kind) for name in pairs for kind in ("sharded", "plain")]
-    times: dict[tuple[str, str], list[float]] = {work: [] for work in works}
+    times: dict[str, dict[str, list[float]]] = {name: {"sharded": [], "plain": []} for name in pairs}
+    works = [(name, kind) for name, kinds in times.items() for kind in kinds]
     for (name, kind), is_timed in turns(works, rounds, warmup=_START_ROUNDS):
         start = time.process_time()
         getattr(pairs[name], kind)()
         if is_timed:
-            times[name, kind].append(1e3 * (time.process_time() - start))
-    return [
-        Row(
-            name=name,
-            layers=layers,
-            sharded_ms=statistics.median(times[name, "sharded"]),
-            plain_ms=statistics.median(times[name, "plain"]),
-            ratio=statistics.median(map(_ratio, times[name, "sharded"], times[name, "plain"])),
-            has_bar=pair.has_bar,
-        )
-        for name, pair in pairs.items()
-    ]
+            times[name][kind].append(1e3 * (time.process_time() - start))
+    rows, bars = [], []
+    for name, each in times.items():
+        ratio = statistics.median(map(operator.truediv, each["sharded"], each["plain"]))
+        medians = (f"{statistics.median(of_kind):.1f} ms" for of_kind in each.values())
+        rows.append([name, str(layers), *medians, f"{ratio:.2f}"])
+        if pairs[name].has_bar:
+            promise = f"{name}, {layers} layers: at most {MAX_RATIO} of plain tensors"
+            bars.append(Bar(promise, f"{ratio:.2f}", ratio <= MAX_RATIO))
+    return rows, bars
 
 
-def _ratio(sharded: float, plain: float) -> float:
-    return sharded / plain
-
-
-def _models(layers: int, shard: Callable[..., object] = prepare_fully_shard) -> tuple[nn.Module, nn.Module]:
+def _models(layers: int) -> tuple[nn.Module, nn.Module]:
     """Sharded, and with plain parameters that are as large as this rank's parts; both with gradients."""
     shape = Shape(width=16, layers=layers, heads=2, vocabulary=32, sequence=8, batch=1)
     sharded, plain = Model(shape), Model(shape)
-    shard(sharded, None, {}, "fp32", torch.device("cpu"))
+    prepare_fully_shard(sharded, None, {}, "fp32", torch.device("cpu"))
     parts = {name: local_tensor(parameter.detach()) for name, parameter in sharded.named_parameters()}
     for name, part in parts.items():
         path, _, own = name.rpartition(".")
@@ -160,56 +130,12 @@ def _pairs(sharded: nn.Module, plain: nn.Module) -> dict[str, Pair]:
             torch.optim.AdamW(plain.parameters(), foreach=not is_fused, fused=is_fused).step,
             has_bar=False,
         )
-    pairs["clip_grad_norm_"] = Pair(functools.partial(clip_grad_norm_, sharded, MAX_NORM), _clip_of_torch(plain))
+    # Both look for the parameters each time.
+    pairs["clip_grad_norm_"] = Pair(
+        lambda: clip_grad_norm_(sharded, MAX_NORM),
+        lambda: nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM, foreach=True),
+    )
     return pairs
-
-
-def _clip_of_torch(plain: nn.Module) -> Work:
-    # It looks for the parameters each time, as ours does.
-    return lambda: nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM, foreach=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Revision:
-    """What another commit had; it knows the models alone that it sharded itself."""
-
-    shard: Callable[..., object]
-    clip: Callable[..., Any]
-    monitor: Callable[..., None]
-
-
-def _revision(folder: str) -> Revision:
-    from composer.callbacks import OptimizerMonitor
-
-    with imported_from(folder):
-        from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
-
-        try:
-            from composer_fsdp2.compat import monitors
-        except ImportError:  # a commit before the seams became decorated functions
-            monitors = importlib.import_module("composer_fsdp2.compat.monitoring")
-            batch_end = vars(monitors)["replacement_for_monitor_batch_end"](OptimizerMonitor.batch_end)
-        else:
-            batch_end = functools.partial(monitors.batch_end, OptimizerMonitor.batch_end)
-        for name, module in sys.modules.items():  # its ranks gathered, of which there are none here
-            if name.startswith("composer_fsdp2.") and "gather" in vars(module):
-                vars(module).update(gather=gather_own)
-        return Revision(prepare_fully_shard, clip_grad_norm_, batch_end)
-
-
-def _pairs_of_revision(sharded: nn.Module, plain: nn.Module, revision: Revision) -> dict[str, Pair]:
-    from composer.callbacks import OptimizerMonitor
-    from composer.optim import DecoupledAdamW
-
-    own, other = DecoupledAdamW(sharded.parameters()), DecoupledAdamW(plain.parameters())
-    own.step()  # makes the state, of which metrics are
-    other.step()
-    on_plain = _monitor(plain, other, OptimizerMonitor.batch_end)
-    clip = functools.partial(revision.clip, sharded, MAX_NORM)
-    return {
-        "OptimizerMonitor of the revision": Pair(_monitor(sharded, own, revision.monitor), on_plain, has_bar=False),
-        "clip_grad_norm_ of the revision": Pair(clip, _clip_of_torch(plain), has_bar=False),
-    }
 
 
 def _optimizers() -> list[Any]:
@@ -236,17 +162,6 @@ def _monitor(model: nn.Module, optimizer: torch.optim.Optimizer, batch_end: Call
     )
     logger: Any = SimpleNamespace(log_metrics=lambda metrics: None)
     return lambda: batch_end(monitor, state, logger)
-
-
-def _text(rows: Sequence[Row]) -> str:
-    table = markdown(
-        ["in a step", "layers", "sharded", "plain tensors", "median of ratios"],
-        [
-            [row.name, str(row.layers), f"{row.sharded_ms:.1f} ms", f"{row.plain_ms:.1f} ms", f"{row.ratio:.2f}"]
-            for row in rows
-        ],
-    )
-    return f"{machine()}\n\n{table}"
 
 
 if __name__ == "__main__":

@@ -13,20 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 __all__ = ["on_ranks"]
 
 
-def on_ranks(
-    function: Callable[[Any], Any], num_ranks: int, device_type: str, argument: Any, *, start_method: str = "spawn"
-) -> Any:
+def on_ranks(function: Callable[[Any], Any], num_ranks: int, device_type: str, argument: Any) -> Any:
     """``function(argument)`` on ``num_ranks`` new processes with a process group; what it returned on rank 0.
 
     Args:
         function: Top-level, so that the ranks can import it; its result is passed on as JSON.
         device_type: ``cpu`` (gloo, one thread a rank) or ``cuda`` (NCCL, one device a rank).
-        start_method: ``fork`` for many ranks on the CPU, which then have imported what this process has.
     Raises:
         SystemExit: a rank failed; its traceback is on stderr. Or there are fewer devices than ranks.
     """
@@ -38,9 +35,7 @@ def on_ranks(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     with tempfile.TemporaryDirectory() as folder:
         try:
-            start_processes(
-                _rank, (function, num_ranks, device_type, folder, argument), nprocs=num_ranks, start_method=start_method
-            )
+            spawn(_rank, (function, num_ranks, device_type, folder, argument), nprocs=num_ranks)
         except ProcessExitedException as error:
             raise SystemExit(f"rank {error.error_index} failed") from None
         return json.loads(Path(folder, "result.json").read_text())
@@ -72,6 +67,7 @@ def _start_group(rank: int, num_ranks: int, device_type: str, store: Any) -> Non
         torch.set_num_threads(1)
         dist.init_process_group("gloo", **options)
     else:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what `timing.deterministic` needs
         torch.cuda.set_device(rank)
         dist.init_process_group("nccl", device_id=torch.device("cuda", rank), **options)
 

@@ -8,8 +8,6 @@ from report import count
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Block", "Decoder", "Model", "Shape", "add_sizes", "with_sizes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -44,6 +42,15 @@ def with_sizes(shape: Shape, given: argparse.Namespace) -> Shape:
     """The shape with those sizes that were given by the options of ``add_sizes``."""
     sizes = {field.name: getattr(given, field.name) for field in fields(Shape)}
     return replace(shape, **{name: size for name, size in sizes.items() if size is not None})
+
+
+def shape_of(num_bytes: int) -> Shape:
+    """A decoder of about 24 layers whose checkpoint with AdamW's state, in fp32, has about so many bytes."""
+    num_parameters = num_bytes / 12
+    width = max(16, int((num_parameters / 358) ** 0.5) // 16 * 16)
+    shape = Shape(width=width, layers=1, heads=width // 16, vocabulary=32 * width, sequence=16, batch=1)
+    outside, layer = 64 * width**2 + width, 4 * width**2 + 3 * width * shape.hidden + 2 * width
+    return replace(shape, layers=max(1, round((num_parameters - outside) / layer)))
 
 
 class Attention(nn.Module):

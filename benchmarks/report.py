@@ -6,27 +6,9 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-
-__all__ = [
-    "Bar",
-    "add_device",
-    "add_revision",
-    "calls_text",
-    "collectives_table",
-    "conclude",
-    "count",
-    "folder",
-    "machine",
-    "markdown",
-    "mib",
-    "parser",
-    "positive",
-    "ranks_of",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +39,6 @@ def count(text: str) -> int:
     return number
 
 
-def positive(text: str) -> float:
-    """An option's ``type``: a number above 0."""
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
-
-
-def folder(text: str) -> Path:
-    """An option's ``type``: a folder that is there."""
-    path = Path(text)
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {text}")
-    return path
-
-
 def add_device(made: argparse.ArgumentParser) -> None:
     """Where the model lies, and on how many ranks; see ``ranks_of``."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,10 +49,6 @@ def add_device(made: argparse.ArgumentParser) -> None:
 def ranks_of(given: argparse.Namespace) -> int:
     """How many ranks the options of ``add_device`` ask for."""
     return given.ranks or (1 if given.device == "cuda" else 2)
-
-
-def add_revision(made: argparse.ArgumentParser, meaning: str = "a commit of ours, measured beside") -> None:
-    made.add_argument("--against", metavar="REVISION", help=meaning)
 
 
 def conclude(given: argparse.Namespace, bars: Sequence[Bar], *, summary: Mapping[str, Any], text: str) -> int:
@@ -126,21 +88,3 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.2f} MiB"
-
-
-def calls_text(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """How often each collective of ``counting.Collectives`` was called."""
-    return ", ".join(f"{name} {each['calls']}" for name, each in sorted(counts.items()))
-
-
-def collectives_table(counts: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
-    """A column for each way of making a step."""
-    names = list(dict.fromkeys(name for each in counts.values() for name in each))
-    rows = [
-        [
-            name,
-            *(f"{each[name]['calls']}, {mib(each[name]['bytes'])}" if name in each else "" for each in counts.values()),
-        ]
-        for name in names
-    ]
-    return markdown(["collectives of a step: calls, MiB", *counts], rows)

@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 from unittest import mock
 
@@ -41,7 +41,7 @@ MAX_OWN_PART = 0.20
 MAX_EXPONENT = 1.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Timing:
     """Seconds for one model: of the bare loop, and of ours in three parts that add up to the whole call."""
 
@@ -51,14 +51,6 @@ class Timing:
     fully_shard_s: float
     materialising_s: float
     own_s: float
-
-    @property
-    def own_part(self) -> float:
-        return self.own_s / self.bare_s
-
-    @property
-    def part_with_materialising(self) -> float:
-        return (self.own_s + self.materialising_s) / self.bare_s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             least_of([time_model(size, ours_first=number % 2 == 1) for number in range(given.repeat)])
             for size in given.modules
         ]
-    bars = _bars(timings)
-    return report.conclude(given, bars, summary=_summary(timings), text=_text(timings))
+    summary = {"ranks": NUM_RANKS, "timings": [asdict(timing) for timing in timings]}
+    return report.conclude(given, _bars(timings), summary=summary, text=_text(timings))
 
 
 @contextlib.contextmanager
@@ -108,39 +100,21 @@ def build(num_modules: int) -> Model:
 
 def time_model(num_modules: int, *, ours_first: bool = False) -> Timing:
     """A bare and a full set-up of two equal models, one after the other."""
-    if ours_first:
-        ours = _time_ours(num_modules)
-        bare_s, units = _time_bare(num_modules)
-    else:
-        bare_s, units = _time_bare(num_modules)
-        ours = _time_ours(num_modules)
-    modules, shard_clock, materialising_clock, total_s = ours
-    assert shard_clock.calls == units, (shard_clock.calls, units)
-    return Timing(
-        modules=modules,
-        units=units,
-        bare_s=bare_s,
-        fully_shard_s=shard_clock.seconds,
-        materialising_s=materialising_clock.seconds,
-        own_s=total_s - shard_clock.seconds - materialising_clock.seconds,
-    )
-
-
-def _time_bare(num_modules: int) -> tuple[float, int]:
-    model = build(num_modules)
-    seconds = _seconds(lambda: shard_bare(model))
-    return seconds, sum(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def _time_ours(num_modules: int) -> tuple[int, "_Clock", "_Clock", float]:
-    model = build(num_modules)
-    optimizer = torch.optim.AdamW(model.parameters())  # built before sharding, as Composer's users build it
+    bare, ours = build(num_modules), build(num_modules)
+    optimizer = torch.optim.AdamW(ours.parameters())  # built before sharding, as Composer's users build it
     with (
-        _timed("composer_fsdp2.sharding.apply.fully_shard", fully_shard) as shard_clock,
-        _timed("composer_fsdp2.sharding.apply.Materializer.make_real", Materializer.make_real) as materialising_clock,
+        _timed("composer_fsdp2.sharding.apply.fully_shard", fully_shard) as in_shard,
+        _timed("composer_fsdp2.sharding.apply.Materializer.make_real", Materializer.make_real) as materialising,
     ):
-        total_s = _seconds(lambda: shard_ours(model, optimizer))
-    return sum(1 for _ in model.modules()), shard_clock, materialising_clock, total_s
+        calls: dict[str, Callable[[], object]] = {
+            "bare": lambda: shard_bare(bare),
+            "ours": lambda: prepare_fully_shard(ours, optimizer, {"sharding_strategy": "FULL_SHARD"}, "fp32", "cpu"),
+        }
+        seconds = {name: _seconds(calls[name]) for name in (reversed(calls) if ours_first else calls)}
+    units = sum(isinstance(module, FSDPModule) for module in bare.modules())
+    assert len(in_shard) == units, (len(in_shard), units)
+    parts = sum(in_shard), sum(materialising)
+    return Timing(sum(1 for _ in ours.modules()), units, seconds["bare"], *parts, seconds["ours"] - sum(parts))
 
 
 def shard_bare(model: Model) -> None:
@@ -156,36 +130,23 @@ def _fully_shard(module: nn.Module, mesh: Any, **options: Any) -> None:
     fully_shard(module, mesh=mesh, offload_policy=OffloadPolicy(), ignored_params=None, **options)
 
 
-def shard_ours(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    prepare_fully_shard(model, optimizer, {"sharding_strategy": "FULL_SHARD"}, "fp32", "cpu")
+@contextlib.contextmanager
+def _timed(name: str, function: Callable[..., Any]) -> Iterator[list[float]]:
+    """The seconds of each call of what has this name in our package."""
+    seconds: list[float] = []
 
-
-class _Clock:
-    """How often a function was called and how long that took."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.seconds = 0.0
-        self.calls = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.process_time()
         try:
-            return self.function(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
-            self.seconds += time.process_time() - start
-            self.calls += 1
+            seconds.append(time.process_time() - start)
+
+    with mock.patch(name, timed):
+        yield seconds
 
 
-@contextlib.contextmanager
-def _timed(name: str, function: Callable[..., Any]) -> Iterator[_Clock]:
-    clock = _Clock(function)
-    # A plain function, because an object in its place would not be bound as a method.
-    with mock.patch(name, lambda *args, **kwargs: clock(*args, **kwargs)):
-        yield clock
-
-
-def _seconds(call: Callable[[], None]) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     gc.collect()
     gc.freeze()  # What was built before is in no collection that the call causes.
     start = time.process_time()
@@ -197,60 +158,35 @@ def _seconds(call: Callable[[], None]) -> float:
 
 def least_of(timings: Sequence[Timing]) -> Timing:
     """Part by part: the least disturbed one, as nothing makes a call faster than it is."""
-    parts = ("bare_s", "fully_shard_s", "materialising_s", "own_s")
-    least = {part: min(getattr(timing, part) for timing in timings) for part in parts}
-    return Timing(modules=timings[0].modules, units=timings[0].units, **least)
-
-
-def _exponent(timings: Sequence[Timing]) -> float:
-    """Of the power law through the smallest and the largest model."""
-    first, last = timings[0], timings[-1]
-    return math.log(last.own_s / first.own_s) / math.log(last.modules / first.modules)
+    columns = zip(*map(astuple, timings), strict=True)
+    return Timing(*map(min, columns))
 
 
 def _bars(timings: Sequence[Timing]) -> list[Bar]:
-    worst = max(timing.own_part for timing in timings)
+    worst = max(timing.own_s / timing.bare_s for timing in timings)
     bars = [Bar(f"our own part, {MAX_OWN_PART:.0%} of the bare loop at most", f"{worst:.1%}", worst <= MAX_OWN_PART)]
-    if len(timings) > 1:
-        exponent = _exponent(timings)
+    first, last = timings[0], timings[-1]
+    if len(timings) > 1:  # of the power law through the smallest and the largest model
+        exponent = math.log(last.own_s / first.own_s) / math.log(last.modules / first.modules)
         bars.append(Bar("our own part grows linearly", f"modules ** {exponent:.2f}", exponent <= MAX_EXPONENT))
     return bars
 
 
-def _summary(timings: Sequence[Timing]) -> dict[str, Any]:
-    return {
-        "ranks": NUM_RANKS,
-        "ratio": {str(timing.modules): timing.own_part for timing in timings},
-        "ratio_with_materialising": {str(timing.modules): timing.part_with_materialising for timing in timings},
-        "exponent": _exponent(timings) if len(timings) > 1 else None,
-        "timings": [asdict(timing) for timing in timings],
-    }
-
-
 def _text(timings: Sequence[Timing]) -> str:
-    header = [
-        "modules",
-        "units",
-        "bare loop",
-        "ours: in fully_shard",
-        "giving values",
-        "own part",
-        "own part / bare loop",
-        "with giving values",
-        "own part a module",
-    ]
+    header = ["modules", "units", "bare loop", "ours: in fully_shard", "giving values", "own part"]
+    header += ["own part / bare loop", "with giving values", "own part a module"]
     rows = [
         [
             f"{timing.modules:,}",
             f"{timing.units:,}",
             *(f"{s:.3f} s" for s in (timing.bare_s, timing.fully_shard_s, timing.materialising_s, timing.own_s)),
-            f"{timing.own_part:.1%}",
-            f"{timing.part_with_materialising:.1%}",
+            f"{timing.own_s / timing.bare_s:.1%}",
+            f"{(timing.own_s + timing.materialising_s) / timing.bare_s:.1%}",
             f"{1e6 * timing.own_s / timing.modules:.0f} µs",
         ]
         for timing in timings
     ]
-    return "\n".join([f"{machine()}; rank 0 of {NUM_RANKS}, fake process group", "", markdown(header, rows), ""])
+    return f"{machine()}; rank 0 of {NUM_RANKS}, fake process group\n\n{markdown(header, rows)}\n"
 
 
 if __name__ == "__main__":

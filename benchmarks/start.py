@@ -1,7 +1,6 @@
 """How soon the command line answers, and what importing the package costs, in processor time.
 
     python benchmarks/start.py
-    python benchmarks/start.py --against REVISION --rounds 5
     python benchmarks/start.py --only version explain --json
 
 A round starts every command once, in an order drawn anew, and its ratios are to that round's import of the libraries
@@ -11,56 +10,35 @@ bar does not hold.
 """
 
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import report
 from migrate import LINES, file_text
 from report import machine, markdown
-from revision import checked_out
-from timing import Result, quartiles, ratios, time_bar, turns
+from timing import quartiles, ratios, time_bar, turns
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_LIBRARIES_RATIO, MAX_TORCH_RATIO = 3.0, 1.15
-
-
-LIBRARIES = "import typer, rich, yaml, omegaconf"
-TORCH = "import torch.distributed.fsdp"
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Words for Python, and the import whose time is exceeded by no more than ``limit`` times."""
-
-    words: tuple[str, ...]
-    to: str
-    limit: float
-
-    def __str__(self) -> str:
-        return " ".join(self.words).replace("-m composer_fsdp2", "composer-fsdp2").removeprefix("-c ")
-
-
-def _verb(*words: str) -> Start:
-    return Start(("-m", "composer_fsdp2", *words), LIBRARIES, MAX_LIBRARIES_RATIO)
-
-
+# By the import whose time is exceeded by no more than so many times.
+LIMITS = {"import typer, rich, yaml, omegaconf": 3.0, "import torch.distributed.fsdp": 1.15}
+LIBRARIES, TORCH = LIMITS
 STARTS = {
-    "version": _verb("--version"),
-    "help": _verb("--help"),
-    "explain": _verb("explain", "sharding_strategy"),
-    "migrate": _verb("migrate", "run.yaml"),
-    "plan": _verb("plan", "--help"),
-    "run": _verb("run", "--help"),
-    "checkpoint": _verb("checkpoint", "--help"),
-    "inspect": _verb("checkpoint", "inspect", "--help"),
-    "convert": _verb("checkpoint", "convert", "--help"),
-    "verify": _verb("checkpoint", "verify", "--help"),
-    "import": Start(("-c", "from composer_fsdp2 import prepare_fully_shard"), TORCH, MAX_TORCH_RATIO),
+    "version": "composer-fsdp2 --version",
+    "help": "composer-fsdp2 --help",
+    "explain": "composer-fsdp2 explain sharding_strategy",
+    "migrate": "composer-fsdp2 migrate run.yaml",
+    "plan": "composer-fsdp2 plan --help",
+    "run": "composer-fsdp2 run --help",
+    "checkpoint": "composer-fsdp2 checkpoint --help",
+    "inspect": "composer-fsdp2 checkpoint inspect --help",
+    "convert": "composer-fsdp2 checkpoint convert --help",
+    "verify": "composer-fsdp2 checkpoint verify --help",
+    "import": "from composer_fsdp2 import prepare_fully_shard",
 }
 
 
@@ -68,89 +46,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=report.count, default=11)
     parser.add_argument("--only", nargs="+", choices=list(STARTS), default=list(STARTS))
-    report.add_revision(parser)
     given = parser.parse_args(arguments)
-    with checked_out(given.against) as folder:
-        packages = {"": str(ROOT)} | ({"revision": folder} if given.against else {})
-        result = measure(given.only, packages, given.rounds)
-    measured = {name: ratios(result, name, "processor_seconds", to=STARTS[name].to) for name in given.only}
-    bars = [
-        time_bar(f"{STARTS[name]}: at most the time of {STARTS[name].to!r}", each, STARTS[name].limit)
-        for name, each in measured.items()
-    ]
-    medians = {name: statistics.median(each["processor_seconds"]) for name, each in result.items()}
-    summary = {"processor_s": medians, "ratio": {name: statistics.median(each) for name, each in measured.items()}}
-    return report.conclude(given, bars, summary=summary, text=_text(given.only, result))
-
-
-def measure(names: Sequence[str], packages: Mapping[str, str], num_rounds: int) -> Result:
-    """Processor seconds of each start in each round, after one that compiles the files.
-
-    Args:
-        packages: Folders that our package lies in, by what is added to a start's name.
-    """
-    bases = dict.fromkeys(STARTS[name].to for name in names)
-    commands: dict[str, tuple[tuple[str, ...], str]] = {base: (("-c", base), str(ROOT)) for base in bases}
-    for added, folder in packages.items():
-        commands |= {f"{name} {added}".strip(): (STARTS[name].words, folder) for name in names}
-    result: Result = {name: {"processor_seconds": []} for name in commands}
+    bases = {STARTS[name]: TORCH if name == "import" else LIBRARIES for name in given.only}
+    result: dict[str, dict[str, list[float]]] = {each: {"seconds": []} for each in (*bases, *set(bases.values()))}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "run.yaml").write_text(file_text(0))
-        for name, counts in turns(list(commands), num_rounds, warmup=1):
-            seconds = processor_seconds(*commands[name], folder)
+        for command, counts in turns(list(result), given.rounds, warmup=1):  # which compiles the files
+            seconds = processor_seconds(command, folder)
             if counts:
-                result[name]["processor_seconds"].append(seconds)
-    return result
+                result[command]["seconds"].append(seconds)
+    medians = {command: statistics.median(each["seconds"]) for command, each in result.items()}
+    bars, rows = [], []
+    for command, base in bases.items():
+        each = ratios(result, command, to=base)
+        bars.append(time_bar(f"{command}: at most the time of {base!r}", each, LIMITS[base]))
+        cells = [f"{statistics.median(each):.2f}", "{:.2f} to {:.2f}".format(*quartiles(each))]
+        rows.append([command, f"{medians[command]:.2f} s", *cells, f"{base}: {medians[base]:.2f} s"])
+    header = ["a start", "processor time", "median of ratios", "their quartiles", "to"]
+    text = f"{machine()}; run.yaml has {LINES} lines\n\n{markdown(header, rows)}\n"
+    return report.conclude(given, bars, summary={"processor_s": medians}, text=text)
 
 
-def processor_seconds(words: Sequence[str], package_folder: str, folder: str) -> float:
-    """What ``python words`` takes with the package from a folder; all variables of Python's are left out.
+def processor_seconds(command: str, folder: str) -> float:
+    """What it takes in this folder, user and system; all variables of Python's are left out.
 
     Raises:
-        SystemExit: our own command failed, which may be quick. An older commit may lack a verb.
+        subprocess.CalledProcessError: it failed, which may be quick.
     """
+    program, *words = command.split()
+    words = ["-m", "composer_fsdp2", *words] if program == "composer-fsdp2" else ["-c", command]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    process = subprocess.Popen(
-        [sys.executable, *words],
-        cwd=folder,
-        env=environment | {"PYTHONPATH": package_folder},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode and package_folder == str(ROOT):
-        raise SystemExit(f"python {' '.join(words)} ended with exit code {process.returncode}")
-    return used.ru_utime + used.ru_stime
-
-
-def _text(names: Sequence[str], result: Result) -> str:
-    has_revision = any(f"{name} revision" in result for name in names)
-    header = ["a start", "processor time", "median of ratios", "their quartiles", "to"]
-    rows = []
-    for name in names:
-        base = STARTS[name].to
-        each = ratios(result, name, "processor_seconds", to=base)
-        first, third = quartiles(each)
-        row = [
-            str(STARTS[name]),
-            _seconds(result, name),
-            f"{statistics.median(each):.2f}",
-            f"{first:.2f} to {third:.2f}",
-        ]
-        rows.append([*row, f"{base}: {_seconds(result, base)}"])
-        if has_revision:
-            other = f"{name} revision"
-            each = ratios(result, other, "processor_seconds", to=base)
-            rows[-1] += [_seconds(result, other), f"{statistics.median(each):.2f}"]
-    if has_revision:
-        header += ["the revision's", "its ratio"]
-    return f"{machine()}; run.yaml has {LINES} lines\n\n{markdown(header, rows)}\n"
-
-
-def _seconds(result: Result, name: str) -> str:
-    return f"{statistics.median(result[name]['processor_seconds']):.2f} s"
+    environment["PYTHONPATH"] = str(ROOT)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *words], cwd=folder, env=environment, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 if __name__ == "__main__":

@@ -4,32 +4,32 @@
     python benchmarks/step.py --strategy SHARD_GRAD_OP --json
     python benchmarks/step.py --optimizer decoupled_adamw --clipping
     python benchmarks/step.py --pipelined 10                # on a GPU: ten steps without waiting for it in between
-    python benchmarks/step.py --against REVISION            # ours beside ours of that commit; and the cost of votes
-    python benchmarks/step.py --trainer                     # a Trainer's whole batch: trainer.py, with its options
+    python benchmarks/step.py --trainer                     # a whole batch of Composer's Trainer, of small blocks
 
 Time, collectives and memory of a step, as a table. All variants live in the same processes and train the same batches
 from the same values. A round trains one step of each, in an order drawn anew, so that whatever else the machine does
-disturbs all of them alike; the ratios of a round are to the hand-written loop's step of that round. Exit code 0, or 1
-if a bar does not hold.
+disturbs all of them alike; the ratios of a round are to the hand-written loop's step of that round. On a GPU losses are
+compared in the steps before the timed ones, which train with deterministic kernels. Exit code 0, or 1 if a bar does not
+hold.
 """
 
 import argparse
+import importlib
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import report
 import torch
 import torch.distributed as dist
-import trainer
 from counting import Collectives, StateBytes, gathered_bytes
 from launch import on_ranks
 from models import Shape, add_sizes, with_sizes
 from report import Bar, machine, markdown, mib
-from revision import checked_out
 from timing import (
     FIRST,
     HAND,
@@ -37,6 +37,8 @@ from timing import (
     MAX_LOSS_DIFFERENCE,
     MAX_NORM,
     MAX_RATIO,
+    Result,
+    deterministic,
     gather,
     loss_difference,
     over_ranks,
@@ -46,71 +48,52 @@ from timing import (
     time_bar,
     turns,
 )
-from variants import NAMES, OPTIMIZERS, STRATEGIES, Setting, Trainee, build, missing
+from variants import NAMES, OPTIMIZERS, STRATEGIES, Setting, Trainee, missing
 
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 
 TITLES = {
     HAND: "fully_shard by hand",
     "ours": "composer_fsdp2",
-    "voting": "composer_fsdp2, voting",
-    "in step": "composer_fsdp2, ranks in step",
-    "revision": "composer_fsdp2 of the revision",
     "composer": "Composer's FSDP2",
     "fsdp1": "FSDP1",
 }
-BESIDE = ("ours", "composer", "fsdp1")
 SHAPES = {
     "cpu": Shape(width=192, layers=4, heads=4, vocabulary=1024, sequence=64, batch=2),
     "cuda": Shape(width=2048, layers=18, heads=16, vocabulary=32000, sequence=1024, batch=8),  # 1.04e9 parameters
+    # So little arithmetic that what is measured is what the processor does for each module and parameter.
+    "trainer": Shape(width=32, layers=24, heads=2, vocabulary=64, sequence=16, batch=2),
 }
-MAX_VOTING_RATIO = 1.02  # of a step without votes
-MAX_REVISION_RATIO = 1.01
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What one run measures."""
-
-    shape: Shape
-    strategy: str
-    device_type: str
-    variants: tuple[str, ...]
-    ranks: int
-    steps: int
-    warmup: int
-    optimizer: str
-    max_norm: float | None
-    pipelined: int
-    revision_folder: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if "--trainer" in words:
-        return trainer.main([word for word in words if word != "--trainer"])
     parser = _parser()
-    given = parser.parse_args(words)
-    if given.optimizer != OPTIMIZERS[0]:
-        if given.against is not None:
-            parser.error("--against has torch's AdamW only: of a commit's package it takes the engine, not the shim")
-        if (reason := missing("composer")) is not None:
-            parser.error(f"--optimizer {given.optimizer}: {reason}")
-    options = _options(given)
-    absent = {name: reason for name in options.variants if (reason := missing(name))}
-    options = replace(options, variants=tuple(name for name in options.variants if name not in absent))
-    with checked_out(given.against) as folder:
-        result = on_ranks(measure, options.ranks, options.device_type, replace(options, revision_folder=folder))
-    bars = _bars(options, result)
+    options = parser.parse_args(arguments)
+    if options.trainer and options.strategy != STRATEGIES[0]:
+        parser.error(f"--trainer: with {STRATEGIES[0]} alone")
+    if options.trainer:
+        options.optimizer, options.clipping = OPTIMIZERS[1], True
+    absent = {"composer": reason} if (reason := missing("composer")) else {}
+    if absent and options.optimizer != OPTIMIZERS[0]:
+        parser.error(f"{options.optimizer}: {absent['composer']}")
+    options.shape = with_sizes(SHAPES["trainer" if options.trainer else options.device], options)
+    options.variants = [name for name in NAMES if name in (HAND, *options.variants) and name not in absent]
+    options.ranks = report.ranks_of(options)
+    options.steps = options.steps or (50 if options.device == "cuda" else 200)
+    # That bars are of: a busy machine disturbs processor time less, but a GPU is waited for.
+    options.clock = "processor_seconds" if options.trainer and options.device == "cpu" else "seconds"
+    result = on_ranks(measure, options.ranks, options.device, options)
     summary = {**_summary(options, result), "missing": absent}
-    return report.conclude(given, bars, summary=summary, text=_text(options, result, absent))
+    return report.conclude(options, _bars(options, result), summary=summary, text=_text(options, result, absent))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = report.parser(__doc__)
     parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
-    parser.add_argument("--variants", nargs="+", choices=BESIDE, help="beside the hand-written loop; default: all")
-    report.add_revision(parser, "compare with this commit of ours (default variants: ours)")
+    others = [name for name in NAMES if name != HAND]
+    parser.add_argument(
+        "--variants", nargs="+", choices=others, default=others, help="beside the hand-written loop; default: all"
+    )
     report.add_device(parser)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="torch's AdamW, or Composer's")
     parser.add_argument("--clipping", action="store_true", help=f"clip the gradients' norm to {MAX_NORM}")
@@ -121,124 +104,108 @@ def _parser() -> argparse.ArgumentParser:
         metavar="STEPS",
         help="steps of each in a round, one after the other; on a GPU, without waiting for it in between",
     )
-    parser.add_argument("--trainer", action="store_true", help="a Trainer's whole batch; --trainer --help for the rest")
+    parser.add_argument("--trainer", action="store_true", help="with DecoupledAdamW and clipping, in fp32")
     parser.add_argument("--steps", type=report.count, help="timed rounds; default: 50 on a GPU, 200 on the CPU")
-    parser.add_argument("--warmup", type=report.count, default=5, help="rounds before them")
+    parser.add_argument(
+        "--warmup", type=report.count, default=FIRST, help="steps before them, of which a GPU's losses are compared"
+    )
     add_sizes(parser)
     return parser
-
-
-def _options(given: argparse.Namespace) -> Options:
-    on_gpu = given.device == "cuda"
-    return Options(
-        shape=with_sizes(SHAPES[given.device], given),
-        strategy=given.strategy,
-        device_type=given.device,
-        variants=(HAND, *(name for name in NAMES if name in _variants(given))),
-        ranks=report.ranks_of(given),
-        steps=given.steps or (50 if on_gpu else 200),
-        warmup=given.warmup,
-        optimizer=given.optimizer,
-        max_norm=MAX_NORM if given.clipping else None,
-        pipelined=given.pipelined,
-    )
-
-
-def _variants(given: argparse.Namespace) -> tuple[str, ...]:
-    if given.against is None:
-        return tuple(given.variants or BESIDE)
-    return ("ours", "voting", "in step", "revision", *(given.variants or ()))
 
 
 # On the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def measure(options: Options) -> dict[str, dict[str, Any]]:
+def measure(options: argparse.Namespace) -> Result:
     """Everything about each variant, the same on all ranks; called on all ranks."""
-    if options.device_type == "cpu":
+    on_gpu = options.device == "cuda"
+    if not on_gpu:
         # For all variants alike, so that they learn the same: by themselves hand and Composer would train on sums.
         repair_cpu_collectives()
-    on_gpu = options.device_type == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     setting = Setting(
         shape=options.shape,
         strategy=options.strategy,
-        device=device,
-        low_precision=on_gpu,
+        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+        low_precision=on_gpu and not options.trainer,
         optimizer=options.optimizer,
-        max_norm=options.max_norm,
-        revision_folder=options.revision_folder,
+        max_norm=MAX_NORM if options.clipping else None,
     )
-    runs = {name: _Run(name, setting) for name in options.variants}
-    for run in runs.values():
-        run.count_collectives()
-        run.measure_state()
-    for name, is_warm in turns(options.variants, options.steps, warmup=options.warmup):
+    build = importlib.import_module("trainer" if options.trainer else "variants").build
+    with deterministic():
+        runs = {name: _Run(partial(build, name, setting), setting, options.warmup) for name in options.variants}
+    for run in () if options.trainer else runs.values():
+        run.count()
+    for name, is_warm in turns(options.variants, options.steps, warmup=1):
         runs[name].time_steps(options.pipelined, is_warm=is_warm)
     return {name: run.result() for name, run in runs.items()}
 
 
 class _Run:
-    """One variant with what was seen of it on this rank. Each method that trains takes the next batch."""
+    """One variant with what was seen of it on this rank. Each method that trains takes the next batches.
 
-    def __init__(self, name: str, setting: Setting) -> None:
-        self.setting = setting
+    Args:
+        warmup: Steps at the beginning; the first makes the optimizer's state, and whatever else is made at first use.
+    """
+
+    def __init__(self, build: Callable[[], Trainee], setting: Setting, warmup: int) -> None:
+        self.setting, self.warmup = setting, warmup
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.processor_seconds: list[float] = []
         self.collectives: dict[str, dict[str, int]] = {}
         self.state_bytes: dict[str, int] = {}
         before = self._allocated_bytes()
-        self.trainee: Trainee = build(name, setting)
-        self._train()  # makes the optimizer's state, and whatever else is made at first use
+        self.trainee = build()
+        self._train(warmup)
         self.resident_bytes = self._allocated_bytes() - before
 
-    def count_collectives(self) -> None:
-        mode = Collectives()
-        with mode:
+    def count(self) -> None:
+        """The collectives and the bytes of one step each."""
+        with Collectives() as collectives:
             self._train()
-        self.collectives = mode.counts
-
-    def measure_state(self) -> None:
+        self.collectives = collectives.counts
         if self.setting.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             others_bytes = self._allocated_bytes() - self.resident_bytes
             self._train()
             self.state_bytes["allocated"] = torch.cuda.max_memory_allocated() - others_bytes
-        mode = StateBytes(self.trainee.model, self.trainee.optimizer)
-        with mode:
+        with StateBytes(self.trainee.model, self.trainee.optimizer) as state:
             self._train()
-        self.state_bytes |= {"peak": mode.peak, **mode.at_peak}
+        self.state_bytes |= {"peak": state.peak, **state.at_peak}
 
     def time_steps(self, number: int, *, is_warm: bool) -> None:
-        batches = [self._tokens(later) for later in range(number)]
-        dist.barrier()
-        self._synchronize()
-        start, processor_start = time.perf_counter(), time.process_time()
-        losses = [self.trainee.step(tokens) for tokens in batches]
-        self._synchronize()
-        seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor_start
+        batches = self._batches(number)
+        with self.trainee.around():
+            dist.barrier()
+            self._synchronize()
+            start, processor_start = time.perf_counter(), time.process_time()
+            losses = [self.trainee.step(tokens) for tokens in batches]
+            self._synchronize()
+            seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor_start
         self.losses.extend(loss.item() for loss in losses)
         if is_warm:
             self.seconds.append(seconds / number)
             self.processor_seconds.append(processor_seconds / number)
 
     def result(self) -> dict[str, Any]:
-        """Bytes are the largest of any rank; losses are means."""
+        """Bytes are the largest of any rank; losses are means, of a GPU those of the deterministic steps."""
+        losses = [statistics.fmean(each) for each in zip(*gather(self.losses), strict=True)]
         return {
             **over_ranks(self.seconds, self.processor_seconds),
-            "losses": [statistics.fmean(each) for each in zip(*gather(self.losses), strict=True)],
+            "losses": losses[: self.warmup] if self.setting.device.type == "cuda" else losses,
             "collectives": self.collectives,
-            "state_bytes": max(gather(self.state_bytes), key=lambda sizes: sizes["peak"]),
+            "state_bytes": max(gather(self.state_bytes), key=lambda sizes: sizes.get("peak", 0)),
         }
 
-    def _train(self) -> None:
-        self.losses.append(self.trainee.step(self._tokens()).item())
+    def _train(self, number: int = 1) -> None:
+        with self.trainee.around():
+            self.losses.extend(self.trainee.step(tokens).item() for tokens in self._batches(number))
 
-    def _tokens(self, later: int = 0) -> torch.Tensor:
-        """The next batch, or one after it: another one on each rank, the same for all variants."""
-        seed = (len(self.losses) + later) * dist.get_world_size() + dist.get_rank()
-        return self.setting.shape.tokens(seed).to(self.setting.device)
+    def _batches(self, number: int) -> list[torch.Tensor]:
+        """The next ones: others on each rank, the same for all variants."""
+        seeds = (len(self.losses) + later for later in range(number))
+        tokens = [self.setting.shape.tokens(seed * dist.get_world_size() + dist.get_rank()) for seed in seeds]
+        return [each.to(self.setting.device) for each in tokens]
 
     def _synchronize(self) -> None:
         if self.setting.device.type == "cuda":
@@ -251,118 +218,87 @@ class _Run:
 # What is said of it ---------------------------------------------------------------------------------------------------
 
 
-def _summary(options: Options, result: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _summary(options: argparse.Namespace, result: Result) -> dict[str, Any]:
     others = [name for name in result if name != HAND]
-    of_hand = {name: ratios(result, name, to=HAND) for name in others}
-    of_processor = {name: ratios(result, name, "processor_seconds", to=HAND) for name in others}
+    of_hand = {name: ratios(result, name, options.clock, to=HAND) for name in others}
     return {
-        "options": asdict(options),
+        "options": vars(options) | {"shape": asdict(options.shape)},
         "ratio": {name: statistics.median(each) for name, each in of_hand.items()},
         "ratio_quartiles": {name: quartiles(each) for name, each in of_hand.items()},
-        "processor_ratio": {name: statistics.median(each) for name, each in of_processor.items()},
         "step_s": {name: statistics.median(each["seconds"]) for name, each in result.items()},
-        "loss_difference": {name: loss_difference(result, name, HAND) for name in others},
+        "loss_difference": {name: loss_difference(result, name) for name in others},
         "collectives": {name: each["collectives"] for name, each in result.items()},
         "state_bytes": {name: each["state_bytes"] for name, each in result.items()},
     }
 
 
-def _bars(options: Options, result: dict[str, dict[str, Any]]) -> list[Bar]:
-    bars = []
-    if "ours" in result:
-        ours, hand = result["ours"]["collectives"], result[HAND]["collectives"]
-        bars.append(
-            Bar(
-                "the collectives and bytes of the hand-written loop",
-                _in_words(ours) if ours == hand else f"{_in_words(ours)}; by hand {_in_words(hand)}",
-                ours == hand,
-            )
-        )
-        bars.append(_loss_bar(options, result))
-        bars.append(time_bar("its time of a step", ratios(result, "ours", to=HAND), MAX_RATIO))
-    if "voting" in result:
-        of_ours = ratios(result, "voting", to="ours")
-        bars.append(time_bar("with votes: our time of a step without", of_ours, MAX_VOTING_RATIO))
-    if "revision" in result:
-        of_revision = ratios(result, "ours", to="revision")
-        bars.append(time_bar("the revision's time of a step", of_revision, MAX_REVISION_RATIO))
-    if {"ours", "composer"} <= result.keys() and options.strategy == "SHARD_GRAD_OP":
-        ours_bytes, composer_bytes = (gathered_bytes(result[name]["collectives"]) for name in ("ours", "composer"))
-        bars.append(
-            Bar(
-                "fewer gathered bytes than Composer's FSDP2, which ignores sharding_strategy",
-                f"{mib(ours_bytes)}, Composer's {mib(composer_bytes)}",
-                ours_bytes < composer_bytes,
-            )
-        )
+def _bars(options: argparse.Namespace, result: Result) -> list[Bar]:
+    if "ours" not in result:
+        return []
+    ours, hand = result["ours"]["collectives"], result[HAND]["collectives"]
+    told = _in_words(ours) if ours == hand else f"{_in_words(ours)}; by hand {_in_words(hand)}"
+    limit, first, of = MAX_LOSS_DIFFERENCE, None, ""
+    if options.clipping:
+        limit, first, of = MAX_CLIPPED_LOSS_DIFFERENCE, FIRST, f" of the first {FIRST} steps"
+    difference = loss_difference(result, "ours", first=first)
+    bars = [Bar(f"its losses{of}, to {limit:.0e}", f"{difference:.1e}", difference <= limit)]
+    if ours:
+        bars.append(Bar("the collectives and bytes of the hand-written loop", told, ours == hand))
+    for other in (HAND, "composer") if options.trainer else (HAND,):
+        if other in result:
+            what = f"the {options.clock.replace('_', ' ')} of a step with {TITLES[other]}"
+            bars.append(time_bar(what, ratios(result, "ours", options.clock, to=other), MAX_RATIO))
+    if "composer" in result and options.strategy == "SHARD_GRAD_OP":
+        gathered, theirs = (gathered_bytes(result[name]["collectives"]) for name in ("ours", "composer"))
+        promise = "fewer gathered bytes than Composer's FSDP2, which ignores sharding_strategy"
+        bars.append(Bar(promise, f"{mib(gathered)}, Composer's {mib(theirs)}", gathered < theirs))
     return bars
 
 
-def _loss_bar(options: Options, result: dict[str, dict[str, Any]]) -> Bar:
-    limit = MAX_LOSS_DIFFERENCE[options.device_type]
-    if options.max_norm is None:
-        difference, of = loss_difference(result, "ours", HAND), ""
-    else:
-        limit, of = max(limit, MAX_CLIPPED_LOSS_DIFFERENCE), f" of the first {FIRST} steps"
-        difference = loss_difference(result, "ours", HAND, first=FIRST)
-    return Bar(f"its losses{of}, to {limit:.0e}", f"{difference:.1e}", difference <= limit)
-
-
 def _in_words(counts: dict[str, dict[str, int]]) -> str:
-    return (
-        "; ".join(f"{count['calls']} {name}, {mib(count['bytes'])} in all" for name, count in counts.items()) or "none"
-    )
+    each = (f"{count['calls']} {name}, {mib(count['bytes'])} in all" for name, count in counts.items())
+    return "; ".join(each) or "none"
 
 
-def _text(options: Options, result: dict[str, dict[str, Any]], absent: dict[str, str]) -> str:
+def _text(options: argparse.Namespace, result: Result, absent: dict[str, str]) -> str:
     shape = options.shape
-    precision = "bf16 (kept in fp32)" if options.device_type == "cuda" else "fp32"
-    clipped = "" if options.max_norm is None else f", clipped to {options.max_norm}"
+    precision = "bf16 (kept in fp32)" if options.device == "cuda" and not options.trainer else "fp32"
+    where = ", in a Trainer" if options.trainer else ""
+    clipped = f", clipped to {MAX_NORM}" if options.clipping else ""
     pipelined = "" if options.pipelined == 1 else f" of {options.pipelined} steps"
-    lines = [
-        f"{machine()}; {options.ranks} ranks, {options.strategy}, {precision}, {options.optimizer}{clipped}; "
-        f"{shape.layers} layers of width {shape.width}, vocabulary {shape.vocabulary}, {shape.batch} × "
-        f"{shape.sequence} tokens a rank; {options.steps} rounds{pipelined}",
-        "",
-        _time_table(result),
-        "",
-        _collectives_table(result),
-        "",
-        _state_table(result),
-        "",
-    ]
-    lines.extend(f"without {TITLES[name]}: {reason}" for name, reason in absent.items())
-    return "\n".join(lines)
-
-
-def _time_table(result: dict[str, dict[str, Any]]) -> str:
-    rows = []
-    for name, each in result.items():
-        seconds = statistics.median(each["seconds"])
-        row = [TITLES[name], f"{1000 * seconds:.1f} ms", "1", "", "1", ""]
-        if name != HAND:
-            row[2:] = ratio_cells(result, name, ("seconds", "processor_seconds"), to=HAND)
-            row.append(f"{loss_difference(result, name, HAND):.1e}")
-        rows.append(row)
-    return markdown(
-        ["a step", "median", "median of ratios", "their quartiles", "of processor time", "losses differ by"],
-        rows,
+    return "\n\n".join(
+        [
+            f"{machine()}; {options.ranks} ranks, {options.strategy}, {precision}, "
+            f"{options.optimizer}{clipped}{where}; "
+            f"{shape.layers} layers of width {shape.width}, vocabulary {shape.vocabulary}, {shape.batch} × "
+            f"{shape.sequence} tokens a rank; {options.steps} rounds{pipelined}",
+            *_tables(result),
+            *(f"without {TITLES[name]}: {reason}" for name, reason in absent.items()),
+            "",
+        ]
     )
 
 
-def _collectives_table(result: dict[str, dict[str, Any]]) -> str:
+def _tables(result: Result) -> list[str]:
+    """Times, collectives and state."""
     operators = sorted({name for each in result.values() for name in each["collectives"]})
-    rows = []
-    for name, each in result.items():
-        counts = [each["collectives"].get(operator) for operator in operators]
-        rows.append([TITLES[name], *(f"{c['calls']}: {mib(c['bytes'])}" if c else "0" for c in counts)])
-    return markdown(["collectives a step, and their full buffers", *operators], rows)
-
-
-def _state_table(result: dict[str, dict[str, Any]]) -> str:
     kinds = list(result[HAND]["state_bytes"])
-    rows = [[TITLES[name], *(mib(each["state_bytes"][kind]) for kind in kinds)] for name, each in result.items()]
-    return markdown(["state on a rank, where its sum is largest", *kinds], rows)
+    times, counts, states = [], [], []
+    for name, each in result.items():
+        cells = ["1", "", "1", ""]
+        if name != HAND:
+            cells = ratio_cells(result, name, ("seconds", "processor_seconds"), to=HAND)
+            cells.append(f"{loss_difference(result, name):.1e}")
+        times.append([TITLES[name], f"{1000 * statistics.median(each['seconds']):.1f} ms", *cells])
+        called = (each["collectives"].get(operator) for operator in operators)
+        counts.append([TITLES[name], *(f"{c['calls']}: {mib(c['bytes'])}" if c else "0" for c in called)])
+        states.append([TITLES[name], *(mib(each["state_bytes"][kind]) for kind in kinds)])
+    header = ["a step", "median", "median of ratios", "their quartiles", "of processor time", "losses differ by"]
+    tables = [markdown(header, times)]
+    if kinds:
+        tables.append(markdown(["collectives a step, and their full buffers", *operators], counts))
+        tables.append(markdown(["state on a rank, where its sum is largest", *kinds], states))
+    return tables
 
 
 if __name__ == "__main__":

@@ -5,37 +5,20 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from report import Bar
-
-__all__ = [
-    "FIRST",
-    "HAND",
-    "MAX_CLIPPED_LOSS_DIFFERENCE",
-    "MAX_LOSS_DIFFERENCE",
-    "MAX_NORM",
-    "MAX_RATIO",
-    "Result",
-    "gather",
-    "loss_difference",
-    "median_interval",
-    "over_ranks",
-    "quartiles",
-    "ratio_cells",
-    "ratios",
-    "time_bar",
-    "turns",
-]
 
 T = TypeVar("T")
 
 HAND = "hand"  # what the others are compared with: sharded by a hand-written loop
 MAX_RATIO = 1.02
 MAX_NORM = 0.1
-# Relative, between losses; on a GPU the order of a kernel's sums may differ from one run to the next.
-MAX_LOSS_DIFFERENCE = {"cpu": 1e-6, "cuda": 1e-2}
+# Relative, between losses.
+MAX_LOSS_DIFFERENCE = 1e-6
 # Of the first steps. Where gradients are clipped, their norm is summed in another order, so
 # that what it scales has other last bits, and these differences grow.
 MAX_CLIPPED_LOSS_DIFFERENCE = 1e-5
@@ -43,6 +26,17 @@ FIRST = 10
 
 # By the variant's name: lists of numbers, one for each round, by what they are.
 Result = dict[str, dict[str, Any]]
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """In the block a GPU's kernels add in the same order each time, so that losses can be compared; nothing is timed.
+
+    By themselves they do not, and a loop that is run twice parts from itself.
+    """
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def gather(value: Any) -> list[Any]:
@@ -82,30 +76,20 @@ def ratios(result: Result, name: str, clock: str = "seconds", *, to: str) -> lis
     return [own / other for own, other in zip(result[name][clock], result[to][clock], strict=True)]
 
 
-def loss_difference(result: Result, name: str, to: str, *, first: int | None = None) -> float:
-    """The largest, relative to the other variant's.
+def loss_difference(result: Result, name: str, *, first: int | None = None) -> float:
+    """The largest, relative to the hand-written loop's.
 
     Args:
         first: Of so many batches. Where sums are taken in another order, last bits differ, and grow from step to step.
     """
-    pairs = zip(result[name]["losses"][:first], result[to]["losses"][:first], strict=True)
+    pairs = zip(result[name]["losses"][:first], result[HAND]["losses"][:first], strict=True)
     return max(abs(own - other) / abs(other) for own, other in pairs)
 
 
-def quartiles(values: Sequence[float]) -> list[float]:
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
     """The first and the third."""
-    if len(values) < 2:
-        return [values[0], values[0]]
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return [first, third]
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies with 95 % confidence, whatever the distribution: two order statistics (a sign test)."""
-    half_width = 0.98 * math.sqrt(len(values))
-    first = max(0, math.floor(len(values) / 2 - half_width))
-    ordered = sorted(values)
-    return ordered[first], ordered[-1 - first]
+    first, _, third = statistics.quantiles(values if len(values) > 1 else [*values, *values], n=4, method="inclusive")
+    return first, third
 
 
 def ratio_cells(result: Result, name: str, clocks: tuple[str, str], *, to: str) -> list[str]:
@@ -116,8 +100,11 @@ def ratio_cells(result: Result, name: str, clocks: tuple[str, str], *, to: str) 
 
 
 def time_bar(what: str, values: Sequence[float], limit: float) -> Bar:
-    """That the median ratio is at most ``limit``, and how sure that is."""
-    ratio, (low, high) = statistics.median(values), median_interval(values)
+    """That the median ratio is at most ``limit``; with where it lies with 95 % confidence, whatever the distribution:
+    two order statistics (a sign test)."""
+    ordered, ratio = sorted(values), statistics.median(values)
+    place = max(0, math.floor(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))))
+    low, high = ordered[place], ordered[-1 - place]
     measured = f"{ratio:.3f} ({low:.3f} to {high:.3f} with 95 % confidence)"
     if low <= limit < ratio:
         measured += ", too noisy to tell: take more --steps, or a machine with nothing else to do"

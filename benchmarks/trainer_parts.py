@@ -3,13 +3,11 @@
 from typing import Any
 
 import torch
-from by_hand import clip_by_hand, local
-from composer import Algorithm, ComposerModel, Event, Logger, State
+from by_hand import local
+from composer import ComposerModel
 from composer.optim import DecoupledAdamW
 from models import Decoder, Shape
 from torch.nn import functional
-
-__all__ = ["ClippingByHand", "Language", "UpdatesByHand"]
 
 
 class Language(ComposerModel):
@@ -17,10 +15,10 @@ class Language(ComposerModel):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.model = Decoder(shape)
+        self.decoder = Decoder(shape)
 
     def forward(self, batch: Any) -> torch.Tensor:
-        logits: torch.Tensor = self.model(batch[0])
+        logits: torch.Tensor = self.decoder(batch[0])
         return logits
 
     def loss(self, outputs: torch.Tensor, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -42,16 +40,3 @@ class UpdatesByHand(DecoupledAdamW):
     @staticmethod
     def adamw(*lists: Any, **settings: Any) -> None:
         DecoupledAdamW.adamw(*([local(each) for each in tensors] for tensors in lists), **settings)
-
-
-class ClippingByHand(Algorithm):
-    """The same for clipping."""
-
-    def __init__(self, max_norm: float) -> None:
-        self._max_norm = max_norm
-
-    def match(self, event: Event, state: State) -> bool:
-        return event == Event.AFTER_TRAIN_BATCH
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        clip_by_hand(state.model.parameters(), self._max_norm)

@@ -1,28 +1,22 @@
 """The same model sharded by several hands: ``build(name, setting)``.
 
 All take the units that the model's hooks choose, the same precision and the same optimizer, and clip with what they
-have for it. FSDP1 gets the arguments that
-Composer's ``prepare_fsdp_module`` gives it by default (composer/distributed/dist_strategy.py, 0.32.1), from torch
-itself, so that it needs no Composer.
+have for it. FSDP1 gets the arguments that Composer's ``prepare_fsdp_module`` gives it by default
+(composer/distributed/dist_strategy.py, 0.32.1), from torch itself, so that it needs no Composer.
 """
 
-import os
-import shutil
-import tempfile
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from by_hand import clip_by_hand
 from models import Block, Model, Shape
-from revision import imported_from
 from torch import nn
-
-__all__ = ["NAMES", "OPTIMIZERS", "STRATEGIES", "Setting", "Trainee", "build", "missing"]
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
 OPTIMIZERS = ("adamw", "decoupled_adamw")
@@ -36,7 +30,6 @@ class Setting:
         low_precision: Computed and reduced in bf16, kept in fp32.
         optimizer: ``adamw``, torch's; or ``decoupled_adamw``, Composer's.
         max_norm: To which gradients are clipped, if at all.
-        revision_folder: Where the package lies as another revision had it.
     """
 
     shape: Shape
@@ -45,7 +38,6 @@ class Setting:
     low_precision: bool
     optimizer: str = "adamw"
     max_norm: float | None = None
-    revision_folder: str = ""
 
     @property
     def fsdp_config(self) -> dict[str, Any]:
@@ -62,22 +54,34 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Trainee:
-    """A sharded model with its optimizer, and what clips its gradients to a norm."""
+    """A sharded model with its optimizer.
+
+    Args:
+        step: Trains one batch; its loss on this rank. Called on all ranks.
+        around: What must be in place meanwhile, for this variant alone.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    clip: Callable[[float], object]
-    max_norm: float | None
+    step: Callable[[torch.Tensor], torch.Tensor]
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Train one batch; its loss on this rank. Called on all ranks."""
-        self.optimizer.zero_grad()
-        loss: torch.Tensor = self.model(tokens)
+
+def _trainee(
+    model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, clip: Callable[[float], object]
+) -> Trainee:
+    """In a loop of its own; ``clip``: its gradients, to a norm."""
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(tokens)
         loss.backward()
-        if self.max_norm is not None:
-            self.clip(self.max_norm)
-        self.optimizer.step()
+        if setting.max_norm is not None:
+            clip(setting.max_norm)
+        optimizer.step()
         return loss.detach()
+
+    return Trainee(model, optimizer, step)
 
 
 def missing(name: str) -> str | None:
@@ -116,7 +120,7 @@ def _hand(model: Model, setting: Setting) -> Trainee:
         fully_shard(block, mesh=mesh, reshard_after_forward=setting.strategy == "FULL_SHARD", mp_policy=policy)
     fully_shard(model.decoder, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     optimizer = _optimizer(model, setting, by_hand=True)
-    return Trainee(model, optimizer, lambda max_norm: clip_by_hand(model.parameters(), max_norm), setting.max_norm)
+    return _trainee(model, optimizer, setting, lambda max_norm: clip_by_hand(model.parameters(), max_norm))
 
 
 def _ours(model: Model, setting: Setting) -> Trainee:
@@ -128,67 +132,7 @@ def _ours(model: Model, setting: Setting) -> Trainee:
         from composer_fsdp2.compat.optimizers import update_own_parts  # as the shim does
 
         update_own_parts(optimizer)
-    return Trainee(model, optimizer, lambda max_norm: clip_grad_norm_(model, max_norm), setting.max_norm)
-
-
-def _voting(model: Model, setting: Setting) -> Trainee:
-    """With the votes of automatic microbatching, as in the batches before its size has settled."""
-    from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
-
-    trainee = _ours(model, setting)
-    OutOfMemoryVote(trainee.model).start()
-    return trainee
-
-
-def _in_step(model: Model, setting: Setting) -> Trainee:
-    """Each rank waits for the others before each collective, as with votes, but is told by a byte in a pipe: what the
-    waiting costs, apart from gloo's way of sending a vote. No rank then sends its part of a collective ahead.
-    """
-    from composer_fsdp2._torch.collectives import watch_collectives
-    from composer_fsdp2.sharding.sharded import units
-
-    trainee, pipes = _ours(model, setting), _pipes()
-
-    def wait_for_others(_: object) -> None:
-        for pipe in pipes.to_others:
-            os.write(pipe, b".")
-        for pipe in pipes.from_others:
-            os.read(pipe, 1)
-
-    watch_collectives(units(trainee.model), wait_for_others)
-    return trainee
-
-
-@dataclass(frozen=True, slots=True)
-class _Pipes:
-    to_others: list[int]
-    from_others: list[int]
-
-
-def _pipes() -> _Pipes:
-    """Between all ranks, which are on one machine."""
-    rank, others = dist.get_rank(), [other for other in range(dist.get_world_size()) if other != dist.get_rank()]
-    folders = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(folders)
-    folder = Path(folders[0])
-    for other in others:
-        os.mkfifo(folder / f"{rank}-{other}")
-    dist.barrier()
-    # For reading and writing: an end alone would wait for the other one.
-    pipes = _Pipes(
-        [os.open(folder / f"{rank}-{other}", os.O_RDWR) for other in others],
-        [os.open(folder / f"{other}-{rank}", os.O_RDWR) for other in others],
-    )
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(folder)
-    return pipes
-
-
-def _revision(model: Model, setting: Setting) -> Trainee:
-    """Our package as another revision had it, imported for the length of the set-up."""
-    with imported_from(setting.revision_folder):
-        return _ours(model, setting)
+    return _trainee(model, optimizer, setting, lambda max_norm: clip_grad_norm_(model, max_norm))
 
 
 def _composer(model: Model, setting: Setting) -> Trainee:
@@ -210,7 +154,7 @@ def _composer(model: Model, setting: Setting) -> Trainee:
     parallelize_model(model, config, optimizer, precision, policy, param_init_fn=meta_init)
     # What its GradientClipping calls.
     clip = nn.utils.clip_grad_norm_
-    return Trainee(model, optimizer, lambda max_norm: clip(model.parameters(), max_norm), setting.max_norm)
+    return _trainee(model, optimizer, setting, lambda max_norm: clip(model.parameters(), max_norm))
 
 
 def _fsdp1(model: Model, setting: Setting) -> Trainee:
@@ -229,15 +173,12 @@ def _fsdp1(model: Model, setting: Setting) -> Trainee:
         use_orig_params=True,
     )
     model.decoder = decoder
-    return Trainee(model, _optimizer(model, setting), decoder.clip_grad_norm_, setting.max_norm)
+    return _trainee(model, _optimizer(model, setting), setting, decoder.clip_grad_norm_)
 
 
 _BUILDERS: dict[str, Callable[[Model, Setting], Trainee]] = {
     "hand": _hand,
     "ours": _ours,
-    "voting": _voting,
-    "in step": _in_step,
-    "revision": _revision,
     "composer": _composer,
     "fsdp1": _fsdp1,
 }

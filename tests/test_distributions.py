@@ -1,0 +1,85 @@
+"""What a release consists of: a source distribution, and a wheel of it. `make release` builds both and runs these."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from test_house import ROOT, modules, project_files, run
+
+import composer_fsdp2
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def source_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source distribution, of what unpacking a zip of the repository may leave: a file in place of the link."""
+    folder = tmp_path_factory.mktemp("sdist")
+    for file in project_files():
+        (folder / "source" / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, folder / "source" / file.relative_to(ROOT))
+    (folder / "source/composer_fsdp2/compat").write_text("../compat")
+    script = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run([sys.executable, "-c", script, folder], cwd=folder / "source")
+    [archive] = folder.glob("*.tar.gz")
+    return archive
+
+
+def test_source_distribution_holds_what_its_tests_read(source_archive: Path):
+    """Whoever packages it for another system can run the tests; part of them would only fail."""
+    with tarfile.open(source_archive) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = {str(file.relative_to(ROOT)) for file in project_files()}
+    assert {name for name in tracked - held if name[0] != "."} == set()  # hidden files are the repository's
+
+
+def test_wheel_holds_everything_under_one_name(source_archive: Path, tmp_path: Path):
+    """Installing the project puts no `compat` beside other people's packages, and leaves none of ours out; also from
+    a source distribution."""
+    copy_sources(tmp_path / "checkout")
+    contents = wheel_of(tmp_path / "checkout", tmp_path / "from checkout")
+    with tarfile.open(source_archive) as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / source_archive.name.removesuffix(".tar.gz")
+    assert wheel_of(unpacked, tmp_path / "from sdist") == contents
+
+    top_level = {name.split("/")[0] for name in contents}
+    assert {name for name in top_level if not name.endswith(".dist-info")} == {"composer_fsdp2"}
+    missing = {module.replace(".", "/") for module in modules()} - {name.removesuffix(".py") for name in contents}
+    assert missing == set()
+    assert "composer_fsdp2/py.typed" in contents
+    schemas = {"migration/migrate", "migration/explain", "comparing/compare", "estimate/plan"}
+    assert {f"composer_fsdp2/{name}.schema.json" for name in schemas} <= set(contents)
+    [metadata] = [text.decode() for name, text in contents.items() if name.endswith(".dist-info/METADATA")]
+    assert f"\nVersion: {composer_fsdp2.__version__}\n" in metadata
+
+    # -I: neither the environment nor the current folder may supply the modules.
+    site = tmp_path / "from sdist" / "site"
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import composer_fsdp2.compat as c; print(c.__file__)"
+    imported_from = run([sys.executable, "-I", "-c", script, site], cwd=tmp_path).strip().splitlines()[-1]
+    assert Path(imported_from).is_relative_to(site)
+
+
+def wheel_of(source: Path, folder: Path) -> dict[str, bytes]:
+    """The files of a wheel that is built from ``source``, and unpacked into the ``site`` of a new folder."""
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", folder, source], cwd=source)
+    [wheel] = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def copy_sources(destination: Path) -> None:
+    """The files that a build reads; built in a copy, because setuptools leaves its work in the source folder."""
+    destination.mkdir()
+    without_caches = shutil.ignore_patterns("__pycache__")
+    for folder in ("composer_fsdp2", "compat"):
+        shutil.copytree(ROOT / folder, destination / folder, symlinks=True, ignore=without_caches)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, destination)

@@ -1,0 +1,53 @@
+"""What votes and the guard add to a step: nothing that goes over the devices' group."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from support.models import Model, tokens
+from support.ranks import run_ranks
+from support.training import FULL
+
+from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2._torch.counting import Collectives
+from composer_fsdp2.training.control import Control
+from composer_fsdp2.training.guard import start_guard
+from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
+
+
+def counted_step(watch: str) -> tuple[dict[str, dict[str, int]], int, float]:
+    """The collectives of a second step, how often all ranks compared something in it, and its loss."""
+    torch.manual_seed(0)
+    model = Model()
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    if watch == "votes":
+        OutOfMemoryVote(model).start()
+    elif watch == "guard":
+        start_guard(model, 60.0)
+    x = tokens(dist.get_rank())
+    model(x).square().mean().backward()
+    methods = [mock.patch.object(Control, name, autospec=True, side_effect=getattr(Control, name)) for name in METHODS]
+    with methods[0] as largest, methods[1] as meet, Collectives() as sent:
+        loss = model(x).square().mean()
+        loss.backward()
+    return sent.counts, largest.call_count + meet.call_count, loss.item()
+
+
+METHODS = ("largest", "meet")
+
+
+def check_watched_steps() -> None:
+    expected, asked, loss = counted_step("")
+    assert asked == 0 and expected["_allgather_base_"]["calls"] > 2
+    for watch in ("votes", "guard"):
+        counts, asked, its_loss = counted_step(watch)
+        assert counts == expected and its_loss == loss, (watch, counts, expected)
+        # Before each collective, whose number a vote or a guard must not change.
+        assert asked >= sum(each["calls"] for each in expected.values()), (watch, asked)
+
+
+def test_votes_and_guard_send_nothing_over_the_devices():
+    """A vote by NCCL would wait for the GPU before each collective, and take a place in its order."""
+    run_ranks(check_watched_steps, 2)
