@@ -5,34 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
-from support.examples import examples
 from support.runs import run_with
 
 from composer_fsdp2 import translate
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
-from composer_fsdp2.config.parallel import BroadcastBatch
-from composer_fsdp2.config.sharding import (
-    Accumulation,
-    ActivationCheckpointing,
-    GradientDtype,
-    GradientSync,
-    MixedPrecision,
-    Prefetch,
-    ShardingConfig,
-)
 from composer_fsdp2.fsdp1.keys import KEYS, KeyGroup
 from composer_fsdp2.migration.dialect import Reading, Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.migrate import migrate_text
-from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+from composer_fsdp2.migration.run import Wrap, WrapKind
 from composer_fsdp2.migration.targets import TARGETS
 
 COMPOSER = DIALECTS["composer"]
@@ -304,79 +289,6 @@ WRITTEN = (
         {"transformer_layer_cls_to_wrap": ["A"], "wrap_embeddings": True, "wrap_lm_output": True},
     ),
 )
-CONFIGS = st.builds(
-    ShardingConfig,
-    mesh=st.sampled_from(
-        [
-            MeshSpec(),
-            MeshSpec.of_degrees(shard=4),
-            MeshSpec.of_degrees(shard=4, replicate=-1),
-            MeshSpec.of_degrees(shard=2, replicate=2),
-            MeshSpec.of_degrees(shard=1, replicate=-1),
-            MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=2)),
-            MeshSpec.of_groups(RankGroups(rule=GroupRule.STRIDED, number=2)),
-        ]
-    ),
-    reshard_after_forward=st.sampled_from([True, False, 1]),
-    mixed_precision=st.builds(
-        MixedPrecision,
-        param_dtype=st.sampled_from([None, "bfloat16", "float16", "float32"]),
-        reduce_dtype=st.sampled_from([None, "bfloat16", "float32"]),
-        buffer_dtype=st.sampled_from([None, "bfloat16"]),
-    ),
-    wrap=st.sampled_from([wrap for wrap, _ in WRITTEN]),
-    freeze=st.sampled_from([(), ("model.embed", "model.vision.patch")]),
-    cpu_offload=st.booleans(),
-    activation_checkpointing=st.sampled_from(
-        [
-            ActivationCheckpointing(),
-            ActivationCheckpointing(checkpoint=True),
-            ActivationCheckpointing(checkpoint=True, classes=()),
-            ActivationCheckpointing(checkpoint=True, classes=("Block", "Other"), reentrant=False),
-            ActivationCheckpointing(checkpoint=True, reentrant=False),
-            ActivationCheckpointing(cpu_offload=True),
-            ActivationCheckpointing(checkpoint=True, cpu_offload=True, reentrant=False),
-        ]
-    ),
-    prefetch=st.builds(Prefetch, forward=st.sampled_from([None, 1, 3]), backward=st.sampled_from([None, 0, 2])),
-    accumulation=st.builds(
-        Accumulation, gradient_sync=st.sampled_from(GradientSync), reshard_after_backward=st.booleans()
-    ),
-    collective_guard=st.sampled_from([None, 30.0]),
-    check_data=st.sampled_from([None, True, False]),
-    broadcast_batch=st.sampled_from([None, *BroadcastBatch]),
-    sync_module_states=st.booleans(),
-)
-
-
-def run_that_keeps(low_precision_grads: bool, config: ShardingConfig, **fields: Any) -> RunConfig:
-    gradients = GradientDtype.AS_REDUCED if low_precision_grads else GradientDtype.OF_PARAMETER
-    precision = replace(config.mixed_precision, gradients=gradients)
-    return RunConfig(config=replace(config, mixed_precision=precision), **fields)
-
-
-RUNS = st.builds(
-    run_that_keeps,
-    low_precision_grads=st.booleans(),
-    config=CONFIGS,
-    precision=st.sampled_from(["fp32", "amp_bf16", "amp_fp16"]),
-    state_dict_type=st.sampled_from(["full", "sharded"]),
-    strict=st.booleans(),
-    verbose=st.booleans(),
-    async_save=st.booleans(),
-)
-
-
-@examples(50)
-@given(RUNS)
-def test_what_is_expressed_is_read_back(run: RunConfig):
-    """A run that came from another system would train otherwise than its report says."""
-    expression = COMPOSER.express(run)
-    assert expression.findings == ()
-    written = {entry.key: entry.value for entry in expression.settings}
-    beside = {entry.key: entry.value for entry in expression.beside}
-    again = COMPOSER.read(Section(path=("fsdp_config",), given=written, around={"fsdp_config": written, **beside})).run
-    assert again == run
 
 
 def test_units_stand_in_the_section():

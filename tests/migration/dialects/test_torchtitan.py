@@ -12,9 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.examples import examples
 from support.runs import run_with as any_run_with
 
 from composer_fsdp2.config.findings import Finding, Outcome
@@ -414,28 +411,6 @@ def test_bad_values_are_a_decision(values: dict[str, Any], key: str, takes: str)
     assert reading.run is None
 
 
-SCALARS = st.booleans() | st.integers(-2, 9) | st.floats(0, 2) | st.text(max_size=4)
-VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.sampled_from(["default", "full", "selective", "op", "2", "async"])
-NAMES = [tuple(row.name.split(".")) for row in TITAN.rows if row.name.count(".") == 1]
-
-
-@examples(100)
-@given(st.dictionaries(st.sampled_from(NAMES), VALUES), st.dictionaries(st.text(min_size=1, max_size=5), VALUES))
-def test_every_key_has_exactly_one_finding(written: dict[tuple[str, str], Any], others: dict[str, Any]):
-    """Whatever a file says, no key is lost and none is an error; a run is there unless a finding says why not."""
-    values: dict[str, Any] = {"parallelism": {"data_parallel_shard_degree": 2} | others}
-    for (table, name), value in written.items():
-        values.setdefault(table, {})[name] = value
-    reading = read(values)
-    keys = [each.name for each in reading.findings]
-    assert len(keys) == len(set(keys))
-    for table, name in written:
-        assert (name if table == "parallelism" else f"{table}.{name}") in keys
-    assert all(name in keys for name in values["parallelism"])
-    if reading.run is None:
-        assert any(each.outcome is Outcome.NEEDS_DECISION for each in reading.findings)
-
-
 # --- names of earlier releases
 
 OLD = """\
@@ -545,90 +520,6 @@ def test_a_run_is_written_into_a_file():
 def test_what_torchtitan_cannot_say_is_a_finding(run: RunConfig, key: str, expected: Outcome):
     """Nothing of a run is lost on the way to TorchTitan without a word."""
     assert expected in [each.outcome for each in TITAN.express(run).findings if each.name == key]
-
-
-EXACT_RUNS = st.builds(
-    run_with,
-    mesh=st.sampled_from(
-        [
-            MeshSpec(),
-            MeshSpec.of_degrees(shard=8),
-            MeshSpec.of_degrees(shard=-1, replicate=2),
-            MeshSpec.of_degrees(shard=4, replicate=2),
-        ]
-    ),
-    reshard_after_forward=st.booleans(),
-    param_dtype=st.sampled_from(["bfloat16", "float32"]),
-    reduce_dtype=st.just("float32"),
-    cast_forward_inputs=st.just(True),
-    cpu_offload=st.booleans(),
-    activation_checkpointing=st.sampled_from(
-        [
-            RECOMPUTED,
-            ActivationCheckpointing(reentrant=False),
-        ]
-    ),
-    max_grad_norm=st.just(1.0),
-    stored_dtype=st.sampled_from(["float32", "bfloat16"]),
-)
-DTYPE = st.sampled_from([None, "bfloat16", "float16", "float32"])
-RUNS = st.builds(
-    run_with,
-    mesh=st.sampled_from(
-        [
-            MeshSpec(),
-            MeshSpec.of_degrees(shard=8),
-            MeshSpec.of_degrees(shard=-1, replicate=2),
-            MeshSpec.of_degrees(shard=4, replicate=-1),
-        ]
-    ),
-    reshard_after_forward=st.sampled_from([True, False, 2]),
-    param_dtype=DTYPE,
-    reduce_dtype=DTYPE,
-    cast_forward_inputs=st.booleans(),
-    cast_root_inputs=st.booleans(),
-    buffer_dtype=st.sampled_from([None, None, "bfloat16"]),
-    activation_checkpointing=st.builds(
-        ActivationCheckpointing,
-        checkpoint=st.booleans(),
-        classes=st.sampled_from([None, (), ("Layer",), ("TransformerBlock",)]),
-        reentrant=st.booleans(),
-    ),
-    accumulation=st.builds(
-        Accumulation, gradient_sync=st.sampled_from(GradientSync), reshard_after_backward=st.booleans()
-    ),
-    sync_module_states=st.sampled_from([True, False, None]),
-    precision=st.sampled_from(["fp32", "amp_bf16"]),
-    state_dict_type=st.sampled_from(["full", "sharded"]),
-    max_grad_norm=st.sampled_from([None, 1.0]),
-)
-
-
-@examples(100)
-@given(EXACT_RUNS | RUNS)
-def test_what_is_expressed_exactly_is_read_back(run: RunConfig):
-    """To TorchTitan and back is the same run, wherever no finding says otherwise."""
-    expression = TITAN.express(run)
-    again = run_of({table[0]: settings for table, settings in tables_of(expression).items()})  # type: ignore[misc]
-    if not expression.findings:
-        assert comparable(again) == comparable(run)
-
-
-def comparable(run: RunConfig) -> RunConfig:
-    """Without what makes no difference: which implementation recomputes nothing, a root that is a unit as well."""
-    config = run.config
-    if not config.activation_checkpointing.checkpoint:
-        config = replace(config, activation_checkpointing=ActivationCheckpointing())
-    if config.mixed_precision.cast_forward_inputs:
-        config = replace(config, mixed_precision=replace(config.mixed_precision, cast_root_inputs=True))
-    return replace(run, config=replace(config, wrap=BLOCKS))
-
-
-@examples(100)
-@given(EXACT_RUNS)
-def test_the_exact_configs_are_exact(run: RunConfig):
-    """The property above tests something: all that TorchTitan has a word for is expressed without a finding."""
-    assert TITAN.express(run).findings == ()
 
 
 # --- files of the shapes that each release's own train_configs have, written for this test
