@@ -61,7 +61,7 @@ def test_every_key_has_one_finding(dialect: str, data: st.DataObject):
     known = [name for name in names if not name.startswith(OUTSIDE)]
     written = data.draw(st.dictionaries(st.sampled_from(known) | UNKNOWN, VALUES))
     values: dict[str, Any] = {}
-    for name, value in [*always.items(), *written.items()]:
+    for name, value in [*written.items(), *always.items()]:
         is_whole = name in always or (dialect == "torchtitan" and "." in name)
         *tables, key = (name if is_whole else section + name).split(".")
         at = values
@@ -82,7 +82,7 @@ NUM_RANKS = 24
 DTYPE = st.sampled_from([None, "bfloat16", "float16", "float32"])
 MESHES = [MeshSpec(), *(MeshSpec.of_degrees(shard=shard, replicate=2) for shard in (12, -1))]
 MESHES += [MeshSpec.of_degrees(shard=24), MeshSpec.of_degrees(shard=8, replicate=-1)]
-OF_COMPOSER = [MeshSpec.of_degrees(shard=4), MeshSpec.of_degrees(shard=1, replicate=-1)]
+OF_COMPOSER = [MeshSpec.of_degrees(shard=1, replicate=-1)]
 OF_COMPOSER += [
     MeshSpec.of_groups(RankGroups(rule=rule, number=2)) for rule in (GroupRule.CONSECUTIVE, GroupRule.STRIDED)
 ]
@@ -108,7 +108,7 @@ ACCUMULATION = st.builds(
 PREFETCH = st.builds(Prefetch, forward=st.sampled_from([None, 1, 3]), backward=st.sampled_from([None, 0, 2]))
 # What some system has a word for.
 ANY: dict[str, st.SearchStrategy[Any]] = {
-    "mesh": st.sampled_from([*MESHES, *OF_COMPOSER]),
+    "mesh": st.sampled_from(MESHES),
     "reshard_after_forward": st.sampled_from([True, False, 2, 4]),
     "param_dtype": DTYPE,
     "reduce_dtype": DTYPE,
@@ -137,6 +137,7 @@ EXACT: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "composer": {
         **{name: values for name, values in ANY.items() if not name.startswith("cast_") and name != "max_grad_norm"},
         "wrap": st.sampled_from(WRAPS),
+        "mesh": st.sampled_from([*MESHES, *OF_COMPOSER]),
         "freeze": st.sampled_from([(), ("model.embed", "model.vision.patch")]),
         "check_data": st.sampled_from([None, True, False]),
         "broadcast_batch": st.sampled_from([None, *BroadcastBatch]),
@@ -224,7 +225,8 @@ def comparable(run: RunConfig) -> RunConfig:
 @given(data=st.data(), has_words=st.booleans())
 def test_what_is_expressed_exactly_is_read_back(name: str, data: st.DataObject, has_words: bool):
     """A loss without a finding: the user's run would differ, and no report say so."""
-    fields = EXACT[name] if has_words else ANY | {"wrap": EXACT[name]["wrap"]}
+    # No key of Composer's says where inputs are cast.
+    fields = EXACT[name] if has_words or name == "composer" else ANY | {"wrap": EXACT[name]["wrap"]}
     run = data.draw(st.builds(run_with, **fields))
     expression = DIALECTS[name].express(run)
     is_exact = all(each.outcome is Outcome.EXACT for each in expression.findings)
@@ -238,3 +240,74 @@ def test_what_is_expressed_exactly_is_read_back(name: str, data: st.DataObject, 
         of_run = ("state_dict_type",) if name == "huggingface" else ("precision", "state_dict_type", "async_save")
         assert again.config == asked.config
         assert [getattr(again, each) for each in of_run] == [getattr(asked, each) for each in of_run]
+
+
+# --- what a system has no word for
+
+STRIDED = MeshSpec.of_groups(RankGroups(rule=GroupRule.STRIDED, number=2))
+CONSECUTIVE = MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=4))
+RECOMPUTED = ActivationCheckpointing(checkpoint=True, classes=(), reentrant=False)
+OF_SIZE = Wrap(kind=WrapKind.SIZE, min_num_params=1000)
+LATE = Accumulation(gradient_sync=GradientSync.LAST)
+UNSUPPORTED, NEEDS_DECISION, APPROXIMATE = Outcome.UNSUPPORTED, Outcome.NEEDS_DECISION, Outcome.APPROXIMATE
+LACKS: list[tuple[str, dict[str, Any], str, Outcome | None, str]] = [
+    ("huggingface", {"wrap": OF_SIZE}, "(units)", UNSUPPORTED, ""),
+    ("huggingface", {"wrap": LAYERS, "context_parallel_degree": 2}, "(mesh)", NEEDS_DECISION, "cp_size"),
+    ("huggingface", {"prefetch": Prefetch(forward=1)}, "(prefetch in forward)", APPROXIMATE, ""),
+    (
+        "huggingface",
+        {"param_dtype": "bfloat16", "reduce_dtype": "float32", "precision": "amp_bf16"},
+        "(mixed_precision.reduce_dtype)",
+        UNSUPPORTED,
+        "",
+    ),
+    (
+        "huggingface",
+        {"wrap": Wrap(kind=WrapKind.CLASSES), "activation_checkpointing": RECOMPUTED},
+        "(activation_checkpointing)",
+        APPROXIMATE,
+        "dropout",
+    ),
+    ("composer", {"wrap": replace(LAYERS, experts=("Expert",))}, "(expert units)", APPROXIMATE, "experts"),
+    # NO_SHARD would silently become full sharding, since fsdp_size 1 is all ranks to ROLL.
+    ("roll", {"mesh": MeshSpec.of_degrees(shard=1, replicate=-1)}, "(mesh)", UNSUPPORTED, ""),
+    ("roll", {"mesh": MeshSpec.of_degrees(shard=-1, replicate=2)}, "(mesh)", NEEDS_DECISION, ""),
+    ("roll", {"mesh": CONSECUTIVE}, "(mesh)", UNSUPPORTED, ""),
+    ("roll", {}, "(units)", None, ""),
+    ("roll", {"wrap": OF_SIZE}, "(units)", None, ""),
+    ("roll", {"buffer_dtype": "bfloat16"}, "(buffer_dtype)", None, ""),
+    ("roll", {"prefetch": Prefetch(forward=2)}, "(prefetch in forward)", None, ""),
+    ("roll", {"collective_guard": 9.0}, "(collective_guard)", None, ""),
+    ("roll", {"accumulation": Accumulation(reshard_after_backward=False)}, "(reshard_after_backward)", None, ""),
+    (
+        "roll",
+        {"activation_checkpointing": ActivationCheckpointing(cpu_offload=True)},
+        "(activation offloading)",
+        None,
+        "",
+    ),
+    ("roll", {"context_parallel_degree": 2}, "(context parallelism)", None, ""),
+    ("roll", {"tensor_parallel": 2}, "(tensor parallelism)", None, ""),
+    ("roll", {"max_grad_norm": 0.5}, "(gradient clipping)", None, ""),
+    ("torchtitan", {"reshard_after_forward": 4}, "(reshard_after_forward)", UNSUPPORTED, ""),
+    ("torchtitan", {"mesh": MeshSpec.of_degrees(shard=4, replicate=-1)}, "(mesh)", NEEDS_DECISION, ""),
+    ("torchtitan", {"mesh": MeshSpec.of_degrees(shard=1, replicate=4)}, "(mesh)", APPROXIMATE, ""),
+    ("torchtitan", {"mesh": STRIDED}, "(mesh)", UNSUPPORTED, ""),
+    ("torchtitan", {"param_dtype": "float16"}, "(param_dtype)", NEEDS_DECISION, ""),
+    ("torchtitan", {"precision": "amp_bf16"}, "(autocast)", APPROXIMATE, ""),
+    ("torchtitan", {"prefetch": Prefetch(backward=0)}, "(prefetch in backward)", APPROXIMATE, ""),
+    ("torchtitan", {"accumulation": LATE}, "(gradient_sync)", APPROXIMATE, ""),
+    ("torchtitan", {"freeze": ("vision",)}, "(frozen parameters)", UNSUPPORTED, ""),
+    ("torchtitan", {"tiled_chunks": 4}, "(tiled MLP)", UNSUPPORTED, ""),
+    ("torchtitan", {}, "(gradient clipping)", APPROXIMATE, ""),
+]
+
+
+@pytest.mark.parametrize(("dialect", "fields", "name", "outcome", "word"), LACKS)
+def test_what_a_system_has_no_word_for_is_a_finding(
+    dialect: str, fields: dict[str, Any], name: str, outcome: Outcome | None, word: str
+):
+    """Nothing of a run is lost on the way to another system without a word."""
+    found = [each for each in DIALECTS[dialect].express(run_with(**fields)).findings if each.name == name]
+    assert found and outcome in (None, *(each.outcome for each in found)), found
+    assert any(each.reason and word in f"{each.reason} {each.hint}" for each in found)

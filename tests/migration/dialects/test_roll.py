@@ -430,7 +430,7 @@ CASES = {
         became={"reduce_dtype": ""},
     ),
     "a key that is overruled": Case(
-        file=worker({"param_dtype": "bf16", "enable_mix_precision": False}), told={"enable_mix_precision": (UNNEEDED,)}
+        file=worker({"reduce_dtype": "fp32", "enable_mix_precision": False}), told={"enable_mix_precision": (UNNEEDED,)}
     ),
     **{
         f"sequences and MLPs that were divided still are: {config}": Case(

@@ -31,7 +31,8 @@ from tests.migration.cases import APPROXIMATE, NEEDS_DECISION, NO_RUN, UNNEEDED,
 from tests.migration.huggingface_oracle import ask
 from tests.migration.tables import settings_of
 
-NUM_SECTIONS = 600 if IS_THOROUGH else 200  # of each system, at random
+NUM_SECTIONS = 600 if IS_THOROUGH else 120  # of each system, at random
+YAMLS = Path(__file__).resolve().parents[4] / "yamls"
 DIALECT = HuggingFaceDialect()
 Written = dict[str, Any]
 
@@ -211,12 +212,22 @@ def random_accelerate(rng: random.Random) -> Written:
     return written
 
 
+def real_sections() -> list[tuple[str, Written]]:
+    """Those of the runs in ``yamls/``: a Trainer's are what it reads of the file."""
+    read_by_trainer = ("fsdp", "fsdp_config", "bf16", "gradient_checkpointing")
+    runs = [(path.parent.name, yaml.safe_load(path.read_text())) for path in YAMLS.glob("*/*-fsdp1.yaml")]
+    trainers = [values.get("training", values) for folder, values in runs if folder == "huggingface"]
+    found = [("trainer", {key: each[key] for key in read_by_trainer if key in each}) for each in trainers]
+    return found + [("accelerate", values) for folder, values in runs if folder == "accelerate"]
+
+
 @pytest.fixture(scope="module")
 def answered() -> list[tuple[str, Written, dict[str, Any]]]:
     """Sections at random, alike in every run, with the oracle's answers."""
     rng = random.Random(6)
     cases = [("trainer", random_trainer(rng)) for _ in range(NUM_SECTIONS)]
     cases += [("accelerate", random_accelerate(rng)) for _ in range(NUM_SECTIONS)]
+    cases += real_sections()
     return [(*case, answer) for case, answer in zip(cases, ask(cases), strict=True)]
 
 
