@@ -307,7 +307,16 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield os.pathsep.join([str(quick), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.stem)
+# Three trainings in processes of their own, which tests/compat/test_comparing.py has as well.
+SLOW = {"compare"}
+PAGES_WITH_BLOCKS = [
+    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
+    for page in PAGES
+    if blocks_of(page)
+]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_BLOCKS)
 def test_page(page: Path, commands: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A reader who types what the page shows gets what the page shows."""
     wanted = sum("skip" not in block.options for block in blocks_of(page))

@@ -176,6 +176,36 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     *(({}, {"device": device, "precision": "fp32"}, {"mesh.device_type": name}) for device, name in DEVICES),
     *((written, {}, {"cpu_offload": expected}) for written, expected in OFFLOADS),
     *((written, {}, {"prefetch": expected}) for written, expected in PREFETCHES),
+    # A script that hands over FSDP1's own MixedPrecision keeps each of its fields.
+    (
+        {
+            "mixed_precision": MixedPrecision(
+                param_dtype=BF16, reduce_dtype=F32, buffer_dtype=F16, cast_root_forward_inputs=False
+            )
+        },
+        {},
+        {
+            "mixed_precision": OurMixedPrecision(
+                param_dtype=BFLOAT,
+                reduce_dtype=FLOAT,
+                buffer_dtype=HALF,
+                cast_forward_inputs=False,
+                cast_root_inputs=False,
+            )
+        },
+    ),
+    (
+        {"mixed_precision": MixedPrecision(cast_forward_inputs=True)},
+        {},
+        {"mixed_precision.cast_forward_inputs": True},
+    ),
+    # FSDP1's key set to None, or to false, and FSDP2's policy beside it means the policy.
+    (
+        {"mixed_precision": None, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16)},
+        {},
+        {"mixed_precision.param_dtype": BFLOAT},
+    ),
+    ({"cpu_offload": None, "offload_policy": CPUOffloadPolicy()}, {}, {"cpu_offload": True}),
     # FSDP1's default implementation, the reentrant one, stays.
     (
         {},
@@ -298,6 +328,7 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
         for written in ({"cpu_offload": "true"}, {"offload_policy": 1})
     ),
     *((written, {}, parts) for written, parts in OUTSIDE),
+    ({"mixed_precision": None, "mp_policy": None}, {}, ["mixed_precision is None"]),
     # Of two settings one would silently win.
     *((written, {}, parts) for written, parts in CONTRADICTIONS),
     # Ten mistakes are one edit, not ten queued jobs.
@@ -315,6 +346,8 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
         {"precision": "bf16"},
         ["replicate_degree 3", "HALF", "limit is 0", "'whole'", "'yes'", "use_orig_params", "'bf16'"],
     ),
+    # FSDPConfig takes a misspelt key as well.
+    (types.SimpleNamespace(sharding_stratgy="FULL_SHARD"), {}, ["did you mean sharding_strategy?"]),
     # A wrong argument is never taken for an empty configuration.
     *(
         (source, {}, ["give a mapping, a composer FSDPConfig or an FSDP2Config"])
@@ -384,21 +417,55 @@ def keys_of(translation: Translation) -> list[str]:
     return [finding.key for finding in translation.findings]
 
 
-@pytest.mark.parametrize("make", [LikeFSDPConfig, LikeFSDP2Config])
-def test_defaults_of_a_class_were_not_said(make: Any):
-    """The report shows what the user wrote, not what Composer's class fills in."""
-    assert keys_of(translate(make(), device="cpu")) == []
-    assert keys_of(translate(make(activation_checkpointing=True), device="cpu")) == ["activation_checkpointing"]
+@dataclass
+class Other(LikeFSDP2Config):
+    """A subclass with other defaults, which it means, though they are no statement."""
+
+    reshard_after_forward: bool | int = False
+    activation_checkpointing: bool = True
 
 
-def test_defaults_of_fsdp1_config():
-    """An FSDPConfig without a word trains as an empty section of a YAML."""
-    assert translate(LikeFSDPConfig(), device="cpu").config == translate({}, device="cpu").config
+def with_private(config: Any, **values: Any) -> Any:
+    """As Composer switches sync_module_states on by itself, behind a property."""
+    for name, value in values.items():
+        setattr(config, f"_{name}", value)
+    return config
 
 
-def test_defaults_of_fsdp2_config():
-    """An FSDP2Config without a word trains as under Composer's own FSDP2: checkpointing is not reentrant, and rank 0's
-    values go out where other ranks have none (composer/distributed, 0.32.1)."""
+CHECKPOINT = "activation_checkpointing.checkpoint"
+# A configuration, the keys that somebody said in it, and what it asks for.
+READ: list[tuple[Any, list[str], dict[str, Any]]] = [
+    # The report shows what the user wrote, not what Composer's class fills in.
+    (LikeFSDPConfig(), [], {CHECKPOINT: False}),
+    (LikeFSDP2Config(), [], {CHECKPOINT: False}),
+    (LikeFSDPConfig(activation_checkpointing=True), ["activation_checkpointing"], {CHECKPOINT: True}),
+    (LikeFSDP2Config(activation_checkpointing=True), ["activation_checkpointing"], {CHECKPOINT: True}),
+    # A key that FSDPConfig does not declare is set on it all the same.
+    (
+        LikeFSDPConfig(sharding_strategy="SHARD_GRAD_OP", mixed_precision="PURE", sync_module_states=True),
+        ["sharding_strategy", "mixed_precision", "sync_module_states"],
+        {"reshard_after_forward": False, "mixed_precision.reduce_dtype": BFLOAT, "sync_module_states": True},
+    ),
+    (with_private(LikeFSDP2Config(), sync_module_states=True), [], {"sync_module_states": True}),
+    (Other(), [], {CHECKPOINT: True, "reshard_after_forward": False}),
+    # What the YAML says is in the report, even if it is the default.
+    ({"verbose": False, "sharding_strategy": "FULL_SHARD"}, ["verbose", "sharding_strategy"], {}),
+]
+
+
+@pytest.mark.parametrize(("given", "keys", "expected"), READ)
+def test_a_configuration_is_read_for_what_was_said(given: Any, keys: list[str], expected: dict[str, Any]):
+    """Of a mapping, an FSDPConfig or an FSDP2Config, whoever set its attributes."""
+    translation = translate(given, device="cpu", precision="amp_bf16")
+    assert keys_of(translation) == keys
+    assert {path: attrgetter(path)(translation.config) for path in expected} == expected
+
+
+def test_defaults_of_composers_classes():
+    """An FSDPConfig without a word trains as an empty section of a YAML; an FSDP2Config as under Composer's own FSDP2:
+    checkpointing is not reentrant, and rank 0's values go out where other ranks have none (composer/distributed,
+    0.32.1)."""
+    assert config_of(LikeFSDPConfig()) == config_of({})
     expected = dataclasses.replace(
         config_of({}),
         activation_checkpointing=ActivationCheckpointing(reentrant=False),
@@ -406,50 +473,6 @@ def test_defaults_of_fsdp2_config():
         shard_below_unwrapped=True,
     )
     assert config_of(LikeFSDP2Config()) == expected
-
-
-def test_attributes_are_read_whoever_set_them():
-    """A key that FSDPConfig does not declare is set on it all the same, and a misspelt one is found there too."""
-    config = LikeFSDPConfig(sharding_strategy="SHARD_GRAD_OP", mixed_precision="PURE")
-    config.sync_module_states = True
-    translation = translate(config, device="cpu", precision="amp_bf16")
-    assert translation.config is not None
-    assert translation.config.reshard_after_forward is False
-    assert translation.config.mixed_precision.reduce_dtype == BFLOAT
-    assert translation.config.sync_module_states
-    assert keys_of(translation) == ["sharding_strategy", "mixed_precision", "sync_module_states"]
-    assert "did you mean sharding_strategy?" in refused(LikeFSDPConfig(sharding_stratgy="FULL_SHARD"))
-
-
-def test_properties_of_fsdp2_config_are_read():
-    """Composer switches sync_module_states on by itself, behind a property."""
-    config = LikeFSDP2Config()
-    config._sync_module_states = True
-    assert config_of(config).sync_module_states is True
-    assert keys_of(translate(config, device="cpu")) == []
-
-
-def test_a_default_of_ones_own_class_holds():
-    """A subclass with other defaults means them, though they are no statement."""
-
-    @dataclass
-    class Other(LikeFSDP2Config):
-        reshard_after_forward: bool | int = False
-        activation_checkpointing: bool = True
-
-    translation = translate(Other(), device="cpu")
-    assert keys_of(translation) == []
-    assert translation.config is not None
-    assert translation.config.activation_checkpointing.checkpoint
-    assert translation.config.reshard_after_forward is False
-
-
-def test_said_default_in_a_mapping_is_reported():
-    """What the YAML says is in the report, even if it is the default."""
-    assert keys_of(translate({"verbose": False, "sharding_strategy": "FULL_SHARD"}, device="cpu")) == [
-        "verbose",
-        "sharding_strategy",
-    ]
 
 
 def test_omegaconf():

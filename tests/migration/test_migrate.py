@@ -17,7 +17,7 @@ from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.documents import yaml as yaml_documents
 from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, find_sections, migrate_text
 from composer_fsdp2.migration.targets import TARGETS
-from tests.migration.cases import (
+from tests.migration.file_cases import (
     APPROXIMATE,
     EXACT,
     NEEDS_DECISION,

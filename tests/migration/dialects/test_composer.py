@@ -19,7 +19,7 @@ from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.run import Wrap, WrapKind
 from composer_fsdp2.migration.targets import TARGETS
-from tests.migration.cases import (
+from tests.migration.file_cases import (
     APPROXIMATE,
     EXACT,
     NEEDS_DECISION,

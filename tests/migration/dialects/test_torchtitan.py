@@ -20,7 +20,7 @@ from composer_fsdp2.migration.dialect import Reading, Section
 from composer_fsdp2.migration.dialects.torchtitan import TorchTitanDialect
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
-from tests.migration.cases import (
+from tests.migration.file_cases import (
     APPROXIMATE,
     EXACT,
     NEEDS_DECISION,

@@ -15,7 +15,7 @@ from composer_fsdp2.migration.dialects.huggingface import HuggingFaceDialect
 from composer_fsdp2.migration.dialects.huggingface.places import OF_ACCELERATES_FILE
 from composer_fsdp2.migration.migrate import Migration, migrate_text
 from composer_fsdp2.migration.run import RunConfig
-from tests.migration.cases import APPROXIMATE, NEEDS_DECISION, Case, each_case
+from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, Case, each_case
 from tests.migration.huggingface_oracle import ask
 
 # What `accelerate config` writes around the section.

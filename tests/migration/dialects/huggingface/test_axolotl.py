@@ -9,7 +9,7 @@ import yaml
 
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.migration.dialects.huggingface import AxolotlDialect
-from tests.migration.cases import APPROXIMATE, NEEDS_DECISION, UNSUPPORTED, Case, each_case
+from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, UNSUPPORTED, Case, each_case
 
 # What stands around the section in the files of its examples.
 AROUND = """\

@@ -27,7 +27,7 @@ from composer_fsdp2.migration.dialects.huggingface.readers import Reader
 from composer_fsdp2.migration.files import Destination, migrate_files, sources_of
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
-from tests.migration.cases import APPROXIMATE, NEEDS_DECISION, NO_RUN, UNNEEDED, UNSUPPORTED, Case, each_case
+from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, NO_RUN, UNNEEDED, UNSUPPORTED, Case, each_case
 from tests.migration.huggingface_oracle import ask
 from tests.migration.tables import settings_of
 

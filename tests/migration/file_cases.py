@@ -1,4 +1,4 @@
-"""What is said of a file, as rows of a table: ``from tests.migration.cases import Case, each_case``."""
+"""What is said of a file, as rows of a table: ``from tests.migration.file_cases import Case, each_case``."""
 
 from __future__ import annotations
 
