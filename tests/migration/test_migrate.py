@@ -352,6 +352,7 @@ fsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
 """
 
 
+@pytest.mark.others
 def test_what_accelerate_does_with_stored_parameters() -> None:
     """What the report says of it: accelerate upcasts a model in low precision, under FSDP2 as under FSDP1."""
     from accelerate.accelerator import Accelerator
