@@ -558,6 +558,8 @@ training:
                 "fsdp_config.activation_checkpointing_policy": "auto" if recomputes else None,
             },
             blocking=[],
+            told={"gradient_checkpointing": (None, "activation_checkpointing: true")} if recomputes else {},
+            became={} if recomputes else {"gradient_checkpointing": ""},
         )
         for words in ("full_shard", "full_shard auto_wrap")
         for recomputes in (True, False)
