@@ -30,15 +30,16 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 import yaml
-from documented_errors import ERRORS, check_errors
+from documented_errors import OTHERS, OURS, check_errors
 from support.forked_commands import forked_commands
 from support.forked_scripts import add_launchers
 from support.ranks import WITH_COMPOSER, run_ranks
@@ -306,7 +307,16 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield os.pathsep.join([str(quick), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.stem)
+# Three trainings in processes of their own, which tests/compat/test_comparing.py has as well.
+SLOW = {"compare"}
+PAGES_WITH_BLOCKS = [
+    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
+    for page in PAGES
+    if blocks_of(page)
+]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_BLOCKS)
 def test_page(page: Path, commands: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A reader who types what the page shows gets what the page shows."""
     wanted = sum("skip" not in block.options for block in blocks_of(page))
@@ -317,27 +327,36 @@ def test_page(page: Path, commands: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture(scope="module")
-def raised(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """What each entry of ``ERRORS`` raises, by its name, as a traceback ends."""
-    folder = tmp_path_factory.mktemp("errors")
-    start_folder(folder)
-    with contextlib.chdir(folder):
-        return run_ranks(check_errors, 2, timeout_s=ERRORS_S, fresh=True)[0]
+def raised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Mapping[str, str]]:
+    """What each entry of ``OURS`` or ``OTHERS`` raises, by its name, as a traceback ends."""
+
+    @cache
+    def of(is_ours: bool) -> Mapping[str, str]:
+        folder = tmp_path_factory.mktemp("errors")
+        start_folder(folder)
+        with contextlib.chdir(folder):
+            return run_ranks(check_errors, 2, is_ours, timeout_s=ERRORS_S, fresh=True)[0]
+
+    return of
 
 
-ERROR_BLOCKS = [block for block in all_blocks() if "error" in block.options]
+ERROR_BLOCKS = [
+    pytest.param(block, id=block.options["error"], marks=() if block.options["error"] in OURS else pytest.mark.others)
+    for block in all_blocks()
+    if "error" in block.options
+]
 
 
-@pytest.mark.parametrize("block", ERROR_BLOCKS, ids=lambda block: block.options["error"])
-def test_error_text(block: Block, raised: Mapping[str, str]):
+@pytest.mark.parametrize("block", ERROR_BLOCKS)
+def test_error_text(block: Block, raised: Callable[[bool], Mapping[str, str]]):
     """A user who searches the page for the text on the screen finds it."""
-    compare(block.text, raised[block.options["error"]], block.options["error"])
+    name = block.options["error"]
+    compare(block.text, raised(name in OURS)[name], name)
 
 
 def test_every_known_error_is_on_a_page():
     """An error that is reproduced here and explained nowhere helps nobody."""
-    shown: Sequence[str] = [block.options["error"] for block in ERROR_BLOCKS]
-    assert sorted(shown) == sorted(ERRORS)
+    assert sorted(str(each.id) for each in ERROR_BLOCKS) == sorted([*OURS, *OTHERS])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Write the tables that the documents share with the code; ``--check`` only says whether they are current.
+"""Write the tables that the documents share with the code, and the migrated runs in ``yamls/``; ``--check`` only says
+whether they are current.
 
 ``make docs`` runs it. Each table stands between two markers in its file, and comes from the dialects' tables of keys
 (Composer's is ``composer_fsdp2/fsdp1/keys.py``, the others are in ``migration/dialects``) by way of
-``migration/explain.py``, or from the rows that a test measures (``tests/support/trainer_parts.py``).
+``migration/explain.py``, or from the rows that a test measures (``tests/support/trainer_parts.py``). The right side of
+each pair in ``yamls/`` is what ``composer-fsdp2 migrate --force`` writes of the left one, byte for byte.
 """
 
 import sys
@@ -14,6 +16,7 @@ from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.fsdp1.keys import KeyGroup
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.explain import Explanation, all_keys, implicit_settings, value_text
+from composer_fsdp2.migration.migrate import migrate_text
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
@@ -123,6 +126,19 @@ for _name in ("algorithms", "callbacks", "foundry", "optimizers"):
     TABLES[f"migration_docs/algorithms.md:{_name}"] = partial(parts_table, getattr(trainer_parts, _name.upper()))
 
 
+# How the two files of a run in yamls/ end: as people have it, and as migrate writes it.
+SIDES = {"-fsdp1.yaml": "-fsdp2.yaml", "-roll.yaml": "-composer.yaml", "-torchtitan.toml": "-composer.yaml"}
+
+
+def migrated_runs() -> Iterator[tuple[str, bytes]]:
+    """The right sides by their paths."""
+    for left in sorted((ROOT / "yamls").glob("*/*")):
+        for end, right in SIDES.items():
+            if left.name.endswith(end):
+                text = migrate_text(left.read_bytes().decode(), left.name).after
+                yield f"yamls/{left.parent.name}/{left.name.removesuffix(end)}{right}", text.encode()
+
+
 def main(arguments: list[str]) -> int:
     stale = []
     for target, table in TABLES.items():
@@ -134,6 +150,12 @@ def main(arguments: list[str]) -> int:
             stale.append(target)
             if "--check" not in arguments:
                 path.write_text(new)
+    for name, content in migrated_runs():
+        path = ROOT / name
+        if not path.exists() or path.read_bytes() != content:
+            stale.append(name)
+            if "--check" not in arguments:
+                path.write_bytes(content)
     for target in stale:
         print(f"{target}: {'out of date; run make docs' if '--check' in arguments else 'written'}")
     return 1 if stale and "--check" in arguments else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ from support.examples import examples
 from composer_fsdp2 import ConfigError, MeshSpec, ShardingConfig
 from composer_fsdp2.config.mesh import AxisRole, GroupRule, MeshAxis, RankGroups
 from composer_fsdp2.config.sharding import check_reshard_degree
-from composer_fsdp2.fsdp1.parsing import ShardingStrategy
+from composer_fsdp2.config.wrap import Wrap, WrapKind
 
 
 @pytest.mark.parametrize(
@@ -34,29 +33,6 @@ def test_open_degree_takes_what_the_world_size_leaves(spec: MeshSpec, world_size
     assert resolved.shape == shape
     assert resolved.is_resolved and resolved.size == world_size
     assert resolved.axis_names == ("data_parallel_replicate", "data_parallel_shard")[-len(shape) :]
-
-
-@pytest.mark.parametrize(
-    ("spec", "world_size", "numbers"),
-    [
-        (MeshSpec.of_degrees(shard=8), 12, "1, 2, 3, 4, 6 or 12"),
-        (MeshSpec.of_degrees(replicate=8), 12, "1, 2, 3, 4, 6 or 12"),
-        (MeshSpec.of_degrees(shard=5, replicate=-1), 4, "1, 2 or 4"),
-        (MeshSpec.of_degrees(shard=2, replicate=2), 6, "1, 2, 3 or 6"),
-        (MeshSpec.of_degrees(shard=2), 1, "1"),
-    ],
-)
-def test_degrees_that_do_not_fit_name_those_that_would(spec: MeshSpec, world_size: int, numbers: str):
-    """Somebody who moves to another number of GPUs reads what to write instead of a stack trace of init_device_mesh."""
-    with pytest.raises(ConfigError, match=rf"world size (is )?{world_size}\b.*use {re.escape(numbers)}$"):
-        spec.resolve(world_size)
-
-
-@pytest.mark.parametrize("degrees", [{"shard": 0}, {"shard": -2}, {"replicate": 0}, {"shard": -1, "replicate": -1}])
-def test_impossible_degrees_are_refused_when_written(degrees: dict[str, int]):
-    """A typo in a degree is found on the laptop, not after the job has its GPUs."""
-    with pytest.raises(ConfigError, match=r"data_parallel_.*_degree"):
-        MeshSpec.of_degrees(**degrees)
 
 
 @given(st.integers(1, 512), st.integers(1, 512) | st.just(-1), st.integers(1, 64) | st.just(-1) | st.none())
@@ -79,48 +55,15 @@ def test_resolve_fills_the_world_or_refuses(world_size: int, shard: int, replica
     assert replicate in (-1, resolved.replicate_degree if resolved.has_replicas else None)
 
 
-@pytest.mark.parametrize("reshard", [True, False, 1, 2, 4, 8])
-def test_reshard_group_sizes_that_divide_are_accepted(reshard: bool | int):
-    """Every group size that fully_shard itself accepts on 8 ranks can be asked for."""
-    assert (
-        ShardingConfig(mesh=MeshSpec.of_degrees(shard=8), reshard_after_forward=reshard).reshard_after_forward
-        is reshard
-    )
+OF_8 = MeshSpec.of_degrees(shard=8)
 
 
 @pytest.mark.parametrize(
-    ("reshard", "message"), [(3, "does not divide the 8 ranks.*use 1, 2, 4 or 8"), (0, "give true"), (-1, "give true")]
+    ("mesh", "reshard"), [*((OF_8, group) for group in (True, False, 1, 2, 4, 8)), (MeshSpec(), 3)]
 )
-def test_reshard_group_sizes_that_do_not_divide_are_refused(reshard: int, message: str):
-    """An impossible group size is refused before the model is touched."""
-    with pytest.raises(ConfigError, match=message):
-        ShardingConfig(mesh=MeshSpec.of_degrees(shard=8, replicate=2), reshard_after_forward=reshard)
-
-
-def test_reshard_group_size_waits_for_an_open_mesh():
-    """A configuration can be written without knowing the number of ranks; a unit's error names its module."""
-    assert ShardingConfig(mesh=MeshSpec(), reshard_after_forward=3).reshard_after_forward == 3
-    with pytest.raises(ConfigError, match=r"blocks\.0: reshard_after_forward 3"):
-        check_reshard_degree(3, MeshSpec.of_degrees(shard=4), "blocks.0")
-
-
-def test_values_cannot_be_changed():
-    """A plan made from a configuration stays true: nobody can alter the configuration afterwards."""
-    config = ShardingConfig()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.cpu_offload = True
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.mesh.axes = ()
-
-
-def test_strategies_that_free_parameters_after_forward():
-    """Peak memory and traffic are those of the FSDP1 strategy of the same name (torch, ShardingStrategy)."""
-    freed = {strategy.name for strategy in ShardingStrategy if strategy.reshards_after_forward}
-    assert freed == {"FULL_SHARD", "HYBRID_SHARD"}
-    assert {strategy.value for strategy in ShardingStrategy if strategy.is_hybrid} == {
-        "HYBRID_SHARD",
-        "_HYBRID_SHARD_ZERO2",
-    }
+def test_reshard_group_sizes_that_divide_are_accepted(mesh: MeshSpec, reshard: bool | int):
+    """Every group size that fully_shard accepts on 8 ranks can be asked for, and any where the ranks are not known."""
+    assert ShardingConfig(mesh=mesh, reshard_after_forward=reshard).reshard_after_forward is reshard
 
 
 def test_mesh_reads_as_a_sentence():
@@ -173,39 +116,80 @@ def test_full_parameters_leave_other_axes_alone():
         assert whole.degree(AxisRole.SHARD) == 1
 
 
-@pytest.mark.parametrize(
-    ("make", "keys"),
-    [
-        (lambda: MeshSpec.of_degrees(shard=0), ("data_parallel_shard_degree",)),
-        (lambda: MeshSpec.of_degrees(shard=3).resolve(4), ("data_parallel_shard_degree",)),
-        (lambda: MeshSpec.of_degrees(shard=-1, replicate=3).resolve(4), ("data_parallel_replicate_degree",)),
+REPLICAS, SHARDS = "data_parallel_replicate_degree", "data_parallel_shard_degree"
+SIZE, CLASSES = WrapKind.SIZE, WrapKind.CLASSES
+ROWS, COLUMNS, GIVEN = GroupRule.CONSECUTIVE, GroupRule.STRIDED, GroupRule.GIVEN
+# What cannot be made, the error's words, and the keys that have to change.
+REFUSED: list[tuple[Callable[[], object], str, tuple[str, ...] | None]] = [
+    *(
         (
-            lambda: MeshSpec.of_degrees(shard=2, replicate=3).resolve(4),
-            ("data_parallel_replicate_degree", "data_parallel_shard_degree"),
-        ),
-        (lambda: RankGroups(rule=GroupRule.CONSECUTIVE, number=4).check(6), ("process_group",)),
-        (lambda: RankGroups(rule=GroupRule.GIVEN, ranks=(0, 6)).check(6), ("process_group",)),
-    ],
-)
-def test_errors_of_meshes_have_their_keys(make: Callable[[], object], keys: tuple[str, ...]):
-    """A report points at the line of the file that has to change."""
-    with pytest.raises(ConfigError) as caught:
-        make()
-    assert caught.value.keys == keys
+            lambda degrees=degrees, size=world_size: MeshSpec.of_degrees(**degrees).resolve(size),
+            rf"world size (is )?{world_size}\b.*use {re.escape(numbers)}$",
+            keys,
+        )
+        for degrees, world_size, numbers, keys in (
+            ({"shard": 8}, 12, "1, 2, 3, 4, 6 or 12", (SHARDS,)),
+            ({"replicate": 8}, 12, "1, 2, 3, 4, 6 or 12", (REPLICAS,)),
+            ({"shard": 5, "replicate": -1}, 4, "1, 2 or 4", None),
+            ({"shard": 2, "replicate": 2}, 6, "1, 2, 3 or 6", (REPLICAS, SHARDS)),
+            ({"shard": 2}, 1, "1", (SHARDS,)),
+        )
+    ),
+    *(
+        (lambda degrees=degrees: MeshSpec.of_degrees(**degrees), r"data_parallel_.*_degree", keys)
+        for degrees, keys in (
+            ({"shard": 0}, (SHARDS,)),
+            ({"shard": -2}, (SHARDS,)),
+            ({"replicate": 0}, None),
+            ({"shard": -1, "replicate": -1}, None),
+        )
+    ),
+    *(
+        (
+            lambda group=group: ShardingConfig(
+                mesh=MeshSpec.of_degrees(shard=8, replicate=2), reshard_after_forward=group
+            ),
+            message,
+            None,
+        )
+        for group, message in (
+            (3, "does not divide the 8 ranks.*use 1, 2, 4 or 8"),
+            (0, "give true"),
+            (-1, "give true"),
+        )
+    ),
+    (
+        lambda: check_reshard_degree(3, MeshSpec.of_degrees(shard=4), "blocks.0"),
+        r"blocks\.0: reshard_after_forward 3",
+        None,
+    ),
+    (lambda: RankGroups(rule=ROWS, number=4).check(6), "use set1, set2, set3 or set6", ("process_group",)),
+    (lambda: RankGroups(rule=COLUMNS, number=4).check(6), "process_group mod4; use mod1", None),
+    (lambda: RankGroups(rule=GIVEN, ranks=(0, 6)).check(6), "rank 6, but the world size is 6", ("process_group",)),
+    (lambda: RankGroups(rule=GIVEN, ranks=(1, 1)), "list of different ranks", None),
+    (lambda: RankGroups(rule=GIVEN), "list of different ranks", None),
+    (lambda: RankGroups(rule=ROWS), "set0, which does not divide", None),
+    # By size without a number would make no units, and could not be written into a file again.
+    *(
+        (lambda given=given: Wrap(**given), re.escape(words), None)
+        for given, words in (
+            ({"kind": SIZE}, "min_num_params=0; give a number from 1 on"),
+            ({"kind": SIZE, "min_num_params": -1}, "min_num_params=-1; give a number from 1 on"),
+            ({"kind": SIZE, "min_num_params": 1, "classes": ("A",)}, "SIZE has no use for classes=('A',)"),
+            ({"kind": CLASSES, "min_num_params": 1}, "CLASSES has no use for min_num_params=1"),
+            ({"kind": WrapKind.ROOT, "classes": ("A",)}, "ROOT has no use for classes=('A',)"),
+            ({"embeddings": True}, "HOOKS has no use for embeddings=True"),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RankGroups(rule=GroupRule.CONSECUTIVE, number=4).check(6), "use set1, set2, set3 or set6"),
-        (lambda: RankGroups(rule=GroupRule.STRIDED, number=4).check(6), "process_group mod4; use mod1"),
-        (lambda: RankGroups(rule=GroupRule.GIVEN, ranks=(0, 6)).check(6), "rank 6, but the world size is 6"),
-        (lambda: RankGroups(rule=GroupRule.GIVEN, ranks=(1, 1)), "list of different ranks"),
-        (lambda: RankGroups(rule=GroupRule.GIVEN), "list of different ranks"),
-        (lambda: RankGroups(rule=GroupRule.CONSECUTIVE), "set0, which does not divide"),
-    ],
-)
-def test_groups_that_cannot_be(make: Callable[[], object], message: str):
-    """The error names the numbers that would do, or the rank that is wrong."""
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize(("make", "message", "keys"), REFUSED)
+def test_what_cannot_be_is_refused_when_it_is_written(
+    make: Callable[[], object], message: str, keys: tuple[str, ...] | None
+):
+    """Somebody who moves to another number of GPUs reads what to write, before the job has its GPUs; a report points at
+    the line of the file that has to change."""
+    with pytest.raises(ConfigError, match=message) as caught:
         make()
+    assert keys in (None, caught.value.keys)

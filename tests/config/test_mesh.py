@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
@@ -40,12 +39,6 @@ def test_replicas_are_the_outer_axis():
     assert all(layout == [[0, 1], [2, 3]] for layout, _, _ in results)
     assert results[0][1] == ("data_parallel_replicate", "data_parallel_shard")
     assert [text for _, _, text in results] == ["cpu [2, 1]", "cpu [4, 1]", "cpu [2, 5]", "cpu [4, 5]"]
-
-
-def test_an_open_spec_is_a_mistake_of_ours():
-    """-1 reaches no mesh: torch would take it for a size."""
-    with pytest.raises(AssertionError, match="resolve"):
-        device_mesh(MeshSpec())
 
 
 def check_present_meshes() -> None:
@@ -96,19 +89,21 @@ def mesh_of(model: torch.nn.Module) -> DeviceMesh:
 
 
 def check_prepared_with_a_mesh(has_mesh: str) -> tuple[bool, list[list[int]]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    gives = {"all": True, "rank 0": dist.get_rank() == 0}[has_mesh]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=None if has_mesh == "unnamed" else ("a", "b"))
+    gives = has_mesh != "rank 0" or dist.get_rank() == 0
     degrees = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     prepare_fully_shard(model, None, {"device_mesh": mesh} if gives else degrees, device="cpu")
     found = mesh_of(model)
+    assert found.mesh_dim_names is not None
     return found is mesh, found.mesh.tolist()
 
 
 def test_the_mesh_of_a_configuration_is_taken_on_all_ranks_or_on_none():
-    """A rank that says the same by degrees has no such mesh: ranks that go different ways wait for each other."""
-    assert run_ranks(check_prepared_with_a_mesh, 4, "all") == [(True, [[0, 1], [2, 3]])] * 4
-    assert run_ranks(check_prepared_with_a_mesh, 4, "rank 0") == [(False, [[0, 1], [2, 3]])] * 4
+    """A rank that says the same by degrees has no such mesh: ranks that go different ways wait for each other.
+    fully_shard refuses one without names for replicas; one of our own has the same ranks, and names."""
+    for has_mesh, is_taken in {"all": True, "rank 0": False, "unnamed": False}.items():
+        assert run_ranks(check_prepared_with_a_mesh, 4, has_mesh) == [(is_taken, [[0, 1], [2, 3]])] * 4, has_mesh
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,16 +184,3 @@ def test_groups_along_any_number_of_axes():
     first, second, third = table_of(torch.arange(8).view(2, 2, 2))
     crossed = (*third[:4], (5, 4), (5, 4), *third[6:])
     assert "ranks 0 and 4" in meshes._problem_of((first, second, crossed))
-
-
-def check_unnamed() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    prepare_fully_shard(model, None, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh}, device="cpu")
-    found = mesh_of(model)
-    assert found.mesh.tolist() == mesh.mesh.tolist() and found.mesh_dim_names is not None
-
-
-def test_a_mesh_whose_axes_have_no_names():
-    """fully_shard refuses it for replicas; one of our own has the same ranks, and names."""
-    run_ranks(check_unnamed, 4)

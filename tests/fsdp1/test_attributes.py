@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -73,8 +74,8 @@ def test_scripts_written_for_fsdp1_read_on():
             assert sum(f"module.{name} " in hint for hint in hints) == 1, hints
 
 
-def check_wrappers() -> None:
-    """The two names differ in a checkpointing wrapper, in both worlds."""
+def check_inside_checkpointing_wrappers() -> None:
+    """FSDP1's `module` looked into the wrapper; a script that reads the block's own attributes does not care which."""
     config = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
     unit = sharded(config).decoder.blocks[0]
     theirs = FullyShardedDataParallel(type(unit).__mro__[2](Block()), device_id=torch.device("cpu"))
@@ -82,11 +83,6 @@ def check_wrappers() -> None:
     for each in (unit, theirs):
         assert type(each.module) is Block
         assert type(each._fsdp_wrapped_module).__name__ == "CheckpointWrapper"
-
-
-def test_inside_checkpointing_wrappers():
-    """FSDP1's `module` looked into the wrapper; a script that reads the block's own attributes does not care which."""
-    run_ranks(check_wrappers, 2)
 
 
 def unwrapped(model: nn.Module, name: str = "module") -> nn.Module:
@@ -98,7 +94,8 @@ def unwrapped(model: nn.Module, name: str = "module") -> nn.Module:
     raise AssertionError(f"no end of {name}")
 
 
-def check_unwrapping() -> None:
+def check_whoever_asks_is_told_that_nothing_is_wrapped() -> None:
+    """A loop that takes wrappers off would not end: the module would be its own wrapper, over and over."""
     model = sharded()
     for unit in (model.decoder, model.decoder.blocks[0]):
         for name in ("module", "_fsdp_wrapped_module"):
@@ -109,11 +106,6 @@ def check_unwrapping() -> None:
             with pytest.raises(AttributeError, match=name):
                 unit.get_submodule(name)
         assert hasattr(unit, "summon_full_params")
-
-
-def test_whoever_asks_is_told_that_nothing_is_wrapped():
-    """A loop that takes wrappers off would not end: the module would be its own wrapper, over and over."""
-    run_ranks(check_unwrapping, 2)
 
 
 # --- the user's own names
@@ -178,7 +170,8 @@ class Handing(nn.Module):
         return self.inner(x)
 
 
-def check_own_names() -> None:
+def check_a_users_own_names_come_first() -> None:
+    """A model whose child is called `module` would compute with itself instead of with the child."""
     model = sharded(model=Chain(wrapping=Wrapping(), named=Named(), handing=Handing()))
     for unit in model.children():
         assert isinstance(unit, FSDPModule)
@@ -202,15 +195,11 @@ def check_own_names() -> None:
     assert type(model.a._fsdp_wrapped_module) is nn.Tanh
 
 
-def test_a_users_own_names_come_first():
-    """A model whose child is called `module` would compute with itself instead of with the child."""
-    run_ranks(check_own_names, 2)
-
-
 # --- nobody else sees them
 
 
-def check_invisible() -> None:
+def check_names_are_seen_by_scripts_only() -> None:
+    """Checkpoints, logs and copies of a model would hold the module within itself."""
     torch.manual_seed(0)
     reference = Model(tied=True)
     model = sharded(model=copy.deepcopy(reference))
@@ -231,13 +220,8 @@ def check_invisible() -> None:
     assert not any(hasattr(type(unit), name) for name in NAMES)
 
 
-def test_names_are_seen_by_scripts_only():
-    """Checkpoints, logs and copies of a model would hold the module within itself."""
-    run_ranks(check_invisible, 2)
-
-
-def check_compiled() -> None:
-    """A block with a child called `module`, and one without; eagerly compiled, which needs no compiler."""
+def check_compiled_blocks() -> None:
+    """torch.compile reads a module's class; an attribute there must not break its graphs or its guards."""
     torch.manual_seed(0)
     reference = Chain(net=Chain({"a": True, "b": True}, a=Block(), b=Wrapping(), c=layer()))
     model = copy.deepcopy(reference)
@@ -253,12 +237,9 @@ def check_compiled() -> None:
         torch.testing.assert_close(model(features(0)), expected)
 
 
-def test_compiled_blocks():
-    """torch.compile reads a module's class; an attribute there must not break its graphs or its guards."""
-    run_ranks(check_compiled, 2)
-
-
-def check_registered_twice() -> None:
+def check_a_child_whose_modules_are_registered_twice() -> None:
+    """`self.fc1 = fc1` beside `super().__init__(module=Sequential(fc1, ...))`, as Composer's own models do: callbacks
+    that call `model.module.summon_full_params(model.module)` find it."""
     first, second = layer(), layer()
     for model in (
         Chain(fc1=first, module=Chain(first=first, second=second), fc2=second),
@@ -283,7 +264,17 @@ def check_registered_twice() -> None:
             assert torch.allclose(parameter.grad.full_tensor(), value.grad)
 
 
-def test_a_child_whose_modules_are_registered_twice():
-    """`self.fc1 = fc1` beside `super().__init__(module=Sequential(fc1, ...))`, as Composer's own models do: callbacks
-    that call `model.module.summon_full_params(model.module)` find it."""
-    run_ranks(check_registered_twice, 2)
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_inside_checkpointing_wrappers,
+        check_whoever_asks_is_told_that_nothing_is_wrapped,
+        check_a_users_own_names_come_first,
+        check_names_are_seen_by_scripts_only,
+        check_compiled_blocks,
+        check_a_child_whose_modules_are_registered_twice,
+    ],
+)
+def test_the_names_of_fsdp1(check: Callable[[], None]):
+    """Scripts find them, and nobody who asks whether a module is wrapped, copies it or compiles it."""
+    run_ranks(check, 2)

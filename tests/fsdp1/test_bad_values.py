@@ -102,101 +102,93 @@ def error_of(answer: Callable[[], Any]) -> str | None:
     return None
 
 
-def problem_with(check: Callable[[], str | None]) -> str | None:
-    """What the check found, or what escaped from it."""
+def model_with(answer: Any) -> nn.Module:
+    return Chain(net=Chain({"inner": answer}, inner=layer(), other=layer()))
+
+
+def check_plan(model: nn.Module, config: ShardingConfig) -> None:
+    plan = plan_sharding(model, config)
+    json.dumps(plan.to_json())
+    assert plan.explain()
+
+
+def of_the_model(case: str, key: str, strict: bool) -> str | None:
+    """A typo or a wrong type in a YAML; what is accepted can be planned and reported."""
+    translations: list[Translation] = []
+    options = {"device": "cpu", "world_size": 2, "strict": strict}
+    text = error_of(lambda: translations.append(translate({key: wrong(case)}, **options)))
+    if text is not None:
+        return None if key in text else f"the error does not name the key: {text}"
+    [translation] = translations
+    json.dumps(translation.to_json())
+    assert translation.explain()
+    assert key in {finding.key for finding in translation.findings}
+    if translation.config is None:
+        assert key in {finding.key for finding in translation.blocking}
+    else:
+        error_of(lambda: check_plan(model_with(False), translation.config))
+    return None
+
+
+def of_one_module(case: str, key: str) -> str | None:
+    """What a wrap function's dict says wrongly is named with its key and the module."""
+    of_settings = error_of(lambda: read_overrides({key: wrong(case)}, "net.inner", config=ShardingConfig()))
+    of_plan = error_of(lambda: check_plan(model_with({key: wrong(case)}), ShardingConfig()))
+    assert (of_settings is None) == (of_plan is None)
+    lost = [name for text in (of_settings, of_plan) if text for name in (key, "net.inner") if name not in text]
+    return f"the error does not name {lost[0]}: {of_settings}" if lost else None
+
+
+def of_a_wrap_function(case: str) -> str | None:
+    """One that forgets its return, or returns a mask, is named with the module that it was asked about."""
+    text = error_of(lambda: check_plan(model_with(wrong(case)), ShardingConfig()))
+    is_named = case in ("true", "false", "empty dict") or (text and "net.inner" in text)
+    return None if is_named else f"the error does not name the module: {text}"
+
+
+def of_translate(case: str, argument: str) -> str | None:
+    """A script that passes the wrong thing beside the configuration is told what it passed."""
+    options = {"device": "cpu", "world_size": 2, argument: wrong(case)}
+    text = error_of(lambda: translate({}, **options).explain())
+    is_named = text is None or argument in text or argument.replace("_", " ") in text
+    return None if is_named else f"the error does not name {argument}: {text}"
+
+
+def of_a_key(case: str) -> str | None:
+    """Whatever stands on the left of a colon."""
     try:
-        return check()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        hash(WRONG[case])
+    except TypeError:
+        return None  # cannot be a key
+    texts = [
+        error_of(lambda: translate({WRONG[case]: 1}, device="cpu")),
+        error_of(lambda: read_overrides({WRONG[case]: 1}, "net.inner", config=ShardingConfig())),
+    ]
+    return None if all(texts) else f"accepted: {texts}"
 
 
-def check_all(check: Callable[[str], str | None]) -> None:
-    """Every wrong value, and all that went wrong at once."""
-    problems = {case: problem_with(lambda case=case: check(case)) for case in WRONG}  # type: ignore[misc]
+CHECKS: list[tuple[Callable[..., str | None], tuple[Any, ...]]] = [
+    *((of_the_model, (key.name, strict)) for key in KEYS for strict in (True, False)),
+    *((of_one_module, (key,)) for key in KEYS_OF_MODULES),
+    (of_a_wrap_function, ()),
+    *((of_translate, (argument,)) for argument in ("precision", "device", "world_size")),
+    (of_a_key, ()),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "arguments"), CHECKS, ids=[f"{check.__name__} {arguments}" for check, arguments in CHECKS]
+)
+def test_every_wrong_value(check: Callable[..., str | None], arguments: tuple[Any, ...]):
+    """It is answered with the name of its key, not with a stack of ours; all that goes wrong is told at once."""
+    problems = {}
+    for case in WRONG:
+        try:
+            problems[case] = check(case, *arguments)
+        except Exception as error:
+            problems[case] = f"{type(error).__name__}: {error}"
     lines = [f"{case} ({WRONG[case]!r:.60}): {problem}" for case, problem in problems.items() if problem]
     assert not lines, "\n".join(lines)
-
-
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-@pytest.mark.parametrize("key", [key.name for key in KEYS])
-def test_of_the_model(key: str, strict: bool):
-    """A typo or a wrong type in a YAML is answered with the name of its key, not with a stack of ours; what is
-    accepted can be planned and reported."""
-
-    def check(case: str) -> str | None:
-        translations: list[Translation] = []
-        options = {"device": "cpu", "world_size": 2, "strict": strict}
-        text = error_of(lambda: translations.append(translate({key: wrong(case)}, **options)))
-        if text is not None:
-            return None if key in text else f"the error does not name the key: {text}"
-        [translation] = translations
-        json.dumps(translation.to_json())
-        assert translation.explain()
-        assert key in {finding.key for finding in translation.findings}
-        if translation.config is None:
-            assert key in {finding.key for finding in translation.blocking}
-        else:
-            error_of(lambda: check_plan(model_with(False), translation.config))
-        return None
-
-    check_all(check)
-
-
-@pytest.mark.parametrize("key", KEYS_OF_MODULES)
-def test_of_one_module(key: str):
-    """What a wrap function's dict says wrongly is named with its key and the module."""
-
-    def check(case: str) -> str | None:
-        of_settings = error_of(lambda: read_overrides({key: wrong(case)}, "net.inner", config=ShardingConfig()))
-        model = model_with({key: wrong(case)})
-        of_plan = error_of(lambda: check_plan(model, ShardingConfig()))
-        assert (of_settings is None) == (of_plan is None)
-        lost = [name for text in (of_settings, of_plan) if text for name in (key, "net.inner") if name not in text]
-        return f"the error does not name {lost[0]}: {of_settings}" if lost else None
-
-    check_all(check)
-
-
-def test_answers_of_a_wrap_function():
-    """One that forgets its return, or returns a mask, is named with the module that it was asked about."""
-
-    def check(case: str) -> str | None:
-        if case in ("true", "false", "empty dict"):
-            return None
-        text = error_of(lambda: check_plan(model_with(wrong(case)), ShardingConfig()))
-        return None if text and "net.inner" in text else f"the error does not name the module: {text}"
-
-    check_all(check)
-
-
-@pytest.mark.parametrize("argument", ["precision", "device", "world_size"])
-def test_arguments_of_translate(argument: str):
-    """A script that passes the wrong thing beside the configuration is told what it passed."""
-
-    def check(case: str) -> str | None:
-        options = {"device": "cpu", "world_size": 2, argument: wrong(case)}
-        text = error_of(lambda: translate({}, **options).explain())
-        named = text is None or argument in text or argument.replace("_", " ") in text
-        return None if named else f"the error does not name {argument}: {text}"
-
-    check_all(check)
-
-
-def test_keys_that_are_none():
-    """Whatever stands on the left of a colon."""
-
-    def check(case: str) -> str | None:
-        try:
-            hash(WRONG[case])
-        except TypeError:
-            return None  # cannot be a key
-        texts = [
-            error_of(lambda: translate({WRONG[case]: 1}, device="cpu")),
-            error_of(lambda: read_overrides({WRONG[case]: 1}, "net.inner", config=ShardingConfig())),
-        ]
-        return None if all(texts) else f"accepted: {texts}"
-
-    check_all(check)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64], ids=str)
@@ -215,13 +207,3 @@ def test_dtypes_that_nothing_trains_in(part: str, dtype: torch.dtype):
         of_unit = error_of(lambda written=written: read_overrides(written, "net", config=ShardingConfig()))  # type: ignore[misc]
         accepted += [written for text in (of_model, of_unit) if text is None or part not in text]
     assert accepted == []
-
-
-def model_with(answer: Any) -> nn.Module:
-    return Chain(net=Chain({"inner": answer}, inner=layer(), other=layer()))
-
-
-def check_plan(model: nn.Module, config: ShardingConfig) -> None:
-    plan = plan_sharding(model, config)
-    json.dumps(plan.to_json())
-    assert plan.explain()

@@ -32,16 +32,6 @@ def test_each_key_has_one_row():
     assert set(KEYS_BY_NAME) == {key.name for key in KEYS}
 
 
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
-def test_saying_the_default_changes_nothing(key: Row):
-    """A configuration that spells out FSDP1's defaults trains as one that leaves them out, and is never refused."""
-    section = translate({key.name: key.default}, device="cpu", world_size=4)
-    assert section.config == translate({}, device="cpu", world_size=4).config
-    assert section.config is not None
-    assert [finding.key for finding in section.findings] == [key.name]
-    assert section.findings[0].outcome in (Outcome.EXACT, Outcome.APPROXIMATE, Outcome.UNNEEDED)
-
-
 @pytest.mark.parametrize("key", TYPED, ids=lambda key: key.name)
 def test_a_value_of_the_wrong_type_is_refused_by_name(key: Row):
     """`sync_module_states: "false"` does not turn it on, as any non-empty string did under FSDP1."""

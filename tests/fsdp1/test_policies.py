@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -136,7 +136,7 @@ def check_sizes(num_trees: int) -> tuple[int, int]:
 
 def test_the_size_rule_is_fsdp1s():
     """A run that FSDP1 wrapped by size would have other units, other memory and other gathers."""
-    num_trees = 1000 * (THOROUGH_FACTOR if IS_THOROUGH else 1)
+    num_trees = 300 * (THOROUGH_FACTOR if IS_THOROUGH else 1)
     [(num_with_units, num_constructed)] = run_ranks(check_sizes, 1, num_trees)
     assert num_with_units > num_trees / 2 and num_constructed > num_trees / 2
 
@@ -214,35 +214,81 @@ def units_of(model: nn.Module, **wrap: Any) -> dict[str, str]:
 BLOCKS = {f"model.trunk.blocks.{number}": "wrap_policy: Block" for number in range(2)}
 
 
-def test_classes_are_units():
-    """Each module of a class that the file names, also of one derived from it, and nothing else."""
-    assert units_of(inside(LanguageModel()), classes=("Block",)) == BLOCKS
-    wide = inside(LanguageModel(Block(), WideBlock()))
-    assert units_of(wide, classes=("Block",)) == BLOCKS
-    assert list(units_of(wide, classes=("WideBlock",))) == ["model.trunk.blocks.1"]
-    assert units_of(inside(LanguageModel()), kind=WrapKind.ROOT) == {}
+def with_ends(build: Callable[[], nn.Module], change: Callable[[Any], object]) -> nn.Module:
+    model = build()
+    change(model)
+    return inside(model)
 
 
-def test_units_nest():
-    """A chosen module around chosen ones stays a unit of what lies between them."""
-    found = units_of(inside(LanguageModel()), classes=("Block", "Trunk"))
-    assert found == BLOCKS | {"model.trunk": "wrap_policy: Trunk"}
+def give_other_ends(model: Any) -> None:
+    model.wte, model.unembed = nn.Embedding(8, 4), nn.Linear(4, 8)
+    model.get_input_embeddings = lambda: model.wte
+    model.get_output_embeddings = lambda: model.unembed
 
 
-def test_auto_is_what_the_model_names():
-    """The model may lie in a wrapper, and name classes that this release of it has not."""
-    assert units_of(inside(LanguageModel())) == BLOCKS
+def give_titans_ends(model: Any) -> None:
+    """By TorchTitan's names; not every output is the model's."""
+    model.tok_embeddings, model.output = nn.Embedding(8, 4), nn.Linear(4, 8)
+    model[0].output = nn.Linear(4, 4)
+
+
+NAMED = {"classes": ("Block",)}
+BOTH = {"embeddings": True, "output": True}
+ENDS = {"model.trunk.embed_tokens": "wrap_policy: wrap_embeddings", "model.lm_head": "wrap_policy: wrap_lm_output"}
+TIED = with_ends(LanguageModel, lambda model: tie(model.trunk.embed_tokens, model.lm_head))
+# A model, a policy, and the units below the roots, with why each is one where that is said.
+UNITS: dict[str, tuple[nn.Module, dict[str, Any], dict[str, str] | set[str]]] = {
+    "each module of a class that the file names": (inside(LanguageModel()), NAMED, BLOCKS),
+    "of one derived from it": (inside(LanguageModel(Block(), WideBlock())), NAMED, BLOCKS),
+    "of the derived one": (
+        inside(LanguageModel(Block(), WideBlock())),
+        {"classes": ("WideBlock",)},
+        {"model.trunk.blocks.1"},
+    ),
+    "none": (inside(LanguageModel()), {"kind": WrapKind.ROOT}, {}),
+    "a chosen module around chosen ones": (
+        inside(LanguageModel()),
+        {"classes": ("Block", "Trunk")},
+        BLOCKS | {"model.trunk": "wrap_policy: Trunk"},
+    ),
+    # The model may lie in a wrapper, and name classes that this release of it has not.
+    "auto": (inside(LanguageModel()), {}, BLOCKS),
     # A root without a forward: its members are the roots.
-    assert list(units_of(inside(inside(LanguageModel())))) == [f"model.model.trunk.blocks.{n}" for n in range(2)]
-    # A set, as transformers 5 has it, is in another order in each process; the plans of all ranks must be the same.
+    "auto, deeper": (inside(inside(LanguageModel())), {}, {f"model.model.trunk.blocks.{n}" for n in range(2)}),
+    "auto, in a wrapper": (inside(nn.Sequential(LanguageModel())), {}, {f"model.0.trunk.blocks.{n}" for n in range(2)}),
+    "embeddings and head": (inside(LanguageModel()), BOTH, BLOCKS | ENDS),
+    # Tied ones share a unit, or stay with what uses both.
+    "tied embeddings": (TIED, {"embeddings": True}, BLOCKS),
+    "tied ends": (TIED, BOTH, {*BLOCKS, "model.trunk.embed_tokens + model.lm_head"}),
+    "ends as the model gives them": (
+        with_ends(LanguageModel, give_other_ends),
+        BOTH,
+        {*BLOCKS, "model.wte", "model.unembed"},
+    ),
+    "ends by TorchTitan's names": (
+        with_ends(lambda: nn.Sequential(Block()), give_titans_ends),
+        NAMED | BOTH,
+        {"model.0", "model.tok_embeddings", "model.output"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNITS)
+def test_units_are_what_a_policy_chooses(case: str):
+    """Other units are other memory, and other gathers."""
+    model, wrap, expected = UNITS[case]
+    found = units_of(model, **wrap)
+    assert (found if isinstance(expected, dict) else set(found)) == expected
+
+
+def test_the_order_of_the_models_classes_does_not_matter():
+    """A set, as transformers 5 has it, is in another order in each process; the plans of all ranks must be the same."""
     trunks = (
         type("Trunk", (Trunk,), {"_no_split_modules": names})
         for names in (["Block", "WideBlock"], ["WideBlock", "Block"])
     )
     plans = [plan_of(inside(trunk(Block(), WideBlock()))).digest for trunk in trunks]
     assert plans[0] == plans[1]
-    wrapper = inside(nn.Sequential(LanguageModel()))
-    assert list(units_of(wrapper)) == [f"model.0.trunk.blocks.{n}" for n in range(2)]
 
 
 def test_an_unknown_class_lists_the_models():
@@ -252,35 +298,6 @@ def test_an_unknown_class_lists_the_models():
     assert "wrap_policy.transformer_layer_cls_to_wrap" in str(caught.value)
     with pytest.raises(PlanError, match="names no classes of its own"):
         plan_of(inside(nn.Sequential(Block())))
-
-
-def test_embeddings_and_head():
-    """As the model gives them, or by TorchTitan's names; tied ones share a unit, or stay with what uses both."""
-    both = {"embeddings": True, "output": True}
-    ends = {
-        "model.trunk.embed_tokens": "wrap_policy: wrap_embeddings",
-        "model.lm_head": "wrap_policy: wrap_lm_output",
-    }
-    assert units_of(inside(LanguageModel()), **both) == BLOCKS | ends
-    model = inside(LanguageModel())
-    tie(model.model.trunk.embed_tokens, model.model.lm_head)
-    assert units_of(model, embeddings=True) == BLOCKS
-    assert [name for name in units_of(model, **both) if name not in BLOCKS] == [
-        "model.trunk.embed_tokens + model.lm_head"
-    ]
-    unusual = inside(LanguageModel())
-    unusual.model.wte, unusual.model.unembed = nn.Embedding(8, 4), nn.Linear(4, 8)
-    unusual.model.get_input_embeddings = lambda: unusual.model.wte
-    unusual.model.get_output_embeddings = lambda: unusual.model.unembed
-    assert {"model.wte", "model.unembed"} == units_of(unusual, **both).keys() - BLOCKS.keys()
-    titan = nn.Sequential(Block())
-    titan.tok_embeddings, titan.output = nn.Embedding(8, 4), nn.Linear(4, 8)
-    titan[0].output = nn.Linear(4, 4)  # not every output is the model's
-    assert list(units_of(inside(titan), classes=("Block",), **both)) == [
-        "model.0",
-        "model.tok_embeddings",
-        "model.output",
-    ]
 
 
 def test_ends_that_a_model_has_not_are_told():

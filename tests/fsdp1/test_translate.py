@@ -6,15 +6,13 @@ import dataclasses
 import json
 import types
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from support.examples import examples
-from support.translations import config_of, finding_of, refused
+from support.translations import config_of, refused
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -26,7 +24,6 @@ from torch.distributed.fsdp import (
 
 from composer_fsdp2 import (
     ActivationCheckpointing,
-    ComposerFSDP2Error,
     ConfigError,
     MeshSpec,
     Outcome,
@@ -39,179 +36,206 @@ from composer_fsdp2 import (
 from composer_fsdp2.config.choices import UnitOverrides
 from composer_fsdp2.config.sharding import GradientDtype
 from composer_fsdp2.config.sharding import MixedPrecision as OurMixedPrecision
-from composer_fsdp2.fsdp1.keys import KEYS
 from composer_fsdp2.fsdp1.module_settings import read_overrides
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-# --- mesh and resharding
-
-
-@pytest.mark.parametrize(
-    ("strategy", "shard", "replicate", "shape", "reshard"),
-    [
-        (None, -1, None, (4,), True),
-        ("FULL_SHARD", -1, None, (4,), True),
-        ("FULL_SHARD", 4, None, (4,), True),
-        ("SHARD_GRAD_OP", -1, None, (4,), False),
-        ("NO_SHARD", -1, None, (4, 1), False),
-        ("NO_SHARD", 4, None, (4, 1), False),
-        ("NO_SHARD", 1, 4, (4, 1), False),
-        ("NO_SHARD", 1, -1, (4, 1), False),
-        # Composer turns a hybrid strategy on a 1-D mesh into the plain one, and a plain one on a 2-D mesh into the
-        # hybrid one (composer/distributed/dist_strategy.py, lines 331 to 344).
-        ("HYBRID_SHARD", -1, None, (4,), True),
-        ("_HYBRID_SHARD_ZERO2", -1, None, (4,), False),
-        ("HYBRID_SHARD", -1, 2, (2, 2), True),
-        ("HYBRID_SHARD", 2, -1, (2, 2), True),
-        ("_HYBRID_SHARD_ZERO2", 2, 2, (2, 2), False),
-        ("FULL_SHARD", -1, 2, (2, 2), True),
-        ("SHARD_GRAD_OP", -1, 2, (2, 2), False),
-        ("FULL_SHARD", -1, 1, (1, 4), True),
-        ("FULL_SHARD", 1, -1, (4, 1), True),
-        ("full_shard", -1, None, (4,), True),
-        ("hybrid_shard", -1, 2, (2, 2), True),
-    ],
-)
-def test_strategy_and_degrees(
-    strategy: str | None, shard: int, replicate: int | None, shape: tuple[int, ...], reshard: bool
-):
-    """Memory and traffic stay what they were: SHARD_GRAD_OP keeps parameters, NO_SHARD replicates, HYBRID is 2-D."""
-    written = {
-        "sharding_strategy": strategy,
-        "data_parallel_shard_degree": shard,
-        "data_parallel_replicate_degree": replicate,
-    }
-    config = config_of({key: value for key, value in written.items() if value is not None})
-    assert config.mesh.shape == shape
-    assert config.reshard_after_forward is reshard
-
-
-def test_degrees_stay_open_without_a_world_size():
-    """A configuration can be looked at on a machine without ranks."""
-    assert config_of(
-        {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}, world_size=None
-    ).mesh == (MeshSpec.of_degrees(replicate=2))
-    assert config_of({"sharding_strategy": "NO_SHARD"}, world_size=None).mesh == MeshSpec.of_degrees(
-        shard=1, replicate=-1
-    )
-
-
-@pytest.mark.parametrize(
-    ("fsdp_config", "expected"),
-    [
-        ({"reshard_after_forward": False}, False),
-        ({"reshard_after_forward": True}, True),
-        ({"reshard_after_forward": 2}, 2),
-        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": 2}, 2),
-        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": False}, False),
-    ],
-)
-def test_reshard_after_forward(fsdp_config: dict[str, Any], expected: bool | int):
-    """FSDP2's own word goes through as it is, and an integer keeps parameters within a node."""
-    config = config_of(fsdp_config)
-    assert config.reshard_after_forward is expected or config.reshard_after_forward == expected != 1
-
-
-@pytest.mark.parametrize(
-    ("fsdp_config", "world_size", "parts"),
-    [
-        ({"data_parallel_shard_degree": 8}, 12, ["8", "world size is 12", "1, 2, 3, 4, 6 or 12"]),
-        ({"data_parallel_replicate_degree": 8}, 12, ["world size 12", "replicate_degree 8", "1, 2, 3, 4, 6 or 12"]),
-        ({"data_parallel_shard_degree": 3, "data_parallel_replicate_degree": 3}, 12, ["makes 9 ranks", "12"]),
-        ({"data_parallel_shard_degree": -1, "data_parallel_replicate_degree": -1}, 12, ["both -1"]),
-        ({"data_parallel_shard_degree": 0}, 12, ["data_parallel_shard_degree is 0"]),
-        ({"reshard_after_forward": 3}, 4, ["reshard_after_forward 3", "1, 2 or 4"]),
-        ({"reshard_after_forward": 4, "data_parallel_replicate_degree": 2}, 4, ["does not divide the 2 ranks"]),
-    ],
-)
-def test_degrees_that_do_not_fit(fsdp_config: dict[str, Any], world_size: int, parts: list[str]):
-    """Moving to another number of GPUs says which numbers would do."""
-    message = refused(fsdp_config, world_size=world_size)
-    assert [part for part in parts if part not in message] == []
-
-
-# --- mixed precision
-
 FLOAT, HALF, BFLOAT = "float32", "float16", "bfloat16"
 LOW = {"fp32": FLOAT, "amp_fp16": HALF, "amp_bf16": BFLOAT, "amp_fp8": BFLOAT}
 
+# --- what is asked for
 
-@pytest.mark.parametrize("precision", LOW)
-@pytest.mark.parametrize("mixed_precision", ["FULL", "DEFAULT", "PURE", "default", None])
-def test_mixed_precision_words(mixed_precision: str | None, precision: str):
-    """The dtypes of training are Composer's: get_mixed_precision in composer/distributed/mosaic_parallelism.py."""
-    low = LOW[precision]
-    param, reduce, buffer = {"FULL": (None, None, None), "PURE": (low, low, low)}.get(
-        mixed_precision or "", (low, FLOAT, low)
-    )
-    config = config_of({} if mixed_precision is None else {"mixed_precision": mixed_precision}, precision=precision)
-    expected = OurMixedPrecision(param_dtype=param, reduce_dtype=reduce, buffer_dtype=buffer)
-    assert config.mixed_precision == expected
-
-
-def test_only_roots_cast_their_inputs():
-    """Masks and positions handed to a block keep their dtype, as under FSDP1 (MixedPrecision's defaults)."""
-    config = config_of({}, precision="amp_bf16")
-    assert config.mixed_precision.cast_root_inputs and not config.mixed_precision.cast_forward_inputs
-
-
+STRATEGIES = [
+    (None, -1, None, (4,), True),
+    ("FULL_SHARD", -1, None, (4,), True),
+    ("FULL_SHARD", 4, None, (4,), True),
+    ("SHARD_GRAD_OP", -1, None, (4,), False),
+    ("NO_SHARD", -1, None, (4, 1), False),
+    ("NO_SHARD", 4, None, (4, 1), False),
+    ("NO_SHARD", 1, 4, (4, 1), False),
+    ("NO_SHARD", 1, -1, (4, 1), False),
+    # Composer turns a hybrid strategy on a 1-D mesh into the plain one, and a plain one on a 2-D mesh into the
+    # hybrid one (composer/distributed/dist_strategy.py, lines 331 to 344).
+    ("HYBRID_SHARD", -1, None, (4,), True),
+    ("_HYBRID_SHARD_ZERO2", -1, None, (4,), False),
+    ("HYBRID_SHARD", -1, 2, (2, 2), True),
+    ("HYBRID_SHARD", 2, -1, (2, 2), True),
+    ("_HYBRID_SHARD_ZERO2", 2, 2, (2, 2), False),
+    ("FULL_SHARD", -1, 2, (2, 2), True),
+    ("SHARD_GRAD_OP", -1, 2, (2, 2), False),
+    ("FULL_SHARD", -1, 1, (1, 4), True),
+    ("FULL_SHARD", 1, -1, (4, 1), True),
+    ("full_shard", -1, None, (4,), True),
+    ("hybrid_shard", -1, 2, (2, 2), True),
+]
+STRATEGY_KEYS = ("sharding_strategy", "data_parallel_shard_degree", "data_parallel_replicate_degree")
 # Composer's _get_torch_dtype (composer/distributed/mosaic_parallelism.py).
 SPELLINGS = {
     F32: ["float32", "torch.float32", "fp32", F32],
     F16: ["float16", "torch.float16", "half", "fp16", "amp", "amp_fp16", F16],
     BF16: ["bfloat16", "bfloat", "torch.bfloat16", "bf16", "amp_bf16", "amp_fp8", BF16],
 }
+OFFLOADS = [
+    ({}, False),
+    ({"cpu_offload": False}, False),
+    ({"cpu_offload": None}, False),
+    ({"cpu_offload": True}, True),
+    ({"cpu_offload": CPUOffload(offload_params=True)}, True),
+    ({"cpu_offload": CPUOffload(offload_params=False)}, False),
+    ({"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, True),
+    ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, True),
+    ({"offload_policy": OffloadPolicy()}, False),
+    ({"offload_policy": None}, False),
+]
+PREFETCHES = [
+    ({}, Prefetch()),
+    ({"backward_prefetch": "BACKWARD_PRE"}, Prefetch()),
+    ({"backward_prefetch": "backward_post"}, Prefetch()),
+    ({"backward_prefetch": "NONE"}, Prefetch(backward=0)),
+    ({"backward_prefetch": "NONE", "backward_prefetch_limit": 3}, Prefetch(backward=0)),
+    ({"backward_prefetch_limit": 3}, Prefetch(backward=3)),
+    ({"forward_prefetch": True}, Prefetch(forward=1)),
+    ({"forward_prefetch": True, "forward_prefetch_limit": 2}, Prefetch(forward=2)),
+    ({"forward_prefetch_limit": 2}, Prefetch()),  # FSDP1 read the limit only if forward_prefetch was on
+]
+DEVICES = [
+    ("gpu", "cuda"),
+    ("cuda:1", "cuda"),
+    (torch.device("cuda", 0), "cuda"),
+    (torch.device("cpu"), "cpu"),
+    (types.SimpleNamespace(name="gpu"), "cuda"),  # Composer's Device
+    (types.SimpleNamespace(name="cpu"), "cpu"),
+]
+RESHARDS = [
+    ({"reshard_after_forward": False}, False),
+    ({"reshard_after_forward": True}, True),
+    ({"reshard_after_forward": 2}, 2),
+    ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": 2}, 2),
+    ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": False}, False),
+]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "spelling"), [(dtype, text) for dtype, spellings in SPELLINGS.items() for text in spellings]
-)
-def test_mixed_precision_dict_takes_every_spelling(dtype: torch.dtype, spelling: object):
-    """Every dict that Composer understood trains in the same dtypes; what it leaves out stays as it is."""
-    for key in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-        config = config_of({"mixed_precision": {key: spelling}})
-        assert config.mixed_precision == OurMixedPrecision(**{key: str(dtype).removeprefix("torch.")})
+def mixed_precision_of(word: str | None, precision: str) -> OurMixedPrecision:
+    """Composer's: get_mixed_precision in composer/distributed/mosaic_parallelism.py."""
+    low = LOW[precision]
+    dtypes = {"FULL": (None, None, None), "PURE": (low, low, low)}.get(word or "", (low, FLOAT, low))
+    return OurMixedPrecision(**dict(zip(("param_dtype", "reduce_dtype", "buffer_dtype"), dtypes, strict=True)))
 
 
-def test_llm_foundry_dict():
-    """LLM Foundry writes keep_low_precision_grads into the dict (llmfoundry/utils/config_utils.py); it trains on."""
-    written = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "bf16", "keep_low_precision_grads": False}
-    assert config_of({"mixed_precision": written}).mixed_precision.param_dtype == BFLOAT
-    finding = finding_of({"mixed_precision": written}, "mixed_precision.keep_low_precision_grads")
-    assert (finding.outcome, finding.value) == (Outcome.UNNEEDED, False)
-    assert "never read it" in finding.reason
-
-
-@pytest.mark.parametrize(
-    ("written", "parts"),
-    [
-        ("PUR", ["FULL, DEFAULT, PURE", "did you mean PURE?"]),
-        (None, ["mixed_precision is None"]),
-        (7, ["mixed_precision is 7"]),
+OF_HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
+RECOMPUTED = ("activation_checkpointing", "activation_cpu_offload", "activation_checkpointing_reentrant")
+OF_FOUNDRY = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "bf16", "keep_low_precision_grads": False}
+# A section, what stands beside it, and what is asked for.
+ASKED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    # Memory and traffic stay what they were: SHARD_GRAD_OP keeps parameters, NO_SHARD replicates, HYBRID is 2-D.
+    *(
         (
-            {"param_dtyp": "bf16"},
-            ["fsdp_config.mixed_precision is {", "unknown key param_dtyp", "did you mean param_dtype?"],
-        ),
-        ({"param_dtype": "bfloat61"}, ["in which param_dtype is 'bfloat61'", "did you mean bfloat16?"]),
-        ({"param_dtype": ["bf16"]}, ["in which param_dtype is ['bf16']"]),
-        ({3: "bf16"}, ["unknown key 3"]),
-    ],
-)
-def test_mixed_precision_that_says_nothing(written: object, parts: list[str]):
-    """A misspelt dtype does not train in fp32 at twice the memory."""
-    message = refused({"mixed_precision": written})
-    assert [part for part in parts if part not in message] == []
+            {key: value for key, value in zip(STRATEGY_KEYS, written, strict=True) if value is not None},
+            {},
+            {"mesh.shape": shape, "reshard_after_forward": reshard},
+        )
+        for *written, shape, reshard in STRATEGIES
+    ),
+    # Degrees stay open without a world size.
+    (OF_HYBRID, {"world_size": None}, {"mesh": MeshSpec.of_degrees(replicate=2)}),
+    (
+        {"sharding_strategy": "NO_SHARD"},
+        {"world_size": None},
+        {"mesh": MeshSpec.of_degrees(shard=1, replicate=-1)},
+    ),
+    # FSDP2's own word goes through as it is, and an integer keeps parameters within a node.
+    *((written, {}, {"reshard_after_forward": expected}) for written, expected in RESHARDS),
+    *(
+        (
+            {} if word is None else {"mixed_precision": word},
+            {"precision": precision},
+            {"mixed_precision": mixed_precision_of(word, precision)},
+        )
+        for word in ("FULL", "DEFAULT", "PURE", "default", None)
+        for precision in LOW
+    ),
+    # Masks and positions handed to a block keep their dtype, as under FSDP1 (MixedPrecision's defaults).
+    (
+        {},
+        {"precision": "amp_bf16"},
+        {"mixed_precision.cast_root_inputs": True, "mixed_precision.cast_forward_inputs": False},
+    ),
+    # What a dict leaves out stays as it is.
+    *(
+        (
+            {"mixed_precision": {key: spelling}},
+            {},
+            {"mixed_precision": OurMixedPrecision(**{key: str(dtype).removeprefix("torch.")})},
+        )
+        for dtype, spellings in SPELLINGS.items()
+        for spelling in spellings
+        for key in ("param_dtype", "reduce_dtype", "buffer_dtype")
+    ),
+    ({"mixed_precision": OF_FOUNDRY}, {}, {"mixed_precision.param_dtype": BFLOAT}),
+    *(({}, {"device": device, "precision": "fp32"}, {"mesh.device_type": name}) for device, name in DEVICES),
+    *((written, {}, {"cpu_offload": expected}) for written, expected in OFFLOADS),
+    *((written, {}, {"prefetch": expected}) for written, expected in PREFETCHES),
+    # A script that hands over FSDP1's own MixedPrecision keeps each of its fields.
+    (
+        {
+            "mixed_precision": MixedPrecision(
+                param_dtype=BF16, reduce_dtype=F32, buffer_dtype=F16, cast_root_forward_inputs=False
+            )
+        },
+        {},
+        {
+            "mixed_precision": OurMixedPrecision(
+                param_dtype=BFLOAT,
+                reduce_dtype=FLOAT,
+                buffer_dtype=HALF,
+                cast_forward_inputs=False,
+                cast_root_inputs=False,
+            )
+        },
+    ),
+    (
+        {"mixed_precision": MixedPrecision(cast_forward_inputs=True)},
+        {},
+        {"mixed_precision.cast_forward_inputs": True},
+    ),
+    # FSDP1's key set to None, or to false, and FSDP2's policy beside it means the policy.
+    (
+        {"mixed_precision": None, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16)},
+        {},
+        {"mixed_precision.param_dtype": BFLOAT},
+    ),
+    ({"cpu_offload": None, "offload_policy": CPUOffloadPolicy()}, {}, {"cpu_offload": True}),
+    # FSDP1's default implementation, the reentrant one, stays.
+    (
+        {},
+        {},
+        {
+            "activation_checkpointing": ActivationCheckpointing(checkpoint=False, cpu_offload=False, reentrant=True),
+            "sync_module_states": False,
+        },
+    ),
+    (
+        dict(zip(RECOMPUTED, (True, True, False), strict=True)),
+        {},
+        {"activation_checkpointing": ActivationCheckpointing(checkpoint=True, cpu_offload=True, reentrant=False)},
+    ),
+    ({"sync_module_states": True}, {}, {"sync_module_states": True}),
+]
 
 
-@pytest.mark.parametrize(
-    ("precision", "parts"), [("bf16", ["'bf16'", "amp_bf16"]), ("amp_bf61", ["did you mean amp_bf16?"]), (3, ["3"])]
-)
-def test_unknown_precision(precision: object, parts: list[str]):
-    """A precision that Composer does not have names those that it has."""
-    message = refused({}, precision=precision)
-    assert [part for part in [*parts, "fp32, amp_fp16, amp_bf16, amp_fp8"] if part not in message] == []
+@pytest.mark.parametrize(("written", "options", "expected"), ASKED)
+def test_what_a_section_asks_for(written: dict[str, Any], options: dict[str, Any], expected: dict[str, Any]):
+    """The run trains in the same dtypes, memory and traffic as under FSDP1."""
+    config = config_of(written, **options)
+    for path, value in expected.items():
+        found = attrgetter(path)(config)
+        assert (type(found), found) == (type(value), value), path
+
+
+def test_verbose():
+    """The report is logged when it is asked for."""
+    assert translate({"verbose": True}, device="cpu").verbose and not translate({}, device="cpu").verbose
 
 
 def test_precision_of_no_precision(monkeypatch: pytest.MonkeyPatch):
@@ -223,165 +247,120 @@ def test_precision_of_no_precision(monkeypatch: pytest.MonkeyPatch):
     assert config_of({}, device=None).mesh.device_type == "cuda"
 
 
-@pytest.mark.parametrize(
-    ("device", "device_type"),
-    [
-        ("gpu", "cuda"),
-        ("cuda:1", "cuda"),
-        (torch.device("cuda", 0), "cuda"),
-        (torch.device("cpu"), "cpu"),
-        (types.SimpleNamespace(name="gpu"), "cuda"),  # Composer's Device
-        (types.SimpleNamespace(name="cpu"), "cpu"),
-    ],
-)
-def test_devices(device: object, device_type: str):
-    """Composer's, torch's and plain names of a device all shard on it."""
-    assert config_of({}, device=device, precision="fp32").mesh.device_type == device_type
+# --- what is refused
+
+DEGREES = [
+    ({"data_parallel_shard_degree": 8}, 12, ["8", "world size is 12", "1, 2, 3, 4, 6 or 12"]),
+    ({"data_parallel_replicate_degree": 8}, 12, ["world size 12", "replicate_degree 8", "1, 2, 3, 4, 6 or 12"]),
+    ({"data_parallel_shard_degree": 3, "data_parallel_replicate_degree": 3}, 12, ["makes 9 ranks", "12"]),
+    ({"data_parallel_shard_degree": -1, "data_parallel_replicate_degree": -1}, 12, ["both -1"]),
+    ({"data_parallel_shard_degree": 0}, 12, ["data_parallel_shard_degree is 0"]),
+    ({"reshard_after_forward": 3}, 4, ["reshard_after_forward 3", "1, 2 or 4"]),
+    ({"reshard_after_forward": 4, "data_parallel_replicate_degree": 2}, 4, ["does not divide the 2 ranks"]),
+]
+WITHOUT_DTYPES = [
+    ("PUR", ["FULL, DEFAULT, PURE", "did you mean PURE?"]),
+    (None, ["mixed_precision is None"]),
+    (7, ["mixed_precision is 7"]),
+    (
+        {"param_dtyp": "bf16"},
+        ["fsdp_config.mixed_precision is {", "unknown key param_dtyp", "did you mean param_dtype?"],
+    ),
+    ({"param_dtype": "bfloat61"}, ["in which param_dtype is 'bfloat61'", "did you mean bfloat16?"]),
+    ({"param_dtype": ["bf16"]}, ["in which param_dtype is ['bf16']"]),
+    ({3: "bf16"}, ["unknown key 3"]),
+]
+OUTSIDE = [
+    ({"sharding_strategy": "FULL_SHRD"}, ["FULL_SHRD", "did you mean FULL_SHARD?", "_HYBRID_SHARD_ZERO2"]),
+    ({"backward_prefetch": "PRE"}, ["NONE, BACKWARD_PRE, BACKWARD_POST"]),
+    ({"backward_prefetch_limit": 0}, ["backward_prefetch_limit is 0", "from 1 on"]),
+    ({"forward_prefetch_limit": -1}, ["forward_prefetch_limit is -1"]),
+    ({"state_dict_type": "local"}, ["'sharded'", "0.19"]),
+    ({"state_dict_type": "whole"}, ["'full' or 'sharded'"]),
+    ({"mp_policy": "PURE"}, ["give a MixedPrecisionPolicy"]),
+]
+CONTRADICTIONS = [
+    ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, ["freed", "reshard_after_forward False"]),
+    ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, ["kept"]),
+    ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": 2}, ["kept"]),
+    ({"sharding_strategy": "NO_SHARD", "reshard_after_forward": True}, ["kept"]),
+    (
+        {"mixed_precision": "PURE", "mp_policy": MixedPrecisionPolicy()},
+        ["mixed_precision", "mp_policy", "keep one"],
+    ),
+    ({"cpu_offload": True, "offload_policy": OffloadPolicy()}, ["cpu_offload", "offload_policy", "keep one"]),
+    ({"sharding_strategy": "NO_SHARD", "data_parallel_replicate_degree": 2}, ["NO_SHARD contradicts"]),
+    ({"activation_cpu_offload": True, "use_orig_params": False}, ["use_orig_params"]),
+]
+MISTAKES = {
+    "data_parallel_replicate_degree": 3,
+    "mixed_precision": "HALF",
+    "backward_prefetch_limit": 0,
+    "state_dict_type": "whole",
+    "cpu_offload": "yes",
+    "activation_cpu_offload": True,
+    "use_orig_params": False,
+}
+OF_DEVICES = "sharding runs on 'gpu' ('cuda') or 'cpu'"
+REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
+    # Moving to another number of GPUs says which numbers would do.
+    *((written, {"world_size": world_size}, parts) for written, world_size, parts in DEGREES),
+    # A degree with too many zeros is no job that hangs at its start.
+    (
+        {"data_parallel_shard_degree": 10**13, "reshard_after_forward": 7},
+        {"world_size": None},
+        ["10000000000000"],
+    ),
+    ({"data_parallel_shard_degree": 10**13}, {}, [str(10**13)]),
+    # A misspelt dtype does not train in fp32 at twice the memory.
+    *(({"mixed_precision": written}, {}, parts) for written, parts in WITHOUT_DTYPES),
+    *(
+        ({}, {"precision": precision}, [*parts, "fp32, amp_fp16, amp_bf16, amp_fp8"])
+        for precision, parts in (
+            ("bf16", ["'bf16'", "amp_bf16"]),
+            ("amp_bf61", ["did you mean amp_bf16?"]),
+            (3, ["3"]),
+        )
+    ),
+    *(({}, {"device": device}, [OF_DEVICES, repr(device)]) for device in ("tpu", "mps", torch.device("meta"), 3)),
+    *(
+        (written, {}, ["true, false, a CPUOffload or an OffloadPolicy"])
+        for written in ({"cpu_offload": "true"}, {"offload_policy": 1})
+    ),
+    *((written, {}, parts) for written, parts in OUTSIDE),
+    ({"mixed_precision": None, "mp_policy": None}, {}, ["mixed_precision is None"]),
+    # Of two settings one would silently win.
+    *((written, {}, parts) for written, parts in CONTRADICTIONS),
+    # Ten mistakes are one edit, not ten queued jobs.
+    (
+        {"sharding_stratgy": "FULL_SHARD", "verbose": "yes", "colour": 1},
+        {},
+        [
+            "fsdp_config.sharding_stratgy; did you mean sharding_strategy?",
+            "fsdp_config.verbose is 'yes'",
+            "unknown key fsdp_config.colour",
+        ],
+    ),
+    (
+        MISTAKES,
+        {"precision": "bf16"},
+        ["replicate_degree 3", "HALF", "limit is 0", "'whole'", "'yes'", "use_orig_params", "'bf16'"],
+    ),
+    # FSDPConfig takes a misspelt key as well.
+    (types.SimpleNamespace(sharding_stratgy="FULL_SHARD"), {}, ["did you mean sharding_strategy?"]),
+    # A wrong argument is never taken for an empty configuration.
+    *(
+        (source, {}, ["give a mapping, a composer FSDPConfig or an FSDP2Config"])
+        for source in ("FULL_SHARD", 3, None, ["verbose"], types.SimpleNamespace, ShardingConfig(), len)
+    ),
+]
 
 
-@pytest.mark.parametrize("device", ["tpu", "mps", torch.device("meta"), 3])
-def test_unknown_device(device: object):
-    """A device that FSDP2 cannot shard on is refused by name, not somewhere inside torch."""
-    message = refused({}, device=device)
-    assert "sharding runs on 'gpu' ('cuda') or 'cpu'" in message
-    assert repr(device) in message
-
-
-# --- offload, prefetch, checkpointing, the rest
-
-
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        ({}, False),
-        ({"cpu_offload": False}, False),
-        ({"cpu_offload": None}, False),
-        ({"cpu_offload": True}, True),
-        ({"cpu_offload": CPUOffload(offload_params=True)}, True),
-        ({"cpu_offload": CPUOffload(offload_params=False)}, False),
-        ({"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, True),
-        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, True),
-        ({"offload_policy": OffloadPolicy()}, False),
-        ({"offload_policy": None}, False),
-    ],
-)
-def test_cpu_offload(written: dict[str, Any], expected: bool):
-    """Each form of the setting moves parameters to host memory, or does not."""
-    assert config_of(written).cpu_offload is expected
-
-
-@pytest.mark.parametrize("written", [{"cpu_offload": "true"}, {"offload_policy": 1}])
-def test_cpu_offload_of_something_else(written: dict[str, Any]):
-    """`cpu_offload: "false"` does not turn it on."""
-    assert "true, false, a CPUOffload or an OffloadPolicy" in refused(written)
-
-
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        ({}, Prefetch()),
-        ({"backward_prefetch": "BACKWARD_PRE"}, Prefetch()),
-        ({"backward_prefetch": "backward_post"}, Prefetch()),
-        ({"backward_prefetch": "NONE"}, Prefetch(backward=0)),
-        ({"backward_prefetch": "NONE", "backward_prefetch_limit": 3}, Prefetch(backward=0)),
-        ({"backward_prefetch_limit": 3}, Prefetch(backward=3)),
-        ({"forward_prefetch": True}, Prefetch(forward=1)),
-        ({"forward_prefetch": True, "forward_prefetch_limit": 2}, Prefetch(forward=2)),
-        ({"forward_prefetch_limit": 2}, Prefetch()),  # FSDP1 read the limit only if forward_prefetch was on
-    ],
-)
-def test_prefetch(written: dict[str, Any], expected: Prefetch):
-    """Peak memory and overlap follow the prefetch settings."""
-    assert config_of(written).prefetch == expected
-
-
-def test_backward_post_is_reported_as_an_approximation():
-    """Somebody near the memory limit learns that FSDP2 gathers earlier than BACKWARD_POST did."""
-    finding = finding_of({"backward_prefetch": "BACKWARD_POST"}, "backward_prefetch")
-    assert finding.outcome is Outcome.APPROXIMATE and "NONE" in finding.hint
-    assert finding_of({"backward_prefetch": "BACKWARD_PRE"}, "backward_prefetch").outcome is Outcome.EXACT
-
-
-def test_activation_checkpointing():
-    """FSDP1's default implementation, the reentrant one, stays; each of the three switches is carried."""
-    assert config_of({}).activation_checkpointing == ActivationCheckpointing(
-        checkpoint=False, cpu_offload=False, reentrant=True
-    )
-    written = {
-        "activation_checkpointing": True,
-        "activation_cpu_offload": True,
-        "activation_checkpointing_reentrant": False,
-    }
-    assert config_of(written).activation_checkpointing == ActivationCheckpointing(
-        checkpoint=True, cpu_offload=True, reentrant=False
-    )
-
-
-def test_switches():
-    """Rank 0's values reach the other ranks, and the report is logged, when asked for."""
-    assert config_of({"sync_module_states": True}).sync_module_states and not config_of({}).sync_module_states
-    assert translate({"verbose": True}, device="cpu").verbose and not translate({}, device="cpu").verbose
-
-
-@pytest.mark.parametrize(
-    ("written", "parts"),
-    [
-        ({"sharding_strategy": "FULL_SHRD"}, ["FULL_SHRD", "did you mean FULL_SHARD?", "_HYBRID_SHARD_ZERO2"]),
-        ({"backward_prefetch": "PRE"}, ["NONE, BACKWARD_PRE, BACKWARD_POST"]),
-        ({"backward_prefetch_limit": 0}, ["backward_prefetch_limit is 0", "from 1 on"]),
-        ({"forward_prefetch_limit": -1}, ["forward_prefetch_limit is -1"]),
-        ({"state_dict_type": "local"}, ["'sharded'", "0.19"]),
-        ({"state_dict_type": "whole"}, ["'full' or 'sharded'"]),
-        ({"mp_policy": "PURE"}, ["give a MixedPrecisionPolicy"]),
-    ],
-)
-def test_values_outside_the_choices(written: dict[str, Any], parts: list[str]):
-    """A word that means nothing names the words that do."""
-    message = refused(written)
+@pytest.mark.parametrize(("written", "options", "parts"), REFUSED)
+def test_what_is_refused(written: Any, options: dict[str, Any], parts: list[str]):
+    """A word that means nothing, or two that contradict each other, are named with the words that would do."""
+    message = refused(written, **options)
     assert [part for part in parts if part not in message] == []
-
-
-@pytest.mark.parametrize(
-    ("written", "parts"),
-    [
-        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, ["freed", "reshard_after_forward False"]),
-        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, ["kept"]),
-        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": 2}, ["kept"]),
-        ({"sharding_strategy": "NO_SHARD", "reshard_after_forward": True}, ["kept"]),
-        (
-            {"mixed_precision": "PURE", "mp_policy": MixedPrecisionPolicy()},
-            ["mixed_precision", "mp_policy", "keep one"],
-        ),
-        ({"cpu_offload": True, "offload_policy": OffloadPolicy()}, ["cpu_offload", "offload_policy", "keep one"]),
-        ({"sharding_strategy": "NO_SHARD", "data_parallel_replicate_degree": 2}, ["NO_SHARD contradicts"]),
-        ({"activation_cpu_offload": True, "use_orig_params": False}, ["use_orig_params"]),
-    ],
-)
-def test_contradictions(written: dict[str, Any], parts: list[str]):
-    """Two settings of which one would silently win are refused by both names."""
-    message = refused(written)
-    assert [part for part in parts if part not in message] == []
-
-
-def test_all_problems_in_one_error():
-    """Ten mistakes are one edit, not ten queued jobs."""
-    message = refused({"sharding_stratgy": "FULL_SHARD", "verbose": "yes", "colour": 1})
-    assert "fsdp_config.sharding_stratgy; did you mean sharding_strategy?" in message
-    assert "fsdp_config.verbose is 'yes'" in message
-    assert "unknown key fsdp_config.colour" in message
-
-    written = {
-        "data_parallel_replicate_degree": 3,
-        "mixed_precision": "HALF",
-        "backward_prefetch_limit": 0,
-        "state_dict_type": "whole",
-        "cpu_offload": "yes",
-        "activation_cpu_offload": True,
-        "use_orig_params": False,
-    }
-    message = refused(written, precision="bf16")
-    for part in ("replicate_degree 3", "HALF", "limit is 0", "'whole'", "'yes'", "use_orig_params", "'bf16'"):
-        assert part in message
 
 
 @pytest.mark.parametrize("written", [{"sharding_strategy": "SHARDED"}, {"backward_prefetch": "LATER"}])
@@ -438,21 +417,55 @@ def keys_of(translation: Translation) -> list[str]:
     return [finding.key for finding in translation.findings]
 
 
-@pytest.mark.parametrize("make", [LikeFSDPConfig, LikeFSDP2Config])
-def test_defaults_of_a_class_were_not_said(make: Any):
-    """The report shows what the user wrote, not what Composer's class fills in."""
-    assert keys_of(translate(make(), device="cpu")) == []
-    assert keys_of(translate(make(activation_checkpointing=True), device="cpu")) == ["activation_checkpointing"]
+@dataclass
+class Other(LikeFSDP2Config):
+    """A subclass with other defaults, which it means, though they are no statement."""
+
+    reshard_after_forward: bool | int = False
+    activation_checkpointing: bool = True
 
 
-def test_defaults_of_fsdp1_config():
-    """An FSDPConfig without a word trains as an empty section of a YAML."""
-    assert translate(LikeFSDPConfig(), device="cpu").config == translate({}, device="cpu").config
+def with_private(config: Any, **values: Any) -> Any:
+    """As Composer switches sync_module_states on by itself, behind a property."""
+    for name, value in values.items():
+        setattr(config, f"_{name}", value)
+    return config
 
 
-def test_defaults_of_fsdp2_config():
-    """An FSDP2Config without a word trains as under Composer's own FSDP2: checkpointing is not reentrant, and rank 0's
-    values go out where other ranks have none (composer/distributed, 0.32.1)."""
+CHECKPOINT = "activation_checkpointing.checkpoint"
+# A configuration, the keys that somebody said in it, and what it asks for.
+READ: list[tuple[Any, list[str], dict[str, Any]]] = [
+    # The report shows what the user wrote, not what Composer's class fills in.
+    (LikeFSDPConfig(), [], {CHECKPOINT: False}),
+    (LikeFSDP2Config(), [], {CHECKPOINT: False}),
+    (LikeFSDPConfig(activation_checkpointing=True), ["activation_checkpointing"], {CHECKPOINT: True}),
+    (LikeFSDP2Config(activation_checkpointing=True), ["activation_checkpointing"], {CHECKPOINT: True}),
+    # A key that FSDPConfig does not declare is set on it all the same.
+    (
+        LikeFSDPConfig(sharding_strategy="SHARD_GRAD_OP", mixed_precision="PURE", sync_module_states=True),
+        ["sharding_strategy", "mixed_precision", "sync_module_states"],
+        {"reshard_after_forward": False, "mixed_precision.reduce_dtype": BFLOAT, "sync_module_states": True},
+    ),
+    (with_private(LikeFSDP2Config(), sync_module_states=True), [], {"sync_module_states": True}),
+    (Other(), [], {CHECKPOINT: True, "reshard_after_forward": False}),
+    # What the YAML says is in the report, even if it is the default.
+    ({"verbose": False, "sharding_strategy": "FULL_SHARD"}, ["verbose", "sharding_strategy"], {}),
+]
+
+
+@pytest.mark.parametrize(("given", "keys", "expected"), READ)
+def test_a_configuration_is_read_for_what_was_said(given: Any, keys: list[str], expected: dict[str, Any]):
+    """Of a mapping, an FSDPConfig or an FSDP2Config, whoever set its attributes."""
+    translation = translate(given, device="cpu", precision="amp_bf16")
+    assert keys_of(translation) == keys
+    assert {path: attrgetter(path)(translation.config) for path in expected} == expected
+
+
+def test_defaults_of_composers_classes():
+    """An FSDPConfig without a word trains as an empty section of a YAML; an FSDP2Config as under Composer's own FSDP2:
+    checkpointing is not reentrant, and rank 0's values go out where other ranks have none (composer/distributed,
+    0.32.1)."""
+    assert config_of(LikeFSDPConfig()) == config_of({})
     expected = dataclasses.replace(
         config_of({}),
         activation_checkpointing=ActivationCheckpointing(reentrant=False),
@@ -460,50 +473,6 @@ def test_defaults_of_fsdp2_config():
         shard_below_unwrapped=True,
     )
     assert config_of(LikeFSDP2Config()) == expected
-
-
-def test_attributes_are_read_whoever_set_them():
-    """A key that FSDPConfig does not declare is set on it all the same, and a misspelt one is found there too."""
-    config = LikeFSDPConfig(sharding_strategy="SHARD_GRAD_OP", mixed_precision="PURE")
-    config.sync_module_states = True
-    translation = translate(config, device="cpu", precision="amp_bf16")
-    assert translation.config is not None
-    assert translation.config.reshard_after_forward is False
-    assert translation.config.mixed_precision.reduce_dtype == BFLOAT
-    assert translation.config.sync_module_states
-    assert keys_of(translation) == ["sharding_strategy", "mixed_precision", "sync_module_states"]
-    assert "did you mean sharding_strategy?" in refused(LikeFSDPConfig(sharding_stratgy="FULL_SHARD"))
-
-
-def test_properties_of_fsdp2_config_are_read():
-    """Composer switches sync_module_states on by itself, behind a property."""
-    config = LikeFSDP2Config()
-    config._sync_module_states = True
-    assert config_of(config).sync_module_states is True
-    assert keys_of(translate(config, device="cpu")) == []
-
-
-def test_a_default_of_ones_own_class_holds():
-    """A subclass with other defaults means them, though they are no statement."""
-
-    @dataclass
-    class Other(LikeFSDP2Config):
-        reshard_after_forward: bool | int = False
-        activation_checkpointing: bool = True
-
-    translation = translate(Other(), device="cpu")
-    assert keys_of(translation) == []
-    assert translation.config is not None
-    assert translation.config.activation_checkpointing.checkpoint
-    assert translation.config.reshard_after_forward is False
-
-
-def test_said_default_in_a_mapping_is_reported():
-    """What the YAML says is in the report, even if it is the default."""
-    assert keys_of(translate({"verbose": False, "sharding_strategy": "FULL_SHARD"}, device="cpu")) == [
-        "verbose",
-        "sharding_strategy",
-    ]
 
 
 def test_omegaconf():
@@ -543,12 +512,6 @@ def test_omegaconf_that_cannot_be_resolved():
     assert "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap cannot be resolved" in refused(inner)
 
 
-@pytest.mark.parametrize("source", ["FULL_SHARD", 3, None, ["verbose"], LikeFSDPConfig, ShardingConfig(), len])
-def test_what_is_no_configuration(source: object):
-    """A wrong argument is named, and never taken for an empty configuration."""
-    assert "give a mapping, a composer FSDPConfig or an FSDP2Config" in refused(source)
-
-
 def test_nothing_is_changed():
     """A dict that is used again, for a second model or a log, is as it was."""
     written = {"mixed_precision": {"param_dtype": "bf16"}, "sharding_strategy": "no_shard"}
@@ -563,25 +526,60 @@ def test_nothing_is_changed():
 
 # --- findings and strictness
 
+FLAT = {"use_orig_params": False, "fsdp1_metric_names": True}
+TOLD: list[tuple[dict[str, Any], str, Outcome, str]] = [
+    # LLM Foundry writes it into the dict (llmfoundry/utils/config_utils.py).
+    (
+        {"mixed_precision": OF_FOUNDRY},
+        "mixed_precision.keep_low_precision_grads",
+        Outcome.UNNEEDED,
+        "never read it",
+    ),
+    # FSDP2 gathers earlier than BACKWARD_POST did.
+    ({"backward_prefetch": "BACKWARD_POST"}, "backward_prefetch", Outcome.APPROXIMATE, "NONE"),
+    ({"backward_prefetch": "BACKWARD_PRE"}, "backward_prefetch", Outcome.EXACT, ""),
+    # Without a degree it has no replicas, which Composer said in a warning only.
+    (
+        {"sharding_strategy": "HYBRID_SHARD"},
+        "sharding_strategy",
+        Outcome.APPROXIMATE,
+        "data_parallel_replicate_degree",
+    ),
+    (OF_HYBRID, "sharding_strategy", Outcome.EXACT, ""),
+    # With use_orig_params: false FSDP1's dashboards had one curve for each unit, which no key can bring back.
+    ({"fsdp1_metric_names": True}, "fsdp1_metric_names", Outcome.EXACT, ""),
+    (FLAT, "fsdp1_metric_names", Outcome.APPROXIMATE, "_flat_param"),
+    (FLAT | {"fsdp1_metric_names": False}, "fsdp1_metric_names", Outcome.EXACT, ""),
+    *(
+        ({key: value}, key, Outcome.EXACT, "")
+        for key, value in (("keep_low_precision_grads", False), ("ignored_modules", None), ("process_group", None))
+    ),
+    # An old YAML runs on, and says which of its lines can go.
+    *(
+        ({key: value}, key, Outcome.UNNEEDED, "")
+        for key, value in [
+            ("min_params", 1e8),
+            ("flatten_parameters", True),
+            ("load_fsdp_monolith_rank0_only", True),
+            ("limit_all_gathers", False),
+            ("use_orig_params", False),
+            ("auto_wrap", False),
+            ("te_checkpoint_wrapper", True),
+            ("te_shard_fp8_weight", True),
+        ]
+    ),
+]
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("min_params", 1e8),
-        ("flatten_parameters", True),
-        ("load_fsdp_monolith_rank0_only", True),
-        ("limit_all_gathers", False),
-        ("use_orig_params", False),
-        ("auto_wrap", False),
-        ("te_checkpoint_wrapper", True),
-        ("te_shard_fp8_weight", True),
-    ],
-)
-def test_keys_that_fsdp2_does_not_need(key: str, value: object):
-    """An old YAML runs on, and says which of its lines can go."""
-    translation = translate({key: value}, device="cpu", world_size=4, precision="fp32")
-    assert [finding.outcome for finding in translation.findings] == [Outcome.UNNEEDED]
-    assert translation.config == translate({}, device="cpu", world_size=4, precision="fp32").config
+
+@pytest.mark.parametrize(("written", "key", "outcome", "word"), TOLD)
+def test_what_is_told_of_a_key(written: dict[str, Any], key: str, outcome: Outcome, word: str):
+    """A user learns what became of each line; what FSDP2 does not need changes nothing."""
+    translation = translate(written, device="cpu", world_size=4, precision="fp32")
+    (finding,) = [each for each in translation.findings if each.key == key]
+    assert finding.outcome is outcome and word in f"{finding.reason} {finding.hint}"
+    assert translation.config is not None
+    if outcome is Outcome.UNNEEDED and len(translation.findings) == 1:
+        assert translation.config == translate({}, device="cpu", world_size=4, precision="fp32").config
 
 
 UNSUPPORTED = [("te_shard_fp8_weight", True, {"precision": "amp_fp8"})]
@@ -614,16 +612,6 @@ def test_the_key_strict_takes_precedence():
     assert translate({**written, "strict": False}, strict=True, **options).config is not None
 
 
-@pytest.mark.parametrize(
-    "written", [{"keep_low_precision_grads": False}, {"ignored_modules": None}, {"process_group": None}]
-)
-def test_neutral_values_ask_for_nothing(written: dict[str, Any]):
-    """A YAML that spells out "off" is not refused for a feature that it does not use."""
-    translation = translate(written, device="cpu")
-    assert translation.config is not None
-    assert [finding.outcome for finding in translation.findings] == [Outcome.EXACT]
-
-
 def test_low_precision_gradients_inside_mixed_precision_are_found():
     """The same wish is reported wherever it was said, once, and reaches the plan."""
     inside = MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
@@ -633,15 +621,6 @@ def test_low_precision_gradients_inside_mixed_precision_are_found():
         assert sorted(keys_of(both)) == ["keep_low_precision_grads", "mixed_precision"]
         assert both.config is not None
         assert both.config.mixed_precision.gradients is GradientDtype.AS_REDUCED
-
-
-def test_hybrid_without_replicas_is_reported():
-    """HYBRID_SHARD without a degree has no replicas, which Composer said in a warning only."""
-    finding = finding_of({"sharding_strategy": "HYBRID_SHARD"}, "sharding_strategy")
-    assert finding.outcome is Outcome.APPROXIMATE
-    assert "data_parallel_replicate_degree" in finding.hint
-    with_replicas = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
-    assert finding_of(with_replicas, "sharding_strategy").outcome is Outcome.EXACT
 
 
 def test_report_shows_each_key_and_the_result():
@@ -660,68 +639,70 @@ def overrides_of(given: dict[str, Any], precision: str | None = None, **config: 
     return read_overrides(given, "net.block", config=of_model, precision=precision)
 
 
-@pytest.mark.parametrize(
-    ("given", "changed"),
-    [
-        ({"sharding_strategy": "SHARD_GRAD_OP"}, {"reshard_after_forward": False}),
-        ({"sharding_strategy": ShardingStrategy.FULL_SHARD}, {"reshard_after_forward": True}),
-        ({"reshard_after_forward": 2}, {"reshard_after_forward": 2}),
-        ({"backward_prefetch": "NONE"}, {"prefetch": Prefetch(backward=0)}),
-        ({"backward_prefetch": None}, {"prefetch": Prefetch(backward=0)}),
-        ({"backward_prefetch": "BACKWARD_PRE"}, {}),
-        ({"forward_prefetch": True}, {"prefetch": Prefetch(forward=1)}),
-        ({"forward_prefetch": False}, {}),
-        ({"cpu_offload": CPUOffload(offload_params=True)}, {"cpu_offload": True}),
-        ({"cpu_offload": False}, {"cpu_offload": False}),
-        ({"limit_all_gathers": True, "use_orig_params": False}, {}),
-    ],
-)
-def test_unit_settings(given: dict[str, Any], changed: dict[str, Any]):
-    """A model whose fsdp_wrap_fn returns FSDP1's keyword arguments keeps them for that module."""
-    found = overrides_of(given)
-    assert dataclasses.replace(found, notes=()) == UnitOverrides(given=given, **changed)
+UNIT_SETTINGS = [
+    ({"sharding_strategy": "SHARD_GRAD_OP"}, {"reshard_after_forward": False}),
+    ({"sharding_strategy": ShardingStrategy.FULL_SHARD}, {"reshard_after_forward": True}),
+    ({"reshard_after_forward": 2}, {"reshard_after_forward": 2}),
+    ({"backward_prefetch": "NONE"}, {"prefetch": Prefetch(backward=0)}),
+    ({"backward_prefetch": None}, {"prefetch": Prefetch(backward=0)}),
+    ({"backward_prefetch": "BACKWARD_PRE"}, {}),
+    ({"forward_prefetch": True}, {"prefetch": Prefetch(forward=1)}),
+    ({"forward_prefetch": False}, {}),
+    ({"cpu_offload": CPUOffload(offload_params=True)}, {"cpu_offload": True}),
+    ({"cpu_offload": False}, {"cpu_offload": False}),
+    ({"limit_all_gathers": True, "use_orig_params": False}, {}),
+]
+UNIT_PREFETCHES = [
+    (Prefetch(backward=0), {"backward_prefetch": "BACKWARD_PRE"}, Prefetch()),
+    (Prefetch(backward=3), {"backward_prefetch": "BACKWARD_POST"}, None),
+    (Prefetch(forward=2), {"forward_prefetch": True}, None),
+    (Prefetch(forward=2), {"forward_prefetch": False}, Prefetch()),
+    (Prefetch(forward=2, backward=3), {"backward_prefetch": "NONE"}, Prefetch(forward=2, backward=0)),
+    (Prefetch(forward=2, backward=3), {"reshard_after_forward": False}, None),
+]
+OF_BUFFERS = {"precision": "amp_fp16", "mixed_precision": OurMixedPrecision(buffer_dtype=FLOAT)}
+# What a wrap function gives, of a model with these settings, and what it changes.
+OF_UNITS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    *((given, {}, changed) for given, changed in UNIT_SETTINGS),
+    # The model's limit holds.
+    *((given, {"prefetch": of_model}, {"prefetch": expected}) for of_model, given, expected in UNIT_PREFETCHES),
+    # In another dtype than the rest: by FSDP1's object, by a word at the run's precision, by FSDP2's.
+    (
+        {"mixed_precision": MixedPrecision(param_dtype=F16)},
+        {},
+        {"mixed_precision": OurMixedPrecision(param_dtype=HALF)},
+    ),
+    (
+        {"mixed_precision": "PURE"},
+        {"precision": "amp_bf16"},
+        {"mixed_precision": OurMixedPrecision(param_dtype=BFLOAT, reduce_dtype=BFLOAT, buffer_dtype=BFLOAT)},
+    ),
+    (
+        {"mp_policy": MixedPrecisionPolicy(output_dtype=F32)},
+        {},
+        {"mixed_precision": OurMixedPrecision(output_dtype=FLOAT, cast_forward_inputs=True)},
+    ),
+    # A MixedPrecision decides on the unit's buffers too, also by not naming them; FSDP2's policy leaves them alone.
+    *(
+        (given, OF_BUFFERS, {"mixed_precision.buffer_dtype": expected})
+        for given, expected in (
+            ({"mixed_precision": MixedPrecision(buffer_dtype=BF16)}, BFLOAT),
+            ({"mixed_precision": MixedPrecision(param_dtype=BF16)}, None),
+            ({"mixed_precision": "PURE"}, HALF),
+            ({"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}, FLOAT),
+        )
+    ),
+    ({"cpu_offload": True}, OF_BUFFERS, {"cpu_offload": True, "mixed_precision": None}),
+]
 
 
-@pytest.mark.parametrize(
-    ("of_model", "given", "expected"),
-    [
-        (Prefetch(backward=0), {"backward_prefetch": "BACKWARD_PRE"}, Prefetch()),
-        (Prefetch(backward=3), {"backward_prefetch": "BACKWARD_POST"}, None),
-        (Prefetch(forward=2), {"forward_prefetch": True}, None),
-        (Prefetch(forward=2), {"forward_prefetch": False}, Prefetch()),
-        (Prefetch(forward=2, backward=3), {"backward_prefetch": "NONE"}, Prefetch(forward=2, backward=0)),
-        (Prefetch(forward=2, backward=3), {"reshard_after_forward": False}, None),
-    ],
-)
-def test_unit_prefetch(of_model: Prefetch, given: dict[str, Any], expected: Prefetch | None):
-    """A module switches prefetching on or off for itself; the model's limit holds."""
-    assert overrides_of(given, prefetch=of_model).prefetch == expected
-
-
-def test_unit_mixed_precision():
-    """One module in another dtype than the rest: by FSDP1's object, by a word at the run's precision, by FSDP2's."""
-    of_object = overrides_of({"mixed_precision": MixedPrecision(param_dtype=F16)}).mixed_precision
-    assert of_object == OurMixedPrecision(param_dtype=HALF)
-    of_word = overrides_of({"mixed_precision": "PURE"}, precision="amp_bf16").mixed_precision
-    assert of_word == OurMixedPrecision(param_dtype=BFLOAT, reduce_dtype=BFLOAT, buffer_dtype=BFLOAT)
-    of_policy = overrides_of({"mp_policy": MixedPrecisionPolicy(output_dtype=F32)}).mixed_precision
-    assert of_policy == OurMixedPrecision(output_dtype=FLOAT, cast_forward_inputs=True)
-    with pytest.raises(ConfigError, match=r"'net\.block': mixed_precision PURE stands for dtypes of the precision"):
-        overrides_of({"mixed_precision": "PURE"})
-
-
-def test_unit_buffer_dtype():
-    """A MixedPrecision decides on the unit's buffers too, also by not naming them; FSDP2's policy leaves them alone."""
-    for settings, expected in (
-        ({"mixed_precision": MixedPrecision(buffer_dtype=BF16)}, BFLOAT),
-        ({"mixed_precision": MixedPrecision(param_dtype=BF16)}, None),
-        ({"mixed_precision": "PURE"}, HALF),
-        ({"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}, FLOAT),
-    ):
-        of_model = OurMixedPrecision(buffer_dtype=FLOAT)
-        found = overrides_of(settings, precision="amp_fp16", mixed_precision=of_model).mixed_precision
-        assert found is not None and found.buffer_dtype == expected, settings
-    assert overrides_of({"cpu_offload": True}).mixed_precision is None
+@pytest.mark.parametrize(("given", "of_model", "changed"), OF_UNITS)
+def test_unit_settings(given: dict[str, Any], of_model: dict[str, Any], changed: dict[str, Any]):
+    """A model whose fsdp_wrap_fn returns FSDP1's keyword arguments keeps them for that module, and nothing else."""
+    found = overrides_of(given, **of_model)
+    assert {path: attrgetter(path)(found) for path in changed} == changed
+    if not of_model:
+        assert dataclasses.replace(found, notes=()) == UnitOverrides(given=given, **changed)
 
 
 @pytest.mark.parametrize(
@@ -735,6 +716,7 @@ def test_unit_buffer_dtype():
         ({"mixed_precision": "FULL", "mp_policy": MixedPrecisionPolicy()}, ConfigError, ["keep one"]),
         ({"cpu_offload": True, "offload_policy": CPUOffloadPolicy()}, ConfigError, ["offload_policy", "keep one"]),
         ({"mp_policy": "FULL"}, ConfigError, ["mp_policy", "MixedPrecisionPolicy"]),
+        ({"mixed_precision": "PURE"}, ConfigError, ["mixed_precision PURE stands for dtypes of the precision"]),
         ({"forward_prefetch": "yes"}, ConfigError, ["forward_prefetch", "true or false"]),
         ({"process_group": "sets2"}, ConfigError, ["process_group", "'sets2'", "'setK'"]),
         ({"process_group": "self", "mesh": None}, ConfigError, ["process_group", "keep one"]),
@@ -748,119 +730,3 @@ def test_unit_settings_that_cannot_be(written: dict[str, Any], error: type[Excep
     with pytest.raises(error) as caught:
         overrides_of(written)
     assert [part for part in ["'net.block'", *parts] if part not in str(caught.value)] == []
-
-
-# --- every mapping
-
-ANYTHING = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=12)
-    | st.binary(max_size=4)
-    | st.sampled_from(
-        [F32, torch.int8, MixedPrecision(), MixedPrecisionPolicy(), CPUOffload(), OffloadPolicy(), object()]
-    ),
-    lambda values: (
-        st.lists(values, max_size=3)
-        | st.dictionaries(st.sampled_from(["param_dtype", "reduce_dtype", "buffer_dtype", "other"]), values, max_size=3)
-    ),
-    max_leaves=4,
-)
-SENSIBLE = {
-    "wrap_policy": st.sampled_from(
-        [None, {"transformer_layer_cls_to_wrap": "auto", "wrap_embeddings": True}, {"min_num_params": "1e8"}]
-    ),
-    "activation_checkpointing_policy": st.sampled_from([None, "auto", ["Block"]]),
-    "freeze": st.sampled_from([None, [], ["model.embed"]]),
-    "idle_experts": st.sampled_from([None, "in_order"]),
-    "idle_towers": st.sampled_from([None, "auto", ["model.visual"], "model.visual"]),
-    "sharding_strategy": st.sampled_from([s.name for s in ShardingStrategy]),
-    "backward_prefetch": st.sampled_from(["NONE", "BACKWARD_PRE", "BACKWARD_POST"]),
-    "mixed_precision": st.sampled_from(["FULL", "DEFAULT", "PURE", {"param_dtype": "bf16"}]),
-    "gradient_sync": st.sampled_from(["every", "last", "defer_replica"]),
-    "state_dict_type": st.sampled_from(["full", "sharded", None]),
-    "data_parallel_shard_degree": st.sampled_from([-1, 1, 2, 4]),
-    "data_parallel_replicate_degree": st.sampled_from([None, -1, 1, 2, 4]),
-}
-BY_KIND = {
-    "true or false": st.booleans(),
-    "an integer": st.integers(-2, 5),
-    "an integer from 1 on": st.integers(-2, 5),
-    "an integer or null": st.none() | st.integers(-2, 5),
-    "true, false or an integer": st.booleans() | st.sampled_from([1, 2, 4]),
-    "a string or null": st.none() | st.text(max_size=5),
-    "a number of seconds, or null": st.none() | st.floats(0.1, 100) | st.integers(1, 100),
-    "any value": st.none() | st.booleans(),
-}
-ROWS = {
-    key.name: SENSIBLE[key.name] if key.name in SENSIBLE else BY_KIND.get(key.takes.text, BY_KIND["any value"])
-    for key in KEYS
-}
-
-
-@st.composite
-def mappings(draw: Any) -> dict[str, Any]:
-    """Mostly right, so that many are accepted; sometimes any value, sometimes any key."""
-    names = draw(st.lists(st.sampled_from(list(ROWS)), unique=True, max_size=8))
-    is_wild = draw(st.integers(0, 3)) == 0
-    written = {name: draw(ANYTHING if is_wild and draw(st.booleans()) else ROWS[name]) for name in names}
-    if draw(st.integers(0, 9)) == 0:
-        written[draw(st.text(max_size=20))] = draw(ANYTHING)
-    return written
-
-
-def outcome_of(written: dict[str, Any], precision: object, world_size: int | None) -> Translation | str:
-    try:
-        return translate(written, precision=precision, device="cpu", world_size=world_size)
-    except ComposerFSDP2Error as error:
-        return f"{type(error).__name__}: {error}"
-
-
-@given(mappings(), st.sampled_from(["fp32", "amp_bf16", "amp_fp8", None]), st.sampled_from([None, 1, 4]))
-@examples(100)
-def test_every_mapping_has_an_answer(written: dict[str, Any], precision: str | None, world_size: int | None):
-    """Whatever a YAML holds, the answer is a translation that accounts for every line, or one error of ours; twice
-    the same, so that ranks agree."""
-    first, second = (outcome_of(written, precision, world_size) for _ in range(2))
-    assert repr(first) == repr(second)
-    if isinstance(first, Translation):
-        assert sorted(keys_of(first)) == sorted(written)
-        assert (first.config is None) == (bool(first.blocking) and written.get("strict", True))
-        json.dumps(first.to_json())
-        assert first.explain()
-    else:
-        assert first.partition(": ")[2].strip()
-
-
-def test_most_of_those_mappings_are_accepted():
-    """The property above would say little if nearly everything were refused."""
-    accepted = []
-
-    @given(mappings())
-    @examples(300)
-    def count(written: dict[str, Any]) -> None:
-        accepted.append(isinstance(outcome_of(written, "fp32", 4), Translation) and len(written) > 1)
-
-    count()
-    assert sum(accepted) > 30
-
-
-@pytest.mark.timeout(20)
-def test_huge_numbers_are_answered_at_once():
-    """A degree with too many zeros is an error, not a job that hangs at its start."""
-    assert "10000000000000" in refused(
-        {"data_parallel_shard_degree": 10**13, "reshard_after_forward": 7}, world_size=None
-    )
-    assert str(10**13) in refused({"data_parallel_shard_degree": 10**13})
-
-
-def test_fsdp1_metric_names_of_flat_parameters():
-    """With use_orig_params: false FSDP1's dashboards had one curve for each unit, which no key can bring back."""
-    [exact] = translate({"fsdp1_metric_names": True}, world_size=2).findings
-    assert exact.outcome is Outcome.EXACT
-    _, flat = translate({"use_orig_params": False, "fsdp1_metric_names": True}, world_size=2).findings
-    assert flat.outcome is Outcome.APPROXIMATE and "_flat_param" in flat.reason
-    _, off = translate({"use_orig_params": False, "fsdp1_metric_names": False}, world_size=2).findings
-    assert off.outcome is Outcome.EXACT

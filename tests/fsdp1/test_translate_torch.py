@@ -12,27 +12,15 @@ from support.translations import config_of, finding_of, refused
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
     MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composer_fsdp2 import MeshSpec, Outcome, translate
-from composer_fsdp2 import MixedPrecision as OurMixedPrecision
 from composer_fsdp2.sharding.dtypes import mixed_precision_policy
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FLOAT, HALF, LOW = "float32", "float16", "bfloat16"
-
-
-@pytest.mark.parametrize("strategy", [strategy.name for strategy in ShardingStrategy])
-def test_every_strategy_of_torch_is_known(strategy: str):
-    """No FSDP1 configuration is refused for its strategy."""
-    assert translate({"sharding_strategy": strategy}, device="cpu").config is not None
 
 
 @pytest.fixture
@@ -71,16 +59,6 @@ def test_a_device_mesh_that_cannot_be_used():
     assert "stopped taking lists in 0.24" in refused({"device_mesh": [2, 2]})
 
 
-def test_mixed_precision_of_torch():
-    """A script that hands over FSDP1's own MixedPrecision keeps each of its fields."""
-    written = MixedPrecision(param_dtype=BF16, reduce_dtype=F32, buffer_dtype=F16, cast_root_forward_inputs=False)
-    config = config_of({"mixed_precision": written})
-    assert config.mixed_precision == OurMixedPrecision(
-        param_dtype=LOW, reduce_dtype=FLOAT, buffer_dtype=HALF, cast_forward_inputs=False, cast_root_inputs=False
-    )
-    assert config_of({"mixed_precision": MixedPrecision(cast_forward_inputs=True)}).mixed_precision.cast_forward_inputs
-
-
 @pytest.mark.parametrize("key", ["mixed_precision", "mp_policy"])
 def test_mixed_precision_policy_goes_through(key: str):
     """FSDP2's own policy is not second-guessed: it casts at every unit, root or not, if it says so."""
@@ -89,14 +67,6 @@ def test_mixed_precision_policy_goes_through(key: str):
     assert mixed_precision_policy(config.mixed_precision) == policy
     assert config.mixed_precision.cast_root_inputs
     assert config.mixed_precision.buffer_dtype is None
-
-
-def test_a_policy_beside_what_says_nothing():
-    """A script that sets FSDP1's key to None, or to false, and FSDP2's policy beside it means the policy."""
-    config = config_of({"mixed_precision": None, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16)})
-    assert config.mixed_precision.param_dtype == LOW
-    assert config_of({"cpu_offload": None, "offload_policy": CPUOffloadPolicy()}).cpu_offload
-    assert "mixed_precision is None" in refused({"mixed_precision": None, "mp_policy": None})
 
 
 class OwnConfig:
@@ -144,10 +114,3 @@ def test_a_report_has_modules_as_texts():
     told = json.loads(json.dumps(translation.to_json()))
     assert told["findings"][0]["value"] == repr(containers)
     assert told["config"]["ignored_modules"] == [repr(container) for container in containers]
-
-
-def test_cpu_offload_of_torch():
-    """A script that hands over FSDP1's or FSDP2's own object moves parameters to host memory, or does not."""
-    assert config_of({"cpu_offload": CPUOffload(offload_params=True)}).cpu_offload
-    assert config_of({"offload_policy": CPUOffloadPolicy(pin_memory=False)}).cpu_offload
-    assert not config_of({"offload_policy": OffloadPolicy()}).cpu_offload

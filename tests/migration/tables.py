@@ -1,4 +1,4 @@
-"""Tables of TOML as values, and their way into a text."""
+"""What a run is expressed in, as values: settings, tables of TOML, and their way into a text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from composer_fsdp2.migration.dialect import Expression
 from composer_fsdp2.migration.documents.toml import TomlDocument
 
 Path = tuple[str | int, ...]
+
+
+def settings_of(expression: Expression) -> dict[str, Any]:
+    return {setting.key: setting.value for setting in expression.settings}
 
 
 def tables_of(expression: Expression) -> dict[Path, dict[str, Any]]:

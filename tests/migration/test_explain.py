@@ -29,7 +29,7 @@ from support.examples import examples
 
 from composer_fsdp2.cli.main import main
 from composer_fsdp2.config.findings import Origin, Outcome
-from composer_fsdp2.migration.dialect import Dialect, Section
+from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.explain import SCHEMA, Explanation, all_keys, explain, implicit_settings, nearest
 
@@ -635,31 +635,41 @@ def load(path: Path) -> Any:
     return module
 
 
-def is_current(root: Path) -> bool:
+def write_documents(root: Path, *arguments: str) -> bool:
+    """``make docs`` in another folder; whether it was right before, with ``--check``."""
     documents = load(ROOT / "tools/generate_docs.py")
     documents.ROOT = root
-    return documents.main(["--check"]) == 0
+    return documents.main([*arguments]) == 0
 
 
-def test_the_generated_tables_are_current():
-    """What the pages say of a key is what the code does with it; `make docs` writes them."""
-    assert is_current(ROOT)
+def test_what_is_generated_is_current():
+    """What the pages say of a key is what the code does with it, and the right sides in yamls/ are what migrate makes
+    of the left ones; `make docs` writes them."""
+    assert write_documents(ROOT, "--check")
 
 
-@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
-def test_a_changed_row_makes_them_stale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dialect: Dialect):
-    """A row of any dialect cannot change without its page; `make docs` then makes the page current again."""
-    row, *others = dialect.rows
-    words = {field: f"changed {field}" for field in ("meaning", "reason", "target")}
-    monkeypatch.setattr(dialect, "rows", (dataclasses.replace(row, **words), *others))
-    shutil.copytree(ROOT / "migration_docs", tmp_path / "migration_docs")
-    assert not is_current(tmp_path)
-    documents = load(ROOT / "tools/generate_docs.py")
-    documents.ROOT = tmp_path
-    documents.main([])
+def test_what_changed_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A row of any dialect cannot change without its page, nor a file of yamls/ without its other side."""
+    for name in ("migration_docs", "yamls/t5", "yamls/torchtitan"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    words = []
+    for name, dialect in DIALECTS.items():
+        row, *others = dialect.rows
+        changes = {field: f"changed {field} of {name}" for field in ("meaning", "reason", "target")}
+        monkeypatch.setattr(dialect, "rows", (dataclasses.replace(row, **changes), *others))
+        words += changes.values()
+    assert not write_documents(tmp_path, "--check")
+    assert write_documents(tmp_path)
     page = (tmp_path / "migration_docs/keys.md").read_text()
-    assert [word for word in words.values() if word not in page] == []
-    assert is_current(tmp_path)
+    assert [word for word in words if word not in page] == []
+    monkeypatch.undo()
+    write_documents(tmp_path)
+    assert write_documents(tmp_path, "--check")
+    for name in ("yamls/t5/t5-base-fsdp2.yaml", "yamls/torchtitan/llama3-8b-composer.yaml"):
+        (tmp_path / name).write_text("a: 1\n")
+        assert not write_documents(tmp_path, "--check")
+        assert write_documents(tmp_path)
+        assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes()
 
 
 def test_the_index_leads_to_headings():

@@ -17,6 +17,14 @@ from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.documents import yaml as yaml_documents
 from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, find_sections, migrate_text
 from composer_fsdp2.migration.targets import TARGETS
+from tests.migration.file_cases import (
+    APPROXIMATE,
+    EXACT,
+    NEEDS_DECISION,
+    UNSUPPORTED,
+    Case,
+    each_case,
+)
 
 
 def found(migration: Migration, key: str, section: int = 0) -> Finding:
@@ -63,50 +71,6 @@ trainer:
     assert found(migration, "sharding_strategy").where == "run.yaml:6"
 
 
-def test_composer_to_roll():
-    """The keys take the places of those that said the same, and comments go with them."""
-    migration = migrate_text(COMPOSER, "run.yaml", to="roll")
-    assert migration.after == (
-        """\
-# A run.
-precision: amp_bf16
-trainer:
-  strategy_args:
-    strategy_name: fsdp2_train
-    strategy_config:
-      # how
-      # first
-      reshard_after_forward: false  # ZeRO-2
-      param_dtype: bf16
-      reduce_dtype: bf16
-      # no longer
-      fsdp_size: 1
-      offload_policy: false
-      async_save_ckpt: false
-# The end.
-"""
-    )
-    assert migration.exit_code == 1  # which classes are wrapped
-    assert found(migration, "(units)").outcome is Outcome.NEEDS_DECISION
-
-
-def test_composer_to_torchtitan_is_a_file_of_its_own():
-    """TOML cannot stand in YAML."""
-    migration = migrate_text(COMPOSER, "runs/run.yaml", to="torchtitan")
-    assert migration.is_new_file and migration.suffix == ".toml"
-    assert migration.after.startswith("# What run.yaml asks for")
-    assert tomllib.loads(migration.after)["parallelism"]["fsdp_reshard_after_forward"] == "never"
-
-
-def test_composer_to_accelerate_is_a_file_of_its_own():
-    """accelerate refuses a file with keys that it does not know."""
-    migration = migrate_text(COMPOSER, "run.yaml", to="accelerate")
-    values = yaml.safe_load(migration.after)
-    assert migration.is_new_file and values["fsdp_config"]["fsdp_version"] == 2
-    assert values["fsdp_config"]["fsdp_reshard_after_forward"] is False
-    assert values["mixed_precision"] == "bf16"
-
-
 TRAINER = """\
 training:
   learning_rate: 1.0e-5
@@ -118,35 +82,6 @@ training:
   gradient_checkpointing: true
   logging_steps: 1
 """
-
-
-def test_a_trainers_arguments_to_composer():
-    """precision goes beside the section, where Composer reads it; the Trainer's other arguments stay."""
-    migration = migrate_text(TRAINER, "run.yaml")
-    assert migration.after == (
-        """\
-training:
-  learning_rate: 1.0e-5
-  precision: amp_bf16          # on H100
-  fsdp_config:
-    wrap_policy:
-      transformer_layer_cls_to_wrap: [LlamaDecoderLayer]
-    # the blocks
-    reshard_after_forward: true
-    mixed_precision: PURE
-    state_dict_type: full
-    activation_checkpointing: true
-    backward_prefetch: NONE
-    sync_module_states: true
-    activation_checkpointing_policy: auto
-  algorithms:
-    gradient_clipping:
-      clipping_type: norm
-      clipping_threshold: 1.0
-  logging_steps: 1
-"""
-    )
-    assert migration.exit_code == 0
 
 
 def test_keys_that_stood_beside_the_section_are_in_the_new_text_once():
@@ -164,15 +99,6 @@ def test_keys_that_stood_beside_the_section_are_in_the_new_text_once():
     assert sorted(of_writing) == ["algorithms", "precision", "the rest of the file"]
 
 
-def test_a_file_that_its_own_system_can_use_no_more_says_so():
-    """accelerate stops at such a file ("A `distributed_type` must be specified"), and nothing had said so."""
-    text = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 1\n"
-    told = found(migrate_text(text, "run.yaml"), "(the rest of the file)")
-    assert "no longer with Hugging Face" in told.reason and "--to accelerate" in told.hint
-    own = migrate_text(text, "run.yaml", to="accelerate").sections[0].findings
-    assert not any(each.key == "the rest of the file" for each in own)
-
-
 def test_a_key_is_told_what_becomes_of_it_in_the_target():
     """Composer's meaning stood there as "exact", and further down what the target does otherwise."""
     text = "fsdp_config: {activation_checkpointing: true, backward_prefetch_limit: 2, verbose: true}\n"
@@ -182,30 +108,6 @@ def test_a_key_is_told_what_becomes_of_it_in_the_target():
         findings = migrate_text(text, "run.yaml", to=to).sections[0].findings
         keys = {row.capability for row in DIALECTS["composer"].rows if row.name in text}
         assert not [each.key for each in findings if each.origin is Origin.LACKING and each.key in keys], to
-
-
-def test_a_section_of_the_targets_that_stood_there_is_not_doubled():
-    """Two `strategy_args` were written, of which a reader takes the last."""
-    text = "fsdp_config:\n  sharding_strategy: FULL_SHARD\nstrategy_args: {a: 1}\n"
-    with pytest.raises(ConfigError, match="strategy_args stands in line 1, too"):
-        migrate_text(text, "run.yaml", to="roll")
-
-
-def test_a_trainers_arguments_in_their_own_words():
-    """A user who stays with Hugging Face gets FSDP2 there."""
-    migration = migrate_text(TRAINER, "run.yaml", to="accelerate")
-    values = yaml.safe_load(migration.after)["training"]
-    assert not migration.is_new_file
-    assert values["fsdp_config"]["version"] == 2 and values["fsdp"] == "full_shard auto_wrap"
-    assert "# the blocks" in migration.after
-
-
-def test_what_accelerates_fsdp2_cannot_say_is_reported_in_its_own_file():
-    """accelerate to-fsdp2 makes NO_SHARD a sharded run, and says nothing."""
-    text = "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n"
-    migration = migrate_text(text, "accelerate.yaml", to="accelerate")
-    assert migration.exit_code == 1 and not migration.is_changed
-    assert any(finding.outcome is Outcome.UNSUPPORTED for finding in migration.sections[0].findings)
 
 
 ROLL = """\
@@ -259,25 +161,7 @@ def test_at_finds_a_section_of_any_name():
     assert section["data_parallel_shard_degree"] == 1 and section["data_parallel_replicate_degree"] == -1
 
 
-@pytest.mark.parametrize("at", ["nowhere", "trainer.fsdp_config.x.y", "precision", "trainer.7"])
-def test_at_a_place_that_is_none(at: str):
-    """A message that names the place, not a traceback."""
-    with pytest.raises(ConfigError, match=r"^run\.yaml:"):
-        migrate_text(COMPOSER, "run.yaml", at=at)
-
-
 # --- interpolations
-
-
-def test_interpolations_are_resolved():
-    """${variables.x} is what the run had; a key that stays keeps its interpolation."""
-    text = (
-        "variables: {strategy: SHARD_GRAD_OP, type: full}\n"
-        "fsdp_config:\n  sharding_strategy: ${variables.strategy}\n  state_dict_type: ${variables.type}\n"
-    )
-    migration = migrate_text(text)
-    assert migration.after.endswith("  reshard_after_forward: false\n  state_dict_type: ${variables.type}\n")
-    assert found(migration, "state_dict_type").value == "full"
 
 
 def test_an_interpolation_that_cannot_be_resolved_is_a_decision(monkeypatch: pytest.MonkeyPatch):
@@ -302,68 +186,6 @@ def test_an_interpolation_that_is_none_of_the_sections_is_none_of_ours(monkeypat
     migration = migrate_text(text)
     assert found(migration, "fsdp_config.sync_module_states").outcome is Outcome.NEEDS_DECISION
     assert found(migration, "fsdp_config.limit_all_gathers") and not migration.is_changed
-
-
-def test_a_whole_section_by_interpolation():
-    """LLM Foundry's users share one section between runs; it is edited where it stands, once."""
-    text = (
-        "variables:\n  fsdp_config: {limit_all_gathers: true, verbose: true}\nfsdp_config: ${variables.fsdp_config}\n"
-    )
-    migration = migrate_text(text)
-    assert migration.after == "variables:\n  fsdp_config: {verbose: true}\nfsdp_config: ${variables.fsdp_config}\n"
-    text = "variables:\n  sharding: {limit_all_gathers: true, verbose: true}\nfsdp_config: ${variables.sharding}  # x\n"
-    migration = migrate_text(text)
-    assert migration.after == (
-        "variables:\n  sharding: {limit_all_gathers: true, verbose: true}\nfsdp_config:\n  verbose: true  # x\n"
-    )
-
-
-def test_a_reference_to_a_key_that_goes_is_a_decision():
-    """The run would end with an InterpolationKeyError when its logger is built."""
-    text = "fsdp_config:\n  sharding_strategy: FULL_SHARD\ntags: [a, '${fsdp_config.sharding_strategy}']\n"
-    migration = migrate_text(text)
-    assert "line 3" in found(migration, "(interpolation)").reason and migration.exit_code == 1
-
-
-# --- anchors
-
-
-def test_an_alias_of_another_section_stays_an_alias():
-    """One edit is enough for both, and the user's file keeps its form."""
-    text = "a:\n  fsdp_config: &s\n    limit_all_gathers: true\n    verbose: true\nb:\n  fsdp_config: *s\n"
-    assert migrate_text(text).after == text.replace("    limit_all_gathers: true\n", "")
-
-
-def test_an_alias_of_what_is_no_section_is_written_out_and_reported():
-    """FSDP1's words stay behind at the anchor, and the user would take them for migrated."""
-    text = "shared: &s {limit_all_gathers: true, verbose: true}\nfsdp_config: *s\n"
-    migration = migrate_text(text)
-    assert migration.after == "shared: &s {limit_all_gathers: true, verbose: true}\nfsdp_config:\n  verbose: true\n"
-    assert "line 1" in found(migration, "(alias)").reason and migration.exit_code == 0
-
-
-def test_an_anchor_that_others_use_is_a_decision():
-    """The logger's copy of the section would change with it."""
-    text = "fsdp_config: &s\n  sharding_strategy: FULL_SHARD\nlogged: *s\n"
-    migration = migrate_text(text)
-    assert found(migration, "(anchor)").outcome is Outcome.NEEDS_DECISION
-    assert migrate_text(text.replace("FULL_SHARD", "FULL_SHARD").replace("logged: *s", "logged: 1")).exit_code == 0
-
-
-# --- refused
-
-
-@pytest.mark.parametrize("to", sorted(TARGETS))
-def test_a_file_without_a_section(to: str):
-    """The user named the wrong file."""
-    with pytest.raises(NothingToMigrateError, match=r"^data.yaml:1:1: nothing here configures sharding"):
-        migrate_text("a: 1\n", "data.yaml", to=to)
-
-
-def test_a_key_said_twice():
-    """Which of two values the run had, the loader decides; the user may mean the other."""
-    with pytest.raises(ConfigError, match=r"^run.yaml:3:3: verbose stands in line 2, too"):
-        migrate_text("fsdp_config:\n  verbose: true\n  verbose: false\n", "run.yaml")
 
 
 def test_values_of_other_kinds_are_findings():
@@ -413,14 +235,6 @@ def test_what_only_composer_fsdp2_keeps_is_not_said_of_others(to: str):
 # What would be lost without a word, or never end
 
 
-@pytest.mark.parametrize("key", ["1", "true", "on", "null", "2020-01-01"])
-def test_a_key_that_is_no_text_is_a_decision_in_a_block(key: str):
-    """It was a fault of the command, and nothing was said of the keys beside it."""
-    migration = migrate_text(f"fsdp_config:\n  {key}: x\n  sharding_strategy: FULL_SHARD\n")
-    assert migration.exit_code == 1 and len(migration.blocking) == 1
-    assert "does not read this key as text" in migration.blocking[0].reason
-
-
 def test_a_variable_that_the_new_file_does_not_read_is_told(monkeypatch: pytest.MonkeyPatch):
     """On a cluster where the variable is another, the new file trains otherwise than the old one."""
     monkeypatch.setenv("STRATEGY", "FULL_SHARD")
@@ -430,24 +244,6 @@ def test_a_variable_that_the_new_file_does_not_read_is_told(monkeypatch: pytest.
     assert "${oc.env:STRATEGY} has here is written out" in found(migration, "sharding_strategy").hint
     assert found(migration, "state_dict_type").outcome is Outcome.EXACT
     assert "${oc.env:NONE,sharded}" in migration.after
-
-
-def test_interpolations_that_grow_without_end_are_refused():
-    """Forty lines would keep a CI busy until it is out of memory."""
-    lines = ["a0: xxxxxxxxxx", *(f"a{n}: ${{a{n - 1}}}${{a{n - 1}}}" for n in range(1, 40))]
-    with pytest.raises(ConfigError, match=r"run.yaml:1:1: interpolations stand for \d+ others"):
-        migrate_text("\n".join([*lines, "fsdp_config:", "  sharding_strategy: ${a39}"]), "run.yaml")
-    long_chain = [f"b{n}: ${{b{n - 1}}}" for n in range(1, 3000)]
-    with pytest.raises(ConfigError, match=r"interpolations (refer to each other too deep|stand for)"):
-        migrate_text("\n".join(["b0: 1", *reversed(long_chain), "fsdp_config: {sharding_strategy: FULL_SHARD}"]))
-
-
-@pytest.mark.parametrize("text", ["fsdp_config: ${oc.env:NOT_SET}\n", "a: 1\nfsdp_config: ${nowhere}\n"])
-def test_a_section_that_cannot_be_seen_is_not_passed_over(text: str):
-    """In a folder such a file went by with exit code 0, as if it configured no sharding."""
-    with pytest.raises(ConfigError, match=r"fsdp_config is \$\{.*cannot be resolved here") as error:
-        migrate_text(text)
-    assert not isinstance(error.value, NothingToMigrateError)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
@@ -462,21 +258,6 @@ def test_a_key_that_stands_beside_is_not_written_twice(precision: str):
     same = precision == "amp_bf16"
     told = [each for each in migration.sections[0].findings if each.key == "precision"]
     assert [each.outcome for each in told] == [Outcome.EXACT if same else Outcome.APPROXIMATE]
-
-
-@pytest.mark.parametrize("name", ["run.json", "run.toml"])
-def test_a_number_of_too_many_digits_is_no_fault_of_the_command(name: str):
-    text = f'{{"a": {"1" * 5000}}}' if name.endswith("json") else f"a = {'1' * 5000}"
-    with pytest.raises(ConfigError, match=f"{name}:1:1: .*digits"):
-        migrate_text(text, name)
-
-
-def test_what_a_target_makes_of_a_key_is_told_of_that_key():
-    """A program that looks up a key in the JSON would find 'exact' for parameters that train all the same."""
-    text = "fsdp_config:\n  freeze: [visual]\n  wrap_policy: {transformer_layer_cls_to_wrap: auto}\n"
-    for to in ("roll", "torchtitan", "accelerate"):
-        findings = migrate_text(text, to=to).sections[0].findings
-        assert [each.outcome.blocks for each in findings if each.key in ("freeze", "frozen parameters")] == [True]
 
 
 def test_the_cost_of_a_section_does_not_grow_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,22 +319,6 @@ def test_clipping_by_default_is_a_setting(system: str, to: str) -> None:
 ZERO = "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 4\n"
 
 
-@pytest.mark.parametrize("to", ["accelerate", "composer"])
-def test_what_only_deepspeeds_section_says_is_not_lost(to: str) -> None:
-    """The global batch fell to a quarter, and gradients were not clipped, under `exact`."""
-    text = ZERO + "deepspeed_config: {zero_stage: 3, gradient_clipping: 0.5, gradient_accumulation_steps: 4}\n"
-    migration = migrate_text(text, to=to)
-    steps = found(migration, "deepspeed_config.gradient_accumulation_steps")
-    assert (
-        steps.outcome is Outcome.NEEDS_DECISION and "4 times smaller" in steps.reason and "(implicit)" not in steps.name
-    )
-    clipping = found(migration, "deepspeed_config.gradient_clipping")
-    assert clipping.outcome is (Outcome.NEEDS_DECISION if to == "accelerate" else Outcome.EXACT)
-    assert to == "accelerate" or "clipping_threshold: 0.5" in migration.after
-    alone = migrate_text(ZERO + "deepspeed_config: {zero_stage: 3, gradient_accumulation_steps: 1}\n", to=to)
-    assert alone.exit_code == 0
-
-
 def test_deepspeeds_sequence_parallelism_is_carried_over() -> None:
     """`no such key`; and what was written had ranks for half of the mesh, or a backend that FSDP refuses."""
     text = ZERO + "deepspeed_config: {zero_stage: 3}\nparallelism_config:\n  parallelism_config_sp_size: 2\n"
@@ -587,29 +352,7 @@ fsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "to", "expected"),
-    [
-        (AXOLOTL, "axolotl", Outcome.NEEDS_DECISION),
-        (FSDP1, "axolotl", Outcome.NEEDS_DECISION),
-        (FSDP1, "accelerate", None),
-        (AXOLOTL, "accelerate", None),
-        (AXOLOTL, "composer", Outcome.APPROXIMATE),
-        (FSDP1, "composer", Outcome.APPROXIMATE),
-        (FSDP1.replace("bf16", "'no'"), "axolotl", None),
-        (FSDP1.replace("bf16", "'no'"), "composer", None),
-        (AXOLOTL.replace("fsdp: ", "fsdp_version: 2\nfsdp: "), "accelerate", Outcome.APPROXIMATE),
-        ("precision: amp_bf16\nfsdp_config: {mixed_precision: PURE}\n", "axolotl", Outcome.NEEDS_DECISION),
-        ("precision: amp_bf16\nfsdp_config: {mixed_precision: PURE}\n", "accelerate", Outcome.APPROXIMATE),
-    ],
-)
-def test_where_parameters_are_stored_in_another_dtype_is_told(text: str, to: str, expected: Outcome | None) -> None:
-    """accelerate upcasts weights and Adam's state to float32, axolotl's FSDP2 does not: they were bfloat16, `exact`."""
-    (section,) = migrate_text(text, to=to).sections
-    outcomes = [each.outcome for each in section.findings if each.key == "dtype of stored parameters"]
-    assert outcomes == ([] if expected is None else [expected])
-
-
+@pytest.mark.others
 def test_what_accelerate_does_with_stored_parameters() -> None:
     """What the report says of it: accelerate upcasts a model in low precision, under FSDP2 as under FSDP1."""
     from accelerate.accelerator import Accelerator
@@ -619,15 +362,200 @@ def test_what_accelerate_does_with_stored_parameters() -> None:
     assert "param.data.to(torch.float32)" in inspect.getsource(Accelerator.prepare_model)
 
 
-def test_tiles_and_each_reduction_of_axolotls_are_not_dropped() -> None:
-    """Without a line on either the run was out of memory, or communicated otherwise."""
-    more = "tiled_mlp: true\ngradient_accumulation_steps: 4\n"
-    more += "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}\n"
-    migration = migrate_text(AXOLOTL + more)
-    assert found(migration, "tiled_mlp").outcome is Outcome.NEEDS_DECISION
-    assert found(migration, "accelerator_config").outcome is Outcome.EXACT
-    assert "gradient_sync: last" not in migration.after
-    assert "gradient_sync: last" in migrate_text(AXOLOTL + "gradient_accumulation_steps: 4\n").after
+# ---------------------------------------------------------------------------------------------------------------------
+# One by one
+
+STORED = [
+    (AXOLOTL, "axolotl", NEEDS_DECISION),
+    (FSDP1, "axolotl", NEEDS_DECISION),
+    (FSDP1, "accelerate", None),
+    (AXOLOTL, "accelerate", None),
+    (AXOLOTL, "composer", APPROXIMATE),
+    (FSDP1, "composer", APPROXIMATE),
+    (FSDP1.replace("bf16", "'no'"), "axolotl", None),
+    (FSDP1.replace("bf16", "'no'"), "composer", None),
+    (AXOLOTL.replace("fsdp: ", "fsdp_version: 2\nfsdp: "), "accelerate", APPROXIMATE),
+    ("precision: amp_bf16\nfsdp_config: {mixed_precision: PURE}\n", "axolotl", NEEDS_DECISION),
+    ("precision: amp_bf16\nfsdp_config: {mixed_precision: PURE}\n", "accelerate", APPROXIMATE),
+]
+TILED = (
+    "tiled_mlp: true\ngradient_accumulation_steps: 4\n"
+    "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}\n"
+)
+LAUNCHED = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 1\n"
+WHOLE = "variables:\n  fsdp_config: {limit_all_gathers: true, verbose: true}\nfsdp_config: ${variables.fsdp_config}\n"
+NAMED = "variables:\n  sharding: {limit_all_gathers: true, verbose: true}\nfsdp_config: ${variables.sharding}  # x\n"
+ANCHORED = "a:\n  fsdp_config: &s\n    limit_all_gathers: true\n    verbose: true\nb:\n  fsdp_config: *s\n"
+STEPS, CLIPS = (f"deepspeed_config.gradient_{name}" for name in ("accumulation_steps", "clipping"))
+OF_8 = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\n"
+CASES = {
+    "the keys take the places of those that said the same, and comments go with them": Case(
+        file=COMPOSER,
+        to="roll",
+        told={"(units)": (NEEDS_DECISION,)},  # which classes are wrapped
+        after="""\
+# A run.
+precision: amp_bf16
+trainer:
+  strategy_args:
+    strategy_name: fsdp2_train
+    strategy_config:
+      # how
+      # first
+      reshard_after_forward: false  # ZeRO-2
+      param_dtype: bf16
+      reduce_dtype: bf16
+      # no longer
+      fsdp_size: 1
+      offload_policy: false
+      async_save_ckpt: false
+# The end.
+""",
+    ),
+    "TOML cannot stand in YAML": Case(
+        file=COMPOSER, to="torchtitan", has=("# What run.yaml asks for", 'fsdp_reshard_after_forward = "never"')
+    ),
+    "accelerate refuses a file with keys that it does not know": Case(
+        file=COMPOSER,
+        to="accelerate",
+        says={
+            "fsdp_config.fsdp_version": 2,
+            "fsdp_config.fsdp_reshard_after_forward": False,
+            "mixed_precision": "bf16",
+            "trainer": None,
+        },
+    ),
+    "precision goes beside the section, where Composer reads it; the Trainer's other arguments stay": Case(
+        file=TRAINER,
+        blocking=[],
+        after="""\
+training:
+  learning_rate: 1.0e-5
+  precision: amp_bf16          # on H100
+  fsdp_config:
+    wrap_policy:
+      transformer_layer_cls_to_wrap: [LlamaDecoderLayer]
+    # the blocks
+    reshard_after_forward: true
+    mixed_precision: PURE
+    state_dict_type: full
+    activation_checkpointing: true
+    backward_prefetch: NONE
+    sync_module_states: true
+    activation_checkpointing_policy: auto
+  algorithms:
+    gradient_clipping:
+      clipping_type: norm
+      clipping_threshold: 1.0
+  logging_steps: 1
+""",
+    ),
+    "who stays with Hugging Face gets FSDP2 there": Case(
+        file=TRAINER,
+        to="accelerate",
+        says={"training.fsdp_config.version": 2, "training.fsdp": "full_shard auto_wrap"},
+        has=("# the blocks",),
+    ),
+    "accelerate stops at a file without its section": Case(
+        file=LAUNCHED,
+        told={"(the rest of the file)": (None, "no longer with Hugging Face", "--to accelerate")},
+    ),
+    "in its own words it does not": Case(file=LAUNCHED, to="accelerate", untold=("the rest of the file",)),
+    "accelerate to-fsdp2 makes NO_SHARD a sharded run, and says nothing": Case(
+        file="distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n",
+        to="accelerate",
+        told={"(mesh)": (UNSUPPORTED,)},
+        after="file",
+    ),
+    "${variables.x} is what the run had; a key that stays keeps its interpolation": Case(
+        file="variables: {strategy: SHARD_GRAD_OP, type: full}\n"
+        "fsdp_config:\n  sharding_strategy: ${variables.strategy}\n  state_dict_type: ${variables.type}\n",
+        has=("  reshard_after_forward: false\n  state_dict_type: ${variables.type}\n",),
+    ),
+    "a section that runs share is edited where it stands, once": Case(
+        file=WHOLE, after=WHOLE.replace("limit_all_gathers: true, ", "")
+    ),
+    "what others share is written out": Case(
+        file=NAMED, after=NAMED.replace(" ${variables.sharding}  # x", "\n  verbose: true  # x")
+    ),
+    "the run would end with an InterpolationKeyError when its logger is built": Case(
+        file="fsdp_config:\n  sharding_strategy: FULL_SHARD\ntags: [a, '${fsdp_config.sharding_strategy}']\n",
+        told={"(interpolation)": (NEEDS_DECISION, "line 3")},
+    ),
+    "an alias of another section stays an alias": Case(
+        file=ANCHORED, after=ANCHORED.replace("    limit_all_gathers: true\n", "")
+    ),
+    "FSDP1's words stay behind at the anchor, and the user would take them for migrated": Case(
+        file="shared: &s {limit_all_gathers: true, verbose: true}\nfsdp_config: *s\n",
+        told={"(alias)": (None, "line 1")},
+        blocking=[],
+        after="shared: &s {limit_all_gathers: true, verbose: true}\nfsdp_config:\n  verbose: true\n",
+    ),
+    "the logger's copy of the section would change with it": Case(
+        file="fsdp_config: &s\n  sharding_strategy: FULL_SHARD\nlogged: *s\n", told={"(anchor)": (NEEDS_DECISION,)}
+    ),
+    "an anchor that nobody uses": Case(
+        file="fsdp_config: &s\n  sharding_strategy: FULL_SHARD\nlogged: 1\n", blocking=[]
+    ),
+    **{
+        f"a program that looks up a key would find 'exact' for parameters that train all the same: {to}": Case(
+            file="fsdp_config:\n  freeze: [visual]\n  wrap_policy: {transformer_layer_cls_to_wrap: auto}\n",
+            to=to,
+            told={"freeze": (UNSUPPORTED if to == "torchtitan" else NEEDS_DECISION,)},
+            untold=("frozen parameters",),
+        )
+        for to in ("torchtitan", "accelerate")
+    },
+    **{
+        f"accelerate upcasts weights and Adam's state to float32, axolotl's FSDP2 does not: {number}": Case(
+            file=text,
+            to=to,
+            told={} if expected is None else {"dtype of stored parameters": (expected,)},
+            untold=() if expected else ("dtype of stored parameters",),
+        )
+        for number, (text, to, expected) in enumerate(STORED)
+    },
+    "without a line the run was out of memory, or communicated otherwise": Case(
+        file=AXOLOTL + TILED,
+        told={"tiled_mlp": (NEEDS_DECISION,), "accelerator_config": (EXACT,)},
+        says={"fsdp_config.gradient_sync": None},
+    ),
+    "axolotl reduces once": Case(
+        file=AXOLOTL + "gradient_accumulation_steps: 4\n", says={"fsdp_config.gradient_sync": "last"}
+    ),
+    **{
+        f"the global batch fell to a quarter, and gradients were not clipped: {to}": Case(
+            file=ZERO + "deepspeed_config: {zero_stage: 3, gradient_clipping: 0.5, gradient_accumulation_steps: 4}\n",
+            to=to,
+            told={
+                STEPS: (NEEDS_DECISION, "4 times smaller"),
+                CLIPS: (NEEDS_DECISION if to == "accelerate" else EXACT,),
+            },
+            has=() if to == "accelerate" else ("clipping_threshold: 0.5",),
+        )
+        for to in ("accelerate", "composer")
+    },
+    **{
+        f"one step asks nothing: {to}": Case(
+            file=ZERO + "deepspeed_config: {zero_stage: 3, gradient_accumulation_steps: 1}\n", to=to, blocking=[]
+        )
+        for to in ("accelerate", "composer")
+    },
+    **{
+        f"accelerate refuses to start with sizes that contradict the number of processes: {sizes}": Case(
+            file=f"{OF_8}parallelism_config: {{dp_shard_size: {sizes}}}\n"
+            "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n",
+            blocking=["parallelism_config.dp_shard_size"] * is_wrong,
+        )
+        for sizes, is_wrong in (("4, dp_replicate_size: 2", 0), ("8", 0), ("3", 1), ("4", 1))
+    },
+}
+
+
+@each_case(CASES)
+def test_what_becomes_of(case: Case):
+    """Each of these files would train otherwise, or not at all."""
+    case.check()
 
 
 @pytest.mark.parametrize(
@@ -637,6 +565,66 @@ def test_products_in_fp8_are_no_amp_fp8(text: str) -> None:
     """Composer's amp_fp8 is Transformer Engine's: layers that torchao converted would compute in bfloat16, exit 0."""
     for to in ("composer", "roll", "torchtitan"):
         assert {each.key for each in migrate_text(text, to=to).blocking} & {"fp8", "products in fp8"}, to
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is no file that can be migrated
+
+LAUGHS = ["a0: xxxxxxxxxx", *(f"a{n}: ${{a{n - 1}}}${{a{n - 1}}}" for n in range(1, 40))]
+CHAIN = ["b0: 1", *reversed([f"b{n}: ${{b{n - 1}}}" for n in range(1, 3000)])]
+UNUSABLE: list[tuple[str, str, dict[str, Any], str]] = [
+    *(
+        ("data.yaml", "a: 1\n", {"to": to}, r"^data.yaml:1:1: nothing here configures sharding")
+        for to in sorted(TARGETS)
+    ),
+    *(
+        ("run.yaml", COMPOSER, {"at": at}, r"^run\.yaml:")
+        for at in ("nowhere", "trainer.fsdp_config.x.y", "precision", "trainer.7")
+    ),
+    (
+        "run.yaml",
+        "fsdp_config:\n  verbose: true\n  verbose: false\n",
+        {},
+        r"^run.yaml:3:3: verbose stands in line 2, too",
+    ),
+    # Of two strategy_args a reader takes the last.
+    (
+        "run.yaml",
+        "fsdp_config:\n  sharding_strategy: FULL_SHARD\nstrategy_args: {a: 1}\n",
+        {"to": "roll"},
+        "strategy_args stands in line 1, too",
+    ),
+    # Forty lines would keep a CI busy until it is out of memory.
+    (
+        "run.yaml",
+        "\n".join([*LAUGHS, "fsdp_config:", "  sharding_strategy: ${a39}"]),
+        {},
+        r"run.yaml:1:1: interpolations stand for \d+ others",
+    ),
+    (
+        "run.yaml",
+        "\n".join([*CHAIN, "fsdp_config: {sharding_strategy: FULL_SHARD}"]),
+        {},
+        r"interpolations (refer to each other too deep|stand for)",
+    ),
+    # In a folder such files went by with exit code 0, as if they configured no sharding.
+    *(
+        ("run.yaml", text, {}, r"fsdp_config is \$\{.*cannot be resolved here")
+        for text in ("fsdp_config: ${oc.env:NOT_SET}\n", "a: 1\nfsdp_config: ${nowhere}\n")
+    ),
+    ("run.json", f'{{"a": {"1" * 5000}}}', {}, "run.json:1:1: .*digits"),
+    ("run.toml", f"a = {'1' * 5000}", {}, "run.toml:1:1: .*digits"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "options", "message"), UNUSABLE, ids=[message[:40] for *_, message in UNUSABLE]
+)
+def test_what_cannot_be_migrated_is_refused_with_its_place(name: str, text: str, options: dict[str, Any], message: str):
+    """A message that names the place, not a traceback; only a file without a section may be passed over."""
+    with pytest.raises(ConfigError, match=message) as error:
+        migrate_text(text, name, **options)
+    assert isinstance(error.value, NothingToMigrateError) == ("nothing here" in message)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -753,19 +741,6 @@ def test_what_a_target_has_no_word_for_is_no_fault_of_the_command(case: str) -> 
     name, text = LOST[case]
     for to in TARGETS:
         assert not [each for each in migrate_text(text, name, to=to).blocking if "please report" in each.hint]
-
-
-@pytest.mark.parametrize(("sizes", "exit_code"), [("4, dp_replicate_size: 2", 0), ("8", 0), ("3", 1), ("4", 1)])
-def test_sizes_that_contradict_the_number_of_processes_are_a_decision(sizes: str, exit_code: int) -> None:
-    """accelerate refuses to start so; here the run was planned for ranks that it does not have."""
-    text = (
-        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\n"
-        f"parallelism_config: {{dp_shard_size: {sizes}}}\n"
-        "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
-    )
-    migration = migrate_text(text)
-    assert migration.exit_code == exit_code, migration.blocking
-    assert [each.key for each in migration.blocking] == ["parallelism_config.dp_shard_size"] * exit_code
 
 
 NESTED = {

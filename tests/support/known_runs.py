@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,42 @@ class Run:
     Args:
         ranks: That it is meant for.
         parameters: As published with the model; of those from scratch by their formula.
-        config: Of the model on the hub, by ``CONFIGS``; None: the file describes it.
+        config: Of the model on the hub, by ``configs``; None: the file describes it.
         replaced: Keys of what cannot be built here, or needs no weights.
-        decisions: Keys of what is left to decide.
+        decisions: Keys of what ``migrate`` leaves to decide.
         right: The values, in the words of Composer, that make the right side's model transformers'.
+        is_quick: Whether it is planned also where only one of a kind is.
+        blocks: Where the blocks lie, and how many there are.
+        others: The other units that hold parameters.
+        experts: Where the experts lie that are units of their own, and how many there are; they are not recomputed.
+        reshard: Whether a block's parameters are freed after forward.
+        mesh: Replicas and shards; None: every rank holds a shard.
+        dtypes: Of parameters in forward, of gradients while they are reduced, and of buffers.
+        recomputed: How many modules are, and then how, and what is gathered ahead.
+        split_experts: The units of experts over 8 ranks, each of them sharded over the others.
+        tied: Modules of one weight.
     """
 
     ranks: int
     parameters: int
+    blocks: Mapping[str, int]
+    others: tuple[str, ...]
     config: str | None = None
     replaced: frozenset[str] = frozenset()
     decisions: frozenset[str] = frozenset()
-    right: tuple[str, ...] = field(default=())
+    right: tuple[str, ...] = ()
+    is_quick: bool = True
+    experts: Mapping[str, int] | None = None
+    reshard: bool = True
+    mesh: tuple[int, int] | None = None
+    dtypes: tuple[str | None, ...] = ("bfloat16", "bfloat16", "bfloat16")
+    recomputed: int = 0
+    reentrant: bool = False
+    offloads: bool = False
+    forward_prefetch: int = 0
+    backward_prefetch: int | None = None
+    split_experts: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
 
 
 # --- how many parameters
@@ -57,98 +82,153 @@ ATTENTION, LOSS = "model.attn_config.attn_impl", "model.loss_fn"
 KERNELS = frozenset({ATTENTION, LOSS})
 WEIGHTS = frozenset({"model.pretrained", "model.init_device"})
 FLASH = "model.use_flash_attention_2"
+SUMS_IN_FP32 = ("bfloat16", "float32", "bfloat16")
+LAYERS = "model.model.layers"
 
+
+def of_mpt(ranks: int, num_blocks: int, *others: str, parameters: int, **known: Any) -> Run:
+    """A run of LLM Foundry's own model, of whose blocks, embeddings and last norm each is a unit."""
+    units = (*(f"model.transformer.{name}" for name in ("wte", *others, "norm_f") if name != "lm_head"),)
+    head = ("model.lm_head",) if "lm_head" in others else ()
+    known = {"replaced": KERNELS, "blocks": {"model.transformer.blocks": num_blocks}} | known
+    return Run(ranks=ranks, parameters=parameters, others=(*units, *head), **known)
+
+
+def of_llama(ranks: int, num_layers: int, parameters: int, config: str, **known: Any) -> Run:
+    """A run of a decoder of transformers, of which all but its layers is one unit."""
+    known = {"blocks": {LAYERS: num_layers}, "others": ("model",), "recomputed": num_layers} | known
+    return Run(ranks=ranks, parameters=parameters, config=config, **known)
+
+
+def of_t5(parameters: int, config: str, num_blocks: int, *tied: str, **known: Any) -> Run:
+    blocks = {f"model.{coder}.block": num_blocks for coder in ("encoder", "decoder")}
+    tied = ("model.decoder.embed_tokens", "model.encoder.embed_tokens", *tied, "model.shared")
+    return Run(
+        ranks=8, parameters=parameters, config=config, blocks=blocks, others=("model",), replaced=WEIGHTS, tied=tied,
+        **known,
+    )  # fmt: skip
+
+
+LORA_LAYERS = "model.base_model.model.model.layers"
+LORA = tuple(
+    f"{LORA_LAYERS}.{layer}.{linear}_proj.lora_{matrix}.default"
+    for layer in range(32)
+    for linear in (*(f"self_attn.{name}" for name in "qkvo"), "mlp.gate", "mlp.up", "mlp.down")
+    for matrix in "AB"
+)
 FOUNDRY = {
-    "mpt/mpt-125m": Run(ranks=8, parameters=mpt(768, 12), replaced=KERNELS),
+    "mpt/mpt-125m": of_mpt(
+        8, 12, "wpe", parameters=mpt(768, 12), reshard=False, mesh=(8, 1), dtypes=SUMS_IN_FP32
+    ),
     # Norms of the queries and the keys.
-    "mpt/mpt-350m": Run(ranks=8, parameters=mpt(1024, 24) + 24 * 4 * 1024, replaced=KERNELS),
-    "mpt/mpt-760m": Run(ranks=8, parameters=mpt(1536, 24, positions=0), replaced=KERNELS),
-    "mpt/mpt-1b": Run(ranks=64, parameters=mpt(2048, 24), replaced=KERNELS),
-    "mpt/mpt-3b": Run(ranks=64, parameters=mpt(2560, 32), replaced=KERNELS),
-    "mpt/mpt-7b": Run(ranks=32, parameters=6_649_286_656, replaced=KERNELS),
-    "mpt/mpt-7b-tp": Run(ranks=32, parameters=6_649_286_656, replaced=KERNELS),
-    "mpt/mpt-13b": Run(ranks=64, parameters=mpt(5120, 40), replaced=KERNELS | {"model.init_device"}),
-    "mpt/mpt-30b": Run(ranks=256, parameters=mpt(7168, 48) + 50368 * 7168, replaced=KERNELS),
-    "mpt/mpt-70b": Run(ranks=512, parameters=grouped(8192, 80, feed_forwards=1, hidden=28672), replaced=KERNELS),
-    "dbrx/dbrx-like-torch": Run(ranks=512, parameters=DBRX_LIKE, replaced=KERNELS),
-    "dbrx/dbrx-like-experts": Run(ranks=64, parameters=DBRX_LIKE, replaced=KERNELS),
-    "dbrx/dbrx-like-megablocks": Run(ranks=128, parameters=DBRX_LIKE, replaced=KERNELS | {"model.ffn_config.ffn_type"}),
-    "dbrx/dbrx-instruct": Run(
-        ranks=64, parameters=131_596_523_520, config="dbrx", replaced=WEIGHTS | {"model.attn_implementation"}
+    "mpt/mpt-350m": of_mpt(
+        8, 24, "wpe", parameters=mpt(1024, 24) + 24 * 4 * 1024, reshard=False, dtypes=SUMS_IN_FP32, recomputed=24,
+        reentrant=True,
     ),
-    "llama/llama2-7b-full": Run(ranks=8, parameters=6_738_415_616, config="llama 2 7b", replaced=WEIGHTS | {FLASH}),
-    "llama/llama2-70b-full": Run(
-        ranks=64, parameters=68_976_648_192, config="llama 2 70b", replaced=frozenset({FLASH})
+    "mpt/mpt-760m": of_mpt(8, 24, parameters=mpt(1536, 24, positions=0), forward_prefetch=1),
+    "mpt/mpt-1b": of_mpt(64, 24, "wpe", parameters=mpt(2048, 24), recomputed=24, is_quick=False),
+    "mpt/mpt-3b": of_mpt(
+        64, 32, "wpe", parameters=mpt(2560, 32), recomputed=32, forward_prefetch=2, backward_prefetch=2
     ),
-    "llama/llama3-8b-lora": Run(
-        ranks=8, parameters=LLAMA_3_8B + ADAPTERS, config="llama 3 8b", replaced=WEIGHTS | {FLASH}
+    "mpt/mpt-7b": of_mpt(32, 32, parameters=6_649_286_656, mesh=(4, 8), dtypes=SUMS_IN_FP32, recomputed=32),
+    # Split over 2 ranks.
+    "mpt/mpt-7b-tp": of_mpt(32, 32, parameters=6_649_286_656, mesh=(16, 2), recomputed=32),
+    "mpt/mpt-13b": of_mpt(
+        64, 40, "wpe", parameters=mpt(5120, 40), replaced=KERNELS | {"model.init_device"}, recomputed=40,
+        offloads=True, backward_prefetch=0,
     ),
-    "t5/t5-base": Run(ranks=8, parameters=222_903_552, config="t5 base", replaced=WEIGHTS),
-    "t5/flan-t5-xl": Run(ranks=8, parameters=2_849_757_184, config="flan t5 xl", replaced=WEIGHTS),
-}
+    "mpt/mpt-30b": of_mpt(
+        256, 48, "wpe", "lm_head", parameters=mpt(7168, 48) + 50368 * 7168, recomputed=32
+    ),
+    "mpt/mpt-70b": of_mpt(
+        512, 80, "lm_head", parameters=grouped(8192, 80, feed_forwards=1, hidden=28672), reshard=False, mesh=(8, 64),
+        recomputed=80, is_quick=False,
+    ),
+    "dbrx/dbrx-like-torch": of_mpt(
+        512, 40, "lm_head", parameters=DBRX_LIKE, reshard=False, mesh=(8, 64), recomputed=40
+    ),
+    "dbrx/dbrx-like-experts": of_mpt(
+        64, 40, "lm_head", parameters=DBRX_LIKE, recomputed=40,
+        split_experts=tuple(f"model.transformer.blocks.{number}.ffn.experts" for number in range(40)),
+    ),
+    "dbrx/dbrx-like-megablocks": of_mpt(
+        128, 40, "lm_head", parameters=DBRX_LIKE, replaced=KERNELS | {"model.ffn_config.ffn_type"},
+        dtypes=SUMS_IN_FP32, recomputed=40,
+    ),
+    "dbrx/dbrx-instruct": of_llama(
+        64, 40, 131_596_523_520, "dbrx", blocks={"model.transformer.blocks": 40},
+        replaced=WEIGHTS | {"model.attn_implementation"}, offloads=True,
+    ),
+    "llama/llama2-7b-full": of_llama(8, 32, 6_738_415_616, "llama 2 7b", replaced=WEIGHTS | {FLASH}),
+    "llama/llama2-70b-full": of_llama(
+        64, 80, 68_976_648_192, "llama 2 70b", replaced=frozenset({FLASH}), dtypes=("bfloat16", "float32", None),
+        is_quick=False,
+    ),
+    "llama/llama3-8b-lora": of_llama(
+        8, 32, LLAMA_3_8B + ADAPTERS, "llama 3 8b", replaced=WEIGHTS | {FLASH}, blocks={LORA_LAYERS: 32},
+        others=("model", *LORA),
+        dtypes=(None, None, None),  # Foundry: the weights are in bf16 themselves
+    ),
+    "t5/t5-base": of_t5(222_903_552, "t5 base", 12, "model.lm_head", reshard=False, dtypes=(None, None, None)),
+    "t5/flan-t5-xl": of_t5(
+        2_849_757_184, "flan t5 xl", 24, dtypes=SUMS_IN_FP32, recomputed=48, reentrant=True, is_quick=False
+    ),
+}  # fmt: skip
 NOT_TRANSFORMERS = tuple(
     f"fsdp_config.{key}=auto"
     for key in ("wrap_policy.transformer_layer_cls_to_wrap", "activation_checkpointing_policy")
 )
-QWEN_3_30B = 30_532_122_624
+# Of 8 of the 128 experts, each of three matrices, and their lines of the routers.
+QWEN_3_30B_OF_8 = 30_532_122_624 - 48 * 120 * (3 * 2048 * 768 + 2048)
+FULL_SUMS: dict[str, Any] = {"dtypes": ("bfloat16", "float32", None)}
+EMBEDDED, TITANS = ("model.model.embed_tokens", "model"), ("model.model.embed_tokens", "model.lm_head", "model")
 OTHERS = {
-    ("accelerate/llama-full-fsdp1.yaml", "accelerate/llama-full-fsdp2.yaml"): Run(
-        ranks=8,
-        parameters=6_738_415_616,
-        config="llama 2 7b",
+    ("accelerate/llama-full-fsdp1.yaml", "accelerate/llama-full-fsdp2.yaml"): of_llama(
+        8, 32, 6_738_415_616, "llama 2 7b", recomputed=0, backward_prefetch=0,
         # Hugging Face knows no such key; whether it was meant is not in the file.
         decisions=frozenset({"fsdp_config.fsdp_backward_prefetch_policy"}),
     ),
-    ("accelerate/llama-hybrid-fsdp1.yaml", "accelerate/llama-hybrid-fsdp2.yaml"): Run(
-        ranks=16, parameters=6_738_415_616, config="llama 2 7b"
+    ("accelerate/llama-hybrid-fsdp1.yaml", "accelerate/llama-hybrid-fsdp2.yaml"): of_llama(
+        16, 32, 6_738_415_616, "llama 2 7b", mesh=(2, 8)
     ),
-    ("huggingface/llama-sft-fsdp1.yaml", "huggingface/llama-sft-fsdp2.yaml"): Run(
-        ranks=8, parameters=LLAMA_3_8B, config="llama 3 8b"
+    ("huggingface/llama-sft-fsdp1.yaml", "huggingface/llama-sft-fsdp2.yaml"): of_llama(
+        8, 32, LLAMA_3_8B, "llama 3 8b"
     ),
-    (
-        "huggingface/qwen3-moe-distillation-fsdp1.yaml",
-        "huggingface/qwen3-moe-distillation-fsdp2.yaml",
-    ): Run(
-        ranks=8,
-        # Half of the experts, each of three matrices, and their lines of the routers.
-        parameters=QWEN_3_30B - 48 * 64 * (3 * 2048 * 768 + 2048),
-        config="qwen 3 30b, halved",
+    # None of the prefixed keys was read: one unit, as large as the model.
+    ("huggingface/qwen3-moe-distillation-fsdp1.yaml", "huggingface/qwen3-moe-distillation-fsdp2.yaml"): of_llama(
+        8, 48, QWEN_3_30B_OF_8, "qwen 3 30b, of 8 experts", blocks={},
         # Not read where they stand: as trained or as written is the user's to say.
         decisions=frozenset(
             f"fsdp_config.fsdp_{key}"
             for key in ("auto_wrap_policy", "backward_prefetch", "min_num_params", "transformer_layer_cls_to_wrap")
         ),
     ),
-    ("roll/text-qwen3-8b-roll.yaml", "roll/text-qwen3-8b-composer.yaml"): Run(
-        ranks=16, parameters=8_190_735_360, config="qwen 3 8b"
+    ("roll/text-qwen3-8b-roll.yaml", "roll/text-qwen3-8b-composer.yaml"): of_llama(
+        16, 36, 8_190_735_360, "qwen 3 8b", others=EMBEDDED, **FULL_SUMS
     ),
-    (
-        "roll/vision-language-qwen2.5-vl-7b-roll.yaml",
-        "roll/vision-language-qwen2.5-vl-7b-composer.yaml",
-    ): Run(ranks=8, parameters=8_292_166_656, config="qwen 2.5 vl 7b"),
-    ("roll/moe-qwen3-30b-a3b-roll.yaml", "roll/moe-qwen3-30b-a3b-composer.yaml"): Run(
-        ranks=16, parameters=QWEN_3_30B, config="qwen 3 30b"
+    ("roll/vision-language-qwen2.5-vl-7b-roll.yaml", "roll/vision-language-qwen2.5-vl-7b-composer.yaml"): of_llama(
+        8, 28, 8_292_166_656, "qwen 2.5 vl 7b", blocks={LAYERS: 28, "model.visual.blocks": 32}, others=EMBEDDED,
+        mesh=(2, 4), recomputed=60, **FULL_SUMS,
     ),
-    ("torchtitan/llama3-8b-torchtitan.toml", "torchtitan/llama3-8b-composer.yaml"): Run(
-        ranks=32, parameters=LLAMA_3_8B, config="llama 3 8b", right=NOT_TRANSFORMERS
+    ("roll/moe-qwen3-30b-a3b-roll.yaml", "roll/moe-qwen3-30b-a3b-composer.yaml"): of_llama(
+        16, 48, QWEN_3_30B_OF_8, "qwen 3 30b, of 8 experts", others=EMBEDDED,
+        experts={f"{LAYERS}.{number}.mlp.experts": 8 for number in range(48)}, **FULL_SUMS,
     ),
-    ("torchtitan/llama3-70b-torchtitan.toml", "torchtitan/llama3-70b-composer.yaml"): Run(
-        ranks=256,
-        parameters=70_553_706_496,
-        config="llama 3 70b",
-        decisions=frozenset({"tensor parallelism"}),
-        right=NOT_TRANSFORMERS,
+    ("torchtitan/llama3-8b-torchtitan.toml", "torchtitan/llama3-8b-composer.yaml"): of_llama(
+        32, 32, LLAMA_3_8B, "llama 3 8b", right=NOT_TRANSFORMERS, others=TITANS, mesh=(4, 8), **FULL_SUMS
+    ),
+    ("torchtitan/llama3-70b-torchtitan.toml", "torchtitan/llama3-70b-composer.yaml"): of_llama(
+        256, 80, 70_553_706_496, "llama 3 70b", right=NOT_TRANSFORMERS, others=TITANS,
+        decisions=frozenset({"tensor_parallel_degree"}), **FULL_SUMS,
     ),
     ("composer/gpt2-script-fsdp1.yaml", "composer/gpt2-script-fsdp2.yaml"): Run(
-        ranks=8, parameters=124_439_808, config="gpt 2"
+        ranks=8, parameters=124_439_808, config="gpt 2", blocks={"model.transformer.h": 12}, others=("model",),
+        dtypes=("float16", "float16", "float32"), recomputed=12, tied=("model.lm_head", "model.transformer.wte"),
     ),
-    ("composer/llama-tp-script-fsdp1.yaml", "composer/llama-tp-script-fsdp2.yaml"): Run(
-        ranks=8,
-        parameters=6_738_415_616,
-        config="llama 2 7b",
-        decisions=frozenset({"trainer.parallelism_config.tp"}),
+    ("composer/llama-tp-script-fsdp1.yaml", "composer/llama-tp-script-fsdp2.yaml"): of_llama(
+        8, 32, 6_738_415_616, "llama 2 7b", reshard=False, dtypes=SUMS_IN_FP32
     ),
-}
+}  # fmt: skip
 PAIRS = {(f"{name}-fsdp1.yaml", f"{name}-fsdp2.yaml"): run for name, run in FOUNDRY.items()} | OTHERS
 
 
@@ -189,8 +269,7 @@ def configs() -> dict[str, Any]:
         "qwen 3 8b": Qwen3Config(
             **qwen, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8
         ),
-        "qwen 3 30b": Qwen3MoeConfig(**experts, num_experts=128),
-        "qwen 3 30b, halved": Qwen3MoeConfig(**experts, num_experts=64),
+        "qwen 3 30b, of 8 experts": Qwen3MoeConfig(**experts, num_experts=8),
         "qwen 2.5 vl 7b": Qwen2_5_VLConfig(
             hidden_size=3584,
             intermediate_size=18944,

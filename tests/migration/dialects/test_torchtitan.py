@@ -8,22 +8,28 @@ FSDP2, whose TOML later releases no longer read.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.examples import examples
 from support.runs import run_with as any_run_with
 
 from composer_fsdp2.config.findings import Finding, Outcome
-from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
-from composer_fsdp2.config.sharding import Accumulation, ActivationCheckpointing, GradientSync, MixedPrecision, Prefetch
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.sharding import ActivationCheckpointing, MixedPrecision
 from composer_fsdp2.migration.dialect import Reading, Section
 from composer_fsdp2.migration.dialects.torchtitan import TorchTitanDialect
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+from tests.migration.file_cases import (
+    APPROXIMATE,
+    EXACT,
+    NEEDS_DECISION,
+    NO_RUN,
+    UNNEEDED,
+    UNSUPPORTED,
+    Case,
+    each_case,
+)
 from tests.migration.tables import tables_of, with_tables
 
 TITAN = TorchTitanDialect()
@@ -113,27 +119,7 @@ def test_a_file_is_migrated_without_a_change():
     assert places["checkpoint.async_mode"] == "run.toml:25"
 
 
-# --- effective behaviour
-
-
-def test_defaults_are_torchtitans():
-    """A file that says nothing of sharding trained sharded over all ranks, in bfloat16, and clipped at 1."""
-    reading = read({"model": {"flavor": "debugmodel"}, "training": {"seq_len": 8}})
-    assert reading.run is not None
-    config = reading.run.config
-    assert config.mesh == MeshSpec()
-    assert config.reshard_after_forward is True
-    assert config.mixed_precision == MixedPrecision(
-        param_dtype="bfloat16", reduce_dtype="float32", cast_forward_inputs=True
-    )
-    assert reading.run.precision == "fp32"  # FSDP2 casts, torch.autocast is for DDP
-    assert config.activation_checkpointing == RECOMPUTED
-    assert reading.run == replace(
-        any_run_with(max_grad_norm=1.0, selective_checkpointing="2", state_dict_type="sharded", stored_dtype="float32"),
-        config=config,
-    )
-    assert finding(reading, "(implicit) training.max_norm").outcome is Outcome.APPROXIMATE
-    assert finding(reading, "(implicit) activation_checkpoint.mode").outcome is Outcome.APPROXIMATE
+# --- as a whole
 
 
 @pytest.mark.parametrize(
@@ -153,85 +139,6 @@ def test_meshes(replicas: int, shards: int, shape: tuple[int, ...], expected: Ou
     assert finding(reading, "data_parallel_shard_degree").outcome is expected
 
 
-@pytest.mark.parametrize(
-    ("policy", "pipeline", "reshard", "expected"),
-    [
-        ("default", 1, True, Outcome.EXACT),
-        ("default", 2, False, Outcome.EXACT),
-        ("always", 2, True, Outcome.APPROXIMATE),
-        ("never", 1, False, Outcome.EXACT),
-    ],
-)
-def test_reshard_after_forward(policy: str, pipeline: int, reshard: bool, expected: Outcome):
-    """Under a pipeline the default keeps parameters gathered; memory stays what it was."""
-    reading = read(parallelism(fsdp_reshard_after_forward=policy, pipeline_parallel_degree=pipeline))
-    assert reading.run is not None and reading.run.config.reshard_after_forward is reshard
-    assert finding(reading, "fsdp_reshard_after_forward").outcome is expected
-
-
-def test_training_keys():
-    """Offloading and dtypes are those of the file."""
-    values = parallelism() | {"training": {"enable_cpu_offload": True, "mixed_precision_param": "float32"}}
-    config = run_of(values).config
-    assert config.cpu_offload and config.mixed_precision.param_dtype == "float32"
-
-
-@pytest.mark.parametrize(
-    ("written", "checkpoint", "expected"),
-    [
-        ({"mode": "none"}, False, Outcome.UNNEEDED),
-        ({"mode": "full"}, True, Outcome.EXACT),
-        ({"mode": "selective", "selective_ac_option": "1"}, True, Outcome.EXACT),
-        ({"mode": "selective", "selective_ac_option": "3"}, True, Outcome.APPROXIMATE),
-        ({"mode": "selective", "selective_ac_option": "op"}, True, Outcome.APPROXIMATE),
-        ({"mode": "memory_budget"}, True, Outcome.APPROXIMATE),
-    ],
-)
-def test_activation_checkpointing(written: dict[str, Any], checkpoint: bool, expected: Outcome):
-    """Recomputing more than before costs time and no numbers: it is said, and stands in nobody's way."""
-    reading = read({"activation_checkpoint": written})
-    assert reading.run is not None and reading.run.config.activation_checkpointing.checkpoint is checkpoint
-    assert finding(reading, "mode").outcome is expected
-
-
-# --- more than sharding
-
-
-PARALLELISMS = {
-    "tensor": Outcome.NEEDS_DECISION,
-    "pipeline": Outcome.UNSUPPORTED,
-    "context": Outcome.APPROXIMATE,
-    "expert": Outcome.APPROXIMATE,
-}
-
-
-@pytest.mark.parametrize("kind", PARALLELISMS)
-def test_other_parallelism_is_told(kind: str):
-    """A run that needs it is not turned into one that runs out of memory without a word."""
-    key = f"{kind}_parallel_degree"
-    found = finding(read(parallelism(**{key: 2})), key)
-    assert found.outcome is PARALLELISMS[kind] and found.reason and (found.hint or not found.outcome.blocks)
-    assert getattr(run_of(parallelism(**{key: 2})), f"{kind}_parallel") == 2
-    assert finding(read(parallelism(**{key: 1})), key).outcome is Outcome.UNNEEDED
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "degree", "expected"),
-    [
-        ("disable_loss_parallel", True, "tensor_parallel_degree", Outcome.EXACT),
-        ("disable_loss_parallel", False, "tensor_parallel_degree", Outcome.APPROXIMATE),
-        ("enable_async_tensor_parallel", True, "tensor_parallel_degree", Outcome.APPROXIMATE),
-        ("pipeline_parallel_schedule", "Interleaved1F1B", "pipeline_parallel_degree", Outcome.UNSUPPORTED),
-        ("context_parallel_rotate_method", "alltoall", "context_parallel_degree", Outcome.APPROXIMATE),
-        ("expert_tensor_parallel_degree", 2, "expert_parallel_degree", Outcome.APPROXIMATE),
-    ],
-)
-def test_details_are_read_with_their_feature_only(key: str, value: object, degree: str, expected: Outcome):
-    """A schedule in a file without a pipeline stands in nobody's way."""
-    assert finding(read(parallelism(**{key: value})), key).outcome is Outcome.UNNEEDED
-    assert finding(read(parallelism(**{key: value, degree: 2})), key).outcome is expected
-
-
 def test_the_ranks_of_a_sequence_shard_parameters_as_well():
     """Its degrees multiply there; here the shard degree counts the ranks of a sequence, too."""
     degrees = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 4, "context_parallel_degree": 2}
@@ -242,84 +149,6 @@ def test_the_ranks_of_a_sequence_shard_parameters_as_well():
     odd = any_run_with(mesh=MeshSpec.of_degrees(shard=6, replicate=2), context_parallel_degree=4)
     blocking = [each.key for each in TorchTitanDialect().express(odd).findings if each.outcome.blocks]
     assert "context parallelism" in blocking
-
-
-@pytest.mark.parametrize(
-    ("tables", "key", "expected"),
-    [
-        ({"compile": {"enable": True}}, "compile.enable", Outcome.APPROXIMATE),
-        ({"compile": {"enable": False, "components": ["loss"]}}, "compile.components", Outcome.UNNEEDED),
-        ({"training": {"dtype": "bfloat16"}}, "training.dtype", Outcome.APPROXIMATE),
-        ({"checkpoint": {"async_mode": "async"}}, "checkpoint.async_mode", Outcome.UNNEEDED),  # saving is off
-        ({"checkpoint": {"enable": True, "async_mode": "async"}}, "checkpoint.async_mode", Outcome.EXACT),
-        (
-            {"checkpoint": {"enable": True, "async_mode": "async_with_pinned_mem"}},
-            "checkpoint.async_mode",
-            Outcome.APPROXIMATE,
-        ),
-        ({"model": {"converters": []}}, "model.converters", Outcome.UNNEEDED),
-        ({"model": {"converters": ["quantize.linear.float8"]}}, "model.converters", Outcome.UNSUPPORTED),
-        ({"model": {"converters": ["mx"]}}, "model.converters", Outcome.UNSUPPORTED),
-        ({"model": {"converters": ["my_lora"]}}, "model.converters", Outcome.APPROXIMATE),
-        (
-            {
-                "model": {"converters": ["quantize.linear.float8"]},
-                "quantize": {"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}},
-            },
-            "quantize.linear.float8.enable_fsdp_float8_all_gather",
-            Outcome.UNSUPPORTED,
-        ),
-        (
-            {"float8": {"enable_fsdp_float8_all_gather": True}},  # no converter made float8 layers
-            "float8.enable_fsdp_float8_all_gather",
-            Outcome.UNNEEDED,
-        ),
-        ({"fault_tolerance": {"enable": True}}, "fault_tolerance.enable", Outcome.UNSUPPORTED),
-    ],
-)
-def test_the_other_tables(tables: dict[str, Any], key: str, expected: Outcome):
-    """What other tables say of a sharded run is reported as well."""
-    assert finding(read(parallelism() | tables), key).outcome is expected
-
-
-def test_async_save_needs_saving():
-    """async_mode without enable = true wrote nothing, so the run is not one that saves in the background."""
-    assert run_of(parallelism() | {"checkpoint": {"async_mode": "async"}}).async_save is False
-    assert run_of(parallelism() | {"checkpoint": {"enable": True, "async_mode": "async"}}).async_save is True
-
-
-# --- bad keys and values
-
-
-@pytest.mark.parametrize(
-    ("values", "key", "expected", "near"),
-    [
-        (
-            parallelism(data_parallel_shard_degre=2),
-            "data_parallel_shard_degre",
-            Outcome.NEEDS_DECISION,
-            "data_parallel_shard_degree",
-        ),
-        (parallelism(zero_stage=3), "zero_stage", Outcome.UNNEEDED, "remove"),
-        (
-            parallelism() | {"training": {"enable_cpu_ofload": True}},
-            "training.enable_cpu_ofload",
-            Outcome.NEEDS_DECISION,
-            "enable_cpu_offload",
-        ),
-        (
-            {"job": {"custom_config_module": "flux.job_config"}, "training": {"img_size": 256}, "model": {"flavor": 1}},
-            "img_size",
-            Outcome.UNNEEDED,
-            "flux.job_config",
-        ),
-        ({"training": {"step": 5}, "model": {"flavor": "8B"}}, "step", Outcome.NEEDS_DECISION, "steps"),
-    ],
-)
-def test_unknown_keys_are_named(values: dict[str, Any], key: str, expected: Outcome, near: str):
-    """A misspelt key is asked about; one like no other decides nothing, whether or not a release refuses the file."""
-    found = finding(read(values), key)
-    assert found.outcome is expected and near in found.hint
 
 
 # By release: names that its own train_configs set, read in config_manager.py (v0.1.0) and job_config.py (later ones).
@@ -365,77 +194,6 @@ def test_a_key_of_no_release_is_unknown():
     assert not finding(read(parallelism(enable_fsdp_symm_mem=True)), "enable_fsdp_symm_mem").known
 
 
-@pytest.mark.parametrize(
-    ("model", "classes", "others"),
-    [
-        ("llama3", ("TransformerBlock",), ("embeddings", "output")),
-        ("flux", ("DoubleStreamBlock", "SingleStreamBlock"), ()),
-        ("llama3-siglip2", ("TransformerBlock", "TransformerLayer"), ("embeddings", "output")),
-        ("transformers_modeling_backend", (), ("embeddings", "output")),  # as transformers' model says
-    ],
-)
-def test_units_are_the_models(model: str, classes: tuple[str, ...], others: tuple[str, ...]):
-    """A migrated run of Flux with `TransformerBlock` as its unit would not start: the model has none."""
-    wrap = run_of(parallelism() | {"model": {"name": model, "flavor": "debugmodel"}}).wrap
-    assert (wrap.kind, wrap.classes, wrap.others) == (WrapKind.CLASSES, classes, others)
-
-
-def test_keys_that_have_nothing_to_do_with_sharding_are_not_reported():
-    """A report of a hundred lines about data and learning rates would not be read."""
-    keys = {each.key for each in read(tomllib.loads(FILE)).findings}
-    assert not keys & {"training.seq_len", "training.steps", "checkpoint.folder"}
-
-
-@pytest.mark.parametrize(
-    ("values", "key", "takes"),
-    [
-        (parallelism(data_parallel_replicate_degree=-1), "data_parallel_replicate_degree", "from 1 on"),
-        (parallelism(data_parallel_shard_degree=0), "data_parallel_shard_degree", "-1 for the rest"),
-        (parallelism(fsdp_reshard_after_forward=True), "fsdp_reshard_after_forward", "default, always, never"),
-        (
-            parallelism() | {"training": {"mixed_precision_reduce": "bfloat16"}},
-            "training.mixed_precision_reduce",
-            "float32",
-        ),
-        (
-            parallelism() | {"training": {"mixed_precision_param": "float16"}},
-            "training.mixed_precision_param",
-            "bfloat16",
-        ),
-        ({"activation_checkpoint": {"mode": "some"}}, "mode", "memory_budget"),
-        ({"activation_checkpoint": {"mode": "selective", "selective_ac_option": 2}}, "selective_ac_option", "string"),
-    ],
-)
-def test_bad_values_are_a_decision(values: dict[str, Any], key: str, takes: str):
-    """A value that TorchTitan refuses is named with those that would do; nothing is guessed from it."""
-    reading = read(values)
-    found = finding(reading, key)
-    assert found.outcome is Outcome.NEEDS_DECISION and takes in found.reason
-    assert reading.run is None
-
-
-SCALARS = st.booleans() | st.integers(-2, 9) | st.floats(0, 2) | st.text(max_size=4)
-VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.sampled_from(["default", "full", "selective", "op", "2", "async"])
-NAMES = [tuple(row.name.split(".")) for row in TITAN.rows if row.name.count(".") == 1]
-
-
-@examples(100)
-@given(st.dictionaries(st.sampled_from(NAMES), VALUES), st.dictionaries(st.text(min_size=1, max_size=5), VALUES))
-def test_every_key_has_exactly_one_finding(written: dict[tuple[str, str], Any], others: dict[str, Any]):
-    """Whatever a file says, no key is lost and none is an error; a run is there unless a finding says why not."""
-    values: dict[str, Any] = {"parallelism": {"data_parallel_shard_degree": 2} | others}
-    for (table, name), value in written.items():
-        values.setdefault(table, {})[name] = value
-    reading = read(values)
-    keys = [each.name for each in reading.findings]
-    assert len(keys) == len(set(keys))
-    for table, name in written:
-        assert (name if table == "parallelism" else f"{table}.{name}") in keys
-    assert all(name in keys for name in values["parallelism"])
-    if reading.run is None:
-        assert any(each.outcome is Outcome.NEEDS_DECISION for each in reading.findings)
-
-
 # --- names of earlier releases
 
 OLD = """\
@@ -467,171 +225,7 @@ def test_a_file_of_an_earlier_release_stays_as_it_is():
     assert outcomes["compile"] is Outcome.APPROXIMATE
 
 
-# --- as a target
-
-
-BLOCKS = Wrap(kind=WrapKind.CLASSES, classes=("TransformerBlock",))
-
-
-def run_with(**fields: Any) -> RunConfig:
-    return any_run_with(**{"wrap": BLOCKS, "state_dict_type": "sharded", **fields})
-
-
-def test_a_run_in_torchtitans_words():
-    """HSDP in bfloat16 with full recomputation is what TorchTitan's own files say for it."""
-    run = run_with(
-        mesh=MeshSpec.of_degrees(shard=8, replicate=4),
-        param_dtype="bfloat16",
-        reduce_dtype="float32",
-        cast_forward_inputs=True,
-        activation_checkpointing=RECOMPUTED,
-        max_grad_norm=0.5,
-        stored_dtype="bfloat16",
-        async_save=True,
-    )
-    expression = TITAN.express(run)
-    assert expression.findings == ()
-    assert tables_of(expression) == {
-        ("parallelism",): {
-            "data_parallel_replicate_degree": 4,
-            "data_parallel_shard_degree": 8,
-            "fsdp_reshard_after_forward": "default",
-        },
-        ("training",): {
-            "mixed_precision_param": "bfloat16",
-            "mixed_precision_reduce": "float32",
-            "dtype": "bfloat16",
-            "enable_cpu_offload": False,
-            "max_norm": 0.5,
-        },
-        ("activation_checkpoint",): {"mode": "full"},
-        ("checkpoint",): {"enable": True, "async_mode": "async"},
-    }
-
-
-def test_a_run_is_written_into_a_file():
-    """The tables go into a TorchTitan file that keeps its comments and all that has nothing to do with them."""
-    run = run_of(tomllib.loads(FILE))
-    text = "# mine\n[model]\nflavor = '8B' # small\n\n[training]\nseq_len = 4 # short\n"
-    after = with_tables(text, tables_of(TITAN.express(run)))
-    assert after.startswith("# mine\n[model]\nflavor = '8B' # small\n\n[training]\nseq_len = 4 # short\nmixed_")
-    assert run_of(tomllib.loads(after)) == run
-
-
-@pytest.mark.parametrize(
-    ("run", "key", "expected"),
-    [
-        (run_with(reshard_after_forward=4), "(reshard_after_forward)", Outcome.UNSUPPORTED),
-        (run_with(mesh=MeshSpec.of_degrees(shard=4, replicate=-1)), "(mesh)", Outcome.NEEDS_DECISION),
-        (run_with(mesh=MeshSpec.of_degrees(shard=1, replicate=4)), "(mesh)", Outcome.APPROXIMATE),
-        (
-            run_with(mesh=MeshSpec.of_groups(RankGroups(rule=GroupRule.STRIDED, number=2))),
-            "(mesh)",
-            Outcome.UNSUPPORTED,
-        ),
-        (run_with(param_dtype="float16"), "(param_dtype)", Outcome.NEEDS_DECISION),
-        (run_with(precision="amp_bf16"), "(autocast)", Outcome.APPROXIMATE),
-        (run_with(prefetch=Prefetch(backward=0)), "(prefetch in backward)", Outcome.APPROXIMATE),
-        (
-            run_with(accumulation=Accumulation(gradient_sync=GradientSync.LAST)),
-            "(gradient_sync)",
-            Outcome.APPROXIMATE,
-        ),
-        (run_with(freeze=("vision",)), "(frozen parameters)", Outcome.UNSUPPORTED),
-        (run_with(tiled_chunks=4), "(tiled MLP)", Outcome.UNSUPPORTED),
-        (run_with(), "(gradient clipping)", Outcome.APPROXIMATE),
-    ],
-)
-def test_what_torchtitan_cannot_say_is_a_finding(run: RunConfig, key: str, expected: Outcome):
-    """Nothing of a run is lost on the way to TorchTitan without a word."""
-    assert expected in [each.outcome for each in TITAN.express(run).findings if each.name == key]
-
-
-EXACT_RUNS = st.builds(
-    run_with,
-    mesh=st.sampled_from(
-        [
-            MeshSpec(),
-            MeshSpec.of_degrees(shard=8),
-            MeshSpec.of_degrees(shard=-1, replicate=2),
-            MeshSpec.of_degrees(shard=4, replicate=2),
-        ]
-    ),
-    reshard_after_forward=st.booleans(),
-    param_dtype=st.sampled_from(["bfloat16", "float32"]),
-    reduce_dtype=st.just("float32"),
-    cast_forward_inputs=st.just(True),
-    cpu_offload=st.booleans(),
-    activation_checkpointing=st.sampled_from(
-        [
-            RECOMPUTED,
-            ActivationCheckpointing(reentrant=False),
-        ]
-    ),
-    max_grad_norm=st.just(1.0),
-    stored_dtype=st.sampled_from(["float32", "bfloat16"]),
-)
-DTYPE = st.sampled_from([None, "bfloat16", "float16", "float32"])
-RUNS = st.builds(
-    run_with,
-    mesh=st.sampled_from(
-        [
-            MeshSpec(),
-            MeshSpec.of_degrees(shard=8),
-            MeshSpec.of_degrees(shard=-1, replicate=2),
-            MeshSpec.of_degrees(shard=4, replicate=-1),
-        ]
-    ),
-    reshard_after_forward=st.sampled_from([True, False, 2]),
-    param_dtype=DTYPE,
-    reduce_dtype=DTYPE,
-    cast_forward_inputs=st.booleans(),
-    cast_root_inputs=st.booleans(),
-    buffer_dtype=st.sampled_from([None, None, "bfloat16"]),
-    activation_checkpointing=st.builds(
-        ActivationCheckpointing,
-        checkpoint=st.booleans(),
-        classes=st.sampled_from([None, (), ("Layer",), ("TransformerBlock",)]),
-        reentrant=st.booleans(),
-    ),
-    accumulation=st.builds(
-        Accumulation, gradient_sync=st.sampled_from(GradientSync), reshard_after_backward=st.booleans()
-    ),
-    sync_module_states=st.sampled_from([True, False, None]),
-    precision=st.sampled_from(["fp32", "amp_bf16"]),
-    state_dict_type=st.sampled_from(["full", "sharded"]),
-    max_grad_norm=st.sampled_from([None, 1.0]),
-)
-
-
-@examples(100)
-@given(EXACT_RUNS | RUNS)
-def test_what_is_expressed_exactly_is_read_back(run: RunConfig):
-    """To TorchTitan and back is the same run, wherever no finding says otherwise."""
-    expression = TITAN.express(run)
-    again = run_of({table[0]: settings for table, settings in tables_of(expression).items()})  # type: ignore[misc]
-    if not expression.findings:
-        assert comparable(again) == comparable(run)
-
-
-def comparable(run: RunConfig) -> RunConfig:
-    """Without what makes no difference: which implementation recomputes nothing, a root that is a unit as well."""
-    config = run.config
-    if not config.activation_checkpointing.checkpoint:
-        config = replace(config, activation_checkpointing=ActivationCheckpointing())
-    if config.mixed_precision.cast_forward_inputs:
-        config = replace(config, mixed_precision=replace(config.mixed_precision, cast_root_inputs=True))
-    return replace(run, config=replace(config, wrap=BLOCKS))
-
-
-@examples(100)
-@given(EXACT_RUNS)
-def test_the_exact_configs_are_exact(run: RunConfig):
-    """The property above tests something: all that TorchTitan has a word for is expressed without a finding."""
-    assert TITAN.express(run).findings == ()
-
-
-# --- files of the shapes that each release's own train_configs have, written for this test
+# --- one by one: files of the shapes that each release's own train_configs have, written for this test
 
 TRAINING = "local_batch_size = 2\nseq_len = 4096\nmax_norm = 1.0\nsteps = 100\n"
 SAVING = 'folder = "checkpoint"\ninterval = 500\nexport_dtype = "float32"\nasync_mode = "disabled"\n'
@@ -698,24 +292,278 @@ SHAPES: dict[str, tuple[str, list[str]]] = {
 }
 
 
-def test_exit_1_has_a_reason():
-    """Nearly every file of TorchTitan's ended with 1, most only because of its blocks and what they recompute."""
-    for name, (text, expected) in SHAPES.items():
-        migration = migrate_text(text, f"{name}.toml")
-        assert [each.key for each in migration.blocking] == expected, name
-        assert all(each.reason and each.hint for each in migration.blocking), name
-        assert migrate_text(text, f"{name}.toml", to="torchtitan").exit_code == 0, name
+MODE = "config.activation_checkpointing.checkpoint"
+PARALLELISMS = {"tensor": NEEDS_DECISION, "pipeline": UNSUPPORTED, "context": APPROXIMATE, "expert": APPROXIMATE}
+# Each is read with its feature only.
+DETAILS = [
+    ("disable_loss_parallel", True, "tensor_parallel_degree", EXACT),
+    ("disable_loss_parallel", False, "tensor_parallel_degree", APPROXIMATE),
+    ("enable_async_tensor_parallel", True, "tensor_parallel_degree", APPROXIMATE),
+    ("pipeline_parallel_schedule", "Interleaved1F1B", "pipeline_parallel_degree", UNSUPPORTED),
+    ("context_parallel_rotate_method", "alltoall", "context_parallel_degree", APPROXIMATE),
+    ("expert_tensor_parallel_degree", 2, "expert_parallel_degree", APPROXIMATE),
+]
+RESHARDING = [
+    ("default", 1, True, EXACT),
+    ("default", 2, False, EXACT),
+    ("always", 2, True, APPROXIMATE),
+    ("never", 1, False, EXACT),
+]
+RECOMPUTING = [
+    ({"mode": "none"}, False, UNNEEDED),
+    ({"mode": "full"}, True, EXACT),
+    ({"mode": "selective", "selective_ac_option": "1"}, True, EXACT),
+    ({"mode": "selective", "selective_ac_option": "3"}, True, APPROXIMATE),
+    ({"mode": "selective", "selective_ac_option": "op"}, True, APPROXIMATE),
+    ({"mode": "memory_budget"}, True, APPROXIMATE),
+]
+TABLES = [
+    ({"compile": {"enable": True}}, "compile.enable", APPROXIMATE),
+    ({"compile": {"enable": False, "components": ["loss"]}}, "compile.components", UNNEEDED),
+    ({"training": {"dtype": "bfloat16"}}, "training.dtype", APPROXIMATE),
+    ({"checkpoint": {"async_mode": "async"}}, "checkpoint.async_mode", UNNEEDED),  # saving is off
+    ({"checkpoint": {"enable": True, "async_mode": "async"}}, "checkpoint.async_mode", EXACT),
+    (
+        {"checkpoint": {"enable": True, "async_mode": "async_with_pinned_mem"}},
+        "checkpoint.async_mode",
+        APPROXIMATE,
+    ),
+    ({"model": {"converters": []}}, "model.converters", UNNEEDED),
+    ({"model": {"converters": ["quantize.linear.float8"]}}, "model.converters", UNSUPPORTED),
+    ({"model": {"converters": ["mx"]}}, "model.converters", UNSUPPORTED),
+    ({"model": {"converters": ["my_lora"]}}, "model.converters", APPROXIMATE),
+    (
+        {
+            "model": {"converters": ["quantize.linear.float8"]},
+            "quantize": {"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}},
+        },
+        "quantize.linear.float8.enable_fsdp_float8_all_gather",
+        UNSUPPORTED,
+    ),
+    (
+        {"float8": {"enable_fsdp_float8_all_gather": True}},  # no converter made float8 layers
+        "float8.enable_fsdp_float8_all_gather",
+        UNNEEDED,
+    ),
+    ({"fault_tolerance": {"enable": True}}, "fault_tolerance.enable", UNSUPPORTED),
+]
+UNKNOWN = [
+    (
+        parallelism(data_parallel_shard_degre=2),
+        "data_parallel_shard_degre",
+        NEEDS_DECISION,
+        "data_parallel_shard_degree",
+    ),
+    (parallelism(zero_stage=3), "zero_stage", UNNEEDED, "remove"),
+    (
+        parallelism() | {"training": {"enable_cpu_ofload": True}},
+        "training.enable_cpu_ofload",
+        NEEDS_DECISION,
+        "enable_cpu_offload",
+    ),
+    (
+        {"job": {"custom_config_module": "flux.job_config"}, "training": {"img_size": 256}, "model": {"flavor": 1}},
+        "img_size",
+        UNNEEDED,
+        "flux.job_config",
+    ),
+    ({"training": {"step": 5}, "model": {"flavor": "8B"}}, "step", NEEDS_DECISION, "steps"),
+]
+UNITS = [
+    ("llama3", ("TransformerBlock",), ("embeddings", "output")),
+    ("flux", ("DoubleStreamBlock", "SingleStreamBlock"), ()),
+    ("llama3-siglip2", ("TransformerBlock", "TransformerLayer"), ("embeddings", "output")),
+    ("transformers_modeling_backend", (), ("embeddings", "output")),  # as transformers' model says
+]
+BAD = [
+    (parallelism(data_parallel_replicate_degree=-1), "data_parallel_replicate_degree", "from 1 on"),
+    (parallelism(data_parallel_shard_degree=0), "data_parallel_shard_degree", "-1 for the rest"),
+    (parallelism(fsdp_reshard_after_forward=True), "fsdp_reshard_after_forward", "default, always, never"),
+    (
+        parallelism() | {"training": {"mixed_precision_reduce": "bfloat16"}},
+        "training.mixed_precision_reduce",
+        "float32",
+    ),
+    (
+        parallelism() | {"training": {"mixed_precision_param": "float16"}},
+        "training.mixed_precision_param",
+        "bfloat16",
+    ),
+    ({"activation_checkpoint": {"mode": "some"}}, "mode", "memory_budget"),
+    ({"activation_checkpoint": {"mode": "selective", "selective_ac_option": 2}}, "selective_ac_option", "string"),
+]
+SAVED = {"enable": True, "async_mode": "async"}
+OVER_EXPERTS = "[parallelism]\nexpert_parallel_degree = 4\nexpert_tensor_parallel_degree = 1\n"
+CASES = {
+    "a file that says nothing of sharding trained sharded over all ranks, in bfloat16, and clipped at 1": Case(
+        file={"model": {"flavor": "debugmodel"}, "training": {"seq_len": 8}},
+        to=None,
+        run={
+            "config.mesh": MeshSpec(),
+            "config.reshard_after_forward": True,
+            "config.mixed_precision": MixedPrecision(
+                param_dtype="bfloat16", reduce_dtype="float32", cast_forward_inputs=True
+            ),
+            "precision": "fp32",  # FSDP2 casts, torch.autocast is for DDP
+            "config.activation_checkpointing": RECOMPUTED,
+            "max_grad_norm": 1.0,
+            "selective_checkpointing": "2",
+            "state_dict_type": "sharded",
+            "stored_dtype": "float32",
+            "async_save": False,
+            "tensor_parallel": 1,
+        },
+        told={
+            "(implicit) training.max_norm": (APPROXIMATE,),
+            "(implicit) activation_checkpoint.mode": (APPROXIMATE,),
+        },
+    ),
+    **{
+        f"under a pipeline the default keeps parameters gathered: {policy}, {pipeline}": Case(
+            file=parallelism(fsdp_reshard_after_forward=policy, pipeline_parallel_degree=pipeline),
+            to=None,
+            run={"config.reshard_after_forward": reshard},
+            told={"fsdp_reshard_after_forward": (expected,)},
+        )
+        for policy, pipeline, reshard, expected in RESHARDING
+    },
+    "offloading and dtypes are those of the file": Case(
+        file=parallelism() | {"training": {"enable_cpu_offload": True, "mixed_precision_param": "float32"}},
+        to=None,
+        run={"config.cpu_offload": True, "config.mixed_precision.param_dtype": "float32"},
+    ),
+    **{
+        f"recomputing more than before stands in nobody's way: {written}": Case(
+            file={"activation_checkpoint": written}, to=None, run={MODE: checkpoint}, told={"mode": (expected,)}
+        )
+        for written, checkpoint, expected in RECOMPUTING
+    },
+    **{
+        f"{kind} parallelism of {degree}": Case(
+            file=parallelism(**{f"{kind}_parallel_degree": degree}),
+            to=None,
+            run={f"{kind}_parallel": degree},
+            told={f"{kind}_parallel_degree": (expected if degree > 1 else UNNEEDED,)},
+        )
+        for kind, expected in PARALLELISMS.items()
+        for degree in (1, 2)
+    },
+    **{
+        f"{key} is read with its feature: {value}, {degrees}": Case(
+            file=parallelism(**{key: value}, **degrees),
+            to=None,
+            told={key: (expected if degrees else UNNEEDED,)},
+        )
+        for key, value, degree, expected in DETAILS
+        for degrees in ({}, {degree: 2})
+    },
+    **{
+        f"what other tables say of a sharded run: {tables}": Case(
+            file=parallelism() | tables, to=None, told={key: (expected,)}
+        )
+        for tables, key, expected in TABLES
+    },
+    **{
+        f"async_mode alone wrote nothing: {saving}": Case(
+            file=parallelism() | {"checkpoint": saving}, to=None, run={"async_save": saving == SAVED}
+        )
+        for saving in (SAVED, {"async_mode": "async"})
+    },
+    **{
+        f"a misspelt key is asked about, one like no other decides nothing: {key}": Case(
+            file=values, to=None, told={key: (expected, near)}
+        )
+        for values, key, expected, near in UNKNOWN
+    },
+    **{
+        f"without its own units {model} would not start": Case(
+            file=parallelism() | {"model": {"name": model, "flavor": "debugmodel"}},
+            to=None,
+            run={"wrap.kind": WrapKind.CLASSES, "wrap.classes": classes, "wrap.others": others},
+        )
+        for model, classes, others in UNITS
+    },
+    "a report of a hundred lines about data and learning rates would not be read": Case(
+        file=FILE, name="run.toml", to=None, untold=("training.seq_len", "training.steps", "checkpoint.folder")
+    ),
+    **{
+        f"nothing is guessed from a value that TorchTitan refuses: {values}": Case(
+            file=values, to=None, run=NO_RUN, told={key: (NEEDS_DECISION, takes)}
+        )
+        for values, key, takes in BAD
+    },
+    **{
+        f"exit 1 has a reason, {name} to {to}": Case(
+            file=text, name="run.toml", to=to, blocking=expected if to == "composer" else [], has_way_out=True
+        )
+        for name, (text, expected) in SHAPES.items()
+        for to in ("composer", "torchtitan")
+    },
+    "the experts of TorchTitan's own models do not come along": Case(
+        file=OVER_EXPERTS,
+        name="run.toml",
+        told={
+            "expert_parallel_degree": (APPROXIMATE, "torch_dmoe", "more communication"),
+            "expert_tensor_parallel_degree": (APPROXIMATE,),
+        },
+        says={"fsdp_config.expert_parallel_degree": None},
+        blocking=[],
+    ),
+}
 
 
-def test_experts_over_ranks_become_shards():
-    """The experts of TorchTitan's own models do not come along; what becomes of them, and where a degree is taken, is
-    told, and the file is written."""
-    migration = migrate_text("[parallelism]\nexpert_parallel_degree = 4\nexpert_tensor_parallel_degree = 1\n", "m.toml")
-    assert migration.exit_code == 0, str(migration)
-    told = {each.key: each for each in migration.sections[0].findings}
-    degree = told["expert_parallel_degree"]
-    assert (
-        degree.outcome is Outcome.APPROXIMATE and "torch_dmoe" in degree.hint and "more communication" in degree.reason
+@each_case(CASES)
+def test_what_becomes_of(case: Case):
+    """Memory and numbers stay what they were, and what cannot is told."""
+    case.check()
+
+
+# --- as a target
+
+
+BLOCKS = Wrap(kind=WrapKind.CLASSES, classes=("TransformerBlock",))
+
+
+def run_with(**fields: Any) -> RunConfig:
+    return any_run_with(**{"wrap": BLOCKS, "state_dict_type": "sharded", **fields})
+
+
+def test_a_run_in_torchtitans_words():
+    """HSDP in bfloat16 with full recomputation is what TorchTitan's own files say for it."""
+    run = run_with(
+        mesh=MeshSpec.of_degrees(shard=8, replicate=4),
+        param_dtype="bfloat16",
+        reduce_dtype="float32",
+        cast_forward_inputs=True,
+        activation_checkpointing=RECOMPUTED,
+        max_grad_norm=0.5,
+        stored_dtype="bfloat16",
+        async_save=True,
     )
-    assert told["expert_tensor_parallel_degree"].outcome is not Outcome.UNSUPPORTED
-    assert "expert_parallel_degree:" not in migration.after
+    expression = TITAN.express(run)
+    assert expression.findings == ()
+    assert tables_of(expression) == {
+        ("parallelism",): {
+            "data_parallel_replicate_degree": 4,
+            "data_parallel_shard_degree": 8,
+            "fsdp_reshard_after_forward": "default",
+        },
+        ("training",): {
+            "mixed_precision_param": "bfloat16",
+            "mixed_precision_reduce": "float32",
+            "dtype": "bfloat16",
+            "enable_cpu_offload": False,
+            "max_norm": 0.5,
+        },
+        ("activation_checkpoint",): {"mode": "full"},
+        ("checkpoint",): {"enable": True, "async_mode": "async"},
+    }
+
+
+def test_a_run_is_written_into_a_file():
+    """The tables go into a TorchTitan file that keeps its comments and all that has nothing to do with them."""
+    run = run_of(tomllib.loads(FILE))
+    text = "# mine\n[model]\nflavor = '8B' # small\n\n[training]\nseq_len = 4 # short\n"
+    after = with_tables(text, tables_of(TITAN.express(run)))
+    assert after.startswith("# mine\n[model]\nflavor = '8B' # small\n\n[training]\nseq_len = 4 # short\nmixed_")
+    assert run_of(tomllib.loads(after)) == run

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.dialects.huggingface import HuggingFaceDialect
 from composer_fsdp2.migration.dialects.huggingface.places import OF_ACCELERATES_FILE
 from composer_fsdp2.migration.migrate import Migration, migrate_text
 from composer_fsdp2.migration.run import RunConfig
+from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, Case, each_case
 from tests.migration.huggingface_oracle import ask
 
 # What `accelerate config` writes around the section.
@@ -142,25 +143,143 @@ def finding(migration: Migration, key: str) -> Finding:
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_files_of_its_examples_need_no_decision(shape: str) -> None:
-    """Nearly every file ended with exit 1, or was no section at all, and the code said nothing any more."""
-    text, says = SHAPES[shape]
-    migration = migrated(text)
-    steps = "deepspeed_config.gradient_accumulation_steps"  # of which nothing but DeepSpeed reads here
-    assert [each.key for each in migration.blocking] == [steps] * ("gradient_accumulation_steps: 4" in text)
-    section = yaml.safe_load(migration.after)["fsdp_config"]
-    assert section["wrap_policy"] == {"transformer_layer_cls_to_wrap": "auto"}
-    assert {key: section.get(key) for key in says} == says
-    again = migrated(migration.after)
-    assert not again.is_changed and again.exit_code == 0
+ACCUMULATED = ["deepspeed_config.gradient_accumulation_steps"]  # of which nothing but DeepSpeed reads here
+ONLY_THE_USER = [
+    ("zero_stage: 3", "deepspeed_config_file: ../zero3.json", "deepspeed_config_file"),
+    ("offload_param_device: none", "offload_param_device: nvme", "offload_param_device"),
+    ("zero_stage: 3", "zero_stage: 4", "zero_stage"),
+    ("zero_stage: 3", "zero_stag: 3", "zero_stag"),
+    ("zero_stage: 3", "gradient_clipping: often", "gradient_clipping"),
+]
+IN_TWO = "parallelism_config.parallelism_config_tp_size"
+BARE = {
+    "fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    "backward_prefetch": "backward_pre",
+    "limit_all_gathers": True,
+    "fsdp_use_orig_params": True,
+}
+FSDP_JSON = json.dumps({"fsdp": "full_shard auto_wrap", "bf16": True, **BARE}, indent=2)
+CASES = {
+    **{
+        f"nearly every file of its examples ended with exit 1: {name}": Case(
+            file=text,
+            blocking=ACCUMULATED * ("gradient_accumulation_steps: 4" in text),
+            says={
+                "fsdp_config.wrap_policy": {"transformer_layer_cls_to_wrap": "auto"},
+                **{f"fsdp_config.{key}": value for key, value in says.items()},
+            },
+        )
+        for name, (text, says) in SHAPES.items()
+    },
+    "a run over parts of layers would train as plain FSDP; three findings said one thing": Case(
+        file=HEAD + FSDP2 + axes(tp=2, dp_shard=2, dp_replicate=2) + AROUND,
+        told={IN_TWO: (NEEDS_DECISION, "layer plan")},
+        blocking=[IN_TWO],
+    ),
+    **{
+        f"ZeRO {stage} keeps what it means": Case(
+            file=HEAD + ZERO2.replace("stage: 2", f"stage: {stage}") + AROUND,
+            to=None,
+            run={
+                "config.mesh.shard_degree": 1 if stage == 0 else -1,
+                "config.reshard_after_forward": reshards,
+                "config.mixed_precision.param_dtype": "bfloat16",
+                "config.accumulation.gradient_sync.value": sync,
+            },
+        )
+        for stage, reshards, sync in ((1, False, "last"), (2, False, "every"), (3, True, "every"))
+    },
+    "of ZeRO 0 nothing is sharded": Case(
+        file=HEAD + ZERO2.replace("stage: 2", "stage: 0") + AROUND,
+        to=None,
+        run={"config.mesh.shard_degree": 1, "config.accumulation.gradient_sync.value": "last"},
+    ),
+    **{
+        f"gradients are clipped as accelerate does: {clipping!r}": Case(
+            file=HEAD + ZERO3.replace("  zero_stage", f"{clipping}  zero_stage") + AROUND,
+            to=None,
+            run={"max_grad_norm": norm},
+        )
+        # Its own, where the file has none.
+        for clipping, norm in (("  gradient_clipping: 0.5\n", 0.5), ("", 1.0), ("  gradient_clipping: 0\n", None))
+    },
+    **{
+        f"what ZeRO does otherwise is told: {len(text)}": Case(
+            file=HEAD + text + AROUND,
+            told={
+                **dict.fromkeys(("distributed_type", "mixed_precision", "units", "autocast", "optimizer"), (None,)),
+                **{f"deepspeed_config.{key}": (None,) for key in yaml.safe_load(text)["deepspeed_config"]},
+                "deepspeed_config.zero_stage": (APPROXIMATE,),
+                **({"deepspeed_config.offload_optimizer_device": (None, "together")} if text == ZERO2 else {}),
+            },
+        )
+        for text in (ZERO3, ZERO2)
+    },
+    **{
+        f"what only the user knows would be dropped, and the defaults trained: {new}": Case(
+            file=HEAD + ZERO3.replace(old, new) + AROUND, told={f"deepspeed_config.{key}": (NEEDS_DECISION,)}
+        )
+        for old, new, key in ONLY_THE_USER
+    },
+    "a key that nobody reads and that resembles none kept a CI at 1 for ever": Case(
+        file=HEAD + FSDP1 + "  zzz: 1\n" + AROUND, to="accelerate", blocking=[], says={"fsdp_config.zzz": None}
+    ),
+    "one that resembles another is a decision": Case(
+        file=HEAD + FSDP1 + "  fsdp_transformer_layer_class: Block\n" + AROUND,
+        told={
+            "fsdp_config.fsdp_transformer_layer_class": (
+                NEEDS_DECISION,
+                "did you mean fsdp_transformer_layer_cls_to_wrap?",
+            )
+        },
+    ),
+    # A Trainer's settings in a file of their own.
+    "transformers takes the prefix off in a file": Case(
+        file=FSDP_JSON,
+        name="fsdp.json",
+        told=dict.fromkeys(("fsdp", "bf16", *BARE), (None,)),
+        blocking=[],
+        says={
+            "fsdp_config.wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+            "fsdp_config.mixed_precision": "PURE",
+            "fsdp_config.backward_prefetch": None,
+        },
+    ),
+    "and gets FSDP2 there": Case(
+        file=FSDP_JSON,
+        name="fsdp.json",
+        to="accelerate",
+        blocking=[],
+        says={
+            "fsdp": "full_shard auto_wrap",
+            "bf16": True,
+            "fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "version": 2,
+            "reshard_after_forward": True,
+            "state_dict_type": "FULL_STATE_DICT",
+            "backward_prefetch": None,
+            "limit_all_gathers": None,
+            "fsdp_use_orig_params": None,
+        },
+    ),
+    "--fsdp shard_grad_op stands in no fsdp.json: FULL_SHARD would be a guess": Case(
+        file=json.dumps(BARE),
+        name="fsdp.json",
+        told={
+            "fsdp": (NEEDS_DECISION, "fsdp: full_shard auto_wrap"),
+            "fsdp_transformer_layer_cls_to_wrap": (NEEDS_DECISION,),
+        },
+    ),
+    "a file for FSDP2 needs no words": Case(
+        file=json.dumps({**BARE, "version": 2, "reshard_after_forward": True}), name="fsdp.json", blocking=[]
+    ),
+}
 
 
-def test_other_axes_are_told_of_once() -> None:
-    """A run over parts of layers would train as plain FSDP; three findings said one thing."""
-    (blocking,) = migrated(HEAD + FSDP2 + axes(tp=2, dp_shard=2, dp_replicate=2) + AROUND).blocking
-    assert blocking.key == "parallelism_config.parallelism_config_tp_size"
-    assert blocking.outcome is Outcome.NEEDS_DECISION and "layer plan" in blocking.reason
+@each_case(CASES)
+def test_what_becomes_of(case: Case) -> None:
+    """Exit 0 without a word on units, checkpoints and host memory would promise the same run."""
+    case.check()
 
 
 def test_the_ranks_of_a_sequence_shard_parameters_as_well() -> None:
@@ -181,58 +300,6 @@ def test_the_ranks_of_a_sequence_shard_parameters_as_well() -> None:
         (degrees,) = [each.value for each in again if each.key == "parallelism_config"]
         assert degrees["parallelism_config_dp_shard_size"] == 8 // sizes["cp"]
     assert run_of(HEAD + FSDP2 + axes(cp=8) + AROUND).config.mesh.shard_degree == 8
-
-
-def test_zero_stages_keep_what_they_mean() -> None:
-    """ZeRO 2 keeps parameters from forward to backward; sharding them there would be other memory and other traffic."""
-    runs = {stage: run_of(HEAD + ZERO2.replace("stage: 2", f"stage: {stage}") + AROUND) for stage in range(4)}
-    assert [runs[stage].config.reshard_after_forward for stage in (1, 2, 3)] == [False, False, True]
-    assert runs[0].config.mesh.shard_degree == 1  # nothing is sharded
-    assert {run.config.mixed_precision.param_dtype for run in runs.values()} == {"bfloat16"}
-    assert [runs[stage].config.accumulation.gradient_sync.value for stage in range(4)] == [
-        "last",
-        "last",
-        "every",
-        "every",
-    ]
-    clipped = run_of(HEAD + ZERO3.replace("  zero_stage", "  gradient_clipping: 0.5\n  zero_stage") + AROUND)
-    assert clipped.max_grad_norm == 0.5
-    assert run_of(HEAD + ZERO3 + AROUND).max_grad_norm == 1.0, "accelerate's own, where the file has none"
-    unclipped = run_of(HEAD + ZERO3.replace("  zero_stage", "  gradient_clipping: 0\n  zero_stage") + AROUND)
-    assert unclipped.max_grad_norm is None
-
-
-def test_what_zero_does_otherwise_is_told() -> None:
-    """Exit 0 without a word on units, checkpoints and host memory would promise the same run."""
-    for text in (HEAD + ZERO3 + AROUND, HEAD + ZERO2 + AROUND):
-        migration = migrated(text)
-        keys = {each.key for each in migration.sections[0].findings}
-        given = yaml.safe_load(text)
-        assert keys >= {
-            "distributed_type",
-            "mixed_precision",
-            *(f"deepspeed_config.{key}" for key in given["deepspeed_config"]),
-        }
-        assert keys >= {"units", "autocast", "optimizer"}
-        assert finding(migration, "deepspeed_config.zero_stage").outcome is Outcome.APPROXIMATE
-    assert "together" in finding(migrated(HEAD + ZERO2 + AROUND), "deepspeed_config.offload_optimizer_device").reason
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "key"),
-    [
-        ("zero_stage: 3", "deepspeed_config_file: ../zero3.json", "deepspeed_config_file"),
-        ("offload_param_device: none", "offload_param_device: nvme", "offload_param_device"),
-        ("zero_stage: 3", "zero_stage: 4", "zero_stage"),
-        ("zero_stage: 3", "zero_stag: 3", "zero_stag"),
-        ("zero_stage: 3", "gradient_clipping: often", "gradient_clipping"),
-    ],
-)
-def test_what_only_the_user_knows_of_a_zero_section(old: str, new: str, key: str) -> None:
-    """Settings in another file, or on a disk, would be dropped, and the defaults trained."""
-    (blocking,) = migrated(HEAD + ZERO3.replace(old, new) + AROUND).blocking
-    assert blocking.key == f"deepspeed_config.{key}" and blocking.outcome is Outcome.NEEDS_DECISION
-    assert blocking.hint or "write" in blocking.reason or "none of its values" in blocking.reason
 
 
 def test_a_zero_section_becomes_fsdps_in_its_own_file() -> None:
@@ -274,56 +341,6 @@ def test_the_keys_of_its_file_are_accelerates_own(tmp_path: Path) -> None:
         if later.isdisjoint(yaml.safe_load(after)):  # replicas need 1.10, which the report says
             config = ClusterConfig.from_yaml_file(tmp_path / "run.yaml")
             assert config.distributed_type == "FSDP" and str(config.fsdp_config["fsdp_version"]) == "2", name
-
-
-def test_a_word_for_nothing_is_removed() -> None:
-    """A key that nobody reads and that resembles none kept a CI at 1 for ever."""
-    migration = migrated(HEAD + FSDP1 + "  zzz: 1\n" + AROUND, to="accelerate")
-    assert migration.exit_code == 0 and "zzz" not in migration.after
-    near = migrated(HEAD + FSDP1 + "  fsdp_transformer_layer_class: Block\n" + AROUND)
-    assert [each.hint for each in near.blocking] == ["did you mean fsdp_transformer_layer_cls_to_wrap?"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A Trainer's settings in a file of their own, and a mapping that the user points at
-
-BARE = {
-    "fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-    "backward_prefetch": "backward_pre",
-    "limit_all_gathers": True,
-    "fsdp_use_orig_params": True,
-}
-
-
-def test_fsdp_json_is_read_with_and_without_the_prefix() -> None:
-    """transformers takes the prefix off in a file; the report said nothing of any key."""
-    text = json.dumps({"fsdp": "full_shard auto_wrap", "bf16": True, **BARE}, indent=2)
-    migration = migrate_text(text, "fsdp.json")
-    assert migration.exit_code == 0 and migration.is_new_file
-    told = {each.key for each in migration.sections[0].findings}
-    assert told >= {"fsdp", "bf16", *BARE}
-    section = yaml.safe_load(migration.after)["fsdp_config"]
-    assert section["wrap_policy"] == {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    assert section["mixed_precision"] == "PURE" and "backward_prefetch" not in section
-    stays = migrate_text(text, "fsdp.json", to="accelerate")
-    assert stays.exit_code == 0
-    assert json.loads(stays.after) == {
-        "fsdp": "full_shard auto_wrap",
-        "bf16": True,
-        "fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        "version": 2,
-        "reshard_after_forward": True,
-        "state_dict_type": "FULL_STATE_DICT",
-    }
-
-
-def test_what_the_command_says_is_asked_for() -> None:
-    """--fsdp shard_grad_op stands in no fsdp.json: FULL_SHARD would be a guess."""
-    migration = migrate_text(json.dumps(BARE), "fsdp.json")
-    assert {each.key for each in migration.blocking} == {"fsdp", "fsdp_transformer_layer_cls_to_wrap"}
-    assert "fsdp: full_shard auto_wrap" in finding(migration, "fsdp").reason
-    version2 = migrate_text(json.dumps({**BARE, "version": 2, "reshard_after_forward": True}), "fsdp.json")
-    assert version2.exit_code == 0
 
 
 @pytest.mark.parametrize("at", ["fsdp_config", "training.fsdp_config"])

@@ -1,0 +1,97 @@
+"""What is said of a file, as rows of a table: ``from tests.migration.file_cases import Case, each_case``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import pytest
+import yaml
+
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.migration.migrate import find_sections, migrate_text
+
+EXACT, APPROXIMATE, UNNEEDED = Outcome.EXACT, Outcome.APPROXIMATE, Outcome.UNNEEDED
+UNSUPPORTED, NEEDS_DECISION = Outcome.UNSUPPORTED, Outcome.NEEDS_DECISION
+NO_RUN: Mapping[str, Any] = {"": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A file, and what becomes of it.
+
+    Args:
+        file: Its text, or its values.
+        to: None: only read, as its own system did.
+        told: By key the outcome (None: any), and words that stand in the finding's reason, hint or target.
+        became: By key what the report says that it became.
+        untold: Keys that no finding has.
+        run: Attributes of the run that its first section asks for; ``NO_RUN``: none.
+        blocking: Keys of what is left to decide; None: not looked at.
+        says: Values in the new file; ``...``: any, None: there is none.
+        has: Texts in the new file.
+        after: The whole of it; ``file``: it stays as it is. It has nothing to change then.
+        keeps: Attributes of the run that the new file asks for as well.
+        has_way_out: Whether all that is left to decide comes with a hint.
+    """
+
+    file: str | Mapping[str, Any]
+    name: str = "run.yaml"
+    to: str | None = "composer"
+    told: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    became: Mapping[str, str] = field(default_factory=dict)
+    untold: tuple[str, ...] = ()
+    run: Mapping[str, Any] = field(default_factory=dict)
+    blocking: list[str] | None = None
+    says: Mapping[str, Any] = field(default_factory=dict)
+    has: tuple[str, ...] = ()
+    after: str | None = None
+    keeps: tuple[str, ...] = ()
+    has_way_out: bool = False
+
+    def check(self) -> None:
+        text = self.file if isinstance(self.file, str) else yaml.safe_dump(dict(self.file), sort_keys=False)
+        (dialect, section), *_ = find_sections(text, self.name)[1]
+        reading = dialect.read(section)
+        for path, value in self.run.items():
+            assert (attrgetter(path)(reading.run) if path else reading.run) == value, path
+        findings: tuple[Finding, ...] = tuple(reading.findings)
+        if self.to is not None:
+            migration = migrate_text(text, self.name, to=self.to)
+            findings = migration.sections[0].findings
+            for path, value in self.says.items():
+                assert value_at_path(yaml.safe_load(migration.after), path) == value, (path, migration.after)
+            assert [each for each in self.has if each not in migration.after] == [], migration.after
+            if self.after is not None:
+                assert migration.after == (text if self.after == "file" else self.after), migration.diff()
+                again = migrate_text(migration.after, f"run{migration.suffix}", to=self.to)
+                assert again.after == migration.after, again.diff()
+            if self.keeps:
+                (new_dialect, new), *_ = find_sections(migration.after, f"run{migration.suffix}")[1]
+                kept = attrgetter(*(f"run.{path}" for path in self.keeps))
+                assert kept(new_dialect.read(new)) == kept(reading)
+        for key, (outcome, *words) in self.told.items():
+            found = [each for each in findings if key in (each.name, each.key)]
+            assert [outcome or each.outcome for each in found] == [each.outcome for each in found] != [], (key, found)
+            assert found[0].reason, key
+            prose = f"{found[0].reason} {found[0].hint} {found[0].target}"
+            assert [word for word in words if word not in prose] == [], (key, prose)
+        assert {each.key: each.target for each in findings if each.key in self.became} == self.became
+        assert not [each for each in findings if {each.name, each.key} & {*self.untold}]
+        if self.blocking is not None:
+            left = [each for each in findings if each.outcome.blocks]
+            assert [each.key for each in left] == self.blocking
+            assert all(each.reason and (each.hint or not self.has_way_out) for each in left), left
+
+
+def value_at_path(values: Any, path: str) -> Any:
+    for key in path.split("."):
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
+
+
+def each_case(cases: Mapping[str, Case]) -> Any:
+    """A test's parameter ``case``; the names say what a user would lose."""
+    return pytest.mark.parametrize("case", cases.values(), ids=cases.keys())
