@@ -22,26 +22,22 @@ FOUR_RANKS = [
 ]
 
 
-@parametrize_runs(FOUR_RANKS)
+@parametrize_runs(FOUR_RANKS, slow=FOUR_RANKS[8:])
 def test_process_groups(run: Run):
     """Runs that keep shards within a node, or train one model a group, would average over all ranks."""
     assert_parity(run, 4)
 
 
-@parametrize_runs([Run(strategy="self", model="mlp", clipping="norm", settings="bf16"), Run(strategy="self")])
-def test_every_rank_by_itself(run: Run):
-    """`process_group: self` would average gradients that FSDP1 kept apart."""
-    assert_parity(run, 2)
-
-
 @parametrize_runs(
     [
+        Run(strategy="self", clipping="norm", settings="bf16"),
         Run(model="owngroups", strategy="set2", evaluate=True),
-        Run(model="owngroups", strategy="set2", microbatches=1, optimizer="adamw64", checkpointing="non-reentrant"),
+        Run(model="owngroups", strategy="set2", microbatches=2, optimizer="adamw64", checkpointing="non-reentrant"),
     ]
 )
-def test_groups_of_single_modules(run: Run):
-    """An expert that lives on one rank, or a module that every rank keeps whole, would be sharded as the rest."""
+def test_groups_of_one_rank(run: Run):
+    """`process_group: self`, for all or for one module, as for an expert that lives on one rank, would average what
+    FSDP1 kept apart; a module that every rank keeps whole would be sharded as the rest."""
     assert_parity(run, 2)
 
 

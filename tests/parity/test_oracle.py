@@ -25,7 +25,8 @@ def describe(sharding: Sharding) -> dict[str, set[str]]:
 
 
 def test_the_reference_is_fsdp1_and_ours_is_not():
-    """If both sides ran the same code, every comparison would pass."""
+    """If both sides ran the same code, or were far apart by permission, every comparison would pass."""
+    assert TOLERANCE == 1e-6
     theirs = run_ranks(describe, 2, Sharding.FSDP1)[0]
     ours = run_ranks(describe, 2, Sharding.FSDP2)[0]
     assert "FullyShardedDataParallel" in theirs["modules"] and "FSDPModule" not in theirs["modules"]
@@ -73,10 +74,8 @@ def test_what_is_left_out_is_noise(run: Run):
 @pytest.mark.parametrize(
     ("run", "error"),
     [
-        (Run(optimizer="adamw64", clipping="norm"), "linalg.vector_norm"),
         (Run(optimizer="sgd64", clipping="value"), "linalg.vector_norm"),
         (Run(settings="flat", groups="several"), "not supported with use_orig_params=False"),
-        (Run(settings="flat", groups="subset"), "not supported with use_orig_params=False"),
         (Run(settings="flat", groups="frozen"), "requires_grad"),
     ],
     ids=str,
@@ -86,8 +85,3 @@ def test_fsdp1_refuses_what_the_table_says(run: Run, error: str):
     assert any(row.covers(vars(run)) for row in REFUSED)
     for text in run_ranks(fsdp1_error, 2, run):
         assert error in text
-
-
-def test_tolerances_are_the_issues():
-    """They shall not be loosened to make a test pass."""
-    assert TOLERANCE == 1e-6

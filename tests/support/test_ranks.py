@@ -199,38 +199,25 @@ def test_ranks_have_other_hashes():
     assert first != second
 
 
-def test_ranks_die_with_their_parent(tmp_path):
-    """A killed pytest leaves no process behind, not even one inside a collective."""
-    (tmp_path / "body.py").write_text(
-        "import os, pathlib, time\n"
-        "def check(folder):\n"
-        "    pathlib.Path(folder, str(os.getpid())).touch()\n"
-        "    time.sleep(600)\n"
-    )
-    pids = tmp_path / "pids"
-    pids.mkdir()
-    code = f"import body; from support.ranks import run_ranks; run_ranks(body.check, 1, {str(pids)!r})"
-    folders = [str(tmp_path), str(warm.TESTS)]
-    environ = {**os.environ, "PYTHONPATH": ":".join(folders), "TMPDIR": str(tmp_path)}
-    parent = subprocess.Popen([sys.executable, "-c", code], env=environ)
-    assert _eventually(lambda: list(pids.iterdir()), 60), "the rank did not start"
-    parent.kill()
-    parent.wait()
-    (pid,) = (int(path.name) for path in pids.iterdir())
-    assert _eventually(lambda: not _is_running(pid), 10), f"rank {pid} outlived its parent"
+def test_ranks_die_with_their_parent():
+    """A killed pytest leaves no process behind, not even one that would go on for minutes."""
+    code = "from support import warm; print(warm.start((), 'time:sleep', [600], streams=[0, 1, 2]).pid, flush=True)"
+    code += "; import time; time.sleep(600)"
+    environ = {name: value for name, value in os.environ.items() if name != warm.SHARED}
+    environ["PYTHONPATH"] = str(warm.TESTS)
+    with subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while _is_running(pid):
+        assert time.monotonic() < deadline, f"process {pid} outlived its parent"
+        time.sleep(0.05)
 
 
 def test_local_functions_are_refused():
     """A closure fails at once with a reason instead of an import error on every rank."""
     with pytest.raises(ValueError, match="must be a top-level function"):
         run_ranks(lambda: None, 2)
-
-
-def _eventually(condition, timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return bool(condition())
 
 
 def _is_running(pid: int) -> bool:
