@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parity.harness import Run
+from support.examples import IS_THOROUGH
 
 Axes = Mapping[str, Sequence[Any]]
 Pair = frozenset[tuple[str, Any]]
@@ -58,7 +59,7 @@ TWO_RANKS: Axes = {
     "clipping": ("off", "norm", "value"),
     "groups": ("one", "several", "subset", "frozen"),
     "tied": (True, False),
-    "microbatches": (1, 3),
+    "microbatches": (1, 3 if IS_THOROUGH else 2),
     "evaluate": (False, True),
 }
 
@@ -83,11 +84,13 @@ FOUR_RANKS: Axes = {
     "checkpointing": ("off", "reentrant", "non-reentrant", "non-reentrant+offload"),
     "optimizer": ("sgd", "adamw64"),
 }  # fmt: skip
-# What lies otherwise on 4 ranks than on 2, to meet every other value, and each of the others once.
-FOUR_RANKS_FEW: Axes = {**FOUR_RANKS, "strategy": ("FULL_SHARD", "HYBRID_SHARD:2", "_HYBRID_SHARD_ZERO2:2")}
+# What lies otherwise on 4 ranks than on 2, to meet every other value, and each of the others once or twice.
+FOUR_RANKS_FEW: Axes = {**FOUR_RANKS, "strategy": ("reshard:2", "HYBRID_SHARD:2")}
 FOUR_RANKS_ONCE = (
     Run(model="gpt2", tied=True, strategy="SHARD_GRAD_OP", groups="several", clipping="norm", microbatches=3),
-    Run(strategy="NO_SHARD", optimizer="adamw64", checkpointing="non-reentrant", microbatches=3, evaluate=True),
+    Run(strategy="NO_SHARD", optimizer="adamw64", checkpointing="non-reentrant", microbatches=2, evaluate=True),
+    Run(strategy="_HYBRID_SHARD_ZERO2:2", groups="several", clipping="norm", microbatches=2, evaluate=True),
+    Run(model="mpt", tied=True, strategy="_HYBRID_SHARD_ZERO2:2", optimizer="adamw64", checkpointing="reentrant"),
 )
 
 # What most runs set; the other values of these axes are met by the pairs above.

@@ -9,16 +9,16 @@ from parity.harness import Run
 pytestmark = pytest.mark.composer
 
 FOUR_RANKS = [
-    Run(strategy="set2", groups="several", clipping="norm", evaluate=True, microbatches=3),
-    Run(strategy="set2", model="gpt2", tied=True, checkpointing="non-reentrant", clipping="value"),
+    Run(strategy="set2", groups="several", clipping="norm", evaluate=True, microbatches=2),
     Run(strategy="mod2", model="llama", evaluate=True, clipping="norm"),
-    Run(strategy="given", clipping="value", microbatches=3),
-    Run(strategy="objects", model="mpt", tied=True, evaluate=True),
+    Run(strategy="given", clipping="value", microbatches=2),
+    Run(strategy="objects", model="gpt2", tied=True, checkpointing="non-reentrant", clipping="value"),
     Run(strategy="self", optimizer="adamw64", evaluate=True),
     Run(strategy="set2-NO_SHARD", clipping="value", tied=True),
-    Run(strategy="pair", clipping="norm", groups="several", evaluate=True, microbatches=3),
-    Run(strategy="pair", model="gpt2", tied=True, optimizer="adamw64", checkpointing="reentrant"),
+    Run(strategy="pair", clipping="norm", groups="several", evaluate=True, microbatches=2),
     Run(strategy="pair-ZERO2", model="mpt", tied=True, clipping="value", evaluate=True),
+    Run(strategy="pair", model="gpt2", tied=True, optimizer="adamw64", checkpointing="reentrant"),
+    Run(strategy="objects", model="mpt", tied=True, evaluate=True),
 ]
 
 
