@@ -20,9 +20,9 @@ WAYS = (
 # What would go wrong, by the model in models.py.
 MODELS = {
     "skipped": "a direct child with `_fsdp_wrap = False` is sharded, synchronised or clipped, which FSDP1 did not do",
-    "unused": "weight decay acts on others than before: FSDP1 gave parameters that nothing reads a gradient of zero in a"
-    " used unit, and none in an unused one",
-    "branch": "the gradient of one parameter on one rank is added to that of another on the next: experts learn garbage",
+    "unused": "weight decay acts on others than before: FSDP1 gave unread ones zero in a used unit,"
+    " and none in an unused one",
+    "branch": "the gradient of one parameter on one rank is added to that of another on the next",
     "nested": "a wrap function that chooses modules inside chosen modules, or returns settings for one, fails",
     "ownbuffers": "a unit with its own MixedPrecision computes with buffers in the model's dtype",
     "twice": "preference training, a chosen and a rejected answer in one loss, misses or repeats a gradient",
