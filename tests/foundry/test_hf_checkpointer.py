@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparing import full_parameters
-from support.foundry_runs import BATCHES, YAML, assert_alike, train
+from support.foundry_runs import BATCHES, YAML, assert_alike, hugging_face_yaml, train
 from support.oracle import FSDP2, FSDP1_saving
 from support.ranks import run_ranks
 
@@ -47,28 +47,13 @@ CASES = {
 
 
 def write_yaml(folder: str, name: str, case: Case) -> Path:
-    """The YAML with a Hugging Face model built from its configuration; nothing is downloaded."""
-    from omegaconf import OmegaConf
     from transformers import GPT2Config, LlamaConfig
 
     if case.config is None:
         return YAML
-    place = Path(folder) / name
-    config = OmegaConf.load(YAML)
-    config.model = {
-        "name": "hf_causal_lm",
-        "pretrained_model_name_or_path": str(place),
-        "pretrained": False,
-        "init_device": "cpu",
-        "use_flash_attention_2": False,
-        **case.model,
-    }
-    if dist.get_rank() == 0:
-        kind = GPT2Config if "n_embd" in case.config else LlamaConfig
-        kind(architectures=[case.architecture], **case.config).save_pretrained(place)
-        OmegaConf.save(config, place / "run.yaml")
-    dist.barrier()
-    return place / "run.yaml"
+    kind = GPT2Config if "n_embd" in case.config else LlamaConfig
+    config = kind(architectures=[case.architecture], **case.config)
+    return hugging_face_yaml(folder, f"{name}-yaml", config, **case.model)
 
 
 def check_runs(folder: str, name: str) -> None:

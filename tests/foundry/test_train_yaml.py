@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.commands import LAUNCHERS, run_all
 from support.foundry_runs import (
     BATCHES,
     SAVED_AT,
     YAML,
     TrainedYaml,
     assert_alike,
+    hugging_face_yaml,
     read_losses,
     surroundings,
     train,
@@ -163,34 +163,20 @@ PROMPT = [5, 17, 200, 3]
 
 
 def write_llama(folder: str) -> Path:
-    """The YAML with a small Llama, built from its configuration; nothing is downloaded."""
-    from omegaconf import OmegaConf
     from transformers import LlamaConfig
 
-    place = Path(folder) / "llama"
-    config = OmegaConf.load(YAML)
-    config.model = {
-        "name": "hf_causal_lm",
-        "pretrained_model_name_or_path": str(place),
-        "pretrained": False,
-        "init_device": "cpu",
-        "use_flash_attention_2": False,
-    }
-    if dist.get_rank() == 0:
-        LlamaConfig(
-            architectures=["LlamaForCausalLM"],
-            vocab_size=512,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=False,
-        ).save_pretrained(place)
-        OmegaConf.save(config, place / "run.yaml")
-    dist.barrier()
-    return place / "run.yaml"
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    return hugging_face_yaml(folder, "llama-yaml", config)
 
 
 def check_llama(folder: str) -> None:
@@ -290,21 +276,7 @@ def test_command_trains_with_overrides(folder: str, theirs: TrainedYaml):
 def test_launched_command(folder: str, theirs: TrainedYaml):
     """``composer -n 2 -m composer_fsdp2 train run.yaml key=value``: Foundry's launch line, with our word in it."""
     losses = Path(folder) / "launched.jsonl"
-    command = [Path(sys.executable).parent / "composer", "-n", "2", "-m", "composer_fsdp2", "train", YAML]
-    launcher = subprocess.Popen(
-        [*map(str, command), *surroundings(folder, losses)],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = launcher.communicate(timeout=400)
-    finally:
-        if launcher.poll() is None:
-            os.killpg(launcher.pid, signal.SIGKILL)  # the launcher alone would leave its ranks behind
-    assert launcher.returncode == 0, output
+    command = [*LAUNCHERS["composer"], "train", YAML, *surroundings(folder, losses)]
+    ended = run_all({"train": command}, Path(folder))["train"]
+    assert ended.code == 0, ended
     assert_command(losses, theirs.losses)
