@@ -197,8 +197,9 @@ def serve_or_say_why(address: str, imports: Sequence[str]) -> None:
     """For those who wait for it, and have not started it."""
     try:
         serve(address, imports)
-    finally:
-        Path(address).with_suffix(".failed").touch()
+    except BaseException:
+        traceback.print_exc()
+    Path(address).with_suffix(".failed").touch()
 
 
 def serve(address: str, imports: Sequence[str] = ()) -> None:
