@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from parity.harness import Run
@@ -18,36 +17,17 @@ Axes = Mapping[str, Sequence[Any]]
 Pair = frozenset[tuple[str, Any]]
 
 
-@dataclass(frozen=True)
-class Refused:
-    """Values of two axes that FSDP1 does not take together, and why."""
-
-    first: tuple[str, tuple[Any, ...]]
-    second: tuple[str, tuple[Any, ...]]
-    reason: str
-
-    def covers(self, case: Mapping[str, Any]) -> bool:
-        return all(case.get(axis) in values for axis, values in (self.first, self.second))
-
-
-REFUSED = (
-    Refused(
-        ("optimizer", ("sgd64", "adamw64")), ("clipping", ("norm", "value")),
-        "FSDP1 takes norms in fp32, which torch refuses for gradients in float64",
-    ),
-    Refused(
-        ("settings", ("flat",)), ("groups", ("several", "subset")),
-        "Composer cannot find the parameters of a group within flat parameters",
-    ),
-    Refused(
-        ("settings", ("flat",)), ("groups", ("frozen",)),
-        "a flat parameter needs a gradient or needs none",
-    ),
-    Refused(
-        ("settings", ("flat",)), ("checkpointing", ("offload", "reentrant+offload", "non-reentrant+offload")),
-        "Composer's State refuses activation_cpu_offload without use_orig_params",
-    ),
-)  # fmt: skip
+# Values of two axes that FSDP1 does not take together.
+REFUSED: tuple[Axes, ...] = (
+    # It takes norms in fp32, which torch refuses for gradients in float64.
+    {"optimizer": ("sgd64", "adamw64"), "clipping": ("norm", "value")},
+    # Composer cannot find the parameters of a group within flat parameters.
+    {"settings": ("flat",), "groups": ("several", "subset")},
+    # A flat parameter needs a gradient or needs none.
+    {"settings": ("flat",), "groups": ("frozen",)},
+    # Composer's State refuses activation_cpu_offload without use_orig_params.
+    {"settings": ("flat",), "checkpointing": ("offload", "reentrant+offload", "non-reentrant+offload")},
+)
 
 CHECKPOINTING = ("off", "reentrant", "non-reentrant", "offload", "reentrant+offload", "non-reentrant+offload")
 
@@ -107,7 +87,7 @@ FULL_PRODUCT: Axes = {
 
 
 def is_refused(case: Mapping[str, Any]) -> bool:
-    return any(row.covers(case) for row in REFUSED)
+    return any(all(case.get(axis) in values for axis, values in row.items()) for row in REFUSED)
 
 
 def pairs(case: Mapping[str, Any]) -> Iterator[Pair]:
