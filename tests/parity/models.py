@@ -27,16 +27,10 @@ NOISE = {
 
 
 class Parent(nn.Module):
-    """What stands for the ComposerModel, whose children are sharded. Its output is the loss."""
+    """What stands for the ComposerModel, whose children are sharded. Its output is the loss; it has ``blocks``, and
+    makes a ``batch`` with a generator."""
 
     dtype = torch.float32
-
-    def batch(self, generator: torch.Generator) -> torch.Tensor:
-        raise NotImplementedError
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        raise NotImplementedError
 
     @property
     def ignored(self) -> list[nn.Module]:
@@ -142,15 +136,12 @@ class Branch(MLP):
 
 
 class Answering(MLP):
-    """A wrap function that answers for some modules otherwise than for blocks."""
+    """A wrap function that ``answers`` for some modules otherwise than for blocks."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         answers = self.answers(*self.blocks)
         self.backbone.fsdp_wrap_fn = lambda module: answers.get(module, isinstance(module, Block))
-
-    def answers(self, first: nn.Module, second: nn.Module) -> dict[nn.Module, Any]:
-        raise NotImplementedError
 
 
 class Nested(Answering):

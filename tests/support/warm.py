@@ -44,7 +44,8 @@ TESTS = Path(__file__).resolve().parents[1]
 MAX_FOLDER_BYTES = 80  # The path of a socket in it has at most 104.
 NUMBER = struct.Struct("i")
 SET_PARENT_DEATH_SIGNAL = 1
-SHARED = "TESTS_WARM_PROCESSES"  # the variable that names the folder of their sockets
+# The variable that names the folder of their sockets; other copies of these tests share their own.
+SHARED = f"WARM_PROCESSES_{zlib.crc32(os.fsencode(TESTS)):08x}"
 HASH_SEEDS = (0, 1)
 
 _own: list[tuple[Path, list[subprocess.Popen[bytes]]]] = []  # the folder and the bases that this process has made
