@@ -37,6 +37,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 # --- with pytest-xdist
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """In the process that starts the workers, before they are there."""
+    if getattr(config.option, "numprocesses", None):
+        warm.share()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -68,7 +67,7 @@ def check_freezing() -> None:
         for name, value in ours.parameters.items():
             assert torch.equal(value, initial[name]) == (name in spellings["without wrappers"]), name
 
-    for_each(check, {f"{case}": case for case in itertools.product(spellings, (False, True))})
+    for_each(check, {f"{case}": case for case in zip(spellings, (True, False, True), strict=True)})
     with pytest.raises(Exception, match=r"layer not found in model: model\.nowhere"):
         frozen_run(FSDP2, ["model.nowhere"], evaluates_first=False)
 
@@ -76,44 +75,6 @@ def check_freezing() -> None:
 def test_layers_freeze_under_either_name():
     """A YAML written for FSDP1 names layers with its wrappers, and ended with "layer not found"; or trained them."""
     run_ranks(check_freezing, 2)
-
-
-# --- Generate
-
-
-def check_generation(folder: str) -> None:
-    warnings.simplefilter("ignore")
-    from composer import Callback
-    from composer.loggers import Logger
-    from llmfoundry.registry import callbacks
-
-    class Reader(Callback):
-        """Comes after the callback that generates, at the same event."""
-
-        seen: ClassVar[set[str]] = set()
-
-        def batch_checkpoint(self, state: Any, logger: Any) -> None:
-            self.seen.update(type(parameter).__name__ for parameter in state.model.parameters())
-
-    callbacks.register("reader_of_parameters", func=Reader)
-    generating = "{prompts: [The, of any], interval: 2ba, max_new_tokens: 5, do_sample: false, use_cache: true}"
-    options = [f"callbacks.generate_callback={generating}", "callbacks.reader_of_parameters={}"]
-    runs: dict[Under, Any] = {}
-    for under in (FSDP1, FSDP2):
-        Reader.seen.clear()
-        with mock.patch.object(Logger, "log_table") as log_table:
-            trained = train(under, YAML, folder, under.__name__, *options)
-        runs[under] = trained, [call.kwargs["rows"] for call in log_table.call_args_list]
-    (theirs, their_texts), (ours, our_texts) = runs[FSDP1], runs[FSDP2]
-    assert Reader.seen == {"DTensor"}
-    assert len(their_texts) >= 2 or dist.get_rank() > 0
-    assert our_texts == their_texts
-    assert_alike(ours, theirs, "with generation in between")
-
-
-def test_text_is_generated_during_training(folder: str):
-    """A look at samples every so often: FSDP1's, of the weights of that batch; and training goes on as without."""
-    run_ranks(check_generation, 2, folder, timeout_s=300)
 
 
 # --- CurriculumLearning, DatasetSwap
@@ -235,14 +196,9 @@ def check_async_eval(folder: str) -> None:
     assert bool(theirs) == (dist.get_rank() == 0)
     ours = launches(FSDP2, f"{folder}/fsdp2", "sharded")
     assert ours == theirs, f"{ours}, FSDP1 {theirs}"
-    whole = launches(FSDP2, f"{folder}/full", "full")  # FSDP1 cannot save it on the CPU
-    assert [name.replace("-rank0.pt", "") for name, _ in whole] == [name for name, _ in theirs]
-
-    def check(kind: str) -> None:
-        snapshots = launches(FSDP2, f"{folder}/{kind}-async", kind, async_save=True)
-        assert sorted(snapshots) == sorted(whole if kind == "full" else theirs), f"{kind}: {snapshots}"
-
-    for_each(check, {kind: (kind,) for kind in ("full", "sharded")})
+    whole = launches(FSDP2, f"{folder}/full", "full", async_save=True)  # FSDP1 cannot save it on the CPU
+    names = sorted(name.replace("-rank0.pt", "") for name, _ in whole)
+    assert names == sorted(name for name, _ in theirs), f"{whole}, FSDP1 {theirs}"
 
 
 def test_evaluations_of_checkpoints_are_launched(tmp_path: Path):

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cases import for_each
 from support.foundry_runs import YAML, TrainedYaml, assert_alike, train
 from support.oracle import FSDP1, FSDP2, Under
 from support.ranks import run_ranks
@@ -14,8 +13,8 @@ from support.trainers import largest_difference
 
 pytestmark = pytest.mark.foundry
 
-# Each ends within an epoch, at an epoch's end, or in the midst of a batch's tokens.
-DURATIONS = ("3ba", "2ep", "3500tok")
+# Each ends in the midst of a batch's tokens, at an epoch's end, or within an epoch.
+QUICK, *SLOW = "3500tok", "2ep", "3ba"
 
 
 def run(under: Under, folder: str, name: str, *overrides: str) -> tuple[TrainedYaml, dict[str, Any]]:
@@ -31,37 +30,26 @@ def run(under: Under, folder: str, name: str, *overrides: str) -> tuple[TrainedY
     return train(under, YAML, folder, name, *overrides, after=note), ended
 
 
-def check_durations(folder: str) -> None:
-    def options(duration: str) -> list[str]:
-        return [f"max_duration={duration}", "save_interval=2ba", "scheduler.t_warmup=0.25dur"]
-
-    def check(duration: str) -> tuple[TrainedYaml, dict[str, Any]]:
-        runs = {}
-        for under in (FSDP1, FSDP2):
-            place = f"{folder}/{duration}-{under.__name__}"
-            runs[under] = run(under, folder, f"{duration}-{under.__name__}", *options(duration), f"save_folder={place}")
-        (theirs, their_end), (ours, our_end) = runs[FSDP1], runs[FSDP2]
-        assert_alike(ours, theirs, duration)
-        assert our_end == their_end, f"{duration}: {our_end}, FSDP1 {their_end}"
-        assert their_end["elapsed"] >= 1, their_end
-        names = {
-            path.relative_to(f"{folder}/{duration}-FSDP1") for path in Path(place).parent.glob(f"{duration}-FSDP1/**/*")
-        }
-        assert {path.relative_to(place) for path in Path(place).rglob("*")} == names
-        return theirs, their_end
-
-    results = for_each(check, {duration: (duration,) for duration in DURATIONS})
-    ends = {(end["epoch"], end["batch"]) for _, end in results.values()}
-    assert len(ends) == len(DURATIONS), f"two durations mean the same: {ends}"
-    # Resumed, in the duration that ends in the midst of a batch's tokens.
-    duration = DURATIONS[-1]
-    saved = f"load_path={folder}/{duration}-FSDP2/ep0-ba2"
-    resumed, resumed_end = run(FSDP2, folder, "resumed", *options(duration), saved)
-    theirs, their_end = results[duration]
-    assert resumed_end == their_end, f"{duration}, resumed: {resumed_end}, FSDP1 {their_end}"
-    assert largest_difference(resumed.losses, theirs.losses[2:]) <= 1e-6
+def check_duration(folder: str, duration: str) -> None:
+    options = [f"max_duration={duration}", "save_interval=2ba", "scheduler.t_warmup=0.25dur"]
+    runs, names = {}, {}
+    for under in (FSDP1, FSDP2):
+        place = Path(folder, f"{duration}-{under.__name__}")
+        runs[under] = run(under, folder, place.name, *options, f"save_folder={place}")
+        names[under] = {path.relative_to(place) for path in place.rglob("*")}
+    (theirs, their_end), (ours, our_end) = runs[FSDP1], runs[FSDP2]
+    assert_alike(ours, theirs, duration)
+    assert our_end == their_end, f"{duration}: {our_end}, FSDP1 {their_end}"
+    assert their_end["elapsed"] >= 1, their_end
+    assert names[FSDP2] == names[FSDP1]
+    if duration == QUICK:
+        saved = f"load_path={folder}/{duration}-FSDP2/ep0-ba2"
+        resumed, resumed_end = run(FSDP2, folder, "resumed", *options, saved)
+        assert resumed_end == their_end, f"{duration}, resumed: {resumed_end}, FSDP1 {their_end}"
+        assert largest_difference(resumed.losses, theirs.losses[2:]) <= 1e-6
 
 
-def test_runs_end_where_fsdp1s_end(folder: str):
+@pytest.mark.parametrize("duration", [QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
+def test_runs_end_where_fsdp1s_end(folder: str, duration: str):
     """A run that stops a batch early, or goes on, has another schedule, another last checkpoint and another bill."""
-    run_ranks(check_durations, 2, folder)
+    run_ranks(check_duration, 2, folder, duration)

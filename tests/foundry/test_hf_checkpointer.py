@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparing import full_parameters
-from support.foundry_runs import BATCHES, YAML, assert_alike, train
+from support.foundry_runs import BATCHES, YAML, assert_alike, hugging_face_yaml, train
 from support.oracle import FSDP2, FSDP1_saving
 from support.ranks import run_ranks
 
@@ -47,28 +47,13 @@ CASES = {
 
 
 def write_yaml(folder: str, name: str, case: Case) -> Path:
-    """The YAML with a Hugging Face model built from its configuration; nothing is downloaded."""
-    from omegaconf import OmegaConf
     from transformers import GPT2Config, LlamaConfig
 
     if case.config is None:
         return YAML
-    place = Path(folder) / name
-    config = OmegaConf.load(YAML)
-    config.model = {
-        "name": "hf_causal_lm",
-        "pretrained_model_name_or_path": str(place),
-        "pretrained": False,
-        "init_device": "cpu",
-        "use_flash_attention_2": False,
-        **case.model,
-    }
-    if dist.get_rank() == 0:
-        kind = GPT2Config if "n_embd" in case.config else LlamaConfig
-        kind(architectures=[case.architecture], **case.config).save_pretrained(place)
-        OmegaConf.save(config, place / "run.yaml")
-    dist.barrier()
-    return place / "run.yaml"
+    kind = GPT2Config if "n_embd" in case.config else LlamaConfig
+    config = kind(architectures=[case.architecture], **case.config)
+    return hugging_face_yaml(folder, f"{name}-yaml", config, **case.model)
 
 
 def check_runs(folder: str, name: str) -> None:
@@ -77,7 +62,7 @@ def check_runs(folder: str, name: str) -> None:
     # An evaluation at the same batch comes first, and leaves parameters gathered.
     evals = [
         "optimizer.eps=1.0e-3",  # the key's bias has a gradient of rounding noise, which a small one makes steps of
-        f"eval_interval={BATCHES // 2}ba",
+        f"eval_interval={BATCHES}ba",
         "eval_subset_num_batches=1",
         "eval_loader={name: text, drop_last: false, num_workers: 1, dataset: {local: "
         + f"{folder}/data/mds, shuffle: false, max_seq_len: 64, eos_token_id: 0}}}}",
@@ -98,7 +83,7 @@ def check_runs(folder: str, name: str) -> None:
             *evals,
             *options,
             f"callbacks.hf_checkpointer.save_folder={folder}/{name}-{who}",
-            f"callbacks.hf_checkpointer.save_interval={BATCHES // 2}ba",
+            f"callbacks.hf_checkpointer.save_interval={BATCHES}ba",
             after=keep,
         )
     assert_alike(runs["fsdp2"], runs["fsdp1"], name)
@@ -154,7 +139,7 @@ def assert_tensors(
         torch.testing.assert_close(ours[name], value, **tolerance, msg=lambda text, n=name: f"{what}, {n}: {text}")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["mpt", "lora", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_transformers_loads_what_was_trained(folder: str, name: str):
     """The model that is handed on has the weights at the end of training, and a class that transformers knows."""
     if name == "lora":

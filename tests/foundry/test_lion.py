@@ -85,27 +85,29 @@ def check_step(optimizer_name: str) -> None:
         mock.patch.object(adaptive_lion, "OutlierDetector", detector),
         mock.patch.object(OutlierDetector, "get_slow_mva", OutlierDetector.get_delayed_mva, create=True),
     ):
-        cases = [(UNSHARDED, None, "script's", [{}, {"sharding_strategy": "NO_SHARD"}]), (FSDP1, {}, "units", [{}])]
 
-        def check(under: Any, theirs_keys: dict[str, Any] | None, model: str, variants: list[dict[str, Any]]) -> None:
+        def check(under: Any, theirs_keys: dict[str, Any] | None, model: str, keys: dict[str, Any]) -> None:
             theirs, (their_parameters, their_state) = train(under, theirs_keys, optimizer_name, model)
             outliers = [len(timestamps or ()) + clipped for timestamps, clipped in their_state.values()]
             assert 0 < sum(outliers) < len(outliers) * BATCHES, outliers
 
-            def check_ours(keys: dict[str, Any]) -> None:
-                ours, (our_parameters, our_state) = train(FSDP2, keys, optimizer_name, model)
-                assert our_state == their_state
-                assert largest_difference(ours, theirs) <= 1e-5, f"{ours}, {theirs}"
-                for name, parameter in their_parameters.items():
-                    torch.testing.assert_close(our_parameters[name], parameter, rtol=1e-5, atol=1e-6, msg=name)
+            ours, (our_parameters, our_state) = train(FSDP2, keys, optimizer_name, model)
+            assert our_state == their_state
+            assert largest_difference(ours, theirs) <= 1e-5, f"{ours}, {theirs}"
+            for name, parameter in their_parameters.items():
+                torch.testing.assert_close(our_parameters[name], parameter, rtol=1e-5, atol=1e-6, msg=name)
 
-            for_each(check_ours, {f"{keys}": (keys,) for keys in variants})
+        for_each(check, {f"{optimizer_name}, {case[2]} model": case for case in CASES[optimizer_name]})
 
-        for_each(check, {f"{optimizer_name}, {case[2]} model": case for case in cases})
+
+CASES = {
+    "DecoupledAdaLRLion": [(UNSHARDED, None, "script's", {}), (FSDP1, {}, "units", {})],
+    "DecoupledClipLion": [(UNSHARDED, None, "script's", {"sharding_strategy": "NO_SHARD"}), (FSDP1, {}, "units", {})],
+}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("optimizer", ["DecoupledAdaLRLion", "DecoupledClipLion"])
+@pytest.mark.parametrize("optimizer", CASES)
 def test_its_step_is_the_whole_models(optimizer: str):
     """It raised in the first step ("found no DeviceMesh"), and hung under FSDP1; outliers are those of whole norms."""
     run_ranks(check_step, 2, optimizer, timeout_s=300)
@@ -127,6 +129,7 @@ def check_clip_lion() -> None:
             optimizer.step()
 
 
+@pytest.mark.others
 def test_foundrys_clip_lion_fails_at_its_first_outlier():
     """Not ours: LLM Foundry 0.22.0 calls a method of its detector that it renamed. Where this test fails, the guide's
     warning can go, and ``get_slow_mva`` above."""

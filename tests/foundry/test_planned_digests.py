@@ -89,9 +89,8 @@ def compared_by_a_rank(file: Path, ranks: int, config: Path | None) -> list[str]
 
 # megablocks is no package of the CPU's, and the plan of split layers is the seam's, which real ranks have (below).
 NAMES = [name for name in FOUNDRY if name not in ("dbrx/dbrx-like-megablocks", "mpt/mpt-7b-tp")]
-# One of a kind: without shards, hybrid, experts over ranks, all of Hugging Face's, adapters, ties.
-QUICK = ("mpt/mpt-125m", "mpt/mpt-7b", "dbrx/dbrx-like-experts", "dbrx/dbrx-instruct", "llama/llama3-8b-lora")
-QUICK += ("t5/t5-base",)
+# One of a kind: hybrid, experts over ranks, Hugging Face's with adapters.
+QUICK = ("mpt/mpt-7b", "dbrx/dbrx-like-experts", "llama/llama3-8b-lora")
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +116,15 @@ def test_ranks_of_a_large_run_compare_the_printed_digest(name: str, tmp_path: Pa
 # --- real ranks
 
 REAL = {
-    "as it stands": (),
-    "meta": ("model.init_device=meta",),
     "rank 0 has the weights": ("model.init_device=mixed",),
     "another plan": (
         "fsdp_config.sharding_strategy=SHARD_GRAD_OP",
         "fsdp_config.mixed_precision=DEFAULT",
         "fsdp_config.activation_checkpointing=false",
         "model.n_layers=2",
+        "fsdp_config.activation_cpu_offload=true",
+        "fsdp_config.forward_prefetch_limit=1",
     ),
-    "offload": ("fsdp_config.activation_cpu_offload=true", "fsdp_config.forward_prefetch_limit=1"),
     "split layers": ("tp_config={strategy: ffn, tensor_parallel_degree: 2}", "fsdp_config.broadcast_batch=first"),
 }
 
@@ -149,4 +147,4 @@ def test_real_ranks_compare_the_printed_digest(folder: str, tmp_path: Path):
         printed = printed_digest(tmp_path, YAML, 2, f"code_paths=[{ROOT}/demo/record_loss.py]", *overrides)
         for compared in ranks:
             assert printed in compared[name], name
-    assert len({compared for each in ranks[0].values() for compared in each}) > 3, "all of them are one plan"
+    assert len({compared for each in ranks[0].values() for compared in each}) >= 3, "all of them are one plan"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.cases import for_each
+from support.commands import LAUNCHERS, run_all
 from support.foundry_runs import (
     BATCHES,
     SAVED_AT,
     YAML,
     TrainedYaml,
     assert_alike,
+    hugging_face_yaml,
     read_losses,
     surroundings,
     train,
 )
-from support.oracle import FSDP1, FSDP2
+from support.oracle import FSDP1, FSDP2, Under
 from support.ranks import run_ranks
 from support.trainers import largest_difference
 
@@ -38,46 +37,78 @@ pytestmark = pytest.mark.foundry
 # --- MPT from the repository's YAML
 
 
-def with_evals(folder: str, name: str) -> list[str]:
-    return [
-        f"save_folder={folder}/{name}",
-        "eval_first=true",
-        "eval_interval=2ba",
-        "eval_subset_num_batches=2",
-        "eval_loader={name: text, drop_last: false, num_workers: 1, dataset: {local: "
-        + f"{folder}/data/mds, shuffle: false, max_seq_len: 64, eos_token_id: 0}}}}",
-    ]
+def train_and_generate(under: Under, folder: str, name: str) -> tuple[TrainedYaml, list[Any]]:
+    """With checkpoints in ``folder``/``name``, evaluations, and texts that are generated in between."""
+    from composer.loggers import Logger
+
+    generating = "{prompts: [The, of any], interval: 2ba, max_new_tokens: 5, do_sample: false, use_cache: true}"
+    with mock.patch.object(Logger, "log_table") as log_table:
+        trained = train(
+            under,
+            YAML,
+            folder,
+            name,
+            f"save_folder={folder}/{name}",
+            "eval_first=true",
+            "eval_interval=2ba",
+            "eval_subset_num_batches=2",
+            "eval_loader={name: text, drop_last: false, num_workers: 1, dataset: {local: "
+            + f"{folder}/data/mds, shuffle: false, max_seq_len: 64, eos_token_id: 0}}}}",
+            f"callbacks.generate_callback={generating}",
+            "callbacks.reader_of_parameters={}",
+        )
+    return trained, [call.kwargs["rows"] for call in log_table.call_args_list]
 
 
-def check_theirs(folder: str) -> TrainedYaml:
-    return train(FSDP1, YAML, folder, "fsdp1", *with_evals(folder, "fsdp1"))
+def register_reader() -> set[str]:
+    """The types of parameters that a callback sees after the one that generates, at the same event."""
+    from composer import Callback
+    from llmfoundry.registry import callbacks
+
+    seen: set[str] = set()
+
+    class Reader(Callback):
+        def batch_checkpoint(self, state: Any, logger: Any) -> None:
+            seen.update(type(parameter).__name__ for parameter in state.model.parameters())
+
+    callbacks.register("reader_of_parameters", func=Reader)
+    return seen
+
+
+def check_theirs(folder: str) -> tuple[TrainedYaml, list[Any]]:
+    register_reader()
+    return train_and_generate(FSDP1, folder, "fsdp1")
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: str) -> TrainedYaml:
-    """The YAML under FSDP1; with its checkpoints in ``folder``/fsdp1."""
+def of_fsdp1(folder: str) -> tuple[TrainedYaml, list[Any]]:
     return run_ranks(check_theirs, 2, folder)[0]
 
 
-def check_mpt(folder: str, theirs: TrainedYaml) -> None:
-    ours = train(FSDP2, YAML, folder, "fsdp2", *with_evals(folder, "fsdp2"))
+@pytest.fixture(scope="module")
+def theirs(of_fsdp1: tuple[TrainedYaml, list[Any]]) -> TrainedYaml:
+    """The YAML under FSDP1; with its checkpoints in ``folder``/fsdp1."""
+    return of_fsdp1[0]
+
+
+def check_mpt(folder: str, theirs: TrainedYaml, their_texts: list[Any]) -> None:
+    seen = register_reader()
+    ours, texts = train_and_generate(FSDP2, folder, "fsdp2")
     assert_alike(ours, theirs, "the YAML")
     assert "LanguageCrossEntropy" in theirs.metrics
     assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-6)
-
-    def check(kind: str) -> None:
-        resumed = train(FSDP2, YAML, folder, f"from-{kind}", f"load_path={folder}/{kind}/ep0-ba{SAVED_AT}")
-        difference = largest_difference(resumed.losses, theirs.losses[SAVED_AT:])
-        assert difference <= 1e-6, f"from {kind}: {resumed.losses}, {theirs.losses}"
-
-    for_each(check, {kind: (kind,) for kind in ("fsdp1", "fsdp2")})  # a checkpoint of either resumes on ours
-    with mock.patch.dict("os.environ", {"FSDP_VERSION": "2"}):
-        assert_alike(train(FSDP2, YAML, folder, "version2"), theirs, "FSDP_VERSION=2")
+    assert seen == {"DTensor"}, seen
+    if dist.get_rank() == 0:
+        assert texts == their_texts and len(texts) >= 2, f"{texts}, FSDP1 {their_texts}"
+    resumed = train(FSDP2, YAML, folder, "resumed", f"load_path={folder}/fsdp1/ep0-ba{SAVED_AT}")
+    difference = largest_difference(resumed.losses, theirs.losses[SAVED_AT:])
+    assert difference <= 1e-6, f"{resumed.losses}, {theirs.losses}"
 
 
-def test_yaml_trains_with_fsdp1s_losses(folder: str, theirs: TrainedYaml):
-    """MPT with tied embeddings, recomputed blocks, clipping and streaming data: the curve and the checkpoint stay."""
-    run_ranks(check_mpt, 2, folder, theirs)
+def test_yaml_trains_with_fsdp1s_losses(folder: str, of_fsdp1: tuple[TrainedYaml, list[Any]]):
+    """MPT with tied embeddings, recomputed blocks, clipping and streaming data: the curve, the checkpoint, metrics and
+    generated texts stay, and FSDP1's checkpoint resumes."""
+    run_ranks(check_mpt, 2, folder, *of_fsdp1)
     names = {path.relative_to(f"{folder}/fsdp1") for path in Path(folder, "fsdp1").rglob("*")}
     assert names == {path.relative_to(f"{folder}/fsdp2") for path in Path(folder, "fsdp2").rglob("*")}
 
@@ -100,6 +131,7 @@ def units_of(trainer: Any) -> list[str]:
     return [name for name, module in trainer.state.model.named_modules() if isinstance(module, FSDPModule)]
 
 
+@pytest.mark.slow  # test_hugging_face_model_by_the_sections_keys has a policy, too
 def test_a_wrap_policy_in_the_yaml(folder: str, theirs: TrainedYaml):
     """The units stand in the file: the same curve as with those that MPT's fsdp_wrap_fn chose."""
     run_ranks(check_policy, 2, folder, theirs)
@@ -111,36 +143,18 @@ def test_frozen_parameters_are_not_trained_on_one_rank(folder: str):
         train_from_yaml(str(YAML), [f"variables.data={folder}", "fsdp_config.freeze=[transformer.wte]"])
 
 
-def check_mixed(folder: str, theirs: TrainedYaml) -> None:
-    # FSDP1 cannot broadcast CPU tensors, so the measure is its run with every rank's model on the CPU.
-    def check(state_dict_type: str) -> None:
-        overrides = ["model.init_device=mixed", f"fsdp_config.state_dict_type={state_dict_type}"]
-        what = f"mixed-{state_dict_type}"
-        ours = train(FSDP2, YAML, folder, what, *overrides, f"save_folder={folder}/{what}")
-        assert_alike(ours, theirs, what)
-        if state_dict_type == "full":  # for which Foundry sets load_monolith_rank0_only
-            saved = f"load_path={folder}/{what}/ep0-ba{SAVED_AT}-rank0.pt"
-            resumed = train(FSDP2, YAML, folder, "monolith", *overrides, saved)
-            difference = largest_difference(resumed.losses, theirs.losses[SAVED_AT:])
-            assert difference <= 1e-6, f"{resumed.losses}, {theirs.losses}"
-
-    for_each(check, {kind: (kind,) for kind in ("sharded", "full")})
+@pytest.mark.parametrize("model", ["mpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_meta_initialisation(folder: str, model: str):
+    """A model that was never built whole begins with the very values that FSDP1 would have drawn: of MPT's own
+    initialisation, and of a Hugging Face model's."""
+    run_ranks(check_meta, 2, folder, model)
 
 
-def test_mixed_initialisation(folder: str, theirs: TrainedYaml):
-    """Rank 0 alone builds the model and reads the file, as the YAMLs of large models ask."""
-    run_ranks(check_mixed, 2, folder, theirs)
-
-
-def check_meta(folder: str) -> None:
-    theirs = train(FSDP1, YAML, folder, "meta-fsdp1", "model.init_device=meta")
-    ours = train(FSDP2, YAML, folder, "meta-fsdp2", "model.init_device=meta")
-    assert_alike(ours, theirs, "meta")
-
-
-def test_meta_initialisation(folder: str):
-    """A model that was never built whole begins with the very values that FSDP1 would have drawn."""
-    run_ranks(check_meta, 2, folder)
+def check_meta(folder: str, model: str) -> None:
+    yaml = YAML if model == "mpt" else write_llama(folder)
+    options = ("model.init_device=meta", "max_duration=2ba")
+    theirs = train(FSDP1, yaml, folder, f"{model}-meta-fsdp1", *options)
+    assert_alike(train(FSDP2, yaml, folder, f"{model}-meta-fsdp2", *options), theirs, f"{model}, meta")
 
 
 # --- Hugging Face
@@ -149,63 +163,42 @@ PROMPT = [5, 17, 200, 3]
 
 
 def write_llama(folder: str) -> Path:
-    """The YAML with a small Llama, built from its configuration; nothing is downloaded."""
-    from omegaconf import OmegaConf
     from transformers import LlamaConfig
 
-    place = Path(folder) / "llama"
-    config = OmegaConf.load(YAML)
-    config.model = {
-        "name": "hf_causal_lm",
-        "pretrained_model_name_or_path": str(place),
-        "pretrained": False,
-        "init_device": "cpu",
-        "use_flash_attention_2": False,
-    }
-    if dist.get_rank() == 0:
-        LlamaConfig(
-            architectures=["LlamaForCausalLM"],
-            vocab_size=512,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=False,
-        ).save_pretrained(place)
-        OmegaConf.save(config, place / "run.yaml")
-    dist.barrier()
-    return place / "run.yaml"
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    return hugging_face_yaml(folder, "llama-yaml", config)
 
 
 def check_llama(folder: str) -> None:
     yaml = write_llama(folder)
     theirs = train(FSDP1, yaml, folder, "llama-fsdp1")
+    mixed = ("model.init_device=mixed", "fsdp_config.state_dict_type=full", f"save_folder={folder}/llama")
 
-    def check(init_device: str) -> None:
-        def generate(trainer: Any) -> None:
-            tokens = trainer.state.model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
-            if dist.get_rank() == 0:
-                Path(f"{folder}/llama-{init_device}.json").write_text(json.dumps(tokens.tolist()))
+    def generate(trainer: Any) -> None:
+        tokens = trainer.state.model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
+        if dist.get_rank() == 0:
+            Path(f"{folder}/llama.json").write_text(json.dumps(tokens.tolist()))
 
-        ours = train(
-            FSDP2,
-            yaml,
-            folder,
-            f"llama-{init_device}",
-            f"model.init_device={init_device}",
-            "fsdp_config.state_dict_type=full",
-            f"save_folder={folder}/llama-{init_device}",
-            f"callbacks.hf_checkpointer.save_folder={folder}/llama-{init_device}-hf",
-            f"callbacks.hf_checkpointer.save_interval={BATCHES}ba",
-            after=generate,
-        )
-        assert_alike(ours, theirs, f"Llama, {init_device}")
-        assert {"LlamaForCausalLM", "LlamaDecoderLayer", "LlamaRMSNorm"} <= ours.classes
-        assert not [name for name in ours.classes if name.startswith("FSDP")], ours.classes
-
-    for_each(check, {init_device: (init_device,) for init_device in ("cpu", "mixed")})
+    export = (f"hf_checkpointer.save_folder={folder}/llama-hf", f"hf_checkpointer.save_interval={BATCHES}ba")
+    ours = train(FSDP2, yaml, folder, "llama-mixed", *mixed, *(f"callbacks.{key}" for key in export), after=generate)
+    assert_alike(ours, theirs, "Llama")
+    assert {"LlamaForCausalLM", "LlamaDecoderLayer", "LlamaRMSNorm"} <= ours.classes
+    assert not [name for name in ours.classes if name.startswith("FSDP")], ours.classes
+    # Foundry sets load_monolith_rank0_only.
+    saved = f"load_path={folder}/llama/ep0-ba{SAVED_AT}-rank0.pt"
+    resumed = train(FSDP2, yaml, folder, "llama-resumed", *mixed, saved, "save_folder=null")
+    difference = largest_difference(resumed.losses, theirs.losses[SAVED_AT:])
+    assert difference <= 1e-6, f"{resumed.losses}, {theirs.losses}"
 
 
 def check_llamas_files(folder: str) -> None:
@@ -214,43 +207,27 @@ def check_llamas_files(folder: str) -> None:
     from transformers import AutoModelForCausalLM
 
     os.chdir(folder)  # it unpacks into the working directory, and leaves it there
-
-    def check(init_device: str) -> None:
-        path = Path(folder, f"llama-{init_device}", f"ep0-ba{BATCHES}-rank0.pt")
-        saved = torch.load(path, weights_only=False)["state"]
-        config = saved["integrations"]["huggingface"]["model"]["config"]
-        assert config["class"] == "transformers.models.llama.modeling_llama.LlamaForCausalLM", config["class"]
-        assert config["content"]["architectures"] == ["LlamaForCausalLM"], config["content"]["architectures"]
-        model, _ = HuggingFaceModel.hf_from_composer_checkpoint(str(path))
-        assert type(model).__name__ == "LlamaForCausalLM", type(model)
-        (exported,) = Path(folder, f"llama-{init_device}-hf").rglob("config.json")
-        architectures = json.loads(exported.read_text())["architectures"]
-        assert architectures == ["LlamaForCausalLM"], architectures
-        again = AutoModelForCausalLM.from_pretrained(exported.parent)
-        for name, parameter in again.named_parameters():
-            assert torch.equal(parameter, saved["model"][f"model.{name}"]), name
-        tokens = again.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False).tolist()
-        assert tokens == json.loads(Path(folder, f"llama-{init_device}.json").read_text())
-
-    for_each(check, {init_device: (init_device,) for init_device in ("cpu", "mixed")})
+    path = Path(folder, "llama", f"ep0-ba{BATCHES}-rank0.pt")
+    saved = torch.load(path, weights_only=False)["state"]
+    config = saved["integrations"]["huggingface"]["model"]["config"]
+    assert config["class"] == "transformers.models.llama.modeling_llama.LlamaForCausalLM", config["class"]
+    assert config["content"]["architectures"] == ["LlamaForCausalLM"], config["content"]["architectures"]
+    model, _ = HuggingFaceModel.hf_from_composer_checkpoint(str(path))
+    assert type(model).__name__ == "LlamaForCausalLM", type(model)
+    (exported,) = Path(folder, "llama-hf").rglob("config.json")
+    assert json.loads(exported.read_text())["architectures"] == ["LlamaForCausalLM"], exported.read_text()
+    again = AutoModelForCausalLM.from_pretrained(exported.parent)
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, saved["model"][f"model.{name}"]), name
+    tokens = again.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False).tolist()
+    assert tokens == json.loads(Path(folder, "llama.json").read_text())
 
 
 def test_hugging_face_model_keeps_its_name(folder: str):
-    """What was trained generates, and loads elsewhere: its files say LlamaForCausalLM, and no class of FSDP's."""
+    """Rank 0 alone builds the model and reads the file, as YAMLs of large models ask; what was trained generates, and
+    loads elsewhere: its files say LlamaForCausalLM, and no class of FSDP's."""
     run_ranks(check_llama, 2, folder)
     run_ranks(check_llamas_files, 1, folder)
-
-
-def check_llama_meta(folder: str) -> None:
-    yaml = write_llama(folder)
-    theirs = train(FSDP1, yaml, folder, "llama-meta-fsdp1", "model.init_device=meta")
-    ours = train(FSDP2, yaml, folder, "llama-meta", "model.init_device=meta")
-    assert_alike(ours, theirs, "Llama, meta")
-
-
-def test_hugging_face_model_from_meta(folder: str):
-    """A Hugging Face model that was never built whole draws FSDP1's values, by its own initialisation."""
-    run_ranks(check_llama_meta, 2, folder)
 
 
 def check_llama_by_keys(folder: str) -> None:
@@ -270,21 +247,16 @@ def test_hugging_face_model_by_the_sections_keys(folder: str):
 
 # --- the command
 
-FASTER = "optimizer.lr=6.0e-3"
-
 
 def check_command(folder: str) -> None:
     from composer_fsdp2.cli.main import main
     from composer_fsdp2.compat import is_installed
 
-    theirs = train(FSDP1, YAML, folder, "command-fsdp1", FASTER).losses
-    losses = Path(folder) / "command.jsonl"
-    arguments = ["composer-fsdp2", "train", str(YAML), *surroundings(folder, losses), FASTER]
+    arguments = ["composer-fsdp2", "train", str(YAML), *surroundings(folder, Path(folder) / "command.jsonl")]
     with mock.patch.object(sys, "argv", arguments):
         main()
     assert not is_installed()
     dist.barrier()
-    assert_command(losses, theirs)
 
 
 def assert_command(losses: Path, theirs: list[float]) -> None:
@@ -294,35 +266,17 @@ def assert_command(losses: Path, theirs: list[float]) -> None:
     assert modules["FullyShardedDataParallel"] == 0 < modules["FSDPModule"], modules
 
 
-def test_command_trains_with_overrides(folder: str):
+def test_command_trains_with_overrides(folder: str, theirs: TrainedYaml):
     """``composer-fsdp2 train run.yaml key=value`` takes the place of Foundry's own train script."""
     run_ranks(check_command, 2, folder)
-
-
-def check_reference(folder: str) -> list[float]:
-    return train(FSDP1, YAML, folder, "launched-fsdp1", FASTER).losses
+    assert_command(Path(folder) / "command.jsonl", theirs.losses)
 
 
 @pytest.mark.slow  # each launched rank imports all of LLM Foundry
-def test_launched_command(folder: str):
+def test_launched_command(folder: str, theirs: TrainedYaml):
     """``composer -n 2 -m composer_fsdp2 train run.yaml key=value``: Foundry's launch line, with our word in it."""
-    theirs = run_ranks(check_reference, 2, folder)[0]
     losses = Path(folder) / "launched.jsonl"
-    command = [Path(sys.executable).parent / "composer", "-n", "2", "-m", "composer_fsdp2", "train", YAML]
-    launcher = subprocess.Popen(
-        [*map(str, command), *surroundings(folder, losses), FASTER],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = launcher.communicate(timeout=400)
-    finally:
-        if launcher.poll() is None:
-            os.killpg(launcher.pid, signal.SIGKILL)  # the launcher alone would leave its ranks behind
-    assert launcher.returncode == 0, output
-    assert_command(losses, theirs)
+    command = [*LAUNCHERS["composer"], "train", YAML, *surroundings(folder, losses)]
+    ended = run_all({"train": command}, Path(folder))["train"]
+    assert ended.code == 0, ended
+    assert_command(losses, theirs.losses)

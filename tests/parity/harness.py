@@ -21,7 +21,7 @@ from support.oracle import FSDP1
 from torch import nn
 
 # Momentum needs two steps to show, and an evaluation has steps before and behind it.
-STEPS = 10 if IS_THOROUGH else 6
+STEPS = 10 if IS_THOROUGH else 4
 # Far enough below the norms of these models that most steps are clipped.
 THRESHOLDS = {"norm": 0.3, "value": 0.05}
 
@@ -89,7 +89,7 @@ class Run:
             block) or ``frozen`` (the first block's matrices need no gradient).
         clipping: ``off`` or Composer's clipping type; ``value`` clips by the largest absolute value under a root.
         settings: A name in ``SETTINGS``.
-        evaluate: Whether there is an evaluation before the first step, after the third, and behind the middle.
+        evaluate: Whether there is an evaluation before the first step, after the second, and behind the middle.
         steps: Of the optimizer.
     """
 
@@ -200,7 +200,7 @@ def train(run: Run, sharding: Sharding, *, gradient_scale: float = 1.0) -> Obser
         trained.norms.append(_gradient_squares(model))
         _clip(run, sharding, model, trained)
         optimizer.step()
-        if run.evaluate and step in (2, run.steps // 2 + 1):
+        if run.evaluate and step in (1, run.steps // 2):
             _evaluate(model, 1 + step, trained)
     _reduce_numbers(run, sharding, trained)
     _collect(sharding, model, trained)

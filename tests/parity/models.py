@@ -27,16 +27,10 @@ NOISE = {
 
 
 class Parent(nn.Module):
-    """What stands for the ComposerModel, whose children are sharded. Its output is the loss."""
+    """What stands for the ComposerModel, whose children are sharded. Its output is the loss; it has ``blocks``, and
+    makes a ``batch`` with a generator."""
 
     dtype = torch.float32
-
-    def batch(self, generator: torch.Generator) -> torch.Tensor:
-        raise NotImplementedError
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        raise NotImplementedError
 
     @property
     def ignored(self) -> list[nn.Module]:
@@ -141,71 +135,45 @@ class Branch(MLP):
         return x * backbone.scale
 
 
-class Nested(MLP):
+class Answering(MLP):
+    """A wrap function that ``answers`` for some modules otherwise than for blocks."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        answers = self.answers(*self.blocks)
+        self.backbone.fsdp_wrap_fn = lambda module: answers.get(module, isinstance(module, Block))
+
+
+class Nested(Answering):
     """Units within units, one of which is kept after forward by its own settings."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        keep = self.backbone.blocks[1]
-
-        def wrap(module: nn.Module) -> bool | dict[str, Any]:
-            if module is keep:
-                return {"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "BACKWARD_PRE"}
-            return isinstance(module, Block | nn.Linear)
-
-        self.backbone.fsdp_wrap_fn = wrap
+    def answers(self, first: nn.Module, second: nn.Module) -> dict[nn.Module, Any]:
+        kept = {"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "BACKWARD_PRE"}
+        return {module: True for module in self.backbone.modules() if isinstance(module, nn.Linear)} | {second: kept}
 
 
-class OwnBuffers(MLP):
+class OwnBuffers(Answering):
     """One block's buffers are cast by the settings of its unit alone."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        for block in self.backbone.blocks:
+    def answers(self, first: nn.Module, second: nn.Module) -> dict[nn.Module, Any]:
+        for block in (first, second):
             block.register_buffer("table", torch.linspace(0.9, 1.1, FEATURES))
-            block.register_forward_hook(self.read)
-        low = self.backbone.blocks[1]
-
-        def wrap(module: nn.Module) -> bool | dict[str, Any]:
-            if module is low:
-                return {"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}
-            return isinstance(module, Block)
-
-        self.backbone.fsdp_wrap_fn = wrap
-
-    @staticmethod
-    def read(block: nn.Module, args: tuple[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return x * block.table
+            block.register_forward_hook(lambda block, args, x: x * block.table)
+        return {second: {"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}}
 
 
-class OwnGroups(MLP):
+class OwnGroups(Answering):
     """One block alone on its rank, one whole on all ranks. FSDP1 takes this beside a process_group for the rest."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        alone, whole = self.backbone.blocks
-
-        def wrap(module: nn.Module) -> bool | dict[str, Any]:
-            if module is alone:
-                return {"process_group": "self"}
-            return {"sharding_strategy": "NO_SHARD"} if module is whole else False
-
-        self.backbone.fsdp_wrap_fn = wrap
+    def answers(self, first: nn.Module, second: nn.Module) -> dict[nn.Module, Any]:
+        return {first: {"process_group": "self"}, second: {"sharding_strategy": "NO_SHARD"}}
 
 
-class OwnMesh(MLP):
+class OwnMesh(Answering):
     """One block in replicas of shards, by a mesh of its own."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        hybrid = self.backbone.blocks[1]
-
-        def wrap(module: nn.Module) -> bool | dict[str, Any]:
-            if module is hybrid:
-                return {"process_group": ("set2", "mod2"), "sharding_strategy": "HYBRID_SHARD"}
-            return isinstance(module, Block)
-
-        self.backbone.fsdp_wrap_fn = wrap
+    def answers(self, first: nn.Module, second: nn.Module) -> dict[nn.Module, Any]:
+        return {second: {"process_group": ("set2", "mod2"), "sharding_strategy": "HYBRID_SHARD"}}
 
 
 class Twice(MLP):

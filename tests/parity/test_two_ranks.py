@@ -21,40 +21,31 @@ def test_every_two_settings(run: Run):
     assert_parity(run, 2)
 
 
-@parametrize_runs([Run(model=model, strategy=name) for model in MODELS for name in TWO_RANKS["strategy"]])
+# Of the quick ones each model has another strategy.
+BIT_FOR_BIT = [Run(model=model, strategy=name) for model in MODELS for name in TWO_RANKS["strategy"]]
+
+
+@parametrize_runs(BIT_FOR_BIT, slow=[run for number, run in enumerate(BIT_FOR_BIT) if number % 5])
 def test_bit_for_bit(run: Run):
     """Rounding that is another than FSDP1's would be within every tolerance, and a bug as small would hide in it."""
     assert keeps_order_of_sums(run, 2)
     assert_parity(run, 2)
 
 
-@pytest.mark.slow
-@parametrize_runs(runs(pairwise(TWO_RANKS_AND_SETTINGS), model="mlp"))
-def test_mlp(run: Run):
-    """A model of one's own, with two roots, batch norms and a parameter smaller than the ranks are many, would train
-    to other weights."""
-    assert_parity(run, 2)
+# The MLP has two roots, batch norms and a parameter smaller than the ranks are many; GPT-2 has dropout, and its
+# embedding is its head; most YAMLs of LLM Foundry finetune a Llama; MPT's root holds no parameter itself, and its tied
+# embedding is a unit that runs twice.
+ON_EACH_MODEL = [
+    run
+    for model in MODELS
+    for run in runs(pairwise(TWO_RANKS_AND_SETTINGS if model in ("mlp", "mpt") else TWO_RANKS), model=model)
+]
 
 
 @pytest.mark.slow
-@parametrize_runs(runs(pairwise(TWO_RANKS), model="gpt2"))
-def test_gpt2(run: Run):
-    """A Hugging Face model with dropout and the embedding as its head would train to other weights."""
-    assert_parity(run, 2)
-
-
-@pytest.mark.slow
-@parametrize_runs(runs(pairwise(TWO_RANKS), model="llama"))
-def test_llama(run: Run):
-    """A Llama, as most LLM Foundry YAMLs finetune, would train to other weights."""
-    assert_parity(run, 2)
-
-
-@pytest.mark.slow
-@parametrize_runs(runs(pairwise(TWO_RANKS_AND_SETTINGS), model="mpt"))
-def test_mpt(run: Run):
-    """LLM Foundry's own model, whose root holds no parameter itself and whose tied embedding is a unit that runs twice,
-    would train to other weights."""
+@parametrize_runs(ON_EACH_MODEL)
+def test_every_two_settings_on_each_model(run: Run):
+    """Two settings that go wrong together on one kind of model only would train to other weights."""
     assert_parity(run, 2)
 
 
@@ -69,7 +60,8 @@ MIXED_PRECISION = [
 ]
 
 
-@parametrize_runs(MIXED_PRECISION)
+# Quick are all three on the MLP, for its batch norms, and another one on each of the other models.
+@parametrize_runs(MIXED_PRECISION, slow=[run for number, run in enumerate(MIXED_PRECISION[3:]) if number % 4])
 def test_mixed_precision(run: Run):
     """What is cast when (parameters, root inputs, buffers, reductions, batch norms not) would differ, and with it every
     bf16 run."""

@@ -12,7 +12,7 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.composer
 
-COMMON = {"dropout": False, "microbatches": 3, "evaluate": True}
+COMMON = {"dropout": False, "microbatches": 2, "evaluate": True}
 
 # What layers say to a flat shard in place of their weight.
 FLAT_SHARD = "size mismatch|same shape|must be a matrix|Cannot writeback"
@@ -21,38 +21,40 @@ FLAT_SHARD = "size mismatch|same shape|must be a matrix|Cannot writeback"
 WITHOUT_FSDP1 = (
     # torch broadcasts module states from CUDA only (torch/distributed/fsdp/_init_utils.py).
     (Run(optimizer="adamw64", settings="sync_module_states", **COMMON), "sync_module_states"),
-    (Run(model="gpt2", optimizer="sgd64", settings="sync_module_states", tied=True, **COMMON), "sync_module_states"),
     # Composer never supported it.
-    (Run(optimizer="adamw64", settings="cpu_offload", **COMMON), "FSDP CPU Offload not supported yet"),
     (Run(model="llama", optimizer="sgd64", settings="cpu_offload", checkpointing="reentrant", **COMMON), "CPU Offload"),
     # A parameter in two units, or a unit in two places.
-    (Run(model="tiedunits", optimizer="sgd64", **COMMON), FLAT_SHARD),
     (Run(model="tiedunits", optimizer="adamw64", checkpointing="non-reentrant", **COMMON), FLAT_SHARD),
-    (Run(model="tiedchildren", optimizer="sgd64", **COMMON), FLAT_SHARD),
     (Run(model="tiedchildren", optimizer="adamw64", strategy="SHARD_GRAD_OP", **COMMON), FLAT_SHARD),
-    (Run(model="gpt2-embeddings", tied=True, optimizer="adamw64", **COMMON), FLAT_SHARD),
     (Run(model="gpt2-embeddings", tied=True, optimizer="sgd64", strategy="NO_SHARD", **COMMON), FLAT_SHARD),
+    (Run(model="gpt2-embeddings", tied=True, optimizer="adamw64", **COMMON), FLAT_SHARD),
     (Run(model="shared", optimizer="sgd64", **COMMON), FLAT_SHARD),
     # Members of a container without a forward become roots at their first call, and its own root finds that too late.
     (Run(model="container", optimizer="sgd64", **COMMON), "Non-root FSDP instance"),
     # Norms of gradients in float64.
     (Run(optimizer="adamw64", clipping="norm", groups="several", **COMMON), "linalg.vector_norm"),
+)
+SLOW = (
+    (Run(model="gpt2", optimizer="sgd64", settings="sync_module_states", tied=True, **COMMON), "sync_module_states"),
+    (Run(optimizer="adamw64", settings="cpu_offload", **COMMON), "FSDP CPU Offload not supported yet"),
+    (Run(model="tiedunits", optimizer="sgd64", **COMMON), FLAT_SHARD),
+    (Run(model="tiedchildren", optimizer="sgd64", **COMMON), FLAT_SHARD),
     (Run(model="gpt2", optimizer="adamw64", clipping="value", tied=True, **COMMON), "linalg.vector_norm"),
 )
-RUNS = [run for run, _ in WITHOUT_FSDP1]
+SLOW_RUNS = [run for run, _ in SLOW]
 
 
-@parametrize_runs(RUNS)
+@parametrize_runs([run for run, _ in (*WITHOUT_FSDP1, *SLOW)], slow=SLOW_RUNS)
 def test_against_one_process(run: Run):
     """What FSDP1 refused, or could do on GPUs only, would train to other weights than the same model on one process."""
     assert_parity(run, 2, compare_with_unsharded)
 
 
-@pytest.mark.parametrize(("run", "error"), WITHOUT_FSDP1, ids=map(str, RUNS))
-def test_fsdp1_refuses(run: Run, error: str):
+@parametrize_runs([run for run, _ in (*WITHOUT_FSDP1, *SLOW)], slow=SLOW_RUNS)
+def test_fsdp1_refuses(run: Run):
     """If FSDP1 could do it, it would be the better reference."""
     for text in run_ranks(fsdp1_error, 2, run):
-        assert re.search(error, text)
+        assert re.search(dict((*WITHOUT_FSDP1, *SLOW))[run], text)
 
 
 def test_one_rank_in_each_replica():
@@ -62,15 +64,16 @@ def test_one_rank_in_each_replica():
     assert_parity(run, 2, compare_with_unsharded)
 
 
-@parametrize_runs(
-    [
-        Run(model="gpt2", tied=True, optimizer="adamw64", strategy="HYBRID_SHARD:2", clipping="norm", **COMMON),
-        Run(model="llama", optimizer="adamw64", clipping="value", groups="several", **COMMON),
-        Run(model="mpt", tied=True, optimizer="sgd64", strategy="reshard:2", clipping="norm", **COMMON),
-        Run(model="tiedunits", optimizer="sgd64", **COMMON),
-        Run(model="tiedchildren", optimizer="adamw64", strategy="_HYBRID_SHARD_ZERO2:2", **COMMON),
-    ]
-)
+FOUR_RANKS = [
+    Run(model="llama", optimizer="adamw64", clipping="value", groups="several", dropout=False, evaluate=True),
+    Run(model="tiedchildren", optimizer="adamw64", strategy="_HYBRID_SHARD_ZERO2:2", dropout=False, microbatches=2),
+    Run(model="mpt", tied=True, optimizer="sgd64", strategy="reshard:2", clipping="norm", dropout=False, evaluate=True),
+    Run(model="gpt2", tied=True, optimizer="adamw64", strategy="HYBRID_SHARD:2", clipping="norm", **COMMON),
+    Run(model="tiedunits", optimizer="sgd64", **COMMON),
+]
+
+
+@parametrize_runs(FOUR_RANKS, slow=FOUR_RANKS[3:])
 def test_four_ranks_against_one_process(run: Run):
     """Both could be wrong alike; one process without any sharding is the judge of ours on replicas as well."""
     assert_parity(run, 4, compare_with_unsharded)

@@ -53,7 +53,7 @@ def forked_commands(folder: Path) -> Iterator[Path]:
     bin_folder = folder / "bin"
     bin_folder.mkdir()
     script = bin_folder / COMMAND.name
-    address = warm.server(IMPORTED).address
+    address = str(warm.server(IMPORTED))
     script.write_text(STARTER.format(python=sys.executable, address=address, function=f"{__name__}:run"))
     script.chmod(0o755)
     yield bin_folder

@@ -59,7 +59,7 @@ def run(script: str, *arguments: str) -> None:
 
 def add_launchers(bin_folder: Path, imports: tuple[str, ...]) -> None:
     """Also a quick ``python``, which the launchers start as their ranks."""
-    address = warm.server(imports).address
+    address = str(warm.server(imports))
     for name in (*LAUNCHER_MODULES, "python"):
         function = f"{__name__}:{'interpreter' if name == 'python' else name}"
         script = bin_folder / name

@@ -83,6 +83,27 @@ def assert_alike(ours: TrainedYaml, theirs: TrainedYaml, what: str) -> None:
     assert difference <= 1e-6, f"{what}: {difference}: {ours.losses}, FSDP1 {theirs.losses}"
 
 
+def hugging_face_yaml(folder: str, name: str, config: Any, **model: Any) -> Path:
+    """The YAML with a Hugging Face model, built from its configuration; nothing is downloaded. Called on all ranks."""
+    from omegaconf import OmegaConf
+
+    place = Path(folder) / name
+    written = OmegaConf.load(YAML)
+    written.model = {
+        "name": "hf_causal_lm",
+        "pretrained_model_name_or_path": str(place),
+        "pretrained": False,
+        "init_device": "cpu",
+        "use_flash_attention_2": False,
+        **model,
+    }
+    if dist.get_rank() == 0:
+        config.save_pretrained(place)
+        OmegaConf.save(written, place / "run.yaml")
+    dist.barrier()
+    return place / "run.yaml"
+
+
 def make_data_of_runs(folder: str) -> None:
     """A tokenizer and a streaming dataset, as the demo makes them."""
     sys.path.append(str(ROOT / "demo"))

@@ -66,7 +66,6 @@ WITH_COMPOSER = (
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "support.about_the_machine",
 )  # fmt: skip
 START_TIMEOUT_S = 180
-NUM_HASH_SEEDS = 2  # Of two ranks next to each other, each has its own.
 MAX_CALLS = 200  # Then new processes: something always leaks.
 PEER_GRACE_S = 1.0
 STACK_GRACE_S = 0.3  # After SIGUSR1: faulthandler writes from the signal handler, within milliseconds.
@@ -208,8 +207,8 @@ class _Pool:
         self.processes: list[warm.WarmProcess] = []
         self.connections: list[Connection] = []
         self.output_start = [0] * world_size
-        for rank in range(min(world_size, NUM_HASH_SEEDS)):
-            warm.begin(imports, rank)
+        for hash_seed in warm.HASH_SEEDS[:world_size]:
+            warm.begin(imports, hash_seed)
         try:
             for rank in range(world_size):
                 self._start(rank, imports)
@@ -225,7 +224,7 @@ class _Pool:
             process = warm.start(
                 imports, "support.ranks:serve", [rank, str(self._file(rank, "stack"))],
                 streams=[nothing.fileno(), output.fileno(), output.fileno()], descriptors=[theirs.fileno()],
-                hash_seed=rank % NUM_HASH_SEEDS,
+                hash_seed=warm.HASH_SEEDS[rank % len(warm.HASH_SEEDS)],
             )  # fmt: skip
         self.processes.append(process)
         self.connections.append(ours)

@@ -29,12 +29,3 @@ def test_a_library_that_goes_on_without_the_network_is_noticed():
             contextlib.suppress(OSError),
         ):
             ask()
-
-
-def test_sockets_in_the_file_system_work():
-    """The processes of tests talk through them."""
-    with network_refused():
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            ours.sendall(b"x")
-            assert theirs.recv(1) == b"x"

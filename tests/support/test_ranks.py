@@ -35,12 +35,6 @@ def check_pid() -> int:
     return os.getpid()
 
 
-def check_all_reduce() -> float:
-    tensor = torch.tensor(float(dist.get_rank() + 1))
-    dist.all_reduce(tensor)
-    return tensor.item()
-
-
 def check_error_on_rank_1() -> None:
     print("rank", dist.get_rank(), "was here")
     if dist.get_rank() == 1:
@@ -60,15 +54,10 @@ def check_hang() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def check_launch_variables() -> list[str]:
-    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"
-    return [os.environ[name] for name in names]
-
-
-def check_variables() -> tuple[str | None, str | None]:
-    seen = os.environ.get("FROM_CALL"), os.environ.get("FROM_CHECK")
-    os.environ["FROM_CHECK"] = "left behind"
-    return seen
+def check_variables() -> tuple[str | None, ...]:
+    seen = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "CALLS", "CHECKS")]
+    os.environ["CHECKS"] = "left behind"
+    return (*seen, str(hash("a word")))
 
 
 def check_settings() -> tuple[object, ...]:
@@ -99,11 +88,6 @@ def test_results_come_back_in_rank_order():
     torch.testing.assert_close(results[1].tensor, torch.tensor([0, 2, 4]))
 
 
-def test_collectives_work_in_consecutive_calls():
-    """The second call does not meet what the first left."""
-    assert [run_ranks(check_all_reduce, 2) for _ in range(2)] == [[3.0, 3.0]] * 2
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
 def test_equal_meshes_share_their_groups():
     """Hundreds of tests with a mesh each do not end in thousands of threads, which gloo never ends."""
@@ -112,17 +96,16 @@ def test_equal_meshes_share_their_groups():
     assert others == [(sums, num_threads)] * 3
 
 
-def test_launch_variables():
-    """Composer's dist module sees the ranks of one node."""
-    assert run_ranks(check_launch_variables, 2) == [["0", "2", "0", "2", "0"], ["1", "2", "1", "2", "0"]]
-
-
 def test_variables_last_for_one_call(monkeypatch):
-    """A test's variables reach its ranks, those of an earlier one do not."""
-    run_ranks(check_variables, 2, env={"FROM_CALL": "1"})
-    assert run_ranks(check_variables, 2) == [(None, None)] * 2
-    monkeypatch.setenv("FROM_CALL", "parent")
-    assert run_ranks(check_variables, 2) == [("parent", None)] * 2
+    """Ranks have a launcher's variables and a test's, not those of an earlier one; and other hashes, since what they
+    do in the order of a set would be the same on all of them here and on no user's machine."""
+    run_ranks(check_variables, 2, env={"CALLS": "1"})
+    *first, hash_0 = run_ranks(check_variables, 2)[0]
+    assert first == ["0", "2", "0", "0", None, None]
+    monkeypatch.setenv("CALLS", "parent")
+    *second, hash_1 = run_ranks(check_variables, 2)[1]
+    assert second == ["1", "2", "1", "0", "parent", None]
+    assert hash_0 != hash_1
 
 
 def test_settings_are_reset(tmp_path, monkeypatch):
@@ -189,48 +172,19 @@ def test_ranks_that_do_not_start_say_why(monkeypatch: pytest.MonkeyPatch):
     assert "has no attribute 'no'" in str(failed.value)
 
 
-def check_hash() -> int:
-    return hash("a word")
-
-
-def test_ranks_have_other_hashes():
-    """What ranks do in the order of a set would be the same on all of them, here and on no user's machine."""
-    first, second, *_ = run_ranks(check_hash, 2)
-    assert first != second
-
-
-def test_ranks_die_with_their_parent(tmp_path):
-    """A killed pytest leaves no process behind, not even one inside a collective."""
-    (tmp_path / "body.py").write_text(
-        "import os, pathlib, time\n"
-        "def check(folder):\n"
-        "    pathlib.Path(folder, str(os.getpid())).touch()\n"
-        "    time.sleep(600)\n"
-    )
-    pids = tmp_path / "pids"
-    pids.mkdir()
-    code = f"import body; from support.ranks import run_ranks; run_ranks(body.check, 1, {str(pids)!r})"
-    folders = [str(tmp_path), str(warm.TESTS)]
-    environ = {**os.environ, "PYTHONPATH": ":".join(folders), "TMPDIR": str(tmp_path)}
-    parent = subprocess.Popen([sys.executable, "-c", code], env=environ)
-    assert _eventually(lambda: list(pids.iterdir()), 60), "the rank did not start"
-    parent.kill()
-    parent.wait()
-    (pid,) = (int(path.name) for path in pids.iterdir())
-    assert _eventually(lambda: not _is_running(pid), 10), f"rank {pid} outlived its parent"
-
-
-def test_local_functions_are_refused():
-    """A closure fails at once with a reason instead of an import error on every rank."""
-    with pytest.raises(ValueError, match="must be a top-level function"):
-        run_ranks(lambda: None, 2)
-
-
-def _eventually(condition, timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return bool(condition())
+def test_ranks_die_with_their_parent():
+    """A killed pytest leaves no process behind, not even one that would go on for minutes."""
+    code = "from support import warm; print(warm.start((), 'time:sleep', [600], streams=[0, 1, 2]).pid, flush=True)"
+    code += "; import time; time.sleep(600)"
+    environ = {name: value for name, value in os.environ.items() if name != warm.SHARED}
+    environ["PYTHONPATH"] = str(warm.TESTS)
+    with subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while _is_running(pid):
+        assert time.monotonic() < deadline, f"process {pid} outlived its parent"
+        time.sleep(0.05)
 
 
 def _is_running(pid: int) -> bool:

@@ -5,7 +5,11 @@ variables, folder and streams and calls the function; what a library reads while
 process had, the caller's variables of its first use.
 
 [Note: hash seeds] Children of one warm process have the same addresses, and sets of strings in the same order. Ranks of
-a launcher have not, and what they do together must not depend on it. So there is a warm process for each ``hash_seed``.
+a launcher have not, and what they do together must not depend on it. So there is one for each ``hash_seed``.
+
+[Note: shared] The first process of a hash seed, its base, imports nothing; warm processes are forked from it. Where
+``share`` has started the bases, as before pytest-xdist's workers, all of them use the same warm processes: who needs
+some imports first has them made, and the others wait. What is forked ends with its caller, all with the bases' maker.
 
 [Note: what a fork loses] Only the thread that forks lives on in the child. torch starts none before its first backward
 pass, nor does Composer on the CPU; a module that starts threads while it is imported cannot be among ``imports``.
@@ -30,6 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +44,11 @@ TESTS = Path(__file__).resolve().parents[1]
 MAX_FOLDER_BYTES = 80  # The path of a socket in it has at most 104.
 NUMBER = struct.Struct("i")
 SET_PARENT_DEATH_SIGNAL = 1
+# The variable that names the folder of their sockets; other copies of these tests share their own.
+SHARED = f"WARM_PROCESSES_{zlib.crc32(os.fsencode(TESTS)):08x}"
+HASH_SEEDS = (0, 1)
 
-_servers: dict[tuple[tuple[str, ...], int], WarmServer] = {}
+_own: list[tuple[Path, list[subprocess.Popen[bytes]]]] = []  # the folder and the bases that this process has made
 
 
 class WarmProcess:
@@ -74,70 +82,73 @@ class WarmProcess:
         return self.returncode
 
 
-class WarmServer:
-    """A warm process, which answers once it is ``ready``; ends with the thread that made it."""
-
-    def __init__(self, imports: tuple[str, ...], hash_seed: int) -> None:
-        self.imports = imports
-        self.folder = _folder()
-        self.address = str(self.folder / "socket")
-        self.deadline = time.monotonic() + START_S
-        with (self.folder / "output").open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-W", "ignore", __file__, self.address, str(os.getpid()), *imports],
-                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | {
-                    "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": str(hash_seed),
-                    "PYTHONPATH": _python_path(),
-                },
-            )  # fmt: skip
-
-    def ready(self) -> WarmServer:
-        while not os.path.exists(self.address):
-            if self.process.poll() is not None or time.monotonic() > self.deadline:
-                text = (self.folder / "output").read_text(errors="replace")
-                self.close()
-                imports = ", ".join(self.imports)
-                raise RuntimeError(f"the process that imports {imports} did not start:\n{text[-4000:]}")
-            time.sleep(0.02)
-        return self
-
-    def close(self) -> None:
-        """Its children die with it."""
-        self.process.kill()
-        self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+def share() -> None:
+    """Let all processes that this one starts from here on use the same warm processes."""
+    os.environ[SHARED] = str(_folder())
 
 
 def _folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="warm-")
-    if len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="warm-", dir="/tmp")
-    return Path(folder)
+    """Where the sockets are; with a base for each hash seed."""
+    if SHARED in os.environ:
+        return Path(os.environ[SHARED])
+    if not _own:
+        folder = tempfile.mkdtemp(prefix="warm-")
+        if len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
+            os.rmdir(folder)
+            folder = tempfile.mkdtemp(prefix="warm-", dir="/tmp")
+        bases = [
+            subprocess.Popen(
+                [sys.executable, "-uWignore", __file__, str(_address(Path(folder), (), seed)), str(os.getpid())],
+                stdin=subprocess.DEVNULL, start_new_session=True,
+                env=os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": _python_path()},
+            )
+            for seed in HASH_SEEDS
+        ]  # fmt: skip
+        _own.append((Path(folder), bases))
+    return _own[0][0]
+
+
+def _address(folder: Path, imports: tuple[str, ...], hash_seed: int) -> Path:
+    return folder / f"{hash_seed}-{zlib.crc32(' '.join(imports).encode()):08x}"
 
 
 def _python_path() -> str:
     return os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
 
 
-def server(imports: tuple[str, ...], hash_seed: int = 0) -> WarmServer:
-    """The warm process that has imported these modules."""
+def server(imports: tuple[str, ...], hash_seed: int = 0) -> Path:
+    """The socket of the warm process that has imported these modules, once it answers."""
     begin(imports, hash_seed)
-    return _servers[imports, hash_seed].ready()
+    address = _address(_folder(), imports, hash_seed)
+    deadline = time.monotonic() + START_S
+    while not address.exists():
+        if address.with_suffix(".failed").exists() or time.monotonic() > deadline:
+            text = address.with_suffix(".output").read_text(errors="replace")
+            raise RuntimeError(f"the process that imports {', '.join(imports)} did not start:\n{text[-4000:]}")
+        time.sleep(0.02)
+    return address
 
 
 def begin(imports: tuple[str, ...], hash_seed: int) -> None:
-    """Start the warm process unless there is one, and do not wait for it."""
-    found = _servers.get((imports, hash_seed))
-    if found is None or found.process.poll() is not None:
-        _servers[imports, hash_seed] = WarmServer(imports, hash_seed)
+    """Start the warm process unless somebody has, and do not wait for it."""
+    address = _address(_folder(), imports, hash_seed)
+    if imports and not address.exists():
+        with contextlib.suppress(FileExistsError), address.with_suffix(".output").open("xb") as output:
+            _request(
+                server((), hash_seed), "support.warm:serve_or_say_why", (str(address), imports), os.getcwd(),
+                os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}, [0, output.fileno(), output.fileno()],
+            ).close()  # fmt: skip
 
 
 @atexit.register
 def close_servers() -> None:
-    while _servers:
-        _servers.popitem()[1].close()
+    """What was forked dies with them."""
+    while _own:
+        folder, bases = _own.pop()
+        for base in bases:
+            base.kill()
+            base.wait()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def start(
@@ -158,31 +169,42 @@ def start(
         environ: Its variables; the caller's by default.
         hash_seed: See [Note: hash seeds].
     """
+    environ = dict(os.environ if environ is None else environ)
+    address = server(imports, hash_seed)
+    return WarmProcess(_request(address, function, arguments, os.getcwd(), environ, streams, descriptors))
+
+
+def _request(
+    address: Path,
+    function: str,
+    arguments: Sequence[Any],
+    folder: str,
+    environ: dict[str, str],
+    streams: Sequence[int],
+    descriptors: Sequence[int] = (),
+) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(server(imports, hash_seed).address)
-    request = (
-        function,
-        len(descriptors),
-        tuple(arguments),
-        os.getcwd(),
-        dict(os.environ if environ is None else environ),
-    )
-    send(connection, [*streams, *descriptors], request)
-    return WarmProcess(connection)
-
-
-def send(connection: socket.socket, descriptors: Sequence[int], request: Any) -> None:
-    socket.send_fds(connection, [b"."], list(descriptors))
-    connection.sendall(pickle.dumps(request))
+    connection.connect(str(address))
+    socket.send_fds(connection, [b"."], [*streams, *descriptors])
+    connection.sendall(pickle.dumps((function, len(descriptors), tuple(arguments), folder, environ)))
     connection.shutdown(socket.SHUT_WR)
+    return connection
 
 
 # --- in the warm process
 
 
-def serve(address: str, parent_pid: int, imports: Sequence[str]) -> None:
+def serve_or_say_why(address: str, imports: Sequence[str]) -> None:
+    """For those who wait for it, and have not started it."""
+    try:
+        serve(address, imports)
+    except BaseException:
+        traceback.print_exc()
+    Path(address).with_suffix(".failed").touch()
+
+
+def serve(address: str, imports: Sequence[str] = ()) -> None:
     """Import, then fork a keeper for each request, until killed."""
-    die_with(parent_pid)
     for name in imports:
         importlib.import_module(name)
     gc.collect()
@@ -216,10 +238,14 @@ def keep(connection: socket.socket) -> None:
         call(descriptors, *pickle.loads(request))
     for descriptor in descriptors:
         os.close(descriptor)
-    with contextlib.suppress(BrokenPipeError):  # Nobody waits for it any more.
-        connection.sendall(NUMBER.pack(child))
-        connection.sendall(NUMBER.pack(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+    _say(connection, child)
+    _say(connection, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     os._exit(0)
+
+
+def _say(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # Nobody waits for it any more.
+        connection.sendall(NUMBER.pack(number))
 
 
 def call(
@@ -266,4 +292,5 @@ def die_with(parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    die_with(int(sys.argv[2]))
+    serve(sys.argv[1])
