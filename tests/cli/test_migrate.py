@@ -209,7 +209,7 @@ ASKED: dict[tuple[str, ...], tuple[int, str]] = {
     # A configuration for FSDP1 that comes into the repository is seen, although it could be migrated.
     ("good.yaml", "--check", "--fail-on-change"): (1, "--write changes it"),
     ("good.yaml", "--diff", "--fail-on-change"): (1, "-  limit_all_gathers: true"),
-    ("decide.yaml", "--check", "--fail-on-change"): (1, "to decide"),
+    ("decide.yaml", "--check", "--fail-on-change"): (1, "needs a decision"),
     ("broken.yaml", "good.yaml", "--check", "--fail-on-change"): (2, "broken.yaml:2:1"),
     ("decide.yaml", "good.yaml", "--check"): (1, "to decide"),  # the largest of all files
     ("good.yaml", "decide.yaml", "--check"): (1, "to decide"),
