@@ -138,7 +138,7 @@ def check_from_pretrained(run: Path, folder: Path) -> None:
         assert auto.dtype == dtype and type(auto) is transformers.GPT2LMHeadModel, auto
         wte = held["weights"]["transformer.wte.weight"].bfloat16().to(dtype)
         assert_same(auto.state_dict()["transformer.wte.weight"], wte, name)
-    ids = transformers.AutoTokenizer.from_pretrained(folder / "hf")("b d zebra")["input_ids"]
+    ids = transformers.AutoTokenizer.from_pretrained(folder / "half")("b d zebra")["input_ids"]
     assert ids == [2, 4, 0], ids
     [text] = [text for text in half.remarks if "tied" in text]
     assert text == "leaves out lm_head.weight (tied to transformer.wte.weight), which is the same bytes", text
