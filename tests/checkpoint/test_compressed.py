@@ -6,7 +6,6 @@ import bz2
 import gzip
 import io
 import lzma
-import os
 import shutil
 import struct
 import subprocess
@@ -37,7 +36,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "xz": lzma.compress,
     "lzma": lambda data: lzma.compress(data, format=lzma.FORMAT_ALONE),
 }
-TAR_MODES = {"tar": "w", "tar.gz": "w:gz", "tgz": "w:gz", "tar.bz2": "w:bz2", "tar.lzma": "w:xz"}
+TAR_MODES = {"tar": "w", "tar.gz": "w:gz", "tar.bz2": "w:bz2", "tar.lzma": "w:xz"}
 
 
 @pytest.fixture
@@ -107,20 +106,13 @@ def test_tar_file_is_described_and_unpacked(plain: Path, tmp_path: Path, ending:
     (tmp_path / "out").mkdir()
     file = unpacked(path, tmp_path / "out")
     assert file.name == "ep0-ba3-rank0.pt" and file.read_bytes() == plain.read_bytes()
-
-
-def test_uncompressed_tar_is_read_in_place(plain: Path, tmp_path: Path):
-    """Nothing has to be unpacked to load from a .tar."""
-    inventory = inspect_checkpoint(in_tar(plain, tmp_path / "x.tar", "w"))
-    assert not inventory.compressed
-    assert_same(values_of(inventory), dict(leaves(torch.load(plain, weights_only=False))), in_bits=True)
-
-
-def test_tensors_of_a_compressed_file_are_not_read_in_place(plain: Path):
-    """Whoever asks for its bytes is told what to do, not given those of the compressed file."""
-    inventory = inspect_checkpoint(compressed(plain, "gz"))
-    with pytest.raises(CheckpointError, match=r"compressed.*decompress"):
-        values_of(inventory)
+    inventory = inspect_checkpoint(path)
+    assert inventory.compressed == (ending != "tar")
+    if ending == "tar":  # nothing has to be unpacked to load from it
+        assert_same(values_of(inventory), dict(leaves(torch.load(plain, weights_only=False))), in_bits=True)
+    else:  # whoever asks for its bytes is told what to do, not given those of the compressed file
+        with pytest.raises(CheckpointError, match=r"compressed.*decompress"):
+            values_of(inventory)
 
 
 def test_inspecting_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -163,21 +155,15 @@ def test_records_end_where_zipfile_ends_them(plain: Path, is_zip64: bool):
     assert_described(path, plain)
 
 
-def test_data_that_looks_like_the_end_of_a_record_does_not_end_it(tmp_path: Path):
-    """Weights may hold any bytes, those of zip's marks among them."""
+@pytest.mark.parametrize("slice_bytes", [None, 32, 33, 37])
+def test_records_may_end_between_two_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_bytes: int | None):
+    """Where a read ends says nothing of the file: small ones cut every mark of zip's in two, also those in weights."""
     marks = torch.frombuffer(bytearray(b"PK\7\x08" * 7 + b"PK\3\4" + b"PK\1\2PK\5\6PK\7"), dtype=torch.uint8)
     plain = tmp_path / "plain.pt"
-    torch.save({"state": {"model": {"marks": marks, "after": torch.ones(3)}}}, plain)
-    path = compressed(plain, "gz")
-    assert set(inspect_checkpoint(path).model) == {"marks", "after"}
-
-
-@pytest.mark.parametrize("slice_bytes", [32, 33, 37])
-def test_records_may_end_between_two_reads(plain: Path, monkeypatch: pytest.MonkeyPatch, slice_bytes: int):
-    """Where a read ends says nothing about the file; with small ones every mark is cut in two somewhere."""
-    path = compressed(plain, "gz")
-    monkeypatch.setattr(packed, "_SLICE_BYTES", slice_bytes)
-    assert_described(path, plain)
+    torch.save({"state": {**composer_state()["state"], "model": {"marks": marks, "after": torch.ones(3)}}}, plain)
+    if slice_bytes is not None:
+        monkeypatch.setattr(packed, "_SLICE_BYTES", slice_bytes)
+    assert_described(compressed(plain, "gz"), plain)
 
 
 # --- damage
@@ -224,85 +210,59 @@ def test_missing_tool_is_named(plain: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_unpacking_needs_space(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A disk that is too small is known before it is full."""
+    """A disk that is too small is known before it is full; and a file without an ending is not replaced by itself."""
     path = in_tar(plain, tmp_path / "x.tar.gz", "w:gz")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 0, 10))  # type: ignore[attr-defined]
     (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match=f"{plain.stat().st_size} bytes.*10 free"):
-        unpacked(path, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 0, 10))  # type: ignore[attr-defined]
+        with pytest.raises(CheckpointError, match=f"{plain.stat().st_size} bytes.*10 free"):
+            unpacked(path, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_unpacking_does_not_replace_what_it_unpacks(plain: Path, tmp_path: Path):
-    """A compressed file without an ending that says so stays."""
-    path = tmp_path / "x.pt"
-    path.write_bytes(gzip.compress(plain.read_bytes()))
+    packed_bytes = gzip.compress(plain.read_bytes())
+    (tmp_path / "x.pt").write_bytes(packed_bytes)
     with pytest.raises(CheckpointError, match="another folder"):
-        unpacked(path, tmp_path)
-    assert gzip.decompress(path.read_bytes()) == plain.read_bytes()
+        unpacked(tmp_path / "x.pt", tmp_path)
+    assert (tmp_path / "x.pt").read_bytes() == packed_bytes
 
 
 # --- something else inside
 
 
-def test_deepspeed_tar_is_named(plain: Path, tmp_path: Path):
-    """Composer before 0.28 wrote DeepSpeed's files into the same tar: their weights are not where others' are."""
-    folder = tmp_path / "t"
-    (folder / "deepspeed").mkdir(parents=True)
-    shutil.copy(plain, folder / "composer_states.pt")
-    shutil.copy(plain, folder / "deepspeed" / "mp_rank_00_model_states.pt")
-    for ending in ("tar", "tar.gz"):
-        path = tmp_path / f"x.{ending}"
-        with tarfile.open(path, TAR_MODES[ending]) as tar:  # type: ignore[call-overload]
-            tar.add(folder, arcname="")
-        (tmp_path / ending).mkdir()
-        for look in (inspect_checkpoint, lambda path: unpacked(path, path.parent / path.name.partition(".")[2])):
-            with pytest.raises(CheckpointError, match="DeepSpeed"):
-                look(path)
-        assert list((tmp_path / ending).iterdir()) == []
+def in_tars(folder: Path, mode: str, content: Path, *names: str, kind: bytes = tarfile.REGTYPE) -> Path:
+    path = folder / f"x.tar{mode[1:].replace(':', '.')}"
+    with tarfile.open(path, mode) as tar, content.open("rb") as file:  # type: ignore[call-overload]
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "/elsewhere"
+            member.size = content.stat().st_size if kind == tarfile.REGTYPE else 0
+            file.seek(0)
+            tar.addfile(member, file)
+    return path
 
 
-def test_tar_of_other_things_is_refused_and_extracts_nothing(plain: Path, tmp_path: Path):
+# Composer before 0.28 wrote DeepSpeed's files into the same tar: their weights are not where others' are.
+OTHERS = {
+    "DeepSpeed": ((packed.STATES, "deepspeed/mp_rank_00_model_states.pt"), "DeepSpeed"),
+    "a path": (("../../evil.pt",), r"without composer_states\.pt.*evil"),
+    "twice": ((packed.STATES, packed.STATES), "twice"),
+    "a pipe": ((packed.STATES,), "is not a regular file"),
+    "a link": ((packed.STATES,), "is not a regular file"),  # as some backups are
+}
+KINDS = {"a pipe": tarfile.FIFOTYPE, "a link": tarfile.SYMTYPE}
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_tar_of_other_things_is_refused_and_extracts_nothing(kind: str, mode: str, plain: Path, tmp_path: Path):
     """A member named ../../evil stays in the tar; what there is instead of a checkpoint is said."""
-    path = tmp_path / "x.tar.gz"
-    with tarfile.open(path, "w:gz") as tar:
-        tar.add(plain, arcname="../../evil.pt")
+    names, says = OTHERS[kind]
+    path = in_tars(tmp_path, mode, plain, *names, kind=KINDS.get(kind, tarfile.REGTYPE))
     (tmp_path / "a" / "b").mkdir(parents=True)
     for look in (inspect_checkpoint, lambda path: unpacked(path, tmp_path / "a" / "b")):
-        with pytest.raises(CheckpointError, match=r"without composer_states\.pt.*evil"):
+        with pytest.raises(CheckpointError, match=says):
             look(path)
+    assert not verify_checkpoint(path).ok
     assert not list(tmp_path.rglob("evil.pt")) and not list((tmp_path / "a" / "b").iterdir())
-
-
-def test_compressed_something_is_refused(tmp_path: Path):
-    """A compressed log is not a checkpoint."""
-    path = tmp_path / "x.gz"
-    path.write_bytes(gzip.compress(b"a log" * 100))
-    with pytest.raises(CheckpointError, match=r"x\.gz: not the zip archive that torch\.save writes"):
-        inspect_checkpoint(path)
-
-
-class Runs:
-    """Unpickled by pickle, it makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder),)
-
-
-@pytest.mark.parametrize("ending", ["gz", "tar"])
-def test_malicious_pickle_does_not_run(tmp_path: Path, ending: str):
-    """Compression is no way around the list of names; with trust it is opened, and the name is told."""
-    plain, made = tmp_path / "plain.pt", tmp_path / "made"
-    torch.save({"state": {"model": {"w": torch.ones(2)}, "callbacks": Runs(made)}}, plain)
-    path = in_tar(plain, tmp_path / "x.tar", "w") if ending == "tar" else compressed(plain, ending)
-    with pytest.raises(CheckpointError, match=r"posix\.mkdir.*trust"):
-        inspect_checkpoint(path)
-    assert not made.exists()
-    inspect_checkpoint(path, trust=True)
-    assert made.exists()
 
 
 @pytest.fixture
@@ -342,23 +302,8 @@ def test_unpacked_no_oftener_than_needed(shrunk: Path, tmp_path: Path, monkeypat
     assert len(targets) == 4
 
 
-@pytest.mark.parametrize("kind", [tarfile.FIFOTYPE, tarfile.SYMTYPE])
-@pytest.mark.parametrize("mode", ["w", "w:gz"])
-def test_states_that_are_no_file(kind: bytes, mode: str, tmp_path: Path):
-    """A tar file made of links, as some backups are, says so, and not StopIteration."""
-    path = tmp_path / ("ep0.tar" if mode == "w" else "ep0.tar.gz")
-    with tarfile.open(path, mode) as tar:
-        member = tarfile.TarInfo("composer_states.pt")
-        member.type, member.linkname = kind, "/elsewhere"
-        tar.addfile(member)
-    for look in (inspect_checkpoint, lambda path: unpacked(path, path.parent)):
-        with pytest.raises(CheckpointError, match="is not a regular file"):
-            look(path)
-    assert [fault.found for fault in verify_checkpoint(path).faults if "is not a regular file" in fault.found]
-
-
 @pytest.mark.parametrize("place", ["before", "of", "after"])
-@pytest.mark.parametrize("size", [1 << 33, 1 << 62, (1 << 63) - 1, 1 << 63, 1 << 64, 1 << 80])
+@pytest.mark.parametrize("size", [1 << 33, (1 << 63) - 1, 1 << 63, 1 << 80])
 def test_a_header_of_more_bytes_than_a_file_may_have(place: str, size: int, plain: Path, tmp_path: Path):
     """One flipped bit in a tar file's header ended a script that catches CheckpointError in an OSError of seek()."""
     data = plain.read_bytes()

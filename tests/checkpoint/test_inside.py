@@ -57,7 +57,7 @@ def test_a_file_that_is_a_link(tmp_path: Path):
         inside(tmp_path / "folder", "model", named_by="")
 
 
-@examples(200)
+@examples(80)
 @given(st.lists(st.sampled_from(["..", ".", "", "a", "b.c", "~", " ", "\\", "C:", "link"]), max_size=6))
 def test_any_name(parts: list[str]):
     """What is accepted lies below the folder, by the file system's own rules."""

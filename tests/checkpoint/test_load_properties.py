@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -206,7 +207,8 @@ def check_load(path: str, case: Case) -> None:
         for module in (model.first, model.second, model):
             fully_shard(module, shard_placement_fn=placement)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    report = load_checkpoint(path, model, optimizer)
+    with mock.patch("composer_fsdp2.checkpoint.load.exchange._SMALL_BYTES", 0):  # so that replicas share what they read
+        report = load_checkpoint(path, model, optimizer)
     assert (report.left_out, report.kept, report.cast) == ((), (), ()), str(report)
     assert report.unchecked_bytes == 0 or case.strided, str(report)  # of a larger storage nobody reads the rest
     for name, value in model.state_dict().items():
@@ -240,7 +242,7 @@ def assert_part(name: str, ours: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 @given(case=cases, world_size=st.sampled_from([1, 1, 2, 2, 3]))
-@examples(30)
+@examples(14)
 def test_what_one_world_saved_another_loads(case: Case, world_size: int):
     """A split that one size of job makes and another misreads would put rows of a weight in another's place."""
     with tempfile.TemporaryDirectory() as folder:
@@ -257,7 +259,7 @@ def test_what_one_world_saved_another_loads(case: Case, world_size: int):
 
 
 @given(case=cases.filter(lambda case: case.num_files > 0))
-@examples(15)
+@examples(6)
 def test_the_directories_above_are_torchs(case: Case):
     """The oracle of the property: torch reads the same values from what was written here."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

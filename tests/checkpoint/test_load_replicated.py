@@ -13,9 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
+from support.checkpoints.corruptions import flip
 from support.comparing import assert_same
+from support.examples import IS_THOROUGH
 from support.memory import HostMemory
 from support.models import tied_model
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import HSDP_2X2
 from torch import nn
@@ -45,11 +48,11 @@ NO_SHARD = {"sharding_strategy": "NO_SHARD"}
 
 
 class Large(nn.Module):
-    """2 MiB, in tensors of which none is a piece."""
+    """1 MiB, in tensors of which none is a piece."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+        self.body = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
 
 
 def checkpoint(path: str, make: Callable[[], nn.Module] = Large) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -74,7 +77,9 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
     return {name: tensor.untyped_storage() for name, tensor in tensors.items()}
 
 
-def check_memory(folder: str) -> None:
+@on_ranks(2)
+def test_replicated_state_is_never_all_in_host_memory(folder: str) -> None:
+    """A node of 8 GPUs held 672 GB of a model of 7B parameters and its moments, before one of them was in place."""
     path, expected = checkpoint(f"{folder}/a.pt")
 
     def check(config: dict[str, Any] | None, one_reader: bool) -> None:
@@ -86,7 +91,7 @@ def check_memory(folder: str) -> None:
         ):
             load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
         assert_same(contents(ours, own), expected, in_bits=True)
-        # Without pieces it is the full state, 96 times as much.
+        # Without pieces it is the full state, 48 times as much.
         assert PIECE_BYTES <= host.peak_bytes <= 4 * PIECE_BYTES, f"{host.peak_bytes / PIECE_BYTES} pieces"
         after = memory(ours, own)
         assert {name: s.data_ptr() for name, s in after.items()} == {n: s.data_ptr() for n, s in before.items()}
@@ -95,12 +100,12 @@ def check_memory(folder: str) -> None:
     for_each(check, cases)
 
 
-def test_replicated_state_is_never_all_in_host_memory(tmp_path: Path):
-    """A node of 8 GPUs held 672 GB of a model of 7B parameters and its moments, before one of them was in place."""
-    run_ranks(check_memory, 2, str(tmp_path))
+@on_ranks(2)
+def test_an_optimizer_keeps_its_memory(folder: str) -> None:
+    """Moments that are there already lay on the GPU twice while the new ones were loaded beside them.
 
-
-def check_own_memory(folder: str) -> None:
+    Two parameters that share one tensor of state, by an optimizer's own doing, get one each: both have their own.
+    """
     path, expected = checkpoint(f"{folder}/a.pt")
 
     def check(config: dict[str, Any] | None) -> None:
@@ -114,14 +119,6 @@ def check_own_memory(folder: str) -> None:
         assert moved == ["exp_avg of body.1.weight"], moved
 
     for_each(check, {"sharded": ({},), "NO_SHARD": (NO_SHARD,), "not sharded": (None,)})
-
-
-def test_an_optimizer_keeps_its_memory(tmp_path: Path):
-    """Moments that are there already lay on the GPU twice while the new ones were loaded beside them.
-
-    Two parameters that share one tensor of state, by an optimizer's own doing, get one each: both have their own.
-    """
-    run_ranks(check_own_memory, 2, str(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,14 +177,9 @@ def check_equal(folder: str, config: dict[str, Any] | None, num_holders: int) ->
         assert bool(counts[0]) == (ranks_per_machine > num_holders), f"{counts}, {ranks_per_machine}"
 
     world_size = dist.get_world_size()
-    for_each(
-        check,
-        {
-            f"{name}, pieces of {piece_bytes}, {ranks} on a machine": (path, piece_bytes, ranks)
-            for name, path in paths.items()
-            for piece_bytes, ranks in ((20, world_size), (64 << 20, world_size), (20, num_holders))
-        },
-    )
+    cases = {f"{name}, in pieces": (path, 20, world_size) for name, path in paths.items()}
+    cases |= {"whole": (paths["one file"], 64 << 20, world_size), "apart": (paths["directory"], 20, num_holders)}
+    for_each(check, cases)
 
 
 def test_pieces_give_what_staging_gives(tmp_path: Path):
@@ -203,7 +195,9 @@ def test_pieces_of_shards(tmp_path: Path):
     run_ranks(check_equal, 4, str(tmp_path), HSDP_2X2, 2)
 
 
-def check_one_reader(folder: str) -> None:
+@on_ranks(4)
+def test_one_reader_of_replicas(folder: str) -> None:
+    """Whatever a machine's ranks hold alike, all of them know what its first rank reads for them."""
     path, expected = checkpoint(f"{folder}/a.pt")
 
     def check(config: dict[str, Any], ranks_per_machine: int) -> None:
@@ -213,19 +207,12 @@ def check_one_reader(folder: str) -> None:
         assert_same(contents(ours, own), expected, in_bits=True)
 
     configs = {"HSDP": HSDP_2X2, "NO_SHARD": NO_SHARD, "shards": {}}
-    for_each(
-        check,
-        {
-            f"{name}, {ranks} on a machine": (config, ranks)
-            for name, config in configs.items()
-            for ranks in (1, 2, 3, 4)
-        },
-    )
-
-
-def test_one_reader_of_replicas(tmp_path: Path):
-    """Whatever a machine's ranks hold alike, all of them know what its first rank reads for them."""
-    run_ranks(check_one_reader, 4, str(tmp_path))
+    chosen = [("HSDP", 2), ("HSDP", 3), ("HSDP", 4), ("NO_SHARD", 1), ("NO_SHARD", 3), ("shards", 3)]
+    every = [(name, ranks) for name in configs for ranks in (1, 2, 3, 4)]
+    cases = {
+        f"{name}, {ranks} on a machine": (configs[name], ranks) for name, ranks in (every if IS_THOROUGH else chosen)
+    }
+    for_each(check, cases)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,27 +228,16 @@ def last_bytes_of(path: Path, name: str) -> int:
     return at + value.nbytes - 1
 
 
-def check_damage(folder: str) -> None:
-    for name in ("body.0.weight", "body.7.weight"):
+@on_ranks(2)
+def test_damage_is_found_before_anything_is_changed(folder: str) -> None:
+    """A bit that flipped in the last piece of a tensor: what was put into place piece by piece cannot be put back."""
+    for name in ("body.0.weight", "body.3.weight"):
         path, _ = checkpoint(f"{folder}/{name}.pt")
         if dist.get_rank() == 0:
             flip(path, last_bytes_of(path, name))
         dist.barrier()
         with mock.patch.object(replicated, "_PIECE_BYTES", PIECE_BYTES):
             refused(name, path, *stepped(Large, NO_SHARD), ["damaged content; nothing was changed"])
-
-
-def flip(path: Path, at: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
-
-
-def test_damage_is_found_before_anything_is_changed(tmp_path: Path):
-    """A bit that flipped in the last piece of a tensor: what was put into place piece by piece cannot be put back."""
-    run_ranks(check_damage, 2, str(tmp_path))
 
 
 class Late(Large):
@@ -278,7 +254,9 @@ class Late(Large):
         self.then()
 
 
-def check_second_pass(folder: str) -> None:
+@on_ranks(2)
+def test_a_file_that_changes_after_its_check(folder: str) -> None:
+    """The one thing that cannot be undone: all ranks say that the model is partly changed, and none trains on it."""
     intact, expected = checkpoint(f"{folder}/intact.pt", Late)
 
     def check(name: str, damage: Callable[[Path], None], config: dict[str, Any] | None) -> None:
@@ -309,16 +287,12 @@ def check_second_pass(folder: str) -> None:
         "body.1.weight: its bytes differ": lambda path: flip(path, last_bytes_of(path, "body.1.weight")),
         "ends at byte": lambda path: os.truncate(path, path.stat().st_size // 2),
     }
-    cases = {f"{name}, {config}": (name, kinds[name], config) for name in kinds for config in (NO_SHARD, None)}
-    for_each(check, cases)
+    for_each(check, {name: (name, kinds[name], (NO_SHARD, None)[at % 2]) for at, name in enumerate(kinds)})
 
 
-def test_a_file_that_changes_after_its_check(tmp_path: Path):
-    """The one thing that cannot be undone: all ranks say that the model is partly changed, and none trains on it."""
-    run_ranks(check_second_pass, 2, str(tmp_path))
-
-
-def check_full_memory(folder: str) -> None:
+@on_ranks(2)
+def test_a_rank_without_memory_for_its_state(folder: str) -> None:
+    """A GPU is fuller than the others: they hear of it, and do not wait in a broadcast. (The error is made: no GPU.)"""
     path, expected = checkpoint(f"{folder}/a.pt")
     ours, own = untrained(Large, config=NO_SHARD)
     place = staging._StatePlace.local
@@ -336,8 +310,3 @@ def check_full_memory(folder: str) -> None:
     own = adamw(ours)
     load_checkpoint(path, ours, own)
     assert_same(contents(ours, own), expected, in_bits=True)
-
-
-def test_a_rank_without_memory_for_its_state(tmp_path: Path):
-    """A GPU is fuller than the others: they hear of it, and do not wait in a broadcast. (The error is made: no GPU.)"""
-    run_ranks(check_full_memory, 2, str(tmp_path))

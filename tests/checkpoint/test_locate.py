@@ -50,17 +50,24 @@ def test_latest_of_an_old_run_is_found(kind: str):
         assert find(LEGACY / kind / named).path.name == expected
 
 
-def test_links_lead_to_what_they_link(tmp_path: Path):
-    """Composer's own latest-rank0.pt, Foundry's latest-sharded-rank0, and links to links on another disk."""
-    folder = save_dcp(tmp_path / "disk" / "ep0-ba3")
-    file = save(tmp_path / "disk" / "ep0-ba3-rank0.pt")
+def test_links_lead_to_what_they_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Composer's own latest-rank0.pt, Foundry's latest-sharded-rank0, and links to links on another disk.
+
+    Paths are as launchers and YAMLs write them; spaces and other letters in them too.
+    """
+    folder, file = save_dcp(tmp_path / "disk" / "ep0-ba3"), save(tmp_path / "a run, größer" / "x.pt")
     run = tmp_path / "run"
     run.mkdir()
-    (run / "latest-sharded-rank0").symlink_to("../disk/ep0-ba3")
-    (run / "latest-rank0.pt").symlink_to("second")
-    (run / "second").symlink_to(file)
+    for name, target in {
+        "latest-sharded-rank0": "../disk/ep0-ba3",
+        "latest-rank0.pt": "second",
+        "second": file,
+    }.items():
+        (run / name).symlink_to(target)
     assert find(run / "latest-sharded-rank{rank}").path == folder
-    assert find(run / "latest-rank0.pt").path == file
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for named in (run / "latest-rank0.pt", f"file://{tmp_path}/a%20run,%20größer/x.pt", "~/a run, größer/x.pt", file):
+        assert find(named).path == file
 
 
 @pytest.mark.parametrize("content", ["ep0-ba3-rank0.pt", "run/checkpoints/ep0-ba3-rank0.pt\n"])
@@ -72,15 +79,6 @@ def test_symlink_files_of_object_stores_are_followed(tmp_path: Path, content: st
     assert find(pointer).path == file
     assert find(file.with_name("latest-rank0.pt")).path == file, "as named without the ending"
     assert find(file.with_name("latest-rank{rank}.pt")).path == file
-
-
-def test_file_uri_and_home_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Paths as launchers and YAMLs write them; spaces and other letters in them too."""
-    file = save(tmp_path / "a run, größer" / "x.pt")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert find(f"file://{tmp_path}/a%20run,%20größer/x.pt").path == file
-    assert find("~/a run, größer/x.pt").path == file
-    assert find(file).path == file
 
 
 # --- the newest of several
@@ -100,10 +98,8 @@ def test_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path):
 
 def test_files_and_folders_of_steps_are_compared(tmp_path: Path):
     """Full and sharded checkpoints in one folder; other ranks' files and pointers are none of their own."""
-    save(tmp_path / "ep0-ba10-rank0.pt")
     save_dcp(tmp_path / "ep0-ba9")
-    newest = save(tmp_path / "ep0-ba11-rank0.pt")
-    save(tmp_path / "ep0-ba99-rank1.pt")
+    _, newest, _ = (save(tmp_path / f"ep0-ba{name}.pt") for name in ("10-rank0", "11-rank0", "99-rank1"))
     (tmp_path / "ep0-ba99.symlink").write_text("nothing")
     (tmp_path / "ep0-ba98.json").write_text("{}")
     assert find(tmp_path).path == newest and find(tmp_path).remarks == ()
@@ -168,14 +164,6 @@ def test_latest_may_be_a_folder(tmp_path: Path, name: str, as_link: bool):
     assert inspect_checkpoint(run).path.samefile(latest) and verify_checkpoint(run).ok
 
 
-def test_latest_may_be_a_link_whose_name_says_what_it_is(tmp_path: Path):
-    """The name of the link counts, as where the link itself is named."""
-    save(tmp_path / "batch3.pt")
-    write_safetensors(tmp_path / "0123", {"w": torch.ones(3)})
-    (tmp_path / "latest.safetensors").symlink_to("0123")
-    assert find(tmp_path) == find(tmp_path / "latest.safetensors")
-
-
 def test_folders_that_lead_to_each_other(tmp_path: Path):
     """Pointers that form a circle end in what the folders hold."""
     for name, other in (("a", "b"), ("b", "a")):
@@ -196,6 +184,7 @@ def test_folders_that_lead_to_each_other(tmp_path: Path):
     ("content", "text"),
     [
         ("../secret.pt", "outside of its folder"),
+        ("{folder}/secret.pt", "outside of its folder"),  # its owner may name that himself
         ("link-out", "outside of its folder"),
         ("gone.pt", "not beside it"),
         ("b.symlink", "cycle"),
@@ -211,41 +200,27 @@ def test_pointers_stay_in_their_folder(tmp_path: Path, content: str, text: str):
     run.mkdir()
     (run / "link-out").symlink_to("../secret.pt")
     (run / "b.symlink").write_text("a.symlink")
-    (run / "a.symlink").write_text(content)
+    (run / "a.symlink").write_text(content.format(folder=tmp_path))
     with pytest.raises(NotACheckpointError, match=text):
         find(run / "a.symlink")
 
 
-def test_absolute_pointer_is_refused(tmp_path: Path):
-    """Also one that leads to a checkpoint: its owner may name that himself."""
-    file = save(tmp_path / "x.pt")
-    (tmp_path / "run").mkdir()
-    pointer = tmp_path / "run" / "latest-rank0.pt"
-    pointer.write_text(str(file))
-    with pytest.raises(NotACheckpointError, match="outside of its folder"):
-        find(pointer)
+MISSING = {
+    "ep0-ba4-rank0.pt": r"ep0-ba3-rank0\.pt",  # a typing error is seen at a glance
+    "ep{epoch}-ba{batch}-rank{rank}.pt": "name the folder",
+    **dict.fromkeys(("s3://b/ep0-ba3", "hf://org/model", "file://other-machine/x"), r"not on this machine.*load_path"),
+    **{name: f"{name} -> .*a broken or circular link" for name in ("latest-rank0.pt", "a")},
+}
 
 
-def test_dangling_and_circular_links_are_named(tmp_path: Path):
-    """A link that survived what it linked to is told from a missing file."""
-    (tmp_path / "latest-rank0.pt").symlink_to("ep0-ba3")
-    (tmp_path / "a").symlink_to("b")
-    (tmp_path / "b").symlink_to("a")
-    for name in ("latest-rank0.pt", "a"):
-        with pytest.raises(NotACheckpointError, match=f"{name} -> .*a broken or circular link"):
-            find(tmp_path / name)
-
-
-def test_missing_path_says_what_is_there(tmp_path: Path):
-    """A typing error is seen at a glance; a remote path is not looked up on this disk."""
+@pytest.mark.parametrize("named", MISSING)
+def test_missing_path_says_what_is_there(named: str, tmp_path: Path):
+    """A link that survived what it linked to is told from a missing file; a remote path is not looked up here."""
     save(tmp_path / "ep0-ba3-rank0.pt")
-    with pytest.raises(NotACheckpointError, match=r"ep0-ba3-rank0\.pt"):
-        find(tmp_path / "ep0-ba4-rank0.pt")
-    with pytest.raises(NotACheckpointError, match="name the folder"):
-        find(tmp_path / "ep{epoch}-ba{batch}-rank{rank}.pt")
-    for uri in ("s3://bucket/ep0-ba3", "hf://org/model", "file://other-machine/x"):
-        with pytest.raises(NotACheckpointError, match=r"not on this machine.*load_path"):
-            find(uri)
+    for name, target in {"latest-rank0.pt": "ep0-ba3", "a": "b", "b": "a"}.items():
+        (tmp_path / name).symlink_to(target)
+    with pytest.raises(NotACheckpointError, match=MISSING[named]):
+        find(named if ":" in named else tmp_path / named)
 
 
 def test_a_file_of_a_hugging_face_cache(tmp_path: Path):
@@ -260,6 +235,8 @@ def test_a_file_of_a_hugging_face_cache(tmp_path: Path):
     for path in (snapshot / "model.safetensors", snapshot):
         assert [key[2] for key in inspect_checkpoint(path).tensors] == ["w"]
     assert find(snapshot / "weights.pt").path == blobs / "4567"
+    (tmp_path / "latest.safetensors").symlink_to("blobs/0123")  # the name of the link counts, also in a folder
+    assert find(tmp_path) == find(tmp_path / "latest.safetensors")
 
 
 NO_PATHS = {

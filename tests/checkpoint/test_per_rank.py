@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ from torch.distributed.fsdp import (
 )
 
 from composer_fsdp2 import CheckpointError, inspect_checkpoint
-from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 OLD = FIXTURES / "per-rank-checkpoints"
+KINDS = ("sharded", "local")
 TYPES: dict[str, Any] = {
     "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=False)),
     "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()),
@@ -168,98 +167,75 @@ def test_local_files_of_original_parameters_are_refused(files: Path, by_id: bool
 # --- of the torch that Composer 0.13 used
 
 
-def read_old(name: str) -> tuple[CheckpointInventory, dict[Any, Any], dict[str, torch.Tensor]]:
-    inventory = inspect_checkpoint(OLD / f"{name}-rank0.pt")
-    return inventory, values_of(inventory), torch.load(OLD / "whole.pt")
-
-
 @pytest.mark.any_torch
-def test_sharded_files_of_torch_1_13_are_read():
-    """The pickles that are really out there, not only those of today's torch."""
-    inventory, values, whole = read_old("sharded")
-    assert torch.equal(values["state", "model", "model.weight"], whole["weight"])
-    assert torch.equal(values["state", "model", "model.bias"], whole["bias"])
-    assert torch.equal(values["state", "model", "model.buffer"], torch.arange(3))
+def test_files_of_torch_1_13_are_read():
+    """The pickles that are really out there, not only those of today's torch.
+
+    The vector was called flat_param there, and its optimizer state had only a position.
+    """
+    whole, (sharded, local) = torch.load(OLD / "whole.pt"), (inspect_checkpoint(OLD / f"{n}-rank0.pt") for n in KINDS)
+    values = values_of(sharded)
+    for name, value in {"weight": whole["weight"], "bias": whole["bias"], "buffer": torch.arange(3)}.items():
+        assert torch.equal(values["state", "model", f"model.{name}"], value)
     prefix = ("state", "optimizers", "AdamW", "state", "model.weight")
     assert torch.equal(values[*prefix, "exp_avg"], whole["weight"] * 2) and values[*prefix, "step"] == 3
     # Each file has one random state here; the list is over ranks.
-    assert inventory.tree(("rng",)) == [{"rank": 0}, {"rank": 1}]
-
-
-@pytest.mark.any_torch
-def test_local_files_of_torch_1_13_are_read():
-    """There the vector was called flat_param, and its optimizer state had only a position."""
-    inventory, values, whole = read_old("local")
-    name = "model._flat_param"
-    assert inventory.flat and torch.equal(values["state", "model", name], whole["flat"])
+    assert sharded.tree(("rng",)) == [{"rank": 0}, {"rank": 1}]
+    values, name = values_of(local), "model._flat_param"
+    assert local.flat and torch.equal(values["state", "model", name], whole["flat"])
     assert torch.equal(values["state", "optimizers", "AdamW", "state", name, "exp_avg"], whole["flat"] * 2)
-    assert inventory.groups("AdamW")[0]["params"] == [name]
+    assert local.groups("AdamW")[0]["params"] == [name]
 
 
 # --- what is missing or mixed up
 
 
-def copied(folder: Path, *names: str) -> Path:
-    for name in names:
-        shutil.copy(OLD / f"sharded-rank{name[-1]}.pt", folder / f"{name}.pt")
-    return folder
-
-
-@pytest.mark.any_torch
-def test_missing_ranks_are_named(tmp_path: Path):
-    """Half of a checkpoint does not load as a whole one."""
-    copied(tmp_path, "ep0-ba3-rank1")
-    with pytest.raises(CheckpointError, match=r"2 ranks.*ep0-ba3-rank0\.pt"):
-        inspect_checkpoint(tmp_path / "ep0-ba3-rank1.pt")
-
-
-@pytest.mark.any_torch
-def test_swapped_files_are_refused(tmp_path: Path):
-    """A file under another rank's name is of another save, or was renamed by mistake."""
-    shutil.copy(OLD / "sharded-rank0.pt", tmp_path / "x-rank1.pt")
-    shutil.copy(OLD / "sharded-rank1.pt", tmp_path / "x-rank0.pt")
-    with pytest.raises(CheckpointError, match=r"x-rank0\.pt.*is of rank 1 of 2"):
-        inspect_checkpoint(tmp_path / "x-rank0.pt")
-
-
-def test_files_of_two_steps_are_refused(files: Path, tmp_path: Path):
-    """Rank 1's file of an older step fits in shape, and would be half of the wrong weights."""
-    shutil.copy(OLD / "sharded-rank0.pt", tmp_path / "x-rank0.pt")
-    data = (OLD / "sharded-rank1.pt").read_bytes()
-    stale = edited_record(data, b"batch", b"K\x03", b"K\x02")
-    (tmp_path / "x-rank1.pt").write_bytes(stale)
-    with pytest.raises(CheckpointError, match=r"'batch': 2.*'batch': 3"):
-        inspect_checkpoint(tmp_path / "x-rank0.pt")
-
-
-def edited_record(data: bytes, after: bytes, old: bytes, new: bytes) -> bytes:
-    """An archive with a few bytes of its pickle changed, after a mark, and the CRC32s made to fit."""
+def of_step_2() -> bytes:
+    """The archive with another step in its pickle, and the CRC32s made to fit."""
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(out, "w") as target:
+    with zipfile.ZipFile(OLD / "sharded-rank1.pt") as source, zipfile.ZipFile(out, "w") as target:
         for name in source.namelist():
             content = source.read(name)
             if name.endswith("data.pkl"):
-                at = content.index(old, content.index(after))
-                content = content[:at] + new + content[at + len(old) :]
+                at = content.index(b"K\x03", content.index(b"batch"))
+                content = content[:at] + b"K\x02" + content[at + 2 :]
             target.writestr(name, content)
     return out.getvalue()
 
 
+RANKS = [(OLD / f"sharded-rank{rank}.pt").read_bytes() for rank in (0, 1)]
+# What lies there, of which the first is named, and what is said.
+MIXED_UP: dict[str, tuple[dict[str, bytes], str]] = {
+    "a rank is missing": ({"x-rank1.pt": RANKS[1]}, r"2 ranks.*x-rank0\.pt"),
+    "swapped": ({"x-rank0.pt": RANKS[1], "x-rank1.pt": RANKS[0]}, r"x-rank0\.pt.*is of rank 1 of 2"),
+    # Rank 1's file of an older step fits in shape, and would be half of the wrong weights.
+    "two steps": (
+        {"x-rank0.pt": RANKS[0], "x-rank1.pt": of_step_2()},
+        r"'batch': 2.*'batch': 3",
+    ),
+    "no rank in the name": ({"checkpoint.pt": RANKS[0]}, "one rank's part"),
+}
+
+
 @pytest.mark.any_torch
-def test_name_without_a_rank_is_refused(tmp_path: Path):
-    """Renamed to checkpoint.pt, one file of many says that it is one of many."""
-    shutil.copy(OLD / "sharded-rank0.pt", tmp_path / "checkpoint.pt")
-    with pytest.raises(CheckpointError, match="one rank's part"):
-        inspect_checkpoint(tmp_path / "checkpoint.pt")
+@pytest.mark.parametrize("case", MIXED_UP)
+def test_half_of_a_checkpoint_is_refused(tmp_path: Path, case: str):
+    """A file under another rank's name is of another save, or was renamed by mistake."""
+    files, says = MIXED_UP[case]
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=says):
+        inspect_checkpoint(tmp_path / next(iter(files)))
 
 
 @pytest.mark.any_torch
 def test_folder_of_ranks_files_is_found(tmp_path: Path):
     """0.13 put all steps into one folder, 0.15 each step into its own: the newest with all its ranks is taken."""
-    copied(tmp_path, "ep0-ba3-rank0", "ep0-ba3-rank1", "ep0-ba6-rank0", "ep1-ba9-rank0")
+    (tmp_path / "ep1-ba12").mkdir()
+    for name in ("ep0-ba3-rank0", "ep0-ba3-rank1", "ep0-ba6-rank0", "ep1-ba9-rank0", "ep1-ba12/ep1-ba12-rank0"):
+        (tmp_path / f"{name}.pt").write_bytes(RANKS[int(name[-1])])
     inventory = inspect_checkpoint(tmp_path)
     assert inventory.path.name == "ep0-ba3-rank0.pt"
-    assert [name in " ".join(inventory.remarks) for name in ("ep0-ba6", "ep1-ba9")] == [True, True]
-    (tmp_path / "ep1-ba12").mkdir()
-    copied(tmp_path / "ep1-ba12", "ep1-ba12-rank0", "ep1-ba12-rank1")
+    assert all(name in " ".join(inventory.remarks) for name in ("ep0-ba6", "ep1-ba9", "ep1-ba12"))
+    (tmp_path / "ep1-ba12" / "ep1-ba12-rank1.pt").write_bytes(RANKS[1])
     assert inspect_checkpoint(tmp_path).path == tmp_path / "ep1-ba12" / "ep1-ba12-rank0.pt"

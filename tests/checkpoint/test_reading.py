@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from support.comparing import assert_same
 from support.examples import examples
 
-from composer_fsdp2.checkpoint import read
+from composer_fsdp2.checkpoint import read, records
 from composer_fsdp2.checkpoint.archive.crc import shifted
-from composer_fsdp2.checkpoint.archive.torch_archive import Archive
-from composer_fsdp2.checkpoint.boxes import Box
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
+from composer_fsdp2.checkpoint.boxes import Box, first_overlap, row_major
 from composer_fsdp2.checkpoint.inventory import Chunk, FlatRange, NestedArchive, TensorRecord, of_stored_tensor
 from composer_fsdp2.checkpoint.read import Reader, bytes_of
+from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.errors import CheckpointError
 
 pytestmark = pytest.mark.any_torch
@@ -104,60 +105,38 @@ def limited(slice_bytes: int, gap_bytes: int) -> Iterator[None]:
 
 
 @given(tensor=strided(), limit=limits, data=st.data())
-@examples(100)
+@examples(60)
 def test_box_of_a_strided_tensor(tensor: torch.Tensor, limit: tuple[int, int], data: st.DataObject):
-    """A rank's shard of a tensor that was saved as a view of any kind holds the view's values, not its storage's."""
-    offsets, sizes = data.draw(boxes(tuple(tensor.shape)))
-    with saved(tensor) as record, limited(*limit), Reader() as reader:
-        assert record.shape == tuple(tensor.shape) and record.dtype == tensor.dtype
-        out = torch.empty(sizes, dtype=tensor.dtype)
-        reader.read(record, Box(offsets, sizes), out)
-        assert_same(out, sliced(tensor, offsets, sizes), in_bits=True)
-        assert_same(reader.read_full(record), tensor, in_bits=True)
+    """A rank's shard of a tensor that was saved as a view of any kind holds the view's values, not its storage's.
 
-
-@given(tensor=strided(), limit=limits, data=st.data())
-@examples(80)
-def test_into_a_view(tensor: torch.Tensor, limit: tuple[int, int], data: st.DataObject):
-    """Reading into a part of a larger tensor fills that part and leaves the rest alone."""
+    Read into a part of a larger tensor, it fills that part and leaves the rest alone.
+    """
     offsets, sizes = data.draw(boxes(tuple(tensor.shape)))
     around = torch.zeros([size + 2 for size in sizes], dtype=torch.float32).to(tensor.dtype)
     inside = around[(slice(1, -1),) * len(sizes)]
-    before = around.clone()
+    expected = around.clone()
+    expected[(slice(1, -1),) * len(sizes)] = sliced(tensor, offsets, sizes)
     with saved(tensor) as record, limited(*limit), Reader() as reader:
+        assert record.shape == tuple(tensor.shape) and record.dtype == tensor.dtype
         reader.read(record, Box(offsets, sizes), inside)
-    assert_same(inside, sliced(tensor, offsets, sizes), in_bits=True)
-    inside.copy_(before[(slice(1, -1),) * len(sizes)])
-    assert_same(around, before, in_bits=True)
+        assert_same(around, expected, in_bits=True)
+        assert_same(reader.read_full(record), tensor, in_bits=True)
 
 
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), dtype=st.sampled_from(DTYPES), data=st.data())
-@examples(80)
+@examples(40)
 def test_rows_cost_their_own_bytes(shape: list[int], dtype: torch.dtype, data: st.DataObject):
-    """A rank that keeps some rows of a contiguous tensor reads these and no byte more, in one run."""
+    """A rank that keeps some rows reads these and no byte more, in one run; all of them add up to torch's CRC32."""
     tensor = numbered(math.prod(shape), dtype).view(shape)
-    first = data.draw(st.integers(0, shape[0]))
-    rows = data.draw(st.integers(0, shape[0] - first))
-    offsets, sizes = (first, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
-    with saved(tensor) as record, Reader() as reader:
-        reader.read(record, Box(offsets, sizes), torch.empty(sizes, dtype=dtype))
-    row_bytes = math.prod(shape[1:]) * dtype.itemsize
-    assert reader.num_bytes == rows * row_bytes
-    assert [(part.start, part.end) for part in reader.parts] == (
-        [(first * row_bytes, (first + rows) * row_bytes)] if rows else []
-    )
-
-
-@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), limit=limits, data=st.data())
-@examples(80)
-def test_parts_add_up_to_the_records_crc(shape: list[int], limit: tuple[int, int], data: st.DataObject):
-    """What the ranks read in rows, put together, is checked against the CRC32 that torch wrote."""
-    tensor = numbered(math.prod(shape), torch.float32).view(shape)
     cuts = sorted({0, shape[0], *data.draw(st.lists(st.integers(0, shape[0]), max_size=4))})
-    with saved(tensor) as record, limited(*limit), Reader() as reader:
-        for first, last in data.draw(st.permutations([*itertools.pairwise(cuts)])):
+    row_bytes, ranges = math.prod(shape[1:]) * dtype.itemsize, data.draw(st.permutations([*itertools.pairwise(cuts)]))
+    with saved(tensor) as record, Reader() as reader:
+        for first, last in ranges:
             sizes = (last - first, *shape[1:])
-            reader.read(record, Box((first, *(0,) * (len(shape) - 1)), sizes), torch.empty(sizes))
+            reader.read(record, Box((first, *(0,) * (len(shape) - 1)), sizes), torch.empty(sizes, dtype=dtype))
+    assert reader.num_bytes == shape[0] * row_bytes
+    runs = [(first * row_bytes, last * row_bytes) for first, last in ranges]
+    assert [(part.start, part.end) for part in reader.parts] == runs
     (blob,) = {part.blob for part in reader.parts}
     crc = 0
     for part in reader.parts:
@@ -198,7 +177,7 @@ def write_entries(path: Path, tensors: list[torch.Tensor]) -> list[NestedArchive
 
 
 @given(tiled=tilings(), limit=limits, data=st.data())
-@examples(80)
+@examples(40)
 def test_box_across_chunks(tiled: tuple, limit: tuple[int, int], data: st.DataObject):
     """A shard for another world size, cut across the old ranks' chunks, has each element in its place."""
     tensor, tiles = tiled
@@ -216,7 +195,7 @@ def test_box_across_chunks(tiled: tuple, limit: tuple[int, int], data: st.DataOb
 
 
 @given(tiled=tilings(), data=st.data())
-@examples(80)
+@examples(40)
 def test_tilings_that_do_not_tile(tiled: tuple, data: st.DataObject):
     """A chunk too few, twice, moved or grown is seen; DCP leaves such rows as they were, and says nothing."""
     tensor, tiles = tiled
@@ -249,7 +228,7 @@ def test_tilings_that_do_not_tile(tiled: tuple, data: st.DataObject):
 
 
 @given(shape=st.lists(st.integers(0, 5), max_size=3), before=st.integers(0, 7), limit=limits, data=st.data())
-@examples(80)
+@examples(40)
 def test_box_of_a_flat_parameters_range(shape: list[int], before: int, limit: tuple[int, int], data: st.DataObject):
     """A parameter of an FSDP1 `local` checkpoint, a run of a flat parameter that the old ranks cut anywhere."""
     tensor = numbered(math.prod(shape), torch.float32).view(shape)
@@ -266,11 +245,6 @@ def test_box_of_a_flat_parameters_range(shape: list[int], before: int, limit: tu
         with limited(*limit), Reader() as reader:
             reader.read(record, Box(offsets, sizes), out)
     assert_same(out, sliced(tensor, offsets, sizes), in_bits=True)
-
-
-def test_a_tensor_without_elements_has_no_bytes():
-    """It has no memory that could be looked at, either."""
-    assert bytes(bytes_of(torch.empty(0, 3))) == b""
 
 
 # --- errors
@@ -319,3 +293,162 @@ def test_views_that_overlap_themselves():
             assert_same(reader.read_full(record), tensor.contiguous(), f"{(rows, columns)}, strides {steps}")
         found += 1
     assert found >= 3
+
+
+# --- CRC32s of parts, put together without the bytes
+
+
+binaries = st.binary(max_size=300)
+
+
+@given(whole=binaries, data=st.data())
+@examples(40)
+def test_parts_add_up_to_the_whole(whole: bytes, data: st.DataObject):
+    """A record that many ranks read, in any split and order, is checked as one: a damaged one is never taken."""
+    cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=6))})
+    parts = data.draw(st.permutations([*itertools.pairwise(cuts)]))
+    crc = 0
+    for start, end in parts:
+        crc ^= shifted(zlib.crc32(whole[start:end]), len(whole) - end)
+    assert crc == zlib.crc32(whole)
+
+
+@given(part=binaries, zeros=st.sampled_from([0, 1, 2, 255, 256, 65537, 1 << 20]))
+@examples(40)
+def test_far_shifts(part: bytes, zeros: int):
+    """Parts far from the end of a large record count as zlib counts them; one shift is the sum of two, beyond 4 GiB."""
+    assert shifted(crc := zlib.crc32(part), zeros) ^ zlib.crc32(bytes(zeros)) == zlib.crc32(part + bytes(zeros))
+    far = (1 << 33) + 12345
+    assert shifted(shifted(crc, far - zeros), zeros) == shifted(crc, far)
+
+
+# --- a record's CRC32, whatever parts of it were read
+
+
+NUM_BYTES, OFFSET = 97, 13
+
+
+BEFORE, AFTER = b"b" * OFFSET, b"a" * 20
+
+
+ranges = st.lists(st.tuples(st.integers(0, NUM_BYTES), st.integers(0, NUM_BYTES)).map(sorted), max_size=6)
+
+
+@examples(60)
+@given(
+    data=st.binary(min_size=NUM_BYTES, max_size=NUM_BYTES),
+    ranges=ranges,
+    flipped=st.none() | st.integers(0, NUM_BYTES * 8 - 1),
+    slice_bytes=st.integers(1, 40),
+)
+def test_a_flipped_bit_is_seen_wherever_it_lies(
+    data: bytes, ranges: list[list[int]], flipped: int | None, slice_bytes: int
+):
+    """Whatever was read, once, twice or not at all: the record is damaged if and only if a bit of it is flipped."""
+    now = bytearray(data)
+    if flipped is not None:
+        now[flipped // 8] ^= 1 << flipped % 8
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(records, "_SLICE_BYTES", slice_bytes):
+        blob = Blob(Path(folder, "file"), OFFSET, NUM_BYTES, zlib.crc32(data))
+        blob.path.write_bytes(BEFORE + now + AFTER)
+        found = damage_of(blob, [(a, b, zlib.crc32(now[a:b])) for a, b in ranges])
+        assert (found is None) == (flipped is None), found
+
+
+@examples(60)
+@given(data=st.binary(min_size=NUM_BYTES, max_size=NUM_BYTES), ranges=ranges, number=st.integers(0, 5))
+def test_what_was_read_must_be_what_is_there(data: bytes, ranges: list[list[int]], number: int):
+    """The file may be whole by now: a range that was read with another content is damage."""
+    read = [(a, b, zlib.crc32(data[a:b])) for a, b in ranges if a < b]
+    if not read:
+        return
+    start, end, crc32 = read[number % len(read)]
+    with tempfile.TemporaryDirectory() as folder:
+        blob = Blob(Path(folder, "file"), OFFSET, NUM_BYTES, zlib.crc32(data))
+        blob.path.write_bytes(BEFORE + data + AFTER)
+        assert damage_of(blob, read) is None
+        assert damage_of(blob, [*read, (start, end, crc32 ^ 1)]) is not None
+
+
+def test_what_lies_between_is_read_and_nothing_twice(tmp_path: Path):
+    """A padding of a few bytes costs a few bytes, not the record once more."""
+    data = bytes(range(200))
+    blob = Blob(tmp_path / "file", 0, 200, zlib.crc32(data))
+    blob.path.write_bytes(data)
+    with mock.patch.object(records, "_slices", wraps=records._slices) as slices:
+        assert damage_of(blob, [(0, 90, zlib.crc32(data[:90])), (100, 195, zlib.crc32(data[100:195]))]) is None
+    read = [call.args[1:] for call in slices.call_args_list]
+    assert [(start, end) for start, end in read if start < end] == [(90, 100), (195, 200)]
+
+
+@pytest.mark.parametrize("found", ["gone", "cut"])
+def test_a_file_that_cannot_be_read(found: str, tmp_path: Path):
+    """The error says why."""
+    blob = Blob(tmp_path / "file", 0, 200, 7)
+    if found == "cut":
+        blob.path.write_bytes(b"short")
+    text = damage_of(blob, [(0, 4, 0)])
+    assert text is not None and ("No such file" if found == "gone" else "ends at byte 5, needs 200") in text
+
+
+# --- boxes, against tensors that are indexed
+
+
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    offsets = [draw(st.integers(0, size)) for size in shape]
+    return Box(tuple(offsets), tuple(draw(st.integers(0, size - at)) for at, size in zip(offsets, shape, strict=True)))
+
+
+def marked(shape: tuple[int, ...], box: Box) -> torch.Tensor:
+    """Where a box is in a tensor."""
+    found = torch.zeros(shape, dtype=torch.int)
+    found[box.slices((0,) * len(shape))] += 1
+    return found
+
+
+@given(shape=shapes, max_numel=st.integers(1, 30), data=st.data())
+@examples(50)
+def test_pieces_tile_a_box(shape: tuple[int, ...], max_numel: int, data: st.DataObject):
+    """A gap would be memory that was never written; an overlap, bytes read twice; a large piece, memory."""
+    box = data.draw(boxes_in(shape))
+    elements = torch.arange(torch.Size(box.sizes).numel()).view(box.sizes)
+    covered, last = torch.zeros(box.sizes, dtype=torch.int), -1
+    for piece in box.pieces(max_numel):
+        part = elements[piece.slices(box.offsets)]
+        assert part.numel() == piece.numel <= max_numel
+        assert part.flatten().tolist() == [*range(last + 1, last + 1 + piece.numel)], "one run, in row-major order"
+        last += piece.numel
+        covered[piece.slices(box.offsets)] += 1
+    assert bool((covered == 1).all())
+
+
+@given(shape=shapes, data=st.data())
+@examples(50)
+def test_what_two_boxes_have_in_common(shape: tuple[int, ...], data: st.DataObject):
+    """A rank reads of a chunk what it keeps, and nothing beside it."""
+    one, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+    both = marked(shape, one) * marked(shape, other)
+    common = one.overlap(other)
+    assert (common is not None) == bool(both.any())
+    if common is not None:
+        assert torch.equal(marked(shape, common), both)
+
+
+@given(shape=shapes, data=st.data())
+@examples(40)
+def test_overlapping_chunks_are_found(shape: tuple[int, ...], data: st.DataObject):
+    """One of two chunks that share an element would be read over the other."""
+    found = [box for box in data.draw(st.lists(boxes_in(shape), max_size=5)) if box.numel]
+    shared = bool((sum((marked(shape, box) for box in found), torch.zeros(shape)) > 1).any())
+    assert (first_overlap(found) is not None) == shared
+
+
+@given(shape=st.lists(st.integers(1, 5), max_size=4).map(tuple))
+@examples(40)
+def test_strides_are_those_of_a_contiguous_tensor(shape: tuple[int, ...]):
+    """A stride off by one dimension reads a neighbour's row."""
+    assert row_major(shape) == torch.empty(shape).stride()

@@ -54,7 +54,7 @@ def tensors(draw: st.DrawFn) -> tuple[list[tuple[Shape, int]], Routes]:
 
 
 @given(tensors(), st.integers(1, 9))
-@examples(200)
+@examples(60)
 def test_every_byte_is_sent_once(drawn: tuple[list[tuple[Shape, int]], Routes], num_bytes: int):
     """A byte that nobody sends is a zero in somebody's checkpoint."""
     shapes, routes = drawn
@@ -76,7 +76,7 @@ def test_every_byte_is_sent_once(drawn: tuple[list[tuple[Shape, int]], Routes], 
 SHAPES = [((4096, 4096), 80), ((4096,), 81), ((10000, 4096), 2)]
 
 
-@pytest.mark.parametrize(("num_shards", "num_replicas"), [(512, 1), (8, 64), (1, 512)])
+@pytest.mark.parametrize(("num_shards", "num_replicas"), [(512, 1), (8, 64)])
 def test_512_ranks(num_shards: int, num_replicas: int):
     """Simulated: a full save with Adam's moments takes a number of rounds that follows from its bytes alone."""
     cuts = [parts(shape, 0, num_shards, num_replicas) for shape, count in SHAPES for _ in range(3 * count)]

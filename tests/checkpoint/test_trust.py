@@ -10,9 +10,7 @@ import fractions
 import io
 import logging
 import pickle
-import pickletools
 import resource
-import struct
 import tempfile
 import zipfile
 from pathlib import Path
@@ -77,23 +75,17 @@ def test_payload_is_refused_wherever_it_lies(container: str, tmp_path: Path):
     assert not marker.exists()
     with contextlib.suppress(CheckpointError):
         verify_checkpoint(path)
+    if container == "dcp metadata":  # --trust opens what a user saved; torch's own .metadata names nothing else
+        with pytest.raises(CheckpointError, match=r"builtins\.exec"):
+            read_all(path, trust=True)
     assert not marker.exists()
 
 
-def test_metadata_is_never_trusted(tmp_path: Path):
-    """--trust opens what a user's callback saved; torch's own .metadata has no business to name anything else."""
-    marker = tmp_path / "marker"
-    path = CONTAINERS["dcp metadata"](tmp_path, payloads(marker)["builtins.exec by reduce"])
-    with pytest.raises(CheckpointError, match=r"builtins\.exec"):
-        read_all(path, trust=True)
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize("container", ["monolithic", "dcp byte entry", "resumption.pkl"])
+@pytest.mark.parametrize("container", ["monolithic", "dcp byte entry", "resumption.pkl", "compressed", "in a tar file"])
 def test_trust_opens_the_rest_with_a_warning(container: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """A checkpoint with a class of the user's own opens on request, and the user reads what it names."""
     state = {"callbacks": [("Mine", {"share": fractions.Fraction(1, 3)})], "model": {}, "metadata": {}}
-    value = {"state": state, "rng": []} if container == "monolithic" else state
+    value = {"state": state, "rng": []} if container not in ("dcp byte entry", "resumption.pkl") else state
     path = CONTAINERS[container](tmp_path, pickle.dumps(value, protocol=2))
     with pytest.raises(CheckpointError, match=r"names fractions\.Fraction, .*--trust"):
         read_all(path)
@@ -185,10 +177,6 @@ def test_metadata_cannot_lead_out_of_the_folder(where: str, tmp_path: Path):
 # --- archives that lie
 
 
-def _central_directory(path: Path) -> int:
-    return path.read_bytes().index(b"PK\x01\x02")
-
-
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize("other", ["archive", "another"])
 def test_record_twice(other: str, tmp_path: Path):
@@ -201,26 +189,8 @@ def test_record_twice(other: str, tmp_path: Path):
         Archive.open(path)
 
 
-@pytest.mark.parametrize("at", ["name", "offset", "size"])
-def test_directory_that_lies(at: str, tmp_path: Path):
-    """A directory entry that names other bytes than the record's own header is refused, not followed."""
-    path = archive(tmp_path / "file.pt", torch_records(b"N.", {"0": b"0123456789abcdef", "1": b"fedcba9876543210"}))
-    data = bytearray(path.read_bytes())
-    entry = data.index(b"archive/data/0", _central_directory(path)) - 46
-    other = data.index(b"archive/data/1", _central_directory(path)) - 46
-    if at == "name":
-        data[entry + 46 : entry + 60] = b"archive/data/7"
-    elif at == "offset":
-        data[entry + 42 : entry + 46] = data[other + 42 : other + 46]
-    else:  # over the next record's header
-        data[entry + 20 : entry + 28] = struct.pack("<II", 60, 60)
-    path.write_bytes(bytes(data))
-    with pytest.raises(CheckpointError, match=r"not there|overlaps"):
-        Archive.open(path)
-
-
 @given(data=st.data())
-@examples(60)
+@examples(40)
 def test_damaged_archive_is_ours_to_report(data: st.DataObject):
     """Whatever bytes are changed, a user reads our error with the file's name, never one of zipfile's or struct's."""
     whole = _example_archive()
@@ -266,41 +236,20 @@ def _numpy_values() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("numpy_version", [1, 2])
+@pytest.mark.parametrize(("protocol", "numpy_version"), [(0, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 2), (5, 2)])
 def test_numpy_names_of_both_versions(protocol: int, numpy_version: int):
     """A random state saved under NumPy 1 opens under NumPy 2, which renamed the functions in its pickles."""
     values = _numpy_values()
     data = pickle.dumps(values, protocol=protocol)
     old, new = b"numpy.core.", b"numpy._core."
-    if numpy_version == 1:  # a shorter name: lengths before it and frames change
-        data = _renamed(data, new.decode(), old.decode())
+    if numpy_version == 1:  # beyond protocol 3, lengths would change with the names; who reads gets the same names
+        data = data.replace(b"c" + new, b"c" + old)
     assert (new in data) == (numpy_version == 2) and (old in data) == (numpy_version == 1)
     found = read_pickle(data, where="file.pt")
     assert_same(found, values)
     assert [getattr(found[name], "dtype", None) for name in values] == [
         getattr(values[name], "dtype", None) for name in values
     ]
-
-
-def _renamed(data: bytes, old: str, new: str) -> bytes:
-    """A pickle with other module names, written anew opcode by opcode."""
-    out = bytearray()
-    opcodes = [*pickletools.genops(data)]
-    ends = [at for _, _, at in opcodes[1:]] + [len(data)]
-    for (opcode, argument, at), end in zip(opcodes, ends, strict=True):
-        if opcode.name == "FRAME":
-            continue
-        if isinstance(argument, str) and argument.startswith(old):
-            text = argument.replace(old, new).replace(" ", "\n")
-            if opcode.name == "GLOBAL":
-                out += f"c{text}\n".encode()
-            else:
-                assert opcode.name == "SHORT_BINUNICODE"
-                out += b"\x8c" + bytes([len(text)]) + text.encode()
-        else:
-            out += data[at:end]
-    return bytes(out)
 
 
 @pytest.mark.parametrize(
@@ -326,19 +275,6 @@ FACTORIES = [int, float, bool, str, list, dict, tuple, set, frozenset, bytes, by
 FACTORIES += [collections.OrderedDict, collections.Counter, collections.deque, collections.defaultdict]
 
 
-@pytest.mark.parametrize("protocol", range(6))
-def test_classes_and_what_fills_a_defaultdict(protocol: int):
-    """A callback that counts in a defaultdict(int) could not go on: protocol 2, torch.save's, names int as Python 2."""
-    value = {
-        "grouped": [collections.defaultdict(factory, {"a": factory()}) for factory in FACTORIES],
-        "classes": (FACTORIES, range, {"a": int}),
-        "ranges": [range(3), range(10, 0, -2), range(0)],
-    }
-    found = read_pickle(pickle.dumps(value, protocol=protocol), where="file.pt")
-    assert found == value and found["grouped"][0]["b"] == 0
-    assert [each.default_factory for each in found["grouped"]] == FACTORIES
-
-
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_trust_finds_python_2s_names(protocol: int, caplog: pytest.LogCaptureFixture):
     """A trusted file with an exception that a callback noted: protocol 2 has it in a module that is gone."""
@@ -353,8 +289,14 @@ def test_trust_finds_python_2s_names(protocol: int, caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_composers_plain_data(protocol: int):
-    """Timestamps, versions, counters and the like come back as they were, from every protocol of pickle."""
+    """Timestamps, versions, counters and the like come back as they were, from every protocol of pickle.
+
+    A callback that counts in a defaultdict(int) could not go on: protocol 2, torch.save's, names int as Python 2.
+    """
     value = {
+        "grouped": [collections.defaultdict(factory, {"a": factory()}) for factory in FACTORIES],
+        "classes": (FACTORIES, range, {"a": int}),
+        "ranges": [range(3), range(10, 0, -2), range(0)],
         "wct": datetime.timedelta(days=1, microseconds=7),
         "at": datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
         "torch_version": torch.__version__ if protocol >= 2 else "2.7.0",  # protocol 2 came with Python 2.3
@@ -378,6 +320,7 @@ def test_composers_plain_data(protocol: int):
     assert {key: type(part) for key, part in found.items() if key != "torch_version"} == {
         key: type(part) for key, part in value.items() if key != "torch_version"
     }, "torch.Size is no plain tuple"
+    assert [each.default_factory for each in found["grouped"]] == FACTORIES and found["grouped"][0]["b"] == 0
 
 
 # --- what stands for a pickled object

@@ -30,9 +30,7 @@ main()
 COMPLETED = {
     "composer-fsdp2 mig": "composer-fsdp2 migrate ",
     "composer-fsdp2 migrate --rep": "composer-fsdp2 migrate --report ",
-    "composer-fsdp2 migrate --to tor": "composer-fsdp2 migrate --to torchtitan ",
     "composer-fsdp2 migrate sett": "composer-fsdp2 migrate settings.yaml ",
-    "composer-fsdp2 checkpoint con": "composer-fsdp2 checkpoint convert ",
     "composer-fsdp2 checkpoint convert a b --to mono": "composer-fsdp2 checkpoint convert a b --to monolithic ",
     "composer-fsdp2 explain limit_all": "composer-fsdp2 explain limit_all_gathers ",
     "composer-fsdp2 explain x --dialect tor": "composer-fsdp2 explain x --dialect torchtitan ",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from support.commands import run_forked, run_here
+from support.commands import Ended, run_here
 
 from composer_fsdp2.estimate.planned_step import SCHEMA
 
@@ -61,6 +63,9 @@ def test_a_run_is_planned(folder: Path):
     jsonschema.validate(found, json.loads(SCHEMA.read_text()))
     assert (done.code, found["exit_code"], found["fits"]) == (1, 1, False)
     assert found["memory"]["usable_bytes"] == 1024
+    assert run_here(folder, "plan", "run.yaml").code == 2  # for how many ranks?
+    done = run_here(folder, "plan", "--json-schema")  # who has only the command can check what it prints
+    assert done.code == 0 and json.loads(done.out) == json.loads(SCHEMA.read_text())
 
 
 def test_settings_are_suggested(folder: Path):
@@ -79,33 +84,25 @@ def test_settings_are_suggested(folder: Path):
     assert yaml.safe_load((folder / "run.yaml").read_text()) == FILE
 
 
-def test_what_cannot_be_used(folder: Path):
-    """One line that names the way out, exit code 2, and no file left behind."""
-    files = ["--html", "plan.html", "--trace", "t.json"]
-    for words, said in (
-        (["none.yaml", *SIZES], "none.yaml"),
-        (["run.yaml", *SIZES, "--memory", 80], "--memory 80 has no unit; write 80GiB"),
-        (["run.yaml", *SIZES, "--inter-gbps", 400], "--inter-gbps 400 has no unit; write 400Gb/s"),
-        (["run.yaml", *SIZES, "--flops", 989], "--flops 989 has no unit; write 989TFLOPS"),
-        (["run.yaml", *SIZES, "--memory", "80GiB", "--reserve", "6"], "--reserve 6 has no unit"),
-        (["run.yaml", "--world-size", 4, "--microbatch", 1, "--sequence", 8], "--model-config"),
-        (["run.yaml", *SIZES, "--model-config", "none"], "none"),
-        (["run.yaml", *SIZES, "--suggest"], "--suggest needs --memory"),
-        (["run.yaml", *SIZES, "--memory", "80GiB", "--suggest", "--no-activations"], "--no-activations"),
-        (["run.yaml", *SIZES, "--memory", "80GiB", "--host-memory", "1GiB"], "--host-memory is for --suggest"),
-        (["config.json", *SIZES, "--memory", "80GiB", "--suggest"], "with --model-config config.json"),
-    ):
-        done = run_here(folder, "plan", *words, *files)
-        assert done.code == 2 and not done.out, (words, done)
-        assert done.err.count("\n") == 1 and said in done.err, (words, done.err)
-        assert {path.name for path in folder.iterdir()} == {"config.json", "run.yaml"}, words
-    done = run_here(folder, "plan", "run.yaml", *SIZES, "--html", "nowhere/plan.html")
-    assert done.code == 2 and "there is no folder nowhere" in done.err
-    assert run_here(folder, "plan", "run.yaml").code == 2  # for how many ranks?
-
-
 # By what is wrong: the words behind ``plan``, what is written into the folder before, and what is said.
 ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
+    # one line that names the way out
+    "no file": (["none.yaml", *SIZES], {}, "none.yaml"),
+    "memory": (["run.yaml", *SIZES, "--memory", 80], {}, "--memory 80 has no unit; write 80GiB"),
+    "links": (["run.yaml", *SIZES, "--inter-gbps", 400], {}, "--inter-gbps 400 has no unit; write 400Gb/s"),
+    "flops": (["run.yaml", *SIZES, "--flops", 989], {}, "--flops 989 has no unit; write 989TFLOPS"),
+    "reserve": (["run.yaml", *SIZES, "--memory", "80GiB", "--reserve", "6"], {}, "--reserve 6 has no unit"),
+    "no model": (["run.yaml", "--world-size", 4, "--microbatch", 1, "--sequence", 8], {}, "--model-config"),
+    "no such model": (["run.yaml", *SIZES, "--model-config", "none"], {}, "none"),
+    "suggest": (["run.yaml", *SIZES, "--suggest"], {}, "--suggest needs --memory"),
+    "untraced": (["run.yaml", *SIZES, "--memory", "80GiB", "--suggest", "--no-activations"], {}, "--no-activations"),
+    "host": (["run.yaml", *SIZES, "--memory", "1GiB", "--host-memory", "1GiB"], {}, "--host-memory is for --suggest"),
+    "edits of no run": (
+        ["config.json", *SIZES, "--memory", "80GiB", "--suggest"],
+        {},
+        "with --model-config config.json",
+    ),
+    "nowhere": (["run.yaml", *SIZES, "--html", "nowhere/plan.html"], {}, "there is no folder nowhere"),
     # the file
     "a folder": ([".", *SIZES], {}, "no such file: ."),
     "empty": (["odd.yaml", *SIZES], {"odd.yaml": ""}, "odd.yaml:1:1: a mapping is expected"),
@@ -263,15 +260,31 @@ def swallowed(): by(signal.SIGTERM, swallows=True)
 """
 
 
-def test_an_interrupted_plan_leaves_nothing(folder: Path):
+def interrupted(folder: Path, by: str) -> Ended:
+    """The command in a fork of this process, which a signal that nobody heeds ends."""
+    fork = multiprocessing.get_context("fork")
+    receive, send = fork.Pipe(duplex=False)
+    words = ["plan", "run.yaml", *SIZES, "--html", "plan.html", "--model", f"m.py:{by}"]
+
+    def answer() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in a shell's background
+        send.send(run_here(folder, *words))
+
+    process = fork.Process(target=answer)
+    process.start()
+    send.close()
+    try:
+        return receive.recv()
+    finally:
+        process.join()
+
+
+@pytest.mark.parametrize("by", ["sigint", "sigterm", "swallowed"])
+def test_an_interrupted_plan_leaves_nothing(folder: Path, by: str):
     """Ctrl-C, and a scheduler's SIGTERM, also where a library takes the interruption for its own failure."""
     (folder / "m.py").write_text(INTERRUPTED)
     before = sorted(folder.iterdir())
-    words = ["plan", "run.yaml", *SIZES, "--html", "plan.html", "--model"]
-    ended = run_forked({name: [*words, f"m.py:{name}"] for name in ("sigint", "sigterm", "swallowed")}, folder)
-    for name, done in ended.items():
-        assert (done.code, done.out) == (2, ""), (name, done)
-        assert done.err == "composer-fsdp2: interrupted; nothing was written\n", (name, done.err)
+    assert interrupted(folder, by) == Ended(2, "", "composer-fsdp2: interrupted; nothing was written\n")
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
 
@@ -307,7 +320,6 @@ LEGAL: dict[str, tuple[list[Any], dict[str, str], str]] = {
         {"c.json": json.dumps(CONFIG | {"tie_word_embeddings": True})},
         "22.7 K parameters",  # 64 × 32 fewer than the 24.7 K of two embeddings
     ),
-    "one token": (["run.yaml", *SIZES, "--sequence", 1], {}, "2 × 1 tokens"),
     "rows that no machine has memory for": (["run.yaml", *SIZES, "--microbatch", 10**9], {}, "1000000000 × 16 tokens"),
     "a node of three": (["run.yaml", *SIZES, "--gpus-per-node", 3], {}, "4 ranks, 3 a node"),
     "nothing that is trained": (
@@ -335,9 +347,3 @@ def test_odd_runs_are_planned(case: str, folder: Path):
     done = run_here(folder, "plan", *words)
     assert done.code == int("decision" in said) and not done.err, done
     assert said in done.out, done.out
-
-
-def test_the_schema_is_told(folder: Path):
-    """Who has only the command can check what it prints."""
-    done = run_here(folder, "plan", "--json-schema")
-    assert done.code == 0 and json.loads(done.out) == json.loads(SCHEMA.read_text())

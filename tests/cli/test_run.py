@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,15 +12,13 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from support.cases import for_each
-from support.commands import BIN, LAUNCHERS, PYTHON, SCRIPT, Ended, run_all, run_forked
+from support.commands import LAUNCHERS, PYTHON, SCRIPT, Ended, run_all, run_forked
 from support.oracle import FSDP1
 from support.ranks import run_ranks
 from support.trainers import largest_difference
 
 pytestmark = pytest.mark.composer
 
-COMMAND = [str(BIN / "composer-fsdp2")]
-AS_MODULE = [*PYTHON, "-m", "composer_fsdp2"]
 # What must reach the script as it is: flags that are also ours, a terminator, a space.
 ARGUMENTS = ["--help", "-m", "--exit-code", "7", "key=value", "--", "a b"]
 
@@ -47,84 +42,69 @@ sys.exit(7)
 # --- the script's surroundings
 
 
-def write_scripts(folder: Path) -> None:
-    (folder / "scripts").mkdir()
-    (folder / "users").mkdir()
-    (folder / "users" / "__init__.py").touch()
-    for path in ("scripts/probe.py", "users/probe.py"):
-        (folder / path).write_text(PROBE)
-    (folder / "fails.py").write_text("def f():\n    raise ValueError('the script failed')\nf()\n")
-
-
-PYTHONS = {
-    "python script": [*PYTHON, "scripts/probe.py", *ARGUMENTS],
-    "python module": [*PYTHON, "-m", "users.probe", *ARGUMENTS],
+FAILURES = {"ValueError": "the script failed", "EOFError": "Ran out of input"}
+# What is typed, and what the one line must say.
+NOTHING_TO_RUN = {
+    ("run", "not_there.py", "--flag"): "no such file: not_there.py",
+    ("run", "-m"): "-m needs the name of a module",
+    ("run",): "SCRIPT",
+    ("train", "not_there.yaml", "key=value"): "no such file: not_there.yaml",
+    ("rum", "script.py"): "run",
+}
+HELP = {
+    "": ("run", "train", "FSDP1", "FSDP2", "SCRIPT", "YAML"),
+    "run": ("composer -n 8 -m composer_fsdp2 run SCRIPT", "torchrun --nproc-per-node 8 -m composer_fsdp2"),
+    "train": ("composer -n 8 -m composer_fsdp2 train YAML",),
 }
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """The probe and a script that fails, run by Python and by ours."""
+    """The probe, run by Python and by ours; scripts that fail, none, and help."""
     folder = tmp_path_factory.mktemp("cli")
-    write_scripts(folder)
-    ours = {
+    for package in ("scripts", "users"):
+        (folder / package).mkdir()
+        (folder / package / "probe.py").write_text(PROBE)
+    (folder / "users" / "__init__.py").touch()
+    pythons = {
+        "python script": [*PYTHON, "scripts/probe.py", *ARGUMENTS],
+        "python module": [*PYTHON, "-m", "users.probe", *ARGUMENTS],
+    }
+    ours: dict[str, list[Any]] = {
         "our script": ["run", "scripts/probe.py", *ARGUMENTS],
         "our module": ["run", "-m", "users.probe", *ARGUMENTS],
-        "our failure": ["run", "fails.py"],
         "our only rank": ["run", SCRIPT, "--out", "alone.json", "--batches", "3", "--clip", "0.1"],
+        **{f"{words}": [*words] for words in NOTHING_TO_RUN},
+        **{f"help {verb}": [*verb.split(), "--help"] for verb in HELP},
     }
-    done = run_all(PYTHONS, folder) | run_forked(ours, folder)
+    for error, message in FAILURES.items():
+        (folder / f"{error}.py").write_text(f"def f():\n    raise {error}({message!r})\nf()\n")
+        ours[error] = ["run", f"{error}.py"]
+    done = run_all(pythons, folder) | run_forked(ours, folder)
     if (folder / "alone.json").exists():
         done["our only rank"].out += "\n" + (folder / "alone.json").read_text()
     return done
 
 
-def assert_sees_the_same(ours: Ended, python: Ended) -> None:
+@pytest.mark.parametrize("kind", ["script", "module"])
+def test_script_sees_what_python_gives(kind: str, ended: dict[str, Ended]):
+    """A script that parses flags, finds files beside itself or imports its neighbours runs unchanged.
+
+    Composer that it imports is ours, schedulers restart or stop by its own exit code, and its folder stays as it was.
+    """
+    ours, python = ended[f"our {kind}"], ended[f"python {kind}"]
     assert ours.last["seen"] == python.last["seen"], ours.err
     assert ours.last["shim"] == {"installed": True, "is ours": True}
     assert ours.code == python.code == 7, ours.err
+    assert kind == "module" or ours.last["beside"] == ["probe.py"]
 
 
-def test_script_sees_what_python_gives(ended: dict[str, Ended]):
-    """A script that parses flags, finds files beside itself or imports its neighbours runs unchanged.
-
-    Composer that it imports is ours, and schedulers restart or stop by its own exit code.
-    """
-    assert_sees_the_same(ended["our script"], ended["python script"])
-
-
-def test_module_sees_what_python_gives(ended: dict[str, Ended]):
-    """``python -m package.train`` becomes ``composer-fsdp2 run -m package.train``."""
-    assert_sees_the_same(ended["our module"], ended["python module"])
-
-
-def test_nothing_is_left_beside_the_script(ended: dict[str, Ended]):
-    """A read-only or version-controlled folder of scripts stays as it was."""
-    assert ended["our script"].last["beside"] == ["probe.py"]
-
-
-@pytest.mark.slow  # each imports Composer
-def test_installed_commands_do_what_forked_ones_do(tmp_path: Path):
-    """The console script and ``python -m composer_fsdp2`` leave a script what Python gives it."""
-    write_scripts(tmp_path)
-    ours = {
-        "our script": [*COMMAND, "run", "scripts/probe.py", *ARGUMENTS],
-        "our script by -m": [*AS_MODULE, "run", "scripts/probe.py", *ARGUMENTS],
-        "our module": [*COMMAND, "run", "-m", "users.probe", *ARGUMENTS],
-    }
-    done = run_all(PYTHONS | ours, tmp_path)
-    for name in ("our script", "our script by -m"):
-        assert_sees_the_same(done[name], done["python script"])
-        assert done[name].last["beside"] == ["probe.py"]
-    assert_sees_the_same(done["our module"], done["python module"])
-
-
-def test_exception_ends_with_its_traceback(ended: dict[str, Ended]):
-    """The last lines say what failed and where, as Python's do."""
-    failure = ended["our failure"]
-    assert failure.code == 1
-    assert failure.err.strip().endswith("ValueError: the script failed")
-    assert 'fails.py", line 2, in f' in failure.err
+@pytest.mark.parametrize("error", FAILURES)
+def test_exception_ends_with_its_traceback(error: str, ended: dict[str, Ended]):
+    """The last lines say what failed and where, as Python's do; command line libraries say "Aborted." of EOFError."""
+    assert ended[error].code == 1
+    assert ended[error].err.strip().endswith(f"{error}: {FAILURES[error]}")
+    assert f'{error}.py", line 2, in f' in ended[error].err
 
 
 def test_one_rank_needs_no_launcher(ended: dict[str, Ended]):
@@ -134,105 +114,39 @@ def test_one_rank_needs_no_launcher(ended: dict[str, Ended]):
     assert len(ended["our only rank"].last["losses"]) == 3
 
 
-# --- inside a rank, where Composer is imported already
+@pytest.mark.parametrize("words", NOTHING_TO_RUN)
+def test_nothing_to_run_is_said_in_a_line(words: tuple[str, ...], ended: dict[str, Ended]):
+    """A typo in a path ends at once, with exit code 2 and without a traceback."""
+    done = ended[f"{words}"]
+    assert done.code == 2 and NOTHING_TO_RUN[words] in done.err and "Traceback" not in done.err, done
 
 
-def main_of(arguments: list[str]) -> tuple[Any, str, str]:
-    """What ``composer-fsdp2 arguments`` ends with, prints and complains of."""
-    from composer_fsdp2.cli.main import main
-
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["composer-fsdp2", *arguments]),
-        mock.patch.dict("os.environ", {"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        try:
-            main()
-        except SystemExit as end:
-            return end.code or 0, out.getvalue(), err.getvalue()
-        except BaseException:
-            return 1, out.getvalue(), err.getvalue() + traceback.format_exc()
-    return 0, out.getvalue(), err.getvalue()
-
-
-def check_end_of_file(folder: str) -> None:
-    script = Path(folder) / "reads.py"
-    script.write_text("def f():\n    raise EOFError('Ran out of input')\nf()\n")
-    code, _, err = main_of(["run", str(script)])
-    assert code == 1, code
-    assert err.strip().endswith("EOFError: Ran out of input"), err
-    assert 'reads.py", line 2, in f' in err, err
-
-
-def test_end_of_file_shows_its_traceback_too(tmp_path: Path):
-    """Reading a truncated checkpoint raises EOFError, which command line libraries answer with "Aborted." alone."""
-    run_ranks(check_end_of_file, 2, str(tmp_path))
+@pytest.mark.parametrize("verb", HELP)
+def test_help(verb: str, ended: dict[str, Ended]):
+    """The verbs, and how to start several ranks, are one --help away."""
+    done = ended[f"help {verb}"]
+    assert done.code == 0 and all(words in " ".join(done.out.split()) for words in HELP[verb]), done.out
 
 
 # What is typed, and what the one line must say.
-NOTHING_TO_RUN = {
-    ("run", "not_there.py", "--flag"): "no such file: not_there.py",
-    ("run", "-m"): "-m needs the name of a module",
-    ("run",): "SCRIPT",
-    ("train", "not_there.yaml", "key=value"): "no such file: not_there.yaml",
-    ("rum", "script.py"): "run",
-}
-
-
-def check_nothing_to_run() -> None:
-    def check(arguments: tuple[str, ...], text: str) -> None:
-        code, _, err = main_of([*arguments])
-        assert code == 2, f"{arguments}: {code}, {err}"
-        assert text in err, f"{arguments}: {err}"
-        assert "Traceback" not in err, f"{arguments}: {err}"
-
-    for_each(check, {f"{arguments}": (arguments, text) for arguments, text in NOTHING_TO_RUN.items()})
-
-
-def test_nothing_to_run_is_said_in_a_line():
-    """A typo in a path ends at once, with exit code 2 and without a traceback."""
-    run_ranks(check_nothing_to_run, 2)
-
-
-def check_help() -> None:
-    code, out, _ = main_of(["--help"])
-    assert code == 0, code
-    for word in ("run", "train", "FSDP1", "FSDP2", "SCRIPT", "YAML"):
-        assert word in out, out
-    code, out, _ = main_of(["run", "--help"])
-    assert code == 0, code
-    for words in ("composer -n 8 -m composer_fsdp2 run SCRIPT", "torchrun --nproc-per-node 8 -m composer_fsdp2"):
-        assert words in " ".join(out.split()), out
-    code, out, _ = main_of(["train", "--help"])
-    assert (code, "composer -n 8 -m composer_fsdp2 train YAML" in " ".join(out.split())) == (0, True), out
-
-
-def test_help():
-    """The verbs, and how to start several ranks, are one --help away."""
-    run_ranks(check_help, 2)
-
-
 def check_left_behind(folder: str) -> None:
     import composer.distributed
 
+    from composer_fsdp2.cli.main import main
     from composer_fsdp2.compat import is_installed
 
     original = composer.distributed.prepare_fsdp_module
-    script = Path(folder) / "script.py"
+    script = Path(folder) / f"script{dist.get_rank()}.py"
 
-    def check(source: str, code: int) -> None:
-        if os.environ["RANK"] == "0":
-            script.write_text(source)
-        dist.barrier()
-        assert main_of(["run", str(script)])[0] == code
+    def check(source: str) -> None:
+        script.write_text(source)
+        argv = mock.patch.object(sys, "argv", ["composer-fsdp2", "run", str(script)])
+        with argv, contextlib.suppress(SystemExit, ValueError):
+            main()
         assert not is_installed(), source
         assert composer.distributed.prepare_fsdp_module is original, source
-        dist.barrier()
 
-    cases = {"pass": 0, "raise SystemExit(3)": 3, "raise ValueError": 1}
-    for_each(check, {source: (source, code) for source, code in cases.items()})
+    for_each(check, {source: (source,) for source in ("pass", "raise SystemExit(3)", "raise ValueError")})
 
 
 def test_shim_is_gone_after_the_script(tmp_path: Path):
@@ -242,7 +156,7 @@ def test_shim_is_gone_after_the_script(tmp_path: Path):
 
 # --- several ranks
 
-TRAINING = ["--fsdp", '{"sharding_strategy": "SHARD_GRAD_OP"}', "--batches", "6", "--microbatch", "2", "--eval"]
+TRAINING = ["--fsdp", '{"sharding_strategy": "SHARD_GRAD_OP"}', "--batches", "4", "--microbatch", "2", "--eval"]
 TRAINING += ["--clip", "0.1"]
 
 
@@ -277,7 +191,7 @@ if "RANK" not in os.environ:
 """
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["composer", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_launchers_train_the_unchanged_script(tmp_path: Path, fsdp1: dict[str, Any], launcher: str):
     """The launch line gets one more word; the curve stays, and on each rank the script sees what Python gives it."""
     (tmp_path / "scripts").mkdir()

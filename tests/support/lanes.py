@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 # What a test file imports to start ranks, or commands that start some.
-STARTS = ("run_ranks", "run_all", "run_script", "call_forked", "on_gpus")
+STARTS = ("run_ranks", "on_ranks", "run_all", "run_script", "call_forked", "on_gpus")
 NEEDS_COMPOSER = ("composer", "foundry")
 # Slow tests of many minutes that share no fixture: each parameter may go to another lane.
 APART = ("test_all_combinations", "test_every_combination_loads")

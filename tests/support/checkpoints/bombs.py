@@ -1,4 +1,7 @@
-"""Small files that would cost minutes or gigabytes: ``BOMBS[name](folder)`` writes one and gives its path."""
+"""Small files that would cost minutes or gigabytes: ``BOMBS[name](folder)`` writes one and gives its path.
+
+``make test`` tries them at a sixteenth of their size, against limits that are divided alike; THOROUGH=1 in earnest.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,10 @@ from support.checkpoints.malicious import (
     text,
     torch_records,
 )
+from support.examples import IS_THOROUGH
 
-MIB = 1 << 20
+SCALE = 1 if IS_THOROUGH else 16
+MIB = (1 << 20) // SCALE
 
 
 def gz(path: Path, *parts: bytes, times: int = 1, then: bytes = b"") -> Path:
@@ -81,7 +86,7 @@ def tar_of_endless_name(folder: Path) -> Path:
 
 
 def tar_of_a_million_members(folder: Path) -> Path:
-    return gz(folder / "a.tar.gz", member("x", 0) * (1 << 14), times=64)
+    return gz(folder / "a.tar.gz", member("x", 0) * (1 << 14), times=64 // SCALE)
 
 
 def tar_of_sparse_files(folder: Path) -> Path:
@@ -123,7 +128,9 @@ def a_hundred_thousand_records(folder: Path) -> Path:
     start = saved({"state": {}})
     start = start[: start.index(b"PK\1\2")]
     one = struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 20, 8, 0, 0, 0, 0, 0, 0, 11, 0) + b"archive/%03d"
-    records = [one % (number % 1000) + struct.pack("<4sIQQ", b"PK\7\x08", 0, 0, 0) for number in range(100_000)]
+    records = [
+        one % (number % 1000) + struct.pack("<4sIQQ", b"PK\7\x08", 0, 0, 0) for number in range(100_000 // SCALE)
+    ]
     return gz(folder / "a.pt.gz", start + b"".join(records))
 
 
@@ -169,7 +176,7 @@ def views(folder: Path) -> Path:
 
 
 def overlapping_shards(folder: Path) -> Path:
-    """30,000 columns of a tensor that all share a row."""
+    """Thousands of columns of a tensor that each share a row with the next."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -179,7 +186,7 @@ def overlapping_shards(folder: Path) -> Path:
         TensorStorageMetadata,
     )
 
-    number = 30_000
+    number = 30_000 if SCALE == 1 else 8_000
     offsets = [torch.Size((0, column)) for column in range(number)]
     metadata = Metadata(
         state_dict_metadata={

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from composer_fsdp2.checkpoint.convert.conversion import ConversionReport, convert_checkpoint
@@ -55,3 +56,25 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
 
 def staging_of(destination: Path) -> Path:
     return destination.with_name(f".{destination.name}.converting")
+
+
+class Normed(nn.Module):
+    """Has buffers of the shape of its parameters, and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def save_by_position(model: nn.Module, path: Path, groups: int = 1) -> torch.optim.Optimizer:
+    """What Composer saved without FSDP."""
+    parameters = list(model.parameters())
+    split: Any = parameters if groups == 1 else [{"params": parameters[1:]}, {"params": parameters[:1]}]
+    optimizer = torch.optim.Adam(split)
+    sum(p.square().sum() for p in parameters).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    torch.save({"state": {"model": model.state_dict(), "optimizers": {"Adam": optimizer.state_dict()}}}, path)
+    return optimizer

@@ -7,8 +7,10 @@ A payload leaves a marker file when it runs, so a test can see that it did, or d
 
 from __future__ import annotations
 
+import gzip
 import pickle
 import struct
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -247,10 +249,24 @@ def in_resumption(folder: Path, pickled: bytes) -> Path:
     return target
 
 
+def in_gzip(folder: Path, pickled: bytes) -> Path:
+    path = folder / "ep0-ba1-rank0.pt.gz"
+    path.write_bytes(gzip.compress(in_monolithic(folder, pickled).read_bytes()))
+    return path
+
+
+def in_tar(folder: Path, pickled: bytes) -> Path:
+    with tarfile.open(folder / "ep0-ba1-rank0.tar", "w") as tar:
+        tar.add(in_monolithic(folder, pickled), "composer_states.pt")
+    return folder / "ep0-ba1-rank0.tar"
+
+
 CONTAINERS: dict[str, Callable[[Path, bytes], Path]] = {
     "monolithic": in_monolithic,
     "dcp metadata": in_metadata,
     "dcp byte entry": in_byte_entry,
     "one file per rank": in_rank_file,
     "resumption.pkl": in_resumption,
+    "compressed": in_gzip,
+    "in a tar file": in_tar,
 }

@@ -8,6 +8,8 @@ import io
 import json
 import random
 import resource
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +91,30 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def peak_anonymous_bytes() -> Iterator[list[int]]:
+    """What the block adds at most to this process's anonymous memory, sampled each millisecond."""
+
+    def now() -> int:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+    samples, done, start = [0], threading.Event(), now()
+
+    def sample() -> None:
+        while not done.is_set():
+            samples.append(now() - start)
+            time.sleep(1e-3)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        done.set()
+        thread.join()
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
