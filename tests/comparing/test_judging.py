@@ -174,6 +174,15 @@ def test_settings_of_the_optimizer_are_compared_by_name():
     )
 
 
+def test_a_scale_of_gradients_is_named():
+    """Clipped to one norm, doubled gradients train the same weights: only the norms before clipping tell."""
+    run = made_run("FSDP2")
+    doubled = replace(run, batches=tuple(replace(each, gradient_norm=2 * each.gradient_norm) for each in run.batches))
+    assert different(doubled) == {NORMS}
+    causes = judge(made_run(), doubled, [made_run("FSDP1 again")]).causes
+    assert causes[0] == "FSDP2's gradients are 2 times FSDP1's in every batch: the gradient scale differs"
+
+
 def test_no_number_is_never_the_same_as_a_number():
     """A run that diverges on FSDP2 alone, or on both, is not let pass."""
     assert different(made_run("FSDP2", losses=(math.nan, 2.0))) == {LOSSES, NORMS}
