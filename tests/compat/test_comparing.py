@@ -50,6 +50,24 @@ def write_faulty(path: Path) -> Path:
     return path
 
 
+# By its name a script that trains no batch, and what is said of it.
+FAILING = {
+    "raises": ("raise ValueError('the script failed')\n", "ValueError: the script failed"),
+    "no-fit": ("print('nothing to do')\n", "ended without Trainer.fit; there is nothing to compare"),
+    "unsharded": (
+        SCRIPT.read_text().replace('parallelism_config={"fsdp"', 'profiler=None and {"fsdp"'),
+        "needs an fsdp_config",
+    ),
+    # Composer's Trainer begins one epoch after the other.
+    "empty-loader": (
+        SCRIPT.read_text()
+        .replace("(n: int = 96)", "(n: int = 6)")
+        .replace("batch_size=4,", "batch_size=4, drop_last=True,", 1),
+        "trained no batch in two epochs",
+    ),
+}
+
+
 def save_on_fsdp1(folder: str) -> None:
     words = [str(SCRIPT), *ADAMW, "--fsdp", SHARDED, "--batches", "2", "--save-folder", folder]
     with FSDP1(), mock.patch.object(sys, "argv", words), pytest.raises(SystemExit):
@@ -68,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def compared(folder: Path) -> dict[str, Compared]:
-    """A YAML, a script that goes on from a checkpoint of FSDP1, and one whose run on FSDP2 is another one."""
+    """A YAML, a script that goes on from a checkpoint, one that is another one on FSDP2, and some that fail."""
     more = ["save_folder=saved-by-yaml", "save_overwrite=true", "eval_first=true"]
     resumed = ["--load-path", folder / "saved" / "ep0-ba2", "--batches", "3", "--", *ADAMW, "--fsdp", SHARDED]
     after = ["--eval", "--save-folder", "saved-by-script", "--exit-code", "7"]
@@ -77,6 +95,9 @@ def compared(folder: Path) -> dict[str, Compared]:
         "script": [SCRIPT, *resumed, *after],
         "faulty": [write_faulty(folder / "faulty.py"), *resumed],
     }
+    for name, (source, _) in FAILING.items():
+        (folder / f"{name}.py").write_text(source)
+        commands[name] = [folder / f"{name}.py"]
     return compare_all(commands, folder)
 
 
@@ -162,6 +183,17 @@ def test_faults_turn_the_verdict_and_are_named(compared: dict[str, Compared]):
         assert any(cause in each for each in it.report["causes"]), it.report["causes"]
         assert cause in it.ended.out and cause in it.markdown
     assert it.quantity(NORMS)["floor"] == 0.0  # FSDP1 itself repeats to the last bit
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_run_that_fails_tells_where_its_log_is(compared: dict[str, Compared], name: str):
+    """The reason is in the terminal, not in one of six logs; and a run that failed is not taken for a different one."""
+    it = compared[name]
+    assert it.ended.code == 2, it.ended.err
+    assert it.report["verdict"] == "unusable"
+    assert FAILING[name][1] in it.ended.err and FAILING[name][1] in it.report["error"]
+    assert f"{name}/logs/fsdp1/rank-" in it.ended.err
+    assert ".partial" not in it.ended.err
 
 
 def test_nothing_is_left_but_the_report(compared: dict[str, Compared], folder: Path):
