@@ -37,7 +37,7 @@ def assert_resumable(killed: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "num_rounds", [2 * NUM_KINDS, *(pytest.param(number, marks=pytest.mark.slow) for number in (12, 52))]
+    "num_rounds", [NUM_KINDS, *(pytest.param(number, marks=pytest.mark.slow) for number in (12, 52))]
 )
 def test_killed_at_random_points(tmp_path: Path, num_rounds: int):
     """Full and sharded, waited for or asynchronous: the folder always holds a latest checkpoint that is whole."""
