@@ -141,7 +141,7 @@ HSDP = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2
 CONFIGS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
     2: [{}, {**SHARDED, "activation_checkpointing": True}],
-    4: [HSDP, SHARDED, {"sharding_strategy": "NO_SHARD"}],
+    4: [{"sharding_strategy": "NO_SHARD"}, HSDP, SHARDED],
 }
 
 
@@ -171,8 +171,10 @@ def check_old_files(world_size: int) -> None:
                 worst = max(abs(a - b) for a, b in zip(losses, recorded(kind)["losses"], strict=True))
                 assert worst <= tolerance, f"{what}: {losses}"
 
+    # Where a file's parts belong on other numbers of ranks is a property in tests/checkpoint/test_load_properties.py.
+    kinds = [*KINDS] if world_size == 2 or IS_THOROUGH else [*KINDS][world_size == 4 :: 2]
     configs = itertools.cycle(CONFIGS[world_size])
-    for_each(check, {f"{kind}, {config}": (kind, config) for kind, config in zip(KINDS, configs, strict=False)})
+    for_each(check, {f"{kind}, {config}": (kind, config) for kind, config in zip(kinds, configs, strict=False)})
 
 
 @pytest.mark.parametrize("world_size", CONFIGS)
