@@ -195,6 +195,15 @@ def test_fsdp1_that_does_not_repeat_is_a_verdict():
     assert judgement.causes[-1].startswith("the loss of batch 1 is the first number that differs")
 
 
+def test_a_scale_of_gradients_is_named():
+    """Clipped to one norm, doubled gradients train the same weights: only the norms before clipping tell."""
+    run = made_run("FSDP2")
+    doubled = replace(run, batches=tuple(replace(each, gradient_norm=2 * each.gradient_norm) for each in run.batches))
+    assert different(doubled) == {NORMS}
+    causes = judge(made_run(), doubled, [made_run("FSDP1 again")]).causes
+    assert causes[0] == "FSDP2's gradients are 2 times FSDP1's in every batch: the gradient scale differs"
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.composer
 STEPS = 2
 
 
-def trained(under: Under, **options: Any) -> Any:
+def trained(**options: Any) -> Any:
     """A Trainer that has fitted; the same values under FSDP1 and under ours to the last digits. Within ``under``."""
     trainer = make_trainer({}, batches=STEPS, optimizer="groups", **options)
     trainer.fit()
@@ -51,7 +51,7 @@ def check_is_model_fsdp() -> None:
     model = build_model()
     with FSDP2():
         assert not composer.utils.is_model_fsdp(model)
-        trainer = trained(FSDP2, model=model)
+        trainer = make_trainer({}, model=model)
         assert composer.utils.is_model_fsdp(model) and misc.is_model_fsdp(model)
         with ema.get_model_context_manager(model):  # EMA averages shards
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -73,7 +73,7 @@ def saved(under: Under, *, sharded: bool) -> tuple[Any, Any]:
 
     folder = shared_folder()
     with under():
-        trainer = trained(under, eval_interval="2ba")  # after an evaluation a model of ours stands gathered
+        trainer = trained(eval_interval="2ba")  # after an evaluation a model of ours stands gathered
         save_checkpoint_to_disk(str(folder), trainer.state, {"sharded_checkpoint": sharded, "overwrite": True})
         trainer.close()
     dist.barrier()
@@ -104,7 +104,7 @@ def check_folder_that_is_there() -> None:
     from composer.checkpoint.save import save_model_to_disk
 
     with FSDP2():
-        trainer = trained(FSDP2)
+        trainer = trained()
         slow_exists = os.path.exists
 
         def exists(path: str) -> bool:
@@ -136,7 +136,7 @@ def check_loading() -> None:
 
     folder = shared_folder()
     with FSDP2():
-        trainer = trained(FSDP2)
+        trainer = trained()
         weights, state = full_parameters(trainer.state.model), full_optimizer_state(trainer)
         for sharded in (False, True):
             save_checkpoint_to_disk(str(folder / str(sharded)), trainer.state, {"sharded_checkpoint": sharded})
@@ -146,7 +146,7 @@ def check_loading() -> None:
 
     def sharded_model() -> None:
         with FSDP2():
-            other = trained(FSDP2, model=with_other_values())
+            other = trained(model=with_other_values())
             before = full_parameters(other.state.model)
             assert not all(torch.equal(before[name], weights[name]) for name in weights)
             options = {"sharded_checkpoint": True, "load_optimizer": True}
@@ -163,23 +163,9 @@ def check_loading() -> None:
             assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
             assert_same(full_parameters(model), weights, "weights")
 
-    def a_whole_model_from_shards() -> None:
-        with FSDP2(), pytest.raises(ValueError, match="not sharded"):
-            load_checkpoint(str(in_shards), {"sharded_checkpoint": True}, model=with_other_values())
-
-    def a_sharded_model_from_a_whole_file() -> None:
-        """FSDP1's answer: on rank 0, which alone looks at the file."""
-        with FSDP2():
-            other = trained(FSDP2)
-            options = {"sharded_checkpoint": False}
-            if dist.get_rank() == 0:
-                with pytest.raises(ValueError, match="Model is sharded"):
-                    load_checkpoint(str(whole), options, model=other.state.model)
-            other.close()
-
     def whole_state_on_rank_0() -> None:
         with FSDP2():
-            other = trained(FSDP2)
+            other = trained()
             forward_without_gradients(other.state.model)
             moments = state_dict.get_optim_state_dict(other.state.model, other.state.optimizers[0], True)["state"]
             assert all(isinstance(own["exp_avg"], DTensor) for own in moments.values())
@@ -200,8 +186,6 @@ def check_loading() -> None:
             "a sharded model, in shards": (sharded_model,),
             "sharded as needed, in shards": (shard_as_needed, in_shards, True),
             "sharded as needed, whole": (shard_as_needed, whole, False),
-            "a whole model, in shards": (a_whole_model_from_shards,),
-            "a sharded model, whole": (a_sharded_model_from_a_whole_file,),
             "the state of a sharded model, whole": (whole_state_on_rank_0,),
         },
     )
@@ -225,5 +209,5 @@ def with_other_values() -> Any:
 
 def test_its_checkpoints_load():
     """`load_checkpoint` into a sharded model and optimizer, and `shard_as_needed_during_load` into a model that is
-    sharded by ours on the way; what FSDP1 refused is refused in the same words."""
+    sharded by ours on the way."""
     run_ranks(check_loading, 2)

@@ -44,11 +44,9 @@ def accepts_nothing(path: str, *unused: Any) -> bool:
     return False
 
 
-def configurations() -> dict[str, tuple[Callable[[], Any], Under]]:
+def check_configurations() -> None:
+    from composer.distributed import dist_strategy
     from composer.utils import FSDP2Config, FSDPConfig, ParallelismConfig, get_device
-
-    def train(config: Any, **options: Any) -> Callable[[], Any]:
-        return lambda: make_trainer(config, **options)
 
     def other_optimizer() -> Any:
         return make_trainer({}, optimizer=build_optimizer("groups", build_model()), model=build_model())
@@ -66,26 +64,21 @@ def configurations() -> dict[str, tuple[Callable[[], Any], Under]]:
         return make_trainer({}, model=model, tied=False)
 
     def two_optimizers() -> Any:
-        from composer.distributed import dist_strategy
-
         model = build_model()
         optimizers = [torch.optim.SGD([parameter]) for parameter in list(model.parameters())[:2]]
         return dist_strategy.prepare_fsdp_module(model, optimizers, FSDPConfig(), "fp32", get_device("cpu"), False)
 
-    return {
-        "an unknown mixed precision": (train({"mixed_precision": "HALF"}), FSDP1),
-        "a local state dict": (train({"state_dict_type": "local"}), FSDP1),
-        "a process group that does not divide the world": (train({"process_group": "set3"}), FSDP1),
-        "a process group of no kind": (train({"process_group": 3}), FSDP1),
+    cases: dict[str, tuple[Callable[[], Any], Under]] = {
+        "an unknown mixed precision": (lambda: make_trainer({"mixed_precision": "HALF"}), FSDP1),
+        "a local state dict": (lambda: make_trainer({"state_dict_type": "local"}), FSDP1),
+        "a process group that does not divide the world": (lambda: make_trainer({"process_group": "set3"}), FSDP1),
+        "a process group of no kind": (lambda: make_trainer({"process_group": 3}), FSDP1),
         "another model's optimizer": (other_optimizer, FSDP1),
         "two optimizers": (two_optimizers, FSDP1),
         "an unknown key of a wrap function, FSDP2": (odd_wrap_function, UNSHARDED),
         "parameters that nothing initialises": (no_way_to_initialise, FSDP1),
     }
-
-
-def check_configurations() -> None:
-    for_each(assert_caught_alike, configurations())
+    for_each(assert_caught_alike, cases)
 
 
 def test_errors_of_a_configuration():

@@ -73,8 +73,12 @@ def check_run(folder: str, keys: dict[str, Any]) -> None:
 
 CASES: dict[str, dict[str, Any]] = {
     "full checkpoints": {},
-    "sharded, kept for the backward": {"state_dict_type": "sharded", "sharding_strategy": "SHARD_GRAD_OP"},
-    "gradients communicated once": {"gradient_sync": "last", "activation_checkpointing": True},
+    "sharded, kept for the backward, gradients communicated once": {
+        "state_dict_type": "sharded",
+        "sharding_strategy": "SHARD_GRAD_OP",
+        "gradient_sync": "last",
+        "activation_checkpointing": True,
+    },
 }
 
 

@@ -73,26 +73,40 @@ def import_composer() -> None:
     all_seams()
 
 
-def check_uninstall() -> None:
+def check_names() -> None:
     import_composer()
-    from composer_fsdp2.compat import install, is_installed, uninstall
+    from composer_fsdp2.compat import fsdp2, install, is_installed, uninstall
     from composer_fsdp2.compat.install import all_seams
 
     before = bindings()
+    uninstall()  # nothing to undo
     install()
-    inside = bindings()
-    assert is_installed()
-    moved = changed(before, inside)
+    once = bindings()
+    moved = changed(before, once)
     for seam in all_seams():
         assert f"{seam.module}.{seam.name}" in moved, f"{seam.module}.{seam.name} was not replaced: {moved}"
+    install()
+    assert_unchanged(once, "after a second install")
+    with fsdp2():
+        pass
+    assert is_installed()
+    assert_unchanged(once, "after fsdp2() inside an install")
     uninstall()
     assert not is_installed()
     assert_unchanged(before)
 
+    with contextlib.suppress(ZeroDivisionError), fsdp2():
+        with fsdp2():
+            assert is_installed()
+        assert is_installed(), "the inner block ended the outer one"
+        _ = 1 / 0
+    assert_unchanged(before, "after an error in the block")
 
-def test_uninstall_puts_every_name_back():
-    """A notebook that trains one model on FSDP2 goes on with Composer as it was, our own functions included."""
-    run_ranks(check_uninstall, 1)
+
+def test_every_name_is_replaced_once_and_put_back():
+    """A notebook that trains one model on FSDP2 goes on with Composer as it was, our own functions included; and a
+    library that installs inside the user's own block neither doubles the wrappers nor ends the block."""
+    run_ranks(check_names, 1)
 
 
 def check_pickles() -> None:
@@ -125,49 +139,28 @@ def test_replaced_functions_are_pickled():
 # --- who shards
 
 
-def shards_with(prepare: Callable[..., Any]) -> str:
-    """FSDP1 or FSDP2: what a function called ``prepare_fsdp_module`` makes of a small model."""
+def shards_with(prepare: Callable[..., Any]) -> set[str]:
+    """Who sharded: what a function called ``prepare_fsdp_module`` makes of a small model."""
     from composer.core import Precision
     from composer.devices import DeviceCPU
     from composer.utils import FSDPConfig
-    from support.oracle import FSDP1
     from support.trainers import shards
     from torch import nn
 
     model = nn.Sequential(nn.Linear(2, 2))
-    config = FSDPConfig()
-    arguments = model, [], config, Precision.FP32, DeviceCPU(), False
-    if not hasattr(prepare, "__wrapped__"):
-        from composer.core.state import _create_device_mesh
-
-        config.device_mesh = _create_device_mesh(DeviceCPU(), config, None)
-        with FSDP1():
-            prepare(*arguments)
-    else:
-        prepare(*arguments)
-    (by,) = shards(model)
-    return {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}[by]
+    prepare(model, [], FSDPConfig(), Precision.FP32, DeviceCPU(), False)
+    return shards(model)
 
 
 @contextlib.contextmanager
-def user_module(name: str, source: str) -> Iterator[types.ModuleType]:
-    """A module of the user's that has run ``source``."""
+def user_module(name: str) -> Iterator[str]:
+    """A module of the user's that has imported the function."""
     module = sys.modules[name] = types.ModuleType(name)
-    exec(source, vars(module))
+    exec("from composer.distributed import prepare_fsdp_module, prepare_fsdp_module as p", vars(module))
     try:
-        yield module
+        yield name
     finally:
         del sys.modules[name]
-
-
-IMPORT_PATHS = (
-    ("composer.distributed", "prepare_fsdp_module"),
-    ("composer.distributed.dist_strategy", "prepare_fsdp_module"),
-    ("composer.checkpoint.load", "prepare_fsdp_module"),
-    ("users_early", "p"),
-    ("users_early", "prepare_fsdp_module"),
-)
-USER = "from composer.distributed import prepare_fsdp_module, prepare_fsdp_module as p"
 
 
 def check_import_paths() -> None:
@@ -175,27 +168,28 @@ def check_import_paths() -> None:
     import composer.distributed
 
     import composer_fsdp2
-    from composer_fsdp2.compat import fsdp2, prepare_fsdp_module
+    from composer_fsdp2 import compat
 
     original = composer.distributed.prepare_fsdp_module
-    ours = [composer_fsdp2.prepare_fully_shard, prepare_fsdp_module]
+    places = ["composer.distributed", "composer.distributed.dist_strategy", "composer.checkpoint.load"]
+
+    def found() -> list[Any]:
+        of_users = [vars(sys.modules[name])["p"] for name in places if name.startswith("users")]
+        return [*of_users, *(vars(sys.modules[name])["prepare_fsdp_module"] for name in places)]
+
+    own = [id(composer_fsdp2.prepare_fully_shard), id(compat.prepare_fsdp_module)]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(user_module("users_early", USER))
+        places.append(stack.enter_context(user_module("users_early")))
         for time in ("first", "second"):
-            with fsdp2():
-                for module, name in IMPORT_PATHS:
-                    by = shards_with(getattr(sys.modules[module], name))
-                    assert by == "FSDP2", f"{module}.{name} shards with {by} the {time} time"
-                late = stack.enter_context(user_module(f"users_{time}", USER))
-                assert shards_with(late.p) == "FSDP2"
-            paths = [*IMPORT_PATHS, (late.__name__, "p"), (late.__name__, "prepare_fsdp_module")]
-            kept = [f"{module}.{name}" for module, name in paths if getattr(sys.modules[module], name) is not original]
-            assert not kept, f"not Composer's again the {time} time: {kept}"
-            assert shards_with(late.p) == "FSDP1"
+            with compat.fsdp2():
+                places.append(stack.enter_context(user_module(f"users_{time}")))
+                ours = composer.distributed.prepare_fsdp_module
+                assert all(each is ours for each in found()), f"not ours the {time} time: {found()}"
+                assert shards_with(ours) == {"FSDPModule"}
+            assert all(each is original for each in found()), f"not Composer's again the {time} time: {found()}"
             # Ours under their own names are not part of the shim.
-            assert [shards_with(prepare) for prepare in ours] == ["FSDP2", "FSDP2"]
-            now = [composer_fsdp2.prepare_fully_shard, composer_fsdp2.compat.prepare_fsdp_module]
-            assert [*map(id, now)] == [*map(id, ours)], f"uninstall rebound our own names: {now}"
+            assert [id(composer_fsdp2.prepare_fully_shard), id(compat.prepare_fsdp_module)] == own
+            assert shards_with(compat.prepare_fsdp_module) == {"FSDPModule"}
 
 
 def test_prepare_fsdp_module_is_ours_under_every_import_path():
@@ -203,39 +197,7 @@ def test_prepare_fsdp_module_is_ours_under_every_import_path():
     run_ranks(check_import_paths, 1)
 
 
-# --- how often, and what if something fails
-
-
-def check_nesting() -> None:
-    import_composer()
-    from composer_fsdp2.compat import fsdp2, install, is_installed, uninstall
-
-    before = bindings()
-    uninstall()  # nothing to undo
-    install()
-    once = bindings()
-    install()
-    assert_unchanged(once, "after a second install")
-    with fsdp2():
-        pass
-    assert_unchanged(once, "after fsdp2() inside an install")
-    uninstall()
-    assert_unchanged(before)
-
-    with fsdp2():
-        with fsdp2():
-            assert is_installed()
-        assert is_installed(), "the inner block ended the outer one"
-    assert_unchanged(before)
-
-    with contextlib.suppress(ZeroDivisionError), fsdp2():
-        _ = 1 / 0
-    assert_unchanged(before, "after an error in the block")
-
-
-def test_install_twice_and_nested_blocks():
-    """A library that installs inside the user's own block must neither double the wrappers nor end the block."""
-    run_ranks(check_nesting, 1)
+# --- if something fails
 
 
 def check_rollback() -> None:
@@ -269,7 +231,7 @@ def test_a_seam_that_fails_leaves_nothing_behind():
     run_ranks(check_rollback, 1)
 
 
-def check_versions() -> list[str]:
+def check_versions() -> None:
     import importlib.metadata
 
     import_composer()
@@ -277,27 +239,23 @@ def check_versions() -> list[str]:
     from composer_fsdp2.compat import fsdp2, install, is_installed
 
     before = bindings()
-    messages = []
-    missing = importlib.metadata.PackageNotFoundError("mosaicml")
-    for version in (["0.33.0"], ["0.31.0"], missing):
-        for enter in (install, lambda: fsdp2().__enter__()):
+
+    def check(version: Any, words: tuple[str, ...]) -> None:
+        for enter in (install, fsdp2().__enter__):
             other_version = mock.patch("importlib.metadata.version", side_effect=version)
             with other_version, pytest.raises(IncompatibleVersionError) as refusal:
                 enter()
             assert isinstance(refusal.value, ComposerFSDP2Error)
             assert isinstance(refusal.value, ImportError)
-            messages.append(str(refusal.value))
+            assert all(word in str(refusal.value) for word in words), refusal.value
             assert not is_installed()
-            assert_unchanged(before)
-    return messages
+
+    missing = importlib.metadata.PackageNotFoundError("mosaicml")
+    cases = {version: ([version], (version, "pip install mosaicml==0.32.1")) for version in ("0.33.0", "0.31.0")}
+    for_each(check, {**cases, "none": (missing, ("not installed", "pip install"))})
+    assert_unchanged(before)
 
 
 def test_other_versions_of_composer_are_refused():
     """Seams of a release that nobody read would be patched blindly; the error says which release to install."""
-    messages = run_ranks(check_versions, 1)[0]
-    for message, version in zip(messages[:4], ["0.33.0", "0.33.0", "0.31.0", "0.31.0"], strict=True):
-        assert version in message
-        assert "pip install mosaicml==0.32.1" in message
-    for message in messages[4:]:
-        assert "not installed" in message
-        assert "pip install" in message
+    run_ranks(check_versions, 1)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.composer
 
 MEND = "composer_fsdp2/fsdp1/keys.py no longer matches the installed Composer"
-F32, BF16 = "float32", "bfloat16"
 
 
 def fields_of(config_class: type) -> dict[str, Any]:
@@ -67,12 +66,7 @@ def test_every_field_of_fsdp2_config_has_its_row():
     assert own == {"reshard_after_forward": fields["reshard_after_forward"], "device_mesh": fields["device_mesh"]}, MEND
     differing = {name for name, default in fields.items() if KEYS_BY_NAME[name].default != default}
     assert differing == {"state_dict_type"}, MEND
-
-
-def test_every_property_of_fsdp2_config_has_its_row():
-    """What FSDP2Config answers for FSDP1's sake is read under the same names."""
-    from composer.utils import FSDP2Config
-
+    # What it answers for FSDP1's sake is read under the same names.
     properties = {name for name, _ in inspect.getmembers(FSDP2Config, lambda member: isinstance(member, property))}
     assert properties <= set(KEYS_BY_NAME), MEND
 
@@ -87,33 +81,27 @@ def test_every_precision_is_known():
 
 
 @pytest.mark.filterwarnings("ignore:We use torch.bfloat16 by default for amp_fp8")
-@pytest.mark.parametrize("spelling", DTYPES)
-def test_every_spelling_of_a_dtype_means_the_same(spelling: str):
+def test_every_spelling_of_a_dtype_means_the_same():
     """A dict of dtypes trains in the dtypes that Composer's own function gives."""
     from composer.distributed.mosaic_parallelism import _get_torch_dtype
 
-    assert torch_dtype(DTYPES[spelling]) == _get_torch_dtype(spelling)
+    assert {name: torch_dtype(dtype) for name, dtype in DTYPES.items()} == {n: _get_torch_dtype(n) for n in DTYPES}
 
 
 @pytest.mark.filterwarnings("ignore:We use torch.bfloat16 by default for amp_fp8")
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(
-    "written", ["FULL", "DEFAULT", "PURE", "pure", {"param_dtype": "bf16"}, {"buffer_dtype": "half"}]
-)
-def test_mixed_precision_is_composers(written: str | dict[str, str], precision: str):
-    """The dtypes of each precision are asked of Composer itself."""
+def test_mixed_precision_is_composers(precision: str):
+    """The dtypes of each precision are asked of Composer itself; the Trainer's Precision and its string are one."""
     from composer.core import Precision
     from composer.distributed.mosaic_parallelism import get_mixed_precision
     from composer.utils import FSDPConfig
 
-    _, param, reduce, buffer = get_mixed_precision(Precision(precision), written)
-    config = config_of(FSDPConfig(mixed_precision=written), precision=Precision(precision))
-    found = (
-        config.mixed_precision.param_dtype,
-        config.mixed_precision.reduce_dtype,
-        config.mixed_precision.buffer_dtype,
-    )
-    assert tuple(map(torch_dtype, found)) == (param, reduce, buffer)
+    for written in ("FULL", "DEFAULT", "PURE", "pure", {"param_dtype": "bf16"}, {"buffer_dtype": "half"}):
+        _, *expected = get_mixed_precision(Precision(precision), written)
+        found = config_of(FSDPConfig(mixed_precision=written), precision=Precision(precision)).mixed_precision
+        dtypes = (found.param_dtype, found.reduce_dtype, found.buffer_dtype)
+        assert [torch_dtype(dtype) for dtype in dtypes] == expected, written
+    assert config_of({}, precision=Precision(precision)) == config_of({}, precision=precision)
 
 
 # --- real objects
@@ -123,20 +111,15 @@ def keys_given(fsdp_config: object) -> list[str]:
     return [finding.key for finding in translate(fsdp_config, device="cpu").findings]
 
 
-def test_fsdp_config_without_a_word():
-    """An FSDPConfig() is an empty section."""
+def test_configurations_without_a_word():
+    """An FSDPConfig() is an empty section; and Composer's defaults for FSDP2 are not reported as the user's words."""
     from composer.utils import FSDPConfig
 
-    assert keys_given(FSDPConfig()) == []
+    assert keys_given(FSDPConfig()) == keys_given(fsdp2_config()) == []
     assert config_of(FSDPConfig()) == config_of({})
-
-
-def test_fsdp2_config_without_a_word():
-    """Composer's defaults for FSDP2 are not reported as the user's words."""
-    assert keys_given(fsdp2_config()) == []
     config = config_of(fsdp2_config())
     assert config.reshard_after_forward is True
-    assert config.mixed_precision.param_dtype == F32
+    assert config.mixed_precision.param_dtype == "float32"
 
 
 GIVEN: dict[str, Any] = {
@@ -163,7 +146,7 @@ def test_an_object_says_what_a_mapping_says():
     assert by_object == by_mapping
     assert by_object.config is not None
     assert by_object.config.mesh.shape == (2, 2)
-    assert by_object.config.mixed_precision.reduce_dtype == BF16
+    assert by_object.config.mixed_precision.reduce_dtype == "bfloat16"
     assert {f.key: f.outcome for f in by_object.findings}["min_params"] is Outcome.UNNEEDED
 
 
@@ -177,13 +160,9 @@ def test_fsdp2_config_says():
     assert config.activation_checkpointing.checkpoint
     assert config.mixed_precision.param_dtype is None
     assert keys_given(fsdp2_config(**written)) == list(written)
-
-
-def test_sync_module_states_of_fsdp2_config():
-    """Composer sets it behind a property."""
-    config = fsdp2_config()
-    config.sync_module_states = True
-    assert config_of(config).sync_module_states is True
+    by_property = fsdp2_config()
+    by_property.sync_module_states = True
+    assert config_of(by_property).sync_module_states is True
 
 
 def test_a_misspelt_attribute():
@@ -192,14 +171,6 @@ def test_a_misspelt_attribute():
 
     with pytest.raises(ConfigError, match="sharding_stratgy; did you mean sharding_strategy"):
         translate(FSDPConfig(sharding_stratgy="SHARD_GRAD_OP"))
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_precision_members(precision: str):
-    """The Trainer's Precision and its string are one."""
-    from composer.core import Precision
-
-    assert config_of({}, precision=Precision(precision)) == config_of({}, precision=precision)
 
 
 def test_devices():

@@ -11,6 +11,7 @@ from support.cases import for_each
 from support.comparing import full_parameters
 from support.oracle import FSDP1, FSDP2, UNSHARDED
 from support.ranks import run_ranks
+from support.references import reference
 from support.trainers import make_trainer
 from support.training import HSDP_2X2
 
@@ -52,18 +53,16 @@ def build(kind: str) -> Any:
             if kind == "added up in forward":
                 return outputs
             loss, weight = super().loss(outputs, batch), self.model.blocks[0].up.weight
-            if kind in ("penalty", "unclipped"):
+            if kind == "penalty":
                 return loss + 0.01 * l2(self)
-            if kind == "orthogonality":
-                return loss + 0.01 * (weight.T @ weight - torch.eye(8)).pow(2).sum() + weight.norm()
-            if kind == "batch":
-                return loss + F.linear(outputs[..., :8], weight).pow(2).mean()
-            if kind == "several":
-                return {"main": loss, "penalty": 0.01 * l2(self)}
+            if kind == "everything":  # several losses, of them one of outputs and parameters together
+                of_outputs = F.linear(outputs[..., :8], weight).pow(2).mean()
+                orthogonality = (weight.T @ weight - torch.eye(8)).pow(2).sum() + weight.norm()
+                return {"main": loss + of_outputs, "penalties": 0.01 * (l2(self) + orthogonality)}
             return loss
 
         def get_metrics(self, is_train: bool = False) -> Any:
-            return {} if is_train or kind != "metric" else {"Mean": self.metric}
+            return {} if is_train or kind != "everything" else {"Mean": self.metric}
 
         def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
             metric.update(F.linear(outputs[..., :8], self.model.blocks[0].up.weight).pow(2).mean() + 0.01 * l2(self))
@@ -75,13 +74,13 @@ def algorithm() -> Any:
     from composer.core import Algorithm, Event
 
     class Decay(Algorithm):
-        """Weight decay as a term of the loss."""
+        """Weight decay as a term of the losses."""
 
         def match(self, event: Any, state: Any) -> bool:
             return event == Event.AFTER_LOSS
 
         def apply(self, event: Any, state: Any, logger: Any) -> None:
-            state.loss = state.loss + 0.01 * l2(state.model)
+            state.loss["decay"] = 0.01 * l2(state.model)
 
     return Decay()
 
@@ -93,9 +92,9 @@ def train(under: Any, config: dict[str, Any] | None, kind: str) -> tuple[list[fl
         trainer = make_trainer(
             None if config is None else {"mixed_precision": "FULL", **config},
             model=build(kind),
-            clip=None if kind == "unclipped" else ("norm", 0.5),  # FSDP1's clipping knows no float64
-            eval_interval="2ba" if kind == "metric" else None,
-            algorithms=[algorithm()] if kind == "algorithm" else (),
+            clip=("norm", 0.5) if kind == "everything" else None,  # FSDP1's clipping knows no float64
+            eval_interval="2ba" if kind == "everything" else None,
+            algorithms=[algorithm()] if kind == "everything" else (),
             batches=3,
             precision="fp32",
         )
@@ -107,36 +106,30 @@ def train(under: Any, config: dict[str, Any] | None, kind: str) -> tuple[list[fl
     return record.losses, parameters, metrics
 
 
-def check_beside_unsharded(config: dict[str, Any], kind: str) -> None:
-    losses, parameters, metrics = train(FSDP2, config, kind)
-    expected_losses, expected, expected_metrics = train(UNSHARDED, None, kind)
+def check_beside_unsharded(config: dict[str, Any]) -> None:
+    losses, parameters, metrics = train(FSDP2, config, "everything")
+    expected_losses, expected, expected_metrics = reference(train, UNSHARDED, None, "everything")
     torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=0)
     assert parameters.keys() == expected.keys()
     for name, parameter in expected.items():
         torch.testing.assert_close(parameters[name], parameter, rtol=1e-6, atol=1e-8, msg=name)
-    assert metrics.keys() == expected_metrics.keys()
+    assert metrics.keys() == expected_metrics.keys() != set()
     torch.testing.assert_close(metrics, expected_metrics, rtol=1e-6, atol=0)
 
 
-def check_all(cases: dict[str, tuple[dict[str, Any], str]]) -> None:
-    for_each(check_beside_unsharded, cases)
+def check_all(configs: dict[str, dict[str, Any]]) -> None:
+    for_each(check_beside_unsharded, {name: (config,) for name, config in configs.items()})
 
 
-def test_a_loss_that_uses_parameters():
-    """A penalty in the loss or an algorithm, of several losses, or on a batch; and a metric of an evaluation."""
-    kinds = ("penalty", "orthogonality", "batch", "several", "algorithm", "metric")
-    cases = {kind: ({}, kind) for kind in kinds} | {name: (CONFIGS[name], "penalty") for name in CONFIGS}
-    run_ranks(check_all, 2, cases)
-
-
-def test_a_loss_that_uses_parameters_beside_replicas():
-    """Its gradient is averaged once."""
-    run_ranks(check_all, 4, {"penalty": (HSDP_2X2, "penalty"), "batch": (HSDP_2X2, "batch")})
+@pytest.mark.parametrize(("world_size", "configs"), [(2, CONFIGS), (4, {"HSDP": HSDP_2X2})], ids=["shards", "replicas"])
+def test_a_loss_that_uses_parameters(world_size: int, configs: dict[str, dict[str, Any]]):
+    """Penalties in the loss and in an algorithm, several losses, one on a batch; and a metric of an evaluation."""
+    run_ranks(check_all, world_size, configs)
 
 
 def check_as_fsdp1() -> None:
-    _, ours, _ = train(FSDP2, {}, "unclipped")
-    _, theirs, _ = train(FSDP1, {}, "unclipped")
+    _, ours, _ = train(FSDP2, {}, "penalty")
+    _, theirs, _ = train(FSDP1, {}, "penalty")
     for name, parameter in theirs.items():
         torch.testing.assert_close(ours[name], parameter, rtol=1e-6, atol=1e-8, msg=name)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import re
 from collections.abc import Iterator
@@ -81,14 +80,20 @@ def assert_copies(copies: dict[int, torch.Tensor], tensors: dict[str, torch.Tens
 
 
 def test_every_kind_of_tensor(cuda: CudaPlayed):
-    """A checkpoint written in the background holds what one written at once would, strides too."""
+    """A checkpoint written in the background holds what one written at once would, strides too; and no more is pinned
+    than the state has. torch pins powers of two: 1.1 to 1.7 times as much, on a node that holds the state of eight
+    ranks."""
     tensors, copies = samples(), pinned_copies()
-    assert_copies(copies.of(tensors.values()), tensors)
-    with torch.no_grad():
-        for name in ("flag", "parameter", "all of its storage"):
-            tensors[name].zero_()
-    assert_copies(copies.of(tensors.values()), tensors)
-    assert copies.of([]) == {}
+    for _ in range(2):
+        made = copies.of(tensors.values())
+        assert_copies(made, tensors)
+        with torch.no_grad():
+            for name in ("flag", "parameter", "all of its storage"):
+                tensors[name].zero_()
+    num_bytes = bytes_of(tensors.values())
+    assert num_bytes <= sum(cuda.pinned.values()) <= num_bytes + 64 * len(tensors), cuda.events
+    # torch.save writes the whole storage of a tensor: a number would become a file of the state's size.
+    assert all(copied.untyped_storage().nbytes() == copied.nbytes for copied in made.values())
 
 
 def test_nothing_but_empty_tensors(cuda: CudaPlayed):
@@ -96,16 +101,6 @@ def test_nothing_but_empty_tensors(cuda: CudaPlayed):
     tensors = {"empty": torch.empty(0, 5), "bf16": torch.empty(3, 0, dtype=torch.bfloat16)}
     assert_copies(pinned_copies().of(tensors.values()), tensors)
     assert not cuda.pinned
-
-
-def test_copies_share_no_storage(cuda: CudaPlayed):
-    """torch.save writes the whole storage of a tensor: a number would become a file of the state's size."""
-    tensors = samples()
-    for name, copied in zip(tensors, pinned_copies().of(tensors.values()).values(), strict=True):
-        assert copied.untyped_storage().nbytes() == copied.nbytes, name
-        file = io.BytesIO()
-        torch.save(copied, file)
-        assert len(file.getvalue()) < copied.nbytes + 4096, name
 
 
 def check_dtensors() -> None:
@@ -142,15 +137,6 @@ def test_sharded_tensors():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Memory
-
-
-def test_no_more_is_pinned_than_the_state_has(cuda: CudaPlayed):
-    """torch pins powers of two: 1.1 to 1.7 times as much, on a node that holds the state of eight ranks."""
-    tensors = [*samples().values(), *(torch.randn(each) for each in (1025, 300, 2049, 2**12 + 1, 5 * 2**10))]
-    copies = pinned_copies()
-    for _ in range(3):
-        assert list(copies.of(tensors)) == [id(tensor) for tensor in tensors]
-    assert bytes_of(tensors) <= sum(cuda.pinned.values()) <= bytes_of(tensors) + 64 * len(tensors), cuda.events
 
 
 def test_memory_grows_and_is_given_back(cuda: CudaPlayed):

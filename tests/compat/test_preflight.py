@@ -25,42 +25,36 @@ def refusal(act: Any, *arguments: Any, **options: Any) -> str:
     return str(raised.value)
 
 
-def check_refused(folder: str) -> list[str]:
+def check_refused(folder: str) -> None:
     from composer.algorithms import SWA
     from composer.callbacks import ExportForInferenceCallback
 
     warnings.simplefilter("ignore")
     export = ExportForInferenceCallback("torchscript", f"{folder}/exported.pt")
-    messages = []
     for environment in ({}, {"FSDP_VERSION": "2"}):
         model = build_model()
         optimizer = build_optimizer("sgd", model)
         before = [id(parameter) for parameter in model.parameters()]
         with mock.patch.dict("os.environ", environment), FSDP2():
-            messages.append(
-                refusal(make_trainer, {}, model=model, optimizer=optimizer, algorithms=[SWA()], callbacks=[export])
-            )
-        assert [id(parameter) for parameter in model.parameters()] == before, "the model was changed"
-        assert [id(parameter) for parameter in optimizer.param_groups[0]["params"]] == before
+            options = {"model": model, "optimizer": optimizer, "algorithms": [SWA()], "callbacks": [export]}
+            message = refusal(make_trainer, {}, **options)
+        for words in ("use the algorithm EMA", "ExportForInferenceCallback", "load_path"):
+            assert words in message
+        of_optimizer = [id(parameter) for parameter in optimizer.param_groups[0]["params"]]
+        assert [id(parameter) for parameter in model.parameters()] == before == of_optimizer, "the model was changed"
     with FSDP2():
         trainer = make_trainer({})
         trainer.state.callbacks.append(export)
-        messages.append(refusal(trainer.fit))
+        assert "load_path" in refusal(trainer.fit)
         assert trainer.state.timestamp.batch == 0
-        messages.append(refusal(trainer.export_for_inference, "torchscript", f"{folder}/exported.pt"))
+        message = refusal(trainer.export_for_inference, "torchscript", f"{folder}/exported.pt")
+        assert "export_for_inference" in message and "load_path" in message
         trainer.close()
-    return messages
 
 
 def test_what_copies_a_sharded_model_is_refused_at_once(tmp_path: Path):
     """SWA ends on an assertion of torch's after 70% of a run, and an export after all of it, on one rank alone."""
-    for messages in run_ranks(check_refused, 2, str(tmp_path)):
-        for both in messages[:2]:
-            assert "use the algorithm EMA" in both
-            assert "ExportForInferenceCallback" in both
-        for message in messages:
-            assert "load_path" in message
-        assert "export_for_inference" in messages[3]
+    run_ranks(check_refused, 2, str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -69,10 +63,10 @@ def check_unsharded() -> None:
 
     warnings.simplefilter("ignore")
     with FSDP2():
-        trainer = make_trainer(None, batches=12, algorithms=[SWA("0.1dur", "0.5dur", "1ba")])
+        trainer = make_trainer(None, batches=6, algorithms=[SWA("0.2dur", "0.5dur", "1ba")])
         trainer.fit()
         assert trainer.state.algorithms[0].swa_completed
-        assert len(result(trainer).losses) == 12
+        assert len(result(trainer).losses) == 6
         trainer.close()
 
 

@@ -53,9 +53,7 @@ def check_policies() -> None:
     for_each(
         check,
         {
-            "by class": (SECTION | {"wrap_policy": BLOCKS}, layers),
             "by size": (SECTION | {"wrap_policy": {"min_num_params": "3e2"}}, layers),
-            "one unit": (SECTION | {"wrap_policy": {"transformer_layer_cls_to_wrap": []}}, {"model"}),
             "with a head": (SECTION | {"wrap_policy": BLOCKS | {"wrap_lm_output": True}}, {*layers, "model.lm_head"}),
             "an object": (as_object({"wrap_policy": BLOCKS}), layers),
         },

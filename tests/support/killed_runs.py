@@ -24,6 +24,7 @@ from unittest import mock
 import torch.distributed as dist
 from composer import Callback
 from composer.utils import get_composer_env_dict
+from support.examples import IS_THOROUGH
 from support.oracle import FSDP2
 from support.ranks import name_own_file
 from support.saved import read
@@ -35,6 +36,8 @@ from composer_fsdp2.checkpoint.save import staged_file
 NUM_RANKS = 2
 WAIT_S = 120
 INTERVAL, LAST = 3, 12  # of runs killed in the middle
+# What is saved, and whether in the background.
+AT_RANDOM, IN_THE_MIDDLE = [("full", True), ("sharded", False)], [("full", False), ("sharded", True)]
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,7 @@ def report(run: Run, ranks: list[int]) -> None:
 
 def at_random_points(folder: Path, num_rounds: int) -> None:
     choose = random.Random(num_rounds)
-    kinds = [(kind, is_async) for kind in ("full", "sharded") for is_async in (False, True)]
+    kinds = [*AT_RANDOM, *(IN_THE_MIDDLE if IS_THOROUGH else [])]
     for number in range(num_rounds):
         kind, is_async = kinds[number % len(kinds)]
         path = folder / f"{kind}-{is_async}"
@@ -201,11 +204,10 @@ def at_random_points(folder: Path, num_rounds: int) -> None:
 
 
 def in_the_middle(folder: Path) -> None:
-    for kind in ("full", "sharded"):
-        for is_async in (False, True):
-            path = folder / f"{kind}-{is_async}"
-            path.mkdir()
-            one_in_the_middle(path, kind, is_async)
+    for kind, is_async in [*IN_THE_MIDDLE, *(AT_RANDOM if IS_THOROUGH else [])]:
+        path = folder / f"{kind}-{is_async}"
+        path.mkdir()
+        one_in_the_middle(path, kind, is_async)
 
 
 def one_in_the_middle(folder: Path, kind: str, is_async: bool) -> None:
@@ -231,7 +233,7 @@ def one_in_the_middle(folder: Path, kind: str, is_async: bool) -> None:
 
 
 def main(folder: Path, num_rounds: int | None) -> None:
-    """So many runs, each killed at a random point; or each kind of saving in the middle of its second checkpoint."""
+    """So many runs, each killed at a random point; or kinds of saving in the middle of the second checkpoint."""
     get_composer_env_dict()  # asks the CPU for its name, for half a second
     with FSDP2():
         if num_rounds is None:
