@@ -1,15 +1,80 @@
-"""What autocast keeps of a unit's parameters on a GPU; tests/_torch/test_unit.py has what units take and return."""
+"""What a unit's forward takes and returns, and what autocast keeps of its parameters, on a GPU."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from support.gpus import Ranks, Recorder, on_gpus
-from support.models import Model, tokens
+from support.models import WIDTH, Model, features, tokens
 from support.sharding import WAYS
+from support.training import train_alike
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 MIB = 2**20
+
+
+@dataclass
+class Out:
+    hidden: torch.Tensor
+
+
+class InPlace(nn.Module):
+    """A unit that begins by writing to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.fc = nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Out:
+        return Out(self.fc(self.act(x)))
+
+
+class Recurrent(nn.Module):
+    """A root that returns a dataclass; its units take a PackedSequence (cuDNN's LSTM) and write to their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.blocks = nn.ModuleList([InPlace(), InPlace()])
+
+    def forward(self, x: torch.Tensor) -> Out:
+        lengths = torch.tensor([3, 2, 1])
+        packed: PackedSequence = self.lstm(pack_padded_sequence(self.embed(x), lengths, batch_first=True))[0]
+        x, _ = pad_packed_sequence(packed, batch_first=True)
+        for block in self.blocks:
+            x = x + block(x * 2).hidden
+        return Out(x)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.LSTM | InPlace)
+
+
+class Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Recurrent()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x).hidden
+
+
+def sequences(seed: int) -> torch.Tensor:
+    return features(seed, 9).view(3, 3, WIDTH)
+
+
+def check_containers(device: str) -> None:
+    kept = {"sharding_strategy": "SHARD_GRAD_OP", "forward_prefetch": True}
+    for config in ({}, kept, {"cpu_offload": True}):
+        train_alike(Returning, config, sequences, device=device, rtol=1e-9, atol=1e-12)
+
+
+@on_gpus(1, 2, rehearsal=0)
+def test_dataclasses_and_packed_sequences_train(ranks: Ranks):
+    """A root whose output torch does not walk never trained, without an error."""
+    ranks.run(check_containers)
 
 
 def bf16_bytes(module: nn.Module) -> int:
