@@ -22,6 +22,7 @@ def clip_by_hand(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
     """As ``torch.nn.utils.clip_grad_norm_``, on local tensors. Called on all ranks; an all-reduce of one number."""
     # torch's functions read nothing else of a parameter.
     own: list[Any] = [SimpleNamespace(grad=local(each.grad)) for each in parameters if each.grad is not None]
-    square = get_total_norm([each.grad for each in own], foreach=True) ** 2
+    norm = get_total_norm([each.grad for each in own], foreach=True)
+    square = norm.double() ** 2  # which has room for the squares of all that fp32 has room for
     dist.all_reduce(square)
-    clip_grads_with_norm_(own, max_norm, square.sqrt(), foreach=True)
+    clip_grads_with_norm_(own, max_norm, square.sqrt().to(norm.dtype), foreach=True)

@@ -96,7 +96,7 @@ def check_split_layers() -> None:
 
 def test_split_layers_send_what_they_send_by_hand():
     """A step of split and sharded layers costs no collective more, and clipping adds one number."""
-    run_ranks(check_split_layers, 2)
+    run_ranks(check_split_layers, 4)
 
 
 def check_split_experts() -> None:
@@ -122,4 +122,4 @@ def check_split_experts() -> None:
 
 def test_split_experts_send_their_rows_and_nothing_else():
     """Each exchange more would be one in every layer."""
-    run_ranks(check_split_experts, 2)
+    run_ranks(check_split_experts, 4)  # on two, nothing else is sharded: torch 2.13 gathers nothing there
