@@ -82,9 +82,9 @@ def check_content(ranges: Iterable[ReadRange], checkpoint: Path) -> int:
     """Compare the CRC32 of every record of which a rank read a byte with what the file says.
 
     Each record is one rank's to put together from what the others say of it. Where every rank looked at all of them it
-    took 131 MiB and 22 s on each of 1,024 ranks (benchmarks/many_ranks.py of commit fa43806). Of records that do not add
-    up, because nobody read the rest (FSDP1's padding), or some of it twice (views), or because they are damaged, one of
-    the ranks that read of them then reads what is missing, or all.
+    took 131 MiB and 22 s on each of 1,024 ranks (benchmarks/many_ranks.py of commit fa43806). Of records that do not
+    add up, because nobody read the rest (FSDP1's padding), or some of it twice (views), or because they are damaged,
+    one of the ranks that read of them then reads what is missing, or all.
 
     Args:
         checkpoint: The file or folder, as this rank sees it.
