@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One promise of the project, and whether this run kept it."""
+    """One limit that the project promises, and whether this run stayed within it."""
 
     promise: str
     measured: str
@@ -21,7 +21,7 @@ class Bar:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """With a script's docstring as its help, and the options that all scripts have."""
+    """The script's docstring as its help, and the options common to all scripts."""
     summary, _, details = (doc or "").partition("\n")
     made = argparse.ArgumentParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -40,24 +40,24 @@ def count(text: str) -> int:
 
 
 def add_device(made: argparse.ArgumentParser) -> None:
-    """Where the model lies, and on how many ranks; see ``ranks_of``."""
+    """The model's device and the number of ranks; see ``ranks_of``."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     made.add_argument("--device", choices=("cpu", "cuda"), default=default, help="of the model; default: %(default)s")
     made.add_argument("--ranks", type=count, help="default: 1 on a GPU, 2 on the CPU")
 
 
 def ranks_of(given: argparse.Namespace) -> int:
-    """How many ranks the options of ``add_device`` ask for."""
+    """The number of ranks that the options of ``add_device`` select."""
     return given.ranks or (1 if given.device == "cuda" else 2)
 
 
 def conclude(given: argparse.Namespace, bars: Sequence[Bar], *, summary: Mapping[str, Any], text: str) -> int:
-    """Print what was measured, as ``given`` asks for it; the exit code: 1 if a bar that counts does not hold.
+    """Print the results as JSON or text; return the exit code: 1 if a bar fails, unless ``--no-bars`` was passed.
 
     Args:
-        given: The options of ``parser``.
+        given: The parsed options.
         summary: The object of ``--json``, less the machine and the bars.
-        text: What is printed without it, less the bars.
+        text: The tables, less the bars, printed without ``--json``.
     """
     if given.json:
         print(json.dumps({"machine": machine(), **summary, "bars": [asdict(bar) for bar in bars]}))
@@ -69,7 +69,7 @@ def conclude(given: argparse.Namespace, bars: Sequence[Bar], *, summary: Mapping
 
 
 def machine() -> str:
-    """Where and on which torch this runs, without the machine's name."""
+    """Hardware, torch and Python version, without the machine's name."""
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
     else:

@@ -26,7 +26,6 @@ from typing import Any
 import report
 import torch
 import torch.distributed as dist
-from counting import Collectives, StateBytes, gathered_bytes
 from launch import on_ranks
 from models import Shape, add_sizes, with_sizes
 from report import Bar, machine, markdown, mib
@@ -50,6 +49,7 @@ from timing import (
 )
 from variants import NAMES, OPTIMIZERS, STRATEGIES, Setting, Trainee, missing
 
+from composer_fsdp2._torch.counting import Collectives, StateBytes
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 
 TITLES = {
@@ -249,10 +249,14 @@ def _bars(options: argparse.Namespace, result: Result) -> list[Bar]:
             what = f"the {options.clock.replace('_', ' ')} of a step with {TITLES[other]}"
             bars.append(time_bar(what, ratios(result, "ours", options.clock, to=other), MAX_RATIO))
     if "composer" in result and options.strategy == "SHARD_GRAD_OP":
-        gathered, theirs = (gathered_bytes(result[name]["collectives"]) for name in ("ours", "composer"))
+        gathered, theirs = (_gathered_bytes(result[name]["collectives"]) for name in ("ours", "composer"))
         promise = "fewer gathered bytes than Composer's FSDP2, which ignores sharding_strategy"
         bars.append(Bar(promise, f"{mib(gathered)}, Composer's {mib(theirs)}", gathered < theirs))
     return bars
+
+
+def _gathered_bytes(counts: dict[str, dict[str, int]]) -> int:
+    return sum(count["bytes"] for name, count in counts.items() if "gather" in name)
 
 
 def _in_words(counts: dict[str, dict[str, int]]) -> str:

@@ -1,7 +1,7 @@
-"""Composer's Trainer as something that trains one batch at a time: ``build(name, setting)``, for ``step.py --trainer``.
+"""Composer's Trainer, one batch at a time: ``build(name, setting)``, for ``step.py --trainer``.
 
 DecoupledAdamW and GradientClipping under the shim, over ``fully_shard`` by hand, Composer's FSDP2 and FSDP1. A batch
-lasts from where the Trainer has been given it to where it asks for the next one. Composer is imported with this file.
+is timed from when the Trainer takes it to when it requests the next one. Imports Composer.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ def _shard_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, *unused: 
 
 
 def _is_on_gpu() -> bool:
-    """Of this rank, by what its process group was started for."""
+    """Whether this rank trains on a GPU: the backend of its process group."""
     return dist.get_backend() == "nccl"
 
 
 def _around(name: str) -> AbstractContextManager[Any]:
-    """What must be in place while this Trainer is made and trains, and while no other does: the shim, say, replaces
-    functions of Composer for everybody in the process."""
+    """The patches that are active only while this Trainer is built or trains: the shim, for one, replaces functions of
+    Composer in the whole process."""
     if name == HAND:  # The Trainer shards where its own FSDP2 would, and asks this instead.
         return mock.patch("composer.distributed.prepare_distributed.parallelize_composer_model", _shard_by_hand)
     if name == "ours":
@@ -56,11 +56,11 @@ def _around(name: str) -> AbstractContextManager[Any]:
 
 
 class _Batches:
-    """A dataloader that gives a batch when it is this Trainer's turn, and gives the turn back when asked for more.
+    """A dataloader that yields a batch when it is this Trainer's turn, and ends the turn at the next request.
 
-    So several Trainers stand in the midst of their ``fit`` in one process, each in a thread of its own, and one of them
-    runs. Processes of their own would need no shim that comes and goes, but one may be faster than its like for as long
-    as it lives (where its memory lies, say), which no number of rounds evens out.
+    Several Trainers share one process, each inside ``fit`` in a separate thread, of which one runs at a time. Separate
+    processes would not need to switch the shim on and off, but one process may be faster than another throughout (its
+    memory layout, for one), which more rounds do not average out.
     """
 
     def __init__(self) -> None:
@@ -74,13 +74,13 @@ class _Batches:
             yield [self._tokens]
 
     def start(self, fit: Callable[[], None]) -> None:
-        """In a thread of its own, up to the first batch."""
+        """Start a thread, and run it up to the first batch."""
         device = torch.cuda.current_device() if _is_on_gpu() else None
 
         def run() -> None:
             try:
                 if device is not None:
-                    torch.cuda.set_device(device)  # which each thread has its own of
+                    torch.cuda.set_device(device)  # is per thread
                 fit()
             except BaseException as error:
                 self._error = error
@@ -101,7 +101,7 @@ class _Batches:
 
 
 def build(name: str, setting: Setting) -> Trainee:
-    """A Trainer that stands before its first batch; called on all ranks."""
+    """A Trainer before its first batch; called on all ranks."""
     torch.manual_seed(0)
     model, batches = Language(setting.shape), _Batches()
     optimizer = (UpdatesByHand if name == HAND else DecoupledAdamW)(model.parameters(), lr=1e-3)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +19,13 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composer_fsdp2 import apply_plan, begin_microbatch, estimate_step, plan_sharding, translate
+from composer_fsdp2._torch.counting import Collectives, StateBytes
 from composer_fsdp2.estimate.events import MicrobatchTrace, StepEvent
 from composer_fsdp2.estimate.fsdp1_model import model_fsdp1
 from composer_fsdp2.estimate.moments import listen
 from composer_fsdp2.estimate.optimizers import optimizer_state
 from composer_fsdp2.estimate.step import Kind, StepEstimate
 from composer_fsdp2.sharding.plan import ShardingPlan
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +73,6 @@ def record(model: nn.Module, plan: ShardingPlan) -> MicrobatchTrace:
 
 def measure(model: nn.Module, case: Case) -> tuple[Counter[tuple[str, int, int]], Any]:
     """Two steps with one counter, the second of which counts: a first one has no optimizer's state yet."""
-    from counting import Collectives, StateBytes
-
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=True)
     state = StateBytes(model, optimizer)

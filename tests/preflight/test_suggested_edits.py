@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.foundry_runs import ROOT, YAML, make_data_of_runs, train
+from support.foundry_runs import YAML, make_data_of_runs, train
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 
+from composer_fsdp2._torch.counting import StateBytes
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.planned_step import PlannedStep
 from composer_fsdp2.estimate.replay import state_of_step
@@ -260,9 +260,7 @@ def check_trained(folder: str, files: list[str], peaks: list[int]) -> None:
 
 def peak_of_state(folder: str, file: Path, name: str) -> int:
     """Counted at torch's dispatcher in the second batch of a run of Foundry's."""
-    sys.path.append(str(ROOT / "benchmarks"))
     from composer import Callback, Trainer
-    from counting import StateBytes
 
     class Counting(Callback):
         def batch_start(self, state: Any, logger: Any) -> None:

@@ -48,10 +48,6 @@ def unit_at(plan: ShardingPlan, path: str) -> ShardUnit:
     return unit
 
 
-def names_of(unit: ShardUnit) -> list[str]:
-    return [parameter.name for parameter in unit.parameters]
-
-
 # --- a value
 
 

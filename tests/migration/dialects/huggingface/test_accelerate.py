@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.dialects.huggingface import HuggingFaceDialect
 from composer_fsdp2.migration.dialects.huggingface.places import OF_ACCELERATES_FILE
@@ -136,11 +135,6 @@ def run_of(text: str) -> RunConfig:
     run = HuggingFaceDialect().read(Section.at((), yaml.safe_load(text))).run
     assert run is not None
     return run
-
-
-def finding(migration: Migration, key: str) -> Finding:
-    (found,) = [each for each in migration.sections[0].findings if each.key == key]
-    return found
 
 
 ACCUMULATED = ["deepspeed_config.gradient_accumulation_steps"]  # of which nothing but DeepSpeed reads here
