@@ -31,7 +31,8 @@ def on_ranks(function: Callable[[Any], Any], num_ranks: int, device_type: str, a
         raise SystemExit(f"each rank needs a CUDA device: {num_ranks} asked for, {torch.cuda.device_count()} visible")
     if device_type == "cpu":
         # Before the ranks import torch. More threads than one each would fight for the machine's cores.
-        os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+        # Where there are GPUs, they are hidden: Composer and the default mesh of fully_shard would take them.
+        os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     with tempfile.TemporaryDirectory() as folder:
         try:
