@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from support import lanes, measured, ranks, warm
 
 # torch.compile's backends here compile nothing, and its pool would import torch in a process for each core.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+gc.disable()  # Until all tests are imported: hundreds of thousands of objects, and next to no garbage.
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,6 +38,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before its fixtures, which may use ranks as well."""
     measured.begin(item.nodeid)
     ranks.choose_imports(composer=any(item.get_closest_marker(name) for name in lanes.NEEDS_COMPOSER))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 # --- with pytest-xdist

@@ -205,10 +205,11 @@ def serve_or_say_why(address: str, imports: Sequence[str]) -> None:
 
 def serve(address: str, imports: Sequence[str] = ()) -> None:
     """Import, then fork a keeper for each request, until killed."""
+    gc.disable()
     for name in imports:
         importlib.import_module(name)
-    gc.collect()
     gc.freeze()  # Otherwise each collection in a child walks, and copies, all that was imported.
+    gc.enable()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address + ".new")
     listener.listen(64)
