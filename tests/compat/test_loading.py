@@ -31,6 +31,7 @@ from support.legacy import (
     recorded,
 )
 from support.loading import a_trainer, quiet, store_class
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
 from support.saved import read
@@ -184,7 +185,10 @@ def test_old_files_through_load_path(world_size: int):
     run_ranks(check_old_files, world_size, world_size)
 
 
-def check_weights_only() -> None:
+@on_ranks(2)
+def test_weights_alone(folder: str):
+    """A fine-tuning run takes the weights and starts its own count; an evaluation needs no optimizer."""
+
     def check(kind: str, config: str) -> None:
         expected = {"state": {"model": saved_by(kind)["state"]["model"]}}
         path = str(checkpoint_of(kind))
@@ -199,11 +203,6 @@ def check_weights_only() -> None:
 
     cases = (("c220/sharded", "full"), ("c172/local-flat", "full"))
     for_each(check, {f"{case}": case for case in cases})
-
-
-def test_weights_alone():
-    """A fine-tuning run takes the weights and starts its own count; an evaluation needs no optimizer."""
-    run_ranks(check_weights_only, 2)
 
 
 # --- load_ignore_keys
@@ -244,7 +243,9 @@ IGNORED: dict[str, list[list[str] | Callable[[StateDict], None]]] = {
 }
 
 
-def check_ignored() -> None:
+@on_ranks(2)
+def test_ignored_keys(folder: str):
+    """Lists and functions do to any layout what they did to Composer's dict: leave out, rename, exchange, replace."""
     from composer.utils.checkpoint import glob_filter
 
     def check_one(trainer: Any, kind: str, ignore: Any) -> None:
@@ -280,15 +281,12 @@ def check_ignored() -> None:
         assert_same(snapshot(trainer), before, "after an error")
 
 
-def test_ignored_keys():
-    """Lists and functions do to any layout what they did to Composer's dict: leave out, rename, exchange, replace."""
-    run_ranks(check_ignored, 2)
-
-
 # --- what does not fit
 
 
-def check_strict(folder: str) -> None:
+@on_ranks(2)
+def test_strict_model_weights(folder: str):
+    """Everything that does not fit is told at once, on every rank, before anything changes; the rest loads if asked."""
     wte, head, weight = "model.wte.weight", "model.lm_head.weight", "model.blocks.0.up.weight"
 
     def spoil(contents: StateDict) -> None:
@@ -324,12 +322,9 @@ def check_strict(folder: str) -> None:
         assert_same(full_parameters(trainer.state.model)[wte], trainer.own[wte], "a missing weight")
 
 
-def test_strict_model_weights(tmp_path: Path):
-    """Everything that does not fit is told at once, on every rank, before anything changes; the rest loads if asked."""
-    run_ranks(check_strict, 2, str(tmp_path))
-
-
-def check_machines_disagree(folder: str) -> None:
+@on_ranks(2)
+def test_machines_with_different_files(folder: str):
+    """After a crash one machine's disk may hold an older checkpoint, or none: a run of two halves never starts."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -348,12 +343,10 @@ def check_machines_disagree(folder: str) -> None:
             assert_same(snapshot(trainer), before, name)
 
 
-def test_machines_with_different_files(tmp_path: Path):
-    """After a crash one machine's disk may hold an older checkpoint, or none: a run of two halves never starts."""
-    run_ranks(check_machines_disagree, 2, str(tmp_path))
-
-
-def check_own_save_folders(folder: str) -> None:
+@on_ranks(2)
+def test_a_save_folder_for_each_rank(folder: str):
+    """Composer's own test_fsdp_full_state_dict_load: each rank names rank{rank}.pt in a temporary folder of its own,
+    and only rank 0 wrote one. FSDP1 loads it; ours found nothing on rank 1."""
     import torch.distributed as dist
 
     def check(monolith: bool) -> None:
@@ -369,12 +362,6 @@ def check_own_save_folders(folder: str) -> None:
 
     with quiet():
         for_each(check, {f"monolith {monolith}": (monolith,) for monolith in (False, True)})
-
-
-def test_a_save_folder_for_each_rank(tmp_path: Path):
-    """Composer's own test_fsdp_full_state_dict_load: each rank names rank{rank}.pt in a temporary folder of its own,
-    and only rank 0 wrote one. FSDP1 loads it; ours found nothing on rank 1."""
-    run_ranks(check_own_save_folders, 2, str(tmp_path))
 
 
 # --- beside model and optimizer
@@ -397,7 +384,9 @@ def stateful(name: str) -> Any:
     return Counting()
 
 
-def check_rest(folder: str) -> None:
+@on_ranks(2)
+def test_callbacks_algorithms_and_schedulers(folder: str):
+    """A callback, scheduler or optimizer that was added or left out since is no obstacle, as it is to stock DCP."""
     from composer.optim import LinearWithWarmupScheduler
 
     def edit(contents: StateDict) -> None:
@@ -431,12 +420,9 @@ def check_rest(folder: str) -> None:
     trainer.close()
 
 
-def test_callbacks_algorithms_and_schedulers(tmp_path: Path):
-    """A callback, scheduler or optimizer that was added or left out since is no obstacle, as it is to stock DCP."""
-    run_ranks(check_rest, 2, str(tmp_path))
-
-
-def check_scaler(folder: str) -> None:
+@on_ranks(2)
+def test_gradient_scalers(folder: str):
+    """FSDP1 saved the scaler under one class name and FSDP2 looks for another: its scale goes on all the same."""
     from torch.amp.grad_scaler import GradScaler
 
     from composer_fsdp2._torch.scaler import ShardedGradScaler
@@ -466,15 +452,12 @@ def check_scaler(folder: str) -> None:
         reload(trainer, path)
 
 
-def test_gradient_scalers(tmp_path: Path):
-    """FSDP1 saved the scaler under one class name and FSDP2 looks for another: its scale goes on all the same."""
-    run_ranks(check_scaler, 2, str(tmp_path))
-
-
 # --- how the model was built
 
 
-def check_monolith() -> None:
+@on_ranks(2)
+def test_load_monolith_rank0_only(folder: str):
+    """Wherever the ranks built the model, each has the file's weights; stock left random ones on ranks above 0."""
     import torch.distributed as dist
     from composer.utils import FSDP2Config
 
@@ -504,12 +487,9 @@ def check_monolith() -> None:
     for_each(check, {f"{kind}, {config()}, {build.__name__}": (kind, config, build) for kind, config, build in cases})
 
 
-def test_load_monolith_rank0_only():
-    """Wherever the ranks built the model, each has the file's weights; stock left random ones on ranks above 0."""
-    run_ranks(check_monolith, 2)
-
-
-def check_state_itself() -> None:
+@on_ranks(2)
+def test_loading_into_state_itself(folder: str):
+    """A callback that keeps a state dict and takes it back, past the Trainer, does so on FSDP2 too."""
     from composer.utils import FSDP2Config
 
     def check(config: Any) -> None:
@@ -525,11 +505,6 @@ def check_state_itself() -> None:
 
     configs = {"full": {}, "sharded, FSDP2Config": FSDP2Config()}
     for_each(check, {name: (config,) for name, config in configs.items()})
-
-
-def test_loading_into_state_itself():
-    """A callback that keeps a state dict and takes it back, past the Trainer, does so on FSDP2 too."""
-    run_ranks(check_state_itself, 2)
 
 
 # --- other ways in
@@ -548,7 +523,9 @@ def recording_planner() -> Any:
     return Recording()
 
 
-def check_planner(folder: str) -> None:
+@on_ranks(2)
+def test_load_planner(folder: str):
+    """A planner of one's own, that renames or leaves out entries, is asked."""
     with a_trainer("c220/sharded", SHARDED, load_path=str(checkpoint_of("c220/sharded"))) as trainer:
         trainer.save_checkpoint(f"{folder}/run/ep0-ba3.pt")
         expected = snapshot(trainer)
@@ -557,11 +534,6 @@ def check_planner(folder: str) -> None:
     with a_trainer("c220/sharded", {**SHARDED, "load_planner": planner}, load_path=str(path)) as trainer:
         assert_same(snapshot(trainer), expected, "by the user's planner")
     assert planner.num_plans > 0, "the user's planner was left out without a word"
-
-
-def test_load_planner(tmp_path: Path):
-    """A planner of one's own, that renames or leaves out entries, is asked."""
-    run_ranks(check_planner, 2, str(tmp_path))
 
 
 REFUSED = "COMPOSER_FSDP2_TEST_REFUSED"  # what the function refuses: the end of a file's name
@@ -617,7 +589,10 @@ def test_the_users_own_validation(tmp_path: Path):
 # --- a part of the model that never runs
 
 
-def check_idle_block(folder: str) -> None:
+@on_ranks(2)
+def test_a_parameter_that_never_had_a_gradient(folder: str):
+    """FSDP1 writes no optimizer state for a block that no batch enters, and such a file was refused; it loads, and the
+    block begins with new state when it gets its first gradient."""
     from support.scripts.train_with_trainer import Block
 
     def trainer_with(**options: Any) -> Any:
@@ -648,16 +623,12 @@ def check_idle_block(folder: str) -> None:
     for_each(check, {layout.value: (path,) for layout, path in paths.items()})
 
 
-def test_a_parameter_that_never_had_a_gradient(tmp_path: Path):
-    """FSDP1 writes no optimizer state for a block that no batch enters, and such a file was refused; it loads, and the
-    block begins with new state when it gets its first gradient."""
-    run_ranks(check_idle_block, 2, str(tmp_path))
-
-
 # --- other runs' files, and going on
 
 
-def check_ddp(folder: str) -> None:
+@on_ranks(2)
+def test_ddps_files(folder: str):
+    """A run that has outgrown DDP goes on sharded, with its optimizer's two groups."""
     options: dict[str, Any] = {"optimizer": "groups", "batches": 5}
     whole = fit(FSDP2, None, save_folder=folder, save_interval="3ba", **options)
     ours = fit(FSDP2, {}, load_path=str(Path(folder, "ep0-ba3-rank0.pt")), **options)
@@ -665,12 +636,9 @@ def check_ddp(folder: str) -> None:
     assert largest_difference(ours.losses, whole.losses[3:]) <= 1e-6, f"{ours.losses}, DDP {whole.losses}"
 
 
-def test_ddps_files(tmp_path: Path):
-    """A run that has outgrown DDP goes on sharded, with its optimizer's two groups."""
-    run_ranks(check_ddp, 2, str(tmp_path))
-
-
-def check_moving_over(folder: str) -> None:
+@on_ranks(2)
+def test_moving_over_and_autoresume(folder: str):
+    """The first start takes FSDP1's checkpoint, a later one the run's own newest; the learning rate keeps its curve."""
     from composer.optim import CosineAnnealingScheduler
 
     training: dict[str, Any] = {"optimizer": "adamw", "batches": 6, "schedulers": CosineAnnealingScheduler()}
@@ -699,8 +667,3 @@ def check_moving_over(folder: str) -> None:
         assert largest_difference(losses, theirs.losses[2:]) <= 1e-6, f"{losses}, FSDP1 {theirs.losses}"
 
     for_each(check, {kind: (kind,) for kind in ("full", "sharded")})
-
-
-def test_moving_over_and_autoresume(tmp_path: Path):
-    """The first start takes FSDP1's checkpoint, a later one the run's own newest; the learning rate keeps its curve."""
-    run_ranks(check_moving_over, 2, str(tmp_path))

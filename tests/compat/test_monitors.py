@@ -8,7 +8,6 @@ import math
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import own_name
 from support.models import Thin
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
 from support.trainers import build_model, build_optimizer, make_trainer
@@ -133,7 +133,10 @@ def test_the_norms_are_the_whole_models():
     assert first == second
 
 
-def check_four() -> None:
+@on_ranks(4, timeout_s=300)
+def test_replicas_and_groups(folder: str):
+    """Replicas are not counted twice; where nothing passes between groups, each group logs its own model's norms."""
+
     def check(keys: dict[str, Any]) -> None:
         optimizer = "decoupled_adamw"
         ours = run(FSDP2, keys, optimizer=optimizer)
@@ -145,13 +148,9 @@ def check_four() -> None:
     for_each(check, {f"{k}": (k,) for k in ({"data_parallel_replicate_degree": 2}, {"process_group": "set2"})})
 
 
-def test_replicas_and_groups():
-    """Replicas are not counted twice; where nothing passes between groups, each group logs its own model's norms."""
-    run_ranks(check_four, 4, timeout_s=300)
-
-
-def check_like_fsdp1() -> None:
-    """Where FSDP1 was right, 1-D with DecoupledAdamW: its very keys and numbers, on rank 0 and on the others."""
+@on_ranks(2, timeout_s=300)
+def test_like_fsdp1(folder: str):
+    """A dashboard shows one curve through the migration: plain names, or with fsdp1_metric_names the old ones."""
     theirs = run(FSDP1, {}, build=build_model, ac=True)
     ours = run(FSDP2, {"fsdp1_metric_names": True}, build=build_model, ac=True)
     assert_same_log(ours, theirs, "FSDP1's names")
@@ -159,11 +158,6 @@ def check_like_fsdp1() -> None:
     assert_same_log(plain, {own_name(key): value for key, value in theirs.items()}, "plain")
     assert any("_checkpoint_wrapped_module" in key for key in theirs)
     assert not any("wrapped_module" in key for key in plain)
-
-
-def test_like_fsdp1():
-    """A dashboard shows one curve through the migration: plain names, or with fsdp1_metric_names the old ones."""
-    run_ranks(check_like_fsdp1, 2, timeout_s=300)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,7 +283,9 @@ def test_metrics_that_change():
         }
 
 
-def check_new_world(folder: str) -> None:
+@on_ranks(4, fresh=True)
+def test_a_monitor_that_lives_longer_than_its_process_groups(folder: str):
+    """As in a notebook, where the next run takes the same callbacks: the groups that it knew are gone."""
     from composer.callbacks import OptimizerMonitor
     from composer.optim import DecoupledAdamW
 
@@ -305,11 +301,6 @@ def check_new_world(folder: str) -> None:
         prepare_fully_shard(model, optimizer, config, "fp32", torch.device("cpu"))
         model(torch.ones(1, 3)).sum().backward()
         assert monitored(model, optimizer, monitor)()["l2_norm/grad/0.weight"] == pytest.approx(math.sqrt(6))
-
-
-def test_a_monitor_that_lives_longer_than_its_process_groups(tmp_path: Path):
-    """As in a notebook, where the next run takes the same callbacks: the groups that it knew are gone."""
-    run_ranks(check_new_world, 4, str(tmp_path), fresh=True)
 
 
 class Walked(UserDict[str, Any]):
@@ -357,7 +348,9 @@ def own_optimizer() -> Any:
     return Own
 
 
-def check_cost() -> None:
+@on_ranks(2)
+def test_the_cost_grows_with_the_model(folder: str):
+    """Not with its square: a mixture of experts has thousands of parameters, and a batch waits for their norms."""
     from composer.optim import DecoupledAdamW
 
     def check(config: dict[str, Any], kind: Any) -> None:
@@ -371,11 +364,6 @@ def check_cost() -> None:
     }
     cases |= {f"ignored, {name}": ({"ignored_modules": True}, kind) for name, (_, kind) in cases.items()}
     for_each(check, cases)
-
-
-def test_the_cost_grows_with_the_model():
-    """Not with its square: a mixture of experts has thousands of parameters, and a batch waits for their norms."""
-    run_ranks(check_cost, 2)
 
 
 def check_error() -> str:
@@ -395,7 +383,12 @@ def test_an_error_on_one_rank():
 # Callbacks of one's own
 
 
-def check_own_callback() -> None:
+@pytest.mark.foundry
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_callbacks_of_ones_own(folder: str):
+    """Composer's way of reporting, in a user's callback, gives the whole model's norms, also where there is no CUDA;
+    the methods of Foundry's Lion stay as they are."""
     from composer import Callback
 
     class Own(Callback):
@@ -421,14 +414,6 @@ def check_own_callback() -> None:
                 assert ours[key] == pytest.approx(whole[key], rel=2e-5, abs=1e-7), key
 
     for_each(check, {name: (name,) for name in ("decoupled_adamw", "DecoupledLionW")})
-
-
-@pytest.mark.foundry
-@pytest.mark.filterwarnings("ignore")
-def test_callbacks_of_ones_own():
-    """Composer's way of reporting, in a user's callback, gives the whole model's norms, also where there is no CUDA;
-    the methods of Foundry's Lion stay as they are."""
-    run_ranks(check_own_callback, 2)
 
 
 def check_pending() -> str:
@@ -457,7 +442,9 @@ def test_all_reduce_of_a_sum_not_yet_reduced():
 # ActivationMonitor
 
 
-def check_activations() -> None:
+@on_ranks(2, timeout_s=300)
+def test_activation_monitor(folder: str):
+    """Names and numbers of an unsharded run, though activations are checkpointed; or FSDP1's, wrapper by wrapper."""
     from composer.callbacks import ActivationMonitor
 
     def build() -> Any:
@@ -477,8 +464,3 @@ def check_activations() -> None:
         assert set(ours) == set(expected), sorted(set(ours) ^ set(expected))[:6]
         for key, values in expected.items():
             assert ours[key] == pytest.approx(values, rel=1e-4, abs=1e-6, nan_ok=True), key
-
-
-def test_activation_monitor():
-    """Names and numbers of an unsharded run, though activations are checkpointed; or FSDP1's, wrapper by wrapper."""
-    run_ranks(check_activations, 2, timeout_s=300)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.cases import for_each
 from support.comparing import full_parameters
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2, UNSHARDED
 from support.ranks import run_ranks
 from support.references import reference
@@ -127,16 +128,13 @@ def test_a_loss_that_uses_parameters(world_size: int, configs: dict[str, dict[st
     run_ranks(check_all, world_size, configs)
 
 
-def check_as_fsdp1() -> None:
+@on_ranks(2)
+def test_a_penalty_as_under_fsdp1(folder: str):
+    """FSDP1's gradients of an elementwise penalty were those of one process, whose scripts go on so."""
     _, ours, _ = train(FSDP2, {}, "penalty")
     _, theirs, _ = train(FSDP1, {}, "penalty")
     for name, parameter in theirs.items():
         torch.testing.assert_close(ours[name], parameter, rtol=1e-6, atol=1e-8, msg=name)
-
-
-def test_a_penalty_as_under_fsdp1():
-    """FSDP1's gradients of an elementwise penalty were those of one process, whose scripts go on so."""
-    run_ranks(check_as_fsdp1, 2)
 
 
 def check_errors() -> dict[str, str]:

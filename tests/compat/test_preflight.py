@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.trainers import build_model, build_optimizer, fit, make_trainer, result
@@ -58,7 +59,9 @@ def test_what_copies_a_sharded_model_is_refused_at_once(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def check_unsharded() -> None:
+@on_ranks(2)
+def test_runs_that_are_not_sharded_keep_swa(folder: str):
+    """install() at the top of a shared script must not take SWA from those who train with DDP."""
     from composer.algorithms import SWA
 
     warnings.simplefilter("ignore")
@@ -68,11 +71,6 @@ def check_unsharded() -> None:
         assert trainer.state.algorithms[0].swa_completed
         assert len(result(trainer).losses) == 6
         trainer.close()
-
-
-def test_runs_that_are_not_sharded_keep_swa():
-    """install() at the top of a shared script must not take SWA from those who train with DDP."""
-    run_ranks(check_unsharded, 2)
 
 
 def check_train(folder: str) -> None:

@@ -21,6 +21,7 @@ from support.cases import for_each
 from support.comparing import assert_same, full_parameters
 from support.legacy import FOLDER, checkpoint_of
 from support.loading import a_trainer, store_class
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2
 from support.ranks import impatient, run_ranks
 from support.trainers import as_machines_of_one_rank, checkpoint_error_of, fit, objects_of_ranks
@@ -86,7 +87,9 @@ def test_files_and_folders_load_from_a_store(tmp_path: Path):
     run_ranks(check_files_and_folders, 2, str(tmp_path))
 
 
-def check_other_folders(folder: str) -> None:
+@on_ranks(2)
+def test_other_folders_come_whole(folder: str):
+    """A safetensors folder has no list of what is where that all layouts share; a wrong folder is named as such."""
     from safetensors.torch import save_file
 
     full = checkpoint_of("c220/full")
@@ -117,11 +120,6 @@ def parameters(trainer: Any) -> Any:
     return trainer.state.model.named_parameters()
 
 
-def test_other_folders_come_whole(tmp_path: Path):
-    """A safetensors folder has no list of what is where that all layouts share; a wrong folder is named as such."""
-    run_ranks(check_other_folders, 2, str(tmp_path))
-
-
 class Linear(torch.nn.Module):
     """What wrote the files with one file per rank."""
 
@@ -133,7 +131,9 @@ class Linear(torch.nn.Module):
         self.model.register_buffer("buffer", torch.zeros(3, dtype=torch.long))
 
 
-def check_rank_files() -> None:
+@on_ranks(2)
+def test_one_file_per_rank(folder: str):
+    """Composer 0.13 wrote a file for each rank, which name each other: with the first, all of them are fetched."""
     from composer_fsdp2 import prepare_fully_shard
     from composer_fsdp2.checkpoint.load.into_model import load_inventory
     from composer_fsdp2.compat.remote import local_checkpoint
@@ -157,15 +157,12 @@ def check_rank_files() -> None:
     for_each(check, {name: (name,) for name in ("sharded-rank{rank}.pt", "local-rank0.pt")})
 
 
-def test_one_file_per_rank():
-    """Composer 0.13 wrote a file for each rank, which name each other: with the first, all of them are fetched."""
-    run_ranks(check_rank_files, 2)
-
-
 # --- what is needed, and by whom
 
 
-def check_only_needed_files(folder: str) -> None:
+@on_ranks(2)
+def test_each_machine_downloads_what_its_ranks_read(folder: str):
+    """A node of a large run fetches its part of a sharded checkpoint, not all of it, and its ranks share the work."""
     import torch.distributed.checkpoint as dcp
     from composer.utils import reproducibility
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -198,15 +195,12 @@ def check_only_needed_files(folder: str) -> None:
         assert min(shares) > 0.4 * sum(shares), f"one rank downloads for all: {shares}"
 
 
-def test_each_machine_downloads_what_its_ranks_read(tmp_path: Path):
-    """A node of a large run fetches its part of a sharded checkpoint, not all of it, and its ranks share the work."""
-    run_ranks(check_only_needed_files, 2, str(tmp_path))
-
-
 # --- names
 
 
-def check_names(folder: str) -> None:
+@on_ranks(2)
+def test_names_and_links(folder: str):
+    """Names that Composer leaves in a bucket lead to the checkpoint; a wrong one is told with all that was tried."""
     links = {
         "run/latest-rank0.pt.symlink": "c220/sharded/ep0-ba3",
         "run/again.symlink": "run/latest-rank0.pt.symlink",
@@ -254,15 +248,12 @@ def load_only(trainer: Any, path: str, store: Any = None) -> None:
     checkpoint.load_checkpoint(path, trainer.state, trainer.logger, store, progress_bar=False)
 
 
-def test_names_and_links(tmp_path: Path):
-    """Names that Composer leaves in a bucket lead to the checkpoint; a wrong one is told with all that was tried."""
-    run_ranks(check_names, 2, str(tmp_path))
-
-
 # --- what can go wrong
 
 
-def check_failures(folder: str) -> None:
+@on_ranks(2)
+def test_failed_downloads(folder: str):
+    """A bad line is tried again; a dead one ends the job on every rank with the object's name, and changes nothing."""
     import torch.distributed as dist
 
     name = checkpoint_of(KIND).relative_to(FOLDER).as_posix()
@@ -298,8 +289,9 @@ def check_failures(folder: str) -> None:
         assert_same(full_parameters(trainer.state.model), expected, "after failures")
 
 
-def check_slow_line() -> None:
-    """One machine downloads the metadata for longer than collectives wait, the other one a file."""
+@on_ranks(2)
+def test_a_machine_with_a_slow_line(folder: str):
+    """Machines wait for the slowest download: those that were done waited in a collective, and ended the job."""
     import torch.distributed as dist
 
     name = "c220/sharded/ep0-ba3"
@@ -316,16 +308,6 @@ def check_slow_line() -> None:
         with impatient(1.0), as_machines_of_one_rank(), mock.patch.object(store, "download_object", slowly):
             assert_same(load(trainer, name, store), expected)
         assert slow in store.downloaded
-
-
-def test_a_machine_with_a_slow_line():
-    """Machines wait for the slowest download: those that were done waited in a collective, and ended the job."""
-    run_ranks(check_slow_line, 2)
-
-
-def test_failed_downloads(tmp_path: Path):
-    """A bad line is tried again; a dead one ends the job on every rank with the object's name, and changes nothing."""
-    run_ranks(check_failures, 2, str(tmp_path))
 
 
 # --- other ways to name a store
@@ -391,8 +373,9 @@ def served(root: Path) -> Iterator[str]:
             server.server_close()
 
 
-def check_hostile_names(folder: str) -> None:
-    """A listing whose keys stand for places outside of the folder that they are downloaded to."""
+@on_ranks(2)
+def test_names_that_lead_out_of_a_bucket(folder: str):
+    """Whoever may write to a bucket could write any file of whoever loads from it: `run//abs/path`."""
     evil = Path(folder, "evil")
     write_once(Path(folder, "bucket", "run", "model.safetensors"), Path.touch)
     store = store_class()(f"{folder}/bucket")
@@ -410,12 +393,9 @@ def check_hostile_names(folder: str) -> None:
             assert "model.safetensors" in checkpoint_error_of(lambda: load_only(trainer, "run", store))
 
 
-def test_names_that_lead_out_of_a_bucket(tmp_path: Path):
-    """Whoever may write to a bucket could write any file of whoever loads from it: `run//abs/path`."""
-    run_ranks(check_hostile_names, 2, str(tmp_path))
-
-
-def check_other_stores() -> None:
+@on_ranks(2)
+def test_other_ways_to_name_a_store(folder: str):
+    """load_object_store, a logger, a URI in load_path and a URL are one thing."""
     name = checkpoint_of(KIND).relative_to(FOLDER).as_posix()
     with a_trainer("c220/full") as trainer:
         expected = load(trainer, str(checkpoint_of("c220/full")))
@@ -435,11 +415,6 @@ def check_other_stores() -> None:
     with a_trainer("c220/full", load_path=name, load_object_store=logger) as trainer:
         assert int(trainer.state.timestamp.batch) == 3
         assert_same(full_parameters(trainer.state.model), expected)
-
-
-def test_other_ways_to_name_a_store():
-    """load_object_store, a logger, a URI in load_path and a URL are one thing."""
-    run_ranks(check_other_stores, 2)
 
 
 # --- autoresume
@@ -476,7 +451,9 @@ def uploader_class(root: str) -> Any:
     return Uploader
 
 
-def check_autoresume(folder: str) -> None:
+@on_ranks(2)
+def test_autoresume_from_a_bucket(folder: str):
+    """A run that a scheduler moves to another machine goes on from the newest checkpoint in its bucket, bit for bit."""
     import torch.distributed as dist
 
     os.chdir(folder)  # Composer keeps the local copy of a remote save_folder below the working folder
@@ -503,8 +480,3 @@ def check_autoresume(folder: str) -> None:
         dist.barrier()
         second = fit(FSDP2, dict(config), **options)
     assert first.losses + second.losses == continuous.losses, f"{second.losses}"
-
-
-def test_autoresume_from_a_bucket(tmp_path: Path):
-    """A run that a scheduler moves to another machine goes on from the newest checkpoint in its bucket, bit for bit."""
-    run_ranks(check_autoresume, 2, str(tmp_path))

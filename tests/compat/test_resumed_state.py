@@ -15,8 +15,8 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import assert_same
 from support.fsdp1_checkpoints import Layout, _save, _state_as_old_composer, _writing
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2
-from support.ranks import run_ranks
 from support.saved import form
 from support.trainers import make_trainer
 from torch import nn
@@ -172,7 +172,10 @@ def load(trainer: Any, path: Path) -> None:
     assert [text for text in missing if "Scaler" not in text] == []
 
 
-def check_resumed(folder: str) -> None:
+@on_ranks(2, timeout_s=240)
+def test_schedulers_callbacks_and_datasets_go_on_where_they_were(folder: str):
+    """A learning rate that decays at step 3 does so after a resume, from every layout; a
+    callback or dataset gets the state that it saved: integer keys, empty dicts, places in lists, classes of dicts."""
     # FSDP1 on the CPU frees, or uses again, what it moves there: _writing.
     fsdp1 = {"process_group": "mod1", "use_orig_params": False, "state_dict_type": "sharded"}
     rates: dict[str, list[float]] = {}
@@ -212,12 +215,6 @@ def check_resumed(folder: str) -> None:
             assert_alike(trainer.state.dataset_state, {"train": None, "eval": {}}, "dataset_state")
 
     for_each(check, {name: (path,) for name, path in paths.items()})
-
-
-def test_schedulers_callbacks_and_datasets_go_on_where_they_were(tmp_path: Path):
-    """A learning rate that decays at step 3 does so after a resume, from every layout; a
-    callback or dataset gets the state that it saved: integer keys, empty dicts, places in lists, classes of dicts."""
-    run_ranks(check_resumed, 2, str(tmp_path), timeout_s=240)
 
 
 def test_a_copied_state_counts_what_it_counted():

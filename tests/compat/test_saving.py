@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import assert_same
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2, FSDP1_saving
 from support.ranks import run_ranks
 from support.saved import checkpoint_differences, form, named, read, tree
@@ -242,7 +243,9 @@ def test_contents_of_replicas_are_composers(tmp_path: Path):
 # --- the way back
 
 
-def check_way_back(folder: str) -> None:
+@on_ranks(2)
+def test_fsdp1_goes_on_from_ours(folder: str):
+    """Moving to FSDP2 can be undone: FSDP1 itself resumes from what was saved, full and sharded, with our curve."""
     warnings.simplefilter("ignore")
     cases: dict[str, dict[str, Any]] = {
         "full, flat": {"use_orig_params": False},
@@ -262,15 +265,12 @@ def check_way_back(folder: str) -> None:
     for_each(check, {name: (name, config) for name, config in cases.items()})
 
 
-def test_fsdp1_goes_on_from_ours(tmp_path: Path):
-    """Moving to FSDP2 can be undone: FSDP1 itself resumes from what was saved, full and sharded, with our curve."""
-    run_ranks(check_way_back, 2, str(tmp_path))
-
-
 # --- errors
 
 
-def check_unwritable(folder: str) -> None:
+@on_ranks(2)
+def test_a_folder_that_cannot_be_written(folder: str):
+    """Every rank ends with the reason, and nothing half-written stays."""
     warnings.simplefilter("ignore")
     Path(folder, "taken").touch()
     with FSDP2():
@@ -287,12 +287,9 @@ def check_unwritable(folder: str) -> None:
     assert os.listdir(folder) == ["taken"], os.listdir(folder)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path):
-    """Every rank ends with the reason, and nothing half-written stays."""
-    run_ranks(check_unwritable, 2, str(tmp_path))
-
-
-def check_link(folder: str) -> None:
+@on_ranks(2)
+def test_the_link_is_never_away(folder: str):
+    """Composer removed it before it made the new one; a run killed in between resumed from nothing."""
     warnings.simplefilter("ignore")
     link, seen = Path(folder, "latest-rank0.pt"), []
     replace = os.replace
@@ -317,15 +314,12 @@ def check_link(folder: str) -> None:
         assert removed == ["ep0-ba1-rank0.pt", "ep0-ba2-rank0.pt"], removed
 
 
-def test_the_link_is_never_away(tmp_path: Path):
-    """Composer removed it before it made the new one; a run killed in between resumed from nothing."""
-    run_ranks(check_link, 2, str(tmp_path))
-
-
 # --- async_save
 
 
-def check_values() -> None:
+@on_ranks(2)
+def test_async_save_is_a_key_like_others(folder: str):
+    """However the configuration is given it has its effect; a misspelt value does not train until the first save."""
     from composer.utils import FSDPConfig
 
     warnings.simplefilter("ignore")
@@ -340,11 +334,6 @@ def check_values() -> None:
     for_each(check, {"FSDPConfig": (FSDPConfig(**text), "1"), "FSDP_VERSION=2": (text, "2")})
     with FSDP2(), pytest.raises(ConfigError, match=r"async_save.*true or false"):
         make_trainer({"async_save": "yes"})
-
-
-def test_async_save_is_a_key_like_others():
-    """However the configuration is given it has its effect; a misspelt value does not train until the first save."""
-    run_ranks(check_values, 2)
 
 
 # --- a compressor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import assert_same, full, full_parameters
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
 from support.references import reference
@@ -58,7 +58,10 @@ CLIPS: dict[str, tuple[Any, dict[str, Any], tuple[str, float]]] = {
 }
 
 
-def check_like_fsdp1() -> None:
+@on_ranks(2)
+def test_clipping_is_fsdp1s(folder: str):
+    """Same norm, same threshold, same curve, also where a model has several roots, which FSDP1 clipped one by one. Over
+    FSDP2, Composer's clipping looked for FSDP1's modules, found none and did nothing."""
     from composer.utils import FSDP2Config
 
     def check(build: Any, keys: dict[str, Any], clip: tuple[str, float]) -> None:
@@ -77,14 +80,9 @@ def check_like_fsdp1() -> None:
     for_each(check, CLIPS)
 
 
-def test_clipping_is_fsdp1s():
-    """Same norm, same threshold, same curve, also where a model has several roots, which FSDP1 clipped one by one. Over
-    FSDP2, Composer's clipping looked for FSDP1's modules, found none and did nothing."""
-    run_ranks(check_like_fsdp1, 2)
-
-
-def check_function() -> None:
-    """composer.functional.apply_gradient_clipping, in a training loop of the user's own."""
+@on_ranks(2)
+def test_the_function_clips_too(folder: str):
+    """Training loops without the algorithm call composer.functional, imported before the shim came."""
     import composer.functional
 
     with FSDP2():
@@ -101,12 +99,9 @@ def check_function() -> None:
         trainer.close()
 
 
-def test_the_function_clips_too():
-    """Training loops without the algorithm call composer.functional, imported before the shim came."""
-    run_ranks(check_function, 2)
-
-
-def check_adaptive() -> None:
+@on_ranks(2, timeout_s=300)
+def test_adaptive_clipping_is_the_whole_models(folder: str):
+    """A run that clipped adaptively on one GPU, or under DDP, keeps its curve when it is sharded; FSDP1 refused it."""
     unclipped, whole = (fit(UNSHARDED, None, model=with_row(), clip=clip) for clip in (None, ("adaptive", 0.01)))
     assert largest_difference(whole.losses, unclipped.losses) > 1e-3, "clips nothing"
 
@@ -119,12 +114,9 @@ def check_adaptive() -> None:
     for_each(check, {f"{keys}": (keys,) for keys in ({}, {"cpu_offload": True})})
 
 
-def test_adaptive_clipping_is_the_whole_models():
-    """A run that clipped adaptively on one GPU, or under DDP, keeps its curve when it is sharded; FSDP1 refused it."""
-    run_ranks(check_adaptive, 2, timeout_s=300)
-
-
-def check_unknown() -> None:
+@on_ranks(2)
+def test_a_misspelt_type_is_refused(folder: str):
+    """It would train unclipped."""
     model = build_model()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with FSDP2():
@@ -134,11 +126,6 @@ def check_unknown() -> None:
         assert isinstance(refusal.value, ValueError)  # as FSDP1's was
         assert_same(full_parameters(model), before, "a step was made")
         trainer.close()
-
-
-def test_a_misspelt_type_is_refused():
-    """It would train unclipped."""
-    run_ranks(check_unknown, 2)
 
 
 # --- microbatches
@@ -160,7 +147,10 @@ class Reductions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_against_fsdp1() -> None:
+@on_ranks(2)
+def test_the_curve_is_fsdp1s(folder: str):
+    """FSDP1 under Composer reduced in every microbatch; who asks for less communicates less, and trains the same."""
+
     def check(optimizer: str, name: str, num_reductions: int) -> None:
         options = {"optimizer": optimizer, "clip": CLIP, "microbatch": 1, "eval_interval": "2ba"}
         with Reductions() as mode:
@@ -174,11 +164,6 @@ def check_against_fsdp1() -> None:
     # Four batches of four microbatches over three units: the Trainer says which one is the last.
     cases = (("sgd", "every", 4 * 4 * 3), ("sgd", "last", 4 * 3), ("decoupled_adamw", "last, kept", 4 * 3))
     for_each(check, {name: (optimizer, name, number) for optimizer, name, number in cases})
-
-
-def test_the_curve_is_fsdp1s():
-    """FSDP1 under Composer reduced in every microbatch; who asks for less communicates less, and trains the same."""
-    run_ranks(check_against_fsdp1, 2)
 
 
 def fit_after_an_error(under: Under, keys: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
@@ -210,7 +195,10 @@ def assert_alike(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
     torch.testing.assert_close(ours, theirs, msg=lambda text: f"{where}: {text}")
 
 
-def check_after_an_error() -> None:
+@on_ranks(2)
+def test_a_fit_after_an_error(folder: str):
+    """Gradients that the broken batch had not communicated yet would be in the next one's, which no zero_grad sees."""
+
     def check(where: str, name: str) -> None:
         ours = fit_after_an_error(FSDP2, KEYS[name], where)
         assert_alike(ours, reference(fit_after_an_error, FSDP1, {}, where), where)
@@ -220,12 +208,10 @@ def check_after_an_error() -> None:
     assert_alike(last, every, "backward")  # FSDP1 itself stays in its backward then
 
 
-def test_a_fit_after_an_error():
-    """Gradients that the broken batch had not communicated yet would be in the next one's, which no zero_grad sees."""
-    run_ranks(check_after_an_error, 2)
-
-
-def check_cleanup() -> None:
+@on_ranks(2)
+def test_composers_own_way_back_from_an_error(folder: str):
+    """A script that catches an error and calls Composer's `_fsdp_reshard_and_cleanup` goes on: the model is where it
+    was between batches."""
     from composer.trainer import trainer as composer_trainer
 
     x = torch.randint(0, 13, (2, 6))
@@ -255,12 +241,6 @@ def raise_out_of_memory(*unused: Any) -> None:
     raise RuntimeError("CUDA out of memory")
 
 
-def test_composers_own_way_back_from_an_error():
-    """A script that catches an error and calls Composer's `_fsdp_reshard_and_cleanup` goes on: the model is where it
-    was between batches."""
-    run_ranks(check_cleanup, 2)
-
-
 # --- collective_guard
 
 
@@ -287,7 +267,9 @@ def test_a_trainers_ranks_that_part():
 SAVED_AT = 2
 
 
-def check_offloaded(folder: str) -> None:
+@on_ranks(2)
+def test_offloaded_run_has_fsdp1s_curve(folder: str):
+    """cpu_offload is carried over, and clipping, saving and loading know that parameters lie in host memory."""
     training: dict[str, Any] = {"batches": 4, "optimizer": "adamw", "clip": ("norm", 0.1)}
     theirs = fit(FSDP1, {}, **training)
     assert theirs.shards == {"FullyShardedDataParallel"}
@@ -303,11 +285,6 @@ def check_offloaded(folder: str) -> None:
         assert resumed.losses == whole.losses[SAVED_AT:], f"{resumed.losses}, {whole.losses}"
 
     for_each(check, {state_dict_type: (state_dict_type,) for state_dict_type in ("full", "sharded")})
-
-
-def test_offloaded_run_has_fsdp1s_curve(tmp_path: Path):
-    """cpu_offload is carried over, and clipping, saving and loading know that parameters lie in host memory."""
-    run_ranks(check_offloaded, 2, str(tmp_path))
 
 
 # --- synchronisations
@@ -334,7 +311,9 @@ def with_scalars() -> Any:
     return model
 
 
-def check_batch() -> None:
+@on_ranks(2)
+def test_a_batch_waits_no_more_often_than_composers_own(folder: str):
+    """A GPU would stand still while the host waits for it, and then has yet to launch what comes next."""
     from composer.utils import FSDP2Config, ParallelismConfig
 
     own = synchronisations(FSDP2, {}, build_model(tied=False))
@@ -346,8 +325,3 @@ def check_batch() -> None:
     for build in (build_model, with_scalars):
         found = synchronisations(FSDP2, {}, build()).of_packages("composer_fsdp2", "composer_fsdp2.compat")
         assert not found, f"{build.__name__}: {found}"
-
-
-def test_a_batch_waits_no_more_often_than_composers_own():
-    """A GPU would stand still while the host waits for it, and then has yet to launch what comes next."""
-    run_ranks(check_batch, 2)

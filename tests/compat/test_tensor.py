@@ -18,6 +18,7 @@ from support.commands import run_forked
 from support.comparing import assert_same as assert_same_values
 from support.language import layer_plan, sequence_plan
 from support.language_trainer import Run, grouped, train
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
 from support.saved import read
@@ -352,10 +353,7 @@ def refuse_bad_value(section: dict[str, Any] | None, tensor: dict[str, Any], say
         train(parallelism, tensor_degree=TENSOR)
 
 
-def refuse_bad_values() -> None:
-    for_each(refuse_bad_value, BAD_VALUES)
-
-
-def test_bad_values_are_errors_of_the_trainer_on_every_rank():
+@on_ranks(2)
+def test_bad_values_are_errors_of_the_trainer_on_every_rank(folder: str):
     """Composer hands the mappings on as they are: what its Trainer says is what prepare_fully_shard says."""
-    run_ranks(refuse_bad_values, 2)
+    for_each(refuse_bad_value, BAD_VALUES)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.cases import for_each
 from support.comparing import assert_same, differences, full_parameters, own_name
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
 from support.trainer_parts import FOLDER, ROWS, Beside, Kind, Ours, Row
@@ -437,17 +438,14 @@ def row_of(name: str, **values: Any) -> Row:
     return replace(next(row for row in ROWS if row.name == name), **values)
 
 
-def check_replicas(folder: str) -> None:
+@on_ranks(2)
+def test_replicas_get_the_same_new_weights(folder: str):
+    """Replicas exchange gradients, never weights: with new ones of its own each would train another model, silently."""
     left = run(FSDP2, [row_of("SqueezeExcite")], folder, **SHARDED, sharding_strategy="NO_SHARD")
     weights = {name: value for name, value in left.parameters.items() if ".se." in name}
     assert weights
     for each in objects_of_ranks(weights):
         assert_same(each, weights, "replicas train different models", in_bits=True)
-
-
-def test_replicas_get_the_same_new_weights(tmp_path: Path):
-    """Replicas exchange gradients, never weights: with new ones of its own each would train another model, silently."""
-    run_ranks(check_replicas, 2, str(tmp_path))
 
 
 def surgeon(at: str) -> Any:
@@ -515,7 +513,9 @@ def test_surgery_that_a_checkpoint_asks_for(tmp_path: Path):
 # LoadCheckpoint
 
 
-def check_loading(folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_is_loaded_at_an_event(folder: str):
+    """Of the callback LoadCheckpoint: the run goes on from there, as under FSDP1."""
     warnings.simplefilter("ignore")
     whole = run(FSDP1, [saving(row_of("LabelSmoothing"), folder)], folder, **SHARDED)
 
@@ -527,8 +527,3 @@ def check_loading(folder: str) -> None:
         assert measured(ours, theirs) is Ours.EQUAL
 
     for_each(check, {event: (event,) for event in ("BEFORE_LOAD", "AFTER_LOAD")})
-
-
-def test_a_checkpoint_is_loaded_at_an_event(tmp_path: Path):
-    """Of the callback LoadCheckpoint: the run goes on from there, as under FSDP1."""
-    run_ranks(check_loading, 2, str(tmp_path))

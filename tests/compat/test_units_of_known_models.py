@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support.comparing import full
 from support.known_models import IMAGE_TOKEN, IMAGES, TEXT, build, llava, qwen_vl
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from support.training import FULL, assert_close, named_parameters
 from torch import nn
 
@@ -63,7 +63,9 @@ def loss(model: Any, rank: int) -> torch.Tensor:
     return result
 
 
-def check_text_alone() -> None:
+@on_ranks(2)
+def test_what_is_advised_trains_right_where_a_rank_has_text_alone(folder: str):
+    """Whoever follows the note must not lose the tower's gradients for it."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = qwen_vl("cpu")
@@ -77,11 +79,6 @@ def check_text_alone() -> None:
     for name, parameter in reference.named_parameters():
         assert_close(name, full(sharded[name].grad), parameter.grad, rtol=1e-5, atol=1e-9)  # norms compute in fp32
     assert reference.model.visual.blocks[0].attn.qkv.weight.grad.abs().max() > 0
-
-
-def test_what_is_advised_trains_right_where_a_rank_has_text_alone():
-    """Whoever follows the note must not lose the tower's gradients for it."""
-    run_ranks(check_text_alone, 2)
 
 
 def mpt(**config: Any) -> nn.Module:

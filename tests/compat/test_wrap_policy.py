@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 from support.cases import for_each
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2
-from support.ranks import run_ranks
 from support.trainers import Trained, build_model, fit, largest_difference
 
 pytestmark = pytest.mark.composer
@@ -34,7 +34,9 @@ def as_object(section: dict[str, Any]) -> Any:
     return ParallelismConfig(fsdp2=config)
 
 
-def check_policies() -> None:
+@on_ranks(2)
+def test_a_policy_trains_as_fsdp1_with_the_same_units(folder: str):
+    """A migrated file would train another model than the one that it comes from, or not at all."""
     theirs = fit(FSDP1, SECTION, tied=False)
 
     def check(parallelism: Any, expected: set[str]) -> None:
@@ -60,11 +62,6 @@ def check_policies() -> None:
     )
 
 
-def test_a_policy_trains_as_fsdp1_with_the_same_units():
-    """A migrated file would train another model than the one that it comes from, or not at all."""
-    run_ranks(check_policies, 2)
-
-
 @pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental")
 def test_composers_own_object_takes_our_keys():
     """The same section is a mapping in one script and an object in the next; the object raised a TypeError."""
@@ -82,13 +79,10 @@ def test_composers_own_object_takes_our_keys():
     assert not meant.activation_checkpointing.enabled
 
 
-def check_bad_class() -> None:
+@on_ranks(2)
+def test_a_misspelt_class_stops_the_trainer(folder: str):
+    """On all ranks, before anything is changed: not one unit as large as the model."""
     from composer_fsdp2 import PlanError
 
     with pytest.raises(PlanError, match=r"is a Blok; did you mean Block\?"):
         fit(FSDP2, {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Blok"]}})
-
-
-def test_a_misspelt_class_stops_the_trainer():
-    """On all ranks, before anything is changed: not one unit as large as the model."""
-    run_ranks(check_bad_class, 2)
