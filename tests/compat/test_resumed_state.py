@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.callbacks import stateful
 from support.cases import for_each
 from support.comparing import assert_same
 from support.fsdp1_checkpoints import Layout, _save, _state_as_old_composer, _writing
@@ -95,23 +96,6 @@ def state_of_callback(number: int) -> dict[Any, Any]:
         "tensors": [torch.full((2,), float(number)), {4: torch.tensor(number)}],
         "none": None,
     }
-
-
-def stateful(name: str, state: dict[Any, Any]) -> Any:
-    from composer import Callback
-
-    class Stateful(Callback):
-        def __init__(self) -> None:
-            self.state = state
-
-        def state_dict(self) -> dict[Any, Any]:
-            return self.state
-
-        def load_state_dict(self, state: dict[Any, Any]) -> None:
-            self.state = state
-
-    Stateful.__qualname__ = name
-    return Stateful()
 
 
 def assert_alike(found: Any, expected: Any, where: str) -> None:

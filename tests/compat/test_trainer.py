@@ -13,8 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.callbacks import callback
 from support.cases import for_each
-from support.comparing import assert_same, full_parameters, own_name
+from support.comparing import assert_same, own_name
 from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.references import reference
@@ -28,7 +29,6 @@ from support.trainers import (
     largest_difference,
     make_trainer,
     result,
-    shards,
 )
 from support.training import FULL, HSDP_2X2
 from torch import nn
@@ -80,23 +80,20 @@ def assert_alike(ours: Trained, theirs: Trained, what: str) -> None:
 
 def check_curve(way: str, parallelism: Any, keys: dict[str, Any]) -> Any:
     """Beside FSDP1 with its keys; returns where the embedding lies."""
-    from composer import Callback
-
     kept: set[bool] = set()
     where: list[Any] = []
 
-    class Look(Callback):
+    def look(state: Any) -> None:
         """Whether blocks hold their full parameters when the model's forward has ended."""
+        kept.update(not isinstance(each, DTensor) for each in state.model.model.blocks.parameters())
 
-        def after_forward(self, state: Any, logger: Any) -> None:
-            kept.update(not isinstance(each, DTensor) for each in state.model.model.blocks.parameters())
+    def place(state: Any) -> None:
+        weight = state.model.model.wte.weight
+        where[:] = weight.device_mesh.mesh.tolist(), weight.placements
 
-        def fit_start(self, state: Any, logger: Any) -> None:
-            weight = state.model.model.wte.weight
-            where.extend([weight.device_mesh.mesh.tolist(), weight.placements])
-
+    watching = [callback(after_forward=look, fit_start=place)]
     with environment_of(way):
-        ours = fit(FSDP2, parallelism, callbacks=[Look()], **CLIPPED_WITH_EVALS)
+        ours = fit(FSDP2, parallelism, callbacks=watching, **CLIPPED_WITH_EVALS)
     # Once for all that asks for the same.
     theirs = reference(fit, FSDP1, keys, **CLIPPED_WITH_EVALS)
     assert theirs.shards == {"FullyShardedDataParallel"}
@@ -364,6 +361,10 @@ BAD_KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "a degree that does not divide": ({"data_parallel_replicate_degree": 3}, "data_parallel_replicate_degree 3"),
     "an unknown strategy": ({"sharding_strategy": "FULL_SHART"}, "FULL_SHARD"),
     "an unknown dtype": ({"mixed_precision": {"param_dtype": "bf61"}}, "bf16"),
+    "a misspelt class": (
+        {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Blok"]}},
+        "is a Blok; did you mean Block?",
+    ),
     "two words for one thing": ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "keep one"),
 }
 
@@ -478,15 +479,12 @@ def test_static_form(folder: str):
     """`FullyShardedDataParallel.summon_full_params(model)` shows shards without the shim; with it a model that FSDP1
     wraps is still FSDP1's."""
     original = vars(FullyShardedDataParallel)["summon_full_params"]
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    whole = [parameter.detach().clone() for parameter in model.parameters()]
     prepare_fully_shard(model, None, FULL, device="cpu")
     with FSDP2():
-        with FullyShardedDataParallel.summon_full_params(model, recurse=True, writeback=False):
-            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole, strict=True))
-        with FullyShardedDataParallel.summon_full_params(nn.Linear(3, 4)):
-            pass
+        for unsharded in (model, nn.Linear(3, 4)):
+            with FullyShardedDataParallel.summon_full_params(unsharded, writeback=False):
+                assert not any(isinstance(parameter, DTensor) for parameter in unsharded.parameters())
         # A model of FSDP1's, say a reward model that a script wraps itself, is FSDP1's.
         other = nn.Linear(3, 4)
         weight = other.weight.detach().clone()
@@ -507,16 +505,19 @@ def test_static_form(folder: str):
 
 @on_ranks(2)
 def test_runs_without_fsdp_are_left_alone(folder: str):
-    """install() at the top of a shared script must not change what its DDP users get, clipping included."""
+    """install() at the top of a shared script must not change what its DDP users get, clipping and SWA included."""
+    from composer.algorithms import SWA
     from torch.nn.parallel import DistributedDataParallel
 
+    warnings.simplefilter("ignore")
     left = []
     for under in (contextlib.nullcontext, FSDP2):
         with under():
-            trainer = make_trainer(None, batches=3, clip=("norm", 0.1))
+            trainer = make_trainer(None, batches=6, clip=("norm", 0.1), algorithms=[SWA("0.2dur", "0.5dur", "1ba")])
             trainer.fit()
             assert isinstance(trainer.state.model, DistributedDataParallel)
-            assert shards(trainer.state.model) == set()
-            left.append((result(trainer).losses, full_parameters(trainer.state.model)))
+            assert any(getattr(each, "swa_completed", False) for each in trainer.state.algorithms)
+            left.append(result(trainer))
             trainer.close()
+    assert left[0].shards == set() and len(left[0].losses) == 6
     assert_same(left[1], left[0], in_bits=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.comparing import full
 from support.known_models import IMAGE_TOKEN, IMAGES, TEXT, build, llava, qwen_vl
 from support.on_ranks import on_ranks
@@ -27,26 +28,28 @@ def notes_of(model: nn.Module, wrap: Wrap) -> list[str]:
     return [note for note in plan_sharding(model, ShardingConfig(wrap=wrap)).notes if "wrap_policy" in note]
 
 
-@pytest.mark.parametrize(
-    ("model_of", "tower", "first", "layer"),
-    [
-        (qwen_vl, "model.visual", "blocks.0", "Qwen2_5_VLDecoderLayer"),
-        (llava, "model.vision_tower", "vision_model.encoder.layers.0", "LlamaDecoderLayer"),
-    ],
-)
-def test_units_in_a_tower_are_told(model_of: Any, tower: str, first: str, layer: str):
+@on_ranks(1)
+def test_units_in_a_tower_are_told(folder: str):
     """A rank whose batch is text only never gathers them: the run aborts or hangs, at the first such batch."""
-    model = model_of()
-    assert towers(model) == [tower]
-    ends = Wrap(kind=WrapKind.CLASSES, embeddings=True, output=True)
-    for wrap in (AUTO, ends):
-        [note] = notes_of(model, wrap)
-        assert f"units in {tower} (" in note and f"does not enter: {tower}.{first} and 1 more. Unless" in note
-        assert note.endswith(f"for any batch, too: transformer_layer_cls_to_wrap: [{layer}]")
-    by_size = Wrap(kind=WrapKind.SIZE, min_num_params=1000)
-    assert any(f"units in {tower} (" in note for note in notes_of(model, by_size))
-    plan = plan_sharding(model, ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES, classes=(layer,))))
-    assert len(plan.units) == 3 and not plan.notes  # what the note advises
+
+    def check(model_of: Any, tower: str, first: str, layer: str) -> None:
+        model = model_of()
+        assert towers(model) == [tower]
+        ends = Wrap(kind=WrapKind.CLASSES, embeddings=True, output=True)
+        for wrap in (AUTO, ends):
+            [note] = notes_of(model, wrap)
+            assert f"units in {tower} (" in note and f"does not enter: {tower}.{first} and 1 more. Unless" in note
+            assert note.endswith(f"for any batch, too: transformer_layer_cls_to_wrap: [{layer}]")
+        by_size = Wrap(kind=WrapKind.SIZE, min_num_params=1000)
+        assert any(f"units in {tower} (" in note for note in notes_of(model, by_size))
+        plan = plan_sharding(model, ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES, classes=(layer,))))
+        assert len(plan.units) == 3 and not plan.notes  # what the note advises
+
+    cases = {
+        "qwen_vl": (qwen_vl, "model.visual", "blocks.0", "Qwen2_5_VLDecoderLayer"),
+        "llava": (llava, "model.vision_tower", "vision_model.encoder.layers.0", "LlamaDecoderLayer"),
+    }
+    for_each(check, cases)
 
 
 def loss(model: Any, rank: int) -> torch.Tensor:
@@ -119,8 +122,8 @@ def warned_of(model: nn.Module, wrap: Wrap) -> list[str]:
 HAVE_EXPERTS = {"qwen2-moe", "switch"}
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_models_that_each_batch_runs_whole_are_not_warned_of():
+@on_ranks(1)
+def test_models_that_each_batch_runs_whole_are_not_warned_of(folder: str):
     """A warning in every run of everybody's model is read by nobody, and the one that matters is lost in it."""
     for name, model in models_without_towers().items():
         assert towers(model) == [], name
@@ -131,7 +134,8 @@ def test_models_that_each_batch_runs_whole_are_not_warned_of():
             assert not told or is_expected, (name, wrap, told)
 
 
-def test_mpt_is_told_of_what_it_has():
+@on_ranks(1)
+def test_mpt_is_told_of_what_it_has(folder: str):
     """Its attributes make units; a Dropout beside them is none."""
     [hook, attributes] = notes_of(mpt(), Wrap(kind=WrapKind.CLASSES, classes=("MPTBlock",)))
     assert "fsdp_wrap_fn of model is not asked" in hook

@@ -48,8 +48,7 @@ def test_a_policy_trains_as_fsdp1_with_the_same_units(folder: str):
         assert ours.shards == {"FSDPModule"} and theirs.shards == {"FullyShardedDataParallel"}
         assert units_of(model) == expected, units_of(model)
         assert largest_difference(ours.losses, theirs.losses) <= 1e-6, f"{ours.losses}, FSDP1 {theirs.losses}"
-        for name, parameter in theirs.parameters.items():
-            torch.testing.assert_close(ours.parameters[name], parameter, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours.parameters, theirs.parameters, rtol=1e-6, atol=1e-6)
 
     layers = {"model", "model.blocks.0", "model.blocks.1"}
     for_each(
@@ -77,12 +76,3 @@ def test_composers_own_object_takes_our_keys():
     meant = translate(config, device="cpu").config
     assert meant.freeze == ("model.wte",) and meant.wrap.classes == ("Block",)
     assert not meant.activation_checkpointing.enabled
-
-
-@on_ranks(2)
-def test_a_misspelt_class_stops_the_trainer(folder: str):
-    """On all ranks, before anything is changed: not one unit as large as the model."""
-    from composer_fsdp2 import PlanError
-
-    with pytest.raises(PlanError, match=r"is a Blok; did you mean Block\?"):
-        fit(FSDP2, {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Blok"]}})
