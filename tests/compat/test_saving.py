@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composer_fsdp2.compat import saving
-from composer_fsdp2.errors import CheckpointError, ConfigError
+from composer_fsdp2.errors import CheckpointError
 
 pytestmark = pytest.mark.composer
 
@@ -313,28 +313,6 @@ def test_the_link_is_never_away(folder: str):
     if dist.get_rank() == 0:
         assert seen == [False, True, True], "the link was away while it was replaced"
         assert removed == ["ep0-ba1-rank0.pt", "ep0-ba2-rank0.pt"], removed
-
-
-# --- async_save
-
-
-@on_ranks(2)
-def test_async_save_is_a_key_like_others(folder: str):
-    """However the configuration is given it has its effect; a misspelt value does not train until the first save."""
-    from composer.utils import FSDPConfig
-
-    warnings.simplefilter("ignore")
-
-    def check(config: Any, version: str) -> None:
-        with FSDP2(), mock.patch.dict(os.environ, FSDP_VERSION=version):
-            trainer = make_trainer(config)
-        assert trainer.state.fsdp_config.async_save is True
-        trainer.close()
-
-    text = {"async_save": True, "state_dict_type": "sharded"}
-    for_each(check, {"FSDPConfig": (FSDPConfig(**text), "1"), "FSDP_VERSION=2": (text, "2")})
-    with FSDP2(), pytest.raises(ConfigError, match=r"async_save.*true or false"):
-        make_trainer({"async_save": "yes"})
 
 
 # --- a compressor

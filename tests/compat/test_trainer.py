@@ -36,6 +36,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composer_fsdp2 import ComposerFSDP2Error, ConfigError, prepare_fully_shard
+from composer_fsdp2._torch.scaler import ShardedGradScaler
 
 pytestmark = pytest.mark.composer
 
@@ -197,7 +198,7 @@ def test_ignored_modules_and_schedules(folder: str):
     assert_alike(run(FSDP2), run(FSDP1), "ignored modules")
     with FSDP2():
         trainer = make_trainer({})
-        assert type(trainer.state.scaler).__name__ == "ShardedGradScaler"
+        assert type(trainer.state.scaler) is ShardedGradScaler
         trainer.close()
 
 
@@ -302,20 +303,23 @@ def test_a_run_has_the_process_groups_of_state_and_no_others(folder: str):
 
 
 @on_ranks(2)
-def test_own_planners_save_and_load(folder: str):
-    """A planner that renames or filters keys is used, not dropped as Composer's FSDP2 drops it."""
+def test_own_planners_and_async_save(folder: str):
+    """A planner that renames or filters keys is used, not dropped as Composer's FSDP2 drops it; so is a key that only
+    we have."""
     from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
     def check(way: str) -> None:
         save, load = DefaultSavePlanner(), DefaultLoadPlanner()
         for planner in (save, load):
             planner.create_local_plan = mock.Mock(wraps=planner.create_local_plan)
-        keys = {"state_dict_type": "sharded", "save_planner": save, "load_planner": load}
+        keys = {"state_dict_type": "sharded", "save_planner": save, "load_planner": load, "async_save": True}
         path = f"{folder}/{way}"
         with environment_of(way), FSDP2():
             fit(FSDP2, ways()[way](keys), batches=1, save_folder=path, save_interval="1ba")
             assert (save.create_local_plan.call_count, load.create_local_plan.call_count) == (1, 0)
-            make_trainer(ways()[way](keys), load_path=f"{path}/ep0-ba1").close()
+            trainer = make_trainer(ways()[way](keys), load_path=f"{path}/ep0-ba1")
+            assert trainer.state.fsdp_config.async_save is True
+            trainer.close()
             assert (save.create_local_plan.call_count, load.create_local_plan.call_count) == (1, 1)
 
     for_each(check, {way: (way,) for way in ("ParallelismConfig", "FSDP_VERSION=2")})
@@ -365,6 +369,7 @@ BAD_KEYS: dict[str, tuple[dict[str, Any], str]] = {
         {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Blok"]}},
         "is a Blok; did you mean Block?",
     ),
+    "a word for a flag": ({"async_save": "yes"}, "true or false"),
     "two words for one thing": ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "keep one"),
 }
 

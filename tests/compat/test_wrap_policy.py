@@ -61,8 +61,8 @@ def test_a_policy_trains_as_fsdp1_with_the_same_units(folder: str):
     )
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental")
-def test_composers_own_object_takes_our_keys():
+@on_ranks(1)
+def test_composers_own_object_takes_our_keys(folder: str):
     """The same section is a mapping in one script and an object in the next; the object raised a TypeError."""
     from composer.utils import FSDP2Config
 
