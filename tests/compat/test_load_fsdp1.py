@@ -32,7 +32,7 @@ FEW = [
     # Moments and step counts of flat parameters in files that hold no names.
     Run(world_size=2, model="mpt", parameters="flat", mesh=False, optimizer="adam"),
     Run(world_size=1, model="small", parameters="groups", mesh=True, optimizer="decoupled_adamw"),
-    Run(world_size=4, model="mpt", parameters="groups", mesh=True, optimizer="decoupled_lionw"),
+    Run(world_size=4, model="small", parameters="groups", mesh=True, optimizer="decoupled_lionw"),
     Run(world_size=2, model="small", parameters="orig", mesh=False, optimizer="decoupled_adamw"),
 ]
 CONFIGS: dict[int, list[dict[str, Any]]] = {

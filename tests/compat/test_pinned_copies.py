@@ -15,7 +15,7 @@ import torch
 from support.comparing import assert_same
 from support.cuda_played import CudaPlayed
 from support.gpus import gpu_marks
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -103,7 +103,9 @@ def test_nothing_but_empty_tensors(cuda: CudaPlayed):
     assert not cuda.pinned
 
 
-def check_dtensors() -> None:
+@on_ranks(4)
+def test_sharded_tensors(folder: str):
+    """The writer finds each shard where it belongs; a rank that has no row of a tensor is no exception."""
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     unsharded = torch.arange(70.0).view(10, 7)
     tensors = {
@@ -128,11 +130,6 @@ def check_dtensors() -> None:
         assert copied.device_mesh is tensor.device_mesh and copied.placements == tensor.placements, name
         assert (copied.shape, copied.stride(), copied.dtype) == (tensor.shape, tensor.stride(), tensor.dtype), name
         assert_same(copied.full_tensor(), tensor.detach().full_tensor(), name, in_bits=True)
-
-
-def test_sharded_tensors():
-    """The writer finds each shard where it belongs; a rank that has no row of a tensor is no exception."""
-    run_ranks(check_dtensors, 4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

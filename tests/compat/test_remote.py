@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import assert_same, full_parameters
 from support.legacy import FOLDER, checkpoint_of
 from support.loading import a_trainer, store_class
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2
-from support.ranks import impatient, run_ranks
+from support.ranks import impatient
 from support.trainers import as_machines_of_one_rank, checkpoint_error_of, fit, objects_of_ranks
 
 pytestmark = pytest.mark.composer
@@ -46,23 +48,25 @@ def everything_downloaded(store: Any) -> list[str]:
     return sorted(name for rank in objects_of_ranks(store.downloaded) for name in rank)
 
 
-def write_once(file: Path, write: Callable[[Path], Any]) -> None:
+def write(folder: str | Path, files: Mapping[str, str | bytes]) -> None:
     """On rank 0; the others wait for it."""
-    import torch.distributed as dist
-
     if dist.get_rank() == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write(file)
+        for name, content in files.items():
+            file = Path(folder, name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content.encode() if isinstance(content, str) else content)
     dist.barrier()
 
 
 # --- files and folders
 
 
-def check_files_and_folders(folder: str) -> None:
+@on_ranks(2)
+def test_files_and_folders_load_from_a_store(folder: str):
+    """Whoever keeps old checkpoints in a bucket resumes from there; no object is fetched twice, and nothing stays."""
     temporary = Path(folder, "tmp")
-    packed, content = "c220/full.pt.gz", gzip.compress(checkpoint_of("c220/full").read_bytes())
-    write_once(Path(folder, packed), functools.partial(Path.write_bytes, data=content))
+    packed = "c220/full.pt.gz"
+    write(folder, {packed: gzip.compress(checkpoint_of("c220/full").read_bytes()), "tmp/other": ""})
     with mock.patch("tempfile.tempdir", str(temporary)), a_trainer("c220/full") as trainer:
 
         def check(kind: str) -> None:
@@ -80,60 +84,32 @@ def check_files_and_folders(folder: str) -> None:
     assert left == [], "a download stays on every machine's disk"
 
 
-def test_files_and_folders_load_from_a_store(tmp_path: Path):
-    """Whoever keeps old checkpoints in a bucket resumes from there; no object is fetched twice, and nothing stays."""
-    (tmp_path / "tmp").mkdir()
-    run_ranks(check_files_and_folders, 2, str(tmp_path))
-
-
-def check_other_folders(folder: str) -> None:
-    from safetensors.torch import save_file
-
-    full = checkpoint_of("c220/full")
-    weights = torch.load(full, weights_only=False)["state"]["model"]
-    halves = {
-        "model-00001-of-00002.safetensors": list(weights)[:7],
-        "model-00002-of-00002.safetensors": list(weights)[7:],
-    }
-    index = json.dumps({"metadata": {}, "weight_map": {key: name for name in halves for key in halves[name]}})
-    files = {**halves, "model.safetensors.index.json": ()}
-    write_once(Path(folder, "hf", "model.safetensors.index.json"), functools.partial(Path.write_text, data=index))
-    for name, keys in halves.items():
-        tensors = {key: weights[key].contiguous() for key in keys}
-        write_once(Path(folder, "hf", name), functools.partial(save_file, tensors))
-    write_once(Path(folder, "run", "notes.txt"), functools.partial(Path.write_text, data="none here"))
+@on_ranks(2)
+def test_other_folders_come_whole(folder: str):
+    """A safetensors folder has no list of what is where that all layouts share; a wrong folder is named as such."""
     from composer.utils import checkpoint
+    from safetensors.torch import save
 
+    weights = torch.load(checkpoint_of("c220/full"), weights_only=False)["state"]["model"]
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    halves = dict(zip(names, ([*weights][:7], [*weights][7:]), strict=True))
+    index = json.dumps({"metadata": {}, "weight_map": {key: name for name in halves for key in halves[name]}})
+    files = {f"hf/{name}": save({key: weights[key].contiguous() for key in keys}) for name, keys in halves.items()}
+    files["hf/model.safetensors.index.json"] = index.encode()
+    write(folder, {**files, "run/notes.txt": "none here"})
     with a_trainer("c220/full") as trainer:
         store = store_class()(folder)
         checkpoint.load_checkpoint("hf", trainer.state, trainer.logger, store, load_weights_only=True)
-        assert_same(full_parameters(trainer.state.model), {k: weights[k] for k in dict(parameters(trainer))}, "hf")
-        assert everything_downloaded(store) == sorted(f"hf/{name}" for name in files)
+        found = full_parameters(trainer.state.model)
+        assert_same(found, {name: weights[name] for name in found}, "hf")
+        assert everything_downloaded(store) == sorted(files)
         error = checkpoint_error_of(lambda: load(trainer, "run", store))
         assert "notes.txt" in error and "not a checkpoint" in error, error
 
 
-def parameters(trainer: Any) -> Any:
-    return trainer.state.model.named_parameters()
-
-
-def test_other_folders_come_whole(tmp_path: Path):
-    """A safetensors folder has no list of what is where that all layouts share; a wrong folder is named as such."""
-    run_ranks(check_other_folders, 2, str(tmp_path))
-
-
-class Linear(torch.nn.Module):
-    """What wrote the files with one file per rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = torch.nn.Module()
-        self.model.weight = torch.nn.Parameter(torch.zeros(5, 3))
-        self.model.bias = torch.nn.Parameter(torch.zeros(4))
-        self.model.register_buffer("buffer", torch.zeros(3, dtype=torch.long))
-
-
-def check_rank_files() -> None:
+@on_ranks(2)
+def test_one_file_per_rank(folder: str):
+    """Composer 0.13 wrote a file for each rank, which name each other: with the first, all of them are fetched."""
     from composer_fsdp2 import prepare_fully_shard
     from composer_fsdp2.checkpoint.load.into_model import load_inventory
     from composer_fsdp2.compat.remote import local_checkpoint
@@ -142,7 +118,10 @@ def check_rank_files() -> None:
     values = torch.load(folder / "whole.pt")
 
     def check(name: str) -> None:
-        model, store = Linear(), store_class()(folder)
+        store, model = store_class()(folder), torch.nn.Module()
+        model.model = torch.nn.Linear(3, 5)
+        model.model.bias = torch.nn.Parameter(torch.zeros(4))
+        model.model.register_buffer("buffer", torch.zeros(3, dtype=torch.long))
         prepare_fully_shard(model, None, {}, precision="fp32")
         with (
             local_checkpoint(name, store, False) as checkpoint,
@@ -157,15 +136,12 @@ def check_rank_files() -> None:
     for_each(check, {name: (name,) for name in ("sharded-rank{rank}.pt", "local-rank0.pt")})
 
 
-def test_one_file_per_rank():
-    """Composer 0.13 wrote a file for each rank, which name each other: with the first, all of them are fetched."""
-    run_ranks(check_rank_files, 2)
-
-
 # --- what is needed, and by whom
 
 
-def check_only_needed_files(folder: str) -> None:
+@on_ranks(2)
+def test_each_machine_downloads_what_its_ranks_read(folder: str):
+    """A node of a large run fetches its part of a sharded checkpoint, not all of it, and its ranks share the work."""
     import torch.distributed.checkpoint as dcp
     from composer.utils import reproducibility
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -198,15 +174,12 @@ def check_only_needed_files(folder: str) -> None:
         assert min(shares) > 0.4 * sum(shares), f"one rank downloads for all: {shares}"
 
 
-def test_each_machine_downloads_what_its_ranks_read(tmp_path: Path):
-    """A node of a large run fetches its part of a sharded checkpoint, not all of it, and its ranks share the work."""
-    run_ranks(check_only_needed_files, 2, str(tmp_path))
-
-
 # --- names
 
 
-def check_names(folder: str) -> None:
+@on_ranks(2)
+def test_names_and_links(folder: str):
+    """Names that Composer leaves in a bucket lead to the checkpoint; a wrong one is told with all that was tried."""
     links = {
         "run/latest-rank0.pt.symlink": "c220/sharded/ep0-ba3",
         "run/again.symlink": "run/latest-rank0.pt.symlink",
@@ -231,9 +204,10 @@ def check_names(folder: str) -> None:
         "run/circle": ("links", "run/circle"),
         "run/empty": ("run/empty.symlink", "an empty link"),
     }
-    for name, target in links.items():
-        write_once(Path(folder, name), functools.partial(Path.write_text, data=target))
-    write_once(Path(folder, "c220"), lambda link: link.symlink_to(FOLDER / "c220"))
+    write(folder, links)
+    if dist.get_rank() == 0:
+        Path(folder, "c220").symlink_to(FOLDER / "c220")
+    dist.barrier()
     store = store_class()(folder)
     with a_trainer("c220/full") as trainer:
         expected = load(trainer, str(checkpoint_of("c220/full")))
@@ -254,17 +228,12 @@ def load_only(trainer: Any, path: str, store: Any = None) -> None:
     checkpoint.load_checkpoint(path, trainer.state, trainer.logger, store, progress_bar=False)
 
 
-def test_names_and_links(tmp_path: Path):
-    """Names that Composer leaves in a bucket lead to the checkpoint; a wrong one is told with all that was tried."""
-    run_ranks(check_names, 2, str(tmp_path))
-
-
 # --- what can go wrong
 
 
-def check_failures(folder: str) -> None:
-    import torch.distributed as dist
-
+@on_ranks(2)
+def test_failed_downloads(folder: str):
+    """A bad line is tried again; a dead one ends the job on every rank with the object's name, and changes nothing."""
     name = checkpoint_of(KIND).relative_to(FOLDER).as_posix()
     with a_trainer("c220/full") as trainer:
         expected = load(trainer, str(checkpoint_of("c220/full")))
@@ -279,14 +248,12 @@ def check_failures(folder: str) -> None:
 
         for_each(check, {file: (file,) for file in (".metadata", "__1_0.distcp")})
         # A file that is not there, or not all of it.
-        write_once(Path(folder, "cut"), lambda cut: shutil.copytree(checkpoint_of(KIND), cut))
-        half, store = Path(folder, "cut", "__1_0.distcp"), store_class()(folder)
-        content = half.read_bytes()[:9000]
-        dist.barrier()
-        write_once(half, Path.unlink)
+        whole = {f"cut/{file.name}": file.read_bytes() for file in checkpoint_of(KIND).iterdir()}
+        half, store = whole.pop("cut/__1_0.distcp"), store_class()(folder)
+        write(folder, whole)
         error = checkpoint_error_of(lambda: load_only(trainer, "cut", store))
         assert "cut/__1_0.distcp" in error, error
-        write_once(half, functools.partial(Path.write_bytes, data=content))
+        write(folder, {"cut/__1_0.distcp": half[:9000]})
         error = checkpoint_error_of(lambda: load_only(trainer, "cut", store))
         assert "__1_0.distcp" in error and "9000" in error, error
         # A store that only one machine cannot reach.
@@ -298,10 +265,9 @@ def check_failures(folder: str) -> None:
         assert_same(full_parameters(trainer.state.model), expected, "after failures")
 
 
-def check_slow_line() -> None:
-    """One machine downloads the metadata for longer than collectives wait, the other one a file."""
-    import torch.distributed as dist
-
+@on_ranks(2)
+def test_a_machine_with_a_slow_line(folder: str):
+    """Machines wait for the slowest download: those that were done waited in a collective, and ended the job."""
     name = "c220/sharded/ep0-ba3"
     slow = f"{name}/.metadata" if dist.get_rank() == 0 else f"{name}/__1_0.distcp"
     with a_trainer("c220/full") as trainer:
@@ -310,22 +276,12 @@ def check_slow_line() -> None:
         download = store.download_object
 
         def slowly(object_name: str, *args: Any, **options: Any) -> None:
-            threading.Event().wait(1.5 * (object_name == slow))  # the tests leave out the sleep between attempts
+            threading.Event().wait(1.3 * (object_name == slow))  # the tests leave out the sleep between attempts
             download(object_name, *args, **options)
 
         with impatient(1.0), as_machines_of_one_rank(), mock.patch.object(store, "download_object", slowly):
             assert_same(load(trainer, name, store), expected)
         assert slow in store.downloaded
-
-
-def test_a_machine_with_a_slow_line():
-    """Machines wait for the slowest download: those that were done waited in a collective, and ended the job."""
-    run_ranks(check_slow_line, 2)
-
-
-def test_failed_downloads(tmp_path: Path):
-    """A bad line is tried again; a dead one ends the job on every rank with the object's name, and changes nothing."""
-    run_ranks(check_failures, 2, str(tmp_path))
 
 
 # --- other ways to name a store
@@ -369,7 +325,6 @@ def the_scheme(root: str | Path) -> Iterator[None]:
 @contextmanager
 def served(root: Path) -> Iterator[str]:
     """The address of a web server with the files of a folder."""
-    import torch.distributed as dist
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
@@ -379,7 +334,7 @@ def served(root: Path) -> Iterator[str]:
     server = None
     if dist.get_rank() == 0:
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(root)))
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         address = [f"http://127.0.0.1:{server.server_port}"]
     dist.broadcast_object_list(address)
     try:
@@ -391,10 +346,11 @@ def served(root: Path) -> Iterator[str]:
             server.server_close()
 
 
-def check_hostile_names(folder: str) -> None:
-    """A listing whose keys stand for places outside of the folder that they are downloaded to."""
+@on_ranks(2)
+def test_names_that_lead_out_of_a_bucket(folder: str):
+    """Whoever may write to a bucket could write any file of whoever loads from it: `run//abs/path`."""
     evil = Path(folder, "evil")
-    write_once(Path(folder, "bucket", "run", "model.safetensors"), Path.touch)
+    write(folder, {"bucket/run/model.safetensors": ""})
     store = store_class()(f"{folder}/bucket")
     first = ["run/", "run/model.safetensors"]  # what ends with a slash is a folder's own object, and no file
 
@@ -410,18 +366,12 @@ def check_hostile_names(folder: str) -> None:
             assert "model.safetensors" in checkpoint_error_of(lambda: load_only(trainer, "run", store))
 
 
-def test_names_that_lead_out_of_a_bucket(tmp_path: Path):
-    """Whoever may write to a bucket could write any file of whoever loads from it: `run//abs/path`."""
-    run_ranks(check_hostile_names, 2, str(tmp_path))
-
-
-def check_other_stores() -> None:
+@on_ranks(2)
+def test_other_ways_to_name_a_store(folder: str):
+    """load_object_store, a logger, a URI in load_path and a URL are one thing."""
     name = checkpoint_of(KIND).relative_to(FOLDER).as_posix()
     with a_trainer("c220/full") as trainer:
         expected = load(trainer, str(checkpoint_of("c220/full")))
-        assert_same(load(trainer, "c220/full/ep0-ba3-rank0.pt", logger_class()(FOLDER)), expected, "its file")
-        with the_scheme(FOLDER):
-            assert_same(load(trainer, f"folder://bucket/{name}"), expected, "URI")
         with served(FOLDER) as address:
             assert_same(load(trainer, f"{address}/c220/full/ep0-ba3-rank0.pt"), expected, "URL")
             assert_same(load(trainer, f"{address}/{name}"), expected, "URL of a folder")
@@ -435,11 +385,6 @@ def check_other_stores() -> None:
     with a_trainer("c220/full", load_path=name, load_object_store=logger) as trainer:
         assert int(trainer.state.timestamp.batch) == 3
         assert_same(full_parameters(trainer.state.model), expected)
-
-
-def test_other_ways_to_name_a_store():
-    """load_object_store, a logger, a URI in load_path and a URL are one thing."""
-    run_ranks(check_other_stores, 2)
 
 
 # --- autoresume
@@ -476,9 +421,9 @@ def uploader_class(root: str) -> Any:
     return Uploader
 
 
-def check_autoresume(folder: str) -> None:
-    import torch.distributed as dist
-
+@on_ranks(2)
+def test_autoresume_from_a_bucket(folder: str):
+    """A run that a scheduler moves to another machine goes on from the newest checkpoint in its bucket, bit for bit."""
     os.chdir(folder)  # Composer keeps the local copy of a remote save_folder below the working folder
     training: dict[str, Any] = {"optimizer": "adamw", "batches": 4}
     bucket, config = f"{folder}/bucket", dict(SHARDED)
@@ -503,8 +448,3 @@ def check_autoresume(folder: str) -> None:
         dist.barrier()
         second = fit(FSDP2, dict(config), **options)
     assert first.losses + second.losses == continuous.losses, f"{second.losses}"
-
-
-def test_autoresume_from_a_bucket(tmp_path: Path):
-    """A run that a scheduler moves to another machine goes on from the newest checkpoint in its bucket, bit for bit."""
-    run_ranks(check_autoresume, 2, str(tmp_path))

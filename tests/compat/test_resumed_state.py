@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.callbacks import stateful
 from support.cases import for_each
 from support.comparing import assert_same
 from support.fsdp1_checkpoints import Layout, _save, _state_as_old_composer, _writing
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2
-from support.ranks import run_ranks
 from support.saved import form
 from support.trainers import make_trainer
 from torch import nn
@@ -97,23 +98,6 @@ def state_of_callback(number: int) -> dict[Any, Any]:
     }
 
 
-def stateful(name: str, state: dict[Any, Any]) -> Any:
-    from composer import Callback
-
-    class Stateful(Callback):
-        def __init__(self) -> None:
-            self.state = state
-
-        def state_dict(self) -> dict[Any, Any]:
-            return self.state
-
-        def load_state_dict(self, state: dict[Any, Any]) -> None:
-            self.state = state
-
-    Stateful.__qualname__ = name
-    return Stateful()
-
-
 def assert_alike(found: Any, expected: Any, where: str) -> None:
     """Equal, with the same classes and keys."""
     assert_same(found, expected, where)
@@ -172,7 +156,10 @@ def load(trainer: Any, path: Path) -> None:
     assert [text for text in missing if "Scaler" not in text] == []
 
 
-def check_resumed(folder: str) -> None:
+@on_ranks(2, timeout_s=240)
+def test_schedulers_callbacks_and_datasets_go_on_where_they_were(folder: str):
+    """A learning rate that decays at step 3 does so after a resume, from every layout; a
+    callback or dataset gets the state that it saved: integer keys, empty dicts, places in lists, classes of dicts."""
     # FSDP1 on the CPU frees, or uses again, what it moves there: _writing.
     fsdp1 = {"process_group": "mod1", "use_orig_params": False, "state_dict_type": "sharded"}
     rates: dict[str, list[float]] = {}
@@ -212,12 +199,6 @@ def check_resumed(folder: str) -> None:
             assert_alike(trainer.state.dataset_state, {"train": None, "eval": {}}, "dataset_state")
 
     for_each(check, {name: (path,) for name, path in paths.items()})
-
-
-def test_schedulers_callbacks_and_datasets_go_on_where_they_were(tmp_path: Path):
-    """A learning rate that decays at step 3 does so after a resume, from every layout; a
-    callback or dataset gets the state that it saved: integer keys, empty dicts, places in lists, classes of dicts."""
-    run_ranks(check_resumed, 2, str(tmp_path), timeout_s=240)
 
 
 def test_a_copied_state_counts_what_it_counted():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +10,12 @@ import torch
 import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import assert_same, full, full_parameters
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
-from support.ranks import run_ranks
 from support.references import reference
 from support.saved import named
 from support.synchronisations import Synchronisations
-from support.trainers import Trained, build_model, close, fit, largest_difference, make_trainer, result
+from support.trainers import Trained, build_model, close, fit, largest_difference, make_trainer, result, with_child
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,22 +30,15 @@ BATCHES = 3  # with momentum, the last one has the clipped steps of two
 
 def two_roots() -> Any:
     """A model with two direct children, which FSDP1 wrapped, and clipped, each for itself."""
-    model = build_model()
     torch.manual_seed(4)
-    model.scale = nn.Linear(13, 13)
-    forward = model.forward
-    model.forward = lambda batch: model.scale(forward(batch))
-    return model
+    return with_child(nn.Linear(13, 13), lambda child, x: child(x))
 
 
 def with_row() -> Any:
     """Untied, with a parameter of one row, of which rank 1 holds nothing."""
-    model = build_model(tied=False)
-    model.row = nn.Linear(13, 1, bias=False)
-    nn.init.constant_(model.row.weight, 0.3)
-    forward = model.forward
-    model.forward = lambda batch: (x := forward(batch)) + x * model.row(x)
-    return model
+    row = nn.Linear(13, 1, bias=False)
+    nn.init.constant_(row.weight, 0.3)
+    return with_child(row, lambda row, x: x + x * row(x), tied=False)
 
 
 CLIPS: dict[str, tuple[Any, dict[str, Any], tuple[str, float]]] = {
@@ -58,33 +50,32 @@ CLIPS: dict[str, tuple[Any, dict[str, Any], tuple[str, float]]] = {
 }
 
 
-def check_like_fsdp1() -> None:
+def clipped(under: Under, config: Any, build: Any, clip: tuple[str, float] | None) -> Trained:
+    return fit(under, config, model=build(), clip=clip, batches=BATCHES)
+
+
+@on_ranks(2)
+def test_clipping_is_fsdp1s(folder: str):
+    """Same norm, same threshold, same curve, also where a model has several roots, which FSDP1 clipped one by one. Over
+    FSDP2, Composer's clipping looked for FSDP1's modules, found none and did nothing."""
     from composer.utils import FSDP2Config
 
     def check(build: Any, keys: dict[str, Any], clip: tuple[str, float]) -> None:
-        def run(under: Any, config: Any, clip: tuple[str, float] | None) -> Trained:
-            return fit(under, config, model=build(), clip=clip, batches=BATCHES)
-
-        theirs = run(FSDP1, keys if "cpu_offload" not in keys else {}, clip)  # which Composer's FSDP1 refuses
-        unclipped = run(FSDP2, keys, None)
+        theirs = clipped(FSDP1, keys if "cpu_offload" not in keys else {}, build, clip)  # its Composer refuses that
+        unclipped = reference(clipped, FSDP2, {}, build, None)
         assert largest_difference(theirs.losses, unclipped.losses) > 0.01, "clips nothing"
-        for config in (keys, FSDP2Config()) if clip == ("norm", 1e-6) else (keys,):
-            ours = run(FSDP2, config, clip)
-            assert close(ours.losses, theirs.losses), f"{ours.losses}, FSDP1 {theirs.losses}"
-            torch.testing.assert_close(ours.parameters, theirs.parameters, rtol=1e-5, atol=1e-6)
-        assert run(FSDP2, keys, (clip[0], 1e6)).losses == unclipped.losses
+        ours = clipped(FSDP2, FSDP2Config() if clip == ("norm", 1e-6) else keys, build, clip)
+        assert close(ours.losses, theirs.losses), f"{ours.losses}, FSDP1 {theirs.losses}"
+        torch.testing.assert_close(ours.parameters, theirs.parameters, rtol=1e-5, atol=1e-6)
 
     for_each(check, CLIPS)
+    unclipped = reference(clipped, FSDP2, {}, build_model, None)
+    assert clipped(FSDP2, {}, build_model, ("norm", 1e6)).losses == unclipped.losses
 
 
-def test_clipping_is_fsdp1s():
-    """Same norm, same threshold, same curve, also where a model has several roots, which FSDP1 clipped one by one. Over
-    FSDP2, Composer's clipping looked for FSDP1's modules, found none and did nothing."""
-    run_ranks(check_like_fsdp1, 2)
-
-
-def check_function() -> None:
-    """composer.functional.apply_gradient_clipping, in a training loop of the user's own."""
+@on_ranks(2)
+def test_the_function_clips_too(folder: str):
+    """Training loops without the algorithm call composer.functional, imported before the shim came."""
     import composer.functional
 
     with FSDP2():
@@ -101,17 +92,14 @@ def check_function() -> None:
         trainer.close()
 
 
-def test_the_function_clips_too():
-    """Training loops without the algorithm call composer.functional, imported before the shim came."""
-    run_ranks(check_function, 2)
-
-
-def check_adaptive() -> None:
-    unclipped, whole = (fit(UNSHARDED, None, model=with_row(), clip=clip) for clip in (None, ("adaptive", 0.01)))
+@on_ranks(2, timeout_s=300)
+def test_adaptive_clipping_is_the_whole_models(folder: str):
+    """A run that clipped adaptively on one GPU, or under DDP, keeps its curve when it is sharded; FSDP1 refused it."""
+    unclipped, whole = (clipped(UNSHARDED, None, with_row, clip) for clip in (None, ("adaptive", 0.01)))
     assert largest_difference(whole.losses, unclipped.losses) > 1e-3, "clips nothing"
 
     def check(keys: dict[str, Any]) -> None:
-        ours = fit(FSDP2, keys, model=with_row(), clip=("adaptive", 0.01))
+        ours = clipped(FSDP2, keys, with_row, ("adaptive", 0.01))
         assert close(ours.losses, whole.losses), f"{ours.losses}, whole {whole.losses}"
         theirs = {name.removeprefix("module."): value for name, value in whole.parameters.items()}
         torch.testing.assert_close(ours.parameters, theirs, rtol=1e-5, atol=1e-6)
@@ -119,12 +107,9 @@ def check_adaptive() -> None:
     for_each(check, {f"{keys}": (keys,) for keys in ({}, {"cpu_offload": True})})
 
 
-def test_adaptive_clipping_is_the_whole_models():
-    """A run that clipped adaptively on one GPU, or under DDP, keeps its curve when it is sharded; FSDP1 refused it."""
-    run_ranks(check_adaptive, 2, timeout_s=300)
-
-
-def check_unknown() -> None:
+@on_ranks(2)
+def test_a_misspelt_type_is_refused(folder: str):
+    """It would train unclipped."""
     model = build_model()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with FSDP2():
@@ -136,14 +121,8 @@ def check_unknown() -> None:
         trainer.close()
 
 
-def test_a_misspelt_type_is_refused():
-    """It would train unclipped."""
-    run_ranks(check_unknown, 2)
-
-
 # --- microbatches
 
-TIME_LIMIT_S = 180  # a hang
 KEYS: dict[str, dict[str, Any]] = {
     "every": {},
     "last": {"gradient_sync": "last"},
@@ -160,9 +139,12 @@ class Reductions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_against_fsdp1() -> None:
+@on_ranks(2)
+def test_the_curve_is_fsdp1s(folder: str):
+    """FSDP1 under Composer reduced in every microbatch; who asks for less communicates less, and trains the same."""
+
     def check(optimizer: str, name: str, num_reductions: int) -> None:
-        options = {"optimizer": optimizer, "clip": CLIP, "microbatch": 1, "eval_interval": "2ba"}
+        options = {"optimizer": optimizer, "clip": CLIP, "microbatch": 1, "batches": 2, "eval_interval": "1ba"}
         with Reductions() as mode:
             ours = fit(FSDP2, KEYS[name], **options)
         theirs = reference(fit, FSDP1, {}, **options)
@@ -171,14 +153,9 @@ def check_against_fsdp1() -> None:
         assert_alike(ours.parameters, theirs.parameters, "after training")
         assert mode.count == num_reductions
 
-    # Four batches of four microbatches over three units: the Trainer says which one is the last.
-    cases = (("sgd", "every", 4 * 4 * 3), ("sgd", "last", 4 * 3), ("decoupled_adamw", "last, kept", 4 * 3))
+    # Two batches of four microbatches over three units: the Trainer says which one is the last.
+    cases = (("sgd", "every", 2 * 4 * 3), ("sgd", "last", 2 * 3), ("decoupled_adamw", "last, kept", 2 * 3))
     for_each(check, {name: (optimizer, name, number) for optimizer, name, number in cases})
-
-
-def test_the_curve_is_fsdp1s():
-    """FSDP1 under Composer reduced in every microbatch; who asks for less communicates less, and trains the same."""
-    run_ranks(check_against_fsdp1, 2)
 
 
 def fit_after_an_error(under: Under, keys: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
@@ -210,22 +187,23 @@ def assert_alike(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
     torch.testing.assert_close(ours, theirs, msg=lambda text: f"{where}: {text}")
 
 
-def check_after_an_error() -> None:
+@on_ranks(2)
+def test_a_fit_after_an_error(folder: str):
+    """Gradients that the broken batch had not communicated yet would be in the next one's, which no zero_grad sees."""
+
     def check(where: str, name: str) -> None:
         ours = fit_after_an_error(FSDP2, KEYS[name], where)
         assert_alike(ours, reference(fit_after_an_error, FSDP1, {}, where), where)
 
-    for_each(check, {name: ("forward", name) for name in KEYS})
+    for_each(check, {name: ("forward", name) for name in ("last", "last, kept")})
     every, last = (fit_after_an_error(FSDP2, KEYS[name], "backward") for name in ("every", "last"))
     assert_alike(last, every, "backward")  # FSDP1 itself stays in its backward then
 
 
-def test_a_fit_after_an_error():
-    """Gradients that the broken batch had not communicated yet would be in the next one's, which no zero_grad sees."""
-    run_ranks(check_after_an_error, 2)
-
-
-def check_cleanup() -> None:
+@on_ranks(2)
+def test_composers_own_way_back_from_an_error(folder: str):
+    """A script that catches an error and calls Composer's `_fsdp_reshard_and_cleanup` goes on: the model is where it
+    was between batches."""
     from composer.trainer import trainer as composer_trainer
 
     x = torch.randint(0, 13, (2, 6))
@@ -255,16 +233,12 @@ def raise_out_of_memory(*unused: Any) -> None:
     raise RuntimeError("CUDA out of memory")
 
 
-def test_composers_own_way_back_from_an_error():
-    """A script that catches an error and calls Composer's `_fsdp_reshard_and_cleanup` goes on: the model is where it
-    was between batches."""
-    run_ranks(check_cleanup, 2)
-
-
 # --- collective_guard
 
 
-def check_guard() -> str:
+@on_ranks(2, timeout_s=180, fresh=True)
+def test_a_trainers_ranks_that_part(folder: str):
+    """A microbatch less on one rank: both ranks end, and say where each was."""
     with FSDP2():
         trainer = make_trainer({"collective_guard": 3})
         if dist.get_rank() == 1:
@@ -272,42 +246,23 @@ def check_guard() -> str:
             trainer._train_data_spec.split_batch = lambda batch, size: split(batch, size)[:1]
         with pytest.raises(RanksDivergedError) as raised:
             trainer.fit()
-    return str(raised.value)
-
-
-def test_a_trainers_ranks_that_part():
-    """A microbatch less on one rank: both ranks end, and say where each was."""
-    for message in run_ranks(check_guard, 2, timeout_s=TIME_LIMIT_S, fresh=True):
-        assert "rank 1 stands before the end of a training batch" in message
-        assert "rank 0 stands before the all-gather of model in forward" in message
+    assert "rank 1 stands before the end of a training batch" in str(raised.value)
+    assert "rank 0 stands before the all-gather of model in forward" in str(raised.value)
 
 
 # --- offload; without a GPU only the wiring shows: parameters and communication share the CPU
 
-SAVED_AT = 2
 
-
-def check_offloaded(folder: str) -> None:
+@on_ranks(2)
+def test_offloaded_run_has_fsdp1s_curve(folder: str):
+    """cpu_offload is carried over, and clipping, saving and loading know that parameters lie in host memory."""
     training: dict[str, Any] = {"batches": 4, "optimizer": "adamw", "clip": ("norm", 0.1)}
     theirs = fit(FSDP1, {}, **training)
-    assert theirs.shards == {"FullyShardedDataParallel"}
-
-    def check(state_dict_type: str) -> None:
-        config = {"cpu_offload": True, "state_dict_type": state_dict_type}
-        saved = f"{folder}/{state_dict_type}"
-        whole = fit(FSDP2, dict(config), save_folder=saved, save_interval=f"{SAVED_AT}ba", **training)
-        assert whole.shards == {"FSDPModule"}
-        difference = largest_difference(whole.losses, theirs.losses)
-        assert difference <= 1e-6, f"{whole.losses}, {theirs.losses}"
-        resumed = fit(FSDP2, dict(config), load_path=f"{saved}/{named(state_dict_type, SAVED_AT)}", **training)
-        assert resumed.losses == whole.losses[SAVED_AT:], f"{resumed.losses}, {whole.losses}"
-
-    for_each(check, {state_dict_type: (state_dict_type,) for state_dict_type in ("full", "sharded")})
-
-
-def test_offloaded_run_has_fsdp1s_curve(tmp_path: Path):
-    """cpu_offload is carried over, and clipping, saving and loading know that parameters lie in host memory."""
-    run_ranks(check_offloaded, 2, str(tmp_path))
+    config = {"cpu_offload": True, "state_dict_type": "sharded"}
+    whole = fit(FSDP2, dict(config), save_folder=folder, save_interval="2ba", **training)
+    assert close(whole.losses, theirs.losses), f"{whole.losses}, {theirs.losses}"
+    resumed = fit(FSDP2, dict(config), load_path=f"{folder}/{named('sharded', 2)}", **training)
+    assert resumed.losses == whole.losses[2:], f"{resumed.losses}, {whole.losses}"
 
 
 # --- synchronisations
@@ -334,7 +289,9 @@ def with_scalars() -> Any:
     return model
 
 
-def check_batch() -> None:
+@on_ranks(2)
+def test_a_batch_waits_no_more_often_than_composers_own(folder: str):
+    """A GPU would stand still while the host waits for it, and then has yet to launch what comes next."""
     from composer.utils import FSDP2Config, ParallelismConfig
 
     own = synchronisations(FSDP2, {}, build_model(tied=False))
@@ -343,11 +300,5 @@ def check_batch() -> None:
     assert all(any(each.kind == kind for each in theirs.found) for kind in ("read", "sent")), of_theirs
     assert not of_own - of_theirs, of_own - of_theirs
     # Neither clipping nor the average of what every rank holds unsharded.
-    for build in (build_model, with_scalars):
-        found = synchronisations(FSDP2, {}, build()).of_packages("composer_fsdp2", "composer_fsdp2.compat")
-        assert not found, f"{build.__name__}: {found}"
-
-
-def test_a_batch_waits_no_more_often_than_composers_own():
-    """A GPU would stand still while the host waits for it, and then has yet to launch what comes next."""
-    run_ranks(check_batch, 2)
+    found = synchronisations(FSDP2, {}, with_scalars()).of_packages("composer_fsdp2", "composer_fsdp2.compat")
+    assert not found, found

@@ -13,15 +13,17 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from support.callbacks import callback
 from support.cases import for_each
 from support.commands import run_forked
 from support.comparing import assert_same as assert_same_values
 from support.language import layer_plan, sequence_plan
 from support.language_trainer import Run, grouped, train
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
 from support.saved import read
-from support.trainers import largest_difference, on_gpu
+from support.trainers import largest_difference, objects_of_ranks, on_gpu
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 
 from composer_fsdp2 import ComposerFSDP2Error
@@ -114,8 +116,8 @@ def test_a_trainer_splits_layers_and_trains_as_one_process():
         assert_same(found, wanted, name)
         # Composer adds up what the ranks read, also where they read the same (A batch's samples are counted TENSOR
         # times, as under FSDP1).
-        assert found.timestamp["sp"] == TENSOR * wanted.timestamp["sp"]
-    assert len(norms) > 30
+        assert found.num_samples == TENSOR * wanted.num_samples
+    assert len(norms) > 20
     assert norms == pytest.approx(norms_alone, rel=1e-9)
 
 
@@ -144,50 +146,39 @@ def copies_after_dropping(how: str) -> dict[str, torch.Tensor]:
     return {name: value for name, value in run.parameters.items() if "norm" in name}
 
 
-def copies_in_each_way() -> dict[str, dict[str, torch.Tensor]]:
-    return for_each(copies_after_dropping, {how: (how,) for how in ("false", "gather")})
-
-
-def test_ranks_that_split_layers_draw_the_same_numbers():
+@on_ranks(2)
+def test_ranks_that_split_layers_draw_the_same_numbers(folder: str):
     """Composer seeds each rank with its own number, so that a dropout between split layers made their copies differ;
     GyroDropout draws of numpy."""
-    first, second = run_ranks(copies_in_each_way, 2)
-    assert_same_values(second, first, in_bits=True)
+    for how in ("false", "gather"):
+        first, second = objects_of_ranks(copies_after_dropping(how))
+        assert_same_values(second, first, how, in_bits=True)
 
 
 def on_a_small_device(config: dict[str, Any]) -> list[float]:
     """device_train_microbatch_size auto, where more than two rows at once do not fit: the size and the losses."""
-    from composer import Callback
-
     sizes: list[float] = []
 
-    class OutOfMemory(Callback):
+    def run_out(state: Any) -> None:
         """The second rank alone; a fake: there is no device here."""
+        if torch.distributed.get_rank() == 1 and len(state.batch[0]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
-        def before_forward(self, state: Any, logger: Any) -> None:
-            if torch.distributed.get_rank() == 1 and len(state.batch[0]) > 2:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-
-        def batch_end(self, state: Any, logger: Any) -> None:
-            sizes.append(state.device_train_microbatch_size)
-
+    fails = callback(before_forward=run_out, batch_end=lambda state: sizes.append(state.device_train_microbatch_size))
     with FSDP2(), on_gpu():
         degree = 1 if config else TENSOR
-        run = train(split(config), tensor_degree=degree, num_microbatches="auto", callbacks=(OutOfMemory(),))
+        run = train(split(config), tensor_degree=degree, num_microbatches="auto", callbacks=(fails,))
     return [*sizes, *run.losses]
 
 
-def on_small_devices() -> dict[str, list[float]]:
-    return for_each(on_a_small_device, {"compared": ({},), "gathered": ({"broadcast_batch": "gather"},)})
-
-
-def test_ranks_of_a_group_halve_their_microbatches_together():
+@on_ranks(2)
+def test_ranks_of_a_group_halve_their_microbatches_together(folder: str):
     """One rank that runs out of memory before its forward would leave the other at an all-reduce, or where the first
     batch is compared; between the layers themselves: ``tests/training/test_out_of_memory.py``."""
-    first, second = run_ranks(on_small_devices, 2)
-    assert first == second
-    assert first["compared"][:2] == first["gathered"][:2] == [2, 2]
-    assert largest_difference(first["gathered"][2:], first["compared"][2:]) <= 1e-12
+    compared, gathered = (on_a_small_device(config) for config in ({}, {"broadcast_batch": "gather"}))
+    assert objects_of_ranks([compared, gathered]) == [[compared, gathered]] * 2
+    assert compared[:2] == gathered[:2] == [2, 2]
+    assert largest_difference(gathered[2:], compared[2:]) <= 1e-12
 
 
 # --- checkpoints
@@ -229,13 +220,16 @@ def saved(folder: str | Path, form: str, batch: int = 1) -> str:
     return str(path)
 
 
-def resume(folder: str) -> dict[str, Run]:
+# On which ranks: in what form it was saved, and over how many ranks layers are split.
+RESUMED = {4: (("async", TENSOR),), 2: (("full", TENSOR), ("async", 1))}
+
+
+def resume(folder: str, cases: tuple[tuple[str, int], ...]) -> dict[str, Run]:
     def resumed(form: str, degree: int) -> Run:
         parallelism = {"fsdp": FULL | FORMS[form]} if degree == 1 else split(FORMS[form])
         with FSDP2():
             return train(parallelism, tensor_degree=degree, make=grouped, load_path=saved(folder, form))
 
-    cases = (("async", TENSOR), ("full", TENSOR), ("async", 1))
     return for_each(resumed, {f"{form}, split over {degree}": (form, degree) for form, degree in cases})
 
 
@@ -244,11 +238,12 @@ def resume_alone(path: str) -> Run:
 
 
 def test_a_checkpoint_of_split_layers_goes_on_anywhere(saved_runs: tuple[Path, Run]):
-    """Sharded, in the background, and full, with the optimizer's groups: on the same ranks, without split layers, on
-    one process."""
+    """Sharded, in the background, and full, with the optimizer's groups: on the same ranks, on fewer, without split
+    layers, on one process."""
     folder, uninterrupted = saved_runs
-    resumed = run_ranks(resume, 4, str(folder))[0]
-    resumed["full, one process"] = run_ranks(resume_alone, 1, saved(folder, "full"))[0]
+    resumed = {"full, one process": run_ranks(resume_alone, 1, saved(folder, "full"))[0]}
+    for world_size, cases in RESUMED.items():
+        resumed |= run_ranks(resume, world_size, str(folder), cases)[0]
     for name, run in resumed.items():
         assert largest_difference(run.losses, uninterrupted.losses[1:]) <= 1e-12, name
         torch.testing.assert_close(run.parameters, uninterrupted.parameters, rtol=0, atol=1e-12)
@@ -352,10 +347,7 @@ def refuse_bad_value(section: dict[str, Any] | None, tensor: dict[str, Any], say
         train(parallelism, tensor_degree=TENSOR)
 
 
-def refuse_bad_values() -> None:
-    for_each(refuse_bad_value, BAD_VALUES)
-
-
-def test_bad_values_are_errors_of_the_trainer_on_every_rank():
+@on_ranks(2)
+def test_bad_values_are_errors_of_the_trainer_on_every_rank(folder: str):
     """Composer hands the mappings on as they are: what its Trainer says is what prepare_fully_shard says."""
-    run_ranks(refuse_bad_values, 2)
+    for_each(refuse_bad_value, BAD_VALUES)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.callbacks import callback
-from support.cases import for_each
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2, Under
-from support.ranks import run_ranks
 from support.references import reference
 from support.trainers import close, fit, largest_difference, make_trainer, result
 from torch.utils.data import DataLoader
@@ -22,31 +20,26 @@ pytestmark = pytest.mark.composer
 # --- SAM
 
 
-def sam_run(under: Under, parallelism: Any, **options: Any) -> Any:
+def sam_run(under: Under, strategy: str) -> Any:
+    """It climbs in the first and the third of three batches."""
     from composer.algorithms import SAM
 
-    algorithms = [SAM(rho=0.5, interval=options.pop("interval", 1))]
-    return fit(under, parallelism, optimizer="adamw", algorithms=algorithms, eval_interval="2ba", **options)
+    keys, algorithms = {"sharding_strategy": strategy}, [SAM(rho=0.5, interval=2)]
+    return fit(under, keys, optimizer="adamw", batches=3, algorithms=algorithms, eval_interval="2ba")
 
 
-def check_sam() -> None:
+@on_ranks(2)
+def test_sam_climbs_the_whole_gradient(folder: str):
+    """With each rank's own norm, ranks would climb by different steps, and their shards part from one another."""
     warnings.simplefilter("ignore")
 
-    def check(strategy: str, interval: int) -> None:
-        # The norm of a shard is not that of the gradient: under FSDP1 SAM was right without shards only.
-        theirs = sam_run(FSDP1, {"sharding_strategy": "NO_SHARD"}, interval=interval)
-        ours = sam_run(FSDP2, {"sharding_strategy": strategy}, interval=interval)
-        assert close(ours.losses, theirs.losses), f"{ours.losses}, {theirs.losses}"
-        plain = reference(fit, FSDP1, {}, optimizer="adamw")
-        assert largest_difference(plain.losses, theirs.losses) > 1e-3, "SAM changes nothing"
-
-    cases = (("FULL_SHARD", 1), ("SHARD_GRAD_OP", 2))
-    for_each(check, {f"{strategy}, every {interval}": (strategy, interval) for strategy, interval in cases})
-
-
-def test_sam_climbs_the_whole_gradient():
-    """With each rank's own norm, ranks would climb by different steps, and their shards part from one another."""
-    run_ranks(check_sam, 2)
+    plain = reference(fit, FSDP1, {}, optimizer="adamw")
+    # The norm of a shard is not that of the gradient: under FSDP1 SAM was right without shards only.
+    theirs = sam_run(FSDP1, "NO_SHARD")
+    assert largest_difference(plain.losses[: len(theirs.losses)], theirs.losses) > 1e-3, "SAM changes nothing"
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        ours = sam_run(FSDP2, strategy)
+        assert close(ours.losses, theirs.losses), f"{strategy}: {ours.losses}, {theirs.losses}"
 
 
 # --- eval, predict, several fits
@@ -75,7 +68,9 @@ def calls(trainer: Any) -> list[torch.Tensor]:
     return predicted
 
 
-def check_calls(folder: str) -> None:
+@on_ranks(2)
+def test_calls_in_any_order(folder: str):
+    """Evaluations and predictions before, between and after fits leave training, and what is saved, as they were."""
     results = []
     for under, config in ((FSDP1, {}), (FSDP2, {"sharding_strategy": "SHARD_GRAD_OP"})):
         outputs: list[float] = []  # a number for each evaluation batch of this rank
@@ -99,17 +94,10 @@ def check_calls(folder: str) -> None:
     assert len(their_predictions) == 3
     assert close(ours.losses, theirs.losses), f"{ours.losses}, {theirs.losses}"
     assert largest_difference(outputs, their_outputs) <= 1e-5, "evaluations differ"
-    for actual, expected in zip(predictions, their_predictions, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    for name, value in theirs.parameters.items():
-        torch.testing.assert_close(ours.parameters[name], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(predictions, their_predictions, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.parameters, theirs.parameters, rtol=1e-4, atol=1e-5)
     resumed = fit(FSDP2, {}, optimizer="adamw", load_path=f"{folder}/FSDP2/ep0-ba2")
     assert close(resumed.losses, theirs.losses[2:]), f"{resumed.losses}, {theirs.losses}"
-
-
-def test_calls_in_any_order(tmp_path: Path):
-    """Evaluations and predictions before, between and after fits leave training, and what is saved, as they were."""
-    run_ranks(check_calls, 2, str(tmp_path))
 
 
 # --- parameters at every event
@@ -142,7 +130,9 @@ def generate(state: Any) -> None:
         state.model([torch.arange(10).reshape(2, 5)])
 
 
-def check_events() -> None:
+@on_ranks(2)
+def test_parameters_are_sharded_at_every_event(folder: str):
+    """A callback that counts, compares or copies parameters gets one kind of tensor, whatever ran before it."""
     from composer.core import Event
 
     theirs = reference(fit, FSDP1, {}, optimizer="adamw")
@@ -165,13 +155,9 @@ def check_events() -> None:
     assert plain == IN_A_STEP, f"plain parameters at {plain}"
 
 
-def test_parameters_are_sharded_at_every_event():
-    """A callback that counts, compares or copies parameters gets one kind of tensor, whatever ran before it."""
-    run_ranks(check_events, 2)
-
-
-def check_gathers() -> None:
-    """How often the root is gathered in an evaluation, with and without somebody who looks in between."""
+@on_ranks(2)
+def test_an_evaluation_gathers_once_where_nobody_looks(folder: str):
+    """Parameters that SHARD_GRAD_OP keeps are not gathered again for each batch of an evaluation."""
     from torch.distributed.fsdp import FSDPModule
 
     def num_gathers(*callbacks: Any) -> int:
@@ -194,8 +180,3 @@ def check_gathers() -> None:
 
     assert num_gathers() == 1
     assert num_gathers(reader("eval_end")) == 2  # it might look at any event
-
-
-def test_an_evaluation_gathers_once_where_nobody_looks():
-    """Parameters that SHARD_GRAD_OP keeps are not gathered again for each batch of an evaluation."""
-    run_ranks(check_gathers, 2)

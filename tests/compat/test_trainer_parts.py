@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ import pytest
 import torch
 from support.cases import for_each
 from support.comparing import assert_same, differences, full_parameters, own_name
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
 from support.trainer_parts import FOLDER, ROWS, Beside, Kind, Ours, Row
@@ -172,6 +174,7 @@ class Left:
     tables: dict[str, str]
 
 
+@functools.cache
 def classes() -> dict[tuple[Kind, str, str], Any]:
     """Every algorithm, callback and optimizer that the two packages export or register, by kind, package and name."""
     from composer.core import Callback
@@ -209,12 +212,9 @@ def classes() -> dict[tuple[Kind, str, str], Any]:
 def make(row: Row, folder: str, *arguments: Any) -> Any:
     from composer.core import Event
 
-    def filled(value: Any) -> Any:
-        if isinstance(value, str):
-            return value.replace(FOLDER, folder)
-        return value
-
-    options = {key: filled(value) for key, value in row.arguments.items()}
+    options = {
+        key: value.replace(FOLDER, folder) if isinstance(value, str) else value for key, value in row.arguments.items()
+    }
     if "apply_at" in options:
         options["apply_at"] = Event[options["apply_at"]]
     return classes()[row.kind, row.package, row.name](*arguments, **options)
@@ -242,7 +242,9 @@ def run(under: Under, rows: Sequence[Row], folder: str, **keys: Any) -> Left:
     """One run with all of ``rows``, which have the same model and options. Called on all ranks."""
     from composer import Evaluator, Trainer
     from composer.core import Algorithm
+    from composer.distributed import dist_strategy
     from composer.loggers import InMemoryLogger
+    from composer.trainer import trainer as composer_trainer
     from composer.utils import dist as composer_dist
     from support.scripts.train_with_trainer import Record
     from torch.utils.data import DataLoader
@@ -265,7 +267,9 @@ def run(under: Under, rows: Sequence[Row], folder: str, **keys: Any) -> Left:
 
     metrics = list(model.get_metrics(is_train=False))
     evaluator = Evaluator(label="task/0-shot", dataloader=loader(), metric_names=metrics, subset_num_batches=2)
-    with under(), surroundings(row):
+    # Composer refuses bfloat16 on a CPU.
+    unasked = [mock.patch.object(module, "_validate_precision") for module in (composer_trainer, dist_strategy)]
+    with under(), unasked[0], unasked[1]:
         trainer = Trainer(
             model=model,
             optimizers=optimizer,
@@ -293,26 +297,13 @@ def run(under: Under, rows: Sequence[Row], folder: str, **keys: Any) -> Left:
             trainer.close()
     return Left(
         record.losses,
-        {own_name(name): value for name, value in parameters.items()},
+        {own_name(name.removeprefix("module.")): value for name, value in parameters.items()},  # DDP's
         {
             name: [] if name.startswith(TIMED) else [float(value) for _, value in values]
             for name, values in memory.data.items()
         },
         {**memory.tables, **{name: str(table) for name, table in more_tables.tables.items()}},
     )
-
-
-@contextlib.contextmanager
-def surroundings(row: Row) -> Iterator[None]:
-    """What a CPU lacks: Composer refuses bfloat16 there."""
-    from composer.distributed import dist_strategy
-    from composer.trainer import trainer
-
-    with contextlib.ExitStack() as stack:
-        if "precision" in row.trainer:
-            for module in (trainer, dist_strategy):
-                stack.enter_context(mock.patch.object(module, "_validate_precision"))
-        yield
 
 
 @contextlib.contextmanager
@@ -334,8 +325,7 @@ def drawn_alike() -> Iterator[None]:
 def reference_of(rows: Sequence[Row], folder: str) -> Left:
     row = rows[0]
     if row.beside is Beside.DDP:
-        left = run(UNSHARDED, rows, folder)
-        return replace(left, parameters={name.removeprefix("module."): v for name, v in left.parameters.items()})
+        return run(UNSHARDED, rows, folder)
     under = drawn_alike if row.trainer.get("draws") else FSDP1
     without_shards = {"sharding_strategy": "NO_SHARD"} if row.beside is Beside.NO_SHARD else {}
     return run(under, rows, folder, **SHARDED, **without_shards)
@@ -437,17 +427,14 @@ def row_of(name: str, **values: Any) -> Row:
     return replace(next(row for row in ROWS if row.name == name), **values)
 
 
-def check_replicas(folder: str) -> None:
+@on_ranks(2)
+def test_replicas_get_the_same_new_weights(folder: str):
+    """Replicas exchange gradients, never weights: with new ones of its own each would train another model, silently."""
     left = run(FSDP2, [row_of("SqueezeExcite")], folder, **SHARDED, sharding_strategy="NO_SHARD")
     weights = {name: value for name, value in left.parameters.items() if ".se." in name}
     assert weights
     for each in objects_of_ranks(weights):
         assert_same(each, weights, "replicas train different models", in_bits=True)
-
-
-def test_replicas_get_the_same_new_weights(tmp_path: Path):
-    """Replicas exchange gradients, never weights: with new ones of its own each would train another model, silently."""
-    run_ranks(check_replicas, 2, str(tmp_path))
 
 
 def surgeon(at: str) -> Any:
@@ -465,21 +452,17 @@ def surgeon(at: str) -> Any:
     return Widen()
 
 
-def check_own_surgery(folder: str) -> str:
+@on_ranks(2)
+def test_own_surgery(folder: str):
+    """The optimizer trains what surgery made, as FSDP1's; after sharding no rank would average its gradients."""
     row = row_of("BlurPool")  # for its model
     with mock.patch.dict(globals(), make=lambda *_: surgeon("INIT")):
         theirs, ours = (run(under, [row], folder, **SHARDED) for under in (FSDP1, FSDP2))
     assert close(ours.losses, theirs.losses), f"{ours.losses}, {theirs.losses}"
     torch.testing.assert_close(ours.parameters, theirs.parameters)
     with mock.patch.dict(globals(), make=lambda *_: surgeon("FIT_START")):
-        return str(error_of(FSDP2, [row], folder))
-
-
-def test_own_surgery(tmp_path: Path):
-    """The optimizer trains what surgery made, as FSDP1's; after sharding no rank would average its gradients."""
-    for message in run_ranks(check_own_surgery, 2, str(tmp_path)):
-        assert "Widen replaces parameters of a model that is sharded" in message
-        assert "Event.INIT" in message
+        message = str(error_of(FSDP2, [row], folder))
+    assert "Widen replaces parameters of a model that is sharded" in message and "Event.INIT" in message
 
 
 SAVED_AT = 1
@@ -493,42 +476,34 @@ def loading(row: Row, folder: str) -> Row:
     return replace(row, trainer={**row.trainer, "options": {"load_path": f"{folder}/ep0-ba{SAVED_AT}"}})
 
 
-def check_required(folder: str) -> str:
+@on_ranks(2)
+def test_surgery_that_a_checkpoint_asks_for(folder: str):
+    """Composer does it while it loads, after sharding: each rank would train new weights of its own, silently."""
     warnings.simplefilter("ignore")
     squeezing = replace(row_of("SqueezeExcite"), trainer={})
     whole = run(FSDP2, [saving(squeezing, folder)], folder, **SHARDED)
     resumed = run(FSDP2, [loading(squeezing, folder)], folder, **SHARDED)
     assert close(resumed.losses, whole.losses[SAVED_AT:]), f"{resumed.losses}, {whole.losses}"
-    with pytest.raises(UnsupportedError) as raised:
-        run(FSDP2, [loading(row_of("LabelSmoothing"), folder)], folder, **SHARDED)
-    return str(raised.value)
-
-
-def test_surgery_that_a_checkpoint_asks_for(tmp_path: Path):
-    """Composer does it while it loads, after sharding: each rank would train new weights of its own, silently."""
-    for message in run_ranks(check_required, 2, str(tmp_path)):
-        assert "pass algorithms=[SqueezeExcite(latent_channels=4,min_channels=4)] to the Trainer" in message
-        assert "load_exclude_algorithms" in message
+    error = error_of(FSDP2, [loading(row_of("LabelSmoothing"), folder)], folder)
+    assert isinstance(error, UnsupportedError)
+    assert "pass algorithms=[SqueezeExcite(latent_channels=4,min_channels=4)] to the Trainer" in str(error)
+    assert "load_exclude_algorithms" in str(error)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # LoadCheckpoint
 
 
-def check_loading(folder: str) -> None:
-    warnings.simplefilter("ignore")
-    whole = run(FSDP1, [saving(row_of("LabelSmoothing"), folder)], folder, **SHARDED)
-
-    def check(event: str) -> None:
-        arguments = {"load_path": f"{folder}/ep0-ba{SAVED_AT}", "event": event}
-        rows = [row_of("LoadCheckpoint", model="images", arguments=arguments)]
-        theirs, ours = (run(under, rows, folder, **SHARDED) for under in (FSDP1, FSDP2))
-        assert len(ours.losses) == len(whole.losses) - SAVED_AT, "nothing was loaded"
-        assert measured(ours, theirs) is Ours.EQUAL
-
-    for_each(check, {event: (event,) for event in ("BEFORE_LOAD", "AFTER_LOAD")})
-
-
-def test_a_checkpoint_is_loaded_at_an_event(tmp_path: Path):
+@on_ranks(2)
+def test_a_checkpoint_is_loaded_at_an_event(folder: str):
     """Of the callback LoadCheckpoint: the run goes on from there, as under FSDP1."""
-    run_ranks(check_loading, 2, str(tmp_path))
+    warnings.simplefilter("ignore")
+    run(FSDP1, [saving(row_of("LabelSmoothing"), folder)], folder, **SHARDED)
+    rows = {
+        event: [row_of("LoadCheckpoint", model="images", arguments={"load_path": f"{folder}/ep0-ba1", "event": event})]
+        for event in ("BEFORE_LOAD", "AFTER_LOAD")
+    }
+    theirs = run(FSDP1, rows["BEFORE_LOAD"], folder, **SHARDED)
+    assert len(theirs.losses) == 1, "nothing was loaded"
+    for event in rows:
+        assert measured(run(FSDP2, rows[event], folder, **SHARDED), theirs) is Ours.EQUAL, event

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.comparing import full
 from support.known_models import IMAGE_TOKEN, IMAGES, TEXT, build, llava, qwen_vl
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from support.training import FULL, assert_close, named_parameters
 from torch import nn
 
@@ -27,26 +28,28 @@ def notes_of(model: nn.Module, wrap: Wrap) -> list[str]:
     return [note for note in plan_sharding(model, ShardingConfig(wrap=wrap)).notes if "wrap_policy" in note]
 
 
-@pytest.mark.parametrize(
-    ("model_of", "tower", "first", "layer"),
-    [
-        (qwen_vl, "model.visual", "blocks.0", "Qwen2_5_VLDecoderLayer"),
-        (llava, "model.vision_tower", "vision_model.encoder.layers.0", "LlamaDecoderLayer"),
-    ],
-)
-def test_units_in_a_tower_are_told(model_of: Any, tower: str, first: str, layer: str):
+@on_ranks(1)
+def test_units_in_a_tower_are_told(folder: str):
     """A rank whose batch is text only never gathers them: the run aborts or hangs, at the first such batch."""
-    model = model_of()
-    assert towers(model) == [tower]
-    ends = Wrap(kind=WrapKind.CLASSES, embeddings=True, output=True)
-    for wrap in (AUTO, ends):
-        [note] = notes_of(model, wrap)
-        assert f"units in {tower} (" in note and f"does not enter: {tower}.{first} and 1 more. Unless" in note
-        assert note.endswith(f"for any batch, too: transformer_layer_cls_to_wrap: [{layer}]")
-    by_size = Wrap(kind=WrapKind.SIZE, min_num_params=1000)
-    assert any(f"units in {tower} (" in note for note in notes_of(model, by_size))
-    plan = plan_sharding(model, ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES, classes=(layer,))))
-    assert len(plan.units) == 3 and not plan.notes  # what the note advises
+
+    def check(model_of: Any, tower: str, first: str, layer: str) -> None:
+        model = model_of()
+        assert towers(model) == [tower]
+        ends = Wrap(kind=WrapKind.CLASSES, embeddings=True, output=True)
+        for wrap in (AUTO, ends):
+            [note] = notes_of(model, wrap)
+            assert f"units in {tower} (" in note and f"does not enter: {tower}.{first} and 1 more. Unless" in note
+            assert note.endswith(f"for any batch, too: transformer_layer_cls_to_wrap: [{layer}]")
+        by_size = Wrap(kind=WrapKind.SIZE, min_num_params=1000)
+        assert any(f"units in {tower} (" in note for note in notes_of(model, by_size))
+        plan = plan_sharding(model, ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES, classes=(layer,))))
+        assert len(plan.units) == 3 and not plan.notes  # what the note advises
+
+    cases = {
+        "qwen_vl": (qwen_vl, "model.visual", "blocks.0", "Qwen2_5_VLDecoderLayer"),
+        "llava": (llava, "model.vision_tower", "vision_model.encoder.layers.0", "LlamaDecoderLayer"),
+    }
+    for_each(check, cases)
 
 
 def loss(model: Any, rank: int) -> torch.Tensor:
@@ -63,7 +66,9 @@ def loss(model: Any, rank: int) -> torch.Tensor:
     return result
 
 
-def check_text_alone() -> None:
+@on_ranks(2)
+def test_what_is_advised_trains_right_where_a_rank_has_text_alone(folder: str):
+    """Whoever follows the note must not lose the tower's gradients for it."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = qwen_vl("cpu")
@@ -77,11 +82,6 @@ def check_text_alone() -> None:
     for name, parameter in reference.named_parameters():
         assert_close(name, full(sharded[name].grad), parameter.grad, rtol=1e-5, atol=1e-9)  # norms compute in fp32
     assert reference.model.visual.blocks[0].attn.qkv.weight.grad.abs().max() > 0
-
-
-def test_what_is_advised_trains_right_where_a_rank_has_text_alone():
-    """Whoever follows the note must not lose the tower's gradients for it."""
-    run_ranks(check_text_alone, 2)
 
 
 def mpt(**config: Any) -> nn.Module:
@@ -122,8 +122,8 @@ def warned_of(model: nn.Module, wrap: Wrap) -> list[str]:
 HAVE_EXPERTS = {"qwen2-moe", "switch"}
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_models_that_each_batch_runs_whole_are_not_warned_of():
+@on_ranks(1)
+def test_models_that_each_batch_runs_whole_are_not_warned_of(folder: str):
     """A warning in every run of everybody's model is read by nobody, and the one that matters is lost in it."""
     for name, model in models_without_towers().items():
         assert towers(model) == [], name
@@ -134,7 +134,8 @@ def test_models_that_each_batch_runs_whole_are_not_warned_of():
             assert not told or is_expected, (name, wrap, told)
 
 
-def test_mpt_is_told_of_what_it_has():
+@on_ranks(1)
+def test_mpt_is_told_of_what_it_has(folder: str):
     """Its attributes make units; a Dropout beside them is none."""
     [hook, attributes] = notes_of(mpt(), Wrap(kind=WrapKind.CLASSES, classes=("MPTBlock",)))
     assert "fsdp_wrap_fn of model is not asked" in hook

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 from support.cases import for_each
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2
-from support.ranks import run_ranks
 from support.trainers import Trained, build_model, fit, largest_difference
 
 pytestmark = pytest.mark.composer
@@ -34,7 +34,9 @@ def as_object(section: dict[str, Any]) -> Any:
     return ParallelismConfig(fsdp2=config)
 
 
-def check_policies() -> None:
+@on_ranks(2)
+def test_a_policy_trains_as_fsdp1_with_the_same_units(folder: str):
+    """A migrated file would train another model than the one that it comes from, or not at all."""
     theirs = fit(FSDP1, SECTION, tied=False)
 
     def check(parallelism: Any, expected: set[str]) -> None:
@@ -46,8 +48,7 @@ def check_policies() -> None:
         assert ours.shards == {"FSDPModule"} and theirs.shards == {"FullyShardedDataParallel"}
         assert units_of(model) == expected, units_of(model)
         assert largest_difference(ours.losses, theirs.losses) <= 1e-6, f"{ours.losses}, FSDP1 {theirs.losses}"
-        for name, parameter in theirs.parameters.items():
-            torch.testing.assert_close(ours.parameters[name], parameter, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours.parameters, theirs.parameters, rtol=1e-6, atol=1e-6)
 
     layers = {"model", "model.blocks.0", "model.blocks.1"}
     for_each(
@@ -60,13 +61,8 @@ def check_policies() -> None:
     )
 
 
-def test_a_policy_trains_as_fsdp1_with_the_same_units():
-    """A migrated file would train another model than the one that it comes from, or not at all."""
-    run_ranks(check_policies, 2)
-
-
-@pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental")
-def test_composers_own_object_takes_our_keys():
+@on_ranks(1)
+def test_composers_own_object_takes_our_keys(folder: str):
     """The same section is a mapping in one script and an object in the next; the object raised a TypeError."""
     from composer.utils import FSDP2Config
 
@@ -80,15 +76,3 @@ def test_composers_own_object_takes_our_keys():
     meant = translate(config, device="cpu").config
     assert meant.freeze == ("model.wte",) and meant.wrap.classes == ("Block",)
     assert not meant.activation_checkpointing.enabled
-
-
-def check_bad_class() -> None:
-    from composer_fsdp2 import PlanError
-
-    with pytest.raises(PlanError, match=r"is a Blok; did you mean Block\?"):
-        fit(FSDP2, {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Blok"]}})
-
-
-def test_a_misspelt_class_stops_the_trainer():
-    """On all ranks, before anything is changed: not one unit as large as the model."""
-    run_ranks(check_bad_class, 2)

@@ -1,4 +1,7 @@
-"""Composer callbacks of a line each: ``callback(batch_end=lambda state: ...)``. Imports Composer only when called."""
+"""Composer callbacks of a line each, ``callback(batch_end=lambda state: ...)``, and one with a state to save.
+
+Imports Composer only when called.
+"""
 
 from __future__ import annotations
 
@@ -14,3 +17,21 @@ def callback(**functions: Callable[[Any], Any]) -> Any:
         return lambda self, state, logger: function(state)
 
     return type("Watch", (Callback,), {name: method(function) for name, function in functions.items()})()
+
+
+def stateful(name: str, state: dict[Any, Any]) -> Any:
+    """One whose class has this name in checkpoints, and whose state is this, or what was loaded."""
+    from composer import Callback
+
+    class Stateful(Callback):
+        def __init__(self) -> None:
+            self.state = state
+
+        def state_dict(self) -> dict[Any, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[Any, Any]) -> None:
+            self.state = state
+
+    Stateful.__qualname__ = name
+    return Stateful()

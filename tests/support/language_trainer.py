@@ -26,7 +26,7 @@ class Run:
     losses: list[float]  # of every batch, averaged over ranks
     eval_loss: float
     parameters: dict[str, torch.Tensor]  # full, by the model's own names
-    timestamp: dict[str, int]
+    num_samples: int  # as Composer counts them
     optimizer: dict[str, dict[str, Any]]  # its state, full, by the parameter's own name, if asked for
 
 
@@ -38,7 +38,7 @@ def composer_model(*, tied: bool = False) -> Any:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(9)
-            self.model = Decoder(tied=tied)
+            self.model = Decoder(tied=tied, num_layers=1)
             self.metric = LanguageCrossEntropy()
 
         def forward(self, batch: Any) -> torch.Tensor:
@@ -88,7 +88,6 @@ def train(
     tied: bool = False,
     make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     clip: tuple[str, float] | None = ("norm", 0.5),
-    num_batches: int = 2,
     num_microbatches: int | str = 1,
     dtype: torch.dtype = torch.float64,
     algorithms: tuple[Any, ...] = (),
@@ -117,9 +116,9 @@ def train(
         optimizers=make(model),
         schedulers=CosineAnnealingScheduler(t_max="8ba"),
         train_dataloader=loader(NUM_SAMPLES, place),
-        eval_dataloader=loader(16, place),
+        eval_dataloader=loader(GLOBAL_BATCH, place),
         eval_interval="2ba",
-        max_duration=f"{num_batches}ba",
+        max_duration="2ba",
         device="cpu",
         device_train_microbatch_size=size,
         parallelism_config=None if parallelism is None else dict(parallelism),
@@ -132,13 +131,12 @@ def train(
     )
     trainer.fit()
     record = next(each for each in trainer.state.callbacks if isinstance(each, Record))
-    time = trainer.state.timestamp
     evaluated = trainer.state.eval_metrics["eval"]["loss"].compute()
     run = Run(
         losses=record.losses,
         eval_loss=float(evaluated),
         parameters=full_parameters(trainer.state.model),
-        timestamp={"ba": int(time.batch), "sp": int(time.sample), "tok": int(time.token)},
+        num_samples=int(trainer.state.timestamp.sample),
         optimizer=full_optimizer_state(trainer) if keep_optimizer else {},
     )
     trainer.close()

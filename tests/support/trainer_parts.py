@@ -84,11 +84,17 @@ class Row:
 
 FOLDER = "{folder}"
 _SLOW = (
-    "Alibi (BERT)", "CutMix", "MixUp", "SqueezeExcite2d", "SqueezeExciteConv2d", "StochasticDepth (sample)",
+    "Alibi (BERT)", "ChannelsLast", "CutMix", "LowPrecisionGroupNorm", "LowPrecisionGroupNorm (apply_at AFTER_LOAD)",
+    "MixUp", "SqueezeExcite2d", "SqueezeExciteConv2d", "StochasticDepth (sample)",
+    "EarlyStopper", "ImageVisualizer", "ThresholdStopper",
     "EvalGauntlet", "EvalOutputLogging", "FDiffMetrics", "LossPerpVsContextLengthLogger",
-    "DecoupledAdaLRLion", "DecoupledClipLion",  # tests/compat/test_monitors.py has runs with them
+    "DecoupledSGDW", "NoOp",
+    # tests/compat have runs with them beside the same references: test_steps.py,
+    "GradientClipping (adaptive)", "GradientClipping (norm)", "DecoupledAdamW",
+    # test_touch_points.py, test_preflight.py and test_monitors.py.
+    "SAM", "ExportForInferenceCallback", "SWA", "OptimizerMonitor", "DecoupledAdaLRLion", "DecoupledClipLion",
 )  # fmt: skip
-_EPOCHS = {"duration": "3ep", "batch": 16, "microbatch": 16}
+_EPOCHS = {"duration": "2ep", "batch": 16, "microbatch": 16}
 _SHARED = {"shared": True}  # with others that change the data alone
 _TOGETHER = {"together": True}  # with others of which each leaves the rest to do its part
 _LARGE = {**_TOGETHER, "batch": 8, "microbatch": 4}  # of which GhostBatchNorm makes two

@@ -106,6 +106,14 @@ def build_model(*, tied: bool = True) -> Any:
     return model
 
 
+def with_child(child: nn.Module, apply: Callable[[nn.Module, torch.Tensor], torch.Tensor], *, tied: bool = True) -> Any:
+    """The script's model, and a second direct child, which makes of the logits what ``apply`` says."""
+    model = build_model(tied=tied)
+    model.child, forward = child, model.forward
+    model.forward = lambda batch: apply(model.child, forward(batch))
+    return model
+
+
 def build_on_rank_0() -> Any:
     """The script's model; on the other ranks it is on the meta device."""
     import torch.distributed as dist
