@@ -33,14 +33,14 @@ def loss_of(model: Any, tokens: torch.Tensor, length: int = 9) -> torch.Tensor:
 
 def divided(degree: int, *, num_kv_heads: int = 2, **options: Any) -> Carried:
     config = {"context_parallel_degree": degree} | options.pop("config", {})
-    build = partial(Holder, num_kv_heads=num_kv_heads)
+    build = partial(Holder, num_kv_heads=num_kv_heads, num_layers=options.pop("num_layers", 1))
     return Carried(config=config, build=build, **{"loss": loss_of, "num_shared": degree} | options)
 
 
 RECOMPUTED = {"activation_checkpointing": True}
 TRAINED: dict[str, Carried] = {
     "a length that they cannot divide, one head of keys and values": divided(4, num_kv_heads=1),
-    "as many heads as of queries, recomputed": divided(2, num_kv_heads=4, config=RECOMPUTED),
+    "as many heads as of queries, recomputed": divided(2, num_kv_heads=4, num_layers=2, config=RECOMPUTED),
     "one that they can, recomputed, not reentrant": divided(
         4, config=RECOMPUTED | {"activation_checkpointing_reentrant": False}, loss=partial(loss_of, length=8)
     ),

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism beside one process: every loss, norm and parameter of three steps."""
+"""Tensor and sequence parallelism beside one process: every loss, norm and parameter of two steps."""
 
 from __future__ import annotations
 
@@ -40,17 +40,16 @@ def partly_frozen() -> Language:
     return model
 
 
-split = partial(Carried, plan=layer_plan, num_shared=TENSOR, num_steps=3)
-by_script = partial(Carried, num_shared=TENSOR, num_steps=3)
-tied = partial(Language, tied=True)
+split = partial(Carried, plan=layer_plan, num_shared=TENSOR)
+tied = partial(Language, tied=True, num_layers=1)
 RECOMPUTED = {"activation_checkpointing": True}
 KEPT = {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing_reentrant": False}
 REPLICAS = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
 # Each setting once, and in twos where neither changes what the other does; order/ has others.
 TRAINED: dict[str, Carried] = {
-    "recomputed, several groups": split(config=RECOMPUTED, optimizer=grouped),
+    "two layers, recomputed, several groups": split(config=RECOMPUTED, optimizer=grouped, build=Language),
     "sequence, recomputed, not reentrant, kept gathered": split(config=RECOMPUTED | KEPT, plan=sequence_plan),
-    "replicas, tied": split(config=REPLICAS, build=tied),
+    "replicas, tied, state from before": split(config=REPLICAS, build=tied, steps_before=2),
     "tied, neither planned, offloaded": split(
         config={"cpu_offload": True}, build=tied, plan=lambda: layer_plan(ends=False)
     ),
@@ -58,9 +57,9 @@ TRAINED: dict[str, Carried] = {
     "sequence, microbatches, reduced in the last": split(
         config={"gradient_sync": "last"}, plan=sequence_plan, num_microbatches=2
     ),
-    "state from before, tied": split(build=tied, steps_before=2),
-    "split by the script": by_script(prepare=split_by_script("tp", "dp", "tp")),
-    "split by the script, sequence": by_script(prepare=split_by_script("tp", "dp", "tp", plan=sequence_plan)),
+    "split by the script, sequence": Carried(
+        prepare=split_by_script("tp", "dp", "tp", plan=sequence_plan), num_shared=TENSOR
+    ),
 }
 THREE_AXES = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
 ON_EIGHT: dict[str, Carried] = {

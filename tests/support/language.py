@@ -56,10 +56,18 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, *, tied: bool, vocabulary: int = VOCABULARY, width: int = WIDTH, hidden: int = HIDDEN) -> None:
+    def __init__(
+        self,
+        *,
+        tied: bool,
+        vocabulary: int = VOCABULARY,
+        width: int = WIDTH,
+        hidden: int = HIDDEN,
+        num_layers: int = 2,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Layer(width, hidden) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(width, hidden) for _ in range(num_layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.head.weight = self.embedding.weight

@@ -39,7 +39,7 @@ def scaled(dtype: torch.dtype, *, shape: tuple[int, ...] = (16,), trained: bool 
     """A parameter more in each layer, of another dtype or shape."""
 
     def build() -> Language:
-        model = Language()
+        model = Language(num_layers=1)
         for layer in model.model.layers:
             layer.scale = nn.Parameter(torch.full(shape, 1.25, dtype=dtype), requires_grad=trained)
             layer.mlp.scale = layer.scale
@@ -58,14 +58,14 @@ class ScaledMLP(MLP):
 
 
 def not_contiguous() -> Language:
-    model = Language()
+    model = Language(num_layers=1)
     weight = model.model.head.weight.detach()
     model.model.head.weight = nn.Parameter(weight.t().contiguous().t())
     return model
 
 
 def tied(**sizes: int) -> Callable[[], Language]:
-    return partial(Language, tied=True, **sizes)
+    return partial(Language, tied=True, num_layers=1, **sizes)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -82,10 +82,10 @@ def mesh_of(*shape: int) -> Callable[[nn.Module], Any]:
 
 SHARDED: dict[str, Carried] = {
     # C1: what needs no other axis.
-    "a ModuleList as a unit": Carried(prepare=wrap(lambda decoder: {decoder.layers: True})),
+    "a ModuleList as a unit": Carried(build=Language, prepare=wrap(lambda decoder: {decoder.layers: True})),
     "scalar parameters": Carried(build=scaled(torch.float64, shape=())),
     "parameters that are not contiguous": Carried(build=not_contiguous),
-    "rows that the ranks do not divide": Carried(build=partial(Language, vocabulary=29)),
+    "rows that the ranks do not divide": Carried(build=partial(Language, vocabulary=29, num_layers=1)),
     "fewer rows than ranks": Carried(build=scaled(torch.float64, shape=(1, 1, 1))),
     "two dtypes in one unit, both trained": Carried(build=scaled(torch.float32)),
     "bfloat16 that is frozen beside what is trained": Carried(build=scaled(torch.bfloat16, trained=False)),
@@ -110,7 +110,7 @@ OTHER_AXES: dict[str, Carried] = {
 IF_UNEVEN: dict[str, Carried] = {
     "rows that the ranks of both axes do not divide, tied": split(build=tied(vocabulary=22)),
     "rows of an expert that the other ranks do not divide": Carried(
-        config={"expert_parallel_degree": 2}, build=partial(MoELanguage, num_experts=2, width=3)
+        config={"expert_parallel_degree": 2}, build=partial(MoELanguage, num_experts=2, width=3, num_layers=1)
     ),
 }
 

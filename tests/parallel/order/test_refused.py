@@ -217,7 +217,7 @@ SHARDED: dict[str, Refused] = {
         says=("the model is sharded already, by FSDP2", "as it was built"), prepare=sharded_root
     ),
     "a plan with a root before its child": Refused(
-        says=("unit model.layers.1 comes after model, which it lies in", "bottom-up"), do=root_before_child
+        says=("unit model.layers.0 comes after model, which it lies in", "bottom-up"), do=root_before_child
     ),
     "an integer that is no factor of the ranks": Refused(
         says=("reshard_after_forward 3 does not divide the 4 ranks", "1, 2 or 4"), config={"reshard_after_forward": 3}
