@@ -61,8 +61,14 @@ def norms(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
 
 
 @torch.compile(backend="aot_eager")
+def compiled_logits(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    return tied_logits(model, output)
+
+
 def compiled(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
-    return orthogonality(model, output) + projected(model, output)
+    """Of the sharded model alone."""
+    is_sharded = isinstance(block_weight(model), DTensor)
+    return compiled_logits(model, output) if is_sharded else tied_logits(model, output)
 
 
 TERMS: dict[str, Term] = {
