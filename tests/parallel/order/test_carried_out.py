@@ -17,14 +17,8 @@ import torch
 from support.cases import for_each
 from support.experts import MoELanguage
 from support.language import MLP, Language, Layer, layer_plan, sequence_plan
-from support.legality import (
-    TENSOR,
-    Carried,
-    Expert,
-    check_carried,
-    with_experts,
-    wrap,
-)
+from support.legality import TENSOR, Carried, Expert, check_carried, with_experts, wrap
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -115,14 +109,11 @@ IF_UNEVEN: dict[str, Carried] = {
 }
 
 
-def check_all_carried() -> None:
+@on_ranks(4)
+def test_what_can_be_combined_trains_as_one_process_does(folder: str) -> None:
+    """One row each, of what torch takes alone, or where the library finds the way."""
     tables = [SHARDED, OTHER_AXES, {} if needs_even_shards() else IF_UNEVEN]
     for_each(check_carried, {name: (row,) for table in tables for name, row in table.items()})
-
-
-def test_what_can_be_combined_trains_as_one_process_does():
-    """One row each, of what torch takes alone, or where the library finds the way."""
-    run_ranks(check_all_carried, 4)
 
 
 # --- parts that are called by hand
