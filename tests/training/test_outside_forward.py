@@ -63,7 +63,7 @@ def norms(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
 
 @torch.compile(backend="aot_eager")
 def compiled_projection(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
-    return (output[..., :WIDTH] @ block_weight(model).T).pow(2).mean()
+    return projected(model, output)
 
 
 def compiled(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
