@@ -68,6 +68,7 @@ def test_ranks_of_a_group_share_a_batch_and_the_same_layers():
     assert context_ranks(8, 4, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
+@pytest.mark.any_torch
 @on_ranks(4)
 def test_microbatches_weigh_as_the_trainer_says(folder: str) -> None:
     """A block with more rows, or tokens, would count for more, or for less, than in one process."""

@@ -342,6 +342,7 @@ def check_questions() -> int:
     return sum(call.args[1].asker == "idle_towers" for call in asked.call_args_list)
 
 
+@pytest.mark.any_torch
 def test_text_alone_costs_two_messages():
     """One before the text's part, one at the end: a model's decoding asks so at every token."""
     assert run_ranks(check_questions, 2) == [2, 2]

@@ -398,6 +398,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[MoELanguage], None], str]] = 
 }
 
 
+@pytest.mark.any_torch
 @on_ranks(4)
 def test_what_cannot_be_split_is_refused(folder: str) -> None:
     """By name, on every rank, before anything was touched; order/ has what another key or the model refuses."""

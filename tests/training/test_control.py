@@ -298,6 +298,7 @@ def check_questions() -> None:
         assert seconds < 10
 
 
+@pytest.mark.any_torch
 def test_different_questions():
     """Ranks that have diverged may ask for something else at the same time."""
     run_ranks(check_questions, 4, timeout_s=120)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.cases import for_each
 from support.experts import MoELanguage
 from support.language import MLP, Language, Layer, layer_plan, sequence_plan
 from support.legality import TENSOR, Carried, Expert, check_carried, with_experts, wrap
-from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -75,26 +75,26 @@ def mesh_of(*shape: int) -> Callable[[nn.Module], Any]:
 
 
 SHARDED: dict[str, Carried] = {
-    # C1: what needs no other axis.
+    # Of two ranks: what needs no other axis.
     "a ModuleList as a unit": Carried(build=Language, prepare=wrap(lambda decoder: {decoder.layers: True})),
     "scalar parameters": Carried(build=scaled(torch.float64, shape=())),
     "parameters that are not contiguous": Carried(build=not_contiguous),
     "rows that the ranks do not divide": Carried(build=partial(Language, vocabulary=29, num_layers=1)),
-    "fewer rows than ranks": Carried(build=scaled(torch.float64, shape=(1, 1, 1))),
     "two dtypes in one unit, both trained": Carried(build=scaled(torch.float32)),
     "bfloat16 that is frozen beside what is trained": Carried(build=scaled(torch.bfloat16, trained=False)),
-    "an integer that is a factor of the ranks": Carried(config={"reshard_after_forward": 2}),
-    "replicas on a mesh without names": Carried(config={"device_mesh": mesh_of(2, 2)}),
     "a tie between two units": Carried(
         build=tied(), prepare=wrap(lambda decoder: {decoder.embedding: True, decoder.head: True})
-    ),
-    "parameters that no unit holds": Carried(
-        config={"ignored_modules": lambda model: [model.model.norm]}, num_shared=4
     ),
     "recomputed by the script, before": Carried(prepare=recomputed),
 }
 
-OTHER_AXES: dict[str, Carried] = {
+OF_FOUR: dict[str, Carried] = {
+    "fewer rows than ranks": Carried(build=scaled(torch.float64, shape=(1, 1, 1))),
+    "an integer that is a factor of the ranks": Carried(config={"reshard_after_forward": 2}),
+    "replicas on a mesh without names": Carried(config={"device_mesh": mesh_of(2, 2)}),
+    "parameters that no unit holds": Carried(
+        config={"ignored_modules": lambda model: [model.model.norm]}, num_shared=4
+    ),
     "layers, then parameters, clipped and stepped over two meshes with foreach": split(optimizer=adamw),
     "sequence parallelism without split layers": Carried(plan=sequence_plan, degree=1),
     "split and tiled": split(config={"tiled_mlp": {"classes": ["MLP"], "chunks": 2}}),
@@ -109,11 +109,15 @@ IF_UNEVEN: dict[str, Carried] = {
 }
 
 
-@on_ranks(4)
-def test_what_can_be_combined_trains_as_one_process_does(folder: str) -> None:
+def check_all_carried() -> None:
+    rows = SHARDED if dist.get_world_size() == 2 else OF_FOUR | ({} if needs_even_shards() else IF_UNEVEN)
+    for_each(check_carried, {name: (row,) for name, row in rows.items()})
+
+
+def test_what_can_be_combined_trains_as_one_process_does():
     """One row each, of what torch takes alone, or where the library finds the way."""
-    tables = [SHARDED, OTHER_AXES, {} if needs_even_shards() else IF_UNEVEN]
-    for_each(check_carried, {name: (row,) for table in tables for name, row in table.items()})
+    for world_size in (2, 4):
+        run_ranks(check_all_carried, world_size)
 
 
 # --- parts that are called by hand
