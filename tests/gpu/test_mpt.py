@@ -23,7 +23,7 @@ CONFIG = {
     "activation_checkpointing_reentrant": False,
     "state_dict_type": "sharded",
 }
-BATCHES, SAVED_AT = {"cuda": 10, "cpu": 4}, {"cuda": 5, "cpu": 2}
+BATCHES, SAVED_AT = {"cuda": 10, "cpu": 3}, {"cuda": 5, "cpu": 2}
 WARMING_UP = 2  # batches in which the allocator and the kernels' choices settle
 GIB = 2**30
 # Relative. In bf16 sums are taken in another order; on the CPU in fp32.

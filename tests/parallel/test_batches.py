@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import for_each
 from support.examples import examples
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.utils.rnn import pad_sequence
@@ -83,16 +83,13 @@ def groups_of_two() -> dist.ProcessGroup:
 # --- what a batch holds
 
 
-def check_contents() -> None:
+@on_ranks(2)
+def test_the_same_batch_is_the_same_in_every_process(folder: str) -> None:
+    """Hash seeds, addresses and NaN do not make ranks with one batch raise."""
     torch.manual_seed(dist.get_rank())  # what a batch is does not depend on it
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, {name: parts_of(batch) for name, batch in batches(0).items()})
     assert everywhere[0] == everywhere[1], "the same batch has other contents in another process"
-
-
-def test_the_same_batch_is_the_same_in_every_process():
-    """Hash seeds, addresses and NaN do not make ranks with one batch raise."""
-    run_ranks(check_contents, 2)
 
 
 def test_a_batch_that_differs_anywhere_is_another_one():
@@ -113,7 +110,9 @@ def test_a_batch_that_differs_anywhere_is_another_one():
 # --- the first rank's
 
 
-def check_first() -> None:
+@on_ranks(4)
+def test_the_first_ranks_batch_goes_to_its_group_whatever_its_structure(folder: str) -> None:
+    """broadcast_batch: first makes any loader right, and no group takes another's batch."""
     rank, group = dist.get_rank(), groups_of_two()
     first = rank // 2 * 2
 
@@ -130,21 +129,13 @@ def check_first() -> None:
     assert shared == {"rank": 0}, f"without a group: all ranks, {shared}"
 
 
-def test_the_first_ranks_batch_goes_to_its_group_whatever_its_structure():
-    """broadcast_batch: first makes any loader right, and no group takes another's batch."""
-    run_ranks(check_first, 4)
-
-
-def check_unsendable() -> None:
+@on_ranks(2)
+def test_a_batch_that_cannot_be_sent_is_an_error_on_every_rank(folder: str) -> None:
+    """One rank's lambda leaves no other waiting for its batch."""
     own = {"x": torch.ones(2), "f": lambda: 0} if dist.get_rank() == 0 else {"x": torch.ones(2)}
     for how in ("first", "gather"):
         with pytest.raises(ConfigError, match=r"a batch cannot be sent \(.*lambda.*num_replicas.*replication"):
             share_batch(own, how=how)
-
-
-def test_a_batch_that_cannot_be_sent_is_an_error_on_every_rank():
-    """One rank's lambda leaves no other waiting for its batch."""
-    run_ranks(check_unsendable, 2)
 
 
 # --- the rows of all
@@ -237,7 +228,9 @@ def test_rows_of_any_lengths_are_those_of_one_collator(lengths: list[list[int]],
     assert (joined["labels"][~mask] == -100).all()
 
 
-def check_gather() -> None:
+@on_ranks(4)
+def test_the_rows_of_a_group_are_gathered_in_the_order_of_its_ranks(folder: str) -> None:
+    """broadcast_batch: gather loses no sample and doubles none."""
     rank, group = dist.get_rank(), groups_of_two()
     first = rank // 2 * 2
 
@@ -278,12 +271,9 @@ def check_gather() -> None:
     assert uneven["x"].tolist() == [first, first + 1, first + 1], f"of unequal last batches: {uneven}"
 
 
-def test_the_rows_of_a_group_are_gathered_in_the_order_of_its_ranks():
-    """broadcast_batch: gather loses no sample and doubles none."""
-    run_ranks(check_gather, 4)
-
-
-def check_cannot_gather() -> None:
+@on_ranks(2)
+def test_rows_that_do_not_fit_together_are_an_error_on_every_rank(folder: str) -> None:
+    """Instead of a hang, or of rows cut to one length, the message names the place and broadcast_batch: first."""
     rank = dist.get_rank()
     ids, mask = torch.ones(2, 3 + rank, dtype=torch.long), torch.ones(2, 3 + rank)
     cases: dict[str, tuple[Any, str]] = {
@@ -320,15 +310,12 @@ def check_cannot_gather() -> None:
     for_each(check, cases)
 
 
-def test_rows_that_do_not_fit_together_are_an_error_on_every_rank():
-    """Instead of a hang, or of rows cut to one length, the message names the place and broadcast_batch: first."""
-    run_ranks(check_cannot_gather, 2)
-
-
 # --- comparing
 
 
-def check_checks() -> None:
+@on_ranks(4)
+def test_ranks_of_one_group_with_different_batches_are_an_error_on_all_ranks(folder: str) -> None:
+    """Rank 3 alone reads something else: no rank trains, and the message says what to set."""
     rank, group = dist.get_rank(), groups_of_two()
     for name, batch in batches(rank // 2).items():
         check_batch(batch, group, what=name)
@@ -350,11 +337,6 @@ def check_checks() -> None:
         raised.match(rf"(?s){said}.*num_replicas=world_size // 2.*replication=2.*broadcast_batch.*check_data")
 
     for_each(check, cases)
-
-
-def test_ranks_of_one_group_with_different_batches_are_an_error_on_all_ranks():
-    """Rank 3 alone reads something else: no rank trains, and the message says what to set."""
-    run_ranks(check_checks, 4)
 
 
 # --- the configuration
@@ -407,7 +389,9 @@ def test_the_plan_says_who_shares_a_batch():
     assert "batches:" not in alone.explain()
 
 
-def check_prepared() -> None:
+@on_ranks(4)
+def test_a_sharded_model_knows_which_ranks_share_its_batch(folder: str) -> None:
+    """And who sends it."""
     rank = dist.get_rank()
     model = small()
     prepare_fully_shard(model, None, {}, device="cpu")
@@ -421,8 +405,3 @@ def check_prepared() -> None:
         assert block.ranks == (first, first + 1) == tuple(dist.get_process_group_ranks(block.group))
         assert (block.how, block.check) == (BroadcastBatch(how), True)
         assert share_batch(rank, block.group, block.how) == (first if how else rank)
-
-
-def test_a_sharded_model_knows_which_ranks_share_its_batch():
-    """And who sends it."""
-    run_ranks(check_prepared, 4)

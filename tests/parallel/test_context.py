@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from support.cases import for_each
 from support.legality import Carried, check_carried
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.reader import HEAD, Holder, batch, build, layer_plan
 from support.training import FULL
@@ -33,14 +34,14 @@ def loss_of(model: Any, tokens: torch.Tensor, length: int = 9) -> torch.Tensor:
 
 def divided(degree: int, *, num_kv_heads: int = 2, **options: Any) -> Carried:
     config = {"context_parallel_degree": degree} | options.pop("config", {})
-    build = partial(Holder, num_kv_heads=num_kv_heads)
+    build = partial(Holder, num_kv_heads=num_kv_heads, num_layers=options.pop("num_layers", 1))
     return Carried(config=config, build=build, **{"loss": loss_of, "num_shared": degree} | options)
 
 
 RECOMPUTED = {"activation_checkpointing": True}
 TRAINED: dict[str, Carried] = {
     "a length that they cannot divide, one head of keys and values": divided(4, num_kv_heads=1),
-    "as many heads as of queries, recomputed": divided(2, num_kv_heads=4, config=RECOMPUTED),
+    "as many heads as of queries, recomputed": divided(2, num_kv_heads=4, num_layers=2, config=RECOMPUTED),
     "one that they can, recomputed, not reentrant": divided(
         4, config=RECOMPUTED | {"activation_checkpointing_reentrant": False}, loss=partial(loss_of, length=8)
     ),
@@ -51,13 +52,10 @@ TRAINED: dict[str, Carried] = {
 }
 
 
-def check_all_trainings() -> None:
-    for_each(check_carried, {name: (row,) for name, row in TRAINED.items()})
-
-
-def test_training_is_that_of_one_process():
+@on_ranks(4)
+def test_training_is_that_of_one_process(folder: str) -> None:
     """A part that is weighed by its own places, or stands at wrong ones, trains another model."""
-    run_ranks(check_all_trainings, 4)
+    for_each(check_carried, {name: (row,) for name, row in TRAINED.items()})
 
 
 # --- groups and exchange
@@ -70,7 +68,10 @@ def test_ranks_of_a_group_share_a_batch_and_the_same_layers():
     assert context_ranks(8, 4, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
-def check_weights() -> None:
+@pytest.mark.any_torch
+@on_ranks(4)
+def test_microbatches_weigh_as_the_trainer_says(folder: str) -> None:
+    """A block with more rows, or tokens, would count for more, or for less, than in one process."""
     model = build()
     prepare_fully_shard(model, None, FULL | {"context_parallel_degree": 2}, device="cpu")
     group, block = find_context(model), dist.get_rank() // 2
@@ -84,11 +85,6 @@ def check_weights() -> None:
     group.weight = 0.0 if block == 0 else 3.0  # a block without a place that counts is multiplied by 0
     assert group.items(labels, torch.float64) == (12 * 3 / 6 if block else 1)
     assert group.items(torch.full((2, 4), -100)) == 1
-
-
-def test_microbatches_weigh_as_the_trainer_says():
-    """A block with more rows, or tokens, would count for more, or for less, than in one process."""
-    run_ranks(check_weights, 4)
 
 
 def check_exchange() -> None:
@@ -129,38 +125,33 @@ def freeze_first(model: Holder) -> None:
     model.model.layers[0].attention.query.requires_grad_(True)
 
 
-def check_exchanges() -> None:
-    def exchanged(num_kv_heads: int, degree: int, num_sent: int, freezes: bool) -> None:
-        """``num_sent``: in how many heads keys and values travel."""
-        model = build(num_kv_heads=num_kv_heads)
-        if freezes:
-            freeze_first(model)
-        prepare_fully_shard(model, None, FULL | {"context_parallel_degree": degree}, device="cpu")
-        tokens, labels = batch(2, 16)
-        with Collectives() as sent:
-            model.model(tokens, labels).backward()
-        of_head = 2 * (16 // degree) * HEAD * 8  # bytes of a rank's places
-        there, back = 4 + 2 * num_sent, 4
-        of_gradients = there + back - (2 * num_sent if freezes else 0)  # in the first layer
-        expected = {"calls": 8, "bytes": (3 * (there + back) + of_gradients) * of_head}
-        assert sent.counts["alltoall_base_"] == expected, (sent.counts, expected)
-
-    for_each(
-        exchanged,
-        {
-            "as many heads of keys and values": (4, 2, 4, False),
-            "fewer": (2, 2, 2, False),
-            "one of two ranks": (1, 2, 2, False),
-            "one of four ranks": (1, 4, 4, False),
-            "without gradients of some": (2, 2, 2, True),
-        },
-    )
+def check_exchanged(num_kv_heads: int, degree: int, num_sent: int, freezes: bool) -> None:
+    """``num_sent``: in how many heads keys and values travel."""
+    model = build(num_kv_heads=num_kv_heads)
+    if freezes:
+        freeze_first(model)
+    prepare_fully_shard(model, None, FULL | {"context_parallel_degree": degree}, device="cpu")
+    tokens, labels = batch(2, 16)
+    with Collectives() as sent:
+        model.model(tokens, labels).backward()
+    of_head = 2 * (16 // degree) * HEAD * 8  # bytes of a rank's places
+    there, back = 4 + 2 * num_sent, 4
+    of_gradients = there + back - (2 * num_sent if freezes else 0)  # in the first layer
+    expected = {"calls": 8, "bytes": (3 * (there + back) + of_gradients) * of_head}
+    assert sent.counts["alltoall_base_"] == expected, (sent.counts, expected)
 
 
 def test_queries_keys_and_values_travel_together():
     """Each exchange waits for the slowest rank: two in a layer's forward and two in its backward, where there were four
     of each; with no byte more."""
-    run_ranks(check_exchanges, 4)
+    cases = {
+        "as many heads of keys and values": (4, 2, 4, False),
+        "fewer": (2, 2, 2, False),
+        "one of two ranks": (1, 2, 2, False),
+        "one of four ranks": (1, 4, 4, False),
+        "without gradients of some": (2, 2, 2, True),
+    }
+    run_ranks(for_each, 4, check_exchanged, cases)
 
 
 # --- the plan

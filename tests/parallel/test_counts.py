@@ -11,6 +11,7 @@ from support import language, reader
 from support.comparing import full
 from support.experts import MoELanguage
 from support.memory import HostMemory
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL
 from torch import nn
@@ -23,7 +24,7 @@ from composer_fsdp2._torch.counting import Collectives
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 
 Counts = dict[str, dict[str, int]]
-NUM_LAYERS = 2
+NUM_LAYERS = 1
 CLIPPING = {"allreduce_": {"calls": 1, "bytes": 8}}  # the square of the norm
 
 
@@ -43,11 +44,13 @@ def clipped(model: nn.Module) -> None:
     clip_grad_norm_(model, 1.0)
 
 
-def check_sequences() -> None:
+@on_ranks(2)
+def test_a_divided_sequence_takes_half_the_memory_and_one_exchange_each_way(folder: str) -> None:
+    """Long rows would not fit if a rank kept the whole of them."""
     tokens, labels = reader.batch(64, 32)
     counts, peaks = [], []
     for degree in (1, 2):
-        model = reader.build(width=64)
+        model = reader.build(width=64, num_layers=NUM_LAYERS)
         prepare_fully_shard(model, None, FULL | {"context_parallel_degree": degree}, device="cpu")
 
         def loss(model: nn.Module) -> torch.Tensor:
@@ -65,15 +68,12 @@ def check_sequences() -> None:
     assert peaks[1] < 0.6 * peaks[0], peaks
 
 
-def test_a_divided_sequence_takes_half_the_memory_and_one_exchange_each_way():
-    """Long rows would not fit if a rank kept the whole of them."""
-    run_ranks(check_sequences, 2)
-
-
-def check_split_layers() -> None:
+@on_ranks(4)
+def test_split_layers_send_what_they_send_by_hand(folder: str) -> None:
+    """A step of split and sharded layers costs no collective more, and clipping adds one number."""
     torch.set_default_dtype(torch.float64)
     repair_cpu_collectives()  # gloo knows no average on torch 2.7
-    ours, by_hand = (language.Language() for _ in range(2))
+    ours, by_hand = (language.Language(num_layers=NUM_LAYERS) for _ in range(2))
     by_hand.load_state_dict(ours.state_dict())
     split = {"tensor_parallel_degree": 2, "layer_plan": language.layer_plan(ends=False)}
     prepare_fully_shard(ours, None, FULL, device="cpu", tensor_parallel=split)
@@ -94,13 +94,8 @@ def check_split_layers() -> None:
     assert counted(ours, loss, clipped) == counts | CLIPPING
 
 
-def test_split_layers_send_what_they_send_by_hand():
-    """A step of split and sharded layers costs no collective more, and clipping adds one number."""
-    run_ranks(check_split_layers, 4)
-
-
 def check_split_experts() -> None:
-    model = MoELanguage()
+    model = MoELanguage(num_layers=NUM_LAYERS)
     prepare_fully_shard(model, None, FULL | {"expert_parallel_degree": 2}, device="cpu")
 
     def loss(model: nn.Module) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Expert parallelism beside one process: every loss, norm and parameter of several steps."""
+"""Expert parallelism beside one process: every loss, norm and parameter of two steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from support.comparing import full_parameters
 from support.experts import NUM_EXPERTS, MoELanguage
 from support.language import VOCABULARY, WIDTH, batch, loss_of
 from support.legality import Carried, check_carried, check_clips, check_start, compare_training
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.synchronisations import Synchronisations
 from support.training import FULL, adamw, sgd
@@ -51,6 +52,10 @@ def build() -> MoELanguage:
     return MoELanguage()
 
 
+def one_layer() -> MoELanguage:
+    return MoELanguage(num_layers=1)
+
+
 def split_as_foundry(model: nn.Module, degree: int) -> None:
     """What LLM Foundry does for MegaBlocks (llmfoundry/models/layers/ffn.py, set_ffn_device_mesh), on a mesh of its
     own."""
@@ -72,38 +77,35 @@ def partly_frozen() -> MoELanguage:
     return model
 
 
-def split(degree: int, *, build: Callable[[], nn.Module] = MoELanguage, **options: Any) -> Carried:
+def split(degree: int, *, build: Callable[[], nn.Module] = one_layer, **options: Any) -> Carried:
     config = {"expert_parallel_degree": degree} | options.pop("config", {})
     return Carried(config=config, build=build, **options)
 
 
 def by_script(degree: int) -> Carried:
-    return Carried(build=MoELanguage, prepare=lambda model: split_as_foundry(model, degree))
+    return Carried(build=one_layer, prepare=lambda model: split_as_foundry(model, degree))
 
 
 RECOMPUTED, KEPT = {"activation_checkpointing": True}, {"sharding_strategy": "SHARD_GRAD_OP"}
 # Each setting once, and in twos where neither changes what the other does; order/ has others.
 TRAINED: dict[str, Carried] = {
-    "recomputed, kept gathered": split(2, config=RECOMPUTED | KEPT),
+    "two layers, recomputed, kept gathered": split(2, config=RECOMPUTED | KEPT, build=MoELanguage),
     "all ranks, recomputed, not reentrant": split(4, config=RECOMPUTED | {"activation_checkpointing_reentrant": False}),
     "frozen, offloaded": split(2, config={"cpu_offload": True}, build=partly_frozen),
     "microbatches, reduced in the last": split(2, config={"gradient_sync": "last"}, num_microbatches=2),
     "state from before": split(2, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01), steps_before=2),
     "layers split too, recomputed": split(2, config=RECOMPUTED, plan=lambda: LAYERS, num_shared=2),
-    "many experts without tokens": split(4, build=partial(MoELanguage, num_experts=64)),
+    "many experts without tokens": split(4, build=partial(MoELanguage, num_experts=64, num_layers=1)),
     "split by the script": by_script(2),
     "split by the script, all ranks": by_script(4),
 }
 
 
-def check_all_trainings() -> None:
-    for_each(check_carried, {name: (row,) for name, row in TRAINED.items()})
-
-
-def test_training_is_that_of_one_process():
+@on_ranks(4)
+def test_training_is_that_of_one_process(folder: str) -> None:
     """Whoever splits experts trains the model of one process, with another batch on every rank: no gradient is that of
     some ranks' tokens alone, or too large by the number of ranks."""
-    run_ranks(check_all_trainings, 4)
+    for_each(check_carried, {name: (row,) for name, row in TRAINED.items()})
 
 
 # --- the host waits
@@ -135,7 +137,7 @@ def check_bf16() -> None:
     found: dict[int, tuple[list[float], dict[str, torch.Tensor]]] = {}
     for degree in (1, 2):
         torch.manual_seed(0)
-        model = MoELanguage()
+        model = one_layer()
         optimizer = sgd(model)
         prepare_fully_shard(model, optimizer, {"expert_parallel_degree": degree}, precision="amp_bf16", device="cpu")
         seen: list[torch.dtype] = []
@@ -143,7 +145,7 @@ def check_bf16() -> None:
         experts.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].dtype))
         losses: list[float] = []
         gradients: dict[str, torch.Tensor] = {}
-        for number in range(3):
+        for number in range(2):
             loss = loss_of(model, batch(number, 8).chunk(4)[dist.get_rank()])
             loss.backward()
             gradients = gradients or {name: each.grad.full_tensor() for name, each in model.named_parameters()}
@@ -225,42 +227,32 @@ def check_own_layer(degree: int) -> None:
     model, reference = own_language(mesh), own_language(None)
     ours, theirs = sgd(model), sgd(reference)
     prepare_fully_shard(model, ours, FULL, device="cpu")
-    compare_training(model, reference, ours, theirs, num_steps=3)
-
-
-def check_own_layers() -> None:
-    for_each(check_own_layer, {"two ranks": (2,), "all ranks": (4,)})
+    compare_training(model, reference, ours, theirs, num_steps=2)
 
 
 def test_a_layer_that_exchanges_tokens_itself_trains_as_one_process():
     """Weights that are split along the script's own mesh are sharded over the rest of it, and left to the layer."""
-    run_ranks(check_own_layers, 4)
+    run_ranks(for_each, 4, check_own_layer, {"two ranks": (2,), "all ranks": (4,)})
 
 
 # --- values from the start
 
 
-def check_starts() -> None:
-    rows = {"by script": by_script(2), "layers, too": split(2, plan=lambda: LAYERS)}
-    cases = {start: (split(2), MoELanguage, start) for start in ("meta", "mixed", "unlike")}
-    for_each(check_start, cases | {name: (row, MoELanguage, "meta") for name, row in rows.items()})
-
-
-def test_split_experts_start_with_the_values_of_an_unsplit_model():
+@on_ranks(4)
+def test_split_experts_start_with_the_values_of_an_unsplit_model(folder: str) -> None:
     """From the meta device each rank would draw the same numbers for its own experts: all groups of experts alike."""
-    run_ranks(check_starts, 4)
+    rows = {"by script": by_script(2), "layers, too": split(2, plan=lambda: LAYERS)}
+    cases = {start: (split(2), one_layer, start) for start in ("meta", "mixed", "unlike")}
+    for_each(check_start, cases | {name: (row, one_layer, "meta") for name, row in rows.items()})
 
 
 # --- gradients and full parameters
 
 
-def check_all_clips() -> None:
-    check_clips(split(2), "by the largest", "by value", "adaptive")
-
-
-def test_gradients_are_clipped_and_parameters_seen_as_in_one_process():
+@on_ranks(4)
+def test_gradients_are_clipped_and_parameters_seen_as_in_one_process(folder: str) -> None:
     """By any norm; and within summon_full_params a weight holds all experts, and what is written into it stays."""
-    run_ranks(check_all_clips, 4)
+    check_clips(split(2), "by the largest", "by value", "adaptive")
 
 
 # --- checkpoints
@@ -277,7 +269,7 @@ def prepared(degree: int | None, seed: int = 0, layers: bool = False) -> tuple[n
     """None: not sharded. ``layers``: split over two ranks, too."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
-    model = MoELanguage()
+    model = one_layer()
     optimizer = adamw(model)
     if degree is not None:
         split = {"tensor_parallel_degree": 2, "layer_plan": LAYERS} if layers else None
@@ -339,15 +331,12 @@ def test_a_checkpoint_of_split_experts_goes_on_anywhere(tmp_path: Path):
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=lambda t, n=name, c=case: c + n + t)
 
 
-def check_products() -> None:
+@on_ranks(4, fresh=True)
+def test_what_is_computed_of_split_experts_is_put_together_in_order(folder: str) -> None:
+    """torch 2.7 exchanges their rows; so a momentum with weight decay would be saved."""
     model, _ = prepared(2)
     weight = model.model.layers[0].moe.experts.mlp.w1
     assert torch.equal((weight * 2).full_tensor(), weight.full_tensor() * 2)
-
-
-def test_what_is_computed_of_split_experts_is_put_together_in_order():
-    """torch 2.7 exchanges their rows; so a momentum with weight decay would be saved."""
-    run_ranks(check_products, 4, fresh=True)
 
 
 # --- what is refused
@@ -409,7 +398,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[MoELanguage], None], str]] = 
 }
 
 
-def check_refusals() -> None:
+@pytest.mark.any_torch
+@on_ranks(4)
+def test_what_cannot_be_split_is_refused(folder: str) -> None:
+    """By name, on every rank, before anything was touched; order/ has what another key or the model refuses."""
+
     def refused(config: dict[str, Any], prepare: Callable[[MoELanguage], None], says: str) -> None:
         model = build()
         prepare(model)
@@ -427,11 +420,6 @@ def check_refusals() -> None:
     ignored = {"expert_parallel_degree": 2, "ignored_modules": [model.model.layers[0].moe]}
     with pytest.raises(ComposerFSDP2Error, match=r"layers\.0\.moe\.experts: its experts .* no unit of its own"):
         prepare_fully_shard(model, None, FULL | ignored, device="cpu")
-
-
-def test_what_cannot_be_split_is_refused():
-    """By name, on every rank, before anything was touched; order/ has what another key or the model refuses."""
-    run_ranks(check_refusals, 4)
 
 
 def test_the_plan_says_which_experts_are_split():

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism beside one process: every loss, norm and parameter of three steps."""
+"""Tensor and sequence parallelism beside one process: every loss, norm and parameter of two steps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from support.cases import for_each
 from support.clips import assert_same_gradients
 from support.language import MLP, Language, batch, layer_plan, loss_of, sequence_plan
 from support.legality import TENSOR, Carried, check_carried, check_clips, check_start, split_by_script
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL
 from torch import nn
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from composer_fsdp2 import PlanError, prepare_fully_shard
+from composer_fsdp2 import PlanError, apply_plan, plan_sharding, prepare_fully_shard, translate
 
 ATOL = 1e-12
 
@@ -40,17 +41,16 @@ def partly_frozen() -> Language:
     return model
 
 
-split = partial(Carried, plan=layer_plan, num_shared=TENSOR, num_steps=3)
-by_script = partial(Carried, num_shared=TENSOR, num_steps=3)
-tied = partial(Language, tied=True)
+split = partial(Carried, plan=layer_plan, num_shared=TENSOR)
+tied = partial(Language, tied=True, num_layers=1)
 RECOMPUTED = {"activation_checkpointing": True}
 KEPT = {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing_reentrant": False}
 REPLICAS = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
 # Each setting once, and in twos where neither changes what the other does; order/ has others.
 TRAINED: dict[str, Carried] = {
-    "recomputed, several groups": split(config=RECOMPUTED, optimizer=grouped),
+    "two layers, recomputed, several groups": split(config=RECOMPUTED, optimizer=grouped, build=Language),
     "sequence, recomputed, not reentrant, kept gathered": split(config=RECOMPUTED | KEPT, plan=sequence_plan),
-    "replicas, tied": split(config=REPLICAS, build=tied),
+    "replicas, tied, state from before": split(config=REPLICAS, build=tied, steps_before=2),
     "tied, neither planned, offloaded": split(
         config={"cpu_offload": True}, build=tied, plan=lambda: layer_plan(ends=False)
     ),
@@ -58,9 +58,9 @@ TRAINED: dict[str, Carried] = {
     "sequence, microbatches, reduced in the last": split(
         config={"gradient_sync": "last"}, plan=sequence_plan, num_microbatches=2
     ),
-    "state from before, tied": split(build=tied, steps_before=2),
-    "split by the script": by_script(prepare=split_by_script("tp", "dp", "tp")),
-    "split by the script, sequence": by_script(prepare=split_by_script("tp", "dp", "tp", plan=sequence_plan)),
+    "split by the script, sequence": Carried(
+        prepare=split_by_script("tp", "dp", "tp", plan=sequence_plan), num_shared=TENSOR
+    ),
 }
 THREE_AXES = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
 ON_EIGHT: dict[str, Carried] = {
@@ -109,7 +109,10 @@ def drawn_plan() -> dict[str, ParallelStyle]:
     return {"model.0": ColwiseParallel(), "model.1": RowwiseParallel()}
 
 
-def check_starts() -> None:
+@on_ranks(4)
+def test_split_weights_start_with_the_values_of_an_unsplit_model(folder: str) -> None:
+    """From the meta device each of the ranks that split a weight would draw the same numbers for its own part; and
+    parts of different weights would be added up: no rank's model, and none that one process could train."""
     by_plan, by_script = Carried(plan=drawn_plan), Carried(prepare=split_by_script("tp", "dp", "tp", plan=drawn_plan))
 
     def check(start: str, row: Carried) -> None:
@@ -136,24 +139,15 @@ def check_starts() -> None:
     assert torch.equal(biases[0], biases[1]) and torch.equal(biases[2], biases[3]), biases
 
 
-def test_split_weights_start_with_the_values_of_an_unsplit_model():
-    """From the meta device each of the ranks that split a weight would draw the same numbers for its own part; and
-    parts of different weights would be added up: no rank's model, and none that one process could train."""
-    run_ranks(check_starts, 4)
-
-
 # --- gradients and full parameters
 
 
-def check_all_clips() -> None:
-    check_clips(split(plan=sequence_plan))
-    check_clips(split(build=tied), "by another order")
-
-
-def test_gradients_are_clipped_and_full_parameters_seen_as_in_one_process():
+@on_ranks(4)
+def test_gradients_are_clipped_and_full_parameters_seen_as_in_one_process(folder: str) -> None:
     """By any norm: parameters that are split and those that are not have different numbers of copies. Within
     summon_full_params a split weight is whole, and what is written into it stays."""
-    run_ranks(check_all_clips, 4)
+    check_clips(split(plan=sequence_plan))
+    check_clips(split(build=tied), "by another order")
 
 
 # --- random numbers
@@ -164,25 +158,6 @@ class Dropping(MLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(super().forward(x), 0.3, self.training)
-
-
-def check_draws() -> None:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    model = Language()
-    for each in model.model.layers:
-        each.mlp.__class__ = Dropping
-    reference = copy.deepcopy(model)
-    torch.manual_seed(dist.get_rank())  # as Composer seeds ranks
-    split().shard(model)
-    state, tokens = torch.get_rng_state(), batch(0, 2)
-    loss = loss_of(model, tokens)
-    loss.backward()
-    torch.set_rng_state(state)
-    expected = loss_of(reference, tokens)
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=0, atol=ATOL)
-    assert_same_gradients(model, reference, atol=ATOL)
 
 
 def check_masks_of_two_dtypes() -> list[str]:
@@ -205,6 +180,47 @@ def test_torch_mixes_up_the_masks_of_split_embeddings():
     assert run_ranks(check_masks_of_two_dtypes, TENSOR, fresh=True) == [["torch.float64: AssertionError"]] * TENSOR
 
 
-def test_a_dropout_drops_the_same_on_the_ranks_that_split_a_layer():
+@on_ranks(TENSOR)
+def test_a_dropout_drops_the_same_on_the_ranks_that_split_a_layer(folder: str) -> None:
     """Else what each of them holds whole gets a gradient of its own, and the copies drift apart in silence."""
-    run_ranks(check_draws, TENSOR)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Language()
+    for each in model.model.layers:
+        each.mlp.__class__ = Dropping
+    reference = copy.deepcopy(model)
+    torch.manual_seed(dist.get_rank())  # as Composer seeds ranks
+    split().shard(model)
+    state, tokens = torch.get_rng_state(), batch(0, 2)
+    loss = loss_of(model, tokens)
+    loss.backward()
+    torch.set_rng_state(state)
+    expected = loss_of(reference, tokens)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=0, atol=ATOL)
+    assert_same_gradients(model, reference, atol=ATOL)
+
+
+# --- the plan
+
+
+def check_plan_as_a_value() -> str:
+    torch.manual_seed(0)
+    model = Language()
+    config = translate(FULL, device="cpu", world_size=4, tensor_parallel_degree=TENSOR).config
+    assert config is not None
+    plan = plan_sharding(model, config, tensor_parallel=layer_plan())
+    same = plan_sharding(copy.deepcopy(model), config, tensor_parallel=layer_plan())
+    assert plan == same and plan.digest == same.digest
+    other = plan_sharding(model, config, tensor_parallel=layer_plan(ends=False))
+    assert plan != other and plan.digest != other.digest
+    apply_plan(model, plan)
+    return plan.explain()
+
+
+def test_a_plan_says_where_each_parameter_lies():
+    """Its text names the modules that are split and how, and ranks that plan differently notice it by the digest."""
+    text = run_ranks(check_plan_as_a_value, 4)[0]
+    assert "model.layers.*.mlp.up (2 modules): weight Shard(dim=0), bias Shard(dim=0)" in text
+    assert "model.layers.*.mlp.down (2 modules): weight Shard(dim=1), bias Replicate()" in text
+    assert "tensor_parallel 2" in text

@@ -16,8 +16,9 @@ from support.cases import for_each
 from support.comparing import assert_same, full
 from support.memory import HostMemory, gradients_of_halved, run_out_of_memory
 from support.models import Chain
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
-from support.training import FULL, HSDP_2X2, train_alike
+from support.training import FULL, train_alike
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,7 +32,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from composer_fsdp2 import (
@@ -42,6 +42,7 @@ from composer_fsdp2 import (
     prepare_fully_shard,
     tile_mlp,
 )
+from composer_fsdp2._torch.counting import Collectives
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 
 WIDTH, HIDDEN, LENGTH, CHUNKS = 6, 16, 19, 4
@@ -116,21 +117,15 @@ def sequences(seed: int, length: int = LENGTH, batch_size: int = 2) -> torch.Ten
 
 
 TILED: dict[str, Any] = {"tiled_mlp": {"classes": ["SwiGLU", "GELU"], "chunks": CHUNKS}}
-MLPS = ("net.1.mlp", "net.2.mlp", "net.3.mlp")
 
 
 # --- gradients
 
 
-def check_alike(cases: dict[str, tuple[Any, ...]]) -> None:
-    def check(cls: type[Layers], config: dict[str, Any], options: dict[str, Any]) -> None:
-        length = options.pop("length", LENGTH)
-        model = train_alike(
-            lambda: net(cls, **options), TILED | config, lambda seed: sequences(seed, length), num_steps=1
-        )
-        assert "forward" in vars(model.get_submodule("net.1").mlp)  # it was in pieces at all
-
-    for_each(check, cases)
+def check_alike(cls: type[Layers], config: dict[str, Any], options: dict[str, Any]) -> None:
+    length = options.pop("length", LENGTH)
+    model = train_alike(lambda: net(cls, **options), TILED | config, lambda seed: sequences(seed, length), num_steps=1)
+    assert "forward" in vars(model.get_submodule("net.1").mlp)  # it was in pieces at all
 
 
 RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
@@ -148,43 +143,24 @@ ALIKE: dict[str, tuple[Any, ...]] = {
 
 def test_gradients_are_those_of_one_piece():
     """In pieces a run learns what it learned before, whatever is recomputed, frozen or a unit of its own."""
-    run_ranks(check_alike, 2, ALIKE)
-
-
-@pytest.mark.any_torch
-def test_gradients_with_replicas():
-    """On a 2-D mesh as well."""
-    run_ranks(check_alike, 4, {"2x2, MLPs are units": (MLPUnits, HSDP_2X2 | RECOMPUTED, {})})
+    run_ranks(for_each, 2, check_alike, ALIKE)
 
 
 # --- collectives
 
 
-class Counting(TorchDispatchMode):
-    """The names of a block's collectives, in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def check_collectives() -> dict[str, list[str]]:
-    def count(cls: type[Layers], config: dict[str, Any]) -> list[str]:
+def check_collectives() -> dict[str, tuple[int, ...]]:
+    def count(cls: type[Layers], config: dict[str, Any]) -> tuple[int, ...]:
         found = []
         for tiled in ({}, TILED):
             model = net(cls)
             prepare_fully_shard(model, None, {**FULL, **config, **tiled}, device="cpu")
             model(sequences(0).float()).sum().backward()  # the first step has collectives of its own
-            with Counting() as counting:
+            with Collectives() as sent:
                 model(sequences(dist.get_rank()).float()).sum().backward()
-            found.append(counting.names)
+            found.append(sent.counts)
         assert found[0] == found[1], found
-        return found[1]
+        return tuple(sent.counts[kind]["calls"] for kind in ("_allgather_base_", "_reduce_scatter_base_"))
 
     return for_each(count, {"layers": (Layers, {}), "MLPs, recomputed": (MLPUnits, RECOMPUTED)})
 
@@ -192,9 +168,7 @@ def check_collectives() -> dict[str, list[str]]:
 @pytest.mark.any_torch
 def test_as_many_gathers_and_reductions_as_in_one_piece():
     """A piece is no call of the module: its parameters are gathered once in forward and once in backward."""
-    [counts, _] = run_ranks(check_collectives, 2)
-    kinds = ("_allgather_base_", "_reduce_scatter_base_")
-    gathers = {name: tuple(each.count(kind) for kind in kinds) for name, each in counts.items()}
+    [gathers, _] = run_ranks(check_collectives, 2)
     # Three units and the root, which keeps what it gathered.
     assert gathers == {"layers": (7, 4), "MLPs, recomputed": (7, 4)}, gathers
 
@@ -203,22 +177,20 @@ def test_as_many_gathers_and_reductions_as_in_one_piece():
 
 
 def layer_plan(sequence: str) -> dict[str, ParallelStyle]:
-    """Of the layers 1 and 3: plain; or norms and residuals on parts of the sequence, which is gathered for the MLP as a
+    """Of the first layer: plain; or norms and residuals on parts of the sequence, which is gathered for the MLP as a
     whole, or by its first projections, and given on as tensors or as DTensors."""
-    plan: dict[str, ParallelStyle] = {}
-    for path in ("net.1", "net.3"):
-        by_parts, is_local = Shard(1) if sequence else Replicate(), sequence != "DTensors"
-        inputs = {"input_layouts": by_parts} if sequence in ("projections", "DTensors") else {}
-        plan |= {f"{path}.mlp.{name}": ColwiseParallel(**inputs) for name in ("gate", "up")}
-        plan[f"{path}.mlp.down"] = RowwiseParallel(output_layouts=by_parts, use_local_output=is_local)
-        if sequence:
-            plan[path] = PrepareModuleInput(
-                input_layouts=Replicate(), desired_input_layouts=by_parts, use_local_output=is_local
-            )
-            plan[f"{path}.norm"] = SequenceParallel()
-            plan[f"{path}.whole"] = PrepareModuleOutput(output_layouts=by_parts, desired_output_layouts=Replicate())
-        if sequence == "gathered":
-            plan[f"{path}.mlp"] = PrepareModuleInput(input_layouts=by_parts, desired_input_layouts=Replicate())
+    by_parts, is_local = Shard(1) if sequence else Replicate(), sequence != "DTensors"
+    inputs = {"input_layouts": by_parts} if sequence in ("projections", "DTensors") else {}
+    plan: dict[str, ParallelStyle] = {f"net.1.mlp.{name}": ColwiseParallel(**inputs) for name in ("gate", "up")}
+    plan["net.1.mlp.down"] = RowwiseParallel(output_layouts=by_parts, use_local_output=is_local)
+    if sequence:
+        plan["net.1"] = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=by_parts, use_local_output=is_local
+        )
+        plan["net.1.norm"] = SequenceParallel()
+        plan["net.1.whole"] = PrepareModuleOutput(output_layouts=by_parts, desired_output_layouts=Replicate())
+    if sequence == "gathered":
+        plan["net.1.mlp"] = PrepareModuleInput(input_layouts=by_parts, desired_input_layouts=Replicate())
     return plan
 
 
@@ -235,34 +207,29 @@ class PlannedLayer(Layer):
 
 def planned_net() -> nn.Module:
     torch.manual_seed(0)
-    layers = (PlannedLayer(SwiGLU()), PlannedLayer(GELU()), PlannedLayer(SwiGLU()))
-    return Chain(net=nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers)).double()
+    return Chain(net=nn.Sequential(nn.Linear(WIDTH, WIDTH), PlannedLayer(SwiGLU()), PlannedLayer(GELU()))).double()
 
 
-def check_tensor_parallel(cases: dict[str, tuple[Any, ...]]) -> None:
+def check_tensor_parallel(sequence: str, is_tiled_first: bool, reentrant: bool | None) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     repair_cpu_collectives()  # gloo knows no average on torch 2.7
-
-    def check(sequence: str, is_tiled_first: bool, reentrant: bool | None) -> None:
-        model, reference = planned_net(), planned_net()
-        if is_tiled_first:
-            assert tile_mlp(model, classes=[SwiGLU, "GELU"], chunks=3) == list(MLPS)
-        parallelize_module(model, mesh["tp"], layer_plan(sequence))
-        if not is_tiled_first:
-            tile_mlp(model, classes=[SwiGLU, "GELU"], chunks=3)
-        for layer in model.net[1:]:
-            if reentrant is not None:
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=reentrant)
-            fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
-        of_dp = [sequences(index, 10) for index in range(2)]
-        (sum(reference(x).square().sum() for x in of_dp) / 2).backward()
-        model(of_dp[mesh.get_local_rank("dp")]).square().sum().backward()
-        whole = dict(reference.named_parameters())
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(full(parameter.grad), whole[name].grad, rtol=1e-12, atol=1e-12, msg=name)
-
-    for_each(check, cases)
+    model, reference = planned_net(), planned_net()
+    if is_tiled_first:
+        assert tile_mlp(model, classes=[SwiGLU, "GELU"], chunks=3) == ["net.1.mlp", "net.2.mlp"]
+    parallelize_module(model, mesh["tp"], layer_plan(sequence))
+    if not is_tiled_first:
+        tile_mlp(model, classes=[SwiGLU, "GELU"], chunks=3)
+    for layer in model.net[1:]:
+        if reentrant is not None:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=reentrant)
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    of_dp = [sequences(index, 10) for index in range(2)]
+    (sum(reference(x).square().sum() for x in of_dp) / 2).backward()
+    model(of_dp[mesh.get_local_rank("dp")]).square().sum().backward()
+    whole = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), whole[name].grad, rtol=1e-12, atol=1e-12, msg=name)
 
 
 TENSOR_PARALLEL: dict[str, tuple[Any, ...]] = {
@@ -275,7 +242,7 @@ TENSOR_PARALLEL: dict[str, tuple[Any, ...]] = {
 
 def test_gradients_under_tensor_parallelism():
     """Pieces that come back as parts of the sequence would be put together in another order, without an error."""
-    run_ranks(check_tensor_parallel, 4, TENSOR_PARALLEL)
+    run_ranks(for_each, 4, check_tensor_parallel, TENSOR_PARALLEL)
 
 
 # --- by itself
@@ -473,10 +440,13 @@ class Hungry(language.MLP):
         return x
 
 
-def check_out_of_memory_in_the_trial() -> None:
+@pytest.mark.any_torch
+@on_ranks(2)
+def test_out_of_memory_in_the_trial_under_tensor_parallelism(folder: str) -> None:
+    """The first forward tries an MLP on one place: a rank that fails in it tries again, and so must the others, whose
+    collectives would be of other layers."""
     tiled = {"tiled_mlp": {"classes": ["Hungry"], "chunks": 2}}
-    split = {"tensor_parallel_degree": 2, "layer_plan": language.layer_plan()}
-    # As elsewhere: torch 2.7 takes the mask of one split embedding for that of another one whose dtype alone differs.
+    split = {"tensor_parallel_degree": 2, "layer_plan": language.layer_plan(ends=False)}
     torch.set_default_dtype(torch.float64)
 
     def gradients(size: int, times: int) -> dict[str, torch.Tensor]:
@@ -490,10 +460,3 @@ def check_out_of_memory_in_the_trial() -> None:
         return found
 
     assert_same(gradients(4, 1), gradients(2, 0))
-
-
-@pytest.mark.any_torch
-def test_out_of_memory_in_the_trial_under_tensor_parallelism():
-    """The first forward tries an MLP on one place: a rank that fails in it tries again, and so must the others, whose
-    collectives would be of other layers."""
-    run_ranks(check_out_of_memory_in_the_trial, 2)

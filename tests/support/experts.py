@@ -70,10 +70,10 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, num_experts: int, width: int) -> None:
+    def __init__(self, num_experts: int, width: int, num_layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer(num_experts, width) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(num_experts, width) for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -92,9 +92,9 @@ class Decoder(nn.Module):
 class MoELanguage(nn.Module):
     """As Composer has it: the model is the child of what is trained."""
 
-    def __init__(self, num_experts: int = NUM_EXPERTS, width: int = EXPERT_WIDTH) -> None:
+    def __init__(self, num_experts: int = NUM_EXPERTS, width: int = EXPERT_WIDTH, num_layers: int = 2) -> None:
         super().__init__()
-        self.model = Decoder(num_experts, width)
+        self.model = Decoder(num_experts, width, num_layers)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.model(tokens)

@@ -29,6 +29,10 @@ Plan = Callable[[], Any]
 Prepare = Callable[[Any], Any]
 
 
+def one_layer() -> Language:
+    return Language(num_layers=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """What is combined.
@@ -43,7 +47,7 @@ class Row:
     config: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
     degree: Any = TENSOR
-    build: Callable[[], nn.Module] = Language
+    build: Callable[[], nn.Module] = one_layer
     prepare: Prepare = lambda model: None
 
     def shard(self, model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None, is_wrong: bool = True) -> None:
@@ -211,22 +215,26 @@ def check_clips(row: Carried, *names: str) -> None:
     torch.set_default_dtype(torch.float64)
     groups, group = dist.get_world_size() // row.num_shared, dist.get_rank() // row.num_shared
 
+    torch.manual_seed(0)
+    model = row.build()
+    reference = copy.deepcopy(model)
+    row.shard(model)
+    check_summoned(model, reference)
+    assert ties_of(model) == ties_of(reference)
+    tokens = batch(0, 2 * groups) % VOCABULARY
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(2)  # as check_summoned did
+        row.loss(model, batch(1, 2) % VOCABULARY)
+    row.loss(model, tokens.chunk(groups)[group]).backward()
+    row.loss(reference, tokens).backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in reference.parameters()]).norm()
+    torch.testing.assert_close(norm_of_gradients(model.parameters()), norm, rtol=0, atol=1e-12)
+    gradients = {parameter: parameter.grad for each in (model, reference) for parameter in each.parameters()}
+
     def clipped(clip: Clip, reference_clip: Clip) -> None:
-        torch.manual_seed(0)
-        model = row.build()
-        reference = copy.deepcopy(model)
-        row.shard(model)
-        check_summoned(model, reference)
-        assert ties_of(model) == ties_of(reference)
-        tokens = batch(0, 2 * groups) % VOCABULARY
-        with torch.no_grad():
-            for parameter in reference.parameters():
-                parameter.mul_(2)  # as check_summoned did
-            row.loss(model, batch(1, 2) % VOCABULARY)
-        row.loss(model, tokens.chunk(groups)[group]).backward()
-        row.loss(reference, tokens).backward()
-        norm = torch.stack([parameter.grad.norm() for parameter in reference.parameters()]).norm()
-        torch.testing.assert_close(norm_of_gradients(model.parameters()), norm, rtol=0, atol=1e-12)
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient.clone()
         clip(model)
         reference_clip(reference)
         assert_same_gradients(model, reference, atol=1e-12)

@@ -61,10 +61,10 @@ class Layer(nn.Module):
 
 
 class Reader(nn.Module):
-    def __init__(self, *, width: int = WIDTH, num_kv_heads: int = 2, dropout: float = 0.0) -> None:
+    def __init__(self, *, width: int = WIDTH, num_kv_heads: int = 2, dropout: float = 0.0, num_layers: int = 2) -> None:
         super().__init__()
         self.embedding, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(32, width)
-        self.layers = nn.ModuleList(Layer(width, num_kv_heads=num_kv_heads, dropout=dropout) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(width, num_kv_heads=num_kv_heads, dropout=dropout) for _ in range(num_layers))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -147,12 +147,9 @@ def batch(num_rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def layer_plan() -> dict[str, ParallelStyle]:
-    plan: dict[str, ParallelStyle] = {}
-    for layer in ("model.layers.0", "model.layers.1"):
-        plan |= {f"{layer}.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
-        plan |= {f"{layer}.attention.out": RowwiseParallel(), f"{layer}.mlp.up": ColwiseParallel()}
-        plan |= {f"{layer}.mlp.down": RowwiseParallel()}
-    return plan
+    colwise = ("attention.query", "attention.key", "attention.value", "mlp.up")
+    plan: dict[str, ParallelStyle] = {f"model.layers.*.{name}": ColwiseParallel() for name in colwise}
+    return plan | {f"model.layers.*.{name}": RowwiseParallel() for name in ("attention.out", "mlp.down")}
 
 
 def mean_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from support.comparing import full, own_name
 from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2.training import control
 
 Inputs = Callable[[int], torch.Tensor]  # from a seed
 
@@ -19,6 +21,8 @@ Inputs = Callable[[int], torch.Tensor]  # from a seed
 FULL = {"mixed_precision": "FULL"}
 # Of four ranks.
 HSDP_2X2 = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
+# Ranks that gave up wait for what others say; those of one machine say it sooner. A decorator.
+reports_soon = mock.patch.object(control, "_REPORT_WITHIN_S", 1.0)
 
 
 def assert_close(what: str, actual: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol: float) -> None:

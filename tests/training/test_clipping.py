@@ -16,7 +16,7 @@ from support.cases import all_of, for_each
 from support.comparing import full
 from support.models import Block, Chain, features, layer, tie, tied_model, tokens
 from support.ranks import run_ranks
-from support.training import FULL, Inputs, assert_close
+from support.training import FULL, Inputs, adamw, assert_close
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -107,18 +107,21 @@ NORM_TYPES = (2.0, 3.0, math.inf)
 
 
 def check_clipping(names: Sequence[str], config: dict[str, Any], norm_types: Sequence[float]) -> None:
+    """By norms, and adaptively."""
     for name in names:
         sharded, whole = gradients(name, config)
         ours, theirs = saved_gradients(sharded), saved_gradients(whole)
 
-        def clip(norm_type: float, max_norm: float) -> None:
+        def clip(check: Callable[..., None], *limits: float) -> None:
             restore_gradients(sharded, ours)  # noqa: B023
             restore_gradients(whole, theirs)  # noqa: B023
-            check_clipped(name, sharded, whole, max_norm, norm_type)  # noqa: B023
+            check(name, sharded, whole, *limits)  # noqa: B023
 
-        # Of which the last lets everything through.
-        limits = [*((norm_type, 1e-3) for norm_type in norm_types), (2.0, 1e6)]
-        for_each(clip, {f"{name}, {limit}": limit for limit in limits})
+        # Of which the last norm lets everything through.
+        of_norms = [(check_clipped, 1e-3, norm_type) for norm_type in norm_types] + [(check_clipped, 1e6, 2.0)]
+        for_each(
+            clip, {f"{name}, {each[1:]}": each for each in (*of_norms, (check_adaptive, 0.0), (check_adaptive, 0.5))}
+        )
 
 
 def counted(run: Callable[[], Any]) -> tuple[Any, int]:
@@ -168,10 +171,8 @@ def check_meshes(world_size: int) -> None:
     """All models and norms on two ranks, some of them on every mesh."""
     if world_size == 2:
         check_clipping([*MODELS], {}, NORM_TYPES)
-        check_adaptive([*MODELS], {})
     for config in (config for size, config in MESHES if size == world_size):
         check_clipping(FEW_MODELS, config, (2.0, math.inf))
-        check_adaptive(FEW_MODELS, config)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -201,21 +202,26 @@ OWN_MESHES: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], bool]]
 }
 
 
-def check_own_meshes() -> dict[str, float]:
-    cases = {name: (name, norm) for name, norm in zip(OWN_MESHES, itertools.cycle(NORM_TYPES), strict=False)}
-    return for_each(check_own_mesh, cases | {f"{name}, inf": (name, math.inf) for name in OWN_MESHES})
-
-
-def check_own_mesh(name: str, norm_type: float) -> float:
-    config, settings, is_averaged = OWN_MESHES[name]
+def check_own_mesh(name: str, norm_types: Sequence[float]) -> list[float]:
+    config, settings, _ = OWN_MESHES[name]
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Chain(net=Chain({"block": True}, block=Block(), rest=layer()))
     model.net.fsdp_wrap_fn = lambda module: settings() if isinstance(module, Block) else False
     prepare_fully_shard(model, None, FULL | config, device="cpu")
     model(features(dist.get_rank())).square().mean().backward()
+    saved = saved_gradients(model)
     # What each rank sees of the gradients, averaged over the ranks of its groups.
     seen = {path: full(parameter.grad).clone() for path, parameter in model.named_parameters()}
+    found = []
+    for norm_type in norm_types:
+        restore_gradients(model, saved)
+        found.append(clipped_norm(name, model, seen, norm_type))
+    return found
+
+
+def clipped_norm(name: str, model: nn.Module, seen: dict[str, torch.Tensor], norm_type: float) -> float:
+    config, _, is_averaged = OWN_MESHES[name]
     norms, num_sent = counted(lambda: clip_grad_norm_(model, 1e-3, norm_type))
     (norm,) = norms.values()
     assert num_sent == 1, num_sent
@@ -239,10 +245,12 @@ def check_own_mesh(name: str, norm_type: float) -> float:
 def test_units_on_meshes_of_their_own_are_clipped_by_one_norm():
     """Replicas that scaled by norms of their own would train parts of different models; nothing would show it. Groups
     of ranks that train alone keep norms of their own, as under FSDP1."""
-    found: list[dict[str, float]] = run_ranks(check_own_meshes, 4)
+    norms = itertools.cycle((2.0, 3.0))
+    cases = {name: (name, (next(norms), math.inf)) for name in OWN_MESHES}
+    found: list[dict[str, list[float]]] = run_ranks(for_each, 4, check_own_mesh, cases)
     for name in found[0]:
         group = slice(2) if name.startswith("halves, block on each") else slice(4)
-        assert len({of_rank[name] for of_rank in found[group]}) == 1, name
+        assert len({tuple(of_rank[name]) for of_rank in found[group]}) == 1, name
 
 
 def check_unaveraged() -> list[float]:
@@ -348,15 +356,19 @@ def check_after_evaluation() -> None:
     assert full(model.net.weight.grad).norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def check_edges() -> None:
-    all_of(check_left_out, check_foreign, check_orders, check_without_gradients, check_gradients_on_one_rank)
-    all_of(check_low_precision, check_not_finite, check_after_evaluation)
-    all_of(check_special_values, check_adaptive_low_precision)
+OF_GRADIENTS = (
+    check_without_gradients,
+    check_gradients_on_one_rank,
+    check_low_precision,
+    check_not_finite,
+    check_after_evaluation,
+)
 
 
 def test_edge_cases():
     """What is left out, gradients that are missing, infinite or in bf16, and errors that name what is wrong."""
-    run_ranks(check_edges, 2)
+    alone = (check_left_out, check_foreign, check_orders, check_special_values, check_adaptive_low_precision)
+    run_ranks(all_of, 2, *alone, *OF_GRADIENTS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -372,23 +384,19 @@ def rows(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def check_adaptive(names: Sequence[str], config: dict[str, Any]) -> None:
-    def check(name: str, quantile: float) -> None:
-        model, reference = gradients(name, config)
-        ratios = [(grad.norm() / weights.norm()).item() for weights, grad in rows(reference)]
-        finite = sorted(filter(math.isfinite, ratios))  # weights of zero stop their gradient
-        threshold = finite[int(quantile * (len(finite) - 1))] * (2 if quantile else 0.5)
-        for (_, grad), ratio in zip(rows(reference), ratios, strict=True):
-            grad.mul_(min(threshold / ratio, 1.0) if ratio else 1.0)
-        clip_grad_adaptive_(model, threshold)
-        for path, parameter in reference.named_parameters():
-            ours = model.get_parameter(path).grad
-            if parameter.grad is not None:
-                assert_close(f"{name}, {path}", full(ours), parameter.grad, rtol=1e-12, atol=1e-14)
-            else:
-                assert ours is None or not full(ours).any(), f"{name}, {path}"
-
-    for_each(check, {f"{case}": case for case in itertools.product(names, (0.0, 0.5))})
+def check_adaptive(name: str, model: nn.Module, reference: nn.Module, quantile: float) -> None:
+    ratios = [(grad.norm() / weights.norm()).item() for weights, grad in rows(reference)]
+    finite = sorted(filter(math.isfinite, ratios))  # weights of zero stop their gradient
+    threshold = finite[int(quantile * (len(finite) - 1))] * (2 if quantile else 0.5)
+    for (_, grad), ratio in zip(rows(reference), ratios, strict=True):
+        grad.mul_(min(threshold / ratio, 1.0) if ratio else 1.0)
+    clip_grad_adaptive_(model, threshold)
+    for path, parameter in reference.named_parameters():
+        ours = model.get_parameter(path).grad
+        if parameter.grad is not None:
+            assert_close(f"{name}, {path}", full(ours), parameter.grad, rtol=1e-12, atol=1e-14)
+        else:
+            assert ours is None or not full(ours).any(), f"{name}, {path}"
 
 
 def check_special_values() -> None:
@@ -510,3 +518,56 @@ def test_the_norm_of_gradients_is_one_number_beside_modules_that_are_not_sharded
     """Ranks that climb by different norms, as SAM would, train parts of different models."""
     first, second = run_ranks(check_norm_beside_unsharded, 2)
     assert first == second
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ignored modules: left alone by sharding, and taken along by clipping and the optimizer
+
+
+def partly_ignored() -> nn.Module:
+    torch.manual_seed(0)
+    return Chain(net=Chain({"inner": True}, kept=Block(), inner=layer(), rest=layer()))
+
+
+def check_ignored() -> tuple[float, bool]:
+    torch.set_default_dtype(torch.float64)
+    model = partly_ignored()
+    reference = copy.deepcopy(model)
+    kept = {name: (tensor, tensor.data_ptr()) for name, tensor in model.net.kept.state_dict(keep_vars=True).items()}
+    optimizer = adamw(model)
+    config = {"ignored_modules": [model.net.kept], "sync_module_states": True, "mixed_precision": {}}
+    if dist.get_rank() == 1:
+        model.net.kept.scale.data.fill_(0.75)  # its own, and not rank 0's
+        reference.net.kept.scale.data.fill_(0.75)
+    prepare_fully_shard(model, optimizer, config, device="cpu")
+    for name, (tensor, address) in kept.items():
+        now = model.net.kept.state_dict(keep_vars=True)[name]
+        assert now is tensor and now.data_ptr() == address, f"{name} was touched"
+    for microbatch in range(2):
+        model(features(10 * microbatch + dist.get_rank())).square().mean().backward()
+    # What each rank would have had alone.
+    for microbatch in range(2):
+        reference(features(10 * microbatch + dist.get_rank())).square().mean().backward()
+    for name, parameter in reference.named_parameters():
+        expected = parameter.grad.clone()
+        if "kept" not in name:
+            dist.all_reduce(expected)
+            expected /= dist.get_world_size()
+        assert_close(name, full(model.get_parameter(name).grad), expected, rtol=1e-12, atol=1e-14)
+    squares = torch.zeros(2)  # of what is sharded, and of what is not
+    for name, parameter in model.named_parameters():
+        squares[int("kept" in name)] += full(parameter.grad).square().sum()
+    dist.all_reduce(squares)
+    expected_norm = math.sqrt(squares.sum().item() / dist.get_world_size())
+    (norm,) = clip_grad_norm_(model, 0.01).values()
+    assert math.isclose(norm.item(), expected_norm, rel_tol=1e-12)
+    before = model.net.kept.fc_in.weight.detach().clone()
+    optimizer.step()
+    return norm.item(), bool((model.net.kept.fc_in.weight != before).all())
+
+
+def test_ignored_modules():
+    """They keep their tensors and their own gradients; clipping and the optimizer take them along, and all ranks scale
+    alike."""
+    (first, is_trained), second = run_ranks(check_ignored, 2)
+    assert (first, is_trained) == second and is_trained

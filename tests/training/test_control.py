@@ -18,7 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import all_of, for_each
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
+from support.training import reports_soon
 
 from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
 from composer_fsdp2.errors import ControlGroupError, RanksDivergedError
@@ -171,6 +173,7 @@ def error_of(ask: Any) -> tuple[str, float]:
 Wait = Callable[[Control], Any]
 
 
+@reports_soon
 def side_by_side(cases: dict[str, tuple[int, Wait]]) -> dict[str, Any]:
     """What each gave, by name: each a connection of its own over nodes of so many ranks, on which all have met once.
     Cases spend their seconds on waiting, so they run at once, each on a thread."""
@@ -187,7 +190,7 @@ def side_by_side(cases: dict[str, tuple[int, Wait]]) -> dict[str, Any]:
 def comes_late(late: int, connected: Control) -> tuple[str, float]:
     """One rank comes when the others have given up; the group itself would wait two minutes for it."""
     if dist.get_rank() == late:
-        time.sleep(3.5)  # and longer than the others collect reports
+        time.sleep(2.5)  # and longer than the others collect reports
     message = error_of(lambda: largest(connected, [dist.get_rank()], timedelta(seconds=1)))
     assert not connected.is_open
     # A script that catches it and asks again must not get the answer of the question before.
@@ -213,6 +216,7 @@ def check_late_and_ended() -> dict[str, Any]:
     return side_by_side(cases | {f"{name}, rank 3 ends": (size, ends) for name, size in LAYOUTS.items()})
 
 
+@pytest.mark.any_torch
 def test_a_rank_that_comes_late_or_ends():
     """A late one must not be let through by numbers that the others left behind, and go on alone; they name it. Of one
     that ends the others learn at once, whatever their limit, also while they wait for another one."""
@@ -233,15 +237,15 @@ def test_a_rank_that_comes_late_or_ends():
 def comes_half_way(connected: Control) -> tuple[str, float]:
     """Rank 3 never comes; rank 2 comes when half of the others' time is over."""
     if dist.get_rank() == 2:
-        time.sleep(2)
+        time.sleep(1)
     if dist.get_rank() == 3:
         return "", 0.0
-    return error_of(lambda: largest(connected, [0], timedelta(seconds=4)))
+    return error_of(lambda: largest(connected, [0], timedelta(seconds=2)))
 
 
 def gives_up(which: int, connected: Control) -> list[int] | str:
     """Ranks 0 to 2 are a node. One of them gives up while the first one still waits for the other node, rank 3."""
-    time.sleep(3 if dist.get_rank() == 3 else 0)
+    time.sleep(2 if dist.get_rank() == 3 else 0)
     try:
         return largest(connected, [0], timedelta(seconds=1 if dist.get_rank() == which else 20))
     except RanksDivergedError as error:
@@ -265,7 +269,7 @@ def test_who_gives_up_tells_the_others():
             missing = [line for line in text.splitlines() if "has not come, or still waits" in line]
             assert "  rank 3 has not come, or still waits" in missing, f"{name}: {text}"
             assert len(missing) == 1 or name == "two nodes", f"{name}: rank {rank} says {text}"
-            assert seconds < (4 if rank < 2 or name == "two nodes" else 2) + 3.5, f"{name}: rank {rank}, {seconds} s"
+            assert seconds < (2 if rank < 2 or name == "two nodes" else 1) + 3.5, f"{name}: rank {rank}, {seconds} s"
         for which in (1, 2):
             found = of_rank[f"rank {which} of three"]
             assert isinstance(found, str), f"rank {rank} goes on with {found}"
@@ -294,6 +298,7 @@ def check_questions() -> None:
         assert seconds < 10
 
 
+@pytest.mark.any_torch
 def test_different_questions():
     """Ranks that have diverged may ask for something else at the same time."""
     run_ranks(check_questions, 4, timeout_s=120)
@@ -321,15 +326,13 @@ def check_interrupted() -> None:
         assert "rank 0 has not come" in error_of(lambda: largest(connected, [0]))[0]
 
 
-def check_errors() -> None:
-    all_of(check_made_anew, check_interrupted)
-
-
+@pytest.mark.any_torch
 def test_after_an_error():
     """A rank that gave up, or was interrupted, gets no answer to an earlier question."""
-    run_ranks(check_errors, 2)
+    run_ranks(all_of, 2, check_made_anew, check_interrupted)
 
 
+@reports_soon
 def check_forked() -> None:
     """A rank that is gone is gone, though a child that it forked (a loader's worker) lives on: it inherits sockets."""
     connected = control()
@@ -411,20 +414,18 @@ def check_out_of_files(rank: int, left: int) -> None:
     assert "ulimit -n" in message and "Too many open files" in message, message
 
 
-def check_files() -> None:
+@pytest.mark.any_torch
+def test_no_more_files():
+    """Every rank is told, and with what to set, whoever it is that has none left."""
     cases = {
         "the first cannot listen": (0, 0),
         "the first cannot accept": (0, 2),
         "another cannot connect": (1, 0),
     }
-    for_each(check_out_of_files, cases)
+    run_ranks(for_each, 3, check_out_of_files, cases, fresh=True)
 
 
-def test_no_more_files():
-    """Every rank is told, and with what to set, whoever it is that has none left."""
-    run_ranks(check_files, 3, fresh=True)
-
-
+@reports_soon
 def check_by_device() -> None:
     """gloo connects nothing, on ranks whose default group is another backend's; it is gloo's here, on the CPU. On GPUs
     a run whose hosts' names lead nowhere votes over NCCL, rather than not at all; within the limit too."""
@@ -444,18 +445,15 @@ def check_by_device() -> None:
     assert largest(connected, [rank, -rank, -(2**62)]) == [1, 0, -(2**62)]
     assert largest(connected, [int(rank == 1)]) == [1] and largest(connected, [0]) == [0]
     if rank == 1:
-        time.sleep(4)
+        time.sleep(2.5)
     else:
         message, seconds = error_of(lambda: largest(connected, [0], timedelta(seconds=1)))
         assert "rank 1 has not come" in message and 1 <= seconds < 4, (message, seconds)
 
 
-def check_connections() -> None:
-    # Last what leaves ranks with different numbers of groups.
-    all_of(check_groups, check_by_device, check_forked, check_no_groups)
-
-
-def test_connections():
+@on_ranks(2, fresh=True)
+def test_connections(folder: str) -> None:
     """As few as there must be; an error, or the device's backend, where there can be none; and none that outlives a
     rank."""
-    run_ranks(check_connections, 2, fresh=True)
+    # Last what leaves ranks with different numbers of groups.
+    all_of(check_groups, check_by_device, check_forked, check_no_groups)

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support.models import Model, tokens
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from support.training import FULL
 
 from composer_fsdp2 import prepare_fully_shard
@@ -38,7 +38,9 @@ def counted_step(watch: str) -> tuple[dict[str, dict[str, int]], int, float]:
 METHODS = ("largest", "meet")
 
 
-def check_watched_steps() -> None:
+@on_ranks(2)
+def test_votes_and_guard_send_nothing_over_the_devices(folder: str) -> None:
+    """A vote by NCCL would wait for the GPU before each collective, and take a place in its order."""
     expected, asked, loss = counted_step("")
     assert asked == 0 and expected["_allgather_base_"]["calls"] > 2
     for watch in ("votes", "guard"):
@@ -46,8 +48,3 @@ def check_watched_steps() -> None:
         assert counts == expected and its_loss == loss, (watch, counts, expected)
         # Before each collective, whose number a vote or a guard must not change.
         assert asked >= sum(each["calls"] for each in expected.values()), (watch, asked)
-
-
-def test_votes_and_guard_send_nothing_over_the_devices():
-    """A vote by NCCL would wait for the GPU before each collective, and take a place in its order."""
-    run_ranks(check_watched_steps, 2)

@@ -17,6 +17,7 @@ from support.cases import all_of, for_each
 from support.comparing import full, own_name
 from support.examples import IS_THOROUGH
 from support.models import Block, Chain, Model, features, layer, tokens
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL, assert_close, named_parameters, sgd
 from torch import nn
@@ -284,13 +285,6 @@ def check_what_is_seen(name: str, build_one: Callable[[], nn.Module], inputs: An
     assert_same_objects(name, optimizer.param_groups[0]["params"], held)
 
 
-def check_all_seen(world_size: int) -> None:
-    for name, config in CONFIGS[world_size].items():
-        for_each(
-            check_what_is_seen, {name: (name, build, tokens, config), f"{name}, kinds": (name, kinds, features, config)}
-        )
-
-
 def assert_unsharded(name: str, model: nn.Module, reference: nn.Module) -> None:
     seen = own_names(model.named_parameters(remove_duplicate=False))
     expected = dict(reference.named_parameters(remove_duplicate=False))
@@ -338,7 +332,13 @@ def kinds() -> nn.Module:
 def test_a_block_sees_the_unsharded_model(world_size: int):
     """Names, ties, values in full precision (also after an eval in bf16); and the optimizer would step tensors that are
     no longer the model's, if other objects stood there afterwards. Ranks that hold nothing of a parameter take part."""
-    run_ranks(check_all_seen, world_size, world_size)
+    models = {"": (build, tokens), ", kinds": (kinds, features)}
+    cases = {
+        f"{name}{kind}": (name, *of_kind, config)
+        for name, config in CONFIGS[world_size].items()
+        for kind, of_kind in models.items()
+    }
+    run_ranks(for_each, world_size, check_what_is_seen, cases)
 
 
 # --- forward and backward within a block
@@ -384,7 +384,9 @@ def check_forward(recurse: bool, writeback: bool, config: dict[str, Any]) -> Non
     compare("after a step with the gradients of the block")
 
 
-def check_forwards() -> None:
+def test_forward_and_backward_within_a_block():
+    """Text is generated with the weights of the block, as Composer does; FSDP1 gave wrong weights afterwards if all
+    units were summoned."""
     cases: dict[str, tuple[bool, bool, dict[str, Any]]] = {
         "kept": (True, True, {}),
         "recomputed": (True, True, RECOMPUTED),
@@ -392,13 +394,7 @@ def check_forwards() -> None:
         "of one unit, discarded": (False, False, {}),
         "discarded": (True, False, {"cpu_offload": True}),
     }
-    for_each(check_forward, cases)
-
-
-def test_forward_and_backward_within_a_block():
-    """Text is generated with the weights of the block, as Composer does; FSDP1 gave wrong weights afterwards if all
-    units were summoned."""
-    run_ranks(check_forwards, 2)
+    run_ranks(for_each, 2, check_forward, cases)
 
 
 def check_refused_passes() -> None:
@@ -441,13 +437,9 @@ def check_failing_forward() -> None:
             assert_unsharded("after an error", model, reference)
 
 
-def check_passes() -> None:
-    all_of(check_refused_passes, check_failing_forward)
-
-
 def test_passes_that_are_refused_or_fail():
     """The shards come back with what was written, and neither the next forward nor the next block is refused."""
-    run_ranks(check_passes, 2)
+    run_ranks(all_of, 2, check_refused_passes, check_failing_forward)
 
 
 # --- parameters that are replaced
@@ -530,7 +522,9 @@ def test_replaced_parameters_are_kept_or_named():
 # --- gradients
 
 
-def check_frozen() -> None:
+@on_ranks(2)
+def test_what_a_block_freezes_stays_frozen(folder: str) -> None:
+    """A script that freezes layers in a block would go on training them, without a word."""
     trained = {}
     for name, model, summon in (("FSDP1", wrapped(), FSDP1), ("ours", sharded(), OURS)):
         for options in ({}, {"writeback": False}, {"writeback": False, "recurse": False}):
@@ -547,11 +541,6 @@ def check_frozen() -> None:
     model.decoder.norm.weight.note = "kept"
     with summon_full_params(model):
         assert model.decoder.norm.weight.note == "kept"
-
-
-def test_what_a_block_freezes_stays_frozen():
-    """A script that freezes layers in a block would go on training them, without a word."""
-    run_ranks(check_frozen, 2)
 
 
 def check_not_between_steps() -> None:
@@ -623,14 +612,10 @@ def check_missing_gradient() -> None:
         torch.testing.assert_close(model.decoder.norm.weight.grad, expected, rtol=0, atol=0)
 
 
-def check_all_gradients() -> None:
-    all_of(check_not_between_steps, check_gradients, check_missing_gradient)
-
-
 def test_gradients_are_the_blocks():
     """Clipping or a penalty that a script computes over full gradients reaches the optimizer; one that is not there is
     said, or counts as zero."""
-    run_ranks(check_all_gradients, 2)
+    run_ranks(all_of, 2, check_not_between_steps, check_gradients, check_missing_gradient)
 
 
 # --- blocks within blocks, and where there is nothing to do
@@ -686,12 +671,8 @@ def check_nothing_to_do() -> None:
         during(features(0))
 
 
-def check_where() -> None:
-    all_of(check_nested, check_nothing_to_do)
-
-
 def test_blocks_within_blocks_and_where_there_is_nothing_to_summon():
     """A helper that summons for itself works within a caller's block, which FSDP1 refused. What is around units, or not
     sharded, is passed over, as under FSDP1; a part of a unit, whose weights a script would read as shards, and a
     forward under way are named."""
-    run_ranks(check_where, 2)
+    run_ranks(all_of, 2, check_nested, check_nothing_to_do)

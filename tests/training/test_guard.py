@@ -13,7 +13,9 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
 from support.models import Model, tokens
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
+from support.training import reports_soon
 from torch import nn
 
 from composer_fsdp2 import (
@@ -27,14 +29,14 @@ from composer_fsdp2 import (
 )
 from composer_fsdp2.training.node import Node
 
-LIMIT_S = 2
+LIMIT_S = 1
 TIME_LIMIT_S = 120  # a hang
 
 
 def model_for(**config: Any) -> nn.Module:
     torch.manual_seed(0)
     model = Model(num_blocks=3)
-    prepare_fully_shard(model, None, {"collective_guard": LIMIT_S, **config}, precision="fp32")
+    prepare_fully_shard(model, None, {"collective_guard": 60, **config}, precision="fp32")
     return model
 
 
@@ -79,7 +81,7 @@ def summons_alone(model: nn.Module) -> None:
 
 def late(model: nn.Module) -> None:
     if is_stray():
-        time.sleep(LIMIT_S + 3)  # and longer than the others collect reports
+        time.sleep(LIMIT_S + 1.5)  # and longer than the others collect reports
     model(tokens(0)).sum().backward()
 
 
@@ -113,7 +115,9 @@ def message_of(work: Callable[[nn.Module], None], model: nn.Module) -> str:
     raise AssertionError("nothing raised")
 
 
-def check_diverged() -> None:
+@on_ranks(2, timeout_s=TIME_LIMIT_S)
+def test_every_rank_says_where_they_diverged(folder: str) -> None:
+    """Instead of half an hour of silence: the module, on each rank."""
     for name, (work, right, stray) in CASES.items():
         lines = message_of(work, model_for()).splitlines()
         assert f"  rank 0 stands before {right}" in lines, lines
@@ -122,13 +126,9 @@ def check_diverged() -> None:
             assert "all were together at the all-gather of decoder.blocks.0 in forward" in lines[0], lines
 
 
-def test_every_rank_says_where_they_diverged():
-    """Instead of half an hour of silence: the module, on each rank."""
-    run_ranks(check_diverged, 2, timeout_s=TIME_LIMIT_S)
-
-
+@reports_soon
 def check_late() -> tuple[str, float]:
-    model = model_for()
+    model = model_for(collective_guard=LIMIT_S)
     start = time.monotonic()
     message = message_of(late, model)
     return message, time.monotonic() - start
@@ -137,7 +137,7 @@ def check_late() -> tuple[str, float]:
 @pytest.mark.any_torch
 def test_a_rank_that_does_not_come():
     """The others name it when the limit is over; and it learns that they are gone."""
-    (of_waiting, seconds), (of_late, _) = run_ranks(check_late, 2, timeout_s=TIME_LIMIT_S, fresh=True)
+    (of_waiting, seconds), (of_late, _) = run_ranks(check_late, 2, timeout_s=TIME_LIMIT_S)
     assert f"ranks did not meet within {LIMIT_S} s" in of_waiting
     assert "rank 1 has not come" in of_waiting
     assert "rank 0 stands before the all-gather of decoder in forward" in of_waiting
@@ -153,27 +153,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_together() -> None:
-    def check(config: dict[str, Any]) -> None:
-        gradients = []
-        for guard in (None, LIMIT_S):
-            with mock.patch.object(Node, "tell", autospec=True, side_effect=Node.tell) as tell:
-                model = model_for(**config | {"collective_guard": guard})
-                for seed in range(2):
-                    model(tokens(seed + dist.get_rank())).square().mean().backward()
-                gradients.append([full(p.grad) for p in model.parameters()])
-                with torch.no_grad():
-                    model(tokens(0))
-                clip_grad_norm_(model, 1.0)
-            assert (tell.call_count > 0) == (guard is not None), tell.call_count
-        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-    for_each(check, {name: (config,) for name, config in CONFIGS.items()})
+def check_together(config: dict[str, Any]) -> None:
+    gradients = []
+    for guard in (None, 60):
+        with mock.patch.object(Node, "tell", autospec=True, side_effect=Node.tell) as tell:
+            model = model_for(**config | {"collective_guard": guard})
+            for seed in range(2):
+                model(tokens(seed + dist.get_rank())).square().mean().backward()
+            gradients.append([full(p.grad) for p in model.parameters()])
+            with torch.no_grad():
+                model(tokens(0))
+            clip_grad_norm_(model, 1.0)
+        assert (tell.call_count > 0) == (guard is not None), tell.call_count
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_ranks_that_stay_together_are_let_through():
     """A guard that changed a run, or cried wolf, would be left off."""
-    run_ranks(check_together, 2, timeout_s=TIME_LIMIT_S)
+    cases = {name: (config,) for name, config in CONFIGS.items()}
+    run_ranks(for_each, 2, check_together, cases, timeout_s=TIME_LIMIT_S)
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "60", True])

@@ -14,6 +14,7 @@ from support.cases import all_of, for_each
 from support.comparing import full
 from support.examples import IS_THOROUGH
 from support.models import WIDTH, Chain, Model, ModelWithScalar, tokens
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL, HSDP_2X2, assert_gradients
 from torch import nn
@@ -61,8 +62,14 @@ def norms(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
 
 
 @torch.compile(backend="aot_eager")
+def compiled_projection(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    return projected(model, output)
+
+
 def compiled(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
-    return orthogonality(model, output) + projected(model, output)
+    """Of the sharded model alone."""
+    is_sharded = isinstance(block_weight(model), DTensor)
+    return compiled_projection(model, output) if is_sharded else projected(model, output)
 
 
 TERMS: dict[str, Term] = {
@@ -175,16 +182,12 @@ OPTIMIZERS = {
 }
 
 
-def check_all_shown() -> None:
-    cases = {name: (CONFIGS[name], OPTIMIZERS["foreach"]) for name in CONFIGS}
-    cases |= {how: ({}, OPTIMIZERS[how]) for how in ("one by one", "fused")}
-    for_each(check_shown_between_steps, cases)
-
-
 def test_parameters_are_shards_between_steps():
     """A penalty computed after an evaluation, or between microbatches, read memory that its backward had freed, and a
     forward after optimizer.step() ran on the weights from before it."""
-    run_ranks(check_all_shown, 2)
+    cases = {name: (CONFIGS[name], OPTIMIZERS["foreach"]) for name in CONFIGS}
+    cases |= {how: ({}, OPTIMIZERS[how]) for how in ("one by one", "fused")}
+    run_ranks(for_each, 2, check_shown_between_steps, cases)
 
 
 def noted(model: nn.Module) -> dict[str, Any]:
@@ -215,7 +218,10 @@ def check_attributes(config: dict[str, Any], device: str, tied: bool) -> None:
         assert model.decoder.head.weight.tag == "decoder.embed.weight"
 
 
-def check_all_attributes() -> None:
+@on_ranks(2)
+def test_what_a_script_noted_on_a_parameter_stays(folder: str) -> None:
+    """An optimizer's groups by p.optim_group, Hugging Face's _is_hf_initialized, Foundry's flags: gone after sharding,
+    so that weights were drawn anew or decayed."""
     configs = {"FULL_SHARD": {}} | {name: CONFIGS[name] for name in ("SHARD_GRAD_OP", "NO_SHARD")}
     cases = {
         f"{name}, {device}": (config, device, device == "meta")
@@ -223,12 +229,6 @@ def check_all_attributes() -> None:
         for device in ("cpu", "meta")
     }
     for_each(check_attributes, cases)
-
-
-def test_what_a_script_noted_on_a_parameter_stays():
-    """An optimizer's groups by p.optim_group, Hugging Face's _is_hf_initialized, Foundry's flags: gone after sharding,
-    so that weights were drawn anew or decayed."""
-    run_ranks(check_all_attributes, 2)
 
 
 def check_hooks() -> None:
@@ -287,10 +287,6 @@ def check_explained() -> None:
         assert all(part in note for part in parts), note
 
 
-def check_told() -> None:
-    all_of(check_hooks, check_explained)
-
-
 def test_what_a_script_is_told():
     """Of hooks that will not run, and of parameters that it uses where they are shards."""
-    run_ranks(check_told, 2)
+    run_ranks(all_of, 2, check_hooks, check_explained)

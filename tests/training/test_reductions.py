@@ -65,14 +65,10 @@ CONFIGS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def check_all(world_size: int) -> None:
-    for_each(check_settle, {f"{config}": (config,) for config in CONFIGS[world_size]})
-
-
 @pytest.mark.parametrize("world_size", CONFIGS)
 def test_metrics_of_sharded_parameters(world_size: int):
     """The number is the full parameter's: not this rank's part, nor counted once for each replica."""
-    run_ranks(check_all, world_size, world_size)
+    run_ranks(for_each, world_size, check_settle, {f"{config}": (config,) for config in CONFIGS[world_size]})
 
 
 def check_few_collectives() -> None:
@@ -97,10 +93,6 @@ def check_large() -> None:
     assert settle({"norm": norm})["norm"] == pytest.approx(2**0.5 * 1.5e19)
 
 
-def check_few_and_large() -> None:
-    all_of(check_few_collectives, check_large)
-
-
 def test_one_collective_and_squares_that_fit_no_fp32():
     """Logging is neither slow nor infinite."""
-    run_ranks(check_few_and_large, 2)
+    run_ranks(all_of, 2, check_few_collectives, check_large)

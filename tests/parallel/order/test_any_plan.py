@@ -44,7 +44,7 @@ class Drawn:
 
 def drawn_language(draw: random.Random) -> Drawn:
     choices = {"vocabulary": (24, 28, 24, 28, 22, 25), "hidden": (32, 30, 32, 30, 31), "width": (16, 16, 16, 12)}
-    sizes = {name: draw.choice(of_name) for name, of_name in choices.items()}
+    sizes = {name: draw.choice(of_name) for name, of_name in choices.items()} | {"num_layers": draw.choice((1, 1, 2))}
     plan = drawn_plan(draw)
     row = Carried(config=drawn_config(draw), plan=lambda: plan, num_shared=TENSOR, loss=Loss(sizes["vocabulary"]))
     return Drawn(model=Language(tied=draw.random() < 0.4, **sizes), row=row, cannot_run="model.norm" in plan)
@@ -66,7 +66,7 @@ def drawn_plan(draw: random.Random) -> Plan:
     parts: list[Plan] = [
         {path: style for path, style in layer_plan().items() if ".mlp." in path},
         {path: style for path, style in layer_plan().items() if ".attention." in path},
-        {"model.layers.1.mlp.down": RowwiseParallel(input_layouts=Replicate())},
+        {"model.layers.0.mlp.down": RowwiseParallel(input_layouts=Replicate())},
         {"model.layers.0.attention.out": ColwiseParallel(**alone)},
         {"model.embedding": RowwiseParallel(input_layouts=Replicate())},
         {"model.embedding": ColwiseParallel(**alone)},
@@ -97,6 +97,7 @@ def drawn_reader(draw: random.Random) -> Drawn:
         "width": width,
         "num_kv_heads": draw.choice([each for each in (1, 2, 3, 4) if not width // HEAD % each]),
         "dropout": draw.choice((0.0,) * 5 + (0.1,)),
+        "num_layers": draw.choice((1, 1, 2)),
     }
     row = Carried(
         config=drawn_config(draw) | {"context_parallel_degree": degree},

@@ -11,6 +11,7 @@ from support.cases import for_each
 from support.experts import MoELanguage
 from support.language import Language, layer_plan
 from support.legality import TENSOR, state_of
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.reader import Holder
 from support.training import FULL
@@ -142,7 +143,9 @@ OF_ONE_RANK: dict[str, Any] = {
 }
 
 
-def check_of_one_rank() -> None:
+@on_ranks(4)
+def test_a_bad_value_on_one_rank_is_an_error_on_every_rank(folder: str) -> None:
+    """The others would wait for the rank that raised, until their process group gives up."""
     rank = torch.distributed.get_rank()
     model = Language()
     before = state_of(model)
@@ -153,8 +156,3 @@ def check_of_one_rank() -> None:
         degree = {"tensor_parallel_degree": TENSOR}
         plan = plans[0] if rank == number % 4 else layer_plan()
         check_bad_value(model, before, {}, degree | {"layer_plan": plan}, says)
-
-
-def test_a_bad_value_on_one_rank_is_an_error_on_every_rank():
-    """The others would wait for the rank that raised, until their process group gives up."""
-    run_ranks(check_of_one_rank, 4)

@@ -15,7 +15,7 @@ from support.cases import for_each
 from support.experts import MoELanguage
 from support.language import MLP, Language, layer_plan
 from support.legality import TENSOR, Refused, check_refused, only, split_by_script, with_experts, with_plan, wrap
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from support.reader import Holder
 from support.reader import layer_plan as reader_plan
 from torch import nn
@@ -217,7 +217,7 @@ SHARDED: dict[str, Refused] = {
         says=("the model is sharded already, by FSDP2", "as it was built"), prepare=sharded_root
     ),
     "a plan with a root before its child": Refused(
-        says=("unit model.layers.1 comes after model, which it lies in", "bottom-up"), do=root_before_child
+        says=("unit model.layers.0 comes after model, which it lies in", "bottom-up"), do=root_before_child
     ),
     "an integer that is no factor of the ranks": Refused(
         says=("reshard_after_forward 3 does not divide the 4 ranks", "1, 2 or 4"), config={"reshard_after_forward": 3}
@@ -387,12 +387,9 @@ IF_UNEVEN: dict[str, Refused] = {
 }
 
 
-def check_all_refused() -> None:
+@on_ranks(4)
+def test_what_cannot_be_combined_is_refused_before_anything_is_touched(folder: str) -> None:
+    """One row each: an error on all ranks in our words, instead of torch's from within, or of wrong numbers."""
     torch.set_default_dtype(torch.float64)
     tables = [SPLIT, SHARDED, CONTEXTS, PARTS, ON_ONE_RANK, IF_EVEN if needs_even_shards() else IF_UNEVEN]
     for_each(check_refused, {name: (row,) for table in tables for name, row in table.items()})
-
-
-def test_what_cannot_be_combined_is_refused_before_anything_is_touched():
-    """One row each: an error on all ranks in our words, instead of torch's from within, or of wrong numbers."""
-    run_ranks(check_all_refused, 4)
