@@ -48,7 +48,6 @@ def pair_of_meshes() -> DeviceMesh:
 FORMS: dict[str, tuple[Any, Sequence[Sequence[int]]]] = {
     "self": (lambda: {"process_group": "self"}, ALONE),
     "set": (lambda: {"process_group": "set2"}, ROWS),
-    "set of one": (lambda: {"process_group": "set1"}, ALONE),
     "mod": (lambda: {"process_group": "mod2"}, COLUMNS),
     "mod of one": (lambda: {"process_group": "mod1"}, ALL),
     "ranks": (lambda: {"process_group": own(CROSSED)}, CROSSED),
@@ -90,26 +89,34 @@ def check_gradients(name: str, where: str) -> tuple[int, float]:
             settings["mesh"] = settings.pop("device_mesh")
         model.net.fsdp_wrap_fn = lambda module: settings if isinstance(module, Block) else False
     prepare_fully_shard(model, None, FULL | config, device="cpu")
+    parameters = dict(reference.named_parameters())
+    gradients: list[tuple[torch.Tensor, ...]] = [()] * 4  # of each rank
     for step in range(2):
         model(features(10 * step + dist.get_rank())).square().mean().backward()
-        for path, parameter in reference.named_parameters():
-            is_in_group = where == "model" or "block" in path
-            ranks = own(groups) if is_in_group else range(4)
-            for rank in ranks:
-                loss = reference(features(10 * step + rank)).square().mean() / len(ranks)
-                (gradient,) = torch.autograd.grad(loss, [parameter])
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-    for path, parameter in reference.named_parameters():
-        assert_close(path, full(model.get_parameter(path).grad), parameter.grad, rtol=1e-12, atol=1e-14)
+        for rank in range(4):
+            loss = reference(features(10 * step + rank)).square().mean()
+            found = torch.autograd.grad(loss, [*parameters.values()])
+            gradients[rank] = tuple(map(sum, zip(gradients[rank], found, strict=True))) if step else found
+    for path, of_ranks in zip(parameters, zip(*gradients, strict=True), strict=True):
+        ranks = own(groups) if where == "model" or "block" in path else range(4)
+        expected = sum(of_ranks[rank] for rank in ranks) / len(ranks)
+        assert_close(path, full(model.get_parameter(path).grad), expected, rtol=1e-12, atol=1e-14)
     (norm,) = clip_grad_norm_(model, 1e9).values()
     return model.net.block.fc_in.weight.to_local().numel(), norm.item()
 
 
 Found = dict[str, tuple[int, float]]
+WHOLE = 6 * 12
+NUMEL_OF_FSDP1 = {"self": WHOLE, "set": WHOLE // 2, "mod of one": WHOLE // 4, "whole": WHOLE}  # on each rank
 
 
 def check_all_gradients(where: str) -> Found:
-    return for_each(check_gradients, {name: (name, where) for name in FORMS if where != "FSDP2" or name == "mesh"})
+    chosen = {
+        "model": FORMS,
+        "FSDP1": (*NUMEL_OF_FSDP1, "groups of two sizes", "mesh of replicas", "pair"),
+        "FSDP2": ["mesh"],
+    }
+    return for_each(check_gradients, {name: (name, where) for name in chosen[where]})
 
 
 def test_process_group_of_the_model():
@@ -129,10 +136,8 @@ def test_process_group_of_one_module(where: str):
     for name in found[0]:
         norms = [of_rank[name][1] for of_rank in found]
         assert max(norms) - min(norms) < 1e-12 * max(norms), name
-    whole = 6 * 12
-    for name, expected in (("self", whole), ("set", whole // 2), ("mod of one", whole // 4), ("whole", whole)):
-        if where == "FSDP1":
-            assert [of_rank[name][0] for of_rank in found] == [expected] * 4, name
+    for name, expected in NUMEL_OF_FSDP1.items() if where == "FSDP1" else ():
+        assert [of_rank[name][0] for of_rank in found] == [expected] * 4, name
 
 
 def check_sync() -> list[float]:
