@@ -72,7 +72,7 @@ class Gate(Block):
         return super().forward(torch.cat([x, x]).sigmoid()[: len(x)] if self.is_wide else x)
 
 
-def blocks(number: int = 7) -> list[nn.Module]:
+def blocks(number: int = 5) -> list[nn.Module]:
     return [Block(WIDTH) for _ in range(number)]
 
 
