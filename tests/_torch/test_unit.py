@@ -16,6 +16,7 @@ import torch.distributed as dist
 from support.cases import all_of, for_each
 from support.comparing import full
 from support.models import Chain, Running
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL, HSDP_2X2, named_parameters, sgd, train_alike
 from torch import nn
@@ -411,14 +412,11 @@ def test_all_that_fsdp1_walked_trains():
     run_ranks(check_cases, 2, [*CASES], {"num_steps": 1})
 
 
-def check_compiled() -> None:
-    assert_trains(compiled)
-
-
 @pytest.mark.slow
-def test_compiled_units_train():
+@on_ranks(2)
+def test_compiled_units_train(folder: str) -> None:
     """A compiled block that returns a dataclass would end the run."""
-    run_ranks(check_compiled, 2)
+    assert_trains(compiled)
 
 
 def test_replicas_train():
@@ -686,19 +684,13 @@ def check_cache_after_an_error() -> None:
     assert torch.is_autocast_cache_enabled()
 
 
-def check_inputs_and_outputs() -> None:
+@on_ranks(2)
+def test_inputs_and_outputs(folder: str) -> None:
+    """Casts of what lies in containers, outputs that no backward hook can be on, and caches that units add to."""
     all_of(check_casts, check_guard, check_legitimate, check_caches)
 
 
-def test_inputs_and_outputs():
-    """Casts of what lies in containers, outputs that no backward hook can be on, and caches that units add to."""
-    run_ranks(check_inputs_and_outputs, 2)
-
-
-def check_autocast() -> None:
-    all_of(check_copies, check_cache_after_an_error)
-
-
-def test_autocast_keeps_no_copies_of_weights():
+@on_ranks(2)
+def test_autocast_keeps_no_copies_of_weights(folder: str) -> None:
     """Its cache is off within a unit, and on again afterwards, also after an error."""
-    run_ranks(check_autocast, 2)
+    all_of(check_copies, check_cache_after_an_error)

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.checkpoints.samples import bytes_of
 from support.examples import examples
@@ -170,7 +170,13 @@ def assert_part(name: str, ours: torch.Tensor, whole: torch.Tensor) -> None:
     assert bytes_of(ours) == bytes_of(whole), f"{name}: {ours}, not {whole}"
 
 
+BY_COLUMNS = Case(
+    specs=(Spec((3, 4), torch.float32), Spec((5, 2), torch.bfloat16)), seed=1, columns=True, num_files=2, strided=False
+)
+
+
 @given(case=cases, world_size=st.sampled_from([1, 1, 2, 2, 3]))
+@example(case=BY_COLUMNS, world_size=2)
 @examples(10)
 def test_what_one_world_saved_another_loads(case: Case, world_size: int):
     """A split that one size of job makes and another misreads would put rows of a weight in another's place."""

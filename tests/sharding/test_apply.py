@@ -15,6 +15,7 @@ from support.cases import all_of, for_each
 from support.comparing import full
 from support.examples import IS_THOROUGH
 from support.models import WIDTH, Block, Chain, Model, Running, features, layer, tie, tokens
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL, HSDP_2X2, assert_close, named_parameters, train_alike
 from torch import nn
@@ -134,13 +135,10 @@ def check_reshard() -> None:
     model(tokens(0)).sum().backward()
 
 
-def check_freed() -> None:
-    all_of(check_only_blocks, check_reshard)
-
-
-def test_what_is_freed_when():
+@on_ranks(2)
+def test_what_is_freed_when(folder: str) -> None:
     """Of roots without parameters, and after an evaluation."""
-    run_ranks(check_freed, 2)
+    all_of(check_only_blocks, check_reshard)
 
 
 # --- what stays as it was
@@ -166,7 +164,10 @@ def check_nesting(config: dict[str, Any], expected: list[str]) -> None:
     assert seen == expected
 
 
-def check_names_and_nesting() -> None:
+@on_ranks(1)
+def test_names_stay_and_the_unit_surrounds_the_checkpointing(folder: str) -> None:
+    """Checkpoints have the same keys. FSDP(AC(block)), FSDP1's nesting: the other way round recomputes in the wrong
+    dtype (pytorch#159359)."""
     cases: list[tuple[dict[str, Any], list[str]]] = [
         ({}, ["FSDP Block"]),
         (AC, ["FSDP CheckpointWrapper", "Block"]),
@@ -175,12 +176,6 @@ def check_names_and_nesting() -> None:
     ]
     for_each(check_names, {f"{config}": (config,) for config, _ in cases})
     for_each(check_nesting, {f"{config}": (config, nesting) for config, nesting in cases})
-
-
-def test_names_stay_and_the_unit_surrounds_the_checkpointing():
-    """Checkpoints have the same keys. FSDP(AC(block)), FSDP1's nesting: the other way round recomputes in the wrong
-    dtype (pytorch#159359)."""
-    run_ranks(check_names_and_nesting, 1)
 
 
 # --- entry points beside forward
@@ -271,14 +266,11 @@ def check_experts(config: dict[str, Any]) -> None:
     assert all(grad is None for name, grad in grads.items() if name.startswith("0.spare."))
 
 
-def check_all_experts() -> None:
-    for_each(check_experts, {f"{config}": (config,) for config in ({}, ZERO_2, NO_SHARD)})
-
-
-def test_ranks_that_read_different_parameters():
+@on_ranks(2)
+def test_ranks_that_read_different_parameters(folder: str) -> None:
     """The gradient of one expert would be added to another's, in silence; FSDP1 gave those unread one of zero, and the
     parameters of an unread unit none."""
-    run_ranks(check_all_experts, 2)
+    for_each(check_experts, {f"{config}": (config,) for config in ({}, ZERO_2, NO_SHARD)})
 
 
 # --- errors before anything has happened
@@ -335,13 +327,10 @@ def check_wrong_world() -> None:
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def check_other_plans() -> None:
-    all_of(check_another_models_plan, check_applied_twice, check_wrong_world)
-
-
-def test_plan_of_another_model():
+@on_ranks(2)
+def test_plan_of_another_model(folder: str) -> None:
     """A plan that was kept while the model, or the number of ranks, changed is refused."""
-    run_ranks(check_other_plans, 2)
+    all_of(check_another_models_plan, check_applied_twice, check_wrong_world)
 
 
 def test_apply_needs_a_process_group():

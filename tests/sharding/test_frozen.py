@@ -14,7 +14,7 @@ import torch.distributed as dist
 from support.cases import all_of, for_each
 from support.comparing import full
 from support.models import Block, Chain, Model, features, layer, tied_model, tokens
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from support.training import FULL, compare_training, named_parameters
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -211,13 +211,10 @@ def check_refused() -> None:
         assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def check_done() -> None:
-    all_of(check_apply, check_refused)
-
-
-def test_it_is_done_in_apply_on_all_ranks_or_none():
+@on_ranks(2)
+def test_it_is_done_in_apply_on_all_ranks_or_none(folder: str) -> None:
     """Ranks that freeze other parameters would wait for each other's gradients; an error leaves the model as it was."""
-    run_ranks(check_done, 2)
+    all_of(check_apply, check_refused)
 
 
 # --- training
@@ -270,14 +267,11 @@ def check_root(frozen: str) -> None:
     assert [name for name, norm in norms.items() if not norm] == [frozen]
 
 
-def check_all_train() -> None:
+@on_ranks(2)
+def test_frozen_parameters_stay_and_the_others_learn_as_in_one_process(folder: str) -> None:
+    """To the last bit those that are frozen, weight decay or not; and no layer loses its gradients for it."""
     for_each(check_trains, CASES)
     for_each(check_root, {name: (name,) for name in "ab"})
-
-
-def test_frozen_parameters_stay_and_the_others_learn_as_in_one_process():
-    """To the last bit those that are frozen, weight decay or not; and no layer loses its gradients for it."""
-    run_ranks(check_all_train, 2)
 
 
 def test_reentrant_recomputation_is_turned_off_beside_frozen_parameters():

@@ -19,6 +19,7 @@ from support.comparing import assert_same, full, own_name
 from support.examples import IS_THOROUGH, examples
 from support.memory import HostMemory
 from support.models import Block, Chain, FakeMetric, Model, Running, layer, tie
+from support.on_ranks import on_ranks
 from support.random_models import Tree
 from support.random_models import build as build_tree
 from support.random_models import trees as random_trees
@@ -484,14 +485,11 @@ def check_refused(build: Callable[[], nn.Module], config: dict[str, Any], messag
     assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
 
 
-def check_all_refused() -> None:
-    for_each(check_refused, REFUSED)
-
-
-def test_what_would_never_get_a_value():
+@on_ranks(2)
+def test_what_would_never_get_a_value(folder: str) -> None:
     """A module that nobody can initialise is named on every rank, before anything is touched; where only some ranks
     have values, in FSDP1's words: none trains on what memory held, or waits for a broadcast that does not fit."""
-    run_ranks(check_all_refused, 2)
+    for_each(check_refused, REFUSED)
 
 
 # --- rank 0's values
@@ -562,11 +560,8 @@ def check_left_out() -> None:
     assert isinstance(model.net.more.weight, DTensor)
 
 
-def check_sent() -> None:
+@on_ranks(2)
+def test_sync_module_states(folder: str) -> None:
+    """Ranks that loaded or drew different values start from rank 0's, of every dtype; without it nothing is sent."""
     for_each(check_sync, {"sent": (True,), "each its own": (False,)})
     all_of(check_mixed, check_left_out)
-
-
-def test_sync_module_states():
-    """Ranks that loaded or drew different values start from rank 0's, of every dtype; without it nothing is sent."""
-    run_ranks(check_sent, 2)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
 from support.models import Block, Chain, features, layer
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL, assert_close
 from torch import nn
@@ -163,7 +164,9 @@ def check_refused(form: dict[str, Any], message: str) -> None:
     assert before == [(name, id(parameter)) for name, parameter in model.named_parameters()]
 
 
-def check_groups_that_do_not_fit() -> None:
+@on_ranks(4)
+def test_groups_that_do_not_fit(folder: str) -> None:
+    """Groups that contradict each other are named on every rank, instead of ranks that wait for each other."""
     rank = dist.get_rank()
     hybrid = {"sharding_strategy": "HYBRID_SHARD"}
     cases: tuple[tuple[dict[str, Any], str], ...] = (
@@ -180,8 +183,3 @@ def check_groups_that_do_not_fit() -> None:
         ({"process_group": [0, 7]}, "process_group names rank 7, but the world size is 4"),
     )
     for_each(check_refused, {message: (form, message) for form, message in cases})
-
-
-def test_groups_that_do_not_fit():
-    """Groups that contradict each other are named on every rank, instead of ranks that wait for each other."""
-    run_ranks(check_groups_that_do_not_fit, 4)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from support.comparing import full
 from support.models import Block, Chain, Model, Running, Wrapping, features, tokens
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import assert_close
 from torch import nn
@@ -89,7 +90,9 @@ def check_low(seen: dict[str, Any], low: torch.dtype) -> None:
     assert "net.scale" in seen["state_dict"] and "net.hidden" not in seen["state_dict"], seen
 
 
-def check_all_dtypes() -> None:
+@on_ranks(2)
+def test_dtypes_inside(folder: str) -> None:
+    """As under FSDP1, by presets, dicts and torch's objects: layers compute in the low dtype, batch norms in fp32."""
     for mixed_precision in ("DEFAULT", "PURE"):
         for precision, low in (("amp_bf16", BF16), ("amp_fp16", F16), ("amp_fp8", BF16)):
             check_low(check_dtypes({"mixed_precision": mixed_precision}, precision), low)
@@ -111,11 +114,6 @@ def check_all_dtypes() -> None:
     assert check_root_without_parameters() == BF16
     for affine in (True, False):
         check_batch_norm(affine)
-
-
-def test_dtypes_inside():
-    """As under FSDP1, by presets, dicts and torch's objects: layers compute in the low dtype, batch norms in fp32."""
-    run_ranks(check_all_dtypes, 2)
 
 
 class Caster(Net):

@@ -13,6 +13,7 @@ from support.cases import for_each
 from support.comparing import full, own_name
 from support.examples import IS_THOROUGH
 from support.models import Block, Chain, Decoder, Model, Running, features, layer, tie, tokens
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL, adamw, assert_close, compare_training, named_parameters, sgd, train_alike
 from torch import nn
@@ -171,14 +172,11 @@ def check_freezing(config: dict[str, Any], evaluate: bool) -> None:
         compare_training(model, reference, ours, theirs, odd_features, num_steps=1, rtol=1e-9, atol=1e-12)
 
 
-def check_all_freezing() -> None:
-    for_each(check_freezing, {name: (config, i % 2 == 1) for i, (name, config) in enumerate(SETTINGS.items())})
-
-
-def test_frozen_beside_trainable():
+@on_ranks(2)
+def test_frozen_beside_trainable(folder: str) -> None:
     """Fine-tuning a part of a model: what is frozen stays, also what is frozen or thawed between two steps (Foundry's
     LayerFreezing), and after an evaluation."""
-    run_ranks(check_all_freezing, 2)
+    for_each(check_freezing, {name: (config, i % 2 == 1) for i, (name, config) in enumerate(SETTINGS.items())})
 
 
 # --- modules in several places
@@ -214,17 +212,14 @@ def repeated() -> nn.Module:
     return Chain(net=Running(run, inlet=layer(ODD), **parts, outlet=nn.Linear(ODD, ODD)))
 
 
-def check_shared() -> None:
+@on_ranks(2)
+def test_modules_that_run_more_than_once(folder: str) -> None:
+    """Layers shared across a network (ALBERT, recurrent depth) get the gradients of all their uses, gathered and freed
+    between them, and recomputed."""
     settings = SETTINGS | {"prefetch": {"forward_prefetch": True, "backward_prefetch_limit": 2}}
     some = {name: settings[name] for name in ("SHARD_GRAD_OP, reentrant", "prefetch")}
     builds = {in_two_units: some, unit_in_two_units: some, repeated: settings}
     for_each(check_shape, {build.__name__: (build, odd_features, chosen) for build, chosen in builds.items()})
-
-
-def test_modules_that_run_more_than_once():
-    """Layers shared across a network (ALBERT, recurrent depth) get the gradients of all their uses, gathered and freed
-    between them, and recomputed."""
-    run_ranks(check_shared, 2)
 
 
 # --- parameters that no unit can shard with the others
@@ -400,18 +395,15 @@ def check_several_backwards(config: dict[str, Any], how: str) -> None:
         assert_close(name, full(gradient), parameter.grad, rtol=1e-12, atol=1e-14)
 
 
-def check_all_backwards() -> None:
+@on_ranks(2)
+def test_two_forwards_before_a_backward(folder: str) -> None:
+    """Preference training (DPO: one loss of a chosen and a rejected answer) under activation checkpointing, which plain
+    FSDP2 was reported to fail (pytorch#153354, #171779): parameters must be gathered for the recomputation of both
+    forwards, and losses that are differentiated one by one find them gathered again after the first."""
     ways = ("in order", "reversed", "at once")
     pairs = [(name, how) for i, name in enumerate(SETTINGS) for k, how in enumerate(ways) if IS_THOROUGH or i != k]
     cases = {f"{name}, {how}": (SETTINGS[name], how) for name, how in pairs}
     for_each(check_several_backwards, cases)
-
-
-def test_two_forwards_before_a_backward():
-    """Preference training (DPO: one loss of a chosen and a rejected answer) under activation checkpointing, which plain
-    FSDP2 was reported to fail (pytorch#153354, #171779): parameters must be gathered for the recomputation of both
-    forwards, and losses that are differentiated one by one find them gathered again after the first."""
-    run_ranks(check_all_backwards, 2)
 
 
 # --- ways in beside forward
@@ -551,23 +543,23 @@ def check_compiled(way: str, config: dict[str, Any]) -> None:
     assert num_graphs >= 1, "nothing was compiled"
 
 
-def check_all_compiled() -> None:
+@on_ranks(2)
+def test_blocks_compiled_before_sharding(folder: str) -> None:
+    """torch.compile per block, as one graph without breaks: what is compiled must stay inside of the hooks that gather
+    parameters and of the checkpointing, or it computes with shards, or remembers what it should recompute."""
     ways = dict.fromkeys(way for way, _ in COMPILED)
     cases = [(way, config) for way in ways for config in ({}, AC, NOT_REENTRANT)] if IS_THOROUGH else COMPILED
     for_each(check_compiled, {f"{way}, {config}": (way, config) for way, config in cases})
     torch._dynamo.reset()
 
 
-def test_blocks_compiled_before_sharding():
-    """torch.compile per block, as one graph without breaks: what is compiled must stay inside of the hooks that gather
-    parameters and of the checkpointing, or it computes with shards, or remembers what it should recompute."""
-    run_ranks(check_all_compiled, 2)
-
-
 # --- what user code sees
 
 
-def check_classes() -> None:
+@on_ranks(2)
+def test_classes(folder: str) -> None:
+    """Code that asks for a class's name or uses isinstance sees the model's own, and values can be
+    copied to an unsharded one."""
     model = Model()
     prepare_fully_shard(model, None, FULL, device="cpu")
     decoder = model.decoder
@@ -582,9 +574,3 @@ def check_classes() -> None:
     copied.load_state_dict(pickle.loads(pickle.dumps(whole)))
     with torch.no_grad():
         torch.testing.assert_close(copied(tokens(0)), model(tokens(0)))
-
-
-def test_classes():
-    """Code that asks for a class's name or uses isinstance sees the model's own, and values can be
-    copied to an unsharded one."""
-    run_ranks(check_classes, 2)
