@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from support.cases import all_of
 from support.models import Chain, features, layer
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from support.training import HSDP_2X2
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -160,17 +160,16 @@ def check_refused() -> None:
                 assert "cpu_offload" not in text, text
 
 
-def check_replicas() -> None:
+@on_ranks(4)
+def test_gradients_over_replicas(folder: str) -> None:
+    """They are waited for on their stream, and nothing is let go that a copy still reads: else a run trains on wrong
+    gradients, without an error."""
     all_of(check_events, check_kept, check_refused)
 
 
-def test_gradients_over_replicas():
-    """They are waited for on their stream, and nothing is let go that a copy still reads: else a run trains on wrong
-    gradients, without an error."""
-    run_ranks(check_replicas, 4)
-
-
-def check_hooks() -> None:
+@on_ranks(2)
+def test_a_hook_reads_a_gradient_that_is_there(folder: str) -> None:
+    """An optimizer in the backward would step with the gradients of the batch before (pytorch#180666)."""
     model, log = trained_once({}), Log()
     as_on_a_gpu(model, log)
     hooked, *others = model.parameters()
@@ -185,8 +184,3 @@ def check_hooks() -> None:
     log.synchronized.clear()
     model(features(2)).sum().backward()
     assert len(log.synchronized) == len(others) + 1, "without a hook the copy overlaps again"
-
-
-def test_a_hook_reads_a_gradient_that_is_there():
-    """An optimizer in the backward would step with the gradients of the batch before (pytorch#180666)."""
-    run_ranks(check_hooks, 2)

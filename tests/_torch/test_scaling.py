@@ -9,6 +9,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
 from support.models import Block, Chain, features, layer
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL, adamw, assert_close
 from torch import nn
@@ -73,11 +74,8 @@ def check_overflow(where: str, rank: int) -> None:
     assert scaler.get_scale() == 512.0
 
 
-def check_overflows() -> None:
+@on_ranks(2)
+def test_an_overflow_anywhere_skips_the_step_everywhere(folder: str) -> None:
+    """A rank that steps alone would leave the others behind for good."""
     names = ("net.block.fc_in.weight", "net.kept.weight", "net.alone.weight", "out.weight")
     for_each(check_overflow, {f"{name} of {rank}": (name, rank) for name in names for rank in (0, 1)})
-
-
-def test_an_overflow_anywhere_skips_the_step_everywhere():
-    """A rank that steps alone would leave the others behind for good."""
-    run_ranks(check_overflows, 2)

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from support.cases import all_of, for_each
 from support.comparing import full
+from support.models import Chain, Running
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL, HSDP_2X2, named_parameters, sgd, train_alike
 from torch import nn
@@ -110,12 +112,19 @@ FORMS = IN_FSDP1 | {
 }
 
 
+LAYERS = {"layers.0": True, "layers.1": True}
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
 class Layer(nn.Module):
     """A unit: takes and returns a form, by place and by name."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
-        self.fc, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.fc, self.gate = linear(), linear()
         self.form = form
         self.dtypes: list[torch.dtype] = []
 
@@ -131,9 +140,9 @@ class Encoder(nn.Module):
 
     def __init__(self, form: str) -> None:
         super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.embed = linear()
         self.layers = nn.ModuleList([Layer(form), Layer(form)])
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head = linear()
         self.form = form
 
     def forward(self, given: Any) -> Any:
@@ -159,34 +168,6 @@ class Model(nn.Module):
         return unpack(self.encoder(pack(x)))
 
 
-class Whole(nn.Module):
-    """Its child is the root, and takes and returns tensors."""
-
-    def __init__(self, encoder: nn.Module) -> None:
-        super().__init__()
-        self.encoder = encoder
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.encoder(x)
-
-
-class Recurrent(nn.Module):
-    """Its unit is an LSTM, over rows of different lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.lstm = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        packed: PackedSequence = self.lstm(pack_padded_sequence(self.embed(x), torch.tensor([3, 2]), batch_first=True))[
-            0
-        ]
-        return pad_packed_sequence(packed, batch_first=True)[0]
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.LSTM)
-
-
 class FlatteningLSTM(nn.LSTM):
     """Plays cuDNN's part on the CPU, where torch's ``flatten_parameters`` does nothing: one buffer for all weights."""
 
@@ -200,63 +181,43 @@ class FlatteningLSTM(nn.LSTM):
                 each.set_(part.view_as(each))
 
 
-class FlatteningRecurrent(Recurrent):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = FlatteningLSTM(WIDTH, WIDTH, batch_first=True)
+def run_lstm(root: Any, x: torch.Tensor) -> torch.Tensor:
+    """Over rows of different lengths."""
+    packed: PackedSequence = root.lstm(pack_padded_sequence(root.embed(x), torch.tensor([3, 2]), batch_first=True))[0]
+    return pad_packed_sequence(packed, batch_first=True)[0]
 
 
-class InPlace(nn.Module):
+def recurrent(kind: type[nn.LSTM] = nn.LSTM) -> nn.Module:
+    """Its unit is an LSTM."""
+    return Running(run_lstm, {"lstm": True}, embed=linear(), lstm=kind(WIDTH, WIDTH, batch_first=True))
+
+
+def in_place() -> nn.Module:
     """A unit that begins by writing to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.act, self.fc = nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.act(x))
+    return Running(lambda unit, x: unit.fc(unit.act(x)), act=nn.ReLU(inplace=True), fc=linear())
 
 
-class Residual(nn.Module):
-    """Uses tensors after its units have written to them.
+def residual(*, is_view: bool) -> nn.Module:
+    """Uses tensors after its units have written to them, or to a view of them."""
 
-    Args:
-        is_view: They get a view of it.
-    """
-
-    def __init__(self, *, is_view: bool) -> None:
-        super().__init__()
-        self.embed, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList([InPlace(), InPlace()])
-        self.is_view = is_view
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            y = x.transpose(0, 1) if self.is_view else x
+    def run(root: Any, x: torch.Tensor) -> torch.Tensor:
+        x = root.embed(x)
+        for layer in root.layers:
+            y = x.transpose(0, 1) if is_view else x
             x = x + layer(y).reshape(x.shape) * 0.5 + y.sum()
         return x
 
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, InPlace)
+    return Running(run, LAYERS, embed=linear(), layers=nn.ModuleList([in_place(), in_place()]))
 
 
-class Viewed(nn.Module):
+def viewed() -> nn.Module:
     """A root that returns a view, to which the loss writes."""
+    return Running(lambda root, x: root.second(root.first(x)).transpose(0, 1), first=linear(), second=linear())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
+class Halved(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x)).transpose(0, 1)
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return False
-
-
-class Halved(Whole):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.encoder(x)
+        x = super().forward(x)
         x *= 0.5
         return x
 
@@ -269,66 +230,51 @@ def compiled() -> Model:
     return model
 
 
-def whole(encoder: Callable[[], nn.Module], kind: type[Whole] = Whole) -> Whole:
-    return kind(encoder())
+def whole(encoder: Callable[[], nn.Module], kind: type[Chain] = Chain) -> Chain:
+    """Its child is the root, and takes and returns tensors."""
+    return kind(encoder=encoder())
 
 
 OTHERS = {
-    "an LSTM as unit": partial(whole, Recurrent),
-    "its input written to": partial(whole, partial(Residual, is_view=False)),
-    "a view written to": partial(whole, partial(Residual, is_view=True)),
+    "an LSTM as unit": partial(whole, recurrent),
+    "its input written to": partial(whole, partial(residual, is_view=False)),
+    "a view written to": partial(whole, partial(residual, is_view=True)),
 }
 
 
-class Adding(nn.Module):
+def adding(add: Callable[[Any, torch.Tensor], None]) -> nn.Module:
     """A unit that adds an auxiliary loss to the container that it is given."""
 
-    def __init__(self, add: Callable[[Any, torch.Tensor], None]) -> None:
-        super().__init__()
-        self.fc, self.add = nn.Linear(WIDTH, WIDTH), add
-
-    def forward(self, x: torch.Tensor, losses: Any) -> torch.Tensor:
-        y = x + torch.tanh(self.fc(x))
-        self.add(losses, y.square().mean())
+    def run(unit: Any, x: torch.Tensor, losses: Any) -> torch.Tensor:
+        y = x + torch.tanh(unit.fc(x))
+        add(losses, y.square().mean())
         return y
 
+    return Running(run, fc=linear())
 
-class Written(nn.Module):
+
+def written() -> nn.Module:
     """A unit that writes to its first input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def run(unit: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x.mul_(1.5)
-        return self.fc(y * 1)
+        return unit.fc(y * 1)
+
+    return Running(run, fc=linear())
 
 
-class Skipped(nn.Module):
+def skipped() -> nn.Module:
     """A unit that returns its input, as a block that stochastic depth leaves out, and something of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"hidden": x, "own": self.fc(x * 1)}
+    return Running(lambda unit, x: {"hidden": x, "own": unit.fc(x * 1)}, fc=linear())
 
 
-class Calling(nn.Module):
+def calling(make: Callable[[], nn.Module], call: Callable[[Any, torch.Tensor], torch.Tensor]) -> nn.Module:
     """A root that calls its units with ``call``."""
 
-    def __init__(self, make: Callable[[], nn.Module], call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.embed, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList([make(), make()])
-        self.head, self.call = nn.Linear(WIDTH, WIDTH), call
+    def run(root: Any, x: torch.Tensor) -> torch.Tensor:
+        return root.head(call(root.layers, root.embed(x)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.call(self.layers, self.embed(x)))
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, Adding | Written | Skipped)
+    return Running(run, LAYERS, embed=linear(), layers=nn.ModuleList([make(), make()]), head=linear())
 
 
 # An empty container or one that holds a tensor, how a loss is added, and the sum.
@@ -388,14 +334,14 @@ def add_to_skipped(layers: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 OTHERS |= {
-    f"{name} added to": partial(whole, partial(Calling, partial(Adding, CONTAINERS[name][1]), partial(add_to, name)))
+    f"{name} added to": partial(whole, partial(calling, partial(adding, CONTAINERS[name][1]), partial(add_to, name)))
     for name in CONTAINERS
 }
 OTHERS |= {
-    "a tensor passed twice and written to": partial(whole, partial(Calling, Written, write_twice)),
-    "a view written to beside its base": partial(whole, partial(Calling, Written, write_view)),
-    "two slices written to": partial(whole, partial(Calling, Written, write_slices)),
-    "an input returned and written to": partial(whole, partial(Calling, Skipped, add_to_skipped)),
+    "a tensor passed twice and written to": partial(whole, partial(calling, written, write_twice)),
+    "a view written to beside its base": partial(whole, partial(calling, written, write_view)),
+    "two slices written to": partial(whole, partial(calling, written, write_slices)),
+    "an input returned and written to": partial(whole, partial(calling, skipped, add_to_skipped)),
 }
 
 
@@ -429,10 +375,10 @@ def batch(seed: int) -> torch.Tensor:
     return torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_trains(build: Callable[[], nn.Module], **config: Any) -> None:
+def assert_trains(build: Callable[[], nn.Module], *, num_steps: int = 2, **config: Any) -> None:
     """As in one process with all batches, in float64; an evaluation is a forward without gradients."""
     torch.manual_seed(0)
-    model = train_alike(build, config, batch)
+    model = train_alike(build, config, batch, num_steps=num_steps)
     with torch.no_grad():
         evaluated = model(batch(0))
     torch.testing.assert_close(evaluated, model(batch(0)), rtol=1e-12, atol=1e-14)
@@ -447,8 +393,8 @@ KEPT = {"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "NONE", "forw
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     **{name: (partial(Model, name), {}) for name in FORMS},
     **{name: (build, {}) for name, build in OTHERS.items()},
-    "a view that the loss writes to": (partial(whole, Viewed, Halved), {}),
-    "an LSTM whose weights cuDNN moves": (partial(whole, FlatteningRecurrent), {}),
+    "a view that the loss writes to": (partial(whole, viewed, Halved), {}),
+    "an LSTM whose weights cuDNN moves": (partial(whole, partial(recurrent, FlatteningLSTM)), {}),
     "dataclass, recomputed": (partial(Model, "dataclass"), RECOMPUTED),
     "dataclass, offloaded": (partial(Model, "dataclass"), {"cpu_offload": True}),
     "PackedSequence, kept": (partial(Model, "PackedSequence"), KEPT),
@@ -463,17 +409,14 @@ def check_cases(names: list[str], config: dict[str, Any]) -> None:
 
 def test_all_that_fsdp1_walked_trains():
     """A root that returns a dataclass would stay as it was, without an error; a block that does would end the run."""
-    run_ranks(check_cases, 2, [*CASES], {})
-
-
-def check_compiled() -> None:
-    assert_trains(compiled)
+    run_ranks(check_cases, 2, [*CASES], {"num_steps": 1})
 
 
 @pytest.mark.slow
-def test_compiled_units_train():
+@on_ranks(2)
+def test_compiled_units_train(folder: str) -> None:
     """A compiled block that returns a dataclass would end the run."""
-    run_ranks(check_compiled, 2)
+    assert_trains(compiled)
 
 
 def test_replicas_train():
@@ -525,39 +468,31 @@ class Hiding(nn.Module):
 
     def __init__(self, returned: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = linear(), linear()
         self.returned = returned
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.returned(self.second(torch.tanh(self.first(x))))
 
 
-class Around(nn.Module):
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside, self.last = inside, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.inside(x).hidden)
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, Hiding)
+def around(run: Callable[[Any, torch.Tensor], torch.Tensor]) -> nn.Module:
+    return Running(run, {"inside": True}, inside=Hiding(Plain), last=linear())
 
 
 def check_guard() -> None:
     """An output of a class that can not be walked would leave a root untrained, without an error."""
-    model = Whole(Hiding(Plain))
+    model = Chain(encoder=Hiding(Plain))
     ours(model, None)
     with pytest.raises(PlanError, match=r"the root unit \(Hiding\) returned Plain, .* in Plain\.hidden.*dataclass"):
         model(batch(0))
 
-    model = Whole(Around(Hiding(Plain)))
+    model = Chain(encoder=around(lambda root, x: root.last(root.inside(x).hidden)))
     ours(model, None)
     with pytest.raises(PlanError, match=r"unit inside \(Hiding\) returned Plain"):
         model(batch(0))
     reset_after_error(model.encoder)
 
-    model = Whole(Hiding(Slots))
+    model = Chain(encoder=Hiding(Slots))
     ours(model, None)
     with pytest.raises(PlanError, match=r"returned Slots, .* in Slots\.hidden"):
         model(batch(0))
@@ -566,7 +501,7 @@ def check_guard() -> None:
     elsewhere: list[torch.Tensor] = []
     for returned in (lambda hidden: lambda: hidden, elsewhere.append):
         for after in (lambda model: model(batch(0)), lambda model: clip_grad_norm_(model, 1.0), nn.Module.state_dict):
-            model = Whole(Hiding(returned))
+            model = Chain(encoder=Hiding(returned))
             ours(model, None)
             elsewhere.clear()
             output = model(batch(0))
@@ -583,7 +518,7 @@ def check_legitimate() -> None:
         lambda hidden: Plain(hidden.detach()),
         lambda hidden: (Plain(hidden), hidden),
     ):
-        model = Whole(Hiding(returned))
+        model = Chain(encoder=Hiding(returned))
         ours(model, None)
         for _ in range(2):
             model(batch(0))
@@ -591,7 +526,7 @@ def check_legitimate() -> None:
                 model(batch(0))
 
     # Gradients that wait for a later microbatch, and forwards without a backward after them.
-    model = Whole(Hiding(lambda hidden: hidden))
+    model = Chain(encoder=Hiding(lambda hidden: hidden))
     ours(model, None, sharding_strategy="SHARD_GRAD_OP")
     for is_last in (False, True):
         model.encoder.set_requires_gradient_sync(is_last)
@@ -601,19 +536,11 @@ def check_legitimate() -> None:
             model(batch(0))
 
     # Nothing of the unit is trained, and its parameters are there.
-    frozen = Whole(Frozenly(Hiding(Plain)))
+    frozen = Chain(encoder=around(lambda root, x: root.inside(root.last(x)).hidden))
+    frozen.encoder.inside.requires_grad_(False)
     ours(frozen, None, sharding_strategy="SHARD_GRAD_OP")
     for _ in range(2):
         frozen(batch(0)).sum().backward()
-
-
-class Frozenly(Around):
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__(inside)
-        inside.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inside(self.last(x)).hidden
 
 
 class Cache:
@@ -627,20 +554,12 @@ class Cache:
         self.num_updates += 1
 
 
-class Caching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
-
-    def forward(self, x: torch.Tensor, cache: Cache, seen: list[torch.Tensor]) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            cache.update(x)
-            seen.append(x)
-        return x
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return False
+def run_caching(root: Any, x: torch.Tensor, cache: Cache, seen: list[torch.Tensor]) -> torch.Tensor:
+    for layer in root.layers:
+        x = layer(x)
+        cache.update(x)
+        seen.append(x)
+    return x
 
 
 def check_caches() -> None:
@@ -656,7 +575,7 @@ def check_caches() -> None:
     cast = {"mixed_precision": MixedPrecision(param_dtype=low, reduce_dtype=low, cast_forward_inputs=True)}
     for shard, options in ((ours, {}), (ours, cast), (fsdp1, {})):
         for is_training in (True, False):
-            model = Whole(Caching())
+            model = Chain(encoder=Running(run_caching, layers=nn.ModuleList([linear(), linear()])))
             shard(model, None, **options)
             given = torch.ones(2, WIDTH, requires_grad=is_training) * 1
             cache, seen = Cache([given]), []
@@ -710,28 +629,18 @@ class Mlp(nn.Module):
         return x
 
 
-class Mlps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Mlp(), Mlp(), Mlp()])
-        self.head = nn.Linear(16, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, Mlp)
-
-    activation_checkpointing_fn = fsdp_wrap_fn
+def mlps() -> nn.Module:
+    blocks = {name: Mlp() for name in "abc"}
+    for block in blocks.values():
+        block._activation_checkpointing = True
+    return Chain(encoder=Chain(dict.fromkeys(blocks, True), **blocks, head=nn.Linear(16, 24)))
 
 
 def copies_alive(shard: Shard, *, is_recomputed: bool) -> dict[str, Any]:
     """After a forward under autocast, and within it, by whether it was an evaluation; and the parameters afterwards."""
     torch.manual_seed(0)
     torch.set_autocast_cache_enabled(True)  # another test's error may have ended a forward on these ranks
-    model = Whole(Mlps())
+    model = mlps()
     shapes, optimizer = {each.shape for each in model.parameters() if each.dim() > 1}, sgd(model)
     if is_recomputed and shard is fsdp1:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Mlp))
@@ -766,7 +675,7 @@ def check_copies() -> None:
 
 def check_cache_after_an_error() -> None:
     """The script's other models under autocast would cast their weights each time."""
-    model = Whole(Hiding(lambda hidden: hidden.no_such_attribute))
+    model = Chain(encoder=Hiding(lambda hidden: hidden.no_such_attribute))
     ours(model, None)
     with pytest.raises(AttributeError):
         model(batch(0))
@@ -775,19 +684,13 @@ def check_cache_after_an_error() -> None:
     assert torch.is_autocast_cache_enabled()
 
 
-def check_inputs_and_outputs() -> None:
+@on_ranks(2)
+def test_inputs_and_outputs(folder: str) -> None:
+    """Casts of what lies in containers, outputs that no backward hook can be on, and caches that units add to."""
     all_of(check_casts, check_guard, check_legitimate, check_caches)
 
 
-def test_inputs_and_outputs():
-    """Casts of what lies in containers, outputs that no backward hook can be on, and caches that units add to."""
-    run_ranks(check_inputs_and_outputs, 2)
-
-
-def check_autocast() -> None:
-    all_of(check_copies, check_cache_after_an_error)
-
-
-def test_autocast_keeps_no_copies_of_weights():
+@on_ranks(2)
+def test_autocast_keeps_no_copies_of_weights(folder: str) -> None:
     """Its cache is off within a unit, and on again afterwards, also after an error."""
-    run_ranks(check_autocast, 2)
+    all_of(check_copies, check_cache_after_an_error)

@@ -148,6 +148,7 @@ def check_way(folder: str, way: str, flipped: int | None) -> None:
         assert "the record at byte 0: CRC32" in found, found
 
 
+@pytest.mark.any_torch
 @on_ranks(2)
 def test_every_record_of_which_a_byte_is_used_is_checked(folder: str) -> None:
     """FSDP1's padding is read by nobody and views are read twice: a flipped bit beside them was loaded, as an average

@@ -498,7 +498,7 @@ def check_packed_on_two_ranks(folder: str) -> None:
     read, unpack = compressed.inventory_of, compressed.unpacked
 
     def slow(function: Any) -> Any:
-        return lambda *arguments: time.sleep(2) or function(*arguments)
+        return lambda *arguments: time.sleep(1.5) or function(*arguments)
 
     layout = dataclasses.replace(compressed.LAYOUT, unpack=slow(unpack))
     known = tuple(layout if each.name == layout.name else each for each in layouts.layouts())

@@ -17,7 +17,7 @@ from support.checkpoints.conversions import (
     save_by_position,
     without_empty_dicts,
 )
-from support.checkpoints.samples import FIXTURES, LEGACY, composer_state
+from support.checkpoints.samples import LEGACY, composer_state
 from support.comparing import assert_same
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -66,19 +66,6 @@ def test_a_folder_of_composers_checkpoint_package(tmp_path: Path, form: str):
     assert_same(found["rng"], whole["rng"], in_bits=True)
     assert_same(found["state"]["optimizers"], {"": whole["state"]["optimizers"]["AdamW"]}, in_bits=True)
     assert any("optimizer's class" in remark for remark in report.remarks)
-
-
-@pytest.mark.parametrize("to", ["monolithic", "dcp"])
-def test_files_of_each_rank(tmp_path: Path, to: str):
-    """What Composer 0.13 to 0.15 left, a pickled ShardedTensor for each rank, becomes a layout that is still read."""
-    convert(FIXTURES / "per-rank-checkpoints/sharded-rank0.pt", tmp_path / "new", to)
-    found = loaded_folder(tmp_path / "new") if to == "dcp" else loaded(tmp_path / "new")
-    whole = loaded(FIXTURES / "per-rank-checkpoints/whole.pt")
-    model = {"model.weight": whole["weight"], "model.bias": whole["bias"], "model.buffer": torch.arange(3)}
-    assert_same(found["state"]["model"], model, in_bits=True)
-    assert_same(
-        found["state"]["optimizers"]["AdamW"]["state"]["model.weight"]["exp_avg"], whole["weight"] * 2, in_bits=True
-    )
 
 
 def test_rows_are_split_as_ranks_would_hold_them(tmp_path: Path):

@@ -12,13 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from support.checkpoints.samples import LEGACY, bytes_of, bytes_read, composer_state, leaves, values_of
+from support.checkpoints.samples import (
+    LEGACY,
+    bytes_read,
+    composer_state,
+    leaves,
+    values_of,
+    write_safetensors,
+)
 from support.comparing import assert_same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from composer_fsdp2 import CheckpointError, inspect_checkpoint
 from composer_fsdp2.checkpoint.describe import as_data, as_text
-from composer_fsdp2.checkpoint.layouts import dcp
 from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
@@ -156,18 +162,6 @@ def test_directory_of_this_torch_holds_what_was_saved(tmp_path: Path):
     assert inventory.writer.composer_version == "0.32.1"
 
 
-def test_part_of_a_state_is_read_to_where_it_belongs(tmp_path: Path):
-    """Composer's newer package saves the optimizer alone, without Composer's keys above it."""
-    optimizer = composer_state()["state"]["optimizers"]["AdamW"]
-    torch_dcp.save(optimizer, checkpoint_id=str(tmp_path))
-    inventory = dcp.read(tmp_path, False, prefix=("state", "optimizers", "AdamW"))
-    assert_same(
-        values_of(inventory),
-        {("state", "optimizers", "AdamW", *path): v for path, v in leaves(optimizer)},
-        in_bits=True,
-    )
-
-
 def test_directory_of_another_trainer_is_refused(tmp_path: Path):
     """torch's own examples save {'model': ..., 'optim': ...}: the keys are said, nothing is guessed."""
     torch_dcp.save({"model": {"w": torch.ones(2)}, "optim": {"lr": 1.0}}, checkpoint_id=str(tmp_path))
@@ -207,10 +201,6 @@ def test_an_entry_without_its_path(tmp_path: Path):
 # --- Hugging Face's folders of weights
 
 
-# The format's own names (safetensors' README).
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
-
-
 def tensors() -> dict[str, torch.Tensor]:
     return {
         "a.weight": torch.randn(3, 5),
@@ -221,28 +211,11 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def write_file(path: Path, values: dict[str, torch.Tensor], **changed: Any) -> Path:
-    """A file as the format's documentation says: length, JSON, bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    data = b""
-    for name, tensor in values.items():
-        start, data = len(data), data + bytes_of(tensor)
-        header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, len(data)],
-            **changed.get(name, {}),
-        }
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return path
-
-
 def in_shards(folder: Path, values: dict[str, torch.Tensor]) -> Path:
     weight_map = {}
     for number, (name, value) in enumerate(values.items(), start=1):
         file = f"model-{number:05}-of-{len(values):05}.safetensors"
-        write_file(folder / file, {name: value})
+        write_safetensors(folder / file, {name: value})
         weight_map[name] = file
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
@@ -257,7 +230,7 @@ def expected_of(values: dict[str, torch.Tensor]) -> dict[Any, Any]:
 def test_weights_are_found_in_the_file(tmp_path: Path, form: str):
     """A model from the Hub opens as a file, as a folder and in shards, each dtype with its values."""
     values = tensors()
-    path = tmp_path if form == "shards" else write_file(tmp_path / "model.safetensors", values)
+    path = tmp_path if form == "shards" else write_safetensors(tmp_path / "model.safetensors", values)
     if form == "shards":
         in_shards(tmp_path, values)
     inventory = inspect_checkpoint(tmp_path if form == "folder" else path)
@@ -288,7 +261,7 @@ def test_what_the_library_writes_is_read(tmp_path: Path):
 def test_header_that_contradicts_the_file_is_refused(tmp_path: Path, changed: dict[str, Any], message: str):
     """Bytes of one tensor are never read as another's; support/checkpoints/corruptions.py has more of it."""
     with pytest.raises(CheckpointError, match=message):
-        inspect_checkpoint(write_file(tmp_path / "model.safetensors", tensors(), **changed))
+        inspect_checkpoint(write_safetensors(tmp_path / "model.safetensors", tensors(), **changed))
 
 
 # --- folders of Composer's newer checkpoint package, laid out by hand as it does; its own are in tests/cli

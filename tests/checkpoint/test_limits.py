@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints.bombs import BOMBS, MIB, SCALE
+from support.examples import IS_THOROUGH
 
 from composer_fsdp2.checkpoint import open as opening
 from composer_fsdp2.checkpoint.archive import disk, packed, torch_archive
@@ -72,7 +73,8 @@ def measure(path: Path, answer: Connection) -> None:
         setattr(module, name, getattr(module, name) // SCALE)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, text, seconds = peak_bytes(), [], []
-    for command in (inspected, verified):
+    # Who verifies inspects first, but for what is packed, which is unpacked then.
+    for command in (inspected, verified) if IS_THOROUGH or path.suffix in (".gz", ".bz2", ".xz") else (verified,):
         started = time.process_time()
         text.append(command(path))
         seconds.append(time.process_time() - started)

@@ -253,8 +253,8 @@ def test_every_optimizer_goes_on(folder: str) -> None:
                 assert_close(key, value, expected[key], rtol=1e-5, atol=1e-6)
 
     # Whose entry is whose is told before what is in it, so one optimizer by position says it for all.
-    cases = [(name, False, {}) for name in OPTIMIZERS] + [("AdamW", True, {}), ("AdamW", True, None)]
-    cases += [(name, False, None) for name in OPTIMIZERS if IS_THOROUGH or name in ("AdamW", *WITHOUT_STEP)]
+    cases = [(name, name == "AdamW", {}) for name in OPTIMIZERS] + [("AdamW", True, None)]
+    cases += [(name, False, None) for name in OPTIMIZERS if IS_THOROUGH or name in WITHOUT_STEP]
     for_each(check, {f"{case}": case for case in cases})
 
 
@@ -281,7 +281,6 @@ TWO = grouped((MATRICES, {"weight_decay": 0.1}), ("", {"weight_decay": 0.0}))
 TWO_REVERSED = grouped((r"bias|norm", {"weight_decay": 0.0}), ("", {"weight_decay": 0.1}))
 TWO_EQUAL = grouped((MATRICES, {}), ("", {}))
 THREE = grouped((MATRICES, {"weight_decay": 0.1}), (r"bias", {"weight_decay": 0.0}), ("", {"weight_decay": 0.0}))
-ELSEWHERE = grouped((r"bias", {"weight_decay": 0.1}), ("", {"weight_decay": 0.0}))
 WITH_EMPTY = grouped((MATRICES, {"weight_decay": 0.1}), ("", {"weight_decay": 0.0}), ("no such name", {"lr": 5.0}))
 WITHOUT_HEAD = grouped((r"embed|fc_in|fc_out|norm", {}))
 
@@ -294,8 +293,6 @@ GROUPINGS: dict[str, tuple[MakeOptimizer, MakeOptimizer, list[float] | str]] = {
     "two equal ones became one": (TWO_EQUAL, ONE, [0.01]),
     "two that differ became one": (TWO, ONE, r"file's groups 0 and 1, which differ in weight_decay"),
     "two became three": (TWO, THREE, [0.1, 0.0, 0.0]),
-    "three became two": (THREE, TWO, [0.1, 0.0]),
-    "parameters changed groups": (TWO, ELSEWHERE, r"which differ in weight_decay"),
     "one more without parameters": (TWO, WITH_EMPTY, [0.1, 0.0, 0.01]),
     "some of the parameters": (WITHOUT_HEAD, WITHOUT_HEAD, [0.01]),
     "parameters that the file lacks": (WITHOUT_HEAD, ONE, r"missing: .*the state of decoder\.head\.weight"),
@@ -303,6 +300,7 @@ GROUPINGS: dict[str, tuple[MakeOptimizer, MakeOptimizer, list[float] | str]] = {
 }
 
 
+@pytest.mark.any_torch
 @on_ranks(2)
 def test_groups_are_matched_by_parameter(folder: str) -> None:
     """torch took the last group's hyperparameters for whatever it found; here they follow the parameter, or nothing is
@@ -333,7 +331,7 @@ def test_groups_are_matched_by_parameter(folder: str) -> None:
             assert [group["weight_decay"] for group in own.param_groups] == expected, f"{what}: {own}"
             assert {g["eps"] for g in own.param_groups if g["params"]} == {1e-4}, f"{what}: {own}"
 
-    by_position = ("the same", "one became two that are equal", "two became three")
+    by_position = ("the same", "two became three")
     cases = [(name, False) for name in GROUPINGS] + [(name, True) for name in by_position]
     for_each(check, {f"{case}": case for case in cases})
 
@@ -385,6 +383,7 @@ def test_optimizer_of_another_model_or_class(folder: str) -> None:
 EMBED, HEAD = "decoder.embed.weight", "decoder.head.weight"
 
 
+@pytest.mark.any_torch
 @on_ranks(2)
 def test_tied_parameters_under_one_name_or_both(folder: str) -> None:
     """Files name a tied weight once or twice. Equal copies are one; of two values, none is silently dropped."""
@@ -439,7 +438,7 @@ def test_tied_parameters_under_one_name_or_both(folder: str) -> None:
         assert_same(contents(ours, own), expected, in_bits=True)
 
     configs: tuple[dict[str, Any] | None, ...] = ({}, {"sharding_strategy": "NO_SHARD"}, None)
-    cases = [(name, config) for name in good for config in configs if config == {} or name == "as a part of a storage"]
+    cases = [(name, config) for name in good for config in configs[: 1 + (name == "as a part of a storage")]]
     for_each(check, {f"{case}": case for case in cases})
     bad = {
         "weights differ": (differ, rf"{EMBED} = .*{HEAD}: found different values"),
@@ -452,8 +451,8 @@ def test_tied_parameters_under_one_name_or_both(folder: str) -> None:
         path = saved(variant(change), f"{folder}/{name}.pt")
         refused(name, path, *untrained(tied_model, config=config), [says], strict=strict)
 
-    # Each with two of the configurations; not strictly is no other way to look at them.
-    chosen = [(name, configs[(at + more) % 3], bool(more)) for at, name in enumerate(bad) for more in (0, 1)]
+    # Each with one of the configurations; not strictly is no other way to look at them.
+    chosen = [(name, configs[at], bool(at)) for at, name in enumerate(bad)]
     for_each(check_bad, {f"{case}": case for case in chosen})
 
 
@@ -461,6 +460,7 @@ def test_tied_parameters_under_one_name_or_both(folder: str) -> None:
 # Names
 
 
+@pytest.mark.any_torch
 @on_ranks(2)
 def test_names_with_prefixes(folder: str) -> None:
     """Wrappers' names in a file are no reason to rename it by hand; weights and moments follow the same rule."""
@@ -483,9 +483,7 @@ def test_names_with_prefixes(folder: str) -> None:
         ),
         "torch.compile's": (lambda name: f"_orig_mod.{name}", False),
         "DDP's": (lambda name: f"module.{name}", True),
-        "an attribute's": (lambda name: f"model.{name}", True),
         "DDP's and an attribute's": (lambda name: f"module.model.{name}", True),
-        "DDP's around torch.compile's": (lambda name: f"module._orig_mod.{name}", True),
     }  # fmt: skip
 
     def check(name: str, config: dict[str, Any]) -> None:
@@ -539,6 +537,7 @@ def test_safetensors_folder(folder: str) -> None:
 # What does not fit
 
 
+@pytest.mark.any_torch
 @on_ranks(2)
 def test_everything_that_does_not_fit_is_named_at_once(folder: str) -> None:
     """Fourteen mistakes are one error, not fourteen starts of a job; torch takes half of them without a word."""
@@ -947,11 +946,13 @@ def test_an_optimizer_with_code_of_its_users(folder: str) -> None:
         assert held == {id(value) for own in optimizer.state.values() for value in own.values()}
         step(model, optimizer, 6)
 
-    kinds = {"pre-hook": ("sharded", "whole"), "post-hook": ("replicated",), "subclass": ("sharded", "replicated")}
-    cases = {f"{kind}, {where}": (kind, where) for kind, places in kinds.items() for where in places}
+    kinds = ("pre-hook", "post-hook", "subclass")
     with mock.patch("composer_fsdp2.checkpoint.load.exchange._SMALL_BYTES", 0):  # so that replicas share what they read
-        for action in (check, check_refusal):
-            for_each(action, cases)
+        for action, places in (
+            (check, ("whole", "replicated", "sharded")),
+            (check_refusal, ("sharded", "whole", "replicated")),
+        ):
+            for_each(action, {kind: (kind, where) for kind, where in zip(kinds, places, strict=True)})
 
 
 @on_ranks(2)
@@ -997,7 +998,6 @@ def test_extra_state_and_buffers(folder: str) -> None:
 
 
 PLANS: dict[str, dict[str, Any]] = {
-    "freed after forward to one rank": {"reshard_after_forward": 1},
     "kept after forward": {"sharding_strategy": "SHARD_GRAD_OP"},
     "offloaded": {"cpu_offload": True},
     "checkpointed": {"activation_checkpointing": True},
@@ -1032,16 +1032,14 @@ def test_any_plan(folder: str) -> None:
 # Bytes
 
 
-class Large(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
+def large() -> nn.Module:
+    return Chain(body=nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))))
 
 
 def check_bytes(folder: str, config: dict[str, Any], ranks_of_a_reader: int) -> int:
-    model, optimizer = trained(Large)
+    model, optimizer = trained(large)
     path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
-    ours, own = untrained(Large, config=config)
+    ours, own = untrained(large, config=config)
     with machines(ranks_of_a_reader) if ranks_of_a_reader > 1 else contextlib.nullcontext():
         report = load_checkpoint(path, ours, own, one_reader_per_node=ranks_of_a_reader > 1)
     assert_same(contents(ours, own), contents(model, optimizer), str(config), in_bits=True)
@@ -1054,7 +1052,7 @@ HSDP = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2
 
 @pytest.mark.parametrize(
     ("world_size", "config", "ranks_of_a_reader"),
-    [(2, {}, 1), (2, {"sharding_strategy": "NO_SHARD"}, 1), (4, HSDP, 1), (4, {}, 2)],
+    [(2, {"sharding_strategy": "NO_SHARD"}, 1), (4, HSDP, 1), (4, {}, 2)],
     ids=str,
 )
 def test_each_byte_is_read_once(tmp_path: Path, world_size: int, config: dict[str, Any], ranks_of_a_reader: int):
@@ -1063,7 +1061,7 @@ def test_each_byte_is_read_once(tmp_path: Path, world_size: int, config: dict[st
     A slow shared disk is asked by one rank of each machine, for what all of its ranks keep.
     """
     read = run_ranks(check_bytes, world_size, str(tmp_path), config, ranks_of_a_reader)
-    num_bytes = 3 * 4 * sum(parameter.numel() for parameter in Large().parameters())  # weights and two moments, fp32
+    num_bytes = 3 * 4 * sum(parameter.numel() for parameter in large().parameters())  # weights and two moments, fp32
     # Step counts and what is smaller than 1 KiB is read by each rank that needs it.
     assert num_bytes <= sum(read) <= 1.02 * num_bytes
     readers = read[::ranks_of_a_reader]
@@ -1101,10 +1099,10 @@ def for_corruption(layout: str) -> tuple[nn.Module, torch.optim.Optimizer | None
 
 
 def rows_of(layout: str) -> list[Corruption]:
-    """Of what stops everybody who looks, one in three: a load looks as the others do."""
+    """Of what stops everybody who looks, one in six: a load looks as the others do."""
     rows = [row for row in CORRUPTIONS if row.layout == layout]
     stopped = [row for row in rows if row.found_by is FoundBy.INSPECT]
-    return [row for row in rows if IS_THOROUGH or row not in stopped or row in stopped[::3]]
+    return [row for row in rows if IS_THOROUGH or row not in stopped or row in stopped[::6]]
 
 
 def check_corruptions(folder: str, layout: str) -> dict[str, str]:
@@ -1157,10 +1155,11 @@ def test_damage_is_refused_on_every_rank(tmp_path: Path, layout: str):
     assert len(loaded) <= len(content) // 2, loaded
 
 
+@pytest.mark.any_torch
 @on_ranks(2, timeout_s=120)
 def test_damage_that_one_rank_reads(folder: str) -> None:
     """The other rank read sound bytes, or a sound copy; neither goes on alone, and none waits for the other."""
-    model, optimizer = trained(Large)
+    model, optimizer = trained(large)
     monolithic = saved(composer_state(model, optimizer), f"{folder}/a.pt")
     weight = bytes_of(model.body[3].weight)
     for of_rank in (0, 1):
@@ -1172,7 +1171,7 @@ def test_damage_that_one_rank_reads(folder: str) -> None:
         dist.barrier()
         for config in ({}, {"sharding_strategy": "NO_SHARD"}, None):
             options = {"one_reader_per_node": config is not None and of_rank == 0}
-            ours, own = untrained(Large, config=config)
+            ours, own = untrained(large, config=config)
             refused(f"{of_rank}, {config}", damaged, ours, own, [r"damaged-\d\.pt.*(.|\n)*CRC32"], **options)
     copies = [Path(f"{folder}/{rank}/a.pt") for rank in range(2)]
     if dist.get_rank() == 0:
@@ -1181,10 +1180,10 @@ def test_damage_that_one_rank_reads(folder: str) -> None:
             shutil.copy(monolithic, path)
     dist.barrier()
     mine = copies[dist.get_rank()]
-    ours, own = untrained(Large, config={})
+    ours, own = untrained(large, config={})
     assert load_checkpoint(mine, ours, own).unchecked_bytes == 0  # each node has its own copy
     assert_same(contents(ours, own), contents(model, optimizer), "own copies", in_bits=True)
-    ours, own = untrained(Large, config={})
+    ours, own = untrained(large, config={})
     for damage in ("bits", "length", "missing", "other"):
         if dist.get_rank() == 1:
             shutil.copy(monolithic, mine)
@@ -1195,13 +1194,14 @@ def test_damage_that_one_rank_reads(folder: str) -> None:
             elif damage == "missing":
                 mine.unlink()
             else:
-                other, other_optimizer = trained(Large)
+                other, other_optimizer = trained(large)
                 step(other, other_optimizer, 9)
                 torch.save(composer_state(other, other_optimizer), mine)
         dist.barrier()
         refused(damage, mine, ours, own, [r"a\.pt|decided differently"])
 
 
+@pytest.mark.any_torch
 @on_ranks(2)
 def test_a_slow_disk(folder: str) -> None:
     """A rank that unpacks or reads for minutes ended the others at Composer's dist_timeout of 300 s; and one that has
@@ -1216,13 +1216,13 @@ def test_a_slow_disk(folder: str) -> None:
     read, unpack = Staging.read, opening.unpacked_checkpoint
 
     def slow_read(self: Staging, reader: Any) -> None:
-        time.sleep(2 * dist.get_rank())
+        time.sleep(1.5 * dist.get_rank())
         read(self, reader)
 
     prepare_fully_shard(model, None, {}, precision="fp32")
     with (
         impatient(1.0),
-        mock.patch.object(opening, "unpacked_checkpoint", lambda *args: time.sleep(2) or unpack(*args)),
+        mock.patch.object(opening, "unpacked_checkpoint", lambda *args: time.sleep(1.5) or unpack(*args)),
         mock.patch.object(Staging, "read", slow_read),
     ):
         torch.nn.init.zeros_(next(model.parameters()).to_local())
@@ -1232,17 +1232,18 @@ def test_a_slow_disk(folder: str) -> None:
         refused("no folder", path, model, None, ["No space left on device"])
 
 
+@pytest.mark.any_torch
 @on_ranks(2)
 def test_ranks_given_different_directories(folder: str) -> None:
     """Two nodes with checkpoints of two runs in the same place would train on half of each."""
     paths = [f"{folder}/{name}/ep0-ba3" for name in ("one", "two")]
     for value, path in enumerate(paths):
-        model, _ = untrained(Large, config={})
+        model, _ = untrained(large, config={})
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(value)
         # Of shards, so that each rank will read files' records of its own, whole: no CRC32 tells.
         save_directory({"state": {"model": model.state_dict()}}, checkpoint_id=path)
-    ours, _ = untrained(Large, config={})
+    ours, _ = untrained(large, config={})
     load_checkpoint(paths[0], ours)
     refused("another save's", paths[dist.get_rank()], ours, None, ["decided differently"])

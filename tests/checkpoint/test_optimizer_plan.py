@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from composer_fsdp2 import CheckpointError, load_checkpoint
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.load.load_plan import LoadPlan, plan_load
+from tests.checkpoint.test_load import composer_state
 
 
 def make_model() -> nn.Module:
@@ -35,16 +36,6 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Composer's form, by name."""
-    names = [name for name, _ in model.named_parameters()]
-    state = optimizer.state_dict()
-    by_name = {names[number]: dict(entries) for number, entries in state["state"].items()}
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-    optimizers = {type(optimizer).__qualname__: {"state": by_name, "param_groups": groups}}
-    return {"state": {"model": model.state_dict(), "optimizers": optimizers}}
-
-
 def planned(root: dict[str, Any], folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> LoadPlan:
     torch.save(root, folder / "file.pt")
     return plan_load(inspect_checkpoint(folder / "file.pt"), model, optimizer)
@@ -62,7 +53,7 @@ def test_expected_state_is_what_the_first_step_makes(name: str, tmp_path: Path):
     model, fresh = make_model(), make_model()
     optimizer, own = (make_optimizer(each, getattr(torch.optim, name), **CLASSES[name]) for each in (model, fresh))
     stepped(model, optimizer)
-    root = state_of(model, optimizer)
+    root = composer_state(model, optimizer)
     assert planned(root, tmp_path, fresh, own).differences == ()
 
     entries = root["state"]["optimizers"][name]["state"]
@@ -88,7 +79,7 @@ def test_finding_out_leaves_no_trace(tmp_path: Path):
     model = make_model()
     optimizer = make_optimizer(model)
     stepped(model, optimizer)
-    root = state_of(model, optimizer)
+    root = composer_state(model, optimizer)
     fresh = make_model()
     own = make_optimizer(fresh)
     scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 1.0)
@@ -126,7 +117,7 @@ def test_optimizer_that_cannot_be_asked(tmp_path: Path):
     model = make_model()
     optimizer = make_optimizer(model, NeedsClosure, lr=0.1)
     optimizer.step(lambda: None)
-    torch.save(state_of(model, optimizer), tmp_path / "file.pt")
+    torch.save(composer_state(model, optimizer), tmp_path / "file.pt")
     fresh = make_model()
     own = make_optimizer(fresh, NeedsClosure, lr=0.1)
     load_checkpoint(tmp_path / "file.pt", fresh, own)
@@ -146,7 +137,7 @@ DAMAGED_GROUPS: dict[str, Any] = {
 def test_groups_that_are_none(name: str, tmp_path: Path):
     """A file that somebody edited is refused in words, not by a TypeError."""
     model = make_model()
-    root = state_of(model, optimizer := make_optimizer(model))
+    root = composer_state(model, optimizer := make_optimizer(model))
     root["state"]["optimizers"]["AdamW"]["param_groups"] = DAMAGED_GROUPS[name]
     with pytest.raises(CheckpointError, match="param_groups of AdamW"):
         planned(root, tmp_path, model, optimizer)
@@ -157,7 +148,7 @@ def test_without_groups(tmp_path: Path):
     model, fresh = make_model(), make_model()
     optimizer, own = make_optimizer(model), make_optimizer(fresh, lr=0.123)
     stepped(model, optimizer)
-    root = state_of(model, optimizer)
+    root = composer_state(model, optimizer)
     del root["state"]["optimizers"]["AdamW"]["param_groups"]
     torch.save(root, tmp_path / "file.pt")
     load_checkpoint(tmp_path / "file.pt", fresh, own)
@@ -174,7 +165,7 @@ def test_hyperparameters_of_other_kinds(tmp_path: Path):
     model = make_model()
     optimizer = make_optimizer(model)
     stepped(model, optimizer)
-    root = state_of(model, optimizer)
+    root = composer_state(model, optimizer)
     [group] = root["state"]["optimizers"]["AdamW"]["param_groups"]
     changes: dict[str, Any] = {"lr": True, "betas": 0.9, "amsgrad": 1, "eps": "small"}
     group |= changes

@@ -21,7 +21,7 @@ from support.examples import examples
 from composer_fsdp2.checkpoint import read, records
 from composer_fsdp2.checkpoint.archive.crc import shifted
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
-from composer_fsdp2.checkpoint.boxes import Box, first_overlap, row_major
+from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.inventory import Chunk, FlatRange, NestedArchive, TensorRecord, of_stored_tensor
 from composer_fsdp2.checkpoint.read import Reader, bytes_of
 from composer_fsdp2.checkpoint.records import damage_of
@@ -301,18 +301,6 @@ def test_views_that_overlap_themselves():
 binaries = st.binary(max_size=300)
 
 
-@given(whole=binaries, data=st.data())
-@examples(40)
-def test_parts_add_up_to_the_whole(whole: bytes, data: st.DataObject):
-    """A record that many ranks read, in any split and order, is checked as one: a damaged one is never taken."""
-    cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=6))})
-    parts = data.draw(st.permutations([*itertools.pairwise(cuts)]))
-    crc = 0
-    for start, end in parts:
-        crc ^= shifted(zlib.crc32(whole[start:end]), len(whole) - end)
-    assert crc == zlib.crc32(whole)
-
-
 @given(part=binaries, zeros=st.sampled_from([0, 1, 2, 255, 256, 65537, 1 << 20]))
 @examples(40)
 def test_far_shifts(part: bytes, zeros: int):
@@ -389,66 +377,3 @@ def test_a_file_that_cannot_be_read(found: str, tmp_path: Path):
         blob.path.write_bytes(b"short")
     text = damage_of(blob, [(0, 4, 0)])
     assert text is not None and ("No such file" if found == "gone" else "ends at byte 5, needs 200") in text
-
-
-# --- boxes, against tensors that are indexed
-
-
-shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-
-
-@st.composite
-def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    offsets = [draw(st.integers(0, size)) for size in shape]
-    return Box(tuple(offsets), tuple(draw(st.integers(0, size - at)) for at, size in zip(offsets, shape, strict=True)))
-
-
-def marked(shape: tuple[int, ...], box: Box) -> torch.Tensor:
-    """Where a box is in a tensor."""
-    found = torch.zeros(shape, dtype=torch.int)
-    found[box.slices((0,) * len(shape))] += 1
-    return found
-
-
-@given(shape=shapes, max_numel=st.integers(1, 30), data=st.data())
-@examples(50)
-def test_pieces_tile_a_box(shape: tuple[int, ...], max_numel: int, data: st.DataObject):
-    """A gap would be memory that was never written; an overlap, bytes read twice; a large piece, memory."""
-    box = data.draw(boxes_in(shape))
-    elements = torch.arange(torch.Size(box.sizes).numel()).view(box.sizes)
-    covered, last = torch.zeros(box.sizes, dtype=torch.int), -1
-    for piece in box.pieces(max_numel):
-        part = elements[piece.slices(box.offsets)]
-        assert part.numel() == piece.numel <= max_numel
-        assert part.flatten().tolist() == [*range(last + 1, last + 1 + piece.numel)], "one run, in row-major order"
-        last += piece.numel
-        covered[piece.slices(box.offsets)] += 1
-    assert bool((covered == 1).all())
-
-
-@given(shape=shapes, data=st.data())
-@examples(50)
-def test_what_two_boxes_have_in_common(shape: tuple[int, ...], data: st.DataObject):
-    """A rank reads of a chunk what it keeps, and nothing beside it."""
-    one, other = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
-    both = marked(shape, one) * marked(shape, other)
-    common = one.overlap(other)
-    assert (common is not None) == bool(both.any())
-    if common is not None:
-        assert torch.equal(marked(shape, common), both)
-
-
-@given(shape=shapes, data=st.data())
-@examples(40)
-def test_overlapping_chunks_are_found(shape: tuple[int, ...], data: st.DataObject):
-    """One of two chunks that share an element would be read over the other."""
-    found = [box for box in data.draw(st.lists(boxes_in(shape), max_size=5)) if box.numel]
-    shared = bool((sum((marked(shape, box) for box in found), torch.zeros(shape)) > 1).any())
-    assert (first_overlap(found) is not None) == shared
-
-
-@given(shape=st.lists(st.integers(1, 5), max_size=4).map(tuple))
-@examples(40)
-def test_strides_are_those_of_a_contiguous_tensor(shape: tuple[int, ...]):
-    """A stride off by one dimension reads a neighbour's row."""
-    assert row_major(shape) == torch.empty(shape).stride()

@@ -178,6 +178,7 @@ def check_memory(folder: str) -> int:
     return max(samples)
 
 
+@pytest.mark.any_torch
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_no_rank_holds_more_than_slices(tmp_path: Path):
     """Saving a model that fits no single host's memory must not end the run: 256 MiB pass in slices of 16.
@@ -274,6 +275,7 @@ def failing_on(rank: int, owner: Any, name: str, after: int = 0) -> Any:
     return mock.patch.object(owner, name, call)
 
 
+@pytest.mark.any_torch
 @on_ranks(2, timeout_s=120)
 def test_what_one_rank_cannot_do(folder: str) -> None:
     """Every rank says so, with its reason, and none is left waiting."""

@@ -141,7 +141,7 @@ ACTIVATIONS = (
 
 
 @given(data=st.data())
-@examples(8)
+@examples(5)
 def test_finds_what_brute_force_finds(data: st.DataObject):
     """A run would be told of dearer settings than it needs, or that nothing fits where something does."""
     draw = data.draw

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from support.cases import all_of
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 
 from composer_fsdp2 import ComposerFSDP2Error, ConfigError, PlanError
@@ -62,13 +63,10 @@ def check_gather() -> None:
     assert gather(rank) == [0, 1], "no more messages after an error"
 
 
-def check_all() -> None:
-    all_of(check_decisions, check_failures, check_gather)
-
-
-def test_ranks_decide_together():
+@on_ranks(2)
+def test_ranks_decide_together(folder: str) -> None:
     """A model that was built differently on one rank, or an error of one, ends the run on all of them at once."""
-    run_ranks(check_all, 2)
+    all_of(check_decisions, check_failures, check_gather)
 
 
 def check_sent(length: int) -> tuple[str, int]:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from support.cases import all_of, for_each
 from support.comparing import full
 from support.examples import IS_THOROUGH
-from support.models import WIDTH, Block, Chain, Model, features, layer, tie, tokens
+from support.models import WIDTH, Block, Chain, Model, Running, features, layer, tie, tokens
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
-from support.training import FULL, HSDP_2X2, assert_close, named_parameters, sgd, train_alike
+from support.training import FULL, HSDP_2X2, assert_close, named_parameters, train_alike
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.fsdp import FSDPModule
@@ -34,7 +36,6 @@ from composer_fsdp2 import (
     reshard,
 )
 from composer_fsdp2._torch.groups import groups_of, state_of
-from composer_fsdp2.sharding.sharded import sharded_roots
 
 # --- every setting
 
@@ -50,23 +51,19 @@ SETTINGS: dict[int, dict[str, dict[str, Any]]] = {
         "SHARD_GRAD_OP": ZERO_2 | {"forward_prefetch": True},
         "NO_SHARD": NO_SHARD,
         "2 replicas of one rank": HYBRID | {"data_parallel_replicate_degree": 2},
-        "1 replica of two ranks": HYBRID | {"data_parallel_replicate_degree": 1},
         "reshard to 1": {"reshard_after_forward": 1},
         "reshard to all": {"reshard_after_forward": 2, "backward_prefetch_limit": 2},
         "cpu_offload, reentrant": AC | {"cpu_offload": True},
-        "cpu_offload": {"cpu_offload": True},
         "backward_prefetch NONE": {"backward_prefetch": "NONE", "sync_module_states": True},
-        "all prefetch": {"forward_prefetch": True, "forward_prefetch_limit": 3, "backward_prefetch_limit": 3},
-        "not reentrant": NOT_REENTRANT,
+        "all prefetch, not reentrant": NOT_REENTRANT
+        | {"forward_prefetch": True, "forward_prefetch_limit": 3, "backward_prefetch_limit": 3},
         "activations offloaded": OFFLOADED,
         "not reentrant, offloaded": NOT_REENTRANT | OFFLOADED,
-        "reentrant, prefetch, SHARD_GRAD_OP": AC | ZERO_2 | {"forward_prefetch": True},
     },
     4: {
         "reshard to 2": {"reshard_after_forward": 2},
         "HYBRID_SHARD 2 x 2": HSDP_2X2,
         "_HYBRID_SHARD_ZERO2 2 x 2": HSDP_2X2 | {"sharding_strategy": "_HYBRID_SHARD_ZERO2"},
-        "4 ranks": {},
     },
 }
 
@@ -89,123 +86,39 @@ def test_trains_as_unsharded(world_size: int):
     run_ranks(check_settings, world_size, world_size)
 
 
-def check_float32(configs: list[dict[str, Any]]) -> None:
-    def check(config: dict[str, Any]) -> None:
-        train_alike(Model, config, tokens, dtype=torch.float32, rtol=1e-4, atol=1e-6)
-
-    for_each(check, {f"{config}": (config,) for config in configs})
-
-
-@pytest.mark.parametrize(
-    ("world_size", "configs"), [(2, [{}, NO_SHARD]), (4, [{"data_parallel_replicate_degree": 2}]), (1, [{}, NO_SHARD])]
-)
-def test_gradients_are_means_in_fp32(world_size: int, configs: list[dict[str, Any]]):
-    """On torch 2.7 gloo sums fp32 gradients in silence, and raises on 2-D meshes: CPU runs would train with a learning
-    rate that grows with the number of ranks. (float64, as above, takes another path in torch.)"""
-    run_ranks(check_float32, world_size, configs)
-
-
 # --- what the settings do
 
 
-def held_around_forward(config: dict[str, Any]) -> tuple[list[int], int]:
-    """How much of a block's weight this rank holds before a forward, after it and after a reshard; its full size."""
-    model = Model()
-    prepare_fully_shard(model, None, config, device="cpu")
-    weight = lambda: model.decoder.blocks[0].fc_in.weight  # noqa: E731  looked up again: FSDP2 swaps it
+def prefetched(config: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
+    """What torch is told that each unit gathers ahead."""
+    model, seen = Model(), {"forward": {}, "backward": {}}
 
-    def held() -> int:
-        value = weight()
-        return (value.to_local() if isinstance(value, DTensor) else value).numel()
+    def path_of(module: nn.Module) -> str:
+        return next(path for path, found in model.named_modules() if found is module)
 
-    seen = [held()]
-    model(tokens(0))
-    seen.append(held())
-    reshard(model)
-    seen.append(held())
-    return seen, weight().numel()
+    def noting(told: dict[str, list[str]]) -> Any:
+        return lambda self, modules: told.update({path_of(self): list(map(path_of, modules))})
 
-
-# What of a weight a rank holds before a forward, after it, and after a reshard: one part of so many.
-FRACTIONS: dict[int, tuple[tuple[dict[str, Any], list[int]], ...]] = {
-    2: (({}, [2, 2, 2]), (ZERO_2, [2, 1, 2]), (NO_SHARD, [1, 1, 1])),
-    4: (
-        ({"reshard_after_forward": 2}, [4, 2, 4]),
-        (HSDP_2X2, [2, 2, 2]),
-        (HSDP_2X2 | {"sharding_strategy": "_HYBRID_SHARD_ZERO2"}, [2, 1, 2]),
-    ),
-}
-
-
-def check_held(world_size: int) -> None:
-    def check(config: dict[str, Any], fractions: list[int]) -> None:
-        held, numel = held_around_forward(config)
-        assert held == [numel // fraction for fraction in fractions], held
-
-    for_each(check, {f"{config}": (config, fractions) for config, fractions in FRACTIONS[world_size]})
-
-
-@pytest.mark.parametrize("world_size", FRACTIONS)
-def test_memory_held_after_forward(world_size: int):
-    """SHARD_GRAD_OP keeps parameters for backward, FULL_SHARD frees them, an integer keeps a part; a plan that ran out
-    of memory or out of speed would be the first sign of a mix-up."""
-    run_ranks(check_held, world_size, world_size)
-
-
-class OnlyBlocks(nn.Module):
-    """A direct child that is nothing but chosen blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Chain({"a": True, "b": True}, a=Block(), b=Block())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-
-def record_prefetch(config: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    model = Model()
-    forward: dict[str, list[str]] = {}
-    backward: dict[str, list[str]] = {}
-    originals = FSDPModule.set_modules_to_forward_prefetch, FSDPModule.set_modules_to_backward_prefetch
-    path_of = lambda module: next(path for path, found in model.named_modules() if found is module)  # noqa: E731
-    try:
-        for seen, name in ((forward, "forward"), (backward, "backward")):
-            setattr(
-                FSDPModule,
-                f"set_modules_to_{name}_prefetch",
-                lambda self, modules, seen=seen: seen.update({path_of(self): list(map(path_of, modules))}),
-            )
+    noted = {f"set_modules_to_{direction}_prefetch": noting(told) for direction, told in seen.items()}
+    with mock.patch.multiple(FSDPModule, **noted):
         prepare_fully_shard(model, None, config, device="cpu")
-    finally:
-        FSDPModule.set_modules_to_forward_prefetch, FSDPModule.set_modules_to_backward_prefetch = originals
-    return forward, backward
+    return seen
 
 
 def test_prefetch_reaches_torch():
     """The limits are handed to FSDP2 for the units that are meant; without them its own order stays."""
-    assert run_ranks(record_prefetch, 1, {}) == [({}, {})]
-    text = {"forward_prefetch": True, "forward_prefetch_limit": 2, "backward_prefetch": "NONE"}
+    assert run_ranks(prefetched, 1, {}) == [{"forward": {}, "backward": {}}]
+    config = {"forward_prefetch": True, "forward_prefetch_limit": 2, "backward_prefetch": "NONE"}
     blocks = ["decoder.blocks.0", "decoder.blocks.1"]
-    ((forward, backward),) = run_ranks(record_prefetch, 1, text)
-    assert forward == {"decoder": blocks, blocks[0]: blocks[1:]}
-    assert backward == {path: [path] for path in [*blocks, "decoder"]}
+    expected = {"decoder": blocks, blocks[0]: blocks[1:]}, {path: [path] for path in [*blocks, "decoder"]}
+    assert run_ranks(prefetched, 1, config) == [dict(zip(("forward", "backward"), expected, strict=True))]
 
 
 def check_only_blocks() -> None:
     """torch never frees a root: if each block were one, FULL_SHARD would hold the whole model after forward."""
-    model = train_alike(OnlyBlocks, {}, features)
+    model = train_alike(lambda: Chain(net=Chain({"a": True, "b": True}, a=Block(), b=Block())), {}, features)
     model(features(0))
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def check_unit_settings() -> None:
-    """A wrap function's dict changes its own module and no other."""
-    answers = {"a": {"reshard_after_forward": False}, "b": True}
-    model = Chain(net=Chain(answers, a=layer(), b=layer(), rest=layer()))
-    prepare_fully_shard(model, None, {}, device="cpu")
-    model(features(0))
-    assert not isinstance(model.net.a.weight, DTensor) and isinstance(model.net.b.weight, DTensor)
 
 
 def check_reshard() -> None:
@@ -222,13 +135,10 @@ def check_reshard() -> None:
     model(tokens(0)).sum().backward()
 
 
-def check_freed() -> None:
-    all_of(check_only_blocks, check_unit_settings, check_reshard)
-
-
-def test_what_is_freed_when():
-    """Of roots without parameters, of units with settings of their own, and after an evaluation."""
-    run_ranks(check_freed, 2)
+@on_ranks(2)
+def test_what_is_freed_when(folder: str) -> None:
+    """Of roots without parameters, and after an evaluation."""
+    all_of(check_only_blocks, check_reshard)
 
 
 # --- what stays as it was
@@ -254,7 +164,10 @@ def check_nesting(config: dict[str, Any], expected: list[str]) -> None:
     assert seen == expected
 
 
-def check_names_and_nesting() -> None:
+@on_ranks(1)
+def test_names_stay_and_the_unit_surrounds_the_checkpointing(folder: str) -> None:
+    """Checkpoints have the same keys. FSDP(AC(block)), FSDP1's nesting: the other way round recomputes in the wrong
+    dtype (pytorch#159359)."""
     cases: list[tuple[dict[str, Any], list[str]]] = [
         ({}, ["FSDP Block"]),
         (AC, ["FSDP CheckpointWrapper", "Block"]),
@@ -263,12 +176,6 @@ def check_names_and_nesting() -> None:
     ]
     for_each(check_names, {f"{config}": (config,) for config, _ in cases})
     for_each(check_nesting, {f"{config}": (config, nesting) for config, nesting in cases})
-
-
-def test_names_stay_and_the_unit_surrounds_the_checkpointing():
-    """Checkpoints have the same keys. FSDP(AC(block)), FSDP1's nesting: the other way round recomputes in the wrong
-    dtype (pytorch#159359)."""
-    run_ranks(check_names_and_nesting, 1)
 
 
 # --- entry points beside forward
@@ -298,37 +205,9 @@ def check_entry_points() -> None:
             torch.testing.assert_close(enter(model), enter(reference), rtol=1e-12, atol=1e-14)
 
 
-def check_children_by_themselves() -> None:
-    """A ComposerModel's eval_forward or loss may use one of its networks alone: each is a root."""
-    torch.set_default_dtype(torch.float64)
-    model, reference = (Chain(a=Block(), b=Block()) for _ in range(2))
-    reference.load_state_dict(model.state_dict())
-    prepare_fully_shard(model, None, FULL, device="cpu")
-    x = features(0)
-    torch.testing.assert_close(model.b(model.a(x)), reference(x), rtol=1e-12, atol=1e-14)
-    assert [path for path, _ in sharded_roots(model)] == ["a", "b"]
-
-
-def check_left_out_gradients() -> None:
-    """What FSDP1 did not wrap is the user's own: the same object, not sharded, its gradients not averaged."""
-    model = Chain(kept=layer(), left=layer())
-    model.left._fsdp_wrap = False
-    left = model.left.weight
-    optimizer = sgd(model)
-    prepare_fully_shard(model, optimizer, FULL, device="cpu")
-    model(features(dist.get_rank())).square().mean().backward()
-    gradients = [torch.empty_like(left.grad) for _ in range(2)]
-    dist.all_gather(gradients, left.grad)
-    assert model.left.weight is left and not torch.equal(*gradients)
-
-
-def check_ways_in() -> None:
-    all_of(check_entry_points, check_children_by_themselves, check_left_out_gradients)
-
-
 def test_ways_in_beside_forward():
-    """Composer's and the user's own, and what lies beside all units."""
-    run_ranks(check_ways_in, 2)
+    """Composer's methods of a model that is a unit itself."""
+    run_ranks(check_entry_points, 2)
 
 
 # --- awkward parameters
@@ -353,7 +232,7 @@ class Awkward(nn.Module):
 
 
 def check_awkward() -> None:
-    configs = ({}, {"sync_module_states": True}, ZERO_2)
+    configs = ({"sync_module_states": True}, ZERO_2) if dist.get_world_size() == 2 else ({},)
     cases = {f"{config}": (lambda: Chain(net=Awkward()), config, features) for config in configs}
     for_each(train_alike, cases)
 
@@ -365,25 +244,16 @@ def test_awkward_layouts_and_sizes(world_size: int):
     run_ranks(check_awkward, world_size)
 
 
-class Experts(nn.Module):
+def experts() -> nn.Module:
     """Rank 0 and rank 1 read different parameters of one unit; ``idle`` is read by none, ``spare`` is a unit unread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
-        self.idle = nn.Parameter(torch.ones(3))
-        self.spare = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts[dist.get_rank()](x)
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, Block)
+    both, idle = nn.ModuleList([layer(), layer()]), nn.Parameter(torch.ones(3))
+    run = lambda net, x: net.experts[dist.get_rank()](x)  # noqa: E731
+    return nn.Sequential(Running(run, {"spare": True}, experts=both, idle=idle, spare=Block()))
 
 
 def check_experts(config: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
-    model, inputs = nn.Sequential(Experts()), [features(0), features(1)]
+    model, inputs = experts(), [features(0), features(1)]
     prepare_fully_shard(model, None, FULL | config, device="cpu")
     for _ in range(2):  # two microbatches
         model(inputs[dist.get_rank()]).sum().backward()
@@ -396,14 +266,11 @@ def check_experts(config: dict[str, Any]) -> None:
     assert all(grad is None for name, grad in grads.items() if name.startswith("0.spare."))
 
 
-def check_all_experts() -> None:
-    for_each(check_experts, {f"{config}": (config,) for config in ({}, ZERO_2, NO_SHARD)})
-
-
-def test_ranks_that_read_different_parameters():
+@on_ranks(2)
+def test_ranks_that_read_different_parameters(folder: str) -> None:
     """The gradient of one expert would be added to another's, in silence; FSDP1 gave those unread one of zero, and the
     parameters of an unread unit none."""
-    run_ranks(check_all_experts, 2)
+    for_each(check_experts, {f"{config}": (config,) for config in ({}, ZERO_2, NO_SHARD)})
 
 
 # --- errors before anything has happened
@@ -460,13 +327,10 @@ def check_wrong_world() -> None:
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def check_other_plans() -> None:
-    all_of(check_another_models_plan, check_applied_twice, check_wrong_world)
-
-
-def test_plan_of_another_model():
+@on_ranks(2)
+def test_plan_of_another_model(folder: str) -> None:
     """A plan that was kept while the model, or the number of ranks, changed is refused."""
-    run_ranks(check_other_plans, 2)
+    all_of(check_another_models_plan, check_applied_twice, check_wrong_world)
 
 
 def test_apply_needs_a_process_group():

@@ -103,7 +103,7 @@ def recomputed(tree: Tree, is_reentrant: bool) -> Case:
 @given(cases())
 @found(lambda tree: (recomputed(tree, True),))
 @found(lambda tree: (recomputed(tree, False),))
-@examples(12)
+@examples(8)
 def test_computes_as_unsharded(case: Case):
     """Whatever is nested, shared, tied, frozen, chosen or never run: outputs, gradients, what one step makes of the
     parameters, and every tie, are those of the model on one process with the whole batch."""

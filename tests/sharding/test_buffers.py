@@ -64,19 +64,6 @@ def test_loading_keeps_the_dtype_of_computation():
     assert model.third.dtype == BF16 and model.third.item() == 2.0
 
 
-def test_one_buffer_under_several_names():
-    """A table of positions that all layers share is saved in its own dtype under each of its names."""
-    first, second = nn.Module(), nn.Module()
-    table = torch.ones(2)
-    first.register_buffer("table", table)
-    second.register_buffer("table", table)
-    second.register_buffer("again", table)
-    model = nn.ModuleList([first, second])
-    cast_buffers(dict.fromkeys(model.modules(), BF16))
-    assert first.table is second.table and first.table.dtype == BF16
-    assert {value.dtype for value in model.state_dict().values()} == {F32}
-
-
 @pytest.mark.parametrize("dtype", [BF16, None])
 def test_the_first_module_decides_on_a_shared_buffer(dtype: torch.dtype | None):
     """Units in different dtypes that share a table: the innermost had it its way, and the checkpoint is the same."""

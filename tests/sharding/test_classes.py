@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import Block, Chain, FakeMetric, Model, features, layer
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from support.training import train_alike
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
@@ -185,16 +185,13 @@ def check_wrong() -> None:
         assert not any(isinstance(module, CheckpointWrapper | FSDPModule) for module in untouched.modules())
 
 
-def check_all_recomputed() -> None:
+@pytest.mark.any_torch
+@on_ranks(2)
+def test_each_chosen_module_runs_once_more_and_the_numbers_stay(folder: str) -> None:
+    """Losses, gradients and parameters are those of one process, with and without; a layer runs again once."""
     check_wrong()
     on = {"activation_checkpointing": True}
     check_recomputed(on, 0, None)  # no hooks: nothing
     check_recomputed(on | POLICY, 3, CheckpointWrapper)
     check_recomputed(on | POLICY | {"activation_checkpointing_reentrant": False}, 3, CheckpointWrapper)
     check_recomputed({"activation_cpu_offload": True} | POLICY, 0, OffloadWrapper)
-
-
-@pytest.mark.any_torch
-def test_each_chosen_module_runs_once_more_and_the_numbers_stay():
-    """Losses, gradients and parameters are those of one process, with and without; a layer runs again once."""
-    run_ranks(check_all_recomputed, 2)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from support.cases import all_of, for_each
 from support.comparing import full
 from support.models import Block, Chain, Model, features, layer, tied_model, tokens
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from support.training import FULL, compare_training, named_parameters
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -202,27 +202,19 @@ def check_apply() -> None:
     assert embed.weight.grad is None and not embed.weight.requires_grad
 
 
-def check_ranks_differ() -> None:
-    model = Model()
-    with pytest.raises(PlanError):
-        prepare_fully_shard(model, None, {"freeze": [f"decoder.blocks.{dist.get_rank()}"]}, device="cpu")
-    assert all(parameter.requires_grad for parameter in model.parameters())
+def check_refused() -> None:
+    """Where ranks differ, or one of two prefixes is wrong."""
+    for prefixes in ([f"decoder.blocks.{dist.get_rank()}"], ["decoder.embed", "decoder.hea"]):
+        model = Model()
+        with pytest.raises(PlanError):
+            prepare_fully_shard(model, None, {"freeze": prefixes}, device="cpu")
+        assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def check_failure_changes_nothing() -> None:
-    model = Model()
-    with pytest.raises(PlanError, match="did you mean decoder"):
-        prepare_fully_shard(model, None, {"freeze": ["decoder.embed", "decoder.hea"]}, device="cpu")
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def check_done() -> None:
-    all_of(check_apply, check_ranks_differ, check_failure_changes_nothing)
-
-
-def test_it_is_done_in_apply_on_all_ranks_or_none():
+@on_ranks(2)
+def test_it_is_done_in_apply_on_all_ranks_or_none(folder: str) -> None:
     """Ranks that freeze other parameters would wait for each other's gradients; an error leaves the model as it was."""
-    run_ranks(check_done, 2)
+    all_of(check_apply, check_refused)
 
 
 # --- training
@@ -245,16 +237,17 @@ def check_trains(config: dict[str, Any], prefixes: list[str], tied: bool) -> Non
         assert torch.equal(full(parameter), before[name]) is (name in frozen), name
 
 
-RECOMPUTED = {"activation_checkpointing": True}  # reentrant, as Composer's default is
 CASES: dict[str, tuple[dict[str, Any], list[str], bool]] = {
     "a whole unit and half of another": ({}, ["embed", "blocks.0", "blocks.1.fc_in"], False),
     "tied": ({}, ["embed"], True),
-    "recomputed": (RECOMPUTED, ["embed", "blocks.1"], False),
-    "recomputed, not reentrant": (RECOMPUTED | {"activation_checkpointing_reentrant": False}, ["embed"], True),
+    "recomputed": (
+        {"activation_checkpointing": True},
+        ["embed", "blocks.1"],
+        True,
+    ),  # reentrant, as is Composer's default
     "NO_SHARD": ({"sharding_strategy": "NO_SHARD"}, ["embed", "blocks.0"], False),
     "cpu_offload": ({"cpu_offload": True}, ["embed", "blocks.0"], False),
     "SHARD_GRAD_OP": ({"sharding_strategy": "SHARD_GRAD_OP", "forward_prefetch": True}, ["blocks"], False),
-    "all but the head": ({}, ["embed", "blocks", "norm"], False),
 }
 
 
@@ -274,14 +267,11 @@ def check_root(frozen: str) -> None:
     assert [name for name, norm in norms.items() if not norm] == [frozen]
 
 
-def check_all_train() -> None:
+@on_ranks(2)
+def test_frozen_parameters_stay_and_the_others_learn_as_in_one_process(folder: str) -> None:
+    """To the last bit those that are frozen, weight decay or not; and no layer loses its gradients for it."""
     for_each(check_trains, CASES)
     for_each(check_root, {name: (name,) for name in "ab"})
-
-
-def test_frozen_parameters_stay_and_the_others_learn_as_in_one_process():
-    """To the last bit those that are frozen, weight decay or not; and no layer loses its gradients for it."""
-    run_ranks(check_all_train, 2)
 
 
 def test_reentrant_recomputation_is_turned_off_beside_frozen_parameters():

@@ -18,7 +18,8 @@ from support.cases import all_of, for_each
 from support.comparing import assert_same, full, own_name
 from support.examples import IS_THOROUGH, examples
 from support.memory import HostMemory
-from support.models import Block, Chain, FakeMetric, Model, layer, tie
+from support.models import Block, Chain, FakeMetric, Model, Running, layer, tie
+from support.on_ranks import on_ranks
 from support.random_models import Tree
 from support.random_models import build as build_tree
 from support.random_models import trees as random_trees
@@ -31,7 +32,7 @@ from composer_fsdp2 import PlanError, ShardingConfig, plan_sharding, prepare_ful
 
 SEED = 100
 ODD = 5  # rows that divide by neither 2 nor 4
-NUM_TREES = 60 if IS_THOROUGH else 6
+NUM_TREES = 60 if IS_THOROUGH else 4
 
 
 # --- models on the meta device
@@ -74,22 +75,8 @@ def nested() -> nn.Module:
     return Chain(net=Chain(answers, first=nn.Linear(ODD, ODD), inner=inner, last=Drawn(), end=Drawn()))
 
 
-class Hooked(nn.Module):
+class Hooked(Chain):
     """Its param_init_fn goes before reset_parameters, and draws more for some modules than for others."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.tied = layer(width)
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(self.tied(x))
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, Block)
 
     def param_init_fn(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
@@ -100,7 +87,8 @@ class Hooked(nn.Module):
 
 
 def hooked() -> nn.Module:
-    return Chain(net=Hooked(ODD), plain=Chain(block=Block(ODD), head=nn.Linear(ODD, ODD)))
+    net = Hooked({"a": True, "b": True}, a=Block(ODD), b=Block(ODD), tied=layer(ODD), norm=nn.LayerNorm(ODD))
+    return Chain(net=net, plain=Chain(block=Block(ODD), head=nn.Linear(ODD, ODD)))
 
 
 def partly_real() -> nn.Module:
@@ -155,7 +143,7 @@ def some_trees() -> list[Tree]:
     found: list[Tree] = []
 
     @given(random_trees(ignored=False))
-    @examples(60)
+    @examples(40)
     def collect(tree: Tree) -> None:
         model = random_tree(tree)
         with contextlib.suppress(PlanError):  # nothing to shard
@@ -176,10 +164,6 @@ def build(model: str | Tree) -> nn.Module:
         return random_tree(model)
     with torch.device("meta"):
         return MODELS[model]()
-
-
-def named_models() -> dict[str, str | Tree]:
-    return {name: name for name in MODELS} | {f"tree {number}": tree for number, tree in enumerate(some_trees())}
 
 
 # --- one process
@@ -265,31 +249,32 @@ def check_all_values(cases: dict[str, tuple[Any, ...]]) -> None:
     for_each(check_values, cases)
 
 
-CONFIGS: dict[int, list[dict[str, Any]]] = {
-    1: [{}],
-    2: [{}, {"sync_module_states": True, "sharding_strategy": "SHARD_GRAD_OP"}],
-    4: [{"data_parallel_replicate_degree": 2}],
+# By the number of ranks: the models of the table, each with one of the configurations in turn.
+CONFIGS: dict[int, tuple[tuple[str, ...], list[dict[str, Any]]]] = {
+    1: (("nested", "hooked", "turned"), [{}]),
+    2: (tuple(MODELS), [{}, {"sync_module_states": True, "sharding_strategy": "SHARD_GRAD_OP"}]),
+    4: (("tied_decoder", "nested", "hooked"), [{"data_parallel_replicate_degree": 2}]),
 }
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.any_torch), 2, 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.any_torch) for n in (1, 4))])
 def test_one_seed_means_one_model(world_size: int):
     """A run on another number of GPUs starts from the same bits, those that one process draws with FSDP1's lookup:
     with ties, shared modules, nested units, hooks, random trees."""
-    names = named_models() if world_size == 2 else {name: name for name in MODELS}
-    expected = {name: (model, drawn_by_one_process(model)) for name, model in names.items()}
-    chosen = [(name, config) for name in names for config in CONFIGS[world_size]]
-    chosen += [("hooked", {"activation_checkpointing": True}), ("tied_decoder", {"cpu_offload": True})]
-    cases = {f"{name}, {config}": (expected[name][0], config, expected[name][1]) for name, config in chosen}
+    names, configs = CONFIGS[world_size]
+    models: dict[str, str | Tree] = {name: name for name in names}
+    if world_size == 2:
+        models |= {f"tree {number}": tree for number, tree in enumerate(some_trees())}
+    expected = {name: drawn_by_one_process(model) for name, model in models.items()}
+    chosen = [
+        (name, each)
+        for i, name in enumerate(models)
+        for each in (configs if IS_THOROUGH else [configs[i % len(configs)]])
+    ]
+    if world_size == 2:
+        chosen += [("hooked", {"activation_checkpointing": True}), ("tied_decoder", {"cpu_offload": True})]
+    cases = {f"{name}, {config}": (models[name], config, expected[name]) for name, config in chosen}
     run_ranks(check_all_values, world_size, cases)
-
-
-def test_the_seed_counts():
-    """The comparison above would also hold for models without a random value."""
-    assert len(some_trees()) == NUM_TREES
-    for name in MODELS:
-        values = drawn_by_one_process(name)
-        assert sum(value.is_floating_point() and value.unique().numel() > 4 for value in values.values()) >= 3, name
 
 
 # --- names that an initialisation reads
@@ -304,23 +289,10 @@ class RMSNorm(nn.Module):
         return x * self.weight
 
 
-class ByName(nn.Module):
+class ByName(Chain):
     """As LLM Foundry initialises Hugging Face's models: it knows a norm by the name of its class."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = RMSNorm(ODD)
-        self.layers = nn.ModuleList(nn.Linear(ODD, ODD) for _ in range(2))
-        self.end = RMSNorm(ODD)
-        self.seen: list[str] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for each in self.layers:
-            x = self.norm(each(x))
-        return self.end(x)
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, RMSNorm | nn.Linear) and module is not self.end
+    seen: list[str]
 
     def param_init_fn(self, module: nn.Module) -> None:
         self.seen.append(type(module).__name__)
@@ -331,7 +303,9 @@ class ByName(nn.Module):
 
 def check_names() -> list[str]:
     with torch.device("meta"):
-        model = Chain(net=ByName())
+        parts = {"norm": RMSNorm(ODD), "a": nn.Linear(ODD, ODD), "b": nn.Linear(ODD, ODD), "end": RMSNorm(ODD)}
+        model = Chain(net=ByName(dict.fromkeys(("norm", "a", "b"), True), **parts))
+    model.net.seen = []
     prepare_fully_shard(model, None, FULL, device="cpu")
     for name, parameter in model.named_parameters():
         expected = 1.0 if "norm" in name or "end" in name else 0.5
@@ -342,7 +316,7 @@ def check_names() -> list[str]:
 def test_an_initialisation_by_class_names():
     """A norm that is a unit would be initialised as something else if its class were called FSDPRMSNorm by then."""
     for seen in run_ranks(check_names, 2):
-        assert len(seen) == 4 * 4 and set(seen) == {"RMSNorm", "Linear", "ModuleList"}
+        assert len(seen) == 4 * 5 and set(seen) == {"RMSNorm", "Linear"}
 
 
 # --- memory
@@ -395,13 +369,13 @@ def check_peaks(device: str, turned: bool) -> None:
     for_each(check_one_unit_above_the_shards, cases)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_a_meta_model_is_whole_one_unit_at_a_time(world_size: int):
+def test_a_meta_model_is_whole_one_unit_at_a_time():
     """A model that fits on no single GPU can be made on many: at its peak a rank holds its shards and one unit, with an
     optimizer and without."""
-    run_ranks(check_peaks, world_size, "meta", False)
+    run_ranks(check_peaks, 4, "meta", False)
 
 
+@pytest.mark.any_torch
 def test_a_model_with_values_moves_unit_by_unit():
     """What is moved to the device, or copied because of its layout (which shows on the CPU), is let go with its unit:
     else a model that was read on the host would lie whole on each GPU, beside its shards, before training begins."""
@@ -451,19 +425,10 @@ def test_generators_of_python_and_numpy():
 # --- what would never get a value
 
 
-class Bare(nn.Module):
-    """Has a parameter and no way to fill it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
 def uninitialisable() -> nn.Module:
-    return Chain(fine=layer(), net=Chain(inner=Bare()))
+    """A module that has a parameter and no way to fill it."""
+    bare = Running(lambda self, x: x, weight=nn.Parameter(torch.empty(2, 2, device="meta")))
+    return Chain(fine=layer(), net=Chain(inner=bare))
 
 
 def left_out_on_meta() -> nn.Module:
@@ -495,7 +460,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "uninitialisable": (
         uninitialisable,
         {},
-        r"'net\.inner' \(Bare\)(?s:.*)reset_parameters\(\)(?s:.*)param_init_fn\(module\)",
+        r"'net\.inner' \(Running\)(?s:.*)reset_parameters\(\)(?s:.*)param_init_fn\(module\)",
     ),
     "left out": (left_out_on_meta, {}, r"left\.inner\.weight is on the meta device.*no unit holds it"),
     "the model's own": (own_on_meta, {}, "own is on the meta device"),
@@ -520,17 +485,11 @@ def check_refused(build: Callable[[], nn.Module], config: dict[str, Any], messag
     assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
 
 
-def check_all_refused() -> None:
-    for_each(check_refused, REFUSED)
-
-
-def test_what_would_never_get_a_value():
+@on_ranks(2)
+def test_what_would_never_get_a_value(folder: str) -> None:
     """A module that nobody can initialise is named on every rank, before anything is touched; where only some ranks
     have values, in FSDP1's words: none trains on what memory held, or waits for a broadcast that does not fit."""
-    run_ranks(check_all_refused, 2)
-
-
-# --- meta on some ranks
+    for_each(check_refused, REFUSED)
 
 
 # --- rank 0's values
@@ -601,11 +560,8 @@ def check_left_out() -> None:
     assert isinstance(model.net.more.weight, DTensor)
 
 
-def check_sent() -> None:
+@on_ranks(2)
+def test_sync_module_states(folder: str) -> None:
+    """Ranks that loaded or drew different values start from rank 0's, of every dtype; without it nothing is sent."""
     for_each(check_sync, {"sent": (True,), "each its own": (False,)})
     all_of(check_mixed, check_left_out)
-
-
-def test_sync_module_states():
-    """Ranks that loaded or drew different values start from rank 0's, of every dtype; without it nothing is sent."""
-    run_ranks(check_sent, 2)

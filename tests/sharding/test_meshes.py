@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
 from support.models import Block, Chain, features, layer
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL, assert_close
 from torch import nn
@@ -48,7 +49,6 @@ def pair_of_meshes() -> DeviceMesh:
 FORMS: dict[str, tuple[Any, Sequence[Sequence[int]]]] = {
     "self": (lambda: {"process_group": "self"}, ALONE),
     "set": (lambda: {"process_group": "set2"}, ROWS),
-    "set of one": (lambda: {"process_group": "set1"}, ALONE),
     "mod": (lambda: {"process_group": "mod2"}, COLUMNS),
     "mod of one": (lambda: {"process_group": "mod1"}, ALL),
     "ranks": (lambda: {"process_group": own(CROSSED)}, CROSSED),
@@ -90,26 +90,34 @@ def check_gradients(name: str, where: str) -> tuple[int, float]:
             settings["mesh"] = settings.pop("device_mesh")
         model.net.fsdp_wrap_fn = lambda module: settings if isinstance(module, Block) else False
     prepare_fully_shard(model, None, FULL | config, device="cpu")
+    parameters = dict(reference.named_parameters())
+    gradients: list[tuple[torch.Tensor, ...]] = [()] * 4  # of each rank
     for step in range(2):
         model(features(10 * step + dist.get_rank())).square().mean().backward()
-        for path, parameter in reference.named_parameters():
-            is_in_group = where == "model" or "block" in path
-            ranks = own(groups) if is_in_group else range(4)
-            for rank in ranks:
-                loss = reference(features(10 * step + rank)).square().mean() / len(ranks)
-                (gradient,) = torch.autograd.grad(loss, [parameter])
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-    for path, parameter in reference.named_parameters():
-        assert_close(path, full(model.get_parameter(path).grad), parameter.grad, rtol=1e-12, atol=1e-14)
+        for rank in range(4):
+            loss = reference(features(10 * step + rank)).square().mean()
+            found = torch.autograd.grad(loss, [*parameters.values()])
+            gradients[rank] = tuple(map(sum, zip(gradients[rank], found, strict=True))) if step else found
+    for path, of_ranks in zip(parameters, zip(*gradients, strict=True), strict=True):
+        ranks = own(groups) if where == "model" or "block" in path else range(4)
+        expected = sum(of_ranks[rank] for rank in ranks) / len(ranks)
+        assert_close(path, full(model.get_parameter(path).grad), expected, rtol=1e-12, atol=1e-14)
     (norm,) = clip_grad_norm_(model, 1e9).values()
     return model.net.block.fc_in.weight.to_local().numel(), norm.item()
 
 
 Found = dict[str, tuple[int, float]]
+WHOLE = 6 * 12
+NUMEL_OF_FSDP1 = {"self": WHOLE, "set": WHOLE // 2, "mod of one": WHOLE // 4, "whole": WHOLE}  # on each rank
 
 
 def check_all_gradients(where: str) -> Found:
-    return for_each(check_gradients, {name: (name, where) for name in FORMS if where != "FSDP2" or name == "mesh"})
+    chosen = {
+        "model": FORMS,
+        "FSDP1": (*NUMEL_OF_FSDP1, "groups of two sizes", "mesh of replicas", "pair"),
+        "FSDP2": ["mesh"],
+    }
+    return for_each(check_gradients, {name: (name, where) for name in chosen[where]})
 
 
 def test_process_group_of_the_model():
@@ -129,10 +137,8 @@ def test_process_group_of_one_module(where: str):
     for name in found[0]:
         norms = [of_rank[name][1] for of_rank in found]
         assert max(norms) - min(norms) < 1e-12 * max(norms), name
-    whole = 6 * 12
-    for name, expected in (("self", whole), ("set", whole // 2), ("mod of one", whole // 4), ("whole", whole)):
-        if where == "FSDP1":
-            assert [of_rank[name][0] for of_rank in found] == [expected] * 4, name
+    for name, expected in NUMEL_OF_FSDP1.items() if where == "FSDP1" else ():
+        assert [of_rank[name][0] for of_rank in found] == [expected] * 4, name
 
 
 def check_sync() -> list[float]:
@@ -158,7 +164,9 @@ def check_refused(form: dict[str, Any], message: str) -> None:
     assert before == [(name, id(parameter)) for name, parameter in model.named_parameters()]
 
 
-def check_groups_that_do_not_fit() -> None:
+@on_ranks(4)
+def test_groups_that_do_not_fit(folder: str) -> None:
+    """Groups that contradict each other are named on every rank, instead of ranks that wait for each other."""
     rank = dist.get_rank()
     hybrid = {"sharding_strategy": "HYBRID_SHARD"}
     cases: tuple[tuple[dict[str, Any], str], ...] = (
@@ -175,8 +183,3 @@ def check_groups_that_do_not_fit() -> None:
         ({"process_group": [0, 7]}, "process_group names rank 7, but the world size is 4"),
     )
     for_each(check_refused, {message: (form, message) for form, message in cases})
-
-
-def test_groups_that_do_not_fit():
-    """Groups that contradict each other are named on every rank, instead of ranks that wait for each other."""
-    run_ranks(check_groups_that_do_not_fit, 4)

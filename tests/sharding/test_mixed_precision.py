@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparing import full
-from support.models import Block, Model, features, tokens
+from support.models import Block, Chain, Model, Running, Wrapping, features, tokens
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import assert_close
 from torch import nn
@@ -20,46 +21,28 @@ from composer_fsdp2 import prepare_fully_shard
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-class Masked(nn.Module):
+def masked() -> nn.Module:
     """A chosen block that is handed a float mask beside its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return x + self.proj(x) * mask.to(x.dtype)
+    return Running(lambda self, x, mask: x + self.proj(x) * mask.to(x.dtype), proj=nn.Linear(6, 6))
 
 
-class Net(nn.Module):
+class Net(Wrapping):
     """Layers, a chosen block with a mask, a batch norm, and buffers of several kinds."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__({"masked": True})
         self.first = nn.Linear(6, 6)
-        self.masked = Masked()
+        self.masked = masked()
         self.norm = nn.BatchNorm1d(6)
         self.register_buffer("scale", torch.full((1,), 1 / 3))
         self.register_buffer("hidden", torch.full((1,), 1 / 3), persistent=False)
         self.register_buffer("count", torch.tensor([1]))
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, Masked)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = torch.ones(x.shape[0], 1)
         x = self.first(x)
         x = self.norm(self.masked(x * self.scale.to(x.dtype), mask))
         return x + self.hidden.to(x.dtype)
-
-
-class Whole(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
 
 
 def watch(model: nn.Module) -> dict[str, list[Any]]:
@@ -77,7 +60,7 @@ def watch(model: nn.Module) -> dict[str, list[Any]]:
 
 
 def check_dtypes(config: dict[str, Any], precision: str) -> dict[str, Any]:
-    model = Whole(Net())
+    model = Chain(net=Net())
     prepare_fully_shard(model, None, config, precision=precision, device="cpu")
     seen: dict[str, Any] = watch(model)
     output = model(features(dist.get_rank(), batch_size=8))
@@ -107,7 +90,9 @@ def check_low(seen: dict[str, Any], low: torch.dtype) -> None:
     assert "net.scale" in seen["state_dict"] and "net.hidden" not in seen["state_dict"], seen
 
 
-def check_all_dtypes() -> None:
+@on_ranks(2)
+def test_dtypes_inside(folder: str) -> None:
+    """As under FSDP1, by presets, dicts and torch's objects: layers compute in the low dtype, batch norms in fp32."""
     for mixed_precision in ("DEFAULT", "PURE"):
         for precision, low in (("amp_bf16", BF16), ("amp_fp16", F16), ("amp_fp8", BF16)):
             check_low(check_dtypes({"mixed_precision": mixed_precision}, precision), low)
@@ -131,11 +116,6 @@ def check_all_dtypes() -> None:
         check_batch_norm(affine)
 
 
-def test_dtypes_inside():
-    """As under FSDP1, by presets, dicts and torch's objects: layers compute in the low dtype, batch norms in fp32."""
-    run_ranks(check_all_dtypes, 2)
-
-
 class Caster(Net):
     """Casts its input itself, so that it runs whatever the root did."""
 
@@ -144,7 +124,7 @@ class Caster(Net):
 
 
 def check_inputs(config: dict[str, Any]) -> dict[str, Any]:
-    model = Whole(Caster())
+    model = Chain(net=Caster())
     prepare_fully_shard(model, None, config, precision="fp32", device="cpu")
     seen = watch(model)
     model(features(0))
@@ -185,7 +165,7 @@ def check_batch_norm(affine: bool) -> None:
     """By hand: a linear layer in bf16, its output normalised in fp32 and handed on in bf16. Statistics are those that
     FSDP1 gathered, digit for digit (torch, _override_module_mixed_precision)."""
     torch.manual_seed(0)
-    model = Whole(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, affine=affine)))
+    model = Chain(net=nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, affine=affine)))
     linear, norm = copy.deepcopy(model.net[0]).to(BF16), copy.deepcopy(model.net[1])
     prepare_fully_shard(model, None, {}, precision="amp_bf16", device="cpu")
     x = features(dist.get_rank(), batch_size=16)

@@ -394,13 +394,13 @@ def seconds_to_plan(model: nn.Module, config: ShardingConfig) -> float:
 
 
 def test_planning_time_grows_with_the_model_and_not_faster():
-    """A model of 4000 modules is planned while nobody notices; planning must not cost minutes of a thousand GPUs."""
+    """A model of 2000 modules is planned while nobody notices; planning must not cost minutes of a thousand GPUs."""
     config = ShardingConfig(prefetch=Prefetch(forward=2, backward=2))
-    small, large = many_blocks(330), many_blocks(1320)
-    assert sum(1 for _ in large.modules()) > 3900
+    small, large = many_blocks(165), many_blocks(660)
+    assert sum(1 for _ in large.modules()) > 1950
     seconds_to_plan(small, config)
     small_s, large_s = (min(seconds_to_plan(model, config) for _ in range(2)) for model in (small, large))
-    assert large_s < 4, f"{large_s:.1f} s"  # about 0.2 s on the machine that this was written on
+    assert large_s < 2, f"{large_s:.1f} s"  # about 0.1 s on the machine that this was written on
     assert large_s < 10 * small_s, f"4 times the modules take {large_s / small_s:.1f} times as long"
 
 

@@ -62,6 +62,10 @@ def having(model: nn.Module, **members: Any) -> nn.Module:
     return model
 
 
+def normed() -> nn.Module:
+    return Chain(child=Chain({}, first=layer(), norm=nn.BatchNorm1d(6)))
+
+
 def in_two_places() -> nn.Module:
     shared = layer()
     return Chain(child=Chain({"a": True}, a=shared, b=Chain(again=shared), rest=layer()))
@@ -213,6 +217,11 @@ CASES: dict[str, Case] = {
     "a root without parameters casts its inputs": Case(
         build=lambda: Chain(scale=nn.Tanh(), net=layer()), units=["scale", "net"], options={"low_precision": True}
     ),
+    # Running statistics are kept in fp32 (FSDP1's MixedPrecision._module_classes_to_ignore); fp32 needs no unit.
+    "a batch norm": Case(build=normed, units=["child"]),
+    "a batch norm in low precision": Case(
+        build=normed, units=["child.norm", "child"], options={"low_precision": True}
+    ),
     "a module in two places of one child": Case(
         build=in_two_places, units={"child.a": ["child.a.weight"], "child": ["child.rest.weight"]}
     ),
@@ -315,6 +324,13 @@ CASES: dict[str, Case] = {
         roots=["child.outer"],
         options=BELOW,
     ),
+    "FSDP2: blocks of a child that is not wrapped": Case(
+        build=lambda: marked(Model(num_blocks=2), decoder=False, decoder_head=True),
+        units=[*BLOCKS, "decoder.head"],
+        roots=[*BLOCKS, "decoder.head"],
+        left=["decoder.embed.weight", "decoder.norm.weight", "decoder.norm.bias"],
+        options=BELOW,
+    ),
     # The model itself gathers; Composer's FSDP2 refuses it.
     "FSDP2: an unwrapped child that shares with a unit": Case(
         build=lambda: tied(
@@ -346,14 +362,6 @@ def test_settings_of_a_wrap_function_are_the_units_own():
     by_path = {unit.paths[0]: unit for unit in select_units(model).units}
     assert by_path["child.inner"].overrides == KEPT
     assert by_path["child.other"].overrides == by_path["child"].overrides == UnitOverrides()
-
-
-def test_batch_norms_are_units_of_their_own_in_low_precision():
-    """Running statistics are kept in fp32 (FSDP1's MixedPrecision._module_classes_to_ignore); fp32 needs no unit."""
-    model = Chain(child=Chain({}, first=layer(), norm=nn.BatchNorm1d(6)))
-    assert list(units_of(model)) == ["child"]
-    assert list(units_of(model, low_precision=True)) == ["child.norm", "child"]
-    assert [unit.full_precision for unit in select_units(model, low_precision=True).units] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -448,18 +456,6 @@ def test_groups_inside_each_other_fall_back_to_ancestors():
     assert sum(len(names) for names in units_of(model).values()) == len(list(model.parameters()))
 
 
-def test_settings_of_a_group():
-    """Tied modules that want the same get it; if they differ, the model's own settings hold and a note says so."""
-    same = {"reshard_after_forward": False}
-    for answers, expected in ((dict.fromkeys("ac", same), KEPT), ({"a": same, "c": True}, UnitOverrides())):
-        model = Chain(child=Chain(dict(answers), a=layer(), b=layer(), c=layer()))
-        tie(model.child.a, model.child.c)
-        selection = select_units(model)
-        (group,) = [unit for unit in selection.units if len(unit.paths) == 2]
-        assert group.overrides == expected
-        assert any("their own settings differ" in note for note in selection.notes) == (expected != KEPT)
-
-
 def settings_of_group(first: dict[str, Any], second: dict[str, Any]) -> tuple[UnitOverrides, tuple[str, ...]]:
     model = Chain(child=Chain({"a": first, "c": second}, a=layer(), b=layer(), c=layer()))
     tie(model.child.a, model.child.c)
@@ -468,20 +464,18 @@ def settings_of_group(first: dict[str, Any], second: dict[str, Any]) -> tuple[Un
     return group.overrides, selection.notes
 
 
-def test_settings_of_a_group_in_another_order():
-    """Two modules whose wrap functions write the same keys in another order want the same."""
-    overrides, notes = settings_of_group(
-        {"reshard_after_forward": False, "cpu_offload": False}, {"cpu_offload": False, "reshard_after_forward": False}
-    )
-    assert overrides.reshard_after_forward is False and not notes
-
-
-def test_bad_settings_of_a_group():
-    """Two that want the same bad thing are told of it; where they differ the model's hold, and neither matters."""
+def test_settings_of_a_group():
+    """Tied modules that want the same get it, in whatever order it is written, and are told of what is wrong; if they
+    differ, the model's own settings hold and a note says so."""
+    same, both = {"reshard_after_forward": False}, {"reshard_after_forward": False, "cpu_offload": False}
     bad = {"reshard_after_forward": "no"}
+    assert settings_of_group(same, dict(same)) == (KEPT, ())
+    overrides, notes = settings_of_group(both, dict(reversed(both.items())))
+    assert overrides.reshard_after_forward is False and not notes
     assert "true, false or an integer" in str(settings_of_group(bad, dict(bad))[0].refused)
-    overrides, notes = settings_of_group(bad, {"reshard_after_forward": "yes"})
-    assert overrides.refused is None and "their own settings differ" in notes[0]
+    for other in (same, {"reshard_after_forward": "yes"}):
+        overrides, notes = settings_of_group(bad, other)
+        assert overrides == UnitOverrides() and "their own settings differ" in notes[0]
 
 
 def test_settings_of_a_group_from_one_dict():
@@ -512,21 +506,3 @@ def test_nothing_is_read_twice_from_a_changing_function():
     child = Counting(a=layer(), b=Chain(c=layer()))
     select_units(Chain(child=child))
     assert asked == [child.a, child.b, child.b.c]
-
-
-# --- FSDP2's configuration
-
-
-def test_fsdp2_shards_below_a_child_that_is_not_wrapped():
-    """Under FSDP2's configuration the outermost chosen modules below `_fsdp_wrap = False` are roots; under FSDP1's the
-    child is left out whole."""
-    model = Model(num_blocks=2)
-    model.decoder._fsdp_wrap = False
-    assert units_of(model) == {}
-    assert list(units_of(model, **BELOW)) == ["decoder.blocks.0", "decoder.blocks.1"]
-    selection = select_units(model, shard_below_unwrapped=True)
-    assert roots_of(selection) == ["decoder.blocks.0", "decoder.blocks.1"]
-    [left] = selection.left_out
-    assert left.names == ("decoder.embed.weight", "decoder.norm.weight", "decoder.norm.bias", "decoder.head.weight")
-    model.decoder.head._fsdp_wrap = True
-    assert "decoder.head" in units_of(model, **BELOW)

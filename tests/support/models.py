@@ -5,6 +5,7 @@ Tests and ranks import it as ``support.models``; a rank can build only what a mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,6 +109,19 @@ class Wrapping(nn.Module):
     def fsdp_wrap_fn(self, module: nn.Module) -> Any:
         path = next(path for path, found in self.named_modules() if found is module)
         return self.answers.get(path, False)
+
+
+class Running(Wrapping):
+    """Its forward is ``run(self, ...)`` of its children and parameters; ``answers`` says which of them are units."""
+
+    def __init__(self, run: Callable[..., Any], answers: dict[str, Any] | None = None, **members: Any) -> None:
+        super().__init__(answers)
+        self.run = run
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.run(self, *inputs, **named)
 
 
 class Chain(Wrapping):

@@ -117,14 +117,25 @@ def peak_anonymous_bytes() -> Iterator[list[int]]:
         thread.join()
 
 
-def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """The format is a length, JSON, bytes (README of safetensors); float32 only."""
-    header, data = {}, b""
+# Of safetensors' README.
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], **changed: Any) -> Path:
+    """The format is a length, JSON, bytes; with other entries in the JSON for some of the tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
     for name, tensor in tensors.items():
         start, data = len(data), data + bytes_of(tensor)
-        header[name] = {"dtype": "F32", "shape": [*tensor.shape], "data_offsets": [start, len(data)]}
+        entry = {
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": [*tensor.shape],
+            "data_offsets": [start, len(data)],
+        }
+        header[name] = entry | changed.get(name, {})
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
 
 
 def saveable(dtype: torch.dtype) -> bool:
