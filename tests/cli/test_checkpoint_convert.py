@@ -20,7 +20,7 @@ from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
 
 pytestmark = pytest.mark.composer
 
-SAVED_AT, LAST = 2, 4
+SAVED_AT, LAST = 1, 2
 TRAINING: dict[str, Any] = {"batches": LAST, "optimizer": "decoupled_adamw"}
 
 
