@@ -1,7 +1,7 @@
 """Every block of ``migration_docs/*.md`` does what the page says.
 
-A page is run from top to bottom, in a folder of its own, by two gloo ranks (or `ON_ONE_RANK`). The info string says what
-a block is:
+A page is run from top to bottom, in a folder of its own, by two gloo ranks (or `ON_ONE_RANK`). The info string says
+what a block is:
 
 | fence | what the test does |
 |---|---|
