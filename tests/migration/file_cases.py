@@ -29,7 +29,7 @@ class Case:
         became: By key what the report says that it became.
         untold: Keys that no finding has.
         run: Attributes of the run that its first section asks for; ``NO_RUN``: none.
-        blocking: Keys of what is left to decide; None: not looked at.
+        blocking: Keys of what is left to decide, of a new file in all of its sections; None: not looked at.
         says: Values in the new file; ``...``: any, None: there is none.
         has: Texts in the new file.
         after: The whole of it; ``file``: it stays as it is. It has nothing to change then.
@@ -81,7 +81,7 @@ class Case:
         assert {each.key: each.target for each in findings if each.key in self.became} == self.became
         assert not [each for each in findings if {each.name, each.key} & {*self.untold}]
         if self.blocking is not None:
-            left = [each for each in findings if each.outcome.blocks]
+            left = [each for each in findings if each.outcome.blocks] if self.to is None else migration.blocking
             assert [each.key for each in left] == self.blocking
             assert all(each.reason and (each.hint or not self.has_way_out) for each in left), left
 
