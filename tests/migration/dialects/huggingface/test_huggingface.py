@@ -31,7 +31,7 @@ from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, NO_RUN, UNNE
 from tests.migration.huggingface_oracle import ask
 from tests.migration.tables import settings_of
 
-NUM_SECTIONS = 600 if IS_THOROUGH else 120  # of each system, at random
+NUM_SECTIONS = 600 if IS_THOROUGH else 80  # of each system, at random
 YAMLS = Path(__file__).resolve().parents[4] / "yamls"
 DIALECT = HuggingFaceDialect()
 Written = dict[str, Any]
