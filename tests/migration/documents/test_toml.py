@@ -120,7 +120,7 @@ EDITS: dict[str, tuple[str, dict[tuple[str | int, ...], dict[str, object]], str]
 
 
 @pytest.mark.parametrize("case", EDITS)
-def test_only_what_was_meant_is_with_tables(case: str):
+def test_only_what_was_meant_is_edited(case: str):
     """A user's file would be laid out anew, or lose its comments."""
     before, tables, after = EDITS[case]
     assert with_tables(before, tables) == after
