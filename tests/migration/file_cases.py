@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.migration.dialect import Reading
 from composer_fsdp2.migration.migrate import find_sections, migrate_text
 
 EXACT, APPROXIMATE, UNNEEDED = Outcome.EXACT, Outcome.APPROXIMATE, Outcome.UNNEEDED
@@ -95,3 +96,8 @@ def value_at_path(values: Any, path: str) -> Any:
 def each_case(cases: Mapping[str, Case]) -> Any:
     """A test's parameter ``case``; the names say what a user would lose."""
     return pytest.mark.parametrize("case", cases.values(), ids=cases.keys())
+
+
+def finding(reading: Reading, key: str) -> Finding:
+    (found,) = [each for each in reading.findings if each.name == key]
+    return found

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.runs import run_with
 
-from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.parallel import IdleExperts, TiledMLP
 from composer_fsdp2.config.rows import Row
@@ -39,6 +39,7 @@ from tests.migration.file_cases import (
     UNNEEDED,
     Case,
     each_case,
+    finding,
 )
 from tests.migration.tables import settings_of
 
@@ -509,11 +510,6 @@ CASES = {
 def test_what_becomes_of(case: Case):
     """ROLL's keys are read for what they did, and each is told."""
     case.check()
-
-
-def finding(reading: Reading, key: str) -> Finding:
-    (found,) = [each for each in reading.findings if each.name == key]
-    return found
 
 
 @pytest.mark.parametrize("row", [row for row in ROLL.rows if row.neutral], ids=lambda row: row.name)
