@@ -71,16 +71,17 @@ def seconds_to_migrate(folder: Path, num_files: int) -> tuple[float, float]:
     for number in range(num_files):
         (folder / f"run-{number}.yaml").write_text(file_text(number))
     command = [sys.executable, "-m", "composer_fsdp2", "migrate", str(folder), "--write", "--report", "report.md"]
-    began, used = time.perf_counter(), _used_by_children()
+    began, used = time.perf_counter(), used_by_children()
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    seconds, processor = time.perf_counter() - began, _used_by_children() - used
+    seconds, processor = time.perf_counter() - began, used_by_children() - used
     for number in range(num_files):
         text = (folder / f"run-{number}.yaml").read_text()
         assert "reshard_after_forward: " in text and "limit_all_gathers" not in text, f"run-{number}.yaml"
     return seconds, processor
 
 
-def _used_by_children() -> float:
+def used_by_children() -> float:
+    """Processor time, user and system, of all processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -10,7 +10,6 @@ bar does not hold.
 """
 
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import report
-from migrate import LINES, file_text
+from migrate import LINES, file_text, used_by_children
 from report import machine, markdown
 from timing import quartiles, ratios, time_bar, turns
 
@@ -77,10 +76,9 @@ def processor_seconds(command: str, folder: str) -> float:
     words = ["-m", "composer_fsdp2", *words] if program == "composer-fsdp2" else ["-c", command]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment["PYTHONPATH"] = str(ROOT)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = used_by_children()
     subprocess.run([sys.executable, *words], cwd=folder, env=environment, check=True, capture_output=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return used_by_children() - used
 
 
 if __name__ == "__main__":

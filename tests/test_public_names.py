@@ -6,50 +6,69 @@ import ast
 import json
 import pickle
 import pkgutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 from mypy import api as mypy
+from support.forked_scripts import run_script
+from support.ranks import WITH_COMPOSER
+from test_house import ROOT, imported_without_torch
 
 import composer_fsdp2
 
-ROOT = Path(__file__).resolve().parents[1]
 SOURCE = Path(composer_fsdp2.__file__)
 
 
+# In a process that has imported torch, and forgets what the names below may not import.
 SCRIPT = """
 import json, sys
+import torch.distributed
+
+def forget(*packages):
+    for name in [name for name in sys.modules if f"{name}.".startswith(packages)]:
+        del sys.modules[name]
+
+forget("composer_fsdp2.", "omegaconf.", "torch.distributed.checkpoint.")
+del torch.distributed.checkpoint
 import composer_fsdp2
 
 seen = dir(composer_fsdp2)  # before any of them is imported
-composer_fsdp2.__version__, composer_fsdp2.ConfigError, composer_fsdp2.ShardingConfig(), composer_fsdp2.errors
-composer_fsdp2.translate({"sharding_strategy": "FULL_SHARD"}, device="cpu")
-before = [*sys.modules]
 from composer_fsdp2 import prepare_fully_shard
 sharding = [*sys.modules]
+forget("composer_fsdp2.")
+import composer_fsdp2.checkpoint.inspect
+looking = [*sys.modules]
 from composer_fsdp2 import *
 names = composer_fsdp2.__all__
 others = [name for name in names if globals()[name] is not getattr(composer_fsdp2, name)]
-print(json.dumps({"before": before, "sharding": sharding, "all": names, "others": others, "dir": seen}))
+print(json.dumps({"sharding": sharding, "looking": looking, "all": names, "others": others, "dir": seen}))
+"""
+WITHOUT_TORCH = """
+import composer_fsdp2
+composer_fsdp2.__version__, composer_fsdp2.ConfigError, composer_fsdp2.ShardingConfig(), composer_fsdp2.errors
+composer_fsdp2.translate({"sharding_strategy": "FULL_SHARD"}, device="cpu")
+assert "omegaconf" not in sys.modules
 """
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, list[str]]:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, text=True, capture_output=True)
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    script = tmp_path_factory.mktemp("names") / "script.py"
+    script.write_text(SCRIPT)
+    done = run_script(WITH_COMPOSER, script)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_a_name_imports_what_it_needs(told: dict[str, list[str]]):
-    """Who catches an error or translates a dict does not wait for torch, nor who shards for what reads checkpoints."""
-    assert not {"torch", "omegaconf", "composer_fsdp2.prepare"} & {*told["before"]}
-    assert "torch" in told["sharding"]
+    """Who catches an error or translates a dict does not wait for torch, who shards for what reads checkpoints, nor who
+    asks what is in a file for what loads one."""
+    assert "composer_fsdp2.prepare" not in imported_without_torch("composer_fsdp2.__init__", then=WITHOUT_TORCH)
+    assert "composer_fsdp2.prepare" in told["sharding"]
     assert not {"omegaconf", "torch.distributed.checkpoint"} & {*told["sharding"]}
     assert [name for name in told["sharding"] if name.startswith("composer_fsdp2.checkpoint")] == []
+    assert [name for name in told["looking"] if name.startswith("composer_fsdp2.checkpoint.load")] == []
 
 
 def test_every_name_is_there_however_it_is_asked_for(told: dict[str, list[str]]):
@@ -73,6 +92,7 @@ def test_type_checkers_see_the_names_that_are_there():
     assert composer_fsdp2.__all__ == ["__version__", *composer_fsdp2._FILE_OF]
 
 
+@pytest.mark.slow
 def test_mypy_sees_the_real_types(tmp_path: Path):
     """A project that is checked strictly gets our signatures, and is told of a misspelt name."""
     (tmp_path / "script.py").write_text(

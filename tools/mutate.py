@@ -66,14 +66,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=40, help="of all rooms together (40)")
     parser.add_argument("--data", type=Path, default=ROOT / ".coverage", help="what `make coverage` wrote")
-    parser.add_argument("--only", type=int, nargs="*", metavar="N", help="by their numbers in the list")
     parser.add_argument("--tests", nargs="*", metavar="FILE", help="in place of those that run the line")
     parser.add_argument("--list", action="store_true", help="only say what would be changed")
     arguments = parser.parse_args()
     runs = {} if arguments.list or arguments.tests else lines_of_tests(arguments.data)
     for number, mutation in enumerate(draw(arguments.seed, arguments.count), 1):
-        if arguments.only and number not in arguments.only:
-            continue
         print(f"{number:2} {mutation}", flush=True)
         if not arguments.list:
             print(f"   {caught(mutation, arguments.tests or tests_of(mutation, runs))}", flush=True)

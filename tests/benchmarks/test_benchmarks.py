@@ -28,7 +28,7 @@ def printed(words: str, code: int = 0) -> str:
     return done.stdout if code == 0 else done.stderr
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("strategy", [pytest.param("FULL_SHARD", marks=pytest.mark.slow), "SHARD_GRAD_OP"])
 def test_a_step_costs_what_the_hand_written_loop_does(strategy: str):
     """Nobody pays for the translation in gathers, bytes or memory; and the numbers count something."""
     step = json.loads(printed(f"step.py --json --device cpu --variants ours composer --strategy {strategy} {SIZES}"))
@@ -67,7 +67,7 @@ TABLES = {
     "saving.py --device cpu --mib 1 --rounds 1 --folder {folder}": ["| save_monolithic ", "| full_tensor, torch.save "],
     "migrate.py --files 3": ["3 files: "],
     "start.py --rounds 1 --only version": ["| composer-fsdp2 --version ", "import typer"],
-    "checkpoint.py --gib 0.001 --rounds 1 --folder {folder}": [
+    "checkpoint.py --gib 0.001 --ranks 1 --rounds 1 --folder {folder}": [
         "holds: what was loaded is what was written: by all", "| load_checkpoint, on the disk alone ",
         "| Composer's Trainer, in the page cache ", "| verify_checkpoint, in the page cache ", "| torch_save_to_dcp ",
     ],

@@ -12,6 +12,7 @@ import torch
 from support.commands import BIN, run_all, run_forked
 from support.comparing import assert_same
 from support.legacy import FOLDER, checkpoint_of, legacy_model
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1
 from support.ranks import run_ranks
 from support.trainers import fit
@@ -20,11 +21,13 @@ from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
 
 pytestmark = pytest.mark.composer
 
-SAVED_AT, LAST = 2, 4
+SAVED_AT, LAST = 1, 2
 TRAINING: dict[str, Any] = {"batches": LAST, "optimizer": "decoupled_adamw"}
 
 
-def check_stock_composer(folder: str) -> None:
+@on_ranks(2)
+def test_stock_composer_goes_on_from_what_was_converted(folder: str) -> None:
+    """FSDP1 itself trains on from a converted folder or file as from its own, bit for bit: the way back is open."""
     path, sharded = Path(folder), {"state_dict_type": "sharded"}
     continuous = fit(FSDP1, dict(sharded), save_folder=folder, save_interval=f"{SAVED_AT}ba", **TRAINING)
     convert_checkpoint(path / f"ep0-ba{SAVED_AT}", path / "full.pt", to="monolithic")
@@ -38,12 +41,9 @@ def check_stock_composer(folder: str) -> None:
     assert full.losses == continuous.losses[SAVED_AT:]
 
 
-def test_stock_composer_goes_on_from_what_was_converted(tmp_path: Path):
-    """FSDP1 itself trains on from a converted folder or file as from its own, bit for bit: the way back is open."""
-    run_ranks(check_stock_composer, 2, str(tmp_path))
-
-
-def check_flat(folder: str) -> None:
+@on_ranks(1)
+def test_flat_parameters_become_the_named_ones(folder: str) -> None:
+    """A ``local`` checkpoint of Composer 0.17 becomes what the same run saved whole, given its model."""
     model = legacy_model("c172/local-flat")
     new = Path(folder, "new.pt")
     convert_checkpoint(checkpoint_of("c172/local-flat"), new, to="monolithic", model=model)
@@ -54,11 +54,6 @@ def check_flat(folder: str) -> None:
     assert_same(found["model"], {name: expected["model"][name] for name in found["model"]})
     state, saved = (value["optimizers"]["DecoupledAdamW"]["state"] for value in (found, expected))
     assert_same(state, saved)
-
-
-def test_flat_parameters_become_the_named_ones(tmp_path: Path):
-    """A ``local`` checkpoint of Composer 0.17 becomes what the same run saved whole, given its model."""
-    run_ranks(check_flat, 1, str(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ main()
 # What is typed before the tab, and what stands there after it.
 COMPLETED = {
     "composer-fsdp2 mig": "composer-fsdp2 migrate ",
-    "composer-fsdp2 migrate --rep": "composer-fsdp2 migrate --report ",
     "composer-fsdp2 migrate sett": "composer-fsdp2 migrate settings.yaml ",
     "composer-fsdp2 checkpoint convert a b --to mono": "composer-fsdp2 checkpoint convert a b --to monolithic ",
     "composer-fsdp2 explain limit_all": "composer-fsdp2 explain limit_all_gathers ",

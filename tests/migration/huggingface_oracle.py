@@ -15,15 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-IMPORTS = ("accelerate.commands.launch", "transformers.training_args")
-
 
 def ask(cases: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """What transformers ("trainer") and accelerate's launcher ("accelerate") make of each; one process for all."""
     from support.forked_scripts import run_script
+    from support.ranks import WITH_COMPOSER
 
     written = json.dumps([{"system": system, "said": written} for system, written in cases])
-    done = run_script(IMPORTS, Path(__file__), stdin=written)
+    done = run_script(WITH_COMPOSER, Path(__file__), stdin=written)
     assert done.returncode == 0, done.stderr
     answers: list[dict[str, Any]] = json.loads(done.stdout)
     return answers

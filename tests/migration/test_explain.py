@@ -313,7 +313,7 @@ VALUES = st.sampled_from(
 )
 
 
-@examples(200)
+@examples(100)
 @given(st.sampled_from([each.places[0] for each in all_keys()]), VALUES)
 def test_any_value_of_any_key_has_an_answer(place: str, value: str):
     """Whatever is asked, there is an answer and no traceback, also as JSON."""
@@ -663,13 +663,13 @@ def test_what_changed_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path
     page = (tmp_path / "migration_docs/keys.md").read_text()
     assert [word for word in words if word not in page] == []
     monkeypatch.undo()
-    write_documents(tmp_path)
-    assert write_documents(tmp_path, "--check")
-    for name in ("yamls/t5/t5-base-fsdp2.yaml", "yamls/torchtitan/llama3-8b-composer.yaml"):
+    pairs = ("yamls/t5/t5-base-fsdp2.yaml", "yamls/torchtitan/llama3-8b-composer.yaml")
+    for name in pairs:
         (tmp_path / name).write_text("a: 1\n")
-        assert not write_documents(tmp_path, "--check")
-        assert write_documents(tmp_path)
-        assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes()
+    assert write_documents(tmp_path)
+    assert [name for name in pairs if (tmp_path / name).read_bytes() != (ROOT / name).read_bytes()] == []
+    (tmp_path / pairs[0]).write_text("a: 1\n")
+    assert not write_documents(tmp_path, "--check")
 
 
 def test_the_index_leads_to_headings():

@@ -47,30 +47,6 @@ trainer:
 """
 
 
-def test_composer_in_place():
-    """The report, the diff and the training script all read the one file that the user knows."""
-    migration = migrate_text(COMPOSER, "run.yaml")
-    assert migration.after == (
-        """\
-# A run.
-precision: amp_bf16
-trainer:
-  fsdp_config:   # how
-    # first
-    reshard_after_forward: false  # ZeRO-2
-    mixed_precision: "PURE"
-
-    # no longer
-    state_dict_type: sharded
-# The end.
-"""
-    )
-    assert migration.exit_code == 0
-    assert found(migration, "sharding_strategy").target == "reshard_after_forward: false"
-    assert found(migration, "limit_all_gathers").target == "removed"
-    assert found(migration, "sharding_strategy").where == "run.yaml:6"
-
-
 TRAINER = """\
 training:
   learning_rate: 1.0e-5
@@ -319,23 +295,6 @@ def test_clipping_by_default_is_a_setting(system: str, to: str) -> None:
 ZERO = "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 4\n"
 
 
-def test_deepspeeds_sequence_parallelism_is_carried_over() -> None:
-    """`no such key`; and what was written had ranks for half of the mesh, or a backend that FSDP refuses."""
-    text = ZERO + "deepspeed_config: {zero_stage: 3}\nparallelism_config:\n  parallelism_config_sp_size: 2\n"
-    text += "  parallelism_config_dp_shard_size: 2\n  parallelism_config_sp_backend: deepspeed\n"
-    new = migrate_text(text)
-    section = yaml.safe_load(new.after)["fsdp_config"]
-    assert (section["data_parallel_shard_degree"], section["context_parallel_degree"]) == (4, 2) and new.exit_code == 0
-    degrees = yaml.safe_load(migrate_text(text, to="accelerate").after)["parallelism_config"]
-    names = ("dp_replicate", "dp_shard", "tp", "cp")
-    assert [degrees[f"parallelism_config_{name}_size"] for name in names] == [1, 2, 1, 2] and len(degrees) == 4
-    fsdp = (
-        "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nparallelism_config: {parallelism_config_sp_size: 2}\n"
-    )
-    (unread,) = migrate_text(fsdp, to="accelerate").blocking
-    assert unread.key == "parallelism_config.parallelism_config_sp_size"
-
-
 AXOLOTL = """\
 base_model: m
 micro_batch_size: 1
@@ -388,7 +347,50 @@ NAMED = "variables:\n  sharding: {limit_all_gathers: true, verbose: true}\nfsdp_
 ANCHORED = "a:\n  fsdp_config: &s\n    limit_all_gathers: true\n    verbose: true\nb:\n  fsdp_config: *s\n"
 STEPS, CLIPS = (f"deepspeed_config.gradient_{name}" for name in ("accumulation_steps", "clipping"))
 OF_8 = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\n"
+ULYSSES = ZERO + (
+    "deepspeed_config: {zero_stage: 3}\nparallelism_config:\n  parallelism_config_sp_size: 2\n"
+    "  parallelism_config_dp_shard_size: 2\n  parallelism_config_sp_backend: deepspeed\n"
+)
 CASES = {
+    "the report, the diff and the training script all read the one file that the user knows": Case(
+        file=COMPOSER,
+        became={"sharding_strategy": "reshard_after_forward: false", "limit_all_gathers": "removed"},
+        blocking=[],
+        after="""\
+# A run.
+precision: amp_bf16
+trainer:
+  fsdp_config:   # how
+    # first
+    reshard_after_forward: false  # ZeRO-2
+    mixed_precision: "PURE"
+
+    # no longer
+    state_dict_type: sharded
+# The end.
+""",
+    ),
+    "DeepSpeed's sequence parallelism had ranks for half of the mesh": Case(
+        file=ULYSSES,
+        says={"fsdp_config.data_parallel_shard_degree": 4, "fsdp_config.context_parallel_degree": 2},
+        blocking=[],
+    ),
+    "or a backend that FSDP refuses": Case(
+        file=ULYSSES,
+        to="accelerate",
+        says={
+            "parallelism_config": {
+                f"parallelism_config_{name}_size": size
+                for name, size in {"dp_replicate": 1, "dp_shard": 2, "tp": 1, "cp": 2}.items()
+            }
+        },
+    ),
+    "FSDP reads none": Case(
+        file="distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n"
+        "parallelism_config: {parallelism_config_sp_size: 2}\n",
+        to="accelerate",
+        blocking=["parallelism_config.parallelism_config_sp_size"],
+    ),
     "the keys take the places of those that said the same, and comments go with them": Case(
         file=COMPOSER,
         to="roll",

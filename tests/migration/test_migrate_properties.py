@@ -37,7 +37,7 @@ def migrated(file: File, to: str) -> Migration:
     return migrate_text(file.text, f"run{file.suffix}", to=to)
 
 
-@examples(200)
+@examples(120)
 @given(ANY_FILE, ANY_TARGET)
 def test_any_file_for_any_target(file: File, to: str) -> None:
     """Nothing else of the file is touched, no key or comment is lost in silence, and a second run has nothing to do."""
@@ -51,7 +51,7 @@ def test_any_file_for_any_target(file: File, to: str) -> None:
         assert migrate_text(result.after, f"run{result.suffix}", to=to).after == result.after
 
 
-@examples(50)
+@examples(30)
 @given(EVERY["axolotl"])
 def test_beside_axolotls_section_comes_its_version_alone(file: File) -> None:
     """The one line that is written outside of a section; a second one, or one elsewhere, would be a fault."""
@@ -145,7 +145,7 @@ def asked_at(text: str, num_ranks: int) -> ShardingConfig | None:
         raise
 
 
-@examples(100)
+@examples(60)
 @given(st.one_of(composer_files(), merging_files(), composer_files().map(with_windows_lines)))
 def test_a_composer_file_asks_for_the_same_before_and_after(file: File) -> None:
     """The migrated run would shard, cast or prefetch otherwise than the run that it came from; or, after `exact` and
@@ -161,7 +161,7 @@ def test_a_composer_file_asks_for_the_same_before_and_after(file: File) -> None:
     assert asked == before
 
 
-@examples(50)
+@examples(30)
 @given(st.one_of(composer_files(), merging_files()), st.sampled_from(sorted(TARGETS)))
 def test_no_machine_decides_what_becomes_of_a_file(file: File, to: str) -> None:
     """A laptop, a CI and the node would each get another answer for one file."""
@@ -343,7 +343,7 @@ def parts_of_key(finding: Finding) -> list[str]:
 
 
 @pytest.mark.parametrize("to", ["roll", "torchtitan", "accelerate", "axolotl"])
-@examples(50)
+@examples(30)
 @given(file=composer_files(sane=True))
 def test_there_and_back(to: str, file: File) -> None:
     """What a target cannot say, and no finding names, was lost without a word."""

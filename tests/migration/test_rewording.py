@@ -99,7 +99,7 @@ def test_real_files() -> None:
             check(file.read_text(), file.name, to, seed)
 
 
-@examples(60)
+@examples(40)
 @given(st.sampled_from(sorted(EVERY)).flatmap(EVERY.__getitem__), st.sampled_from(sorted(TARGETS)), st.integers(0, 99))
 def test_any_file(file: Any, to: str, seed: int) -> None:
     """The same, for keys and values that no real file has together."""

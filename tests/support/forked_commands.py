@@ -1,4 +1,4 @@
-"""``composer-fsdp2`` without its imports: ``with forked_commands(folder) as bin: ...`` puts a quick one into ``bin``.
+"""``composer-fsdp2`` without its imports: ``add_command(bin_folder)`` puts a quick one into a folder for PATH.
 
 Pages of documentation run dozens of commands, and each would import torch for seconds. Here each is forked from a warm
 process (`support.warm`), and gets the caller's arguments, folder, variables and standard streams.
@@ -7,31 +7,15 @@ tests/cli/test_checkpoint_convert.py runs the installed script itself.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 from support import warm
+from support.ranks import WITH_COMPOSER
 
-# Not Composer: what a page types needs it only for `run` and `train`, which pages give to a launcher.
-IMPORTED = (
-    "composer_fsdp2.cli.main",
-    "composer_fsdp2.cli.checkpoint_convert",
-    "composer_fsdp2.cli.checkpoint_inspect",
-    "composer_fsdp2.cli.checkpoint_verify",
-    "composer_fsdp2.cli.explain",
-    "composer_fsdp2.cli.migrate",
-    "composer_fsdp2.cli.plan",
-    "composer_fsdp2.checkpoint.convert.conversion",
-    "composer_fsdp2.checkpoint.describe",
-    "composer_fsdp2.checkpoint.verify.verification",
-    "composer_fsdp2.migration.files",
-    "rich.progress",
-)
 COMMAND = Path(sys.executable).parent / "composer-fsdp2"
 # What stands where the console script would: a program of its own, which imports next to nothing. It sends what
 # `warm.start` sends, and exits as the process that this makes.
@@ -47,16 +31,12 @@ sys.exit(code)
 """
 
 
-@contextlib.contextmanager
-def forked_commands(folder: Path) -> Iterator[Path]:
-    """A folder for PATH, in which ``composer-fsdp2`` is quick until the session ends."""
-    bin_folder = folder / "bin"
-    bin_folder.mkdir()
+def add_command(bin_folder: Path) -> None:
+    """Put a quick ``composer-fsdp2`` into a folder for PATH; it works until the session ends."""
     script = bin_folder / COMMAND.name
-    address = str(warm.server(IMPORTED))
+    address = str(warm.server(WITH_COMPOSER))
     script.write_text(STARTER.format(python=sys.executable, address=address, function=f"{__name__}:run"))
     script.chmod(0o755)
-    yield bin_folder
 
 
 def run(arguments: list[str]) -> None:

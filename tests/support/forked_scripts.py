@@ -1,8 +1,8 @@
 """Scripts and launchers without their imports, forked from a warm process (`support.warm`).
 
-``run_script(imports, path, *words)`` runs a script; ``add_launchers(bin_folder, imports)`` puts a quick ``composer``
-and a quick ``torchrun`` into a folder for PATH, whose ranks are forked as well. tests/benchmarks/test_benchmarks.py
-starts a script as a user does, and tests/cli/test_run.py each launcher.
+``run_script(imports, path, *words)`` runs a script; ``add_launchers(bin_folder, imports)`` puts a quick ``composer``,
+``torchrun`` and ``accelerate`` into a folder for PATH, whose ranks are forked as well.
+tests/benchmarks/test_benchmarks.py starts a script as a user does, and tests/cli/test_run.py each launcher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from support import warm
 from support.forked_commands import STARTER
 from support.ranks import name_own_file
 
-LAUNCHER_MODULES = {"composer": "composer.cli.launcher", "torchrun": "torch.distributed.run"}
+LAUNCHER_MODULES = {
+    "composer": "composer.cli.launcher",
+    "torchrun": "torch.distributed.run",
+    "accelerate": "accelerate.commands.accelerate_cli",
+}
 
 
 def run_script(
@@ -73,6 +77,10 @@ def composer(arguments: list[str]) -> None:
 
 def torchrun(arguments: list[str]) -> None:
     launch("torchrun", arguments)
+
+
+def accelerate(arguments: list[str]) -> None:
+    launch("accelerate", arguments)
 
 
 def launch(name: str, arguments: list[str]) -> None:

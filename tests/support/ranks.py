@@ -64,6 +64,7 @@ _FOUNDRY = ("llmfoundry.command_utils",) if importlib.util.find_spec("llmfoundry
 WITH_COMPOSER = (
     *WITH_TORCH, "composer.algorithms", "composer.loggers", *_FOUNDRY, "support.entry_points",
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "support.about_the_machine",
+    "composer_fsdp2.cli.explain", "composer_fsdp2.cli.plan", "composer_fsdp2.migration.files",
 )  # fmt: skip
 START_TIMEOUT_S = 180
 MAX_CALLS = 200  # Then new processes: something always leaks.

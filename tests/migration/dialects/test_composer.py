@@ -12,7 +12,7 @@ import yaml
 from support.runs import run_with
 
 from composer_fsdp2 import translate
-from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.fsdp1.keys import KEYS, KeyGroup
 from composer_fsdp2.migration.dialect import Reading, Section
 from composer_fsdp2.migration.dialects import DIALECTS
@@ -28,6 +28,7 @@ from tests.migration.file_cases import (
     UNSUPPORTED,
     Case,
     each_case,
+    finding,
 )
 
 COMPOSER = DIALECTS["composer"]
@@ -40,11 +41,6 @@ def read(text: str) -> Reading:
     for key in path:
         at = at[key]
     return COMPOSER.read(Section(path=path, given=at, around=values))
-
-
-def finding(reading: Reading, key: str) -> Finding:
-    (found,) = [each for each in reading.findings if each.name == key]
-    return found
 
 
 # --- where sections are

@@ -53,7 +53,7 @@ OUTSIDE = ("model_args.", "device_mapping", "max_grad_norm")  # of ROLL's sectio
 
 
 @pytest.mark.parametrize("dialect", KEYS)
-@examples(100)
+@examples(60)
 @given(data=st.data())
 def test_every_key_has_one_finding(dialect: str, data: st.DataObject):
     """Whatever a file says, no key is lost and none is an error; a run is there unless a finding says why not."""
@@ -221,7 +221,7 @@ def comparable(run: RunConfig) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", EXACT)
-@examples(100)
+@examples(60)
 @given(data=st.data(), has_words=st.booleans())
 def test_what_is_expressed_exactly_is_read_back(name: str, data: st.DataObject, has_words: bool):
     """A loss without a finding: the user's run would differ, and no report say so."""

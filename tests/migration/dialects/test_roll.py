@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.runs import run_with
 
-from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.parallel import IdleExperts, TiledMLP
 from composer_fsdp2.config.rows import Row
@@ -39,6 +39,7 @@ from tests.migration.file_cases import (
     UNNEEDED,
     Case,
     each_case,
+    finding,
 )
 from tests.migration.tables import settings_of
 
@@ -196,7 +197,41 @@ OF_EXPERTS = {"wrap_policy": {"moe_experts": ["Qwen3MoeMLP"]}}
 FREEZE = "model_args.freeze_module_prefix"
 WITH_ULYSSES = yaml.safe_load(FILE)
 WITH_ULYSSES["actor_train"]["model_args"]["ulysses_size"] = None
+INFER = "fsdp2_infer, strategy_config: {fsdp_size: 8, offload_policy: true}"
+# Files of the shapes that ROLL's own examples have, written for this test: each with the keys that a user has to do
+# something about, in whichever worker.
+SHAPES: dict[str, tuple[str, list[str]]] = {
+    "dense": (shape(), []),
+    "a key of no release": (shape(config="use_batched_model_update: false"), []),
+    "with a teacher": (shape(reference=INFER), []),
+    "adapters": (shape("{disable_gradient_checkpointing: true, lora_target: '${lora}', lora_rank: 32}"), []),
+    "frozen tower": (shape("{freeze_module_prefix: model.visual}"), []),
+    "patched experts": (
+        shape(config=f"apply_expert_patch: true\napply_tiled_mlp: true\n{POLICY}", reference=INFER),
+        ["apply_tiled_mlp"],  # of a model that the file does not name
+    ),
+    "grouped products": (shape("{ulysses_size: 1}", config="moe_use_grouped_mm: true\napply_tiled_mlp: false"), []),
+    "Ulysses": (shape("{ulysses_size: 2}", config=POLICY, reference=INFER), []),
+    "expert parallelism": (shape(config=f"ep_size: 8\nefsdp_size: 2\n{POLICY}"), []),
+    "misspelt": (shape(config="offload: true"), ["offload"]),
+}
+PLACES = ("data_parallel_replicate_degree", "cpu_offload")
 CASES = {
+    **{
+        f"exit 1 has a reason: {name}": Case(
+            file=text, blocking=blocking, has_way_out=True, has=("custom_envs:\n  Simple: ${custom_env.Simple}\n",)
+        )
+        for name, (text, blocking) in SHAPES.items()
+    },
+    "a file with an actor and a teacher needs no --at, and the actor's settings do not become the teacher's": Case(
+        file=SHAPES["with a teacher"][0],
+        says={
+            **dict(zip((f"actor_train.fsdp_config.{key}" for key in PLACES), (-1, None), strict=True)),
+            **dict(zip((f"reference.fsdp_config.{key}" for key in PLACES), (None, True), strict=True)),
+            "actor_train.strategy_args": None,
+            "reference.strategy_args": None,
+        },
+    ),
     "an empty section trains in bf16 with fp32 reduction, recomputes, broadcasts rank 0 and saves in turn": Case(
         file=worker(ranks=4),
         to=None,
@@ -477,11 +512,6 @@ def test_what_becomes_of(case: Case):
     case.check()
 
 
-def finding(reading: Reading, key: str) -> Finding:
-    (found,) = [each for each in reading.findings if each.name == key]
-    return found
-
-
 @pytest.mark.parametrize("row", [row for row in ROLL.rows if row.neutral], ids=lambda row: row.name)
 def test_values_that_ask_for_nothing_stand_in_no_ones_way(row: Any):
     """A file that spells out that a feature is off migrates without a question."""
@@ -543,42 +573,3 @@ def test_pieces_come_back():
         names = ("apply_tiled_mlp", "tiled_num_shards", "model_type")
         assert {each.key: each.value for each in expression.settings if each.key in names} == expected
         assert bool(expected) is not any(each.key == "tiled MLP" for each in expression.findings)
-
-
-# --- files of the shapes that ROLL's own examples have, written for this test
-
-INFER = "fsdp2_infer, strategy_config: {fsdp_size: 8, offload_policy: true}"
-# Each with the keys that a user has to do something about, in whichever worker.
-SHAPES: dict[str, tuple[str, list[str]]] = {
-    "dense": (shape(), []),
-    "a key of no release": (shape(config="use_batched_model_update: false"), []),
-    "with a teacher": (shape(reference=INFER), []),
-    "adapters": (shape("{disable_gradient_checkpointing: true, lora_target: '${lora}', lora_rank: 32}"), []),
-    "frozen tower": (shape("{freeze_module_prefix: model.visual}"), []),
-    "patched experts": (
-        shape(config=f"apply_expert_patch: true\napply_tiled_mlp: true\n{POLICY}", reference=INFER),
-        ["apply_tiled_mlp"],  # of a model that the file does not name
-    ),
-    "grouped products": (shape("{ulysses_size: 1}", config="moe_use_grouped_mm: true\napply_tiled_mlp: false"), []),
-    "Ulysses": (shape("{ulysses_size: 2}", config=POLICY, reference=INFER), []),
-    "expert parallelism": (shape(config=f"ep_size: 8\nefsdp_size: 2\n{POLICY}"), []),
-    "misspelt": (shape(config="offload: true"), ["offload"]),
-}
-
-
-def test_exit_1_has_a_reason():
-    """Nearly every example of ROLL's ended with 1, most only because of its units and what they recompute."""
-    for name, (text, expected) in SHAPES.items():
-        migration = migrate_text(text, "run.yaml")
-        assert [each.key for each in migration.blocking] == expected, name
-        assert all(each.reason and each.hint for each in migration.blocking), name
-        assert "custom_envs:\n  Simple: ${custom_env.Simple}\n" in migration.after, name
-
-
-def test_each_worker_gets_its_own_section_in_its_place():
-    """A file with an actor and a teacher needs no --at, and the actor's settings do not become the teacher's."""
-    after = yaml.safe_load(migrate_text(SHAPES["with a teacher"][0], "run.yaml").after)
-    actor, reference = after["actor_train"]["fsdp_config"], after["reference"]["fsdp_config"]
-    assert "cpu_offload" not in actor and reference["cpu_offload"] is True
-    assert actor["data_parallel_replicate_degree"] == -1 and "data_parallel_replicate_degree" not in reference
-    assert not {"strategy_args"} & (after["actor_train"].keys() | after["reference"].keys())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.runs import run_with as any_run_with
 
-from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.sharding import ActivationCheckpointing, MixedPrecision
 from composer_fsdp2.migration.dialect import Reading, Section
@@ -29,6 +29,7 @@ from tests.migration.file_cases import (
     UNSUPPORTED,
     Case,
     each_case,
+    finding,
 )
 from tests.migration.tables import tables_of, with_tables
 
@@ -81,11 +82,6 @@ def run_of(values: dict[str, Any]) -> RunConfig:
 
 def parallelism(**written: Any) -> dict[str, Any]:
     return {"parallelism": {"data_parallel_shard_degree": -1} | written}
-
-
-def finding(reading: Reading, key: str) -> Finding:
-    (found,) = [each for each in reading.findings if each.name == key]
-    return found
 
 
 # --- sections

@@ -78,7 +78,7 @@ VALUES = st.recursive(
 )
 
 
-@examples(100)
+@examples(60)
 @given(st.data(), st.dictionaries(KEYS, VALUES, max_size=4), st.sampled_from([None, 1, 4, "\t"]), st.booleans())
 def test_the_new_text_says_what_was_meant(data: st.DataObject, values: dict[str, Any], indent: Any, ascii: bool):
     """A run would begin with other values, or not at all."""

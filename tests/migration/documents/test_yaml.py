@@ -204,7 +204,7 @@ VALUES = st.recursive(
 )
 
 
-@examples(100)
+@examples(60)
 @given(VALUES)
 def test_flow_text_is_read_back(value: Any):
     """A string such as yes, 1e3 or "- x" would come back as something else."""
@@ -216,7 +216,7 @@ def test_flow_text_is_read_back(value: Any):
 YAMLS = st.dictionaries(st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "Z"])), VALUES, max_size=4)
 
 
-@examples(100)
+@examples(60)
 @given(YAMLS, st.sampled_from([None, True, False]), st.booleans())
 def test_values_are_those_of_pyyaml(values: dict[str, Any], flow: bool | None, unicode: bool):
     """What the systems read decides what a file asks for, and they read by PyYAML."""

@@ -145,6 +145,16 @@ ONLY_THE_USER = [
     ("zero_stage: 3", "zero_stag: 3", "zero_stag"),
     ("zero_stage: 3", "gradient_clipping: often", "gradient_clipping"),
 ]
+DIVIDED: list[tuple[str, dict[str, int], dict[str, int]]] = [
+    (FSDP2, {"cp": 4, "dp_shard": 2}, {"context_parallel_degree": 4}),
+    (FSDP2, {"cp": 8}, {"context_parallel_degree": 8}),
+    (
+        FSDP2,
+        {"cp": 2, "dp_shard": 2, "dp_replicate": 2},
+        {"context_parallel_degree": 2, "data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2},
+    ),
+    (ZERO3, {"cp": 2, "dp_shard": 2}, {"context_parallel_degree": 2}),
+]
 IN_TWO = "parallelism_config.parallelism_config_tp_size"
 BARE = {
     "fsdp_transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
@@ -170,6 +180,14 @@ CASES = {
         told={IN_TWO: (NEEDS_DECISION, "layer plan")},
         blocking=[IN_TWO],
     ),
+    **{
+        f"a decision would ask what is clear of divided sequences: {sizes}, {len(head)}": Case(
+            file=HEAD + head + axes(**sizes) + AROUND,
+            blocking=[],
+            says={f"fsdp_config.{key}": degree for key, degree in words.items()},
+        )
+        for head, sizes, words in DIVIDED
+    },
     **{
         f"ZeRO {stage} keeps what it means": Case(
             file=HEAD + ZERO2.replace("stage: 2", f"stage: {stage}") + AROUND,
@@ -278,17 +296,6 @@ def test_what_becomes_of(case: Case) -> None:
 
 def test_the_ranks_of_a_sequence_shard_parameters_as_well() -> None:
     """Parameters sharded over the other ranks alone would need more memory; a decision would ask what is clear."""
-    for head, sizes, words in (
-        (FSDP2, {"cp": 4, "dp_shard": 2}, {"context_parallel_degree": 4}),
-        (FSDP2, {"cp": 8}, {"context_parallel_degree": 8}),
-        (FSDP2, {"cp": 2, "dp_shard": 2, "dp_replicate": 2},
-         {"context_parallel_degree": 2, "data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2}),
-        (ZERO3, {"cp": 2, "dp_shard": 2}, {"context_parallel_degree": 2}),
-    ):  # fmt: skip
-        migration = migrated(HEAD + head + axes(**sizes) + AROUND)
-        assert migration.blocking == ()
-        section = yaml.safe_load(migration.after)["fsdp_config"]
-        assert {key: section.get(key) for key in words} == words
     for sizes in ({"cp": 4, "dp_shard": 2}, {"cp": 8}):
         again = HuggingFaceDialect().express(run_of(HEAD + FSDP2 + axes(**sizes) + AROUND)).settings
         (degrees,) = [each.value for each in again if each.key == "parallelism_config"]

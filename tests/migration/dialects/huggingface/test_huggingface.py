@@ -31,7 +31,7 @@ from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, NO_RUN, UNNE
 from tests.migration.huggingface_oracle import ask
 from tests.migration.tables import settings_of
 
-NUM_SECTIONS = 600 if IS_THOROUGH else 120  # of each system, at random
+NUM_SECTIONS = 600 if IS_THOROUGH else 80  # of each system, at random
 YAMLS = Path(__file__).resolve().parents[4] / "yamls"
 DIALECT = HuggingFaceDialect()
 Written = dict[str, Any]
@@ -350,6 +350,17 @@ EIGHT_OF_SIXTEEN = {"dp_shard_size": 8, "dp_replicate_size": 2}
 IN_BF16 = {f"config.mixed_precision.{name}_dtype": "bfloat16" for name in ("param", "reduce", "buffer")}
 NEEDLESS = ("use_orig_params", "limit_all_gathers", "forward_prefetch", "cpu_ram_efficient_loading")
 CLASSES_KEY = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
+OF_TRANSFORMERS_5 = {
+    "fsdp": True,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": False,
+        "cpu_offload": True,
+        "transformer_layer_cls_to_wrap": ["Block"],
+    },
+}
+SAID_TWICE = accelerate_file(sharding_strategy="SHARD_GRAD_OP")
+SAID_TWICE["fsdp_config"] = {"sharding_strategy": "FULL_SHARD", **SAID_TWICE["fsdp_config"]}
 CASES = {
     "the prefixed keys of a guide were never read": Case(
         file=DISTILLATION,
@@ -630,6 +641,65 @@ mixed_precision: "no"
             "fsdp_config.backward_prefetch": "backward_prefetch: NONE",
         },
     ),
+    "FSDP knows no fp8; the run's own library for it must be looked at": Case(
+        file=accelerate_file() | {"mixed_precision": "fp8"},
+        to=None,
+        run={"config.mixed_precision.param_dtype": "bfloat16", "precision": "amp_fp8"},
+        told={"mixed_precision": (APPROXIMATE,)},
+    ),
+    "transformers 5 stops at a strategy of FSDP1 beside version 2": Case(
+        file=trainer("hybrid_shard", {"version": 2}), to=None, run=NO_RUN, told={"fsdp": (NEEDS_DECISION,)}
+    ),
+    "a Trainer of transformers 5 reads prefixes and words of its own": Case(
+        file=OF_TRANSFORMERS_5,
+        to=None,
+        run=wrapped("Block")
+        | {"config.reshard_after_forward": False, "config.cpu_offload": True, "config.prefetch": Prefetch()},
+        told={"fsdp_config.fsdp_version": (APPROXIMATE, "4.51.3")},
+    ),
+    "and keeps them": Case(file=OF_TRANSFORMERS_5, to="accelerate", after="file"),
+    "xla in quotes was on: the run was torch_xla's, whose sharding is another": Case(
+        file=trainer("full_shard", {"xla": "false"}),
+        to=None,
+        run=NO_RUN,
+        told={"fsdp_config.xla": (NEEDS_DECISION,)},
+    ),
+    "xla that is off asks nothing": Case(file=trainer("full_shard", {"xla": False}), to=None, blocking=[]),
+    "a forward prefetch that is off asks for nothing": Case(
+        file=trainer("full_shard", {"forward_prefetch": "false"}, bf16=False),
+        to=None,
+        told={"fsdp_config.forward_prefetch": (None, "off"), "bf16": (None, "off")},
+        became={"fsdp_config.forward_prefetch": ""},
+    ),
+    "in quotes the launcher's check passes, and its plugin sends the values of rank 0 all the same": Case(
+        file=accelerate_file(sync_module_states="false", cpu_ram_efficient_loading=True),
+        to=None,
+        run={"config.sync_module_states": True},
+        told={"fsdp_config.fsdp_sync_module_states": (None, "set it to true")},
+    ),
+    "without them it refuses": Case(
+        file=accelerate_file(sync_module_states=False, cpu_ram_efficient_loading="false"),
+        to=None,
+        run=NO_RUN,
+        told={"fsdp_config.fsdp_sync_module_states": (None, "in quotes")},
+    ),
+    "of a key said twice, with and without its prefix, accelerate loses the earlier word in silence": Case(
+        file=SAID_TWICE,
+        to=None,
+        run={"config.reshard_after_forward": False},
+        told={"fsdp_config.sharding_strategy": (NEEDS_DECISION, "fsdp_config.fsdp_sharding_strategy says it again")},
+    ),
+    "and the new file says it once": Case(
+        file=SAID_TWICE,
+        to="accelerate",
+        says={
+            "fsdp_config": {
+                "fsdp_version": 2,
+                "fsdp_reshard_after_forward": False,
+                "fsdp_state_dict_type": "FULL_STATE_DICT",
+            }
+        },
+    ),
 }
 
 
@@ -760,21 +830,6 @@ def test_a_switch_in_quotes_gets_the_finding_of_what_it_did(system: str, name: s
         assert "as trained: true" in written.hint and "as written: false" in written.hint
 
 
-def test_xla_in_quotes_was_on() -> None:
-    """The run was torch_xla's, whose sharding is another; read as off it would be called the same as FSDP2."""
-    written = {"fsdp": "full_shard", "fsdp_config": {"xla": "false"}}
-    assert read(written).run is None
-    assert finding(written, "fsdp_config.xla").outcome is Outcome.NEEDS_DECISION
-    assert not finding({"fsdp": "full_shard", "fsdp_config": {"xla": False}}, "fsdp_config.xla").outcome.blocks
-
-
-def test_a_forward_prefetch_that_is_off_asks_for_nothing() -> None:
-    """Both said: a report in which a key is on and the run that it is for is not."""
-    off = finding({"fsdp": "full_shard", "fsdp_config": {"forward_prefetch": "false"}}, "fsdp_config.forward_prefetch")
-    assert "off" in off.reason and not off.target
-    assert "off" in finding({"fsdp": "full_shard", "bf16": False}, "bf16").reason
-
-
 def test_words_that_are_a_number_are_refused() -> None:
     """The Trainer takes a string, a list or a flag; anything else it fails on, and so is not read as off."""
     written = {"fsdp": 3}
@@ -792,48 +847,6 @@ def test_the_launchers_numbers_and_its_empty_values() -> None:
     assert prefetching(1) == prefetching("BACKWARD_PRE") != prefetching(2) == prefetching("BACKWARD_POST")
     plain = accelerate_file()
     assert run_of(plain | {"mixed_precision": None}) == run_of(plain | {"mixed_precision": "no"})
-
-
-def test_values_of_rank_0_go_out_where_the_launcher_corrects_the_file() -> None:
-    """In quotes the launcher's check passes, and its plugin sends the values all the same."""
-    written = accelerate_file(sync_module_states="false", cpu_ram_efficient_loading=True)
-    assert run_of(written).config.sync_module_states is True
-    assert "set it to true" in finding(written, "fsdp_config.fsdp_sync_module_states").reason
-    refused = accelerate_file(sync_module_states=False, cpu_ram_efficient_loading="false")
-    assert read(refused).run is None
-    assert "in quotes" in finding(refused, "fsdp_config.fsdp_sync_module_states").reason
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A Trainer's arguments for FSDP2 (transformers 5 is not here to be asked)
-
-
-def test_a_trainer_of_transformers_5_reads_prefixes_and_words_of_its_own() -> None:
-    """Taken for FSDP1's, half of the keys would be called without effect."""
-    written = {
-        "fsdp": True,
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_reshard_after_forward": False,
-            "cpu_offload": True,
-            "transformer_layer_cls_to_wrap": ["Block"],
-        },
-    }
-    run = run_of(written)
-    assert run.config.reshard_after_forward is False
-    assert run.config.cpu_offload
-    assert run.wrap == Wrap(kind=WrapKind.CLASSES, classes=("Block",))
-    assert run.config.prefetch == Prefetch()
-    assert finding(written, "fsdp_config.fsdp_version").outcome is Outcome.APPROXIMATE
-    assert "4.51.3" in finding(written, "fsdp_config.fsdp_version").reason
-    assert migrated(written) == written
-
-
-def test_a_strategy_of_fsdp1_beside_version_2_is_a_decision() -> None:
-    """Transformers 5 stops at it."""
-    written = {"fsdp": "hybrid_shard", "fsdp_config": {"version": 2}}
-    assert read(written).run is None
-    assert finding(written, "fsdp").outcome is Outcome.NEEDS_DECISION
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -856,14 +869,6 @@ def test_settings_without_fsdp_are_a_decision(written: Written) -> None:
     assert [each for each in reading.findings if "as trained" in each.reason and "as written" in each.reason]
 
 
-def test_fp8_goes_by_bfloat16() -> None:
-    """FSDP knows no fp8; the run's own library for it must be looked at."""
-    written = accelerate_file() | {"mixed_precision": "fp8"}
-    assert run_of(written).config.mixed_precision.param_dtype == "bfloat16"
-    assert run_of(written).precision == "amp_fp8"
-    assert finding(written, "mixed_precision").outcome is Outcome.APPROXIMATE
-
-
 def test_the_table_has_a_reason_for_every_key_and_a_default_for_every_reader() -> None:
     """The documentation is made from it: an empty cell would be one there."""
     names = [DIALECT.places(row)[0] for row in DIALECT.rows]
@@ -873,18 +878,3 @@ def test_the_table_has_a_reason_for_every_key_and_a_default_for_every_reader() -
         assert row.outcome.blocks or row.reason or row.target, row.name
         has_all = set(row.read_by) <= row.defaults.keys()
         assert not row.defaults or has_all or row.name == "sharding_strategy", row.name
-
-
-def test_of_a_key_said_twice_the_last_holds() -> None:
-    """With and without its prefix it is one key to accelerate: the earlier word is lost in silence."""
-    written = accelerate_file(sharding_strategy="SHARD_GRAD_OP")
-    written["fsdp_config"] = {"sharding_strategy": "FULL_SHARD", **written["fsdp_config"]}
-    assert run_of(written).config.reshard_after_forward is False
-    lost = finding(written, "fsdp_config.sharding_strategy")
-    assert lost.outcome is Outcome.NEEDS_DECISION
-    assert "fsdp_config.fsdp_sharding_strategy says it again" in lost.reason
-    assert migrated(written)["fsdp_config"] == {
-        "fsdp_version": 2,
-        "fsdp_reshard_after_forward": False,
-        "fsdp_state_dict_type": "FULL_STATE_DICT",
-    }
