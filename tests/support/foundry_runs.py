@@ -27,7 +27,7 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "yamls" / "mpt-tiny-fsdp1.yaml"
-BATCHES, SAVED_AT = 4, 2
+BATCHES, SAVED_AT = 3, 2
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,16 @@ def surroundings(folder: str, losses: Path) -> list[str]:
 
 def read_losses(path: Path) -> list[float]:
     return [record["loss"] for record in map(json.loads, path.read_text().splitlines()) if "loss" in record]
+
+
+def evaluating(folder: str, interval: int) -> tuple[str, ...]:
+    """Overrides: each so many batches a batch is evaluated, of the data that is trained on."""
+    dataset = f"dataset: {{local: {folder}/data/mds, shuffle: false, max_seq_len: 64, eos_token_id: 0}}"
+    return (
+        f"eval_interval={interval}ba",
+        "eval_subset_num_batches=1",
+        f"eval_loader={{name: text, drop_last: false, num_workers: 1, {dataset}}}",
+    )
 
 
 def assert_alike(ours: TrainedYaml, theirs: TrainedYaml, what: str) -> None:
