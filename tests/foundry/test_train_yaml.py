@@ -26,7 +26,7 @@ from support.foundry_runs import (
     surroundings,
     train,
 )
-from support.oracle import FSDP1, FSDP2, Under
+from support.oracle import FSDP1, FSDP2, Under, few_modules
 from support.ranks import run_ranks
 from support.trainers import largest_difference
 
@@ -227,7 +227,7 @@ def check_command(folder: str) -> None:
 
     losses = Path(folder) / "command.jsonl"
     arguments = ["composer-fsdp2", "train", str(YAML), *surroundings(folder, losses), "max_duration=2ba"]
-    with mock.patch.object(sys, "argv", arguments):
+    with few_modules(), mock.patch.object(sys, "argv", arguments):
         main()
     assert not is_installed()
     dist.barrier()
