@@ -14,7 +14,7 @@ from support.trainers import largest_difference
 pytestmark = pytest.mark.foundry
 
 # Each ends in the midst of a batch's tokens, at an epoch's end, or within an epoch.
-QUICK, *SLOW = "2500tok", "2ep", "3ba"
+QUICK, *SLOW = "3500tok", "2ep", "3ba"
 
 
 def run(under: Under, folder: str, name: str, *overrides: str) -> tuple[TrainedYaml, dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparing import full_parameters
-from support.foundry_runs import YAML, assert_alike, evaluating, hugging_face_yaml, train
+from support.foundry_runs import BATCHES, YAML, assert_alike, evaluating, hugging_face_yaml, train
 from support.oracle import FSDP2, FSDP1_saving
 from support.ranks import run_ranks
 
@@ -34,7 +34,6 @@ class Case:
     options: tuple[str, ...] = ()
 
 
-LAST = 2  # batches; the first one's learning rate is 0
 LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj", "v_proj"]}
 SMALL = {"vocab_size": 512, "initializer_range": 0.2}
 GPT2 = {**SMALL, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "tie_word_embeddings": True}
@@ -63,8 +62,7 @@ def check_runs(folder: str, name: str) -> None:
     # An evaluation at the same batch comes first, and leaves parameters gathered.
     evals = [
         "optimizer.eps=1.0e-3",  # the key's bias has a gradient of rounding noise, which a small one makes steps of
-        f"max_duration={LAST}ba",
-        *evaluating(folder, LAST),
+        *evaluating(folder, BATCHES),
     ]
     runs = {}
     for who, under, options in (("fsdp1", FSDP1_saving, ()), ("fsdp2", FSDP2, case.options)):
@@ -82,7 +80,7 @@ def check_runs(folder: str, name: str) -> None:
             *evals,
             *options,
             f"callbacks.hf_checkpointer.save_folder={folder}/{name}-{who}",
-            f"callbacks.hf_checkpointer.save_interval={LAST}ba",
+            f"callbacks.hf_checkpointer.save_interval={BATCHES}ba",
             after=keep,
         )
     assert_alike(runs["fsdp2"], runs["fsdp1"], name)
@@ -97,7 +95,7 @@ def check_files(folder: str, name: str) -> None:
     theirs, ours = (Path(folder, f"{name}-{who}") for who in ("fsdp1", "fsdp2"))
     names = {path.relative_to(theirs) for path in theirs.rglob("*")}
     assert {path.relative_to(ours) for path in ours.rglob("*")} == names
-    last = Path("huggingface", f"ba{LAST}")
+    last = Path("huggingface", f"ba{BATCHES}")
     for path in names:
         if path.suffix == ".safetensors":
             assert_tensors(load_file(ours / path), load_file(theirs / path), f"{name}, {path}")

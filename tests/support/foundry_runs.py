@@ -27,7 +27,7 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "yamls" / "mpt-tiny-fsdp1.yaml"
-BATCHES, SAVED_AT = 3, 2
+BATCHES, SAVED_AT = 4, 2
 
 
 @dataclass(frozen=True)
