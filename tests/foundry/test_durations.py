@@ -31,7 +31,7 @@ def run(under: Under, folder: str, name: str, *overrides: str) -> tuple[TrainedY
 
 
 def check_duration(folder: str, duration: str) -> None:
-    options = [f"max_duration={duration}", "save_interval=2ba", "scheduler.t_warmup=0.25dur"]
+    options = [f"max_duration={duration}", "save_interval=2ba", "scheduler.t_warmup=0.25dur", "model.n_layers=1"]
     runs, names = {}, {}
     for under in (FSDP1, FSDP2):
         place = Path(folder, f"{duration}-{under.__name__}")

@@ -116,8 +116,8 @@ def test_ranks_of_a_large_run_compare_the_printed_digest(name: str, tmp_path: Pa
 # --- real ranks
 
 REAL = {
-    "rank 0 has the weights": ("model.init_device=mixed",),
-    "another plan": (
+    "rank 0 has the weights, and another plan": (
+        "model.init_device=mixed",
         "fsdp_config.sharding_strategy=SHARD_GRAD_OP",
         "fsdp_config.mixed_precision=DEFAULT",
         "fsdp_config.activation_checkpointing=false",
@@ -147,4 +147,4 @@ def test_real_ranks_compare_the_printed_digest(folder: str, tmp_path: Path):
         printed = printed_digest(tmp_path, YAML, 2, f"code_paths=[{ROOT}/demo/record_loss.py]", *overrides)
         for compared in ranks:
             assert printed in compared[name], name
-    assert len({compared for each in ranks[0].values() for compared in each}) >= 3, "all of them are one plan"
+    assert len({compared for each in ranks[0].values() for compared in each}) >= 2, "all of them are one plan"

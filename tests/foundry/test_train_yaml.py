@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.callbacks import callback
 from support.commands import LAUNCHERS, run_all
 from support.foundry_runs import (
     BATCHES,
@@ -19,12 +20,13 @@ from support.foundry_runs import (
     YAML,
     TrainedYaml,
     assert_alike,
+    evaluating,
     hugging_face_yaml,
     read_losses,
     surroundings,
     train,
 )
-from support.oracle import FSDP1, FSDP2, Under
+from support.oracle import FSDP1, FSDP2, Under, few_modules
 from support.ranks import run_ranks
 from support.trainers import largest_difference
 
@@ -41,7 +43,7 @@ def train_and_generate(under: Under, folder: str, name: str) -> tuple[TrainedYam
     """With checkpoints in ``folder``/``name``, evaluations, and texts that are generated in between."""
     from composer.loggers import Logger
 
-    generating = "{prompts: [The, of any], interval: 2ba, max_new_tokens: 5, do_sample: false, use_cache: true}"
+    generating = "{prompts: [The, of any], interval: 2ba, max_new_tokens: 3, do_sample: false, use_cache: true}"
     with mock.patch.object(Logger, "log_table") as log_table:
         trained = train(
             under,
@@ -50,10 +52,7 @@ def train_and_generate(under: Under, folder: str, name: str) -> tuple[TrainedYam
             name,
             f"save_folder={folder}/{name}",
             "eval_first=true",
-            "eval_interval=2ba",
-            "eval_subset_num_batches=2",
-            "eval_loader={name: text, drop_last: false, num_workers: 1, dataset: {local: "
-            + f"{folder}/data/mds, shuffle: false, max_seq_len: 64, eos_token_id: 0}}}}",
+            *evaluating(folder, BATCHES),
             f"callbacks.generate_callback={generating}",
             "callbacks.reader_of_parameters={}",
         )
@@ -62,16 +61,13 @@ def train_and_generate(under: Under, folder: str, name: str) -> tuple[TrainedYam
 
 def register_reader() -> set[str]:
     """The types of parameters that a callback sees after the one that generates, at the same event."""
-    from composer import Callback
     from llmfoundry.registry import callbacks
 
     seen: set[str] = set()
-
-    class Reader(Callback):
-        def batch_checkpoint(self, state: Any, logger: Any) -> None:
-            seen.update(type(parameter).__name__ for parameter in state.model.parameters())
-
-    callbacks.register("reader_of_parameters", func=Reader)
+    reader = callback(
+        batch_checkpoint=lambda state: seen.update(type(each).__name__ for each in state.model.parameters())
+    )
+    callbacks.register("reader_of_parameters", func=type(reader))
     return seen
 
 
@@ -113,30 +109,6 @@ def test_yaml_trains_with_fsdp1s_losses(folder: str, of_fsdp1: tuple[TrainedYaml
     assert names == {path.relative_to(f"{folder}/fsdp2") for path in Path(folder, "fsdp2").rglob("*")}
 
 
-def check_policy(folder: str, theirs: TrainedYaml) -> None:
-    policy = "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
-    ends = "fsdp_config.wrap_policy.wrap_embeddings=true"
-    for name, overrides in {"policy": [f"{policy}=[MPTBlock]"], "auto": [f"{policy}=auto", ends]}.items():
-        units: set[str] = set()
-        ours = train(FSDP2, YAML, folder, name, *overrides, after=lambda trainer: units.update(units_of(trainer)))  # noqa: B023
-        assert_alike(ours, theirs, name)
-        blocks = {f"model.transformer.blocks.{number}" for number in range(3)}
-        # MPT sets _fsdp_wrap on its embeddings and its last norm, which takes precedence.
-        assert units == {*blocks, "model", *(f"model.transformer.{own}" for own in ("wte", "wpe", "norm_f"))}, units
-
-
-def units_of(trainer: Any) -> list[str]:
-    from torch.distributed.fsdp import FSDPModule
-
-    return [name for name, module in trainer.state.model.named_modules() if isinstance(module, FSDPModule)]
-
-
-@pytest.mark.slow  # test_hugging_face_model_by_the_sections_keys has a policy, too
-def test_a_wrap_policy_in_the_yaml(folder: str, theirs: TrainedYaml):
-    """The units stand in the file: the same curve as with those that MPT's fsdp_wrap_fn chose."""
-    run_ranks(check_policy, 2, folder, theirs)
-
-
 def test_frozen_parameters_are_not_trained_on_one_rank(folder: str):
     """LLM Foundry leaves the section out on one rank: a debug run would train what the real one keeps."""
     with pytest.raises(ConfigError, match="freeze on one rank"):
@@ -152,7 +124,7 @@ def test_meta_initialisation(folder: str, model: str):
 
 def check_meta(folder: str, model: str) -> None:
     yaml = YAML if model == "mpt" else write_llama(folder)
-    options = ("model.init_device=meta", "max_duration=2ba")
+    options = ("model.init_device=meta", "max_duration=1ba")
     theirs = train(FSDP1, yaml, folder, f"{model}-meta-fsdp1", *options)
     assert_alike(train(FSDP2, yaml, folder, f"{model}-meta-fsdp2", *options), theirs, f"{model}, meta")
 
@@ -252,8 +224,9 @@ def check_command(folder: str) -> None:
     from composer_fsdp2.cli.main import main
     from composer_fsdp2.compat import is_installed
 
-    arguments = ["composer-fsdp2", "train", str(YAML), *surroundings(folder, Path(folder) / "command.jsonl")]
-    with mock.patch.object(sys, "argv", arguments):
+    losses = Path(folder) / "command.jsonl"
+    arguments = ["composer-fsdp2", "train", str(YAML), *surroundings(folder, losses)]
+    with few_modules(), mock.patch.object(sys, "argv", arguments):
         main()
     assert not is_installed()
     dist.barrier()

@@ -15,28 +15,6 @@ from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 
-class Ffn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(x)
-
-
-class Layer(nn.Module):
-    """Attention, and parts that a batch may pass over, each under its name."""
-
-    def __init__(self, **parts: nn.Module) -> None:
-        super().__init__()
-        self.attention = nn.Linear(4, 4)
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attention(x)
-
-
 class Holder(nn.Module):
     """A class of somebody's own that holds what it is given."""
 
@@ -47,6 +25,18 @@ class Holder(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+
+class Layer(Holder):
+    """Attention, and parts that a batch may pass over, each under its name."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__(attention=nn.Linear(4, 4), **parts)
+
+
+class Ffn(Holder):
+    def __init__(self) -> None:
+        super().__init__(up=nn.Linear(4, 4))
 
 
 def ffns() -> list[Ffn]:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from support.examples import examples
+from support.translations import config_of, refused
 
 from composer_fsdp2.config.wrap import Wrap, WrapKind
-from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.policy_words import (
     checkpointed_words,
     freeze_words,
@@ -20,15 +20,8 @@ from composer_fsdp2.fsdp1.policy_words import (
     parse_wrap_policy,
     wrap_policy_words,
 )
-from composer_fsdp2.fsdp1.translate import translate
 
 LAYERS = "transformer_layer_cls_to_wrap"
-
-
-def error_of(**given: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        translate(given, device="cpu")
-    return str(caught.value)
 
 
 def test_each_spelling_of_a_policy():
@@ -51,15 +44,14 @@ def test_each_spelling_of_a_policy():
         ({"min_num_params": "1e8", LAYERS: None, "moe_experts": [], "wrap_lm_output": None}, by_size),
         ({LAYERS: ["A"], "min_num_params": None, "wrap_embeddings": None}, Wrap(kind=WrapKind.CLASSES, classes=("A",))),
     ):
-        config = translate({"wrap_policy": written}, device="cpu").config
-        assert config is not None and config.wrap == meant, written
+        assert config_of({"wrap_policy": written}).wrap == meant, written
 
 
 def test_what_a_configuration_file_hands_over_is_read():
     """OmegaConf's lists and mappings are not Python's."""
     section = OmegaConf.create({"wrap_policy": {LAYERS: ["A"]}, "freeze": ["model.embed."]})
-    config = translate(section, device="cpu").config
-    assert config is not None and config.freeze == ("model.embed",)
+    config = config_of(section)
+    assert config.freeze == ("model.embed",)
     assert parse_wrap_policy(section.wrap_policy) == config.wrap == Wrap(kind=WrapKind.CLASSES, classes=("A",))
 
 
@@ -92,21 +84,21 @@ def test_what_a_configuration_file_hands_over_is_read():
 )
 def test_a_policy_that_says_something_else(policy: Any, words: str):
     """Each is a run with other units than its author thinks; the message begins with the key and has the way out."""
-    text = error_of(wrap_policy=policy)
+    text = refused({"wrap_policy": policy})
     assert text.startswith("fsdp_config.wrap_policy is ") and words in text
 
 
 def test_what_is_recomputed_is_asked_for():
     """A policy beside checkpointing that is off would recompute nothing, and the run be out of memory."""
     for off in ({}, {"activation_checkpointing": False}):
-        text = error_of(activation_checkpointing_policy=["A"], **off)
+        text = refused({"activation_checkpointing_policy": ["A"], **off})
         assert "activation_checkpointing is false; set activation_checkpointing: true, or leave the policy out" in text
     for written, meant in ((["A", "B"], ("A", "B")), ("A", ("A",)), ("auto", ()), (None, None)):
         for on in ("activation_checkpointing", "activation_cpu_offload"):
-            config = translate({on: True, "activation_checkpointing_policy": written}, device="cpu").config
-            assert config is not None and config.activation_checkpointing.classes == meant
-    assert "recomputes nothing" in error_of(activation_checkpointing=True, activation_checkpointing_policy=[])
-    assert "no class name" in error_of(activation_checkpointing=True, activation_checkpointing_policy=["A B"])
+            config = config_of({on: True, "activation_checkpointing_policy": written})
+            assert config.activation_checkpointing.classes == meant
+    for wrong, words in (([], "recomputes nothing"), (["A B"], "no class name")):
+        assert words in refused({"activation_checkpointing": True, "activation_checkpointing_policy": wrong})
 
 
 def test_prefixes_of_frozen_parameters():
@@ -117,10 +109,9 @@ def test_prefixes_of_frozen_parameters():
         ([], ()),
         (None, ()),
     ):
-        config = translate({"freeze": written}, device="cpu").config
-        assert config is not None and config.freeze == meant
+        assert config_of({"freeze": written}).freeze == meant
     for wrong in ("", ".", "a..b", [""], [3], " a", True, {"a": 1}):
-        assert "give a list of prefixes" in error_of(freeze=wrong)
+        assert "give a list of prefixes" in refused({"freeze": wrong})
 
 
 NAMES = st.lists(st.sampled_from(["A", "Block", "LlamaDecoderLayer"]), unique=True).map(tuple)

@@ -51,7 +51,19 @@ TWO_RANKS_AND_SETTINGS: Axes = {
 
 MODELS = ("mlp", "gpt2", "llama", "mpt")
 # Every two settings on some model, and every setting on every model; the slow tests have each two on each model.
-TWO_RANKS_AND_MODELS: Axes = {"model": MODELS, **TWO_RANKS_AND_SETTINGS}
+TWO_RANKS_AND_MODELS: Axes = {
+    "model": MODELS,
+    **TWO_RANKS_AND_SETTINGS,
+    "checkpointing": ("off", "reentrant", "non-reentrant", "non-reentrant+offload"),
+    "settings": ("default", "prefetch-none", "prefetch-far", "flat"),
+}
+# Three values that are near relatives of those meet some others only.
+TWO_RANKS_ONCE = (
+    Run(tied=True, checkpointing="offload", groups="several", clipping="value", settings="prefetch-pre", evaluate=True),
+    Run(
+        model="mpt", tied=True, checkpointing="reentrant+offload", optimizer="adamw64", groups="frozen", microbatches=2
+    ),
+)
 
 # AdamW in fp32 turns rounding into steps wherever a gradient is near zero: after 10 steps 2e-6 of a weight's largest
 # value, with sums in another order. test_unsharded.py has AdamW with clipping on 4 ranks, in float64.
@@ -64,13 +76,19 @@ FOUR_RANKS: Axes = {
     "checkpointing": ("off", "reentrant", "non-reentrant", "non-reentrant+offload"),
     "optimizer": ("sgd", "adamw64"),
 }  # fmt: skip
-# What lies otherwise on 4 ranks than on 2, to meet every other value, and each of the others once or twice.
-FOUR_RANKS_FEW: Axes = {**FOUR_RANKS, "strategy": ("reshard:2", "HYBRID_SHARD:2")}
+# What lies otherwise on 4 ranks than on 2, to meet the values that tell; and each of the other strategies once.
+FOUR_RANKS_FEW: Axes = {
+    **FOUR_RANKS,
+    "model": ("mlp", "llama", "mpt"),
+    "strategy": ("reshard:2", "HYBRID_SHARD:2"),
+    "checkpointing": ("off", "non-reentrant", "non-reentrant+offload"),
+    "groups": ("one", "several", "frozen"),
+    "optimizer": ("sgd",),
+}
 FOUR_RANKS_ONCE = (
-    Run(model="gpt2", tied=True, strategy="SHARD_GRAD_OP", groups="several", clipping="norm", microbatches=3),
+    Run(model="gpt2", tied=True, strategy="SHARD_GRAD_OP", groups="subset", clipping="norm", microbatches=2),
     Run(strategy="NO_SHARD", optimizer="adamw64", checkpointing="non-reentrant", microbatches=2, evaluate=True),
-    Run(strategy="_HYBRID_SHARD_ZERO2:2", groups="several", clipping="norm", microbatches=2, evaluate=True),
-    Run(model="mpt", tied=True, strategy="_HYBRID_SHARD_ZERO2:2", optimizer="adamw64", checkpointing="reentrant"),
+    Run(strategy="_HYBRID_SHARD_ZERO2:2", optimizer="adamw64", groups="several", microbatches=2, evaluate=True),
 )
 
 # What most runs set; the other values of these axes are met by the pairs above.

@@ -21,7 +21,7 @@ from support.oracle import FSDP1
 from torch import nn
 
 # Momentum needs two steps to show, and an evaluation has steps before and behind it.
-STEPS = 10 if IS_THOROUGH else 4
+STEPS = 10 if IS_THOROUGH else 3
 # Far enough below the norms of these models that most steps are clipped.
 THRESHOLDS = {"norm": 0.3, "value": 0.05}
 

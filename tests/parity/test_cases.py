@@ -23,9 +23,9 @@ from parity.cases import (
     [
         (TWO_RANKS, None, 26),
         (TWO_RANKS_AND_SETTINGS, None, 32),
-        (TWO_RANKS_AND_MODELS, None, 34),
+        (TWO_RANKS_AND_MODELS, None, 23),
         (FOUR_RANKS, None, 30),
-        (FOUR_RANKS_FEW, "strategy", 10),
+        (FOUR_RANKS_FEW, "strategy", 6),
     ],
     ids=["two ranks", "with settings", "with models", "four ranks", "replicas"],
 )

@@ -37,7 +37,7 @@ def noise_and_signal(run: Run) -> list[tuple[str, float, float]]:
     ]
 
 
-@parametrize_runs([Run(model=model, optimizer="adamw", tied=True) for model in NOISE])
+@parametrize_runs([Run(model=model, optimizer="adamw", tied=True, steps=2) for model in NOISE])
 def test_what_is_left_out_is_noise(run: Run):
     """Leaving out a gradient that means something would hide a mistake in it."""
     found = run_ranks(noise_and_signal, 2, run)[0]
@@ -46,6 +46,7 @@ def test_what_is_left_out_is_noise(run: Run):
         assert noise < 1e-6 * signal, f"{name}: {noise} against {signal}"
 
 
+@pytest.mark.others
 @pytest.mark.parametrize(
     ("run", "error"),
     [

@@ -26,7 +26,6 @@ WITHOUT_FSDP1 = (
     # A parameter in two units, or a unit in two places.
     (Run(model="tiedunits", optimizer="adamw64", checkpointing="non-reentrant", **COMMON), FLAT_SHARD),
     (Run(model="tiedchildren", optimizer="adamw64", strategy="SHARD_GRAD_OP", **COMMON), FLAT_SHARD),
-    (Run(model="gpt2-embeddings", tied=True, optimizer="sgd64", strategy="NO_SHARD", **COMMON), FLAT_SHARD),
     (Run(model="gpt2-embeddings", tied=True, optimizer="adamw64", **COMMON), FLAT_SHARD),
     (Run(model="shared", optimizer="sgd64", **COMMON), FLAT_SHARD),
     # Members of a container without a forward become roots at their first call, and its own root finds that too late.
@@ -37,6 +36,7 @@ WITHOUT_FSDP1 = (
 SLOW = (
     (Run(model="gpt2", optimizer="sgd64", settings="sync_module_states", tied=True, **COMMON), "sync_module_states"),
     (Run(optimizer="adamw64", settings="cpu_offload", **COMMON), "FSDP CPU Offload not supported yet"),
+    (Run(model="gpt2-embeddings", tied=True, optimizer="sgd64", strategy="NO_SHARD", **COMMON), FLAT_SHARD),
     (Run(model="tiedunits", optimizer="sgd64", **COMMON), FLAT_SHARD),
     (Run(model="tiedchildren", optimizer="sgd64", **COMMON), FLAT_SHARD),
     (Run(model="gpt2", optimizer="adamw64", clipping="value", tied=True, **COMMON), "linalg.vector_norm"),
@@ -50,7 +50,8 @@ def test_against_one_process(run: Run):
     assert_parity(run, 2, compare_with_unsharded)
 
 
-@parametrize_runs([run for run, _ in (*WITHOUT_FSDP1, *SLOW)], slow=SLOW_RUNS)
+@pytest.mark.others
+@parametrize_runs([run for run, _ in (*WITHOUT_FSDP1, *SLOW)])
 def test_fsdp1_refuses(run: Run):
     """If FSDP1 could do it, it would be the better reference."""
     for text in run_ranks(fsdp1_error, 2, run):
@@ -65,15 +66,16 @@ def test_one_rank_in_each_replica():
 
 
 FOUR_RANKS = [
-    Run(model="llama", optimizer="adamw64", clipping="value", groups="several", dropout=False, evaluate=True),
     Run(model="tiedchildren", optimizer="adamw64", strategy="_HYBRID_SHARD_ZERO2:2", dropout=False, microbatches=2),
+    Run(tied=True, optimizer="adamw64", strategy="reshard:2", clipping="norm", groups="several", dropout=False),
+    Run(model="llama", optimizer="adamw64", clipping="value", groups="several", dropout=False, evaluate=True),
     Run(model="mpt", tied=True, optimizer="sgd64", strategy="reshard:2", clipping="norm", dropout=False, evaluate=True),
     Run(model="gpt2", tied=True, optimizer="adamw64", strategy="HYBRID_SHARD:2", clipping="norm", **COMMON),
     Run(model="tiedunits", optimizer="sgd64", **COMMON),
 ]
 
 
-@parametrize_runs(FOUR_RANKS, slow=FOUR_RANKS[3:])
+@parametrize_runs(FOUR_RANKS, slow=FOUR_RANKS[2:])
 def test_four_ranks_against_one_process(run: Run):
     """Both could be wrong alike; one process without any sharding is the judge of ours on replicas as well."""
     assert_parity(run, 4, compare_with_unsharded)

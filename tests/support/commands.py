@@ -119,22 +119,26 @@ def call_forked(
     folder: Path,
     *,
     variables: dict[str, dict[str, str]] | None = None,
+    imports: tuple[str, ...] = WITH_COMPOSER,
+    stdin: str = "",
     timeout_s: float = 550,
 ) -> dict[str, Ended]:
-    """``function``, ``module:name``, called side by side in processes forked from one that has imported Composer."""
+    """``function``, ``module:name``, called side by side in processes forked from one that has imported ``imports``."""
     started: dict[str, warm.WarmProcess] = {}
     with tempfile.TemporaryDirectory() as outputs, contextlib.chdir(folder):
         files = {
             name: (Path(outputs, f"{number}.out"), Path(outputs, f"{number}.err")) for number, name in enumerate(calls)
         }
+        given = Path(outputs, "stdin")
+        given.write_text(stdin)
         try:
             for name, arguments in calls.items():
-                with open(os.devnull) as nothing, files[name][0].open("wb") as out, files[name][1].open("wb") as err:
+                with given.open() as read, files[name][0].open("wb") as out, files[name][1].open("wb") as err:
                     started[name] = warm.start(
-                        WITH_COMPOSER,
+                        imports,
                         function,
                         arguments,
-                        streams=[nothing.fileno(), out.fileno(), err.fileno()],
+                        streams=[read.fileno(), out.fileno(), err.fileno()],
                         environ=environment() | (variables or {}).get(name, {}),
                     )
             _wait_for(started, timeout_s)

@@ -7,19 +7,17 @@ tests/benchmarks/test_benchmarks.py starts a script as a user does, and tests/cl
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import os
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from support import warm
+from support.commands import call_forked
 from support.forked_commands import STARTER
 from support.ranks import name_own_file
 
@@ -34,22 +32,9 @@ def run_script(
     imports: tuple[str, ...], script: Path, *arguments: str, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """``python script arguments`` in a process that has imported ``imports``, as have the ranks that it starts."""
-    with contextlib.ExitStack() as stack:
-        given, out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
-        given.write(stdin)
-        given.seek(0)
-        process = warm.start(
-            imports, f"{__name__}:run", [str(script), *arguments],
-            streams=[given.fileno(), out.fileno(), err.fileno()],
-        )  # fmt: skip
-        try:
-            code = process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        out.seek(0)
-        err.seek(0)
-        return subprocess.CompletedProcess([str(script), *arguments], code, out.read(), err.read())
+    words = [str(script), *arguments]
+    ended = call_forked(f"{__name__}:run", {"it": words}, Path.cwd(), imports=imports, stdin=stdin)["it"]
+    return subprocess.CompletedProcess(words, ended.code, ended.out, ended.err)
 
 
 def run(script: str, *arguments: str) -> None:

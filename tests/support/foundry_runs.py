@@ -76,6 +76,16 @@ def read_losses(path: Path) -> list[float]:
     return [record["loss"] for record in map(json.loads, path.read_text().splitlines()) if "loss" in record]
 
 
+def evaluating(folder: str, interval: int) -> tuple[str, ...]:
+    """Overrides: each so many batches a batch is evaluated, of the data that is trained on."""
+    dataset = f"dataset: {{local: {folder}/data/mds, shuffle: false, max_seq_len: 64, eos_token_id: 0}}"
+    return (
+        f"eval_interval={interval}ba",
+        "eval_subset_num_batches=1",
+        f"eval_loader={{name: text, drop_last: false, num_workers: 1, {dataset}}}",
+    )
+
+
 def assert_alike(ours: TrainedYaml, theirs: TrainedYaml, what: str) -> None:
     assert theirs.shards == {"FullyShardedDataParallel"}, f"{what}: the reference is sharded by {theirs.shards}"
     assert ours.shards == {"FSDPModule"}, f"{what}: sharded by {ours.shards}"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from support.comparing import assert_same, full_parameters, own_name
 from support.oracle import FSDP2, FSDP1_saving
-from support.trainers import build_model, largest_difference, optimizer_state
+from support.trainers import build_model, largest_difference, make_trainer, optimizer_state
 from torch import nn
 
 SAVED_AT, NEXT_STEPS = 3, 2
@@ -157,7 +157,9 @@ def write(run: Run, folder: Path) -> None:
     """
     with _writing():
         group = {} if run.mesh else {"process_group": "mod1"}
-        trainer = _make_trainer(*run.make(), {"use_orig_params": run.parameters != "flat", **group})
+        model, optimizer = run.make()
+        config = {"use_orig_params": run.parameters != "flat", **group}
+        trainer = make_trainer(config, model=model, optimizer=optimizer, batches=SAVED_AT)
         trainer.fit()
         state = trainer.state
         assert type(state.model.model).__name__ == "FullyShardedDataParallel"
@@ -171,27 +173,6 @@ def write(run: Run, folder: Path) -> None:
         trainer.close()
     if dist.get_rank() == 0:
         torch.save(reference, folder / f"{run}.ref.pt")
-
-
-def _make_trainer(model: Any, optimizer: torch.optim.Optimizer, config: dict[str, Any], **options: Any) -> Any:
-    from composer import Trainer
-    from composer.utils import dist as composer_dist
-    from support.scripts.train_with_trainer import data
-    from torch.utils.data import DataLoader
-
-    train = data()
-    return Trainer(
-        model=model,
-        optimizers=optimizer,
-        train_dataloader=DataLoader(train, batch_size=4, sampler=composer_dist.get_sampler(train, shuffle=True)),
-        max_duration=f"{SAVED_AT}ba",
-        device="cpu",
-        parallelism_config={"fsdp": config},
-        progress_bar=False,
-        log_to_console=False,
-        seed=17,
-        **options,
-    )
 
 
 def path_of(run: Run, layout: Layout, folder: Path) -> Path:
@@ -331,6 +312,6 @@ def _by_call(path: Path, model: Any, optimizer: torch.optim.Optimizer, config: d
 
 
 def _by_trainer(path: Path, model: Any, optimizer: torch.optim.Optimizer, config: dict[str, Any], what: str) -> None:
-    trainer = _make_trainer(model, optimizer, dict(config), load_path=str(path))
+    trainer = make_trainer(dict(config), model=model, optimizer=optimizer, batches=SAVED_AT, load_path=str(path))
     assert trainer.state.timestamp.batch == SAVED_AT, what
     trainer.close()

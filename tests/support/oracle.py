@@ -51,15 +51,19 @@ FSDP1_ON: dict[str, Under] = {"cuda": UNSHARDED, "cpu": FSDP1}
 
 @contextlib.contextmanager
 def FSDP2() -> Iterator[None]:
-    """Composer with the shim.
+    """Composer with the shim."""
+    from composer_fsdp2.compat import fsdp2
 
-    Its names are replaced where they can be bound: to go through all 7,000 modules takes longer than to train a batch.
-    ``test_install.py`` looks at every one.
-    """
-    from composer_fsdp2.compat import fsdp2, seams
-
-    with mock.patch.object(seams, "sys", _Modules()), fsdp2():
+    with few_modules(), fsdp2():
         yield
+
+
+def few_modules() -> AbstractContextManager[Any]:
+    """The shim replaces names where they can be bound: to go through all 7,000 modules takes longer than to train a
+    batch. ``test_install.py`` looks at every one."""
+    from composer_fsdp2.compat import seams
+
+    return mock.patch.object(seams, "sys", _Modules())
 
 
 class _Modules:

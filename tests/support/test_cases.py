@@ -55,7 +55,7 @@ def test_every_failure_is_reported():
 def test_a_rank_that_others_wait_for():
     """The ranks are apart then: to go on would compare one case's values with another's."""
     with pytest.raises(RankError, match=r"failed first on rank 1.*: AssertionError: 1 of 3 cases failed") as caught:
-        run_ranks(check_meeting, 2)
+        run_ranks(check_meeting, 2, peer_grace_s=0.2)
     message = str(caught.value)
     assert "left behind" in message and "not run: next" in message
     assert caught.value.running == [0]

@@ -93,11 +93,8 @@ def main() -> None:
     parser.add_argument("--fsdp", default="{}")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--clip", type=float)
-    parser.add_argument("--clip-type", default="norm")
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--save-folder")
-    parser.add_argument("--save-interval", type=int)
-    parser.add_argument("--save-weights-only", action="store_true")
     parser.add_argument("--load-path")
     parser.add_argument("--eval", action="store_true")
     parser.add_argument("--batches", type=int, default=10)
@@ -130,11 +127,10 @@ def main() -> None:
         device=args.device,
         device_train_microbatch_size=args.microbatch,
         parallelism_config={"fsdp": json.loads(args.fsdp)},
-        algorithms=[GradientClipping(args.clip_type, args.clip)] if args.clip else [],
+        algorithms=[GradientClipping("norm", args.clip)] if args.clip else [],
         callbacks=[record],
         save_folder=args.save_folder,
-        save_interval=f"{args.save_interval or args.batches}ba",
-        save_weights_only=args.save_weights_only,
+        save_interval=f"{args.batches}ba",
         load_path=args.load_path,
         progress_bar=False,
         log_to_console=False,
