@@ -136,27 +136,28 @@ def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
             assert_same_checkpoint(f"{ours}/{named(kind, batch)}", f"{composers}/{named(kind, batch)}")
 
 
+def check_replicas(folder: str) -> None:
+    with CudaPlayed() as cuda:
+        config = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
+        check_snapshot(folder, "sharded", config)
+    assert not cuda.events, "memory of a run without a device was pinned"
+
+
 def test_training_of_replicas_goes_on(tmp_path: Path):
     """With replicas too: one of them writes, and all of them know when it has."""
-    config = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
-    run_ranks(check_snapshot, 4, str(tmp_path), "sharded", config)
+    run_ranks(check_replicas, 4, str(tmp_path))
 
 
 def check_snapshots(folder: str, kind: str) -> None:
     from composer_fsdp2.compat import async_saving, pinned_copies
 
-    with mock.patch.object(async_saving, "_pinned", pinned_copies.PinnedCopies()), CudaPlayed() as cuda:
-        if kind == "full":  # replicas save shards from the host
-            check_snapshot(f"{folder}/host", kind, {})
-            assert not cuda.events, "memory of a run without a device was pinned"
-        with contextlib.ExitStack() as stack:
-            for module, name in (
-                (async_saving, "is_on_device"),
-                (pinned_copies, "is_on_device"),
-                (pinned_copies, "_is_on_cuda"),
-            ):
-                stack.enter_context(mock.patch.object(module, name, return_value=True))
-            check_snapshot(f"{folder}/device", kind, {})
+    played = ((async_saving, "is_on_device"), (pinned_copies, "is_on_device"), (pinned_copies, "_is_on_cuda"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(async_saving, "_pinned", pinned_copies.PinnedCopies()))
+        for module, name in played:
+            stack.enter_context(mock.patch.object(module, name, return_value=True))
+        cuda = stack.enter_context(CudaPlayed())
+        check_snapshot(folder, kind, {})
     # The first of three saves pins, and each of them waits once.
     assert [event for event, _ in cuda.events] == ["pin", "wait", "wait", "wait"], cuda.events
 

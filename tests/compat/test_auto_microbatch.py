@@ -235,8 +235,10 @@ def check_configs() -> None:
     hungry = {"phase": "block", "limit": 1, "ranks": (1,), "times": 2}
     configs: dict[str, tuple[Any, str]] = {
         "NO_SHARD": ({"sharding_strategy": "NO_SHARD"}, "sgd"),
-        "last": ({"gradient_sync": "last", "reshard_after_backward": False}, "decoupled_adamw"),
-        "recomputed": ({"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": True}, "sgd"),
+        "last, recomputed": (
+            {"gradient_sync": "last", "reshard_after_backward": False, "activation_checkpointing": True},
+            "decoupled_adamw",
+        ),
         "FSDP2Config": (ParallelismConfig(fsdp2=FSDP2Config()), "decoupled_adamw"),
     }
 
@@ -432,7 +434,7 @@ def check_errors() -> tuple[str, str]:
     with FSDP2(), on_gpu():
         model = build()
         optimizer = HungryStep(model.parameters(), lr=0.1)
-        trainer = make_trainer({}, model=model, microbatch="auto", optimizer=optimizer, dist_timeout=5)
+        trainer = make_trainer({}, model=model, microbatch="auto", optimizer=optimizer, dist_timeout=3)
         with pytest.raises(RuntimeError) as in_step:
             trainer.fit()
         trainer.close()

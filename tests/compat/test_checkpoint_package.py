@@ -67,31 +67,39 @@ def test_is_model_fsdp():
 # --- saving
 
 
-def saved(under: Under, *, sharded: bool) -> tuple[Any, Any]:
-    """What ``save_checkpoint_to_disk`` writes of the model and of the optimizer."""
+# What is saved in shards, and what whole, by part.
+FILES = {
+    True: {"model": "model", "optimizer": "optim"},
+    False: {"model": "model/model.pt", "optimizer": "optim/optim.pt"},
+}
+
+
+def saved(under: Under) -> dict[bool, dict[str, Any]]:
+    """What ``save_checkpoint_to_disk`` writes in shards and whole."""
     from composer.checkpoint.save import save_checkpoint_to_disk
 
     folder = shared_folder()
     with under():
         trainer = trained(eval_interval="2ba")  # after an evaluation a model of ours stands gathered
-        save_checkpoint_to_disk(str(folder), trainer.state, {"sharded_checkpoint": sharded, "overwrite": True})
+        for sharded in FILES:
+            options = {"sharded_checkpoint": sharded, "overwrite": True}  # rank 1 may be there first, on FSDP1
+            save_checkpoint_to_disk(str(folder / f"{sharded}"), trainer.state, options)
         trainer.close()
     dist.barrier()
-    parts = ("model", "optim") if sharded else ("model/model.pt", "optim/optim.pt")
-    return tuple(read(folder / f"ep0-ba{STEPS}" / part) for part in parts)
+    return {
+        sharded: {part: read(folder / f"{sharded}" / f"ep0-ba{STEPS}" / file) for part, file in files.items()}
+        for sharded, files in FILES.items()
+    }
 
 
 def check_saving() -> None:
-    parts = ("model", "optimizer")
-    in_shards = dict(zip(parts, saved(FSDP1_saving, sharded=True), strict=True))
-    for part, found in zip(parts, saved(FSDP2, sharded=True), strict=True):
-        assert_same(found, in_shards[part], f"{part} in shards")
-    whole = dict(zip(parts, saved(FSDP1_saving, sharded=False), strict=True))
-    for part, found in zip(parts, saved(FSDP2, sharded=False), strict=True):
-        assert form(found) == form(whole[part]), f"{part}, whole"
+    theirs, ours = saved(FSDP1_saving), saved(FSDP2)
+    assert_same(ours[True], theirs[True], "in shards")
+    for part, found in ours[False].items():
+        assert form(found) == form(theirs[False][part]), f"{part}, whole"
         # On the CPU FSDP1 gathers every entry of the optimizer's state to the same memory, so the last one is saved as
         # all of them; its shards are right.
-        assert_same(found, whole[part] if part == "model" else in_shards[part], f"{part}, whole")
+        assert_same(found, theirs[part == "optimizer"][part], f"{part}, whole")
 
 
 def test_a_checkpoint_is_fsdp1s():

@@ -274,18 +274,16 @@ def check_optimizer() -> None:
                 "scatter_full": FSDP.scatter_full_optim_state_dict(whole or None, ours, optim=our_optimizer),
                 "flatten": FSDP.flatten_sharded_optim_state_dict(sharded, ours, our_optimizer),
             }
+            model, optimizer = model_and_optimizer(by_us)
+            reference, other = model_and_optimizer(None)
+            step(reference, other, 7)
             for what, state in loaded.items():
-                model, optimizer = model_and_optimizer(by_us)
                 step(model, optimizer, 5)
                 model.load_state_dict(ours.state_dict())
                 optimizer.load_state_dict(state)
                 assert_same(FSDP.optim_state_dict(model, optimizer), osd, what)
-                reference, other = model_and_optimizer(None)
                 step(model, optimizer, 7)
-                step(reference, other, 7)
                 assert_same(full(model.state_dict()), dict(reference.state_dict()), what)
-            model, optimizer = model_and_optimizer(by_us)
-            step(model, optimizer, 5)
             FSDP.optim_state_dict_to_load(model, optimizer, osd, load_directly=True)
             assert_same(FSDP.optim_state_dict(model, optimizer), osd)
             # without an optimizer: one over all parameters
