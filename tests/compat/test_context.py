@@ -40,11 +40,11 @@ pytestmark = pytest.mark.composer
 
 
 BY_TOKENS = ("qwen2", "mpt-alibi")
-RESUMED = ("llama", "mpt")  # the others end after two batches
+RESUMED = ("llama", "mpt")
 
 
 def run_of(kind: str, **options: Any) -> Run:
-    return Run(kind=kind, by_tokens=kind in BY_TOKENS, batches=3 if kind in RESUMED else 2, **options)
+    return Run(kind=kind, by_tokens=kind in BY_TOKENS, **options)
 
 
 def check_alone(kinds: tuple[str, ...]) -> dict[str, Trained]:
@@ -56,13 +56,13 @@ def check_runs(alone: dict[str, Trained], folder: str) -> None:
 
 
 def check_run(kind: str, theirs: Trained, folder: str) -> None:
-    """With degree 2; and the third batch with degree 4, from a checkpoint."""
+    """With degree 2; and the second batch with degree 4, from a checkpoint."""
     saved = f"{folder}/{kind}" if kind in RESUMED else None
     with FSDP2():
         assert_alike(train(run_of(kind, degree=2, save_folder=saved)), theirs)
         if saved is not None:
-            resumed = train(run_of(kind, degree=4, load_path=f"{saved}/ep0-ba2-rank0.pt"))
-            assert largest_difference(resumed.losses, theirs.losses[2:]) <= 1e-12, (resumed.losses, theirs.losses)
+            resumed = train(run_of(kind, degree=4, load_path=f"{saved}/ep0-ba1-rank0.pt"))
+            assert largest_difference(resumed.losses, theirs.losses[1:]) <= 1e-12, (resumed.losses, theirs.losses)
             assert_same_parameters(resumed, theirs)
 
 
@@ -347,7 +347,7 @@ def runs_of_experts(folder: str) -> dict[str, Trained]:
     sharded = {"state_dict_type": "sharded"}
     cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "sequences divided too, sharded, saved": ("mpt-glu", split(2, **sharded), {"degree": 2, "save_folder": glu}),
-        "sharded, resumed at 4": ("mpt-glu", split(4, **sharded), {"load_path": f"{glu}/ep0-ba2"}),
+        "sharded, resumed at 4": ("mpt-glu", split(4, **sharded), {"load_path": f"{glu}/ep0-ba1"}),
         "full, saved": ("mpt-mlp", split(2, activation_checkpointing=False), {"save_folder": mlp}),
     }
     return for_each(run, cases)
@@ -364,7 +364,7 @@ def test_a_trainer_splits_experts_and_trains_as_one_process(tmp_path: Path):
     """The curve, metrics and weights; and from a checkpoint of degree 2, at 4 and on one process."""
     [expected] = run_ranks(alone, 1, None)
     runs = run_ranks(runs_of_experts, 4, str(tmp_path))[0]
-    runs["full, resumed alone"] = run_ranks(alone, 1, f"{tmp_path}/mlp/ep0-ba2-rank0.pt")[0]["mpt-mlp"]
+    runs["full, resumed alone"] = run_ranks(alone, 1, f"{tmp_path}/mlp/ep0-ba1-rank0.pt")[0]["mpt-mlp"]
     for name, found in runs.items():
         theirs = expected["mpt-mlp" if "full" in name else "mpt-glu"]
         assert largest_difference(found.losses, theirs.losses[-len(found.losses) :]) <= 1e-12, name
