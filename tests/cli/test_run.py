@@ -44,7 +44,6 @@ sys.exit(7)
 # --- the script's surroundings
 
 
-ALONE = ["--batches", "3", "--clip", "0.1"]
 FAILURES = {"ValueError": "the script failed", "EOFError": "Ran out of input"}
 # What is typed, and what the one line must say.
 NOTHING_TO_RUN = {
@@ -73,11 +72,11 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         "python script": [*PYTHON, "scripts/probe.py", *ARGUMENTS],
         "python module": [*PYTHON, "-m", "users.probe", *ARGUMENTS],
         # The others are forked from a process that has imported Composer; this one imports what it needs by itself.
-        "our only rank": [BIN / "composer-fsdp2", "run", SCRIPT, "--out", "alone.json", *ALONE],
+        "our script": [BIN / "composer-fsdp2", "run", "scripts/probe.py", *ARGUMENTS],
     }
     ours: dict[str, list[Any]] = {
-        "our script": ["run", "scripts/probe.py", *ARGUMENTS],
         "our module": ["run", "-m", "users.probe", *ARGUMENTS],
+        "our only rank": ["run", SCRIPT, "--out", "alone.json", "--batches", "3", "--clip", "0.1"],
         **{f"{words}": [*words] for words in NOTHING_TO_RUN},
         **{f"help {verb}": [*verb.split(), "--help"] for verb in HELP},
     }

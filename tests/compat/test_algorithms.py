@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.cases import for_each
 from support.comparing import full, full_parameters, own_name
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
 from support.saved import named, read
@@ -113,7 +114,9 @@ def assert_values(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
 # --- training and evaluations
 
 
-def check_training() -> None:
+@on_ranks(2)
+def test_evaluations_see_the_averages():
+    """The curve of a run with EMA is its evaluations: on averaged weights, with training's own put back after them."""
     from torch.distributed.tensor import DTensor
 
     theirs = averaged(UNSHARDED, None)
@@ -127,11 +130,6 @@ def check_training() -> None:
         kinds = {type(value) for value in ema.ema_model.named_parameters_dict.values()}
         assert kinds == {DTensor}, f"a rank keeps full averages: {kinds}"
         trainer.close()
-
-
-def test_evaluations_see_the_averages():
-    """The curve of a run with EMA is its evaluations: on averaged weights, with training's own put back after them."""
-    run_ranks(check_training, 2)
 
 
 # --- checkpoints
@@ -166,7 +164,9 @@ def path_of(folder: str, kind: str) -> str:
     return f"{folder}/{kind}/{named('sharded' if is_sharded else 'full', SAVED_AT)}"
 
 
-def check_saving(folder: str) -> None:
+@on_ranks(2)
+def test_checkpoints_of_every_layout_resume(folder: str):
+    """A run that is resumed goes on with its averages, whoever saved them: ours in each layout, FSDP1, or no FSDP."""
     import torch.distributed as dist
 
     theirs = averaged(*KINDS["DDP"], **saving(folder, "DDP"))
@@ -186,11 +186,6 @@ def check_saving(folder: str) -> None:
         assert_alike(resumed, swapped, f"from {kind}", since=SAVED_AT)
 
     for_each(check, {kind: (kind,) for kind in KINDS})
-
-
-def test_checkpoints_of_every_layout_resume(tmp_path: Path):
-    """A run that is resumed goes on with its averages, whoever saved them: ours in each layout, FSDP1, or no FSDP."""
-    run_ranks(check_saving, 2, str(tmp_path))
 
 
 def check_evaluation_first(folder: str) -> str:
@@ -223,7 +218,9 @@ def test_evaluation_before_training_goes_on(tmp_path: Path):
         assert "load_ignore_keys" in message
 
 
-def check_late_start(folder: str) -> None:
+@on_ranks(2)
+def test_checkpoint_from_before_the_first_average(folder: str):
+    """Until ema_start, EMA holds the model as the script built it, of which most ranks may have no values."""
     import torch.distributed as dist
 
     options: dict[str, Any] = {"ema_start": "2ba", "optimizer": "sgd", "batches": 3}
@@ -239,8 +236,3 @@ def check_late_start(folder: str) -> None:
         assert_alike(resumed, theirs, "resumed", since=SAVED_AT)
 
     for_each(check, {"sharded": ("sharded", False), "full, mixed initialisation": ("full", True)})
-
-
-def test_checkpoint_from_before_the_first_average(tmp_path: Path):
-    """Until ema_start, EMA holds the model as the script built it, of which most ranks may have no values."""
-    run_ranks(check_late_start, 2, str(tmp_path))

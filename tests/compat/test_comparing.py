@@ -88,8 +88,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compared(folder: Path) -> dict[str, Compared]:
     """A YAML, a script that goes on from a checkpoint, one that is another one on FSDP2, and some that fail."""
-    more = ["save_folder=saved-by-yaml", "save_overwrite=true", "eval_first=true", "model.n_layers=1"]
-    more += ["global_train_batch_size=8", "train_loader.num_workers=0"]
+    more = ["save_folder=saved-by-yaml", "save_overwrite=true", "eval_first=true", "model.n_layers=2"]
+    more += ["global_train_batch_size=8"]
     resumed = [
         "--load-path",
         folder / "saved" / "ep0-ba2",

@@ -24,6 +24,7 @@ from support.context_runs import (
     softmax_in_float64,
     train,
 )
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.synchronisations import Synchronisations
@@ -142,16 +143,13 @@ def check_padding(attention: str, padding: str) -> None:
         assert (largest.num_elements >= 512**2) == ("counted" in padding), largest.num_elements
 
 
-def check_paddings() -> None:
-    paddings = ("right", "right, counted", "left", "between, counted")
-    cases = {padding: ("sdpa", padding) for padding in paddings}
-    for_each(check_padding, cases | {"eager": ("eager", "between"), "eager, counted": ("eager", "left, counted")})
-
-
+@on_ranks(2)
 def test_padding_needs_no_mask():
     """One padded token in a batch of long rows took 32 GiB and more for a mask, and flash attention away; and without
     it tokens must have the outputs and gradients that they have in one process."""
-    run_ranks(check_paddings, 2)
+    paddings = ("right", "right, counted", "left", "between, counted")
+    cases = {padding: ("sdpa", padding) for padding in paddings}
+    for_each(check_padding, cases | {"eager": ("eager", "between"), "eager, counted": ("eager", "left, counted")})
 
 
 def test_padding_is_read_in_host_memory():
@@ -270,7 +268,9 @@ def refused_models() -> list[tuple[Any, str]]:
     ]
 
 
-def check_refused_models() -> None:
+@on_ranks(1)
+def test_what_attention_cannot_divide_is_refused_by_name():
+    """Found in training it would be a wrong mask, other random numbers, or attention within a part, all silent."""
     for model, text in refused_models():
         with pytest.raises(UnsupportedError) as raised:
             plan_of(model)
@@ -287,13 +287,10 @@ def check_refused_models() -> None:
     assert "Averaging.loss is written in" in note
 
 
-def test_what_attention_cannot_divide_is_refused_by_name():
-    """Found in training it would be a wrong mask, other random numbers, or attention within a part, all silent."""
-    run_ranks(check_refused_models, 1)
-
-
-def check_refused_forwards() -> None:
-    """On all ranks alike, so that none waits for another."""
+@on_ranks(2)
+def test_what_a_forward_cannot_divide_is_refused():
+    """A part of a row, generated from, would be another text; and nobody would be told."""
+    # On all ranks alike, so that none waits for another.
     tokens = torch.zeros(1, 6, dtype=torch.long)
     model, holder = llama(attn_implementation="sdpa"), nn.Module()
     holder.model = model
@@ -313,22 +310,14 @@ def check_refused_forwards() -> None:
     assert model(input_ids=tokens).logits.shape[1] == 3
 
 
-def test_what_a_forward_cannot_divide_is_refused():
-    """A part of a row, generated from, would be another text; and nobody would be told."""
-    run_ranks(check_refused_forwards, 2)
-
-
-def check_refused_tasks() -> None:
+@on_ranks(2)
+def test_tasks_in_context_are_refused_before_training():
+    """Their places in a row are not those of a part: the first evaluation would fail, or score other tokens."""
     from support import context_runs
 
     tasks = ["InContextLearningLMAccuracy"]
     with FSDP2(), mock.patch.object(context_runs, "METRICS", tasks), pytest.raises(UnsupportedError, match="'eval'"):
         train(Run(kind="mpt", degree=2))
-
-
-def test_tasks_in_context_are_refused_before_training():
-    """Their places in a row are not those of a part: the first evaluation would fail, or score other tokens."""
-    run_ranks(check_refused_tasks, 2)
 
 
 # --- ranks that hold different experts of LLM Foundry's torch_dmoe
@@ -375,8 +364,10 @@ def test_a_trainer_splits_experts_and_trains_as_one_process(tmp_path: Path):
             assert difference <= 1e-10, f"{name}, {each}: {difference}"
 
 
-def check_own_values() -> None:
-    """From the meta device; and with replicas, which LLM Foundry refuses too."""
+@on_ranks(4)
+def test_split_experts_get_the_values_of_foundrys_initialization():
+    """The same weights as without the key, drawn by MPT's own param_init_fn."""
+    # From the meta device; and with replicas, which LLM Foundry refuses too.
     torch.set_default_dtype(torch.float64)
     values = []
     for config in ({}, split(2)):
@@ -389,8 +380,3 @@ def check_own_values() -> None:
     replicas = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
     with FSDP2(), pytest.raises(UnsupportedError, match=r"HSDP [+] MoE is not supported"):
         train(Run(kind="mpt-glu", degree=1, config=split(2, sharding_strategy="HYBRID_SHARD", **replicas)))
-
-
-def test_split_experts_get_the_values_of_foundrys_initialization():
-    """The same weights as without the key, drawn by MPT's own param_init_fn."""
-    run_ranks(check_own_values, 4)

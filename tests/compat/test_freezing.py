@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.cases import for_each
 from support.comparing import assert_same
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2, UNSHARDED
-from support.ranks import run_ranks
 from support.trainers import Trained, build_model, fit, largest_difference, make_trainer, optimizer_state, result
 from support.training import named_parameters
 
@@ -80,14 +79,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def check_runs(folder: str) -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_a_run_with_frozen_parameters(folder: str):
+    """Microbatches, clipping, weight decay, evaluations, averages of weights and a resumed run: nothing touches what is
+    frozen, and the others learn as in Composer's own unsharded run that froze them by hand."""
     torch.set_default_dtype(torch.float64)
     theirs = fit(UNSHARDED, None, model=frozen_model(), **OPTIONS)
     for_each(check_run, {name: (theirs, f"{folder}/{name}", keys) for name, keys in CASES.items()})
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_run_with_frozen_parameters(tmp_path: Path):
-    """Microbatches, clipping, weight decay, evaluations, averages of weights and a resumed run: nothing touches what is
-    frozen, and the others learn as in Composer's own unsharded run that froze them by hand."""
-    run_ranks(check_runs, 2, str(tmp_path))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import assert_same, full
 from support.known_models import BLOCKS, TEXT, hugging_face
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from support.training import FULL, assert_close, named_parameters
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -133,7 +133,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def check_all() -> None:
+@on_ranks(2)
+def test_they_train_and_generate_as_in_one_process():
+    """Text of a run, metrics of it and reinforcement learning would see other tokens: T5's generation enters past the
+    model's forward, peft's calls the model inside of the one that was sharded. And a cache that transformers fills in
+    training gets everything twice from a layer that runs again: wrong gradients under a loss that is right."""
     for_each(lambda kind, config, options: check(kind, config, **options), CASES)
     low = {"dtype": torch.bfloat16, **ADAPTERS}
     dtypes = {parameter.dtype for name, parameter in hugging_face("llama", **low).named_parameters() if "lora" in name}
@@ -143,43 +147,35 @@ def check_all() -> None:
     assert not whole, f"one unit cannot gather two dtypes; not sharded: {whole}"
 
 
-def test_they_train_and_generate_as_in_one_process():
-    """Text of a run, metrics of it and reinforcement learning would see other tokens: T5's generation enters past the
-    model's forward, peft's calls the model inside of the one that was sharded. And a cache that transformers fills in
-    training gets everything twice from a layer that runs again: wrong gradients under a loss that is right."""
-    run_ranks(check_all, 2)
-
-
 # --- ranks that end at different lengths
 
 
-def check_lengths() -> list[tuple[int, int]]:
-    """One rank's first prompts end after one new token, the other's go on; then both evaluate."""
+@on_ranks(2)
+def test_ranks_that_stop_early_go_on_gathering():
+    """A rank whose answers are complete would leave the others waiting for its shards, until the time-out."""
 
-    def check(options: dict[str, Any]) -> tuple[int, int]:
+    def check(options: dict[str, Any]) -> None:
+        """One rank's first prompts end after one new token, the other's go on; then both evaluate."""
         model, reference = (hugging_face("llama", **options) for _ in range(2))
         prepare_fully_shard(model, None, FULL, device="cpu")
         x = prompts(dist.get_rank())[:1]
         first = [int(reference.generate(x, **OPTIONS)[0, -NEW_TOKENS])]
         dist.broadcast_object_list(first, src=0)
-        ours, theirs = (each.generate(x, eos_token_id=first[0], **OPTIONS) for each in (model, reference))
+        lengths = [each.generate(x, eos_token_id=first[0], **OPTIONS).shape[1] for each in (model, reference)]
+        assert lengths[0] == lengths[1], lengths
+        assert (lengths[0] == x.shape[1] + 1) == (dist.get_rank() == 0), f"both ranks generate as long: {lengths}"
         assert_same_tokens("afterwards", model, reference, eos_token_id=first[0])
-        return ours.shape[1], theirs.shape[1]
 
-    return [*for_each(check, {"plain": ({},), "adapters": (ADAPTERS,)}).values()]
-
-
-def test_ranks_that_stop_early_go_on_gathering():
-    """A rank whose answers are complete would leave the others waiting for its shards, until the time-out."""
-    for (first, expected_first), (second, expected_second) in zip(*run_ranks(check_lengths, 2), strict=True):
-        assert first < second, f"both ranks generate as long: {first}, {second}"
-        assert (first, second) == (expected_first, expected_second)
+    for_each(check, {"plain": ({},), "adapters": (ADAPTERS,)})
 
 
 # --- names in what is saved
 
 
-def check_saved(folder: str) -> None:
+@on_ranks(2)
+def test_what_is_saved_names_the_models_own_class(folder: str):
+    """`save_pretrained` on the running model, and Composer's metadata: a checkpoint of an FSDPLlamaForCausalLM loads
+    nowhere."""
     model = hugging_face("llama")
     metadata = model.get_metadata()["model"]["config"]
     assert metadata["class"] == "transformers.models.llama.modeling_llama.LlamaForCausalLM"
@@ -190,20 +186,17 @@ def check_saved(folder: str) -> None:
     values = {name: full(value) for name, value in model.model.state_dict().items()}
     if dist.get_rank() == 0:
         model.model.save_pretrained(folder, state_dict=values)
-
-
-def test_what_is_saved_names_the_models_own_class(tmp_path: Path):
-    """`save_pretrained` on the running model, and Composer's metadata: a checkpoint of an FSDPLlamaForCausalLM loads
-    nowhere."""
-    run_ranks(check_saved, 2, str(tmp_path))
-    assert json.loads(Path(tmp_path, "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+        assert json.loads(Path(folder, "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 # --- full parameters
 
 
-def check_unwrapping() -> None:
-    """Each with the model, and with a unit within it."""
+@on_ranks(2)
+def test_hugging_faces_unwrapping():
+    """transformers' and accelerate's functions take wrappers off for as long as there is a `module`: saving a model
+    would end in a RecursionError, or never."""
+    # Each with the model, and with a unit within it.
     import accelerate.utils
     from peft.tuners.lora.corda import get_model_device
     from transformers import modeling_utils
@@ -224,13 +217,9 @@ def check_unwrapping() -> None:
         assert dict(unit.named_modules()) == children
 
 
-def test_hugging_faces_unwrapping():
-    """transformers' and accelerate's functions take wrappers off for as long as there is a `module`: saving a model
-    would end in a RecursionError, or never."""
-    run_ranks(check_unwrapping, 2)
-
-
-def check_save_adapters(folder: str) -> None:
+@on_ranks(2)
+def test_save_adapters(folder: str):
+    """peft writes its adapters, whole, and asks no unit what it wraps."""
     from peft.utils import get_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -246,15 +235,12 @@ def check_save_adapters(folder: str) -> None:
     assert_same(load_file(Path(folder, "adapter_model.safetensors")), expected)
 
 
-def test_save_adapters(tmp_path: Path):
-    """peft writes its adapters, whole, and asks no unit what it wraps."""
-    run_ranks(check_save_adapters, 2, str(tmp_path))
-
-
 # --- plans
 
 
-def check_turned_off() -> None:
+@on_ranks(1)
+def test_what_is_turned_off_is_told_and_only_then_done():
+    """The plan names the models; who only looks at it keeps the cache, and where nothing is recomputed so does all."""
     from composer_fsdp2 import ActivationCheckpointing, ShardingConfig, apply_activation_checkpointing, plan_sharding
 
     model = hugging_face("llama", hooks=False, **CACHE)
@@ -274,12 +260,9 @@ def check_turned_off() -> None:
     assert model.model(prompts(0), use_cache=True).past_key_values is None
 
 
-def test_what_is_turned_off_is_told_and_only_then_done():
-    """The plan names the models; who only looks at it keeps the cache, and where nothing is recomputed so does all."""
-    run_ranks(check_turned_off, 1)
-
-
-def check_adapted_names() -> None:
+@on_ranks(1)
+def test_a_model_with_adapters_keeps_peft_s_names():
+    """A layer of an adapted model is known as peft calls it; transformers' name for it is answered with that."""
     from composer_fsdp2 import ActivationCheckpointing, PlanError, ShardingConfig, plan_sharding
 
     model = hugging_face("llama", hooks=False, **ADAPTERS, **CACHE)
@@ -293,8 +276,3 @@ def check_adapted_names() -> None:
         plan_sharding(model, ShardingConfig(freeze=("model.layers.0",)))
     with pytest.raises(PlanError, match="freeze leaves nothing to train"):
         plan_sharding(model, ShardingConfig(freeze=("base_model.model.model",)))
-
-
-def test_a_model_with_adapters_keeps_peft_s_names():
-    """A layer of an adapted model is known as peft calls it; transformers' name for it is answered with that."""
-    run_ranks(check_adapted_names, 1)

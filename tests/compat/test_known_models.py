@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
 from support.known_models import IMAGE_TOKEN, TEXT, hugging_face, llava, mixture, qwen_vl
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from support.training import FULL, assert_close, assert_gradients, named_parameters
 from torch import nn
 from torch.nn import functional as F
@@ -52,10 +52,6 @@ def compare(model: Any, section: dict[str, Any], loss: Loss, num_steps: int) -> 
             with torch.no_grad():
                 loss(model, step, dist.get_rank())
     return reference
-
-
-def check_all(check: Callable[..., None], cases: dict[str, tuple[Any, ...]]) -> None:
-    for_each(check, cases)
 
 
 # --- idle_experts
@@ -116,6 +112,7 @@ def check_experts(architecture: str, skips: bool, section: dict[str, Any]) -> No
     assert torch.equal(ours, theirs)
 
 
+@on_ranks(2)
 def test_mixtures_of_experts_train_as_one_process_does():
     """The models that people fine-tune, whose loop passes over idle experts in one release and not in another."""
     reentrant = RECOMPUTED | {"activation_checkpointing_reentrant": True}
@@ -126,7 +123,7 @@ def test_mixtures_of_experts_train_as_one_process_does():
         "Qwen2Moe, idle passed over": ("Qwen2Moe", True, {}),
         "Mixtral, recomputed": ("Mixtral", True, not_reentrant),
     }
-    run_ranks(check_all, 2, check_experts, cases)
+    for_each(check_experts, cases)
 
 
 # --- idle_towers
@@ -169,6 +166,7 @@ def check_towers(kind: Any, section: dict[str, Any], images: str) -> None:
     compare(built(kind), section, loss, 3 if images == "in turn" else 2)
 
 
+@on_ranks(2)
 def test_an_image_on_one_rank_and_text_on_the_other():
     """The run would abort, or wait without end, at the first batch of text."""
     recomputed = RECOMPUTED | {"activation_checkpointing_policy": "auto"}
@@ -180,7 +178,7 @@ def test_an_image_on_one_rank_and_text_on_the_other():
         "LLaVA, text frozen": (llava, LLAVA | {"freeze": ["model.language_model"]}, "on the first"),
         "LLaVA, tower frozen": (llava, LLAVA | {"freeze": ["model.vision_tower"]}, "on the first"),
     }
-    run_ranks(check_all, 2, check_towers, cases)
+    for_each(check_towers, cases)
 
 
 # --- context_parallel_degree
@@ -240,6 +238,7 @@ def check_sequences(section: dict[str, Any], degree: int, num_places: int, paddi
             each.zero_grad()
 
 
+@on_ranks(4)
 def test_texts_and_images_over_ranks_train_as_in_one_process():
     """ROLL's context-parallel run of Qwen2.5-VL: an image lies over the border of two parts; its tower, the places in
     three dimensions, padding on either side and rows that ranks cannot divide evenly are as in whole rows."""
@@ -252,7 +251,7 @@ def test_texts_and_images_over_ranks_train_as_in_one_process():
         "four ranks a sequence": ({}, 4, 18, ""),
         "frozen tower, tiled": (frozen, 2, 16, "right"),
     }
-    run_ranks(check_all, 4, check_sequences, cases)
+    for_each(check_sequences, cases)
 
 
 def test_what_was_not_tested_is_refused():
@@ -291,7 +290,11 @@ def places(seed: int) -> torch.Tensor:
     return torch.randint(TEXT["vocab_size"], (2, 13), generator=torch.Generator().manual_seed(seed))
 
 
-def check_tiled() -> None:
+@pytest.mark.foundry
+@on_ranks(2)
+def test_models_of_others_train_in_pieces_as_before():
+    """Whatever an MLP is called and made of, its gradients are those of one piece."""
+
     def check(model: Any, layers: str, mlp: str, config: dict[str, Any]) -> None:
         reference = copy.deepcopy(model)
         policy = {"wrap_policy": {"transformer_layer_cls_to_wrap": [layers]}}
@@ -312,9 +315,3 @@ def check_tiled() -> None:
         "MPT, GLU": (mpt("mptglu"), "MPTBlock", "MPTGLU", {}),
     }
     for_each(check, cases)
-
-
-@pytest.mark.foundry
-def test_models_of_others_train_in_pieces_as_before():
-    """Whatever an MLP is called and made of, its gradients are those of one piece."""
-    run_ranks(check_tiled, 2)
