@@ -53,7 +53,6 @@ def write_faulty(path: Path) -> Path:
 
 # By its name a script that trains no batch, and what is said of it.
 FAILING = {
-    "raises": ("raise ValueError('the script failed')\n", "ValueError: the script failed"),
     "no-fit": ("print('nothing to do')\n", "ended without Trainer.fit; there is nothing to compare"),
     "unsharded": (
         SCRIPT.read_text().replace('parallelism_config={"fsdp"', 'profiler=None and {"fsdp"'),

@@ -152,6 +152,7 @@ def test_padding_needs_no_mask():
     for_each(check_padding, cases | {"eager": ("eager", "between"), "eager, counted": ("eager", "left, counted")})
 
 
+@on_ranks(1)
 def test_padding_is_read_in_host_memory():
     """The host would wait for the device in each microbatch. A meta device, which cannot be read, stands for a GPU."""
     from composer.devices import DeviceCPU

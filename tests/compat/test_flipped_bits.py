@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 pytestmark = pytest.mark.composer
 
-FLIPS = int(os.environ.get("FLIPS", "40" if IS_THOROUGH else "8"))
+FLIPS = int(os.environ.get("FLIPS", "40" if IS_THOROUGH else "16"))
 
 
 def plain(value: Any) -> Any:

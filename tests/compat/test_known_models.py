@@ -254,6 +254,7 @@ def test_texts_and_images_over_ranks_train_as_in_one_process():
     for_each(check_sequences, cases)
 
 
+@on_ranks(1)
 def test_what_was_not_tested_is_refused():
     """A window that is cut at the border of a part would train on other sequences than the model has; features of
     LLaVA's images belong to places of whole rows, and each rank would put them into the first of its part."""
