@@ -198,7 +198,7 @@ def assert_trains(folder: Path, launcher: list[Any], source: str, fsdp1: dict[st
     (folder / "scripts").mkdir()
     (folder / "scripts" / "train.py").write_text(source)
     ours = run_all({"ours": [*launcher, "run", "scripts/train.py", "--out", "out.json", *TRAINING]}, folder)["ours"]
-    assert ours.code == 0, f"{ours.out}\n{ours.err}"
+    assert ours.code == 0 and (folder / "out.json").exists(), f"{ours.out}\n{ours.err}"
     assert [path.name for path in (folder / "scripts").iterdir()] == ["train.py"]
     trained = json.loads((folder / "out.json").read_text())
     assert "FullyShardedDataParallel" not in trained["kinds"]
