@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from support.cases import for_each
-from support.commands import LAUNCHERS, PYTHON, SCRIPT, Ended, run_all, run_forked
+from support.commands import BIN, LAUNCHERS, PYTHON, SCRIPT, Ended, run_all, run_forked
+from support.forked_scripts import add_launchers
 from support.oracle import FSDP1
-from support.ranks import run_ranks
+from support.ranks import WITH_COMPOSER, run_ranks
 from support.trainers import largest_difference
 
 pytestmark = pytest.mark.composer
@@ -66,12 +68,13 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         (folder / package).mkdir()
         (folder / package / "probe.py").write_text(PROBE)
     (folder / "users" / "__init__.py").touch()
-    pythons = {
+    anew: dict[str, list[Any]] = {
         "python script": [*PYTHON, "scripts/probe.py", *ARGUMENTS],
         "python module": [*PYTHON, "-m", "users.probe", *ARGUMENTS],
+        # The others are forked from a process that has imported Composer; this one imports what it needs by itself.
+        "our script": [BIN / "composer-fsdp2", "run", "scripts/probe.py", *ARGUMENTS],
     }
     ours: dict[str, list[Any]] = {
-        "our script": ["run", "scripts/probe.py", *ARGUMENTS],
         "our module": ["run", "-m", "users.probe", *ARGUMENTS],
         "our only rank": ["run", SCRIPT, "--out", "alone.json", "--batches", "3", "--clip", "0.1"],
         **{f"{words}": [*words] for words in NOTHING_TO_RUN},
@@ -80,7 +83,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     for error, message in FAILURES.items():
         (folder / f"{error}.py").write_text(f"def f():\n    raise {error}({message!r})\nf()\n")
         ours[error] = ["run", f"{error}.py"]
-    done = run_all(pythons, folder) | run_forked(ours, folder)
+    done = run_all(anew, folder) | run_forked(ours, folder)
     if (folder / "alone.json").exists():
         done["our only rank"].out += "\n" + (folder / "alone.json").read_text()
     return done
@@ -114,11 +117,11 @@ def test_one_rank_needs_no_launcher(ended: dict[str, Ended]):
     assert len(ended["our only rank"].last["losses"]) == 3
 
 
-@pytest.mark.parametrize("words", NOTHING_TO_RUN)
-def test_nothing_to_run_is_said_in_a_line(words: tuple[str, ...], ended: dict[str, Ended]):
+def test_nothing_to_run_is_said_in_a_line(ended: dict[str, Ended]):
     """A typo in a path ends at once, with exit code 2 and without a traceback."""
-    done = ended[f"{words}"]
-    assert done.code == 2 and NOTHING_TO_RUN[words] in done.err and "Traceback" not in done.err, done
+    for words, said in NOTHING_TO_RUN.items():
+        done = ended[f"{words}"]
+        assert done.code == 2 and said in done.err and "Traceback" not in done.err, done
 
 
 @pytest.mark.parametrize("verb", HELP)
@@ -128,7 +131,6 @@ def test_help(verb: str, ended: dict[str, Ended]):
     assert done.code == 0 and all(words in " ".join(done.out.split()) for words in HELP[verb]), done.out
 
 
-# What is typed, and what the one line must say.
 def check_left_behind(folder: str) -> None:
     import composer.distributed
 
@@ -191,24 +193,40 @@ if "RANK" not in os.environ:
 """
 
 
-@pytest.mark.parametrize("launcher", ["composer", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_launchers_train_the_unchanged_script(tmp_path: Path, fsdp1: dict[str, Any], launcher: str):
-    """The launch line gets one more word; the curve stays, and on each rank the script sees what Python gives it."""
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "train.py").write_text(LOOK + SCRIPT.read_text())
-    script = ["scripts/train.py", "--out", "out.json", *TRAINING]
-    ended = run_all({"python": [*PYTHON, *script], "ours": [*LAUNCHERS[launcher], "run", *script]}, tmp_path)
-    assert ended["python"].code == ended["ours"].code == 0, f"{ended['ours'].out}\n{ended['ours'].err}"
-    expected = json.loads((tmp_path / "seen-python.json").read_text())
-    for rank in range(2):
-        assert json.loads((tmp_path / f"seen-{rank}.json").read_text()) == expected, f"rank {rank}"
-    assert [path.name for path in (tmp_path / "scripts").iterdir()] == ["train.py"]
-    trained = json.loads((tmp_path / "out.json").read_text())
+def assert_trains(folder: Path, launcher: list[Any], source: str, fsdp1: dict[str, Any]) -> None:
+    """The script, launched with our word in the line, has FSDP2 and the curve of FSDP1, and its folder stays."""
+    (folder / "scripts").mkdir()
+    (folder / "scripts" / "train.py").write_text(source)
+    ours = run_all({"ours": [*launcher, "run", "scripts/train.py", "--out", "out.json", *TRAINING]}, folder)["ours"]
+    assert ours.code == 0 and (folder / "out.json").exists(), f"{ours.out}\n{ours.err}"
+    assert [path.name for path in (folder / "scripts").iterdir()] == ["train.py"]
+    trained = json.loads((folder / "out.json").read_text())
     assert "FullyShardedDataParallel" not in trained["kinds"]
     assert "FSDPModule" in trained["kinds"]
     assert trained["types"] == [["DTensor"]] * len(trained["types"])
     difference = largest_difference(trained["losses"], fsdp1["losses"])
     assert difference <= 1e-6, f"{trained['losses']}, FSDP1 {fsdp1['losses']}"
+
+
+def test_a_launcher_trains_the_unchanged_script(tmp_path: Path, fsdp1: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """The launch line gets one more word, and the curve stays. The launcher and its ranks are forked."""
+    quick = tmp_path / "quick"
+    quick.mkdir()
+    add_launchers(quick, WITH_COMPOSER)
+    monkeypatch.setenv("PATH", str(quick), prepend=os.pathsep)
+    assert_trains(tmp_path, ["composer", *LAUNCHERS["composer"][1:]], SCRIPT.read_text(), fsdp1)
+
+
+@pytest.mark.slow  # the launcher and each of its ranks import Composer
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launched_ranks_see_what_python_gives(tmp_path: Path, fsdp1: dict[str, Any], launcher: str):
+    """On each rank that a launcher starts, the script sees what Python gives it."""
+    assert_trains(tmp_path, LAUNCHERS[launcher], LOOK + SCRIPT.read_text(), fsdp1)
+    python = run_all({"python": [*PYTHON, "scripts/train.py", "--out", "out.json", *TRAINING]}, tmp_path)["python"]
+    assert python.code == 0, python.err
+    expected = json.loads((tmp_path / "seen-python.json").read_text())
+    for rank in range(2):
+        assert json.loads((tmp_path / f"seen-{rank}.json").read_text()) == expected, f"rank {rank}"
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from support.callbacks import callback
 from support.cases import for_each
 from support.checkpoints.samples import file_size_limit
 from support.cuda_played import CudaPlayed
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2
 from support.ranks import impatient, run_ranks
 from support.references import reference
@@ -136,27 +137,25 @@ def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
             assert_same_checkpoint(f"{ours}/{named(kind, batch)}", f"{composers}/{named(kind, batch)}")
 
 
-def test_training_of_replicas_goes_on(tmp_path: Path):
+@on_ranks(4)
+def test_training_of_replicas_goes_on(folder: str):
     """With replicas too: one of them writes, and all of them know when it has."""
-    config = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
-    run_ranks(check_snapshot, 4, str(tmp_path), "sharded", config)
+    with CudaPlayed() as cuda:
+        config = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
+        check_snapshot(folder, "sharded", config)
+    assert not cuda.events, "memory of a run without a device was pinned"
 
 
 def check_snapshots(folder: str, kind: str) -> None:
     from composer_fsdp2.compat import async_saving, pinned_copies
 
-    with mock.patch.object(async_saving, "_pinned", pinned_copies.PinnedCopies()), CudaPlayed() as cuda:
-        if kind == "full":  # replicas save shards from the host
-            check_snapshot(f"{folder}/host", kind, {})
-            assert not cuda.events, "memory of a run without a device was pinned"
-        with contextlib.ExitStack() as stack:
-            for module, name in (
-                (async_saving, "is_on_device"),
-                (pinned_copies, "is_on_device"),
-                (pinned_copies, "_is_on_cuda"),
-            ):
-                stack.enter_context(mock.patch.object(module, name, return_value=True))
-            check_snapshot(f"{folder}/device", kind, {})
+    played = ((async_saving, "is_on_device"), (pinned_copies, "is_on_device"), (pinned_copies, "_is_on_cuda"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(async_saving, "_pinned", pinned_copies.PinnedCopies()))
+        for module, name in played:
+            stack.enter_context(mock.patch.object(module, name, return_value=True))
+        cuda = stack.enter_context(CudaPlayed())
+        check_snapshot(folder, kind, {})
     # The first of three saves pins, and each of them waits once.
     assert [event for event, _ in cuda.events] == ["pin", "wait", "wait", "wait"], cuda.events
 
@@ -171,7 +170,9 @@ def test_training_goes_on_while_the_snapshot_is_written(tmp_path: Path, kind: st
     run_ranks(check_snapshots, 2, str(tmp_path), kind)
 
 
-def check_held_snapshot(folder: str) -> None:
+@on_ranks(2)
+def test_fit_returns_when_the_last_one_is_whole(folder: str):
+    """A script that ends after fit() has its last checkpoint; written two steps later, it holds the first's state."""
     warnings.simplefilter("ignore")
     kind = "full"
     ours, composers, gate = f"{folder}/ours", f"{folder}/composers", threading.Event()
@@ -197,11 +198,6 @@ def check_held_snapshot(folder: str) -> None:
     if dist.get_rank() == 0:
         assert os.readlink(f"{ours}/latest-rank0.pt") == named(kind, 1)
         assert_same_checkpoint(f"{ours}/{named(kind, 1)}", f"{composers}/{named(kind, 1)}")
-
-
-def test_fit_returns_when_the_last_one_is_whole(tmp_path: Path):
-    """A script that ends after fit() has its last checkpoint; written two steps later, it holds the first's state."""
-    run_ranks(check_held_snapshot, 2, str(tmp_path))
 
 
 # --- several at a time
@@ -268,7 +264,9 @@ def test_saves_in_quick_succession(tmp_path: Path, kind: str):
     run_ranks(check_several, 2, str(tmp_path), kind)
 
 
-def check_once(folder: str) -> None:
+@on_ranks(2)
+def test_one_save_for_each_batch(folder: str):
+    """The end of an epoch is also the end of a batch: its checkpoint is written once."""
     for_each(check_once_for_each_batch, {f"async {is_async}": (folder, is_async) for is_async in (False, True)})
 
 
@@ -287,17 +285,12 @@ def check_once_for_each_batch(folder: str, is_async: bool) -> None:
         fit(
             FSDP2,
             {"async_save": is_async},
-            batches=4,
-            train_subset_num_batches=3,  # an epoch: its last batch asks twice
+            batches=3,
+            train_subset_num_batches=2,  # an epoch: its last batch asks twice
             save_folder=f"{folder}/{is_async}",
-            save_interval=lambda state, event: state.timestamp.batch.value in (2, 3),
+            save_interval=lambda state, event: state.timestamp.batch.value in (1, 2),
         )
-    assert written == [2, 3], written
-
-
-def test_one_save_for_each_batch(tmp_path: Path):
-    """The end of an epoch is also the end of a batch: its checkpoint is written once."""
-    run_ranks(check_once, 2, str(tmp_path))
+    assert written == [1, 2], written
 
 
 # --- errors
@@ -308,7 +301,11 @@ def check_full_disk(folder: str, kind: str) -> None:
 
     warnings.simplefilter("ignore")
     failing_rank, batches = (0 if kind == "full" else 1), []
-    saving_options: dict[str, Any] = {"optimizer": "adamw", "save_folder": folder, "save_interval": "2ba"}
+    saving_options: dict[str, Any] = {
+        "optimizer": "adamw",
+        "save_folder": folder,
+        "save_interval": lambda state, event: state.timestamp.batch.value in (1, 2),
+    }
     config = {"state_dict_type": kind, "async_save": True}
 
     def batch_end(state: Any) -> None:
@@ -320,22 +317,22 @@ def check_full_disk(folder: str, kind: str) -> None:
     with contextlib.ExitStack() as stack:
 
         def batch_checkpoint(state: Any) -> None:
-            if state.timestamp.batch.value == 4 and dist.get_rank() == failing_rank:
+            if state.timestamp.batch.value == 2 and dist.get_rank() == failing_rank:
                 stack.enter_context(file_size_limit(2048))
 
         words = "File too large" if kind == "full" else "rank 1: OSError.*File too large"
         watch = callback(batch_end=batch_end, batch_checkpoint=batch_checkpoint)
         with pytest.raises(CheckpointError, match=words):
-            fit(FSDP2, dict(config), batches=8, callbacks=[watch], **saving_options)
-    assert batches == [1, 2, 3, 4, 5], f"the error came after step {batches[-1]}"
+            fit(FSDP2, dict(config), batches=6, callbacks=[watch], **saving_options)
+    assert batches == [1, 2, 3], f"the error came after step {batches[-1]}"
     if dist.get_rank() == 0:
-        assert os.readlink(f"{folder}/latest-rank0.pt") == named(kind, 2)
+        assert os.readlink(f"{folder}/latest-rank0.pt") == named(kind, 1)
         assert read(f"{folder}/latest-rank0.pt")
     dist.barrier()
-    resumed = fit(FSDP2, dict(config), batches=4, autoresume=True, run_name="again", **saving_options)
-    assert len(resumed.losses) == 2
+    resumed = fit(FSDP2, dict(config), batches=2, autoresume=True, run_name="again", **saving_options)
+    assert len(resumed.losses) == 1
     if dist.get_rank() == 0:
-        assert os.readlink(f"{folder}/latest-rank0.pt") == named(kind, 4)
+        assert os.readlink(f"{folder}/latest-rank0.pt") == named(kind, 2)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -344,8 +341,11 @@ def test_a_full_disk_ends_the_next_step(tmp_path: Path, kind: str):
     run_ranks(check_full_disk, 2, str(tmp_path), kind)
 
 
-def check_slow_rank() -> None:
-    """Rank 1 writes, and uploads, for longer than collectives wait."""
+@on_ranks(2)
+def test_a_rank_with_a_slow_disk():
+    """fit waits for the last checkpoint, and the saver for uploads: ranks that were done waited in a collective, which
+    ended the job after dist_timeout with a checkpoint half uploaded."""
+    # Rank 1 writes, and uploads, for longer than collectives wait.
     from composer_fsdp2.compat import async_saving, checkpoint_saver
     from composer_fsdp2.training.control import control
 
@@ -361,9 +361,3 @@ def check_slow_rank() -> None:
         checkpoint_saver._account_for(saver, None, slow, mock.Mock(fsdp_sharded_state_dict_enabled=True))
     done.assert_called_once()
     saver._rotate_checkpoints.assert_called_once()
-
-
-def test_a_rank_with_a_slow_disk():
-    """fit waits for the last checkpoint, and the saver for uploads: ranks that were done waited in a collective, which
-    ended the job after dist_timeout with a checkpoint half uploaded."""
-    run_ranks(check_slow_rank, 2)

@@ -23,8 +23,8 @@ from support.cases import for_each
 from support.commands import BIN, SCRIPT, run_all
 from support.comparing import assert_same
 from support.gpus import Ranks, on_gpus
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2
-from support.ranks import run_ranks
 from support.trainers import Trained, build_model, make_trainer, on_gpu, result
 from torch import nn
 
@@ -201,7 +201,9 @@ PHASES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-def check_phases() -> None:
+@on_ranks(2, timeout_s=TIME_LIMIT_S)
+def test_the_run_is_the_one_with_the_smaller_microbatch():
+    """To the bit: a user who finds the size in a short run trains the long one with it."""
     expected = left_by(*run(2, {}, batches=BATCHES))
 
     def check(phase: str, ranks: tuple[int, ...]) -> None:
@@ -212,31 +214,26 @@ def check_phases() -> None:
     for_each(check, {phase: (phase, ranks) for phase, ranks in PHASES.items()})
 
 
-def test_the_run_is_the_one_with_the_smaller_microbatch():
-    """To the bit: a user who finds the size in a short run trains the long one with it."""
-    run_ranks(check_phases, 2, timeout_s=TIME_LIMIT_S)
-
-
-def check_two_halvings() -> list[int]:
-    """One rank runs out in the second batch, and again in the fifth."""
-    hungry = {"phase": "block", "limit": 4, "ranks": (1,), "times": 2}
-    *_, sizes = run("auto", {}, hungry, limits={1: 2, 4: 1}, batches=6, dist_timeout=60)
-    return sizes
-
-
+@on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_votes_go_on_for_as_long_after_each_halving():
     """Three batches, as Composer's hooks: one rank runs out in the third batch after the halving, and all halve."""
-    assert run_ranks(check_two_halvings, 2, timeout_s=TIME_LIMIT_S) == [[4, 2, 2, 2, 1, 1]] * 2
+    hungry = {"phase": "block", "limit": 4, "ranks": (1,), "times": 2}
+    *_, sizes = run("auto", {}, hungry, limits={1: 2, 4: 1}, batches=6, dist_timeout=60)
+    assert sizes == [4, 2, 2, 2, 1, 1], sizes
 
 
-def check_configs() -> None:
+@on_ranks(2, timeout_s=TIME_LIMIT_S)
+def test_however_it_is_sharded():
+    """Also with FSDP2Config, for which Composer refuses 'auto'; halved twice, to one sample."""
     from composer.utils import FSDP2Config, ParallelismConfig
 
     hungry = {"phase": "block", "limit": 1, "ranks": (1,), "times": 2}
     configs: dict[str, tuple[Any, str]] = {
         "NO_SHARD": ({"sharding_strategy": "NO_SHARD"}, "sgd"),
-        "last": ({"gradient_sync": "last", "reshard_after_backward": False}, "decoupled_adamw"),
-        "recomputed": ({"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": True}, "sgd"),
+        "last, recomputed": (
+            {"gradient_sync": "last", "reshard_after_backward": False, "activation_checkpointing": True},
+            "decoupled_adamw",
+        ),
         "FSDP2Config": (ParallelismConfig(fsdp2=FSDP2Config()), "decoupled_adamw"),
     }
 
@@ -247,12 +244,11 @@ def check_configs() -> None:
     for_each(check, configs)
 
 
-def test_however_it_is_sharded():
-    """Also with FSDP2Config, for which Composer refuses 'auto'; halved twice, to one sample."""
-    run_ranks(check_configs, 2, timeout_s=TIME_LIMIT_S)
-
-
-def check_beside_reductions() -> None:
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@on_ranks(2, timeout_s=TIME_LIMIT_S)
+def test_out_of_memory_before_the_trainers_own_reductions():
+    """One rank out of memory between the last vote and an all-reduce of the Trainer's or of fp16's scaler left the
+    others in it."""
     from composer.devices import DeviceCPU
 
     from composer_fsdp2._torch.scaler import ShardedGradScaler
@@ -296,30 +292,25 @@ def check_beside_reductions() -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-def test_out_of_memory_before_the_trainers_own_reductions():
-    """One rank out of memory between the last vote and an all-reduce of the Trainer's or of fp16's scaler left the
-    others in it."""
-    run_ranks(check_beside_reductions, 2, timeout_s=TIME_LIMIT_S)
-
-
 # --- an allocator that hardly finds memory
 
 
-def check_thrashing() -> list[tuple[int, bool, float]]:
-    """At the end of each batch: the size, whether loss and outputs are there, and the norm of the gradients."""
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@on_ranks(2, timeout_s=TIME_LIMIT_S)
+def test_an_allocator_that_tries_again_and_again():
+    """The next batch is halved; this one, for which the optimizer has stepped, stays as its callbacks expect it."""
     from composer import Callback
     from composer.trainer import trainer as composer_trainer
 
     from composer_fsdp2.compat import auto_microbatch
 
-    seen: list[tuple[int, bool, float]] = []
+    sizes: list[int] = []
 
     class Look(Callback):
         def batch_end(self, state: Any, logger: Any) -> None:
-            norm = sum(float(p.grad.full_tensor().norm()) for p in state.model.parameters() if p.grad is not None)
-            is_there = hasattr(state, "loss") and hasattr(state, "outputs")
-            seen.append((state.device_train_microbatch_size, is_there, norm))
+            assert hasattr(state, "loss") and hasattr(state, "outputs")
+            assert any(p.grad.full_tensor().norm() > 0 for p in state.model.parameters() if p.grad is not None)
+            sizes.append(state.device_train_microbatch_size)
 
     # Two batches in a row with retries, as the allocator of a GPU counts them.
     counts = [1, 2, 0, 0, 0, 0]
@@ -328,15 +319,7 @@ def check_thrashing() -> list[tuple[int, bool, float]]:
         mock.patch.object(composer_trainer, "_update_num_consecutive_thrashes", side_effect=counts),
     ):
         run("auto", {}, None, fp16=True, callbacks=(Look(),))
-    return seen
-
-
-@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-def test_an_allocator_that_tries_again_and_again():
-    """The next batch is halved; this one, for which the optimizer has stepped, stays as its callbacks expect it."""
-    for seen in run_ranks(check_thrashing, 2, timeout_s=TIME_LIMIT_S):
-        assert [size for size, _, _ in seen] == [4, 2, 2, 2]  # callbacks of the second batch see the next one's
-        assert all(is_there and norm > 0 for _, is_there, norm in seen), seen
+    assert sizes == [4, 2, 2, 2], sizes  # callbacks of the second batch see the next one's
 
 
 # --- evaluation
@@ -382,7 +365,10 @@ def loader(num_samples: int = 16) -> Any:
     return DataLoader(evaluation, batch_size=4, sampler=composer_dist.get_sampler(evaluation))
 
 
-def check_evaluations() -> None:
+@on_ranks(2, timeout_s=TIME_LIMIT_S)
+def test_evaluation():
+    """A batch that is evaluated again counts once, and training goes on as it would have; also after an evaluation
+    that failed, and that the script caught."""
     expected = evaluated(2, None)
 
     def check(phase: str, ranks: tuple[int, ...]) -> None:
@@ -396,21 +382,7 @@ def check_evaluations() -> None:
     assert_same(found, ended, "not even one sample")
 
 
-def test_evaluation():
-    """A batch that is evaluated again counts once, and training goes on as it would have; also after an evaluation
-    that failed, and that the script caught."""
-    run_ranks(check_evaluations, 2, timeout_s=TIME_LIMIT_S)
-
-
 # --- what cannot be repeated
-
-
-def error_of(microbatch: int | str, **options: Any) -> str:
-    try:
-        run(microbatch, {}, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("no error")
 
 
 class HungryStep(torch.optim.SGD):
@@ -424,37 +396,32 @@ class HungryStep(torch.optim.SGD):
         return loss
 
 
-def check_errors() -> tuple[str, str]:
+@on_ranks(2, timeout_s=TIME_LIMIT_S, fresh=True)
+def test_errors_come_on_every_rank():
+    """One sample is too much, or the optimizer steps already: the rank says so at once, and the others end with it (or
+    with the time-out, as here, where its process goes on)."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-    too_small = error_of("auto", hungry={"phase": "block", "limit": 0, "ranks": (1,)})
+    with pytest.raises(RuntimeError, match="internal microbatch of size 1"):
+        run("auto", {}, {"phase": "block", "limit": 0, "ranks": (1,)})
     assert _fsdp_collectives.dist is dist, "a script that goes on by itself would wait in votes"
     with FSDP2(), on_gpu():
         model = build()
         optimizer = HungryStep(model.parameters(), lr=0.1)
-        trainer = make_trainer({}, model=model, microbatch="auto", optimizer=optimizer, dist_timeout=5)
-        with pytest.raises(RuntimeError) as in_step:
+        trainer = make_trainer({}, model=model, microbatch="auto", optimizer=optimizer, dist_timeout=3)
+        words = ("(?s)(?=.*did not meet within).*rank 1 has not come", "after the gradients were there")
+        with pytest.raises(RuntimeError, match=words[dist.get_rank()]):
             trainer.fit()
         trainer.close()
-    return too_small, str(in_step.value)
-
-
-def test_errors_come_on_every_rank():
-    """One sample is too much, or the optimizer steps already: the rank says so at once, and the others end with it (or
-    with the time-out, as here, where its process goes on)."""
-    results = run_ranks(check_errors, 2, timeout_s=TIME_LIMIT_S, fresh=True)
-    assert all("internal microbatch of size 1" in too_small for too_small, _ in results)
-    (_, of_waiting), (_, of_failing) = results
-    assert "after the gradients were there" in of_failing
-    assert "did not meet within" in of_waiting and "rank 1 has not come" in of_waiting
 
 
 # --- afterwards
 
 
-def check_votes_end() -> list[tuple[int, bool, int]]:
-    """For each batch: the messages of the votes, whether torch's own functions are in place, and the copies that were
-    made of buffers and metrics."""
+@on_ranks(2, timeout_s=TIME_LIMIT_S)
+def test_votes_end():
+    """Once the size has proved itself for three batches a step has nothing of this, not even copies of its buffers; an
+    evaluation begins it anew."""
     from composer import Callback
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
@@ -462,6 +429,8 @@ def check_votes_end() -> list[tuple[int, bool, int]]:
     from composer_fsdp2.training import out_of_memory
     from composer_fsdp2.training.node import Node
 
+    # For each batch: the messages of the votes, whether torch's own functions are in place, and the copies of buffers
+    # and metrics.
     votes: list[tuple[int, bool, int]] = []
 
     class Counting(Callback):
@@ -477,25 +446,21 @@ def check_votes_end() -> list[tuple[int, bool, int]]:
         mock.patch.object(auto_microbatch, "_values", wraps=auto_microbatch._values) as metrics,
     ):
         run("auto", {}, None, batches=6, callbacks=(Counting(),), eval_interval="5ba")
-    return votes
+    counts, is_torchs, copies = zip(*votes, strict=True)
+    assert all(counts[number] > 10 for number in (0, 1, 2, 5)), counts
+    assert counts[3:5] == (0, 0), counts
+    assert is_torchs == (False, False, True, True, True, False), is_torchs
+    assert [bool(number) for number in copies] == [True, True, True, False, False, True], copies
 
 
-def test_votes_end():
-    """Once the size has proved itself for three batches a step has nothing of this, not even copies of its buffers; an
-    evaluation begins it anew."""
-    for votes in run_ranks(check_votes_end, 2, timeout_s=TIME_LIMIT_S):
-        counts, is_torchs, copies = zip(*votes, strict=True)
-        assert all(counts[number] > 10 for number in (0, 1, 2, 5)), counts
-        assert counts[3:5] == (0, 0), counts
-        assert is_torchs[:5] == (False, False, True, True, True) and not is_torchs[5]
-        assert [bool(number) for number in copies] == [True, True, True, False, False, True], copies
-
-
-def check_out_of_memory_after_votes() -> tuple[str, str]:
+@on_ranks(2, timeout_s=TIME_LIMIT_S)
+def test_out_of_memory_after_the_votes():
+    """A rank that waited for a vote in which nobody else stands would keep the whole job until its time-out."""
     from composer import Callback, Evaluator
 
     hungry = {"phase": "block", "limit": 4, "ranks": (0, 1)}
-    in_training = error_of("auto", hungry=hungry, limits={3: 2}, batches=6)
+    with pytest.raises(RuntimeError, match="Set device_train_microbatch_size below 4"):
+        run("auto", {}, hungry, limits={3: 2}, batches=6)
 
     class Later(Callback):
         def eval_batch_start(self, state: Any, logger: Any) -> None:
@@ -506,17 +471,9 @@ def check_out_of_memory_after_votes() -> tuple[str, str]:
         appetite = Hungry(model, **hungry, in_training=False)
         trainer = make_trainer({}, model=model, callbacks=[Later()])
         evaluator = Evaluator(label="eval", dataloader=loader(32), device_eval_microbatch_size="auto", metric_names=[])
-        with pytest.raises(RuntimeError) as in_evaluation:
+        with pytest.raises(RuntimeError, match="Set device_eval_microbatch_size below 4"):
             trainer.eval(evaluator)
         trainer.close()
-    return in_training, str(in_evaluation.value)
-
-
-def test_out_of_memory_after_the_votes():
-    """A rank that waited for a vote in which nobody else stands would keep the whole job until its time-out."""
-    for in_training, in_evaluation in run_ranks(check_out_of_memory_after_votes, 2, timeout_s=TIME_LIMIT_S):
-        assert "Set device_train_microbatch_size below 4" in in_training, in_training
-        assert "Set device_eval_microbatch_size below 4" in in_evaluation, in_evaluation
 
 
 ERRORS = (
@@ -527,20 +484,15 @@ ERRORS = (
 )
 
 
-def repeated() -> list[bool]:
-    """Which of the errors Composer repeats a batch for."""
-    from composer.trainer.trainer import _is_cuda_oom
-
-    return [_is_cuda_oom(RuntimeError(text)) for text in ERRORS]
-
-
+@on_ranks(1)
 def test_errors_are_those_that_composer_repeats_for():
     """What was repeated under FSDP1 would end on one rank, and leave the others waiting."""
+    from composer.trainer.trainer import _is_cuda_oom
+
     from composer_fsdp2.training.out_of_memory import is_out_of_memory
 
-    composers, *_ = run_ranks(repeated, 2)
-    assert [is_out_of_memory(RuntimeError(text)) for text in ERRORS] == composers
-    assert composers == [True, True, True, False]
+    for is_repeated in (is_out_of_memory, _is_cuda_oom):
+        assert [is_repeated(RuntimeError(text)) for text in ERRORS] == [True, True, True, False], is_repeated
 
 
 # --- a real one
@@ -567,7 +519,9 @@ def test_a_gpu_runs_out_of_memory(ranks: Ranks, tmp_path: Path, precision: str, 
 # --- what lives on
 
 
-def check_freed() -> None:
+@on_ranks(2, timeout_s=TIME_LIMIT_S)
+def test_a_model_that_was_trained_is_freed():
+    """A sweep in one process would keep the model of every run, with its shards on the GPU."""
     from composer_fsdp2 import prepare_fully_shard
     from composer_fsdp2.compat.auto_microbatch import _recovery_of
 
@@ -579,8 +533,3 @@ def check_freed() -> None:
     del model, recovery
     gc.collect()
     assert alive() is None
-
-
-def test_a_model_that_was_trained_is_freed():
-    """A sweep in one process would keep the model of every run, with its shards on the GPU."""
-    run_ranks(check_freed, 2, timeout_s=TIME_LIMIT_S)

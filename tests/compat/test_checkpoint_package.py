@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import assert_same, full_parameters
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2, FSDP1_saving, Under
-from support.ranks import run_ranks
 from support.saved import form, read
 from support.trainers import build_model, full_optimizer_state, make_trainer, objects_of_ranks
 from torch import nn
@@ -43,7 +43,9 @@ def shared_folder() -> Path:
 # --- is it sharded?
 
 
-def check_is_model_fsdp() -> None:
+@on_ranks(2)
+def test_is_model_fsdp():
+    """Callbacks and scripts that ask `composer.utils.is_model_fsdp` took a sharded model for a whole one."""
     import composer.utils
     from composer.algorithms.ema import ema
     from composer.utils import misc
@@ -59,48 +61,51 @@ def check_is_model_fsdp() -> None:
     assert not composer.utils.is_model_fsdp(model)  # Composer's own answer
 
 
-def test_is_model_fsdp():
-    """Callbacks and scripts that ask `composer.utils.is_model_fsdp` took a sharded model for a whole one."""
-    run_ranks(check_is_model_fsdp, 2)
-
-
 # --- saving
 
 
-def saved(under: Under, *, sharded: bool) -> tuple[Any, Any]:
-    """What ``save_checkpoint_to_disk`` writes of the model and of the optimizer."""
+# What is saved in shards, and what whole, by part.
+FILES = {
+    True: {"model": "model", "optimizer": "optim"},
+    False: {"model": "model/model.pt", "optimizer": "optim/optim.pt"},
+}
+
+
+def saved(under: Under) -> dict[bool, dict[str, Any]]:
+    """What ``save_checkpoint_to_disk`` writes in shards and whole."""
     from composer.checkpoint.save import save_checkpoint_to_disk
 
     folder = shared_folder()
     with under():
         trainer = trained(eval_interval="2ba")  # after an evaluation a model of ours stands gathered
-        save_checkpoint_to_disk(str(folder), trainer.state, {"sharded_checkpoint": sharded, "overwrite": True})
+        for sharded in FILES:
+            options = {"sharded_checkpoint": sharded, "overwrite": True}  # rank 1 may be there first, on FSDP1
+            save_checkpoint_to_disk(str(folder / f"{sharded}"), trainer.state, options)
         trainer.close()
     dist.barrier()
-    parts = ("model", "optim") if sharded else ("model/model.pt", "optim/optim.pt")
-    return tuple(read(folder / f"ep0-ba{STEPS}" / part) for part in parts)
+    return {
+        sharded: {part: read(folder / f"{sharded}" / f"ep0-ba{STEPS}" / file) for part, file in files.items()}
+        for sharded, files in FILES.items()
+    }
 
 
-def check_saving() -> None:
-    parts = ("model", "optimizer")
-    in_shards = dict(zip(parts, saved(FSDP1_saving, sharded=True), strict=True))
-    for part, found in zip(parts, saved(FSDP2, sharded=True), strict=True):
-        assert_same(found, in_shards[part], f"{part} in shards")
-    whole = dict(zip(parts, saved(FSDP1_saving, sharded=False), strict=True))
-    for part, found in zip(parts, saved(FSDP2, sharded=False), strict=True):
-        assert form(found) == form(whole[part]), f"{part}, whole"
-        # On the CPU FSDP1 gathers every entry of the optimizer's state to the same memory, so the last one is saved as
-        # all of them; its shards are right.
-        assert_same(found, whole[part] if part == "model" else in_shards[part], f"{part}, whole")
-
-
+@on_ranks(2)
 def test_a_checkpoint_is_fsdp1s():
     """`save_checkpoint_to_disk` of a sharded model: whole or in shards, the values, keys and dtypes that FSDP1 wrote.
     It refused the shards."""
-    run_ranks(check_saving, 2)
+    theirs, ours = saved(FSDP1_saving), saved(FSDP2)
+    assert_same(ours[True], theirs[True], "in shards")
+    for part, found in ours[False].items():
+        assert form(found) == form(theirs[False][part]), f"{part}, whole"
+        # On the CPU FSDP1 gathers every entry of the optimizer's state to the same memory, so the last one is saved as
+        # all of them; its shards are right.
+        assert_same(found, theirs[part == "optimizer"][part], f"{part}, whole")
 
 
-def check_folder_that_is_there() -> None:
+@on_ranks(2)
+def test_a_new_folder_is_not_there_already():
+    """Composer's rank 0 looks for the folder while rank 1 makes it: a save of shards hung now and then. One that is
+    there is refused on all ranks, and overwritten where that is said."""
     from composer.checkpoint.save import save_model_to_disk
 
     with FSDP2():
@@ -120,16 +125,13 @@ def check_folder_that_is_there() -> None:
         trainer.close()
 
 
-def test_a_new_folder_is_not_there_already():
-    """Composer's rank 0 looks for the folder while rank 1 makes it: a save of shards hung now and then. One that is
-    there is refused on all ranks, and overwritten where that is said."""
-    run_ranks(check_folder_that_is_there, 2)
-
-
 # --- loading
 
 
-def check_loading() -> None:
+@on_ranks(2)
+def test_its_checkpoints_load():
+    """`load_checkpoint` into a sharded model and optimizer, and `shard_as_needed_during_load` into a model that is
+    sharded by ours on the way."""
     from composer.checkpoint import state_dict
     from composer.checkpoint.load import load_checkpoint
     from composer.checkpoint.save import save_checkpoint_to_disk
@@ -205,9 +207,3 @@ def with_other_values() -> Any:
         for parameter in model.parameters():
             nn.init.constant_(parameter, 0.5)
     return model
-
-
-def test_its_checkpoints_load():
-    """`load_checkpoint` into a sharded model and optimizer, and `shard_as_needed_during_load` into a model that is
-    sharded by ours on the way."""
-    run_ranks(check_loading, 2)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.cases import for_each
 from support.comparing import assert_same, full_parameters
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.trainers import (
@@ -25,7 +26,7 @@ from support.trainers import (
 
 pytestmark = pytest.mark.composer
 
-SAVED_AT, LAST = 2, 4
+SAVED_AT, LAST = 2, 3
 SAVING: dict[str, Any] = {"batches": LAST, "optimizer": "adamw", "save_interval": f"{SAVED_AT}ba"}
 RESUMING: dict[str, Any] = {"batches": LAST, "optimizer": "adamw"}
 TYPES = ("full", "sharded")
@@ -40,12 +41,11 @@ def checkpoint(folder: str, state_dict_type: str) -> str:
 # Keys of fsdp_config, what is saved, and whether the model's embeddings are tied.
 Case = tuple[dict[str, Any], str, bool]
 RECOMPUTED = {"activation_checkpointing": True}
+NOT_REENTRANT = {**RECOMPUTED, "activation_checkpointing_reentrant": False}
 ON_TWO_RANKS: dict[str, Case] = {
-    "FULL_SHARD": ({}, "full", True),
-    "SHARD_GRAD_OP": ({"sharding_strategy": "SHARD_GRAD_OP"}, "sharded", True),
     "NO_SHARD": ({"sharding_strategy": "NO_SHARD"}, "sharded", True),
     "CPU offload, recomputed": ({"cpu_offload": True, **RECOMPUTED}, "full", True),
-    "untied, recomputed": ({**RECOMPUTED, "activation_checkpointing_reentrant": False}, "sharded", False),
+    "SHARD_GRAD_OP, untied": ({"sharding_strategy": "SHARD_GRAD_OP", **NOT_REENTRANT}, "sharded", False),
 }
 ON_FOUR_RANKS: dict[str, Case] = {
     "HYBRID_SHARD": ({"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}, "sharded", True),
@@ -70,7 +70,9 @@ def test_resumed_run_goes_on_bit_for_bit(tmp_path: Path, world_size: int, cases:
     run_ranks(check_resumption, world_size, str(tmp_path), cases)
 
 
-def check_weights(folder: str) -> None:
+@on_ranks(2)
+def test_weights_alone_load_with_and_without_sharding(folder: str):
+    """A full file is what people publish and evaluate: it holds full tensors under the model's own names."""
     saving = {**SAVING, "batches": SAVED_AT, "save_weights_only": True}
     trained = fit(FSDP2, {}, save_folder=f"{folder}/full", **saving)
     fit(FSDP2, {"state_dict_type": "sharded"}, save_folder=f"{folder}/sharded", **saving)
@@ -92,35 +94,29 @@ def check_weights(folder: str) -> None:
     for_each(check, cases)
 
 
-def test_weights_alone_load_with_and_without_sharding(tmp_path: Path):
-    """A full file is what people publish and evaluate: it holds full tensors under the model's own names."""
-    run_ranks(check_weights, 2, str(tmp_path))
-
-
 # --- from rank 0's values
 
 
-def check_without_file() -> None:
+@on_ranks(2)
+def test_load_monolith_rank0_only_without_a_file():
+    """The first start of a run, with nothing to load yet, is sharded too, from rank 0's values."""
     monolith = {"load_monolith_rank0_only": True, "sync_module_states": True}
-    expected = fit(FSDP2, {})
+    expected = fit(FSDP2, {}, batches=2)
 
     def check(build: Callable[[], Any]) -> None:
-        trained = fit(FSDP2, dict(monolith), model=build())
+        trained = fit(FSDP2, dict(monolith), model=build(), batches=2)
         assert trained.shards == {"FSDPModule"}
         assert trained.losses == expected.losses
 
     for_each(check, {build.__name__: (build,) for build in (build_unlike_on_rank_1, build_on_rank_0)})
 
 
-def test_load_monolith_rank0_only_without_a_file():
-    """The first start of a run, with nothing to load yet, is sharded too, from rank 0's values."""
-    run_ranks(check_without_file, 2)
-
-
 # --- state after a forward
 
 
-def check_own_forward() -> None:
+@on_ranks(2)
+def test_state_can_be_read_after_a_forward_of_ones_own():
+    """A callback that samples from the model without gradients may be followed by a save."""
     import torch.distributed as dist
 
     with FSDP2():
@@ -138,8 +134,3 @@ def check_own_forward() -> None:
             assert optimizer["state"].keys() == before.keys()
             assert_same(model, before, "after a forward of one's own")
         trainer.close()
-
-
-def test_state_can_be_read_after_a_forward_of_ones_own():
-    """A callback that samples from the model without gradients may be followed by a save."""
-    run_ranks(check_own_forward, 2)

@@ -24,6 +24,7 @@ from support.context_runs import (
     softmax_in_float64,
     train,
 )
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.synchronisations import Synchronisations
@@ -39,11 +40,16 @@ from composer_fsdp2._torch.passing import tensors_in
 pytestmark = pytest.mark.composer
 
 
-def check_alone(kinds: tuple[str, ...]) -> dict[str, Trained]:
-    return {kind: train(Run(kind=kind, degree=0, by_tokens=kind in BY_TOKENS)) for kind in kinds}
-
-
 BY_TOKENS = ("qwen2", "mpt-alibi")
+RESUMED = ("llama", "mpt")
+
+
+def run_of(kind: str, **options: Any) -> Run:
+    return Run(kind=kind, by_tokens=kind in BY_TOKENS, **options)
+
+
+def check_alone(kinds: tuple[str, ...]) -> dict[str, Trained]:
+    return {kind: train(run_of(kind, degree=0)) for kind in kinds}
 
 
 def check_runs(alone: dict[str, Trained], folder: str) -> None:
@@ -51,14 +57,14 @@ def check_runs(alone: dict[str, Trained], folder: str) -> None:
 
 
 def check_run(kind: str, theirs: Trained, folder: str) -> None:
-    """Two batches with degree 2, the third with degree 4, from a checkpoint."""
-    by_tokens, saved = kind in BY_TOKENS, f"{folder}/{kind}"
+    """With degree 2; and the second batch with degree 4, from a checkpoint."""
+    saved = f"{folder}/{kind}" if kind in RESUMED else None
     with FSDP2():
-        whole = train(Run(kind=kind, degree=2, by_tokens=by_tokens, save_folder=saved))
-        resumed = train(Run(kind=kind, degree=4, by_tokens=by_tokens, load_path=f"{saved}/ep0-ba2-rank0.pt"))
-    assert_alike(whole, theirs)
-    assert largest_difference(resumed.losses, theirs.losses[2:]) <= 1e-12, (resumed.losses, theirs.losses)
-    assert_same_parameters(resumed, theirs)
+        assert_alike(train(run_of(kind, degree=2, save_folder=saved)), theirs)
+        if saved is not None:
+            resumed = train(run_of(kind, degree=4, load_path=f"{saved}/ep0-ba1-rank0.pt"))
+            assert largest_difference(resumed.losses, theirs.losses[1:]) <= 1e-12, (resumed.losses, theirs.losses)
+            assert_same_parameters(resumed, theirs)
 
 
 def assert_alike(ours: Trained, theirs: Trained) -> None:
@@ -130,27 +136,23 @@ def check_padding(attention: str, padding: str) -> None:
     dist.all_reduce(total)
     torch.testing.assert_close(total / 2, expected, rtol=0, atol=1e-12)
     assert_gradients(model, reference)
-    with Synchronisations() as waits:
-        loss_of(model)
+    with Synchronisations() as waits, LargestTensor() as largest:
+        loss_of(model, length=512)
     assert len(waits.of_packages("composer_fsdp2")) == 1, waits.of_packages("composer_fsdp2")
     if attention == "sdpa":
-        with LargestTensor() as largest:
-            loss_of(model, length=512)
         assert (largest.num_elements >= 512**2) == ("counted" in padding), largest.num_elements
 
 
-def check_paddings() -> None:
-    paddings = ("right", "right, counted", "left", "left, counted", "between", "between, counted")
-    cases = {padding: ("sdpa", padding) for padding in paddings}
-    for_each(check_padding, cases | {"eager": ("eager", "left"), "eager, counted": ("eager", "right, counted")})
-
-
+@on_ranks(2)
 def test_padding_needs_no_mask():
     """One padded token in a batch of long rows took 32 GiB and more for a mask, and flash attention away; and without
     it tokens must have the outputs and gradients that they have in one process."""
-    run_ranks(check_paddings, 2)
+    paddings = ("right", "right, counted", "left", "between, counted")
+    cases = {padding: ("sdpa", padding) for padding in paddings}
+    for_each(check_padding, cases | {"eager": ("eager", "between"), "eager, counted": ("eager", "left, counted")})
 
 
+@on_ranks(1)
 def test_padding_is_read_in_host_memory():
     """The host would wait for the device in each microbatch. A meta device, which cannot be read, stands for a GPU."""
     from composer.devices import DeviceCPU
@@ -267,7 +269,9 @@ def refused_models() -> list[tuple[Any, str]]:
     ]
 
 
-def check_refused_models() -> None:
+@on_ranks(1)
+def test_what_attention_cannot_divide_is_refused_by_name():
+    """Found in training it would be a wrong mask, other random numbers, or attention within a part, all silent."""
     for model, text in refused_models():
         with pytest.raises(UnsupportedError) as raised:
             plan_of(model)
@@ -284,13 +288,10 @@ def check_refused_models() -> None:
     assert "Averaging.loss is written in" in note
 
 
-def test_what_attention_cannot_divide_is_refused_by_name():
-    """Found in training it would be a wrong mask, other random numbers, or attention within a part, all silent."""
-    run_ranks(check_refused_models, 1)
-
-
-def check_refused_forwards() -> None:
-    """On all ranks alike, so that none waits for another."""
+@on_ranks(2)
+def test_what_a_forward_cannot_divide_is_refused():
+    """A part of a row, generated from, would be another text; and nobody would be told."""
+    # On all ranks alike, so that none waits for another.
     tokens = torch.zeros(1, 6, dtype=torch.long)
     model, holder = llama(attn_implementation="sdpa"), nn.Module()
     holder.model = model
@@ -310,22 +311,14 @@ def check_refused_forwards() -> None:
     assert model(input_ids=tokens).logits.shape[1] == 3
 
 
-def test_what_a_forward_cannot_divide_is_refused():
-    """A part of a row, generated from, would be another text; and nobody would be told."""
-    run_ranks(check_refused_forwards, 2)
-
-
-def check_refused_tasks() -> None:
+@on_ranks(2)
+def test_tasks_in_context_are_refused_before_training():
+    """Their places in a row are not those of a part: the first evaluation would fail, or score other tokens."""
     from support import context_runs
 
     tasks = ["InContextLearningLMAccuracy"]
     with FSDP2(), mock.patch.object(context_runs, "METRICS", tasks), pytest.raises(UnsupportedError, match="'eval'"):
         train(Run(kind="mpt", degree=2))
-
-
-def test_tasks_in_context_are_refused_before_training():
-    """Their places in a row are not those of a part: the first evaluation would fail, or score other tokens."""
-    run_ranks(check_refused_tasks, 2)
 
 
 # --- ranks that hold different experts of LLM Foundry's torch_dmoe
@@ -343,9 +336,8 @@ def runs_of_experts(folder: str) -> dict[str, Trained]:
     glu, mlp = f"{folder}/glu", f"{folder}/mlp"
     sharded = {"state_dict_type": "sharded"}
     cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-        "sequences divided too": ("mpt-glu", split(2), {"degree": 2}),
-        "sharded, saved": ("mpt-glu", split(2, **sharded), {"save_folder": glu}),
-        "sharded, resumed at 4": ("mpt-glu", split(4, **sharded), {"load_path": f"{glu}/ep0-ba2"}),
+        "sequences divided too, sharded, saved": ("mpt-glu", split(2, **sharded), {"degree": 2, "save_folder": glu}),
+        "sharded, resumed at 4": ("mpt-glu", split(4, **sharded), {"load_path": f"{glu}/ep0-ba1"}),
         "full, saved": ("mpt-mlp", split(2, activation_checkpointing=False), {"save_folder": mlp}),
     }
     return for_each(run, cases)
@@ -362,7 +354,7 @@ def test_a_trainer_splits_experts_and_trains_as_one_process(tmp_path: Path):
     """The curve, metrics and weights; and from a checkpoint of degree 2, at 4 and on one process."""
     [expected] = run_ranks(alone, 1, None)
     runs = run_ranks(runs_of_experts, 4, str(tmp_path))[0]
-    runs["full, resumed alone"] = run_ranks(alone, 1, f"{tmp_path}/mlp/ep0-ba2-rank0.pt")[0]["mpt-mlp"]
+    runs["full, resumed alone"] = run_ranks(alone, 1, f"{tmp_path}/mlp/ep0-ba1-rank0.pt")[0]["mpt-mlp"]
     for name, found in runs.items():
         theirs = expected["mpt-mlp" if "full" in name else "mpt-glu"]
         assert largest_difference(found.losses, theirs.losses[-len(found.losses) :]) <= 1e-12, name
@@ -373,8 +365,10 @@ def test_a_trainer_splits_experts_and_trains_as_one_process(tmp_path: Path):
             assert difference <= 1e-10, f"{name}, {each}: {difference}"
 
 
-def check_own_values() -> None:
-    """From the meta device; and with replicas, which LLM Foundry refuses too."""
+@on_ranks(4)
+def test_split_experts_get_the_values_of_foundrys_initialization():
+    """The same weights as without the key, drawn by MPT's own param_init_fn."""
+    # From the meta device; and with replicas, which LLM Foundry refuses too.
     torch.set_default_dtype(torch.float64)
     values = []
     for config in ({}, split(2)):
@@ -387,8 +381,3 @@ def check_own_values() -> None:
     replicas = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
     with FSDP2(), pytest.raises(UnsupportedError, match=r"HSDP [+] MoE is not supported"):
         train(Run(kind="mpt-glu", degree=1, config=split(2, sharding_strategy="HYBRID_SHARD", **replicas)))
-
-
-def test_split_experts_get_the_values_of_foundrys_initialization():
-    """The same weights as without the key, drawn by MPT's own param_init_fn."""
-    run_ranks(check_own_values, 4)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.cases import for_each
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
-from support.ranks import run_ranks
 from support.trainers import build_model, build_optimizer, make_trainer
 from torch import nn
 
@@ -44,7 +44,9 @@ def accepts_nothing(path: str, *unused: Any) -> bool:
     return False
 
 
-def check_configurations() -> None:
+@on_ranks(2)
+def test_errors_of_a_configuration():
+    """`except ValueError`, `TypeError`, `KeyError`, `RuntimeError` or `NotImplementedError` around a Trainer."""
     from composer.distributed import dist_strategy
     from composer.utils import FSDP2Config, FSDPConfig, ParallelismConfig, get_device
 
@@ -81,12 +83,10 @@ def check_configurations() -> None:
     for_each(assert_caught_alike, cases)
 
 
-def test_errors_of_a_configuration():
-    """`except ValueError`, `TypeError`, `KeyError`, `RuntimeError` or `NotImplementedError` around a Trainer."""
-    run_ranks(check_configurations, 2)
+@on_ranks(2)
+def test_errors_of_a_checkpoint(folder: str):
+    """`except FileNotFoundError` starts anew, `except ValueError` or `RuntimeError` tries the checkpoint before."""
 
-
-def check_files(folder: str) -> None:
     def load(path: Path, config: Any = None, **options: Any) -> Callable[[], Any]:
         return lambda: make_trainer({} if config is None else config, load_path=str(path), **options)
 
@@ -117,8 +117,3 @@ def check_files(folder: str) -> None:
             "of another shape": (load(below / "other.pt", load_weights_only=True),),
         },
     )
-
-
-def test_errors_of_a_checkpoint(tmp_path: Path):
-    """`except FileNotFoundError` starts anew, `except ValueError` or `RuntimeError` tries the checkpoint before."""
-    run_ranks(check_files, 2, str(tmp_path))

@@ -6,6 +6,7 @@ The oracle is FSDP1 itself, on the CPU. What it cannot do there (offload_to_cpu 
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import logging
 import sys
@@ -18,8 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import comparing
 from support.cases import for_each
 from support.models import Block, Model, tokens
+from support.on_ranks import on_ranks
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.sharding import as_fsdp1, by_us
@@ -41,6 +44,9 @@ FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 LOCAL = StateDictType.LOCAL_STATE_DICT
 
 
+assert_same = functools.partial(comparing.assert_same, in_order=True)
+
+
 def model_and_optimizer(shard: Callable[[Model, str], None] | None) -> tuple[Model, torch.optim.Optimizer]:
     """After a step; the block's first layer is trained at another rate, and the second layer's bias is frozen."""
     torch.manual_seed(0)
@@ -59,23 +65,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 3) -> N
     model(tokens(seed)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def assert_same(actual: Any, expected: Any, what: str = "") -> None:
-    """Trees of the same keys in the same order, with close tensors."""
-    if isinstance(expected, dict):
-        assert list(actual) == list(expected), (what, list(actual), list(expected))
-        for key in expected:
-            assert_same(actual[key], expected[key], f"{what}.{key}")
-    elif isinstance(expected, torch.Tensor):
-        assert not isinstance(actual, DTensor), what
-        torch.testing.assert_close(actual, expected, msg=lambda text: f"{what}: {text}")
-    elif isinstance(expected, list):
-        assert len(actual) == len(expected), what
-        for number, each in enumerate(expected):
-            assert_same(actual[number], each, f"{what}[{number}]")
-    else:
-        assert actual == expected, (what, actual, expected)
 
 
 def full(tree: Any) -> Any:
@@ -101,7 +90,11 @@ def state_dicts(model: Model, rank0_only: bool) -> dict[str, dict[str, Any]]:
     return {name: dict(state) for name, state in found.items()}
 
 
-def check_full_state_dict() -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_state_dict_type():
+    """`with FSDP.state_dict_type(model, FULL_STATE_DICT): torch.save(model.state_dict())`, the way to save under FSDP1,
+    raised an AttributeError, or would have written shards."""
     theirs, _ = model_and_optimizer(as_fsdp1)
     ours, _ = model_and_optimizer(by_us)
     single, _ = model_and_optimizer(None)
@@ -125,11 +118,11 @@ def check_full_state_dict() -> None:
             before = copy.deepcopy(state)
             with torch.no_grad():
                 for parameter in ours.parameters():
-                    parameter.add_(1)
+                    parameter.mul_(2)  # and back, to the last bit
         assert_same(dict(state), dict(before), "a state dict follows the parameters")
         with torch.no_grad():
             for parameter in ours.parameters():
-                parameter.sub_(1)
+                parameter.div_(2)
 
     def check_sharded() -> None:
         with FSDP2():
@@ -164,17 +157,12 @@ def check_full_state_dict() -> None:
         part()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_state_dict_type():
-    """`with FSDP.state_dict_type(model, FULL_STATE_DICT): torch.save(model.state_dict())`, the way to save under FSDP1,
-    raised an AttributeError, or would have written shards."""
-    run_ranks(check_full_state_dict, 2)
-
-
 # --- loading
 
 
-def check_loading() -> None:
+@on_ranks(2)
+def test_load_full_state_dict():
+    """`model.load_state_dict(torch.load("model.pt"))` after sharding: raised, as the file's tensors are full."""
     source, _ = model_and_optimizer(None)
     state = source.state_dict()
 
@@ -221,11 +209,6 @@ def strip(state: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix("decoder."): value for name, value in state.items()}
 
 
-def test_load_full_state_dict():
-    """`model.load_state_dict(torch.load("model.pt"))` after sharding: raised, as the file's tensors are full."""
-    run_ranks(check_loading, 2)
-
-
 # --- optimizer state
 
 
@@ -235,7 +218,11 @@ def full_states(model: Model, optimizer: Any, rank0_only: bool) -> dict[str, Any
         return FSDP.optim_state_dict(model, optimizer)
 
 
-def check_optimizer() -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_optimizer_state():
+    """`FSDP.optim_state_dict` and `optim_state_dict_to_load`, in whose form scripts keep optimizers: an AttributeError,
+    or state that belongs to other parameters."""
     theirs, their_optimizer = model_and_optimizer(as_fsdp1)
     ours, our_optimizer = model_and_optimizer(by_us)
 
@@ -274,18 +261,16 @@ def check_optimizer() -> None:
                 "scatter_full": FSDP.scatter_full_optim_state_dict(whole or None, ours, optim=our_optimizer),
                 "flatten": FSDP.flatten_sharded_optim_state_dict(sharded, ours, our_optimizer),
             }
+            model, optimizer = model_and_optimizer(by_us)
+            reference, other = model_and_optimizer(None)
+            step(reference, other, 7)
             for what, state in loaded.items():
-                model, optimizer = model_and_optimizer(by_us)
                 step(model, optimizer, 5)
                 model.load_state_dict(ours.state_dict())
                 optimizer.load_state_dict(state)
                 assert_same(FSDP.optim_state_dict(model, optimizer), osd, what)
-                reference, other = model_and_optimizer(None)
                 step(model, optimizer, 7)
-                step(reference, other, 7)
                 assert_same(full(model.state_dict()), dict(reference.state_dict()), what)
-            model, optimizer = model_and_optimizer(by_us)
-            step(model, optimizer, 5)
             FSDP.optim_state_dict_to_load(model, optimizer, osd, load_directly=True)
             assert_same(FSDP.optim_state_dict(model, optimizer), osd)
             # without an optimizer: one over all parameters
@@ -330,13 +315,6 @@ def check_optimizer() -> None:
     check_refused()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_optimizer_state():
-    """`FSDP.optim_state_dict` and `optim_state_dict_to_load`, in whose form scripts keep optimizers: an AttributeError,
-    or state that belongs to other parameters."""
-    run_ranks(check_optimizer, 2)
-
-
 # --- methods and the class
 
 
@@ -361,7 +339,12 @@ def clipped(model: Model, max_norm: float, norm_type: Any) -> tuple[float, dict[
         return float(norm), dict(model.state_dict())
 
 
-def check_methods() -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_methods_of_a_script():
+    """A loop of one's own, `unit.clip_grad_norm_` and `unit.no_sync` in it: an AttributeError, or gradients clipped by
+    each rank's own norm."""
+
     def check(max_norm: float, norm_type: Any) -> None:
         results = []
         for shard, under in ((as_fsdp1, nullcontext), (by_us, FSDP2)):
@@ -372,7 +355,7 @@ def check_methods() -> None:
                 results.append(clipped(model, max_norm, norm_type))
         (their_norm, expected), (our_norm, actual) = results
         assert our_norm == pytest.approx(their_norm, rel=1e-6)
-        assert_same(actual, expected)
+        torch.testing.assert_close(actual, expected)
 
     for_each(check, {f"{m} {n}": (m, n) for m, n in ((0.01, 2.0), (0.01, "inf"))})
     model = Model()
@@ -381,20 +364,17 @@ def check_methods() -> None:
         model.decoder.register_comm_hook(None, lambda state, grad: None)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_methods_of_a_script():
-    """A loop of one's own, `unit.clip_grad_norm_` and `unit.no_sync` in it: an AttributeError, or gradients clipped by
-    each rank's own norm."""
-    run_ranks(check_methods, 2)
-
-
 def unwrapped(module: Any) -> Any:
     while isinstance(module, FSDP):
         module = module.module
     return module
 
 
-def check_class() -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_isinstance():
+    """`if isinstance(module, FSDP): module.clip_grad_norm_(1.0)` finds the sharded modules in scripts: the branch was
+    skipped, without an error."""
     import accelerate.utils
     import torch.distributed.checkpoint.state_dict as of_torch
     from torch.distributed.fsdp import fully_sharded_data_parallel as defining
@@ -441,24 +421,20 @@ def check_class() -> None:
     assert not isinstance(root, FSDP) and isinstance(theirs, FSDP) and isinstance(own, FSDP)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_isinstance():
-    """`if isinstance(module, FSDP): module.clip_grad_norm_(1.0)` finds the sharded modules in scripts: the branch was
-    skipped, without an error."""
-    run_ranks(check_class, 2)
-
-
 # --- saving by hand
 
 
 def check_plain_save(folder: str) -> list[str]:
     from composer_fsdp2.compat import fsdp2
+    from composer_fsdp2.fsdp1.attributes import say_what_replaces
 
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("composer_fsdp2").addHandler(handler)
     model, _ = model_and_optimizer(by_us)
+    log = logging.getLogger("composer_fsdp2")
+    log.addHandler(handler)
+    say_what_replaces.cache_clear()  # an earlier test may have been told
     with fsdp2():  # torch.save is a name in a module that the oracle's FSDP2 passes over
         torch.save({"model": get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))}, io.BytesIO())
         torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder)
@@ -466,17 +442,21 @@ def check_plain_save(folder: str) -> list[str]:
         for _ in range(2):
             torch.save(model.state_dict(), io.BytesIO())
             torch.save({"model": model.state_dict(), "optimizer": 1}, io.BytesIO())
+    log.removeHandler(handler)
     return lines
 
 
 def test_plain_save(tmp_path: Path):
     """`torch.save(model.state_dict(), path)` on rank 0 saved the full model under FSDP1; now it saves rank 0's part."""
-    for lines in run_ranks(check_plain_save, 2, str(tmp_path), fresh=True):
+    for lines in run_ranks(check_plain_save, 2, str(tmp_path)):
         [line] = lines
         assert "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True" in line
 
 
-def check_save_pretrained(folder: str) -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_save_pretrained(folder: str):
+    """A directory for from_pretrained, by each idiom of scripts: a bare call failed, or saved rank 0's shards."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -517,9 +497,3 @@ def check_save_pretrained(folder: str) -> None:
         for options in ({}, {"safe_serialization": False}, {"state_dict": inner.state_dict()}):
             with pytest.raises(RuntimeError, match=r"save_pretrained of a GPT2LMHeadModel.*summon_full_params"):
                 inner.save_pretrained(f"{folder}/bare", **options)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_save_pretrained(tmp_path: Path):
-    """A directory for from_pretrained, by each idiom of scripts: a bare call failed, or saved rank 0's shards."""
-    run_ranks(check_save_pretrained, 2, str(tmp_path))

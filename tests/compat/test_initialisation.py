@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.cases import for_each
 from support.comparing import assert_same, own_name
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1
-from support.ranks import run_ranks
 from support.training import FULL
 from torch import nn
 
@@ -35,7 +35,9 @@ def prepare_fsdp1(model: nn.Module) -> None:
         prepare_fsdp_module(model, None, config, "fp32", "cpu", False)
 
 
-def check_values() -> None:
+@on_ranks(2)
+def test_meta_models_start_as_under_fsdp1():
+    """A run from scratch that moves to FSDP2 starts from other weights, and its curve cannot be compared."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     from composer_fsdp2 import prepare_fully_shard
@@ -53,8 +55,3 @@ def check_values() -> None:
         assert sum(value.unique().numel() > 4 for value in ours.values()) >= 3, f"{name} is hardly random"
 
     for_each(check, {name: (name,) for name in NAMES})
-
-
-def test_meta_models_start_as_under_fsdp1():
-    """A run from scratch that moves to FSDP2 starts from other weights, and its curve cannot be compared."""
-    run_ranks(check_values, 2)

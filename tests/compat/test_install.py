@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 from support.cases import for_each
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 
 pytestmark = pytest.mark.composer
 
@@ -73,7 +73,10 @@ def import_composer() -> None:
     all_seams()
 
 
-def check_names() -> None:
+@on_ranks(1)
+def test_every_name_is_replaced_once_and_put_back():
+    """A notebook that trains one model on FSDP2 goes on with Composer as it was, our own functions included; and a
+    library that installs inside the user's own block neither doubles the wrappers nor ends the block."""
     import_composer()
     from composer_fsdp2.compat import fsdp2, install, is_installed, uninstall
     from composer_fsdp2.compat.install import all_seams
@@ -103,13 +106,9 @@ def check_names() -> None:
     assert_unchanged(before, "after an error in the block")
 
 
-def test_every_name_is_replaced_once_and_put_back():
-    """A notebook that trains one model on FSDP2 goes on with Composer as it was, our own functions included; and a
-    library that installs inside the user's own block neither doubles the wrappers nor ends the block."""
-    run_ranks(check_names, 1)
-
-
-def check_pickles() -> None:
+@on_ranks(1)
+def test_replaced_functions_are_pickled():
+    """A spawned worker, or a job queue, that is handed composer.utils.load_checkpoint gets it by its name."""
     import_composer()
     from composer_fsdp2.compat import fsdp2
     from composer_fsdp2.compat.install import all_seams
@@ -129,11 +128,6 @@ def is_pickled(seam: Any) -> bool:
         return bool(pickle.loads(pickle.dumps(function)) == function)
     except pickle.PicklingError:
         return False
-
-
-def test_replaced_functions_are_pickled():
-    """A spawned worker, or a job queue, that is handed composer.utils.load_checkpoint gets it by its name."""
-    run_ranks(check_pickles, 1)
 
 
 # --- who shards
@@ -163,7 +157,9 @@ def user_module(name: str) -> Iterator[str]:
         del sys.modules[name]
 
 
-def check_import_paths() -> None:
+@on_ranks(1)
+def test_prepare_fsdp_module_is_ours_under_every_import_path():
+    """A script that imported the function at its top, or under another name, would go on training with FSDP1."""
     import_composer()
     import composer.distributed
 
@@ -192,15 +188,12 @@ def check_import_paths() -> None:
             assert shards_with(compat.prepare_fsdp_module) == {"FSDPModule"}
 
 
-def test_prepare_fsdp_module_is_ours_under_every_import_path():
-    """A script that imported the function at its top, or under another name, would go on training with FSDP1."""
-    run_ranks(check_import_paths, 1)
-
-
 # --- if something fails
 
 
-def check_rollback() -> None:
+@on_ranks(1)
+def test_a_seam_that_fails_leaves_nothing_behind():
+    """Half a shim would clip nothing or hang in a load; an install that fails leaves Composer whole."""
     import_composer()
     from composer_fsdp2.compat import install, is_installed, seams
     from composer_fsdp2.compat.install import all_seams
@@ -226,12 +219,9 @@ def check_rollback() -> None:
     for_each(check, {what: (what, seam) for what, seam in bad.items()})
 
 
-def test_a_seam_that_fails_leaves_nothing_behind():
-    """Half a shim would clip nothing or hang in a load; an install that fails leaves Composer whole."""
-    run_ranks(check_rollback, 1)
-
-
-def check_versions() -> None:
+@on_ranks(1)
+def test_other_versions_of_composer_are_refused():
+    """Seams of a release that nobody read would be patched blindly; the error says which release to install."""
     import importlib.metadata
 
     import_composer()
@@ -254,8 +244,3 @@ def check_versions() -> None:
     cases = {version: ([version], (version, "pip install mosaicml==0.32.1")) for version in ("0.33.0", "0.31.0")}
     for_each(check, {**cases, "none": (missing, ("not installed", "pip install"))})
     assert_unchanged(before)
-
-
-def test_other_versions_of_composer_are_refused():
-    """Seams of a release that nobody read would be patched blindly; the error says which release to install."""
-    run_ranks(check_versions, 1)

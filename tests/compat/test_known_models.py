@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
 from support.known_models import IMAGE_TOKEN, TEXT, hugging_face, llava, mixture, qwen_vl
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from support.training import FULL, assert_close, assert_gradients, named_parameters
 from torch import nn
 from torch.nn import functional as F
@@ -48,13 +48,10 @@ def compare(model: Any, section: dict[str, Any], loss: Loss, num_steps: int) -> 
         assert_gradients(model, reference)
         for each in (model, reference):
             each.zero_grad()
-        with torch.no_grad():
-            loss(model, step, dist.get_rank())
+        if step == 0:
+            with torch.no_grad():
+                loss(model, step, dist.get_rank())
     return reference
-
-
-def check_all(check: Callable[..., None], cases: dict[str, tuple[Any, ...]]) -> None:
-    for_each(check, cases)
 
 
 # --- idle_experts
@@ -106,7 +103,7 @@ def check_experts(architecture: str, skips: bool, section: dict[str, Any]) -> No
     assert max(idle) > 0
     if section:  # of no matter to what generates
         return
-    prompt = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompt = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompts = torch.cat([tokens_of(step, dist.get_rank()) for step in range(2)])
     ours, theirs = (
         each.eval().model.generate(prompts, attention_mask=torch.ones_like(prompts), **prompt)
@@ -115,6 +112,7 @@ def check_experts(architecture: str, skips: bool, section: dict[str, Any]) -> No
     assert torch.equal(ours, theirs)
 
 
+@on_ranks(2)
 def test_mixtures_of_experts_train_as_one_process_does():
     """The models that people fine-tune, whose loop passes over idle experts in one release and not in another."""
     reentrant = RECOMPUTED | {"activation_checkpointing_reentrant": True}
@@ -125,7 +123,7 @@ def test_mixtures_of_experts_train_as_one_process_does():
         "Qwen2Moe, idle passed over": ("Qwen2Moe", True, {}),
         "Mixtral, recomputed": ("Mixtral", True, not_reentrant),
     }
-    run_ranks(check_all, 2, check_experts, cases)
+    for_each(check_experts, cases)
 
 
 # --- idle_towers
@@ -165,9 +163,10 @@ def check_towers(kind: Any, section: dict[str, Any], images: str) -> None:
         image = with_image(kind, tokens, draw, size) if size else {}
         return model.model(tokens, labels=tokens, attention_mask=torch.ones_like(tokens), **image).loss
 
-    compare(built(kind), section, loss, 3)
+    compare(built(kind), section, loss, 3 if images == "in turn" else 2)
 
 
+@on_ranks(2)
 def test_an_image_on_one_rank_and_text_on_the_other():
     """The run would abort, or wait without end, at the first batch of text."""
     recomputed = RECOMPUTED | {"activation_checkpointing_policy": "auto"}
@@ -179,7 +178,7 @@ def test_an_image_on_one_rank_and_text_on_the_other():
         "LLaVA, text frozen": (llava, LLAVA | {"freeze": ["model.language_model"]}, "on the first"),
         "LLaVA, tower frozen": (llava, LLAVA | {"freeze": ["model.vision_tower"]}, "on the first"),
     }
-    run_ranks(check_all, 2, check_towers, cases)
+    for_each(check_towers, cases)
 
 
 # --- context_parallel_degree
@@ -224,7 +223,7 @@ def check_sequences(section: dict[str, Any], degree: int, num_places: int, paddi
     reference = copy.deepcopy(model)
     reference.model.visual.requires_grad_("freeze" not in section)
     prepare_fully_shard(model, None, FULL | IN_ROOT | section | {"context_parallel_degree": degree}, device="cpu")
-    for step in range(2):
+    for step in (0, 1) if padding == "left" else (0,):
         numbers = range(dist.get_world_size() // degree)
         batches = [part_of_batch(step, number, num_places, padding) for number in numbers]
         loss = model.model(**batches[dist.get_rank() // degree]).loss
@@ -239,6 +238,7 @@ def check_sequences(section: dict[str, Any], degree: int, num_places: int, paddi
             each.zero_grad()
 
 
+@on_ranks(4)
 def test_texts_and_images_over_ranks_train_as_in_one_process():
     """ROLL's context-parallel run of Qwen2.5-VL: an image lies over the border of two parts; its tower, the places in
     three dimensions, padding on either side and rows that ranks cannot divide evenly are as in whole rows."""
@@ -246,14 +246,15 @@ def test_texts_and_images_over_ranks_train_as_in_one_process():
     frozen = recomputed | {"freeze": ["model.visual"], "tiled_mlp": {"classes": ["Qwen2MLP"], "chunks": 3}}
     cases: dict[str, tuple[dict[str, Any], int, int, str]] = {
         "recomputed, padded": (recomputed, 2, 17, "right"),
-        # In the last step one pair of ranks has no image.
+        # In a second step one pair of ranks has no image.
         "blocks of the tower are units, padded on the left": (AUTO, 2, 16, "left"),
         "four ranks a sequence": ({}, 4, 18, ""),
         "frozen tower, tiled": (frozen, 2, 16, "right"),
     }
-    run_ranks(check_all, 4, check_sequences, cases)
+    for_each(check_sequences, cases)
 
 
+@on_ranks(1)
 def test_what_was_not_tested_is_refused():
     """A window that is cut at the border of a part would train on other sequences than the model has; features of
     LLaVA's images belong to places of whole rows, and each rank would put them into the first of its part."""
@@ -290,7 +291,11 @@ def places(seed: int) -> torch.Tensor:
     return torch.randint(TEXT["vocab_size"], (2, 13), generator=torch.Generator().manual_seed(seed))
 
 
-def check_tiled() -> None:
+@pytest.mark.foundry
+@on_ranks(2)
+def test_models_of_others_train_in_pieces_as_before():
+    """Whatever an MLP is called and made of, its gradients are those of one piece."""
+
     def check(model: Any, layers: str, mlp: str, config: dict[str, Any]) -> None:
         reference = copy.deepcopy(model)
         policy = {"wrap_policy": {"transformer_layer_cls_to_wrap": [layers]}}
@@ -311,9 +316,3 @@ def check_tiled() -> None:
         "MPT, GLU": (mpt("mptglu"), "MPTBlock", "MPTGLU", {}),
     }
     for_each(check, cases)
-
-
-@pytest.mark.foundry
-def test_models_of_others_train_in_pieces_as_before():
-    """Whatever an MLP is called and made of, its gradients are those of one piece."""
-    run_ranks(check_tiled, 2)

@@ -6,11 +6,12 @@
         dist.all_reduce(total)
         assert total.item() == 2, total
 
-Its options are those of ``run_ranks``.
+It may do without the folder. Its options are those of ``run_ranks``.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +21,11 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 
 
-def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[[str], None]], Callable[[Path], None]]:
-    def decorate(body: Callable[[str], None]) -> Callable[[Path], None]:
+def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[[Path], None]]:
+    def decorate(body: Callable[..., None]) -> Callable[[Path], None]:
         def test(tmp_path: Path) -> None:
             if dist.is_initialized():  # on a rank, which finds the test by its name
-                body(os.fspath(tmp_path))
+                body(*([os.fspath(tmp_path)] if inspect.signature(body).parameters else []))
             else:
                 run_ranks(test, world_size, tmp_path, **options)
 
