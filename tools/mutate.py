@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "composer_fsdp2"
 NOT_COPIED = (".git", ".venv*", "__pycache__", ".*_cache", ".coverage*", ".hypothesis", "build", "dist")
 TIME_LIMIT_S = 1800
+OPTIONS = ("-m", "not slow and not others", "-p", "no:cacheprovider")
 CAUGHT_CODES = (1, 2)  # of pytest: a test failed; a test file could not be imported
 
 COMPARISONS: dict[type[ast.cmpop], str] = {
@@ -192,11 +193,10 @@ def caught(mutation: Mutation, tests: list[str]) -> str:
         shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
         data = (ROOT / mutation.file).read_bytes()
         (copy / mutation.file).write_bytes(data[: mutation.start] + mutation.after.encode() + data[mutation.end :])
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+        command = ["timeout", str(TIME_LIMIT_S), sys.executable, "-m", "pytest", "-q", "-x", *OPTIONS, *tests]
         environ = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            ["timeout", str(TIME_LIMIT_S), *command], cwd=copy, env=environ, text=True, capture_output=True,
-            stdin=subprocess.DEVNULL,
+            command, cwd=copy, env=environ, text=True, capture_output=True, stdin=subprocess.DEVNULL
         )  # fmt: skip
     seconds = time.monotonic() - began
     lines = (done.stdout + done.stderr).splitlines() or ["?"]

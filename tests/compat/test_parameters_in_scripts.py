@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from support.cases import for_each
 from support.comparing import full_parameters
 from support.on_ranks import on_ranks
-from support.oracle import FSDP2, UNSHARDED
+from support.oracle import FSDP1, FSDP2, UNSHARDED
 from support.ranks import run_ranks
 from support.references import reference
 from support.trainers import make_trainer
@@ -54,6 +54,8 @@ def build(kind: str) -> Any:
             if kind == "added up in forward":
                 return outputs
             loss, weight = super().loss(outputs, batch), self.model.blocks[0].up.weight
+            if kind == "penalty":
+                return loss + 0.01 * l2(self)
             if kind == "everything":  # several losses, of them one of outputs and parameters together
                 of_outputs = F.linear(outputs[..., :8], weight).pow(2).mean()
                 orthogonality = (weight.T @ weight - torch.eye(8)).pow(2).sum() + weight.norm()
@@ -122,6 +124,14 @@ def check_all(configs: dict[str, dict[str, Any]]) -> None:
 def test_a_loss_that_uses_parameters(world_size: int, configs: dict[str, dict[str, Any]]):
     """Penalties in the loss and in an algorithm, several losses, one on a batch; and a metric of an evaluation."""
     run_ranks(check_all, world_size, configs)
+
+
+@on_ranks(2)
+def test_a_penalty_as_under_fsdp1():
+    """FSDP1's gradients of an elementwise penalty were those of one process, whose scripts go on so."""
+    _, ours, _ = train(FSDP2, {}, "penalty")
+    _, theirs, _ = train(FSDP1, {}, "penalty")
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
 
 
 @on_ranks(2, fresh=True)

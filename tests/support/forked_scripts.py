@@ -74,7 +74,7 @@ def launch(name: str, arguments: list[str]) -> None:
     assert path is not None
     sys.argv = [path, *arguments]
     sys.executable = str(Path(path).parent / "python")
-    importlib.import_module(LAUNCHER_MODULES[name]).main()
+    sys.exit(importlib.import_module(LAUNCHER_MODULES[name]).main())
 
 
 def interpreter(arguments: list[str]) -> None:
