@@ -28,6 +28,8 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "yamls" / "mpt-tiny-fsdp1.yaml"
 BATCHES, SAVED_AT = 4, 2
+# Of a loader. Forked from a rank that has threads a worker may never end, and torch waits for it for 5 s.
+WITHOUT_WORKERS = {"num_workers": "0", "persistent_workers": "false", "prefetch_factor": "null"}
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def surroundings(folder: str, losses: Path) -> list[str]:
         f"code_paths=[{ROOT}/demo/record_loss.py]",
         f"max_duration={BATCHES}ba",
         f"save_interval={SAVED_AT}ba",
+        *(f"train_loader.{name}={value}" for name, value in WITHOUT_WORKERS.items()),
     ]
 
 
@@ -82,7 +85,8 @@ def evaluating(folder: str, interval: int) -> tuple[str, ...]:
     return (
         f"eval_interval={interval}ba",
         "eval_subset_num_batches=1",
-        f"eval_loader={{name: text, drop_last: false, num_workers: 1, {dataset}}}",
+        f"eval_loader={{name: text, drop_last: false, {dataset}}}",
+        *(f"eval_loader.{name}={value}" for name, value in WITHOUT_WORKERS.items()),
     )
 
 
