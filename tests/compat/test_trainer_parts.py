@@ -297,7 +297,7 @@ def run(under: Under, rows: Sequence[Row], folder: str, **keys: Any) -> Left:
             trainer.close()
     return Left(
         record.losses,
-        {own_name(name.removeprefix("module.")): value for name, value in parameters.items()},  # DDP's
+        {own_name(name): value for name, value in parameters.items()},
         {
             name: [] if name.startswith(TIMED) else [float(value) for _, value in values]
             for name, values in memory.data.items()
@@ -325,7 +325,8 @@ def drawn_alike() -> Iterator[None]:
 def reference_of(rows: Sequence[Row], folder: str) -> Left:
     row = rows[0]
     if row.beside is Beside.DDP:
-        return run(UNSHARDED, rows, folder)
+        left = run(UNSHARDED, rows, folder)
+        return replace(left, parameters={name.removeprefix("module."): v for name, v in left.parameters.items()})
     under = drawn_alike if row.trainer.get("draws") else FSDP1
     without_shards = {"sharding_strategy": "NO_SHARD"} if row.beside is Beside.NO_SHARD else {}
     return run(under, rows, folder, **SHARDED, **without_shards)
