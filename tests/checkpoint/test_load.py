@@ -917,6 +917,7 @@ CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
 }
 
 
+@pytest.mark.any_torch
 @on_ranks(2)
 def test_an_optimizer_with_code_of_its_users(folder: str) -> None:
     """A hook that raises on one rank left the others with half of a checkpoint; one that goes well sees the file's

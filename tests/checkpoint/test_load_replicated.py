@@ -183,6 +183,7 @@ def check_equal(folder: str, config: dict[str, Any] | None, num_holders: int) ->
     for_each(check, cases if config == NO_SHARD or IS_THOROUGH else {name: cases[name] for name in few})
 
 
+@pytest.mark.any_torch
 def test_pieces_give_what_staging_gives(tmp_path: Path):
     """However a tensor lies in its file and is cut into pieces, every rank has all of it, and all of it was checked.
 

@@ -24,6 +24,7 @@ from support.context_runs import (
     softmax_in_float64,
     train,
 )
+from support.examples import IS_THOROUGH
 from support.on_ranks import on_ranks
 from support.oracle import FSDP2
 from support.ranks import run_ranks
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.composer
 
 
 BY_TOKENS = ("qwen2", "mpt-alibi")
-RESUMED = ("llama", "mpt")
+RESUMED = ("mpt",)
 
 
 def run_of(kind: str, **options: Any) -> Run:
@@ -147,9 +148,9 @@ def check_padding(attention: str, padding: str) -> None:
 def test_padding_needs_no_mask():
     """One padded token in a batch of long rows took 32 GiB and more for a mask, and flash attention away; and without
     it tokens must have the outputs and gradients that they have in one process."""
-    paddings = ("right", "right, counted", "left", "between, counted")
+    paddings = ("right", "left, counted", *(("right, counted", "left", "between, counted") if IS_THOROUGH else ()))
     cases = {padding: ("sdpa", padding) for padding in paddings}
-    for_each(check_padding, cases | {"eager": ("eager", "between"), "eager, counted": ("eager", "left, counted")})
+    for_each(check_padding, cases | {"eager": ("eager", "between")})
 
 
 @on_ranks(1)
@@ -340,13 +341,17 @@ def runs_of_experts(folder: str) -> dict[str, Trained]:
         "sharded, resumed at 4": ("mpt-glu", split(4, **sharded), {"load_path": f"{glu}/ep0-ba1"}),
         "full, saved": ("mpt-mlp", split(2, activation_checkpointing=False), {"save_folder": mlp}),
     }
-    return for_each(run, cases)
+    return for_each(run, {name: case for name, case in cases.items() if case[0] in KINDS_OF_EXPERTS})
+
+
+# That any form of checkpoint goes on, on any ranks: parallel/test_split_experts.py.
+KINDS_OF_EXPERTS = ("mpt-glu", "mpt-mlp") if IS_THOROUGH else ("mpt-glu",)
 
 
 def alone(load_path: str | None) -> dict[str, Trained]:
     """One process; under the shim for what it mends in checkpoints."""
     with FSDP2():
-        kinds = ("mpt-mlp",) if load_path else ("mpt-glu", "mpt-mlp")
+        kinds = ("mpt-mlp",) if load_path else KINDS_OF_EXPERTS
         return {kind: train(Run(kind=kind, degree=0, load_path=load_path)) for kind in kinds}
 
 
@@ -354,7 +359,8 @@ def test_a_trainer_splits_experts_and_trains_as_one_process(tmp_path: Path):
     """The curve, metrics and weights; and from a checkpoint of degree 2, at 4 and on one process."""
     [expected] = run_ranks(alone, 1, None)
     runs = run_ranks(runs_of_experts, 4, str(tmp_path))[0]
-    runs["full, resumed alone"] = run_ranks(alone, 1, f"{tmp_path}/mlp/ep0-ba1-rank0.pt")[0]["mpt-mlp"]
+    if IS_THOROUGH:
+        runs["full, resumed alone"] = run_ranks(alone, 1, f"{tmp_path}/mlp/ep0-ba1-rank0.pt")[0]["mpt-mlp"]
     for name, found in runs.items():
         theirs = expected["mpt-mlp" if "full" in name else "mpt-glu"]
         assert largest_difference(found.losses, theirs.losses[-len(found.losses) :]) <= 1e-12, name

@@ -36,16 +36,14 @@ def assert_resumable(killed: list[dict[str, Any]]) -> None:
             latest = run["latest"]
 
 
-@pytest.mark.parametrize(
-    "num_rounds", [NUM_KINDS, *(pytest.param(number, marks=pytest.mark.slow) for number in (12, 52))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rounds", [12, 52])
 def test_killed_at_random_points(tmp_path: Path, num_rounds: int):
     """Full and sharded, waited for or asynchronous: the folder always holds a latest checkpoint that is whole."""
     killed = reports(tmp_path, num_rounds)
     assert len(killed) == num_rounds
     assert_resumable(killed)
-    # A few kills may all fall between two saves.
-    assert num_rounds <= 8 or any(run["unfinished"] for run in killed), f"none was within a save: {killed}"
+    assert any(run["unfinished"] for run in killed), f"none was within a save: {killed}"
 
 
 def test_killed_in_the_middle_of_a_file(tmp_path: Path):

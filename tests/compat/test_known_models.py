@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
+from support.examples import IS_THOROUGH
 from support.known_models import IMAGE_TOKEN, TEXT, hugging_face, llava, mixture, qwen_vl
 from support.on_ranks import on_ranks
 from support.training import FULL, assert_close, assert_gradients, named_parameters
@@ -174,10 +175,11 @@ def test_an_image_on_one_rank_and_text_on_the_other():
         "Qwen2.5-VL, tower in the root": (qwen_vl, IN_ROOT, "on the first"),
         "Qwen2.5-VL, recomputed": (qwen_vl, AUTO | recomputed, "in turn"),
         "Qwen2.5-VL, all units": (qwen_vl, ALL_UNITS, "in turn"),
-        "LLaVA": (llava, LLAVA, "in turn"),
         "LLaVA, text frozen": (llava, LLAVA | {"freeze": ["model.language_model"]}, "on the first"),
-        "LLaVA, tower frozen": (llava, LLAVA | {"freeze": ["model.vision_tower"]}, "on the first"),
     }
+    if IS_THOROUGH:
+        cases["LLaVA"] = (llava, LLAVA, "in turn")
+        cases["LLaVA, tower frozen"] = (llava, LLAVA | {"freeze": ["model.vision_tower"]}, "on the first")
     for_each(check_towers, cases)
 
 

@@ -104,7 +104,7 @@ def check_curve(way: str, parallelism: Any, keys: dict[str, Any]) -> Any:
     return where
 
 
-FULL_SHARD, ZERO_2, NO_SHARD = ({"sharding_strategy": each} for each in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
+FULL_SHARD, ZERO_2 = ({"sharding_strategy": each} for each in ("FULL_SHARD", "SHARD_GRAD_OP"))
 # One for each of the ways.
 RECOMPUTING: tuple[dict[str, Any], ...] = (
     {"activation_checkpointing": True},
@@ -126,7 +126,6 @@ def test_every_way_to_ask_trains_on_fsdp2_with_fsdp1s_losses(folder: str):
     cases: dict[str, tuple[Any, ...]] = {
         "FSDP2Config": ("FSDP2Config", of_fsdp2[False], FULL_SHARD),
         "FSDP2Config, in a ParallelismConfig": ("FSDP2Config", ParallelismConfig(fsdp2=of_fsdp2[True]), ZERO_2),
-        "replicas of a group": ("dict", NO_SHARD | {"process_group": [0, 1]}, NO_SHARD),
         "a group of its own": ("dict", own_group, own_group),
     }
     for (way, ask), keys, recomputing in zip(ways().items(), (FULL_SHARD, ZERO_2) * 2, RECOMPUTING, strict=True):
@@ -247,7 +246,7 @@ def test_replica_degrees_become_a_2d_mesh(folder: str):
         assert check_curve(way, parallelism, zero_2) == [[[0, 1], [2, 3]], (Replicate(), Shard(0))]
 
     of_fsdp2 = FSDP2Config(device_mesh=mesh, reshard_after_forward=False)
-    given = {"dict": zero_2, "FSDP_VERSION=2": zero_2, "FSDP2Config": of_fsdp2}
+    given = {"dict": zero_2, "FSDP2Config": of_fsdp2}
     for_each(check, {way: (way, parallelism) for way, parallelism in given.items()})
 
 

@@ -171,7 +171,7 @@ for (i, strategy), (j, dtype), (k, when) in itertools.product(*map(enumerate, (S
     )
 
 
-@pytest.mark.parametrize("cases", [EACH, pytest.param(PAIRS, marks=pytest.mark.any_torch)], ids=["each", "pairs"])
+@pytest.mark.parametrize("cases", [EACH, pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["each", "pairs"])
 @pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT:FutureWarning")  # torch 2.7, where asked
 def test_every_configuration_is_replayed_to_the_byte(cases: dict[str, Case]):
     """A memory prediction that is off by a unit says that a run fits which does not."""

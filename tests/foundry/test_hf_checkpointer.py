@@ -137,7 +137,7 @@ def assert_tensors(
         torch.testing.assert_close(ours[name], value, **tolerance, msg=lambda text, n=name: f"{what}, {n}: {text}")
 
 
-@pytest.mark.parametrize("name", ["mpt", "lora", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["lora", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mpt", "gpt2"))])
 def test_transformers_loads_what_was_trained(folder: str, name: str):
     """The model that is handed on has the weights at the end of training, and a class that transformers knows."""
     if name == "lora":

@@ -90,7 +90,7 @@ def compared_by_a_rank(file: Path, ranks: int, config: Path | None) -> list[str]
 # megablocks is no package of the CPU's, and the plan of split layers is the seam's, which real ranks have (below).
 NAMES = [name for name in FOUNDRY if name not in ("dbrx/dbrx-like-megablocks", "mpt/mpt-7b-tp")]
 # One of a kind: hybrid, experts over ranks, Hugging Face's with adapters.
-QUICK = ("mpt/mpt-7b", "dbrx/dbrx-like-experts", "llama/llama3-8b-lora")
+QUICK = ("mpt/mpt-7b", "dbrx/dbrx-like-experts")
 
 
 @pytest.fixture(scope="module")

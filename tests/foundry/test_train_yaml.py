@@ -212,6 +212,7 @@ def check_llama_by_keys(folder: str) -> None:
     assert_alike(ours, theirs, "Llama, with units, recomputation and frozen parameters from the section")
 
 
+@pytest.mark.slow
 def test_hugging_face_model_by_the_sections_keys(folder: str):
     """wrap_policy, activation_checkpointing_policy and freeze say what Foundry's hooks and its callback said."""
     run_ranks(check_llama_by_keys, 2, folder)

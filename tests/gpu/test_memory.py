@@ -79,7 +79,7 @@ def check_step(device: str) -> dict[str, int]:
     return peaks
 
 
-@on_gpus(1, 2)
+@on_gpus(1, 2, slow_rehearsal=True)
 def test_a_step_needs_the_memory_of_the_hand_written_loop(ranks: Ranks, record_property: Recorder):
     """A batch that fits with fully_shard fits with us. FSDP1's peak is recorded; on one GPU it does not shard."""
     for number, peaks in enumerate(ranks.run(check_step)):

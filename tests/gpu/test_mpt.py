@@ -49,7 +49,7 @@ def both(ranks: Ranks, size: Size, attention: str, batches: int, **saving: Any) 
     return ours, theirs
 
 
-@on_gpus(8, packages=FOUNDRY, disk_gib=120, rehearsal=2, slow=True)
+@on_gpus(8, packages=FOUNDRY, disk_gib=120, rehearsal=2, slow=True, slow_rehearsal=True)
 def test_mpt_7b(ranks: Ranks, tmp_path: Path, record_property: Recorder):
     """The run that people move: FSDP1's losses, at most FSDP1's memory, and a checkpoint from which it goes on."""
     on_gpu = not ranks.is_rehearsal

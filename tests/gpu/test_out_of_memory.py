@@ -100,7 +100,7 @@ def run_batch(model: nn.Module, microbatches: tuple[torch.Tensor, ...]) -> None:
         (model(microbatch).square().mean() / len(microbatches)).backward()
 
 
-@on_gpus(2)
+@on_gpus(2, slow_rehearsal=True)
 def test_one_gpu_runs_out_of_memory(ranks: Ranks):
     """Instead of a hang until NCCL's watchdog comes: all halve the microbatch, and learn what they would have."""
     ranks.run(check_places)

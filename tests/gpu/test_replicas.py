@@ -63,7 +63,7 @@ def gradients_of(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tenso
 
 
 @pytest.mark.timeout(3600)
-@on_gpus(4, slow=True)
+@on_gpus(4, slow=True, slow_rehearsal=True)
 def test_offloaded_gradients_are_those_of_their_backward(ranks: Ranks):
     """To the bit, 1,000 times: torch 2.7 lets the optimizer read gradients on their way to the host (pytorch#160291).
 

@@ -611,6 +611,7 @@ def check_out_of_memory_without_votes() -> str:
     return str(caught.value)
 
 
+@pytest.mark.any_torch
 def test_out_of_memory_in_an_idle_expert():
     """The batch is halved, as for any other module; the others heard of an expert that failed, and the run ended. Where
     nobody votes, the others do not wait for the rank."""

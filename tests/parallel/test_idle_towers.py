@@ -197,6 +197,7 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.any_torch
 def test_towers_train_as_in_one_process():
     """A rank without an image would wait for the others, or abort, or train on other gradients."""
     for world_size, cases in CASES.items():

@@ -313,6 +313,7 @@ def go_on(folder: str, cases: dict[str, Case]) -> dict[str, dict[str, torch.Tens
     return for_each(after, cases)
 
 
+@pytest.mark.any_torch
 def test_a_checkpoint_of_split_experts_goes_on_anywhere(tmp_path: Path):
     """At another degree, without one, beside split layers, or on one process, and back again: the weights, the
     optimizer's state and the next step."""

@@ -23,6 +23,7 @@ from composer_fsdp2.migration.fulfil import fulfil
 from composer_fsdp2.migration.wish import Microbatches, Wish
 from composer_fsdp2.preflight.left_alone import left_alone
 from composer_fsdp2.preflight.planned import Questions, counted_optimizer, plan_step
+from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
 from composer_fsdp2.preflight.suggested_edits import replanning, suggest_edits
 from composer_fsdp2.preflight.suggestion import SuggestedEdits, Suggestion
@@ -86,16 +87,22 @@ def how(folder: Path, name: str, world_size: int = 8, sequence: int | None = 64)
     return {"world_size": world_size, "gpus_per_node": 4, "device": "cpu", **of_model}
 
 
+Planned = tuple[PreflightRun, PlannedStep]
+
+
+def read_and_planned(file: Path, given: dict[str, Any]) -> Planned:
+    run = read_run(file, **given)
+    return run, plan_step(run, str(file), Questions(gpus_per_node=given["gpus_per_node"]))
+
+
 def planned(file: Path, given: dict[str, Any]) -> PlannedStep:
-    return plan_step(read_run(file, **given), str(file), Questions(gpus_per_node=given["gpus_per_node"]))
+    return read_and_planned(file, given)[1]
 
 
-def suggested(file: Path, given: dict[str, Any], memory_bytes: int, **options: Any) -> SuggestedEdits:
+def suggested(file: Path, given: dict[str, Any], now: Planned, memory_bytes: int, **options: Any) -> SuggestedEdits:
     with replanning(file, **given) as replan:
-        run = read_run(file, **given)
         return suggest_edits(
-            run,
-            plan_step(run, str(file), Questions(gpus_per_node=given["gpus_per_node"])),
+            *now,
             file.read_bytes().decode(),
             file.name,
             replan=replan,
@@ -114,15 +121,17 @@ def patched(file: Path, proposal: Suggestion, folder: Path) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs the command patch")
-@pytest.mark.parametrize("name", ["run.yaml", "run.toml", pytest.param("roll.yaml", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["run.yaml", *(pytest.param(each, marks=pytest.mark.slow) for each in ("run.toml", "roll.yaml"))]
+)
 def test_each_proposal_fits_when_planned_anew(name: str, tmp_path: Path):
     """Who applies a diff would find that the run still does not fit, or takes another amount than was promised."""
     file = tmp_path / name
     file.write_bytes(FILES[name].encode())
     given = how(tmp_path, name)
-    now = planned(file, given)
+    run, now = read_and_planned(file, given)
     memory_bytes = round(0.8 * now.estimate.peak_bytes)
-    found = suggested(file, given, memory_bytes)
+    found = suggested(file, given, (run, now), memory_bytes)
     assert not found.fits and found.peak_bytes == now.estimate.peak_bytes
     assert found.proposals, found.explain()
     assert file.read_bytes() == FILES[name].encode()
@@ -160,7 +169,8 @@ def test_no_file_by_hand_is_cheaper(tmp_path: Path):
         cost = (to_nodes, recomputed * step.num_microbatches, len(step.estimate.calls), step.estimate.host_bytes)
         by_hand[what] = (cost, step.estimate.peak_bytes)
     peaks = sorted(peak for _, peak in by_hand.values())
-    found = suggested(file, given, peaks[2], host_bytes=0)
+    now = read_and_planned(file, given)
+    found = suggested(file, given, now, peaks[2], host_bytes=0)
     cheapest = min(cost for cost, peak in by_hand.values() if peak <= peaks[2])
     best = found.proposals[0].cost if found.proposals else found.cost
     order = (best.inter_node_bytes, best.recomputed_flops, best.calls, best.offloaded_bytes)
@@ -168,7 +178,7 @@ def test_no_file_by_hand_is_cheaper(tmp_path: Path):
     # As little as this does not do; and who gives the rows on the command line is asked for no other ones.
     decided = {"microbatch_size": "--microbatch gives them"}
     of_two = [peak for what, (_, peak) in by_hand.items() if "2 rows" in what]
-    nothing = suggested(file, given, peaks[0] - 1, host_bytes=0, decided=decided)
+    nothing = suggested(file, given, now, peaks[0] - 1, host_bytes=0, decided=decided)
     assert not nothing.proposals
     assert nothing.nearest is not None and nothing.nearest.peak_bytes == min(of_two)
     said = {each.what: each.reason for each in nothing.unsaid}
@@ -176,7 +186,7 @@ def test_no_file_by_hand_is_cheaper(tmp_path: Path):
     assert any("replicas" in what for what in said)
     assert "+per_device_train_batch_size" not in nothing.nearest.diff
     with pytest.raises(ConfigError, match="says nothing of sharding"):
-        suggested(tmp_path / "config.json", given | {"model_config": None}, peaks[0])
+        suggested(tmp_path / "config.json", given, now, peaks[0])
 
 
 # Words that leave something to nobody but the user.
@@ -227,7 +237,8 @@ def test_what_would_change_the_run_is_not_proposed(what: str, tmp_path: Path):
     if what in ASKED:
         said = left_alone(read_run(file, **given))
     else:
-        found = suggested(file, given, round(0.8 * planned(file, given).estimate.peak_bytes))
+        run, now = read_and_planned(file, given)
+        found = suggested(file, given, (run, now), round(0.8 * now.estimate.peak_bytes))
         said = {each.what: each.reason for each in found.unsaid}
         for each in filter(None, (*found.proposals, found.nearest)):
             assert "batch_size" not in "".join(change.key for change in each.changes), each.diff
@@ -303,6 +314,7 @@ def planned_state(file: Path, given: dict[str, Any]) -> int:
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs the command patch")
 @pytest.mark.foundry
 @pytest.mark.composer
+@pytest.mark.slow  # what replays take and what ranks take are compared in ../estimate/test_replay.py
 def test_a_proposal_is_trained_with_what_was_planned(tmp_path: Path):
     """What the plan of a changed file says of memory would not be what its run takes."""
     file = tmp_path / "mpt.yaml"
@@ -310,8 +322,8 @@ def test_a_proposal_is_trained_with_what_was_planned(tmp_path: Path):
     text = text.replace("train_batch_size: 16", "train_batch_size: 4")
     file.write_text(text.replace("train_microbatch_size: 4", "train_microbatch_size: 2"))
     given = how(tmp_path, file.name, world_size=2)
-    memory_bytes = round(0.6 * planned(file, given).estimate.peak_bytes)
-    found = suggested(file, given, memory_bytes, host_bytes=0)
+    run, now = read_and_planned(file, given)
+    found = suggested(file, given, (run, now), round(0.6 * now.estimate.peak_bytes), host_bytes=0)
     each = found.proposals[0] if found.proposals else found.nearest
     assert each is not None, found.explain()
     changed = patched(file, each, tmp_path / "changed")

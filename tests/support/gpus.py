@@ -72,6 +72,7 @@ def on_gpus(
     disk_gib: int = 0,
     rehearsal: int | None = None,
     slow: bool = False,
+    slow_rehearsal: bool = False,
 ) -> pytest.MarkDecorator:
     """Give a test its ``ranks``: on the machine's GPUs, and once more on the CPU.
 
@@ -84,6 +85,7 @@ def on_gpus(
         disk_gib: What must be free where temporary files lie, on the GPUs.
         rehearsal: Ranks on the CPU, by default ``at_most``; 0 for a body that cannot run there.
         slow: On GPUs left to `make gpu` and `make test-all`.
+        slow_rehearsal: On the CPU left to `make test-all`.
     """
     at_most = at_most or at_least
     number = max(at_least, min(at_most, _num_gpus()))
@@ -93,7 +95,8 @@ def on_gpus(
     if rehearsal != 0:
         absent = _absent(packages)
         skip = pytest.mark.skipif(bool(absent), reason=f"needs {'; '.join(absent)}")
-        places.append(pytest.param(Ranks("cpu", rehearsal or at_most), id="rehearsal", marks=skip))
+        on_cpu = [skip, *([pytest.mark.slow] if slow_rehearsal else [])]
+        places.append(pytest.param(Ranks("cpu", rehearsal or at_most), id="rehearsal", marks=on_cpu))
     return pytest.mark.parametrize("ranks", places)
 
 

@@ -86,7 +86,7 @@ FOLDER = "{folder}"
 _SLOW = (
     "Alibi (BERT)", "ChannelsLast", "CutMix", "LowPrecisionGroupNorm", "LowPrecisionGroupNorm (apply_at AFTER_LOAD)",
     "MixUp", "SqueezeExcite2d", "SqueezeExciteConv2d", "StochasticDepth (sample)",
-    "EarlyStopper", "ImageVisualizer", "ThresholdStopper",
+    "LayerFreezing", "EarlyStopper", "ImageVisualizer", "ThresholdStopper",
     "EvalGauntlet", "EvalOutputLogging", "FDiffMetrics", "LossPerpVsContextLengthLogger",
     "DecoupledSGDW", "NoOp",
     # tests/compat have runs with them beside the same references: test_steps.py,

@@ -451,6 +451,7 @@ def check_by_device() -> None:
         assert "rank 1 has not come" in message and 1 <= seconds < 4, (message, seconds)
 
 
+@pytest.mark.any_torch
 @on_ranks(2, fresh=True)
 def test_connections(folder: str) -> None:
     """As few as there must be; an error, or the device's backend, where there can be none; and none that outlives a

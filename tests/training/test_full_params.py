@@ -163,6 +163,7 @@ def check_options(cases: list[dict[str, Any]]) -> list[int]:
     return [count for count in counts if count is not None]
 
 
+@pytest.mark.any_torch
 def test_options_do_what_fsdp1s_did():
     """A script reads other values, or its changes to weights and gradients are lost, or kept, or made on one rank."""
     first, second = run_ranks(check_options, 2, OPTIONS)

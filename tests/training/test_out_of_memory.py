@@ -212,7 +212,7 @@ def check_all(configs: dict[str, dict[str, Any]], num_points: int) -> None:
         for_each(check, cases)
 
 
-@pytest.mark.parametrize("num_ranks", CONFIGS)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.any_torch)])
 def test_out_of_memory_anywhere(num_ranks: int):
     """Gradients, buffers and random numbers of the repeated batch are those of a run that began with its size; a
     reduction over replicas that was put off is dropped with the batch."""
@@ -272,6 +272,7 @@ def check_all_divided(num_points: int) -> None:
         for_each(check, {kind: (functools.partial(divided, kind), 4, num_points, i, 2) for i, kind in enumerate(kinds)})
 
 
+@pytest.mark.any_torch
 def test_out_of_memory_between_collectives_of_divided_layers():
     """In attention, say: the others would wait in an all-to-all, and then for the device, for ever."""
     run_ranks(check_all_divided, 2, 14 if IS_THOROUGH else 2, timeout_s=TIME_LIMIT_S)
@@ -435,6 +436,7 @@ def check_warm_up() -> dict[str, dict[tuple[int, ...], set[str]]]:
     }
 
 
+@pytest.mark.any_torch
 def test_every_axis_is_used_before_the_first_vote():
     """NCCL takes its own memory at an axis' first collective; in a full batch, one rank alone would fail inside it. The
     same of the groups along which layers, sequences and experts are divided."""
@@ -540,6 +542,7 @@ def check_nccls_memory() -> None:
     assert "NCCL_BUFFSIZE" in str(caught.value)
 
 
+@pytest.mark.any_torch
 def test_votes_and_the_way_back():
     """What is voted on, what a vote costs and leaves behind, and what a reset waits for."""
     checks = (check_nothing_left, check_part, check_settings, check_default_device, check_exchange_of_split_layers)

@@ -139,7 +139,7 @@ def check_terms(world_size: int) -> None:
     for_each(check_term, cases)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.any_torch), 4])
 def test_a_penalty_trains_as_in_one_process(world_size: int):
     """A loss that uses parameters, of a block or the root, gives the numbers of one process, to the last digits: where
     FSDP1 gave them, and for what it computed of 1-D shards. Its gradient is averaged once, over shards and replicas,

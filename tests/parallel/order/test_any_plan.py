@@ -157,6 +157,7 @@ def check_all_drawn(seeds: list[int]) -> list[str]:
 OUTCOMES: set[str] = set()
 
 
+@pytest.mark.any_torch
 @examples(2)
 @given(seeds=st.lists(st.integers(0, 10**6), min_size=8, max_size=8, unique=True))
 def test_any_plan_is_refused_by_name_or_exact(seeds: list[int]):
