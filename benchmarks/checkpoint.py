@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,14 +37,8 @@ from torch import nn
 from variants import missing
 
 CACHES = {"cached": "in the page cache", "cold": "on the disk alone"}
-LOADS = {"ours": "load_checkpoint", "torch": "torch, from rank 0", "composer": "Composer's Trainer"}
-CONVERSIONS = {
-    "cp": "cp and fsync",
-    "to DCP": "convert_checkpoint, to DCP",
-    "back": "convert_checkpoint, back",
-    "torch to DCP": "torch_save_to_dcp",
-    "torch back": "dcp_to_torch_save",
-}
+OURS, BY_TORCH, BY_COMPOSER = "load_checkpoint", "torch, from rank 0", "Composer's Trainer"
+COPY, TO_DCP, BACK = "cp and fsync", "convert_checkpoint, to DCP", "convert_checkpoint, back"
 # A check takes two threads, so that it may be faster than what it is compared with.
 SPEEDS = {"cached": "zlib.crc32", "cold": "reading"}
 MAX_LOAD_RATIO, MAX_CONVERT_RATIO, MAX_VERIFY_RATIO = 1.0, 1.5, 1.43
@@ -116,16 +109,15 @@ def _works(shape: Shape, num_ranks: int, path: str, dcp: str, to: str) -> dict[s
     """By title."""
     works = {}
     for cache, where in CACHES.items():
-        for name in (name for name in LOADS if not missing(name)):
-            limit, beside = MAX_LOAD_RATIO if name == "ours" else math.inf, f"{LOADS['torch']}, {where}"
-            works[f"{LOADS[name]}, {where}"] = Work(load, Task(name, shape, path), cache, beside, limit, num_ranks)
+        for name in (OURS, BY_TORCH, *([] if missing("composer") else [BY_COMPOSER])):
+            limit, beside = MAX_LOAD_RATIO if name == OURS else math.inf, f"{BY_TORCH}, {where}"
+            works[f"{name}, {where}"] = Work(load, Task(name, shape, path), cache, beside, limit, num_ranks)
         speed = f"{SPEEDS[cache]}, {where}"
         works[speed] = Work(read, Task(cache, shape, path), cache, speed)
         works[f"verify_checkpoint, {where}"] = Work(verify, Task("", shape, path), cache, speed, MAX_VERIFY_RATIO)
-    for name, title in CONVERSIONS.items():
-        task = Task(name, shape, dcp if name.endswith("back") else path, to)
-        limit = MAX_CONVERT_RATIO if title.startswith("convert") else math.inf
-        works[title] = Work(convert, task, "cached", CONVERSIONS["cp"], limit)
+    for name, source in ((COPY, path), (TO_DCP, path), (BACK, dcp)):
+        limit = math.inf if name == COPY else MAX_CONVERT_RATIO
+        works[name] = Work(convert, Task(name, shape, source, to), "cached", COPY, limit)
     return works
 
 
@@ -172,11 +164,8 @@ def write(task: Task) -> int:
     optimizers = {"AdamW": {"state": state, "param_groups": groups}}
     content = {"model": weights, "optimizers": optimizers, "run_name": "benchmark", "rank_zero_seed": 0}
     torch.save({"state": content, "rng": []}, task.path)
-    back = f"{task.path} back"  # the way there and back changes nothing
-    for name, source, to in (("to DCP", task.path, task.to), ("back", task.to, back)):
-        convert(Task(name, task.shape, source, to))
-    verify(Task("", task.shape, back, task.path))
-    os.unlink(back)
+    convert(Task(TO_DCP, task.shape, task.path, task.to))
+    verify(Task("", task.shape, task.to, task.path))
     return _digest(weights | {f"{name} {key}": state[name][key] for name in weights for key in MOMENTS})
 
 
@@ -191,7 +180,7 @@ def load(task: Task) -> tuple[float, int]:
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter]).step()  # imports torch._dynamo, which takes seconds
-    model, optimizer, seconds = {"ours": _ours, "torch": _torch, "composer": _composer}[task.name](task)
+    model, optimizer, seconds = {OURS: _ours, BY_TORCH: _torch, BY_COMPOSER: _composer}[task.name](task)
     tensors = {}
     for name, parameter in model.named_parameters():
         tensors[name] = local(parameter.detach())
@@ -288,21 +277,13 @@ def read(task: Task) -> tuple[float, int]:
 
 def convert(task: Task) -> tuple[float, int]:
     """Until all of it is on the disk."""
-    warnings.simplefilter("ignore")  # torch's of itself
-    from torch.distributed.checkpoint import format_utils
-
     from composer_fsdp2 import convert_checkpoint
 
-    calls: dict[str, Callable[[str, str], object]] = {
-        # Byte by byte: a file system that can share the blocks of both would copy nothing.
-        "cp": lambda source, to: subprocess.run(["cp", "--reflink=never", source, to], check=True),
-        "to DCP": lambda source, to: convert_checkpoint(source, to, to="dcp"),
-        "back": lambda source, to: convert_checkpoint(source, to, to="monolithic"),
-        "torch to DCP": format_utils.torch_save_to_dcp,
-        "torch back": format_utils.dcp_to_torch_save,
-    }
     start = perf_counter()
-    calls[task.name](task.path, task.to)
+    if task.name == COPY:  # Byte by byte: a file system that can share the blocks of both would copy nothing.
+        subprocess.run(["cp", "--reflink=never", task.path, task.to], check=True)
+    else:
+        convert_checkpoint(task.path, task.to, to="dcp" if task.name == TO_DCP else "monolithic")
     for path in files_of(task.to):
         with open(path, "rb") as file:
             os.fsync(file.fileno())

@@ -1,11 +1,11 @@
 """Every GPU test and benchmark, on whatever this machine has; what was left out; the tables of benchmarks/README.md.
 
     make gpu
-    .venv/bin/python tools/gpu.py [tests/gpu/test_replicas.py ...] [--no-benchmarks] [--readme FILE]
+    .venv/bin/python tools/gpu.py [--no-benchmarks] [--readme FILE]
 
 Tests run one after the other, because each takes all GPUs that it can use. What is skipped says what it needs; that is
 summed up here. Exit code 0, 1 if a test or a bar failed, and 2 where there is no GPU: then it says what would have run.
-The page stays as it is where there is no GPU, or where tests were named and so not all of them ran.
+The page stays as it is where there is no GPU. For some of the tests: python -m pytest -m gpu -n 0 FILE.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from report import markdown  # noqa: E402  The benchmarks' own.
 lacking: Callable[[int], str] = importlib.import_module("support.gpus").lacking
 
 README = ROOT / "benchmarks" / "README.md"
-ALL_TESTS = ["tests"]
 ENGINE_TESTS = ["tests/sharding", "tests/training", "tests/checkpoint", "tests/gpu"]
 NO_GPU = 2
 PYTEST_ENDED = (0, 1, 5)  # all passed, some failed, there was none
@@ -78,27 +77,21 @@ class Entry:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "tests", nargs="*", default=ALL_TESTS, help="files or folders; default: all that are marked gpu"
-    )
     parser.add_argument("--no-benchmarks", action="store_true", help="tests alone")
     parser.add_argument("--readme", type=Path, default=README, help="the page with the blocks")
     parser.add_argument("--engine-python", default=".venv-engine/bin/python", help="of the newer torch")
     given = parser.parse_args(arguments)
     replaced(given.readme.read_text(), dict.fromkeys(("tests", "measured by tests", *BENCHMARKS), ""))
-    entries = run_tests("official", sys.executable, given.tests)
-    entries += run_tests("newer torch", given.engine_python, ENGINE_TESTS if given.tests == ALL_TESTS else given.tests)
+    entries = run_tests("official", sys.executable, ["tests"])
+    entries += run_tests("newer torch", given.engine_python, ENGINE_TESTS)
     entries += [] if given.no_benchmarks else map(run_benchmark, BENCHMARKS)
     print("\n".join(report(entries)))
     if reason := lacking(1):
         print(f"\ntorch {torch.__version__} {reason}: nothing ran, and {given.readme.name} is as it was.")
         return NO_GPU
-    if given.tests != ALL_TESTS:
-        print(f"\nNot all tests ran: {given.readme.name} is as it was.")
-    else:
-        unfinished = given.readme.with_name(given.readme.name + ".unfinished")
-        unfinished.write_text(replaced(given.readme.read_text(), blocks(machine(), entries)))
-        os.replace(unfinished, given.readme)  # an interrupted run leaves it as it was
+    unfinished = given.readme.with_name(given.readme.name + ".unfinished")
+    unfinished.write_text(replaced(given.readme.read_text(), blocks(machine(), entries)))
+    os.replace(unfinished, given.readme)  # an interrupted run leaves it as it was
     return int(any(entry.outcome in (FAILED, BAR_FAILS) for entry in entries))
 
 
