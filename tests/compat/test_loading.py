@@ -265,39 +265,21 @@ def test_ignored_keys(folder: str):
 
 @on_ranks(2)
 def test_strict_model_weights(folder: str):
-    """Everything that does not fit is told at once, on every rank, before anything changes; the rest loads if asked."""
-    wte, head, weight = "model.wte.weight", "model.lm_head.weight", "model.blocks.0.up.weight"
+    """A file that lacks a weight is refused on every rank, before anything changes; the rest loads if asked. What else
+    may not fit, and how each is named: tests/checkpoint/test_load.py."""
+    wte, head = "model.wte.weight", "model.lm_head.weight"
 
     def spoil(contents: StateDict) -> None:
-        model = contents["state"]["model"]
-        del model["model.blocks.1.ln.bias"], model[wte], model[head]
-        model["model.blocks.7.scale"] = torch.ones(2)
-        model[weight] = model[weight].double()
-
-    def misshape(contents: StateDict) -> None:
-        contents["state"]["model"][weight] = torch.ones(7, 18)
+        del contents["state"]["model"][wte], contents["state"]["model"][head]
 
     spoilt = edited(Path(folder, "spoilt.pt"), spoil)
-    misshapen = edited(Path(folder, "misshapen.pt"), misshape)
     with a_trainer("c220/sharded") as trainer:
         before = snapshot(trainer)
         error = checkpoint_error_of(lambda: reload(trainer, spoilt))
-        for text in (
-            f"missing: {wte} = {head}",
-            "missing: model.blocks.1.ln.bias",
-            "surplus: model.blocks.7.scale",
-            f"dtype: {weight}: found torch.float64, expected torch.float32",
-            "load_strict_model_weights",
-        ):
-            assert text in error, f"{text} is not in {error}"
-        error = checkpoint_error_of(lambda: reload(trainer, misshapen, strict_model_weights=False))
-        assert f"shape: {weight}: found (7, 18), expected (18, 6)" in error, error
-        assert_same(snapshot(trainer), before, "after errors")
+        assert f"missing: {wte} = {head}" in error and "load_strict_model_weights" in error, error
+        assert_same(snapshot(trainer), before, "after an error")
         reload(trainer, spoilt, strict_model_weights=False)
-        expected = saved(spoilt)
-        model = expected["state"]["model"]
-        model[weight] = model[weight].float()
-        assert_loaded(trainer, expected, "not strict")
+        assert_loaded(trainer, saved(spoilt), "not strict")
         assert_same(full_parameters(trainer.state.model)[wte], trainer.own[wte], "a missing weight")
 
 
@@ -444,17 +426,26 @@ def test_load_monolith_rank0_only(folder: str):
 
 @on_ranks(2)
 def test_loading_into_state_itself(folder: str):
-    """A callback that keeps a state dict and takes it back, past the Trainer, does so on FSDP2 too."""
+    """A callback that samples from the model, keeps a state dict and takes it back, past the Trainer, does so on FSDP2
+    too."""
     from composer.utils import FSDP2Config
 
     def check(config: Any) -> None:
         with a_trainer("c172/full", config, load_path=str(checkpoint_of("c172/full"))) as trainer:
             state, expected = trainer.state, saved_by("c172/full")
-            is_full = state.fsdp_state_dict_type == "full"
-            contents = saved(checkpoint_of("c172/full"))["state"] if is_full else copy.deepcopy(state.state_dict())
+
+            def sample() -> None:
+                with torch.no_grad():
+                    state.model([torch.zeros(1, 3, dtype=torch.long)])
+
+            sample()
+            optimizers = copy.deepcopy(state.get_optim_state_dict())
+            sample()
+            contents = copy.deepcopy(state.state_dict()) | {"optimizers": optimizers}
+            if state.fsdp_state_dict_type == "full":  # which rank 0 alone has
+                contents = saved(checkpoint_of("c172/full"))["state"]
             next_steps(state.model, state.optimizers[0])
-            with torch.no_grad():
-                state.model([torch.zeros(1, 3, dtype=torch.long)])
+            sample()
             state.load_state_dict(contents, trainer.logger)
             assert_loaded(trainer, expected, f"{config}")
 
