@@ -180,13 +180,9 @@ def saved_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     """Their folder, and what each of them had in the end."""
     folder = tmp_path_factory.mktemp("saved")
     found = run_ranks(save_in_each_form, 4, str(folder))[0]
-    same_in_bits(found["async"], found["full"])
+    assert_same_values(found["async"].parameters, found["full"].parameters)
+    assert_same_values(found["async"].optimizer, found["full"].optimizer)
     return folder, found["full"]
-
-
-def same_in_bits(found: Any, expected: Run) -> None:
-    assert_same_values(found.parameters, expected.parameters)
-    assert_same_values(found.optimizer, expected.optimizer)
 
 
 def saved(folder: str | Path, form: str, batch: int = 1) -> str:
@@ -208,15 +204,11 @@ def resume(folder: str, cases: tuple[tuple[str, int], ...]) -> dict[str, Run]:
     return for_each(resumed, {f"{form}, split over {degree}": (form, degree) for form, degree in cases})
 
 
-def resume_alone(path: str) -> Run:
-    return alone({"make": grouped, "load_path": path})
-
-
 def test_a_checkpoint_of_split_layers_goes_on_anywhere(saved_runs: tuple[Path, Run]):
     """Sharded, in the background, and full, with the optimizer's groups: on the same ranks, on fewer, without split
     layers, on one process."""
     folder, uninterrupted = saved_runs
-    resumed = {"full, one process": run_ranks(resume_alone, 1, saved(folder, "full"))[0]}
+    resumed = {"full, one process": run_ranks(alone, 1, {"make": grouped, "load_path": saved(folder, "full")})[0]}
     for world_size, cases in RESUMED.items():
         resumed |= run_ranks(resume, world_size, str(folder), cases)[0]
     for name, run in resumed.items():
@@ -260,11 +252,6 @@ def under_fsdp1(folder: str) -> Run:
         )
 
 
-def of_one_process(path: str) -> Run:
-    """What a converted checkpoint of FSDP1 goes on with, in a model that is not split."""
-    return alone({**UNCLIPPED, "load_path": path})
-
-
 def under_fsdp2(folder: str) -> dict[str, Run]:
     def fit(load_path: str | None) -> Run:
         with FSDP2():
@@ -294,7 +281,7 @@ def test_it_is_what_composer_trained_under_fsdp1(tmp_path: Path):
     shapes, whole = commands(tmp_path, old)
     assert shapes["state.model.model.layers.0.mlp.down.weight"] == (16, 32)
     assert_same_values(whole["model"], read(old)["state"]["model"])
-    [ours["converted"]] = run_ranks(of_one_process, 1, str(tmp_path / "whole.pt"))
+    [ours["converted"]] = run_ranks(alone, 1, {**UNCLIPPED, "load_path": str(tmp_path / "whole.pt")})
     for name, run in ours.items():
         assert largest_difference(run.losses, theirs.losses[-len(run.losses) :]) <= 1e-6, name
 
