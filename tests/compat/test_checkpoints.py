@@ -1,4 +1,4 @@
-"""Checkpoints of the real Trainer: what was saved resumes bit for bit.
+"""Checkpoints of the real Trainer: what was saved resumes bit for bit; state can be read after a forward.
 
 That FSDP1 resumes ours is in test_saving.py; its own checkpoints, autoresume and load_monolith_rank0_only are in
 test_loading.py.
@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.cases import for_each
-from support.comparing import assert_same
+from support.comparing import assert_same, full_parameters
 from support.on_ranks import on_ranks
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.saved import named
-from support.trainers import build_on_rank_0, build_unlike_on_rank_1, fit
+from support.trainers import build_on_rank_0, build_unlike_on_rank_1, fit, make_trainer
 
 pytestmark = pytest.mark.composer
 
@@ -74,3 +76,26 @@ def test_load_monolith_rank0_only_without_a_file():
         assert trained.losses == expected.losses
 
     for_each(check, {build.__name__: (build,) for build in (build_unlike_on_rank_1, build_on_rank_0)})
+
+
+# --- state after a forward
+
+
+@on_ranks(2)
+def test_state_can_be_read_after_a_forward_of_ones_own():
+    """A callback that samples from the model without gradients may be followed by a save."""
+    with FSDP2():
+        trainer = make_trainer({}, tied=False, batches=2, optimizer="adamw")
+        trainer.fit()
+        state = trainer.state
+        before = full_parameters(state.model)
+        with torch.no_grad():
+            state.model([torch.zeros(2, 5, dtype=torch.long)])
+        optimizer = state.get_optim_state_dict()["AdamW"]
+        with torch.no_grad():
+            state.model([torch.zeros(2, 5, dtype=torch.long)])
+        model = state.get_model_state_dict()
+        if dist.get_rank() == 0:  # full state is rank 0's
+            assert optimizer["state"].keys() == before.keys()
+            assert_same(model, before, "after a forward of one's own")
+        trainer.close()
