@@ -84,6 +84,16 @@ def make_trainer(
     )
 
 
+def eval_loader(num_samples: int = 16) -> Any:
+    """Of the script's data, in batches of 4."""
+    from composer.utils import dist
+    from support.scripts.train_with_trainer import data
+    from torch.utils.data import DataLoader
+
+    evaluation = data(num_samples)
+    return DataLoader(evaluation, batch_size=4, sampler=dist.get_sampler(evaluation))
+
+
 @contextlib.contextmanager
 def on_gpu() -> Iterator[None]:
     """device_train_microbatch_size 'auto' without its question for a GPU."""
