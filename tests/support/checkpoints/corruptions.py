@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import json
 import pickle
+import re
 import shutil
 import struct
 import zipfile
@@ -118,38 +119,28 @@ def truncate(path: Path, share: float = 0.5) -> None:
 
 def record_at(path: Path, name: str, start: int = 0, end: int | None = None) -> tuple[int, int, int]:
     """Where a record of the zip archive in a range of a file lies: its local header, its bytes, its directory entry."""
-    data = path.read_bytes()[start:end]
-    local = next(at for at in _find(data, b"PK\x03\x04") if data[at + 30 :].startswith((f"archive/{name}").encode()))
-    central = next(at for at in _find(data, b"PK\x01\x02") if data[at + 46 :].startswith((f"archive/{name}").encode()))
+    data, of_name = path.read_bytes()[start:end], b"[^/]{1,40}/" + re.escape(name.encode())  # in the archive's folder
+    local, central = (
+        re.search(header + of_name, data, re.DOTALL).start()  # type: ignore[union-attr]
+        for header in (rb"PK\x03\x04.{26}", rb"PK\x01\x02.{42}")
+    )
     name_length, extra_length = struct.unpack_from("<HH", data, local + 26)
     return start + local, start + local + 30 + name_length + extra_length, start + central
 
 
-def _find(data: bytes, what: bytes) -> list[int]:
-    found, at = [], data.find(what)
-    while at >= 0:
-        found.append(at)
-        at = data.find(what, at + 1)
-    return found
-
-
 def storage_of(path: Path, name: str) -> str:
     """The record of a tensor of the model in a monolithic file, by its bytes."""
-    tensor = load_monolithic(path)["state"]["model"][name]
+    tensor = torch.load(path, weights_only=False)["state"]["model"][name]
     content = struct.pack(f"<{tensor.numel()}f", *tensor.flatten().tolist())
     with zipfile.ZipFile(path) as file:
         return next(n.partition("/")[2] for n in file.namelist() if "/data/" in n and file.read(n) == content)
-
-
-def load_monolithic(path: Path) -> dict[str, Any]:
-    return torch.load(path, weights_only=False)
 
 
 def resaved(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     """A monolithic file that was saved with something else in it."""
 
     def apply(path: Path) -> None:
-        state = load_monolithic(path)
+        state = torch.load(path, weights_only=False)
         change(state)
         torch.save(state, path)
 
@@ -219,7 +210,7 @@ def _flip_record(name: str, where: str, offset: int, bit: int = 0) -> Callable[[
 
 def _without_crcs(path: Path) -> None:
     """As ``torch.serialization.set_crc32_options(False)`` leaves it, then damaged."""
-    state = load_monolithic(path)
+    state = torch.load(path, weights_only=False)
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(state, path)
@@ -505,6 +496,13 @@ DCP = [
     ("a surplus file", _copied("__0_0.distcp", "__7_0.distcp"), FoundBy.STRUCTURE, r"__7_0.distcp: expected no such"),
     ("bytes at a file's end", lambda path: _append(path / _FILE), FoundBy.STRUCTURE, "100 bytes that are no archive"),
     ("a file of another run", _of_another_run, FoundBy.INSPECT, rf"{_FILE}"),
+    # One error with a line for each, not a try for each.
+    (
+        "two files",
+        lambda path: (truncate(path / "__0_0.distcp"), (path / _FILE).unlink()),
+        FoundBy.INSPECT,
+        rf"(?s)(?=.*{_FILE}: missing).*__0_0\.distcp: .*truncated",
+    ),
 ]
 
 
