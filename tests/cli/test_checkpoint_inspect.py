@@ -211,8 +211,7 @@ def test_sharded_folder_of_the_checkpoint_package_is_read(tmp_path: Path):
     inventory = inspect_checkpoint(tmp_path)
     values = values_of(inventory)
     model = {entry[2]: value for entry, value in values.items() if entry[:2] == ("state", "model")}
-    assert parameters and all(torch.equal(model[name], value) for name, value in parameters.items() if name in model)
-    assert len(set(parameters) & set(model)) == len(parameters)
+    assert_same({name: model[name] for name in parameters}, parameters, in_bits=True)
     (optimizer,) = inventory.optimizers
     assert optimizer.keyed_by == "name" and set(optimizer.state) <= set(model)
     assert inventory.groups("")[0]["lr"] == 0.01 and inventory.timestamp["batch"] == 2
