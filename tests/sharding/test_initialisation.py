@@ -76,18 +76,25 @@ def nested() -> nn.Module:
 
 
 class Hooked(Chain):
-    """Its param_init_fn goes before reset_parameters, and draws more for some modules than for others."""
+    """Its param_init_fn goes before reset_parameters, and draws by the names of classes, its own and its children's, as
+    LLM Foundry initialises Hugging Face's models: a unit whose class had another name by then would get other values.
+    """
 
     def param_init_fn(self, module: nn.Module) -> None:
+        kinds = [type(each).__name__ for each in self.children()]
         for name, parameter in module.named_parameters(recurse=False):
-            spread = 0.02 / len(name) if type(module).__name__ == "Linear" else 1.0
+            spread = (
+                kinds.count("Linear") / len(name) if type(module).__name__ == "Linear" else kinds.count("LayerNorm")
+            )
             nn.init.normal_(parameter, std=spread)
         for buffer in module.buffers(recurse=False):
             buffer.copy_(torch.randn(buffer.shape))
 
 
 def hooked() -> nn.Module:
-    net = Hooked({"a": True, "b": True}, a=Block(ODD), b=Block(ODD), tied=layer(ODD), norm=nn.LayerNorm(ODD))
+    answers = dict.fromkeys(("a", "b", "first", "norm"), True)
+    parts = {"a": Block(ODD), "b": Block(ODD), "first": layer(ODD), "norm": nn.LayerNorm(ODD), "last": layer(ODD)}
+    net = Hooked(answers, **parts)
     return Chain(net=net, plain=Chain(block=Block(ODD), head=nn.Linear(ODD, ODD)))
 
 
@@ -245,10 +252,6 @@ def check_values(model: str | Tree, config: dict[str, Any], expected: dict[str, 
     assert [parameter.requires_grad for parameter in built.parameters()] == trained
 
 
-def check_all_values(cases: dict[str, tuple[Any, ...]]) -> None:
-    for_each(check_values, cases)
-
-
 # By the number of ranks: the models of the table, each with one of the configurations in turn.
 CONFIGS: dict[int, tuple[tuple[str, ...], list[dict[str, Any]]]] = {
     1: (("nested", "hooked", "turned"), [{}]),
@@ -274,49 +277,7 @@ def test_one_seed_means_one_model(world_size: int):
     if world_size == 2:
         chosen += [("hooked", {"activation_checkpointing": True}), ("tied_decoder", {"cpu_offload": True})]
     cases = {f"{name}, {config}": (models[name], config, expected[name]) for name, config in chosen}
-    run_ranks(check_all_values, world_size, cases)
-
-
-# --- names that an initialisation reads
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
-class ByName(Chain):
-    """As LLM Foundry initialises Hugging Face's models: it knows a norm by the name of its class."""
-
-    seen: list[str]
-
-    def param_init_fn(self, module: nn.Module) -> None:
-        self.seen.append(type(module).__name__)
-        self.seen.extend(type(each).__name__ for each in self.children())
-        for parameter in module.parameters(recurse=False):
-            nn.init.constant_(parameter, 1.0 if type(module).__name__ == "RMSNorm" else 0.5)
-
-
-def check_names() -> list[str]:
-    with torch.device("meta"):
-        parts = {"norm": RMSNorm(ODD), "a": nn.Linear(ODD, ODD), "b": nn.Linear(ODD, ODD), "end": RMSNorm(ODD)}
-        model = Chain(net=ByName(dict.fromkeys(("norm", "a", "b"), True), **parts))
-    model.net.seen = []
-    prepare_fully_shard(model, None, FULL, device="cpu")
-    for name, parameter in model.named_parameters():
-        expected = 1.0 if "norm" in name or "end" in name else 0.5
-        assert bool((full(parameter) == expected).all()), name
-    return model.net.seen
-
-
-def test_an_initialisation_by_class_names():
-    """A norm that is a unit would be initialised as something else if its class were called FSDPRMSNorm by then."""
-    for seen in run_ranks(check_names, 2):
-        assert len(seen) == 4 * 5 and set(seen) == {"RMSNorm", "Linear"}
+    run_ranks(for_each, world_size, check_values, cases)
 
 
 # --- memory
@@ -401,25 +362,19 @@ class DrawnElsewhere(nn.Module):
             self.weight.copy_(torch.tensor(rows))
 
 
-def check_other_generators() -> tuple[list[list[float]], bool]:
+@on_ranks(2)
+def test_generators_of_python_and_numpy(folder: str) -> None:
+    """Ranks that are seeded differently would each fill their rows from another model."""
     random.seed(dist.get_rank())
     numpy.random.seed(dist.get_rank())
     states = (random.getstate(), numpy.random.get_state()[1].tolist())
     with torch.device("meta"):
         model = Chain(net=DrawnElsewhere())
     prepare_fully_shard(model, None, {}, device="cpu")
-    is_put_back = states == (random.getstate(), numpy.random.get_state()[1].tolist())
-    return model.net.weight.full_tensor().tolist(), is_put_back
-
-
-def expected_of_other_generators() -> list[list[float]]:
+    assert states == (random.getstate(), numpy.random.get_state()[1].tolist()), "the run's own draws are others"
     python, of_numpy = random.Random(0), numpy.random.RandomState(0)
-    return torch.tensor([[python.random(), of_numpy.standard_normal()] for _ in range(8)]).tolist()
-
-
-def test_generators_of_python_and_numpy():
-    """Ranks that are seeded differently would each fill their rows from another model."""
-    assert run_ranks(check_other_generators, 2) == [(expected_of_other_generators(), True)] * 2
+    expected = torch.tensor([[python.random(), of_numpy.standard_normal()] for _ in range(8)])
+    assert torch.equal(full(model.net.weight), expected)
 
 
 # --- what would never get a value
