@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.cases import all_of
 from support.models import Block, Chain, Model, features, layer
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from support.training import FULL
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -29,16 +29,14 @@ def sharded(config: dict[str, Any] | None = None, model: nn.Module | None = None
     return model
 
 
-def collect_hints() -> list[str]:
-    lines: list[str] = []
+@on_ranks(2, fresh=True)
+def test_scripts_written_for_fsdp1_read_on(folder: str) -> None:
+    """`trainer.state.model.model.module.config`, and weights under the unit's own summon_full_params; each name says
+    once what to write instead."""
+    hints: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: hints.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("composer_fsdp2").addHandler(handler)
-    return lines
-
-
-def check_names() -> list[str]:
-    hints = collect_hints()
     model = sharded()
     root, block = model.decoder, model.decoder.blocks[0]
     assert not hints
@@ -62,16 +60,9 @@ def check_names() -> list[str]:
     for other in (model, root.embed, root.blocks, nn.Linear(1, 1)):
         for name in NAMES:
             assert not hasattr(other, name), f"{type(other)} {name}"
-    return hints
-
-
-def test_scripts_written_for_fsdp1_read_on():
-    """`trainer.state.model.model.module.config`, and weights under the unit's own summon_full_params; each name says
-    once what to write instead."""
-    for hints in run_ranks(check_names, 2, fresh=True):
-        assert len(hints) == 3, hints
-        for name in NAMES:
-            assert sum(f"module.{name} " in hint for hint in hints) == 1, hints
+    assert len(hints) == 3, hints
+    for name in NAMES:
+        assert sum(f"module.{name} " in hint for hint in hints) == 1, hints
 
 
 def check_inside_checkpointing_wrappers() -> None:
@@ -264,17 +255,14 @@ def check_a_child_whose_modules_are_registered_twice() -> None:
             assert torch.allclose(parameter.grad.full_tensor(), value.grad)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
+@on_ranks(2)
+def test_the_names_of_fsdp1(folder: str) -> None:
+    """Scripts find them, and nobody who asks whether a module is wrapped, copies it or compiles it."""
+    all_of(
         check_inside_checkpointing_wrappers,
         check_whoever_asks_is_told_that_nothing_is_wrapped,
         check_a_users_own_names_come_first,
         check_names_are_seen_by_scripts_only,
         check_compiled_blocks,
         check_a_child_whose_modules_are_registered_twice,
-    ],
-)
-def test_the_names_of_fsdp1(check: Callable[[], None]):
-    """Scripts find them, and nobody who asks whether a module is wrapped, copies it or compiles it."""
-    run_ranks(check, 2)
+    )

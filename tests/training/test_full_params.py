@@ -220,18 +220,15 @@ def test_what_is_not_split_is_written_in_place(world_size: int):
     run_ranks(check_no_shard, world_size)
 
 
-def check_who_writes() -> None:
-    """As FSDP1 did, whose flat parameter is split between rows, too: four rows on two ranks."""
+@on_ranks(2)
+def test_each_rank_writes_its_own_part(folder: str) -> None:
+    """Ranks that write different values keep what FSDP1 kept, whose flat parameter is split between rows, too: nobody's
+    are sent to the others."""
     model = Chain(net=Chain(layer=nn.Linear(3, 4, bias=False)))
     prepare_fully_shard(model, None, FULL, device="cpu")
     with summon_full_params(model):
         model.net.layer.weight.detach().fill_(dist.get_rank() + 1.0)
     assert full(model.net.layer.weight)[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0]
-
-
-def test_each_rank_writes_its_own_part():
-    """Ranks that write different values keep what FSDP1 kept: nobody's are sent to the others."""
-    run_ranks(check_who_writes, 2)
 
 
 def check_warning() -> list[str]:
