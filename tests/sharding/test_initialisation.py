@@ -392,12 +392,6 @@ def left_out_on_meta() -> nn.Module:
     return model
 
 
-def own_on_meta() -> nn.Module:
-    model = Model()
-    model.own = nn.Parameter(torch.empty(2, device="meta"))
-    return model
-
-
 def mixed(*on_meta: int) -> nn.Module:
     torch.manual_seed(dist.get_rank())
     return Model(tied=True, device="meta" if dist.get_rank() in on_meta else None)
@@ -418,7 +412,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         r"'net\.inner' \(Running\)(?s:.*)reset_parameters\(\)(?s:.*)param_init_fn\(module\)",
     ),
     "left out": (left_out_on_meta, {}, r"left\.inner\.weight is on the meta device.*no unit holds it"),
-    "the model's own": (own_on_meta, {}, "own is on the meta device"),
     "rank 1 on meta": (
         functools.partial(mixed, 1),
         {},

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard, reshard
+from composer_fsdp2 import prepare_fully_shard, reshard
 from composer_fsdp2.sharding.ties import tie_groups
 
 ODD = 5  # rows: 3 and 2 on two ranks; 2, 2, 1 and none on four
@@ -256,7 +256,7 @@ def contrastive() -> nn.Module:
 
 
 def check_scalars(config: dict[str, Any]) -> None:
-    """Two microbatches before a step with clipping, from a state that the optimizer had before."""
+    """From a state that the optimizer had before; clipping and microbatches of them are tested there."""
     torch.set_default_dtype(torch.float64)
     model = contrastive()
     ours = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -269,27 +269,8 @@ def check_scalars(config: dict[str, Any]) -> None:
     prepare_fully_shard(model, ours, FULL | config, device="cpu")
     for name, parameter in scalars.items():
         assert named_parameters(model)[name] is parameter, f"{name} is another object"
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for step in range(2):
-        for microbatch in range(2):
-            seed = 10 * step + 5 * microbatch
-            model(odd_features(seed + rank)).square().mean().backward()
-            for peer in range(world_size):
-                (reference(odd_features(seed + peer)).square().mean() / world_size).backward()
-        norms = clip_grad_norm_(model, 0.1)
-        for path, norm in norms.items():
-            expected = nn.utils.clip_grad_norm_(reference.get_submodule(path).parameters(), 0.1)
-            assert expected > 0.2, "nothing to clip"
-            assert_close(f"step {step}, norm of {path}", full(norm), expected, rtol=1e-9, atol=0)
-        for name, parameter in reference.named_parameters():
-            gradient = named_parameters(model)[name].grad
-            assert (gradient is None) == (parameter.grad is None), name
-            if gradient is not None and parameter.grad is not None:
-                assert_close(f"step {step}, {name}", full(gradient), parameter.grad, rtol=1e-5, atol=1e-12)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    everyone: list[Any] = [None] * world_size
+    compare_training(model, reference, ours, theirs, odd_features, rtol=1e-9, atol=1e-12)
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [parameter.item() for parameter in scalars.values()])
     assert all(values == everyone[0] for values in everyone), f"ranks came apart: {everyone}"
 
@@ -406,7 +387,7 @@ def test_two_forwards_before_a_backward(folder: str) -> None:
 
 
 class Reader(nn.Module):
-    """A root whose method uses its own layers, before, between and after calls of itself."""
+    """A root whose methods use its own layers, before, between and after calls of itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -417,6 +398,9 @@ class Reader(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(self.embed(x)))
+
+    def eval_forward(self, batch: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
+        return self.head(self.embed(batch))
 
     def generate(self, x: torch.Tensor, length: int = 3) -> torch.Tensor:
         """An encoder that is read by itself, as T5's, and then the whole model for each token."""
@@ -447,6 +431,7 @@ def check_generate(config: dict[str, Any]) -> int:
                 actual, expected = model.reader.generate(x), reference.reader.generate(x)
                 assert torch.equal(actual, expected), f"step {step}: {actual}, unsharded {expected}"
                 torch.testing.assert_close(model(x), reference(x))
+                torch.testing.assert_close(model.reader.eval_forward(x), reference.reader.eval_forward(x))
             seen.update(actual.flatten().tolist())
         compare_training(model, reference, ours, theirs, odd_tokens, num_steps=1)
     return len(seen)
@@ -454,8 +439,8 @@ def check_generate(config: dict[str, Any]) -> int:
 
 @on_ranks(2)
 def test_generate_is_a_way_in(folder: str) -> None:
-    """A model that generates through its own layers (T5 runs its encoder first, peft calls the inner model) finds
-    full parameters without a word from the user, before training and after each step."""
+    """A model that generates, or evaluates, through its own layers (T5 runs its encoder first, peft calls the inner
+    model) finds full parameters without a word from the user, before training and after each step."""
     seen = for_each(check_generate, {"FULL_SHARD": ({},), "SHARD_GRAD_OP, reentrant": (ZERO_2 | AC,)})
     assert min(seen.values()) > 10, seen
 
