@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from collections import deque
@@ -13,16 +12,12 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
 from support.cases import all_of, for_each
 from support.comparing import assert_same, full, own_name
-from support.examples import IS_THOROUGH, examples
+from support.examples import IS_THOROUGH
 from support.memory import HostMemory
 from support.models import Block, Chain, FakeMetric, Model, Running, layer, tie
 from support.on_ranks import on_ranks
-from support.random_models import Tree
-from support.random_models import build as build_tree
-from support.random_models import trees as random_trees
 from support.ranks import run_ranks
 from support.training import FULL
 from torch import nn
@@ -32,7 +27,6 @@ from composer_fsdp2 import PlanError, ShardingConfig, plan_sharding, prepare_ful
 
 SEED = 100
 ODD = 5  # rows that divide by neither 2 nor 4
-NUM_TREES = 60 if IS_THOROUGH else 4
 
 
 # --- models on the meta device
@@ -92,9 +86,10 @@ class Hooked(Chain):
 
 
 def hooked() -> nn.Module:
-    answers = dict.fromkeys(("a", "b", "first", "norm"), True)
+    answers = dict.fromkeys(("a", "b", "first", "norm", "last"), True)
     parts = {"a": Block(ODD), "b": Block(ODD), "first": layer(ODD), "norm": nn.LayerNorm(ODD), "last": layer(ODD)}
     net = Hooked(answers, **parts)
+    tie(net.first, net.last)
     return Chain(net=net, plain=Chain(block=Block(ODD), head=nn.Linear(ODD, ODD)))
 
 
@@ -128,47 +123,12 @@ def turned() -> nn.Module:
     return Chain(net=Chain({"b": True}, a=Turned(), b=Turned(), norm=nn.LayerNorm(ODD)))
 
 
-def draw(module: nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
-        nn.init.normal_(parameter)
-    for buffer in module.buffers(recurse=False):
-        nn.init.uniform_(buffer)
-
-
-def random_tree(tree: Tree) -> nn.Module:
-    """On the meta device, drawn anew by each of its modules that holds something."""
-    model = build_tree(tree, "meta")
-    for child in model.children():
-        child.param_init_fn = draw
-    return model
-
-
-@functools.cache
-def some_trees() -> list[Tree]:
-    """Nesting, containers, ties and modules in two places as they come; without what no unit holds, which is
-    refused."""
-    found: list[Tree] = []
-
-    @given(random_trees(ignored=False))
-    @examples(40)
-    def collect(tree: Tree) -> None:
-        model = random_tree(tree)
-        with contextlib.suppress(PlanError):  # nothing to shard
-            if not plan_sharding(model, ShardingConfig()).left_out:
-                found.append(tree)
-
-    collect()
-    return sorted(found, key=lambda tree: sum(1 for _ in tree), reverse=True)[:NUM_TREES]
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     build.__name__: build for build in (decoder, tied_decoder, nested, hooked, partly_real, turned)
 }
 
 
-def build(model: str | Tree) -> nn.Module:
-    if isinstance(model, Tree):
-        return random_tree(model)
+def build(model: str) -> nn.Module:
     with torch.device("meta"):
         return MODELS[model]()
 
@@ -176,7 +136,7 @@ def build(model: str | Tree) -> nn.Module:
 # --- one process
 
 
-def drawn_by_one_process(model_of: str | Tree) -> dict[str, torch.Tensor]:
+def drawn_by_one_process(model_of: str) -> dict[str, torch.Tensor]:
     """The reference: FSDP1's lookup (composer/distributed/dist_strategy.py, _param_init_fn) in the order of the plan,
     breadth first within a unit, on a model that nobody shards."""
     model = build(model_of)
@@ -238,7 +198,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 # --- any number of ranks
 
 
-def check_values(model: str | Tree, config: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
+def check_values(model: str, config: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
     """Each rank's own seed is another."""
     built = build(model)
     trained = [parameter.requires_grad for parameter in built.parameters()]
@@ -263,20 +223,17 @@ CONFIGS: dict[int, tuple[tuple[str, ...], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.any_torch) for n in (1, 4))])
 def test_one_seed_means_one_model(world_size: int):
     """A run on another number of GPUs starts from the same bits, those that one process draws with FSDP1's lookup:
-    with ties, shared modules, nested units, hooks, random trees."""
+    with ties, shared modules, nested units, groups of them, hooks."""
     names, configs = CONFIGS[world_size]
-    models: dict[str, str | Tree] = {name: name for name in names}
-    if world_size == 2:
-        models |= {f"tree {number}": tree for number, tree in enumerate(some_trees())}
-    expected = {name: drawn_by_one_process(model) for name, model in models.items()}
+    expected = {name: drawn_by_one_process(name) for name in names}
     chosen = [
         (name, each)
-        for i, name in enumerate(models)
+        for i, name in enumerate(names)
         for each in (configs if IS_THOROUGH else [configs[i % len(configs)]])
     ]
     if world_size == 2:
         chosen += [("hooked", {"activation_checkpointing": True}), ("tied_decoder", {"cpu_offload": True})]
-    cases = {f"{name}, {config}": (models[name], config, expected[name]) for name, config in chosen}
+    cases = {f"{name}, {config}": (name, config, expected[name]) for name, config in chosen}
     run_ranks(for_each, world_size, check_values, cases)
 
 

@@ -355,15 +355,6 @@ def test_units(name: str):
     assert any(case.note in note for note in selection.notes) or not case.note
 
 
-def test_settings_of_a_wrap_function_are_the_units_own():
-    """One module's keyword arguments reach that module, and no other."""
-    text = {"reshard_after_forward": False}
-    model = Chain(child=Chain({"inner": text, "other": True}, inner=layer(), other=layer(), rest=layer()))
-    by_path = {unit.paths[0]: unit for unit in select_units(model).units}
-    assert by_path["child.inner"].overrides == KEPT
-    assert by_path["child.other"].overrides == by_path["child"].overrides == UnitOverrides()
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
