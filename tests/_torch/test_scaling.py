@@ -16,19 +16,14 @@ from torch import nn
 from composer_fsdp2 import ShardedGradScaler, prepare_fully_shard
 
 
-def build() -> nn.Module:
-    """A sharded block, a module on each rank alone, a scalar, and a child that opts out."""
+def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded block, a module on each rank alone, a scalar, a child that opts out, and one that is ignored."""
+    torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     own = {"alone": {"process_group": "self"}, "block": True}
     model = Chain(net=Chain(own, block=Block(), kept=layer(), alone=layer()), out=layer())
     model.net.alone.gain = nn.Parameter(torch.tensor(1.0))
     model.out._fsdp_wrap = False
-    return model
-
-
-def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.set_default_dtype(torch.float64)
-    model = build()
     optimizer = adamw(model)
     prepare_fully_shard(model, optimizer, FULL | {"ignored_modules": [model.net.kept]}, device="cpu")
     return model, optimizer

@@ -70,27 +70,37 @@ def nested() -> nn.Module:
 
 
 class Hooked(Chain):
-    """Its param_init_fn goes before reset_parameters, and draws by the names of classes, its own and its children's, as
-    LLM Foundry initialises Hugging Face's models: a unit whose class had another name by then would get other values.
-    """
+    """Its param_init_fn goes before reset_parameters, and draws more for some modules than for others."""
 
     def param_init_fn(self, module: nn.Module) -> None:
-        kinds = [type(each).__name__ for each in self.children()]
         for name, parameter in module.named_parameters(recurse=False):
-            spread = (
-                kinds.count("Linear") / len(name) if type(module).__name__ == "Linear" else kinds.count("LayerNorm")
-            )
+            spread = 0.02 / len(name) if type(module).__name__ == "Linear" else 1.0
             nn.init.normal_(parameter, std=spread)
         for buffer in module.buffers(recurse=False):
             buffer.copy_(torch.randn(buffer.shape))
 
 
 def hooked() -> nn.Module:
-    answers = dict.fromkeys(("a", "b", "first", "norm", "last"), True)
-    parts = {"a": Block(ODD), "b": Block(ODD), "first": layer(ODD), "norm": nn.LayerNorm(ODD), "last": layer(ODD)}
-    net = Hooked(answers, **parts)
-    tie(net.first, net.last)
+    net = Hooked({"a": True, "b": True}, a=Block(ODD), b=Block(ODD), tied=layer(ODD), norm=nn.LayerNorm(ODD))
     return Chain(net=net, plain=Chain(block=Block(ODD), head=nn.Linear(ODD, ODD)))
+
+
+class ByName(Chain):
+    """As LLM Foundry initialises Hugging Face's models: a unit whose class had another name by then would get other
+    values."""
+
+    def param_init_fn(self, module: nn.Module) -> None:
+        kinds = [type(each).__name__ for each in (module, *self.children())]
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter, std=kinds.count("Linear"))
+
+
+def by_name() -> nn.Module:
+    """Units with one weight are a group."""
+    parts = {"first": layer(ODD), "norm": nn.LayerNorm(ODD), "last": layer(ODD), "end": nn.LayerNorm(ODD)}
+    net = ByName(dict.fromkeys(("first", "norm", "last"), True), **parts)
+    tie(net.first, net.last)
+    return Chain(net=net)
 
 
 def partly_real() -> nn.Module:
@@ -124,7 +134,7 @@ def turned() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    build.__name__: build for build in (decoder, tied_decoder, nested, hooked, partly_real, turned)
+    build.__name__: build for build in (decoder, tied_decoder, nested, hooked, by_name, partly_real, turned)
 }
 
 
@@ -223,7 +233,7 @@ CONFIGS: dict[int, tuple[tuple[str, ...], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.any_torch) for n in (1, 4))])
 def test_one_seed_means_one_model(world_size: int):
     """A run on another number of GPUs starts from the same bits, those that one process draws with FSDP1's lookup:
-    with ties, shared modules, nested units, groups of them, hooks."""
+    with ties, shared modules, nested units, groups of them, hooks that ask for names."""
     names, configs = CONFIGS[world_size]
     expected = {name: drawn_by_one_process(name) for name in names}
     chosen = [

@@ -411,15 +411,11 @@ class Reader(nn.Module):
         return torch.cat([x, self.head(self.embed(x)).argmax(-1)])
 
 
-def reader() -> nn.Module:
-    return Chain(reader=Reader())
-
-
 def check_generate(config: dict[str, Any]) -> int:
     """Before the first step, after it, between evaluations; counts the different tokens, lest there be one only."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    model = reader()
+    model = Chain(reader=Reader())
     reference = copy.deepcopy(model)
     ours, theirs = sgd(model), sgd(reference)
     prepare_fully_shard(model, ours, FULL | config, device="cpu")

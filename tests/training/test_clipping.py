@@ -19,17 +19,12 @@ from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL, Inputs, adamw, assert_close
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from composer_fsdp2 import clip_grad_adaptive_, clip_grad_norm_, prepare_fully_shard
 from composer_fsdp2.errors import CallError, PlanError
 from composer_fsdp2.training.clipping import norm_of_gradients
-
-
-def thin() -> nn.Module:
-    return Chain(net=Thin())
-
 
 REPLICAS: dict[str, Any] = {"data_parallel_replicate_degree": 2}
 UNSHARDED: dict[str, Any] = {"sharding_strategy": "NO_SHARD"}
@@ -70,7 +65,7 @@ def shapes() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "one root": (tied_model, tokens),
-    "thin": (thin, features),
+    "thin": (lambda: Chain(net=Thin()), features),
     "several roots": (several_roots, features),
     "the model is the root": (model_is_the_root, features),
     "shapes": (shapes, features),
@@ -173,15 +168,11 @@ def test_clips_as_the_unsharded_model(world_size: int):
     run_ranks(check_meshes, world_size, world_size)
 
 
-def mesh_of_all() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
-
-
 # The root's keys and those of the block below it; whether all ranks average each parameter's gradient.
 OWN_MESHES: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], bool]] = {
     "replicas, block over all": (REPLICAS, lambda: {"process_group": "set4"}, True),
     "replicas, block over the node": (REPLICAS, lambda: {"process_group": "node"}, True),
-    "replicas, block on a mesh of all": (REPLICAS, lambda: {"device_mesh": mesh_of_all()}, True),
+    "replicas, block on a mesh of all": (REPLICAS, lambda: {"device_mesh": init_device_mesh("cpu", (4,))}, True),
     "replicas, block in halves": (REPLICAS, lambda: {"process_group": "set2"}, False),
     "shards, block in halves": ({}, lambda: {"process_group": "mod2"}, False),
     "unsharded, block over all": (UNSHARDED, lambda: {"process_group": "set4"} | SHARDED, True),
