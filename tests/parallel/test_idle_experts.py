@@ -65,10 +65,11 @@ class Moe(nn.Module):
         self,
         expert: type[Expert] = Expert,
         order: Callable[[list[int]], list[int]] = sorted,
+        num_experts: int = NUM_EXPERTS,
     ) -> None:
         super().__init__()
-        self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
-        self.experts = nn.ModuleList(expert() for _ in range(NUM_EXPERTS))
+        self.gate = nn.Linear(WIDTH, num_experts, bias=False)
+        self.experts = nn.ModuleList(expert() for _ in range(num_experts))
         self.order, self.experts_weigh = order, issubclass(expert, Weighted)
         self.is_passed_over = False  # no token goes to any expert
         self.idle: list[int] = []
@@ -78,7 +79,7 @@ class Moe(nn.Module):
         weights, chosen = self.gate(rows).softmax(-1).topk(2)
         result = torch.zeros_like(rows)
         hit = set() if self.is_passed_over else set(chosen.flatten().tolist())
-        self.idle.append(NUM_EXPERTS - len(hit))
+        self.idle.append(len(self.experts) - len(hit))
         for number in self.order(list(hit)):
             row, place = torch.where(chosen == number)
             arguments = (rows[row], weights[row, place, None])
@@ -178,21 +179,25 @@ def with_units(**words: Any) -> dict[str, Any]:
 LAYERS_RECOMPUTED, BLOCKS_RECOMPUTED, EXPERTS_RECOMPUTED = (
     recomputing(kind, reentrant=kind is Layer) for kind in (Layer, Moe, Expert)
 )
-TWO_LAYERS = {"num_layers": 2}
+# Of so few that some ranks have none that is idle.
+TWO_LAYERS, FEW = {"num_layers": 2}, {"num_experts": 3}
 TRAINED: dict[str, tuple[Any, ...]] = {
     "microbatches, the last": (IN_ORDER | {"gradient_sync": "last"}, {}, 2),
-    "layers recomputed, reentrant": LAYERS_RECOMPUTED,
+    "layers recomputed, reentrant": (LAYERS_RECOMPUTED[0], LAYERS_RECOMPUTED[1] | FEW),
     "blocks recomputed, kept after forward": (
         BLOCKS_RECOMPUTED[0] | {"sharding_strategy": "SHARD_GRAD_OP"},
-        BLOCKS_RECOMPUTED[1] | TWO_LAYERS,
+        BLOCKS_RECOMPUTED[1] | TWO_LAYERS | FEW,
     ),
     "experts recomputed, prefetching": (
         EXPERTS_RECOMPUTED[0] | {"forward_prefetch": True, "backward_prefetch_limit": 2},
-        EXPERTS_RECOMPUTED[1] | TWO_LAYERS,
+        EXPERTS_RECOMPUTED[1] | TWO_LAYERS | FEW,
     ),
     "blocks too": (with_units(**EXPERTS | {"transformer_layer_cls_to_wrap": ["Layer", "Moe"]}), {}),
     "parts of experts": (with_units(transformer_layer_cls_to_wrap=["Linear", "Layer"]), {}),
-    "by size": (with_units(min_num_params=100), {}),
+    "by size, all below frozen": (
+        with_units(min_num_params=100) | {"freeze": ["decoder.embed", "decoder.layers.0"]},
+        TWO_LAYERS,
+    ),
     "two arguments, frozen below": (
         with_units(**EXPERTS | {"moe_experts": ["Weighted"]})
         | {"freeze": ["decoder.embed", "decoder.layers.0.moe.experts.1"]},
