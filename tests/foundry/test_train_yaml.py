@@ -78,13 +78,8 @@ def check_theirs(folder: str) -> tuple[TrainedYaml, list[Any]]:
 
 @pytest.fixture(scope="module")
 def of_fsdp1(folder: str) -> tuple[TrainedYaml, list[Any]]:
+    """The YAML under FSDP1, and the texts; with its checkpoints in ``folder``/fsdp1."""
     return run_ranks(check_theirs, 2, folder)[0]
-
-
-@pytest.fixture(scope="module")
-def theirs(of_fsdp1: tuple[TrainedYaml, list[Any]]) -> TrainedYaml:
-    """The YAML under FSDP1; with its checkpoints in ``folder``/fsdp1."""
-    return of_fsdp1[0]
 
 
 def check_mpt(folder: str, theirs: TrainedYaml, their_texts: list[Any]) -> None:
@@ -202,22 +197,6 @@ def test_hugging_face_model_keeps_its_name(folder: str):
     run_ranks(check_llamas_files, 1, folder)
 
 
-def check_llama_by_keys(folder: str) -> None:
-    yaml = write_llama(folder)
-    frozen = "model._fsdp_wrapped_module.model.embed_tokens.weight"
-    theirs = train(FSDP1, yaml, folder, "llama-frozen", f"callbacks.layer_freezing.layer_names=[{frozen}]")
-    keys = ("wrap_policy.transformer_layer_cls_to_wrap=auto", "activation_checkpointing_policy=auto")
-    freeze = "fsdp_config.freeze=[model.embed_tokens]"
-    ours = train(FSDP2, yaml, folder, "llama-by-keys", freeze, *(f"fsdp_config.{key}" for key in keys))
-    assert_alike(ours, theirs, "Llama, with units, recomputation and frozen parameters from the section")
-
-
-@pytest.mark.slow
-def test_hugging_face_model_by_the_sections_keys(folder: str):
-    """wrap_policy, activation_checkpointing_policy and freeze say what Foundry's hooks and its callback said."""
-    run_ranks(check_llama_by_keys, 2, folder)
-
-
 # --- the command
 
 
@@ -240,17 +219,17 @@ def assert_command(losses: Path, theirs: list[float]) -> None:
     assert modules["FullyShardedDataParallel"] == 0 < modules["FSDPModule"], modules
 
 
-def test_command_trains_with_overrides(folder: str, theirs: TrainedYaml):
+def test_command_trains_with_overrides(folder: str, of_fsdp1: tuple[TrainedYaml, list[Any]]):
     """``composer-fsdp2 train run.yaml key=value`` takes the place of Foundry's own train script."""
     run_ranks(check_command, 2, folder)
-    assert_command(Path(folder) / "command.jsonl", theirs.losses)
+    assert_command(Path(folder) / "command.jsonl", of_fsdp1[0].losses)
 
 
 @pytest.mark.slow  # each launched rank imports all of LLM Foundry
-def test_launched_command(folder: str, theirs: TrainedYaml):
+def test_launched_command(folder: str, of_fsdp1: tuple[TrainedYaml, list[Any]]):
     """``composer -n 2 -m composer_fsdp2 train run.yaml key=value``: Foundry's launch line, with our word in it."""
     losses = Path(folder) / "launched.jsonl"
     command = [*LAUNCHERS["composer"], "train", YAML, *surroundings(folder, losses)]
     ended = run_all({"train": command}, Path(folder))["train"]
     assert ended.code == 0, ended
-    assert_command(losses, theirs.losses)
+    assert_command(losses, of_fsdp1[0].losses)
