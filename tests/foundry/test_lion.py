@@ -42,21 +42,14 @@ class Units(nn.Module):
         return isinstance(module, nn.Linear | nn.Embedding)
 
 
-def build(name: str) -> Any:
-    from support.trainers import build_model
-
-    model = build_model(tied=False)
-    if name == "units":
-        model.model = Units()
-    return model
-
-
 def train(under: Any, keys: dict[str, Any] | None, optimizer_name: str, model_name: str) -> tuple[list[float], Any]:
     """Losses, and by parameter: its value, and what its optimizer state holds of outliers."""
     import llmfoundry.optim
-    from support.trainers import make_trainer, result
+    from support.trainers import build_model, make_trainer, result
 
-    model = build(model_name)
+    model = build_model(tied=False)
+    if model_name == "units":
+        model.model = Units()
     # Threshold and rate such that some gradients are outliers, and some are not.
     optimizer = getattr(llmfoundry.optim, optimizer_name)(model.parameters(), lr=3e-3, outlier_threshold=1.0)
     with under():

@@ -21,7 +21,7 @@ from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
 from composer_fsdp2.preflight.suggested_edits import replanning, suggest_edits
-from composer_fsdp2.preflight.suggestion import SuggestedEdits, Suggestion
+from composer_fsdp2.preflight.suggestion import SuggestedEdits
 
 pytest.importorskip("transformers", reason="needs transformers' models")
 
@@ -106,15 +106,6 @@ def suggested(file: Path, given: dict[str, Any], now: Planned, memory_bytes: int
         )
 
 
-def patched(file: Path, proposal: Suggestion, folder: Path) -> Path:
-    """The file with the proposal's diff, by ``patch``."""
-    folder.mkdir()
-    shutil.copy(file, folder)
-    command = ["patch", "--binary", "-p0"]
-    subprocess.run(command, cwd=folder, input=proposal.diff.encode(), check=True, capture_output=True)
-    return folder / file.name
-
-
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs the command patch")
 @pytest.mark.parametrize(
     "name", ["run.yaml", *(pytest.param(each, marks=pytest.mark.slow) for each in ("run.toml", "roll.yaml"))]
@@ -131,7 +122,12 @@ def test_each_proposal_fits_when_planned_anew(name: str, tmp_path: Path):
     assert found.proposals, found.explain()
     assert file.read_bytes() == FILES[name].encode()
     for number, proposal in enumerate(found.proposals):
-        again = planned(patched(file, proposal, tmp_path / str(number)), given)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        shutil.copy(file, folder)
+        patch = ["patch", "--binary", "-p0"]
+        subprocess.run(patch, cwd=folder, input=proposal.diff.encode(), check=True, capture_output=True)
+        again = planned(folder / name, given)
         assert again.estimate.peak_bytes == proposal.peak_bytes <= memory_bytes, proposal.diff
         rows = (now, again)
         assert len({each.microbatch_size * each.num_microbatches for each in rows}) == 1, proposal.diff
