@@ -16,11 +16,29 @@ from composer_fsdp2.config.sharding import check_reshard_degree
 from composer_fsdp2.config.wrap import Wrap, WrapKind
 
 
+@pytest.mark.parametrize(
+    ("spec", "world_size", "shape"),
+    [
+        (MeshSpec(), 8, (8,)),
+        (MeshSpec.of_degrees(shard=8), 8, (8,)),
+        (MeshSpec.of_degrees(replicate=2), 8, (2, 4)),
+        (MeshSpec.of_degrees(shard=2, replicate=-1), 8, (4, 2)),
+        (MeshSpec.of_degrees(shard=1, replicate=-1), 3, (3, 1)),
+        (MeshSpec.of_degrees(replicate=1), 4, (1, 4)),
+    ],
+)
+def test_open_degree_takes_what_the_world_size_leaves(spec: MeshSpec, world_size: int, shape: tuple[int, ...]):
+    """A job keeps its layout when -1 says "the rest"; replicas are the outer axis, as in Composer's mesh."""
+    resolved = spec.resolve(world_size)
+    assert resolved.shape == shape
+    assert resolved.is_resolved and resolved.size == world_size
+    assert resolved.axis_names == ("data_parallel_replicate", "data_parallel_shard")[-len(shape) :]
+
+
 @given(st.integers(1, 512), st.integers(1, 512) | st.just(-1), st.integers(1, 64) | st.just(-1) | st.none())
 @examples(100)
 def test_resolve_fills_the_world_or_refuses(world_size: int, shard: int, replicate: int | None):
-    """No rank is left over and none is counted twice, whatever the degrees: a job keeps its layout when -1 says "the
-    rest"; replicas are the outer axis, as in Composer's mesh."""
+    """No rank is left over and none is counted twice, whatever the degrees."""
     if shard == replicate == -1:
         return
     spec = MeshSpec.of_degrees(shard=shard, replicate=replicate)
@@ -32,10 +50,8 @@ def test_resolve_fills_the_world_or_refuses(world_size: int, shard: int, replica
             spec.resolve(world_size)
         return
     resolved = spec.resolve(world_size)
-    assert resolved.is_resolved and resolved.size == world_size
-    assert resolved.shape == (resolved.replicate_degree, resolved.shard_degree)[-len(resolved.shape) :]
-    assert resolved.axis_names == ("data_parallel_replicate", "data_parallel_shard")[-len(resolved.shape) :]
-    assert resolved.has_replicas == (replicate is not None) and shard in (-1, resolved.shard_degree)
+    assert resolved.size == world_size
+    assert shard in (-1, resolved.shard_degree)
     assert replicate in (-1, resolved.replicate_degree if resolved.has_replicas else None)
 
 
