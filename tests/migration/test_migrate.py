@@ -662,7 +662,8 @@ def test_what_the_runtime_takes_is_the_same_afterwards(case: str, monkeypatch: p
     migration = migrate_text(text)
     assert migration.exit_code == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert asked_of_runtime(migration.after, num_ranks) == asked_of_runtime(text, num_ranks)
+    expected = asked_of_runtime(text, num_ranks)
+    assert expected is not None and asked_of_runtime(migration.after, num_ranks) == expected
 
 
 @pytest.mark.parametrize(
