@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.known_models import build
 from support.models import Model, Running
+from support.translations import config_of
 from torch import nn
 
-from composer_fsdp2 import plan_sharding, translate
+from composer_fsdp2 import plan_sharding
 from composer_fsdp2.estimate.blocks import copy_with, find_blocks
 from composer_fsdp2.estimate.events import StepEvent
 from composer_fsdp2.estimate.trace import run_traced, trace_microbatch
@@ -20,11 +22,6 @@ from composer_fsdp2.sharding.dtypes import torch_dtype
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 ROWS, TOKENS = 2, 12
-
-
-def held(model: nn.Module) -> nn.Module:
-    """As Composer has it: the model is the child of what is trained."""
-    return Running(lambda holder, **inputs: holder.model(**inputs), model=model)
 
 
 def loss_of_ours(model: nn.Module, rows: int, tokens: int) -> Any:
@@ -43,32 +40,31 @@ def ours(num_blocks: int) -> nn.Module:
     return Model(num_blocks=num_blocks, width=16, vocabulary=40)
 
 
-def llama(num_blocks: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def hugging_face(words: str, block: str, **sizes: Any) -> nn.Module:
+    """As Composer has it: the model is the child of what is trained."""
+    model = build(words, device="cpu", vocab_size=64, **sizes).model
+    return with_hooks(Running(lambda holder, **inputs: holder.model(**inputs), model=model), block)
 
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=num_blocks, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32,
+
+def llama(num_blocks: int) -> nn.Module:
+    return hugging_face(
+        "LlamaConfig LlamaForCausalLM", "LlamaDecoderLayer", hidden_size=32, intermediate_size=48,
+        num_hidden_layers=num_blocks, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
     )  # fmt: skip
-    return with_hooks(held(LlamaForCausalLM(config)), "LlamaDecoderLayer")
 
 
 def gpt2(num_blocks: int, attn_pdrop: float = 0.0) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=64, n_positions=32, n_embd=32, n_layer=num_blocks, n_head=4, resid_pdrop=0.1, attn_pdrop=attn_pdrop
-    )
-    return with_hooks(held(GPT2LMHeadModel(config)), "GPT2Block")
+    return hugging_face(
+        "GPT2Config GPT2LMHeadModel", "GPT2Block", n_positions=32, n_embd=32, n_layer=num_blocks, n_head=4,
+        resid_pdrop=0.1, attn_pdrop=attn_pdrop,
+    )  # fmt: skip
 
 
 def t5(num_blocks: int) -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=num_blocks, num_heads=4, decoder_start_token_id=0
-    )
-    return with_hooks(held(T5ForConditionalGeneration(config)), "T5Block")
+    return hugging_face(
+        "T5Config T5ForConditionalGeneration", "T5Block", d_model=32, d_kv=8, d_ff=48, num_layers=num_blocks,
+        num_heads=4, decoder_start_token_id=0,
+    )  # fmt: skip
 
 
 def mpt(num_blocks: int) -> nn.Module:
@@ -120,9 +116,8 @@ class Setting:
             ]
             for number, block in enumerate(blocks):
                 block._activation_checkpointing = number % self.every == 0
-        translation = translate(config, precision=self.precision, device=self.device, world_size=4)
-        assert translation.config is not None
-        return plan_sharding(model, translation.config, precision=translation.precision).resolve(4)
+        translated = config_of(config, precision=self.precision, device=self.device)
+        return plan_sharding(model, translated, precision=self.precision).resolve(4)
 
 
 SETTINGS = {
