@@ -218,11 +218,6 @@ def _run(module: nn.Module | None, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def answer_of(module: nn.Module) -> Any:
-    """The wrap function of every direct child."""
-    return getattr(module, "given_answer", False)
-
-
 # Building -------------------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +226,7 @@ def build(tree: Tree, device: str = "cpu") -> nn.Module:
     with torch.device(device):
         model = _build(tree.top, tree, [])
     for child in model.children():
-        child.fsdp_wrap_fn = answer_of
+        child.fsdp_wrap_fn = lambda module: getattr(module, "given_answer", False)
     _tie(model)
     if device != "meta":
         for seed, tensor in enumerate((*model.parameters(), *model.buffers())):
