@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.known_models import build
 from support.models import Model, Running
 from support.translations import config_of
 from torch import nn
@@ -22,6 +21,11 @@ from composer_fsdp2.sharding.dtypes import torch_dtype
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 ROWS, TOKENS = 2, 12
+
+
+def held(model: nn.Module) -> nn.Module:
+    """As Composer has it: the model is the child of what is trained."""
+    return Running(lambda holder, **inputs: holder.model(**inputs), model=model)
 
 
 def loss_of_ours(model: nn.Module, rows: int, tokens: int) -> Any:
@@ -40,31 +44,32 @@ def ours(num_blocks: int) -> nn.Module:
     return Model(num_blocks=num_blocks, width=16, vocabulary=40)
 
 
-def hugging_face(words: str, block: str, **sizes: Any) -> nn.Module:
-    """As Composer has it: the model is the child of what is trained."""
-    model = build(words, device="cpu", vocab_size=64, **sizes).model
-    return with_hooks(Running(lambda holder, **inputs: holder.model(**inputs), model=model), block)
-
-
 def llama(num_blocks: int) -> nn.Module:
-    return hugging_face(
-        "LlamaConfig LlamaForCausalLM", "LlamaDecoderLayer", hidden_size=32, intermediate_size=48,
-        num_hidden_layers=num_blocks, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=num_blocks, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
     )  # fmt: skip
+    return with_hooks(held(LlamaForCausalLM(config)), "LlamaDecoderLayer")
 
 
 def gpt2(num_blocks: int, attn_pdrop: float = 0.0) -> nn.Module:
-    return hugging_face(
-        "GPT2Config GPT2LMHeadModel", "GPT2Block", n_positions=32, n_embd=32, n_layer=num_blocks, n_head=4,
-        resid_pdrop=0.1, attn_pdrop=attn_pdrop,
-    )  # fmt: skip
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=32, n_layer=num_blocks, n_head=4, resid_pdrop=0.1, attn_pdrop=attn_pdrop
+    )
+    return with_hooks(held(GPT2LMHeadModel(config)), "GPT2Block")
 
 
 def t5(num_blocks: int) -> nn.Module:
-    return hugging_face(
-        "T5Config T5ForConditionalGeneration", "T5Block", d_model=32, d_kv=8, d_ff=48, num_layers=num_blocks,
-        num_heads=4, decoder_start_token_id=0,
-    )  # fmt: skip
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=num_blocks, num_heads=4, decoder_start_token_id=0
+    )
+    return with_hooks(held(T5ForConditionalGeneration(config)), "T5Block")
 
 
 def mpt(num_blocks: int) -> nn.Module:
