@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from parity.harness import SAME_UNDER_FSDP1, THRESHOLDS, Observed, Run, Sharding, train
+from parity.harness import SAME_UNDER_FSDP1, STRATEGIES, THRESHOLDS, Observed, Run, Sharding, train
 from parity.models import NOISE
 from support.cases import for_each
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -115,10 +115,7 @@ def difference(ours: Observed, reference: Observed, run: Run) -> Difference:
         norms=_relative(ours.norms, reference.norms),
         parameters=off[worst],
         worst=worst,
-        buffers=max(
-            (_part((ours.buffers[name] - buffer).abs(), buffer) for name, buffer in reference.buffers.items()),
-            default=0.0,
-        ),
+        buffers=max((_off(ours.buffers[name], buffer) for name, buffer in reference.buffers.items()), default=0.0),
         is_bit_equal=all(torch.equal(ours.parameters[name], each) for name, each in reference.parameters.items()),
     )
 
@@ -128,6 +125,10 @@ def _relative(ours: list[float], reference: list[float]) -> float:
     if not all(map(math.isfinite, (*ours, *reference))):
         return math.inf
     return max(abs(a - b) / abs(b) for a, b in zip(ours, reference, strict=True))
+
+
+def _off(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    return _part((ours.double() - reference.double()).abs(), reference.double())
 
 
 def _part(deviation: torch.Tensor, reference: torch.Tensor) -> float:
@@ -164,3 +165,13 @@ def _structural_problems(run: Run, ours: Observed, theirs: Observed) -> list[str
         for name in names
         if getattr(ours, name) != getattr(theirs, name)
     ]
+
+
+def fsdp1_error(run: Run) -> str:
+    """What FSDP1 says to ``run`` on this rank, or nothing; called on all ranks."""
+    assert run.strategy in STRATEGIES
+    try:
+        train(run, Sharding.FSDP1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

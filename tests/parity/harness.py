@@ -15,15 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parity.models import Parent, build
-from support.comparing import full_parameters, own_name
+from support.comparing import full, full_parameters, own_name
 from support.examples import IS_THOROUGH
 from support.oracle import FSDP1
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-
-from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard, reshard
 
 # Momentum needs two steps to show, and an evaluation has steps before and behind it.
 STEPS = 10 if IS_THOROUGH else 3
@@ -168,8 +163,9 @@ class Observed:
     norms: list[float] = field(default_factory=list)  # of all gradients, before clipping
     clip_norms: list[list[float]] = field(default_factory=list)  # of each root, as our clipping returned them
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of this rank, in float64
-    left_out: list[str] = field(default_factory=list)  # parameters that are whole on every rank; all of FSDP1's
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last step; not FSDP1's
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of this rank
+    left_out: list[str] = field(default_factory=list)  # parameters that are whole on every rank; not FSDP1's
     units: list[str] = field(default_factory=list)
     unit_classes: set[type] = field(default_factory=set)
     roots: list[str] = field(default_factory=list)
@@ -246,6 +242,8 @@ def shard(run: Run, sharding: Sharding, model: Parent, optimizer: torch.optim.Op
     assert mesh is not None and mesh.mesh_dim_names is not None
     config.device_mesh = mesh[tuple(mesh.mesh_dim_names)]
     if sharding is Sharding.FSDP2:
+        from composer_fsdp2 import prepare_fully_shard
+
         prepare_fully_shard(model, [optimizer], config, "fp32", "cpu")
         return
     from composer.distributed import prepare_fsdp_module
@@ -296,9 +294,8 @@ def _evaluate(model: Parent, step: int, trained: Observed) -> None:
 
 def _gradient_squares(model: nn.Module) -> float:
     """From the shards as they lie there, so that nobody's own arithmetic measures itself."""
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    return sum(part.double().square().sum().item() for part in parts)
+    grads = [_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return sum(grad.double().square().sum().item() for grad in grads)
 
 
 def _reduce_numbers(run: Run, sharding: Sharding, trained: Observed) -> None:
@@ -315,11 +312,19 @@ def _sum_over_ranks(values: list[float]) -> list[float]:
     return total.tolist()
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _clip(run: Run, sharding: Sharding, model: nn.Module, trained: Observed) -> None:
     if run.clipping == "off":
         return
     threshold, norm_type = THRESHOLDS[run.clipping], 2.0 if run.clipping == "norm" else math.inf
     if sharding is Sharding.FSDP2:
+        from composer_fsdp2 import clip_grad_norm_
+
         norms = clip_grad_norm_(model, threshold, norm_type)
         trained.clip_norms.append([norm.item() for norm in norms.values()])
     elif sharding is Sharding.FSDP1:
@@ -333,6 +338,9 @@ def _clip(run: Run, sharding: Sharding, model: nn.Module, trained: Observed) -> 
 
 def _describe(model: nn.Module, optimizer: torch.optim.Optimizer, trained: Observed) -> None:
     """Where the units and the wrappers are, and what the optimizer holds."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
     for path, module in model.named_modules():
         if _is_unit(module):
             trained.unit_classes.add(FSDPModule if isinstance(module, FSDPModule) else FullyShardedDataParallel)
@@ -348,6 +356,8 @@ def _describe(model: nn.Module, optimizer: torch.optim.Optimizer, trained: Obser
 
 
 def _is_unit(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
     return isinstance(module, FSDPModule | FullyShardedDataParallel)
 
 
@@ -357,6 +367,8 @@ def _holds_parameters(unit: nn.Module) -> bool:
     Batch norms do not count: FSDP1 gave them units of their own wherever a dtype was named, fp32 too, which changes no
     number.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     if isinstance(unit, FSDPModule):
         return unit._get_fsdp_state()._fsdp_param_group is not None and not isinstance(unit, nn.BatchNorm1d)
     return unit._handle is not None and not isinstance(unit.module, nn.BatchNorm1d)
@@ -373,8 +385,18 @@ def _roots(model: nn.Module, prefix: str = "") -> Iterator[str]:
 
 def _collect(sharding: Sharding, model: nn.Module, trained: Observed) -> None:
     """Full parameters on every rank, and this rank's buffers."""
-    trained.buffers = {own_name(name): buffer.detach().double().clone() for name, buffer in model.named_buffers()}
+    from torch.distributed.tensor import DTensor
+
+    trained.buffers = {own_name(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
     if sharding is Sharding.FSDP2:
+        from composer_fsdp2 import reshard
+
         reshard(model)  # An evaluation leaves the roots gathered.
     trained.parameters = full_parameters(model)
-    trained.left_out += [own_name(name) for name, each in model.named_parameters() if not isinstance(each, DTensor)]
+    if sharding is Sharding.FSDP1:
+        return
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            trained.left_out.append(own_name(name))
+        if parameter.grad is not None:
+            trained.grads[own_name(name)] = full(parameter.grad).clone()

@@ -1,11 +1,14 @@
-"""That these comparisons can fail: a wrong gradient is noticed."""
+"""That these comparisons can fail: a wrong gradient is noticed, and nothing is left out that means something."""
 
 from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from parity.comparison import TOLERANCE, Difference, difference
+from parity.assertions import parametrize_runs
+from parity.cases import is_refused
+from parity.comparison import TOLERANCE, Difference, difference, fsdp1_error
 from parity.harness import Run, Sharding, train
+from parity.models import NOISE
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.composer
@@ -22,3 +25,39 @@ def test_a_gradient_that_is_world_size_times_too_large_is_noticed():
     assert TOLERANCE == 1e-6
     found = run_ranks(differ_by_world_size, 2, Run())[0]
     assert found.norms > 0.5 and found.losses > 1e-2 and found.parameters > 1e-2
+
+
+def noise_and_signal(run: Run) -> list[tuple[str, float, float]]:
+    grads = train(run, Sharding.FSDP2).grads
+    return [
+        (name, grad[part].abs().max().item(), grads[name.replace(".bias", ".weight")].abs().max().item())
+        for name, grad in grads.items()
+        for ending, part in NOISE[run.model].items()
+        if name.endswith(ending)
+    ]
+
+
+@parametrize_runs([Run(model=model, optimizer="adamw", tied=True, steps=2) for model in NOISE])
+def test_what_is_left_out_is_noise(run: Run):
+    """Leaving out a gradient that means something would hide a mistake in it."""
+    found = run_ranks(noise_and_signal, 2, run)[0]
+    assert len(found) == 2, "one for each block"
+    for name, noise, signal in found:
+        assert noise < 1e-6 * signal, f"{name}: {noise} against {signal}"
+
+
+@pytest.mark.others
+@pytest.mark.parametrize(
+    ("run", "error"),
+    [
+        (Run(optimizer="sgd64", clipping="value"), "linalg.vector_norm"),
+        (Run(settings="flat", groups="several"), "not supported with use_orig_params=False"),
+        (Run(settings="flat", groups="frozen"), "requires_grad"),
+    ],
+    ids=str,
+)
+def test_fsdp1_refuses_what_the_table_says(run: Run, error: str):
+    """A row of the table that is not true would leave combinations out for nothing."""
+    assert is_refused(vars(run))
+    for text in run_ranks(fsdp1_error, 2, run):
+        assert error in text
