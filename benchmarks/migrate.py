@@ -3,9 +3,9 @@
     python benchmarks/migrate.py
     python benchmarks/migrate.py --json --files 40
 
-The files are those of ``yamls/mpt`` for FSDP1, each many times, with a line of its own, in a temporary folder; the command
-runs as a user types it, with ``--write``, so that its start and the writing are in the time. Processor time is that of
-all its processes, and says on a busy machine what the clock cannot. Exit code 0, or 1 if a bar does not hold.
+The files are those of ``yamls/mpt`` for FSDP1, each many times, with a line of its own, in a temporary folder. The
+command runs as a user types it, with ``--write``, so that its start and the writing are in the time. Processor time is
+that of all its processes, and says on a busy machine what the clock cannot. Exit code 0, or 1 if a bar does not hold.
 """
 
 import os
