@@ -19,12 +19,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.api import KNOWN_VERSIONS, require_known_torch
-from composer_fsdp2._torch.backward import average_after_backward
 from composer_fsdp2._torch.private_names import keep_class_name, own_buffers
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 from composer_fsdp2._torch.slices import parent_mesh
 from composer_fsdp2._torch.strided import keep_strides
-from composer_fsdp2._torch.unit import keeps_what_copies_read, repair_unit
+from composer_fsdp2._torch.unit import hooks_of, keeps_what_copies_read, repair_unit
 from composer_fsdp2._torch.unit_parameters import owners_of_unit
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
@@ -281,9 +280,8 @@ def _keep_records(
             for spec in unit.replicated:
                 mesh = data_parallel(meshes[unit.name], unit.mesh)
                 replicated.setdefault(mesh, []).append(_parameter_at(model, spec.name))
-        heads = [sharded[unit.name] for unit in units]
-        if replicated:
-            average_after_backward(heads, replicated)
+        for unit in units:  # torch ends a backward in the unit where it began
+            hooks_of(sharded[unit.name]).replicated = replicated
         root, modules = units[-1], [at_path(model, path) for unit in units for path in unit.modules]
         mesh = meshes[root.name]
         groups = training_groups(mesh, [meshes[unit.name] for unit in units])

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from composer_fsdp2._torch.unit import Shown
 from composer_fsdp2._torch.unit_parameters import (
     UnitParameter,
     distinct_units,
@@ -195,7 +196,7 @@ def _unsharded(unit: FSDPModule, options: _Options, names: Mapping[int, str], pr
 
     summoned = record_of(cast(Unit, unit)).summoned
     summoned.update((each.sharded, options) for each in parameters)
-    end = show_instead_of_shards(unit, before_gather=before_gather, after_reshard=after_reshard)
+    end = show_instead_of_shards(unit, Shown(before_gather=before_gather, after_reshard=after_reshard))
     try:
         after_reshard()
         yield

@@ -10,7 +10,8 @@ from datetime import timedelta
 
 from torch import nn
 
-from composer_fsdp2._torch.collectives import InFlight, watch_collectives
+from composer_fsdp2._torch.collectives import InFlight
+from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.sharding.root_record import find_record, record_of
 from composer_fsdp2.sharding.sharded import sharded_roots, units
 from composer_fsdp2.training.control import Question, control

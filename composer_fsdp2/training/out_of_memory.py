@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.collectives import InFlight, all_gather_single, reduce_scatter_single, watch_collectives
+from composer_fsdp2._torch.collectives import InFlight, all_gather_single, reduce_scatter_single
 from composer_fsdp2._torch.groups import process_groups_of
 from composer_fsdp2._torch.private_names import dtensor_random_states, own_buffers
 from composer_fsdp2._torch.reset import forget_masks, reset_after_error
+from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.config.mesh import EXPERT_AXIS
 from composer_fsdp2.sharding.agree import device_of_group
 from composer_fsdp2.sharding.root_record import find_kept, keep

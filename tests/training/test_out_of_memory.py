@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2._torch import collectives
-from composer_fsdp2._torch.collectives import watch_collectives
 from composer_fsdp2._torch.private_names import random_of_dtensors
+from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training.guard import CollectiveGuard
