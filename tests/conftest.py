@@ -73,7 +73,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    summary.add(getattr(node, "workeroutput", {}).get("parity", []))
+    summary.SEEN.extend(summary.Row(*row) for row in getattr(node, "workeroutput", {}).get("parity", []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

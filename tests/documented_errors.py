@@ -24,6 +24,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.experts import Experts as StackedExperts
+from support.memory import run_out_of_memory
 from support.models import Chain, tie
 from support.oracle import FSDP1, FSDP2
 from torch import nn
@@ -31,6 +33,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from composer_fsdp2 import (
+    clip_grad_norm_,
+    convert_checkpoint,
+    load_checkpoint,
+    prepare_fully_shard,
+    summon_full_params,
+    translate,
+)
+from composer_fsdp2.parallel.idle_experts import run_idle_experts
+from composer_fsdp2.training import control
+from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
 INPUT = torch.ones(1, 4)
 FIRST = {"blocks.0": ColwiseParallel()}
@@ -70,25 +84,6 @@ class Stack(nn.Module):
 
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Linear)
-
-
-class StackedExperts(nn.Module):
-    """As LLM Foundry's torch_dmoe holds them."""
-
-    def __init__(self, num_experts: int = 4) -> None:
-        super().__init__()
-        self.mlp = ExpertWeights(num_experts)
-
-    def forward(self, x: Any, scores: Any, expert_weights: Any, top_experts: Any) -> Any: ...
-
-
-class ExpertWeights(nn.Module):
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.moe_num_experts = num_experts
-        self.w1 = nn.Parameter(torch.ones(num_experts * 2, 4))
-
-    def forward(self, x: Any, expert_idx: int) -> Any: ...
 
 
 class Experts(nn.Module):
@@ -220,19 +215,13 @@ def clip_on_two_meshes() -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
 def step_after_an_error() -> None:
     model = sharded_stack()
-    hook = model.blocks[0].register_forward_hook(lambda module, args, output: Fails.apply(output))
+
+    def fail(module: nn.Module, gradients: object) -> None:
+        run_out_of_memory("cpu")
+
+    hook = model.blocks[0].register_full_backward_pre_hook(fail)
     with contextlib.suppress(torch.OutOfMemoryError):
         model(INPUT).sum().backward()
     hook.remove()
@@ -403,14 +392,10 @@ OTHERS: dict[str, Callable[[], object]] = {
 
 
 def translated(world_size: int | None = 8, **section: Any) -> Any:
-    from composer_fsdp2 import translate
-
     return translate(section, world_size=world_size)
 
 
 def prepared(model: nn.Module, section: Mapping[str, Any] | None = None, **options: Any) -> Any:
-    from composer_fsdp2 import prepare_fully_shard
-
     return prepare_fully_shard(model, None, section or {}, device="cpu", **options)
 
 
@@ -446,8 +431,6 @@ def experts_on_a_mesh_of_their_own() -> None:
 
 
 def peer_out_of_memory() -> None:
-    from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
-
     model = sharded_stack()
     vote = OutOfMemoryVote(model)
     vote.start()
@@ -463,8 +446,6 @@ def batches(function: str, *arguments: Any, **options: Any) -> None:
 
 
 def ranks_diverged() -> None:
-    from composer_fsdp2 import clip_grad_norm_
-
     model = Stack()
     prepared(model, {"collective_guard": 60, "mixed_precision": "FULL"})
     model(INPUT).sum().backward()
@@ -475,16 +456,12 @@ def ranks_diverged() -> None:
 
 
 def experts_in_another_order() -> None:
-    from composer_fsdp2.parallel.idle_experts import run_idle_experts
-
     block = Experts()
     run_idle_experts(block, block.experts)
     block(INPUT)
 
 
 def no_network() -> None:
-    from composer_fsdp2.training import control
-
     # As if each rank were a node, and gloo did not reach the other: there is one machine here.
     raised = RuntimeError("Gloo connectFullMesh failed with [...]")
     with mock.patch.object(dist, "new_group", side_effect=raised):
@@ -492,8 +469,6 @@ def no_network() -> None:
 
 
 def summon_in_forward() -> None:
-    from composer_fsdp2 import summon_full_params
-
     model = Stack()
     prepared(model, {"mixed_precision": "FULL"})
 
@@ -513,8 +488,6 @@ def export() -> None:
 
 
 def load(path: str, build: Callable[[], nn.Module] = composer_model) -> Any:
-    from composer_fsdp2 import load_checkpoint
-
     return load_checkpoint(path, build())
 
 
@@ -525,8 +498,6 @@ def flip_of_content(data: bytes) -> bytes:
 
 
 def convert(*arguments: Any, **options: Any) -> None:
-    from composer_fsdp2 import convert_checkpoint
-
     convert_checkpoint(*arguments, **options)
 
 
@@ -560,10 +531,10 @@ OURS: dict[str, Callable[[], object]] = {
     "tensor-parallel-path": lambda: split(Stack(), {"block.0": ColwiseParallel()}),
     "tensor-parallel-tie": lambda: split(changed(lambda model: tie(model.blocks[0], model.blocks[1])), FIRST),
     "experts-and-replicas": lambda: split_experts(
-        StackedExperts(), sharding_strategy="HYBRID_SHARD", data_parallel_replicate_degree=2
+        StackedExperts(4, 2), sharding_strategy="HYBRID_SHARD", data_parallel_replicate_degree=2
     ),
     "experts-not-stacked": lambda: split_experts(nn.ModuleList(nn.Linear(4, 4) for _ in range(2))),
-    "experts-degree": lambda: split_experts(StackedExperts(3)),
+    "experts-degree": lambda: split_experts(StackedExperts(3, 2)),
     "experts-without-a-mesh": experts_on_a_mesh_of_their_own,
     # Sharding.
     "other-model": lambda: our_trainer(optimizers=torch.optim.SGD(composer_model().parameters(), lr=0.1)),

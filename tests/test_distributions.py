@@ -20,9 +20,7 @@ pytestmark = pytest.mark.slow
 def source_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source distribution, of what unpacking a zip of the repository may leave: a file in place of the link."""
     folder = tmp_path_factory.mktemp("sdist")
-    for file in project_files():
-        (folder / "source" / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, folder / "source" / file.relative_to(ROOT))
+    copy_project(folder / "source")
     (folder / "source/composer_fsdp2/compat").write_text("../compat")
     script = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     run([sys.executable, "-c", script, folder], cwd=folder / "source")
@@ -41,7 +39,8 @@ def test_source_distribution_holds_what_its_tests_read(source_archive: Path):
 def test_wheel_holds_everything_under_one_name(source_archive: Path, tmp_path: Path):
     """Installing the project puts no `compat` beside other people's packages, and leaves none of ours out; also from
     a source distribution."""
-    copy_sources(tmp_path / "checkout")
+    copy_project(tmp_path / "checkout")
+    (tmp_path / "checkout/composer_fsdp2/compat").symlink_to("../compat")
     contents = wheel_of(tmp_path / "checkout", tmp_path / "from checkout")
     with tarfile.open(source_archive) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -65,6 +64,13 @@ def test_wheel_holds_everything_under_one_name(source_archive: Path, tmp_path: P
     assert Path(imported_from).is_relative_to(site)
 
 
+def copy_project(destination: Path) -> None:
+    """All of its files but the link; a build leaves its work among them."""
+    for file in project_files():
+        (destination / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, destination / file.relative_to(ROOT))
+
+
 def wheel_of(source: Path, folder: Path) -> dict[str, bytes]:
     """The files of a wheel that is built from ``source``, and unpacked into the ``site`` of a new folder."""
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
@@ -73,13 +79,3 @@ def wheel_of(source: Path, folder: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
         return {name: archive.read(name) for name in archive.namelist()}
-
-
-def copy_sources(destination: Path) -> None:
-    """The files that a build reads; built in a copy, because setuptools leaves its work in the source folder."""
-    destination.mkdir()
-    without_caches = shutil.ignore_patterns("__pycache__")
-    for folder in ("composer_fsdp2", "compat"):
-        shutil.copytree(ROOT / folder, destination / folder, symlinks=True, ignore=without_caches)
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, destination)

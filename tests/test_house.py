@@ -265,43 +265,11 @@ def test_tests_mirror_the_rooms():
     assert {room for room in ROOMS if (ROOT / "composer_fsdp2" / room).is_dir()} <= folders
 
 
-def test_prose_steers_nothing():
-    """A report can be reworded without a change of what is done; test_rewording.py does it."""
-    wrong = [
-        f"{file.relative_to(ROOT)}:{node.lineno}"
-        for file in modules().values()
-        # Of both torch tells in words only.
-        if file.relative_to(ROOT).parts[1:]
-        not in (("training", "out_of_memory.py"), ("training", "outside_forward.py"))
-        for node in nodes(file)
-        if is_question(node) and any(is_prose(part) for part in ast.walk(node))
-    ]
-    assert wrong == []
-
-
-# Of strings and of ``re``.
-QUESTIONS = {"startswith", "endswith", "find", "index", "count", "search", "match", "fullmatch", "findall"}
-
-
-def is_question(node: ast.AST) -> bool:
-    """A comparison, or a call that asks what is in a text."""
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    return isinstance(node, ast.Compare) or (is_call and node.func.attr in QUESTIONS)
-
-
-def is_prose(node: ast.AST) -> bool:
-    """A finding's texts, or ``str(error)``."""
-    if isinstance(node, ast.Attribute):
-        return node.attr in {"reason", "hint", "message"}
-    is_text = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str" and node.args
-    return bool(is_text) and isinstance(node.args[0], ast.Name) and node.args[0].id in {"error", "exception"}
-
-
-def test_nothing_asks_for_a_layout_or_a_document_by_name():
-    """A layout is a file that nothing else knows, nor its files; and YAML and TOML answer to one protocol."""
+def test_nothing_asks_for_a_layout_by_name():
+    """A layout is a file that nothing else knows."""
     from composer_fsdp2.checkpoint.layouts import layouts
 
-    names, wrong = {layout.name for layout in layouts()} | files_of_layouts(), []
+    names, wrong = {layout.name for layout in layouts()}, []
     for module, file in modules().items():
         if module.startswith("composer_fsdp2.checkpoint.layouts"):
             continue
@@ -311,12 +279,6 @@ def test_nothing_asks_for_a_layout_or_a_document_by_name():
         for node in nodes(file):
             if isinstance(node, ast.Compare) and names & {part for side in sides(node) for part in texts_in(side)}:
                 wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} asks for a layout")
-            if (
-                isinstance(node, ast.Call)
-                and getattr(node.func, "id", "") == "isinstance"
-                and "Document" in ast.dump(node)
-            ):
-                wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} asks for a document's format")
     assert not wrong, "\n".join(wrong)
 
 
@@ -329,19 +291,6 @@ def texts_in(node: ast.expr) -> Iterator[str]:
     for part in getattr(node, "elts", [node]):
         if isinstance(part, ast.Constant) and isinstance(part.value, str):
             yield part.value
-
-
-def files_of_layouts() -> set[str]:
-    """The names that layouts give to their files, which the constants at the top of a layout's file are."""
-    assigned = [
-        node.value
-        for name in LAYOUT_FILES
-        for node in ast.parse((ROOT / f"composer_fsdp2/checkpoint/layouts/{name}.py").read_text()).body
-        if isinstance(node, ast.Assign)
-    ]
-    found = {text for value in assigned for text in texts_in(value) if re.fullmatch(r"[\w.]*\.[a-z]+", text)}
-    assert {".metadata", "model.safetensors", "resumption.pkl"} <= found
-    return found
 
 
 LAYOUT_FILES = {file.stem for file in (ROOT / "composer_fsdp2/checkpoint/layouts").glob("[!_]*.py")}

@@ -41,6 +41,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 from documented_errors import OTHERS, OURS, check_errors
+from support import commands
 from support.forked_commands import add_command
 from support.forked_scripts import add_launchers
 from support.ranks import WITH_COMPOSER, run_ranks
@@ -185,31 +186,17 @@ def run_console(block: Block, session: Session) -> None:
 
 
 def environment() -> dict[str, str]:
-    """A terminal of a known width, in which no rank is set."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in ranks}
-    return kept | {
-        "PYTHONPATH": str(TESTS.parent),  # this checkout's code, wherever the environment installed it from
-        "COLUMNS": "200",
-        "TERM": "dumb",
-        "NO_COLOR": "1",
-        "OMP_NUM_THREADS": "1",
-        # torchrun with a port of its own, as with --standalone.
-        "PET_STANDALONE": "1",
-        "PET_LOCAL_ADDR": "127.0.0.1",
-    }
+    """With this checkout's code, wherever the environment installed it from; torchrun has a port of its own, as with
+    --standalone."""
+    more = {"PYTHONPATH": str(TESTS.parent), "PET_STANDALONE": "1", "PET_LOCAL_ADDR": "127.0.0.1"}
+    return commands.environment() | more
 
 
-def run_yaml(block: Block, session: Session) -> None:
-    yaml.safe_load(block.text)
-    if "migrated" in block.options:
-        check_migrated(block)
-    else:
-        write_file(block)
+PARSERS: dict[str, Callable[[str], object]] = {"yaml": yaml.safe_load, "toml": tomllib.loads}
 
 
-def run_toml(block: Block, session: Session) -> None:
-    tomllib.loads(block.text)
+def run_file(block: Block, session: Session) -> None:
+    PARSERS[block.language](block.text)
     if "migrated" in block.options:
         check_migrated(block)
     else:
@@ -239,8 +226,8 @@ def run_text(block: Block, session: Session) -> None:
 RUNNERS: dict[str, Callable[[Block, Session], None]] = {
     "python": run_python,
     "console": run_console,
-    "yaml": run_yaml,
-    "toml": run_toml,
+    "yaml": run_file,
+    "toml": run_file,
     "text": run_text,
 }
 # Each kind of block by its language and the option that makes it that kind.
@@ -301,7 +288,7 @@ def test_few_blocks_are_left_out():
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> str:
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """PATH, with a quick ``composer-fsdp2`` and quick launchers before the commands of this environment."""
     quick = tmp_path_factory.mktemp("commands")
     add_command(quick)
@@ -321,12 +308,12 @@ PAGES_WITH_BLOCKS = [
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_BLOCKS)
-def test_page(page: Path, commands: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_page(page: Path, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A reader who types what the page shows gets what the page shows."""
     wanted = sum("skip" not in block.options for block in blocks_of(page))
     start_folder(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", commands)
+    monkeypatch.setenv("PATH", path)
     ranks = 1 if page.stem in ON_ONE_RANK else 2
     assert run_ranks(check_page, ranks, page, timeout_s=PAGE_S, fresh=True) == [wanted] * ranks
 

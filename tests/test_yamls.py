@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -18,11 +17,8 @@ from typing import Any
 import pytest
 import yaml
 from support.commands import run_here
-from support.foundry_runs import assert_alike, make_data_of_runs, train
 from support.known_runs import FOLDER, PAIRS, configs
 from support.network import network_refused
-from support.oracle import FSDP1, FSDP2
-from support.ranks import run_ranks
 
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.paths import value_at
@@ -344,14 +340,6 @@ def test_a_step_is_planned_with_its_activations(name: str, read: Any):
     assert json.loads(json.dumps(step.to_json()))["per_rank"]["activations_bytes"] > 0
 
 
-def test_the_command_needs_no_network(tmp_path: Path):
-    """From the file to the text as a user gets it: nothing is looked up on the way."""
-    with network_refused():
-        done = run_here(tmp_path, "plan", FOLDER / "mpt/mpt-125m-fsdp1.yaml", "--world-size", 8, "--memory", "80GiB")
-    assert done.code == 0 and not done.err, done.err
-    assert "125.3 M parameters" in done.out and "verdict: fits" in done.out
-
-
 # Changes of a small run, and what is said of each.
 UNUSABLE = {
     "max_seq_len=none": "LLM Foundry refuses it",
@@ -392,56 +380,3 @@ def test_one_rank_is_not_sharded(tmp_path: Path):
     """On one rank Foundry drops the section: a plan by it would be another run's."""
     done = run_here(tmp_path, "plan", *FILE, "--world-size", 1)
     assert done.code == 2 and "on one rank Foundry trains without FSDP" in done.err
-
-
-# --- training
-
-
-# Small, on the CPU, with the data of the demo; what a YAML says of sharding stays.
-SMALL_RUN = (
-    "max_seq_len=64",
-    "seed=17",
-    "precision=fp32",
-    "model.init_device=cpu",
-    "model.d_model=64",
-    "model.n_heads=4",
-    "model.n_layers=3",
-    "model.max_seq_len=64",
-    "model.vocab_size=512",
-    "model.loss_fn=torch_crossentropy",
-    "model.attn_config.attn_impl=torch",
-    "tokenizer.kwargs.model_max_length=64",
-    "train_loader.dataset={remote: null, split: null, shuffle_seed: 17, max_seq_len: 64, eos_token_id: 0}",
-    "train_loader.num_workers=1",
-    "scheduler.t_warmup=2ba",
-    "global_train_batch_size=16",
-    "device_train_microbatch_size=4",
-    "log_to_console=false",
-    "log_config=false",
-    "python_log_level=warning",
-    "loggers=null",
-    "autoresume=false",
-    "save_folder=null",  # FSDP1 saves no whole model on the CPU
-)
-SIDES = {FSDP1: "mpt/mpt-350m-fsdp1.yaml", FSDP2: "mpt/mpt-350m-fsdp2.yaml"}
-
-
-def check_training(folder: str) -> None:
-    warnings.simplefilter("ignore")
-    make_data_of_runs(folder)
-    runs = []
-    for under, file in SIDES.items():
-        places = (
-            f"tokenizer.name={folder}/data/tokenizer",
-            f"train_loader.dataset.local={folder}/data/mds",
-            f"callbacks={{record_loss: {{path: {folder}/{under.__name__}.jsonl}}}}",
-        )
-        runs.append(train(under, FOLDER / file, folder, under.__name__, *SMALL_RUN, *places))
-    assert_alike(runs[1], runs[0], "mpt-350m")
-
-
-@pytest.mark.slow
-def test_right_side_trains_as_the_left_side_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The losses of real FSDP1 on the left side, by real Foundry, from the right side on FSDP2."""
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    run_ranks(check_training, 2, str(tmp_path), timeout_s=500)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -101,8 +102,10 @@ def test_gradients_are_means_afterwards(seen: dict[str, Any]):
     assert seen["needed again"] == []
 
 
-def check_frozen_unit_ahead() -> list[float]:
-    """A unit that backward gathers ahead and never uses: its input needs no gradient, its parameters are frozen."""
+@on_ranks(2)
+def test_a_gather_that_nobody_waits_for(folder: str) -> None:
+    """Frozen first layers (LoRA, say) train on the CPU: no stream of an accelerator is asked for that is not there,
+    where backward gathers a unit ahead and never uses it."""
     repair_cpu_collectives()
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
@@ -114,13 +117,7 @@ def check_frozen_unit_ahead() -> list[float]:
         loss = model(torch.ones(1, 2)).sum()
         loss.backward()
         losses.append(loss.item())
-    return losses
-
-
-def test_a_gather_that_nobody_waits_for():
-    """Frozen first layers (LoRA, say) train on the CPU: no stream of an accelerator is asked for that is not there."""
-    for first, second in run_ranks(check_frozen_unit_ahead, 2):
-        assert first == second
+    assert losses[0] == losses[1]
 
 
 class Reader(nn.Module):
@@ -134,8 +131,11 @@ class Reader(nn.Module):
         return self.weights[which].sum() * (which + 1)
 
 
-def check_unread_parameters() -> list[list[float | None]]:
-    """Each rank reads another weight, whose gradient there is 1 or 2: this rank's gradients by torch alone and ours."""
+@on_ranks(2)
+def test_unread_parameters_were_left_out_of_the_sum(folder: str) -> None:
+    """Each rank reads another weight, whose gradient there is 1 or 2. By torch alone each ends with a gradient for its
+    own weight only, the mean over both, (1 + 2) / 2. If torch keeps them apart one day, `UnitGroup.post_backward` can
+    go."""
     repair_cpu_collectives()
     mesh, found = init_device_mesh("cpu", (2,)), []
     for fills in (False, True):
@@ -145,15 +145,8 @@ def check_unread_parameters() -> list[list[float | None]]:
             repair_unit(model)
         model(dist.get_rank()).backward()
         found.append([None if weight.grad is None else weight.grad.to_local().item() for weight in model.weights])
-    return found
-
-
-def test_unread_parameters_were_left_out_of_the_sum():
-    """By torch alone each rank ends with a gradient for its own weight only, the mean over both, (1 + 2) / 2. If torch
-    keeps them apart one day, `UnitGroup.post_backward` can go."""
-    torch_alone, ours = zip(*run_ranks(check_unread_parameters, 2), strict=True)
-    assert torch_alone == ([1.5, None], [None, 1.5])
-    assert ours == ([0.5, 1.0], [0.5, 1.0])
+    torch_alone = [1.5, None] if dist.get_rank() == 0 else [None, 1.5]
+    assert found == [torch_alone, [0.5, 1.0]]
 
 
 def test_other_devices_keep_their_division(seen: dict[str, Any]):

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from support.models import Chain, layer
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -86,32 +87,24 @@ def test_every_private_name_is_in_the_table():
     assert len(list(private_names())) > 40
 
 
-def check_gone() -> str:
-    """A torch without a method that the engine replaces; the model is as it was."""
+@on_ranks(2)
+def test_a_name_that_is_gone_is_told_before_anything_is_sharded(folder: str) -> None:
+    """An unknown, newer torch without a method that the engine replaces: one error at the first use that says what is
+    missing and what to install, on every rank; the model is as it was."""
     api.require_known_torch.cache_clear()
     key = next(key for key in api._IN_CLASSES if key[1] == "FSDPParamGroup")
     model = Chain(first=layer())
     parameters = [id(parameter) for parameter in model.parameters()]
-    with mock.patch.dict(api._IN_CLASSES, {key: ("post_backward", "renamed_by_torch")}):
-        try:
-            prepare_fully_shard(model, None, {}, device="cpu")
-        except IncompatibleVersionError as error:
-            message = str(error)
-        else:
-            message = ""
+    gone = mock.patch.dict(api._IN_CLASSES, {key: ("post_backward", "renamed_by_torch")})
+    with gone, pytest.raises(IncompatibleVersionError) as caught:
+        prepare_fully_shard(model, None, {}, device="cpu")
     api.require_known_torch.cache_clear()
     assert [id(parameter) for parameter in model.parameters()] == parameters
     assert all(type(module) in (Chain, nn.Linear) for module in model.modules())
     prepare_fully_shard(model, None, {}, device="cpu")
-    return message
-
-
-def test_a_name_that_is_gone_is_told_before_anything_is_sharded():
-    """An unknown, newer torch: one error at the first use that says what is missing and what to install, on every
-    rank."""
-    for message in run_ranks(check_gone, 2):
-        assert "FSDPParamGroup.renamed_by_torch" in message and "post_backward" not in message
-        assert torch.__version__ in message and api.KNOWN_VERSIONS in message
+    message = str(caught.value)
+    assert "FSDPParamGroup.renamed_by_torch" in message and "post_backward" not in message
+    assert torch.__version__ in message and api.KNOWN_VERSIONS in message
 
 
 def check_import(gone: str) -> None:

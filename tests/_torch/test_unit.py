@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import all_of, for_each
-from support.comparing import full
+from support.comparing import full_parameters
 from support.models import Chain, Running
 from support.on_ranks import on_ranks
 from support.ranks import run_ranks
-from support.training import FULL, HSDP_2X2, named_parameters, sgd, train_alike
+from support.training import FULL, HSDP_2X2, sgd, train_alike
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
@@ -158,14 +158,10 @@ class Encoder(nn.Module):
     activation_checkpointing_fn = fsdp_wrap_fn
 
 
-class Model(nn.Module):
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.encoder = Encoder(form)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pack, unpack = FORMS[self.encoder.form]
-        return unpack(self.encoder(pack(x)))
+def model_of(form: str) -> nn.Module:
+    """It takes and returns tensors, and its encoder the form."""
+    pack, unpack = FORMS[form]
+    return Running(lambda model, x: unpack(model.encoder(pack(x))), encoder=Encoder(form))
 
 
 class FlatteningLSTM(nn.LSTM):
@@ -222,9 +218,9 @@ class Halved(Chain):
         return x
 
 
-def compiled() -> Model:
+def compiled() -> nn.Module:
     """Its units return dataclasses, and are compiled."""
-    model = Model("dataclass")
+    model = model_of("dataclass")
     for layer in model.encoder.layers:
         layer.compile(backend="aot_eager")
     return model
@@ -365,12 +361,6 @@ def fsdp1(model: Any, _: Any = None, **options: Any) -> None:
 Shard = Callable[..., None]
 
 
-def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    summoned = any(isinstance(each, FullyShardedDataParallel) for each in model.modules())
-    with FullyShardedDataParallel.summon_full_params(model) if summoned else contextlib.nullcontext():
-        return {name: full(each).clone() for name, each in named_parameters(model).items()}
-
-
 def batch(seed: int) -> torch.Tensor:
     return torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(seed))
 
@@ -391,15 +381,15 @@ RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentr
 
 KEPT = {"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "NONE", "forward_prefetch": True}
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    **{name: (partial(Model, name), {}) for name in FORMS},
+    **{name: (partial(model_of, name), {}) for name in FORMS},
     **{name: (build, {}) for name, build in OTHERS.items()},
     "a view that the loss writes to": (partial(whole, viewed, Halved), {}),
     "an LSTM whose weights cuDNN moves": (partial(whole, partial(recurrent, FlatteningLSTM)), {}),
-    "dataclass, recomputed": (partial(Model, "dataclass"), RECOMPUTED),
-    "dataclass, offloaded": (partial(Model, "dataclass"), {"cpu_offload": True}),
-    "PackedSequence, kept": (partial(Model, "PackedSequence"), KEPT),
-    "set, recomputed": (partial(Model, "set"), RECOMPUTED),
-    "set, NO_SHARD": (partial(Model, "set"), {"sharding_strategy": "NO_SHARD"}),
+    "dataclass, recomputed": (partial(model_of, "dataclass"), RECOMPUTED),
+    "dataclass, offloaded": (partial(model_of, "dataclass"), {"cpu_offload": True}),
+    "PackedSequence, kept": (partial(model_of, "PackedSequence"), KEPT),
+    "set, recomputed": (partial(model_of, "set"), RECOMPUTED),
+    "set, NO_SHARD": (partial(model_of, "set"), {"sharding_strategy": "NO_SHARD"}),
 }
 
 
@@ -429,7 +419,7 @@ def test_replicas_train():
 
 def dtypes_seen(form: str, shard: Shard, **options: Any) -> list[torch.dtype]:
     torch.manual_seed(0)
-    model = Model(form)
+    model = model_of(form)
     layers = list(model.encoder.layers)
     shard(model, None, **options)
     model(batch(0)).sum().backward()
@@ -657,7 +647,7 @@ def copies_alive(shard: Shard, *, is_recomputed: bool) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return seen | parameters_of(model)
+    return seen | full_parameters(model)
 
 
 def check_copies() -> None:

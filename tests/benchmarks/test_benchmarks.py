@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from support.forked_scripts import run_script
 from support.ranks import WITH_COMPOSER
 
@@ -17,15 +16,15 @@ TINY = {"width": 16, "layers": 2, "heads": 2, "vocabulary": 32, "sequence": 8, "
 SIZES = " ".join(f"--{name} {size}" for name, size in TINY.items())
 
 
-def printed(words: str, code: int = 0) -> str:
+def printed(words: str) -> str:
     """What a script prints; timings of so small a model say nothing, so no bar decides the exit code.
 
     Forked, the script and its ranks have imported torch and Composer already.
     """
     script, *options = words.split()
-    done = run_script(WITH_COMPOSER, ROOT / "benchmarks" / script, *options, *(() if code else ("--no-bars",)))
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if code == 0 else done.stderr
+    done = run_script(WITH_COMPOSER, ROOT / "benchmarks" / script, *options, "--no-bars")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("FULL_SHARD", marks=pytest.mark.slow), "SHARD_GRAD_OP"])
@@ -46,21 +45,14 @@ def test_a_step_costs_what_the_hand_written_loop_does(strategy: str):
     assert is_less == (strategy == "SHARD_GRAD_OP")
 
 
-def test_a_step_with_composers_optimizer_and_clipping():
-    """All variants train with them: a variant that forgot to clip, or updated nothing, would win."""
-    words = f"step.py --json --device cpu --optimizer decoupled_adamw --clipping --pipelined 2 {SIZES}"
-    step = json.loads(printed(words))
-    assert step["loss_difference"].keys() == {"ours", "composer", "fsdp1"}
-    assert all(difference < 1e-5 for difference in step["loss_difference"].values())
-    reduced = {name: counts.keys() & {"allreduce_", "all_reduce"} for name, counts in step["collectives"].items()}
-    assert all(len(kinds) == 1 for kinds in reduced.values()), reduced
-
-
 # The words of a command line, and what its output has to have.
 TABLES = {
     f"step.py --trainer --device cpu {SIZES}": [
         "| fully_shard by hand ", "| composer_fsdp2 ", "| Composer's FSDP2 ", "| FSDP1 ",
         "holds: its losses of the first 10 steps", "the processor seconds of a step with Composer's FSDP2",
+    ],
+    f"step.py --device cpu --optimizer decoupled_adamw --clipping --pipelined 2 {SIZES}": [
+        "| fully_shard by hand ", "| composer_fsdp2 ", "| Composer's FSDP2 ", "| FSDP1 ", "holds: its losses",
     ],
     "setup.py --modules 20 50 --repeat 1": ["| 30 ", "| 54 ", "our own part grows linearly"],
     "dispatch.py --layers 1 --rounds 1": ["| DecoupledAdamW, without the shim ", "| OptimizerMonitor ", "| clip_grad_"],
@@ -81,11 +73,3 @@ def test_a_table_is_printed(words: str, tmp_path: Path):
     text = printed(words.format(folder=tmp_path))
     assert not [each for each in TABLES[words] if each not in text], text
     assert not list(tmp_path.iterdir())
-
-
-def test_options_that_cannot_be():
-    """Exit code 2, as 1 would say that a bar does not hold; and no stack of each rank where devices are missing."""
-    assert "argument --pipelined: 0 is less than 1" in printed("step.py --pipelined 0", code=2)
-    assert "--trainer: with FULL_SHARD alone" in printed("step.py --trainer --strategy SHARD_GRAD_OP", code=2)
-    num_ranks = torch.cuda.device_count() + 1
-    assert f"{num_ranks} asked for" in printed(f"step.py --device cuda --ranks {num_ranks}", code=1)

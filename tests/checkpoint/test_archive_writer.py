@@ -95,21 +95,17 @@ LARGE = {
 
 def test_sizes_and_offsets_beyond_4_gib_are_those_of_torch_save(tmp_path: Path):
     """Large checkpoints need the zip64 fields exactly where torch puts them; torch writes the same without data."""
+    path = tmp_path / "archive.pt"  # after which torch calls the records
     with torch.serialization.skip_data():
-        torch.save({name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in LARGE.items()}, _named(tmp_path))
+        torch.save({name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in LARGE.items()}, path)
     plan = plan_archive({name: Slot(shape, dtype) for name, (shape, dtype) in LARGE.items()})
-    assert os.path.getsize(_named(tmp_path)) == plan.num_bytes > 13 << 30
+    assert os.path.getsize(path) == plan.num_bytes > 13 << 30
     different = 0
-    with open(_named(tmp_path), "rb") as theirs:
+    with open(path, "rb") as theirs:
         for offset, ours in plan.frame(dict.fromkeys(plan.slots, 0)):
             theirs.seek(offset)
             different += sum(a != b for a, b in zip(ours, theirs.read(len(ours)), strict=True))
     assert different <= 48  # the id and twice its CRC32
-
-
-def _named(folder: Path) -> Path:
-    """torch calls the records after the file."""
-    return folder / "archive.pt"
 
 
 @pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [{"x": t}]], ids=["alone", "nested"])

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints.samples import DTYPES
+from support.checkpoints.views import strided
 from support.comparing import assert_same
 from support.examples import examples
 
@@ -43,28 +44,11 @@ def test_tensors_of_another_kind(kind: str, tmp_path: Path):
 
 @st.composite
 def tensors(draw: st.DrawFn) -> list[Any]:
-    """Tensors of one storage: views, strided, expanded, 0-d, empty, parameters, of every dtype."""
-    dtype = draw(st.sampled_from(DTYPES))
-    count = draw(st.integers(1, 24))
-    content = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
-    if dtype == torch.bool:
-        content = bytes(byte & 1 for byte in content)
-    base = torch.frombuffer(bytearray(content), dtype=torch.uint8).clone().view(dtype)
-    found: list[Any] = []
-    for _ in range(draw(st.integers(1, 3))):
-        shape, stride = [], []
-        left = draw(st.integers(0, count - 1))
-        offset = count - 1 - left
-        for _ in range(draw(st.integers(0, 3))):
-            step = draw(st.integers(0, 4))
-            size = draw(st.integers(0, min(4, left // step + 1) if step else 3))
-            left -= step * max(0, size - 1)
-            shape.append(size)
-            stride.append(step)
-        view = base.as_strided(shape, stride, offset)
-        if dtype.is_floating_point and draw(st.booleans()):
-            view = torch.nn.Parameter(view, requires_grad=draw(st.booleans()))
-        found.append(view)
+    """A tensor and its rows, all in one storage, of every dtype; some are parameters."""
+    whole = draw(strided())
+    found: list[Any] = [whole, *whole.unbind()] if whole.dim() else [whole]
+    if whole.dtype.is_floating_point and draw(st.booleans()):
+        found[-1] = torch.nn.Parameter(found[-1], requires_grad=draw(st.booleans()))
     return found
 
 

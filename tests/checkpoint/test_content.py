@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
-from support.examples import IS_THOROUGH
 from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 
@@ -21,7 +20,7 @@ from composer_fsdp2.checkpoint.load import content
 from composer_fsdp2.checkpoint.records import ReadRange
 from composer_fsdp2.errors import CheckpointError
 
-NUM_RANKS, RECORD_BYTES = 1024 if IS_THOROUGH else 128, 1 << 12
+RECORD_BYTES = 1 << 12
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
@@ -44,38 +43,6 @@ def written(folder: str, num_records: int) -> None:
     if dist.get_rank() == 0:
         Path(folder, "file.pt").write_bytes(b"".join(map(record, range(num_records))))
     dist.barrier()
-
-
-def read_by(rank: int, records: range, num_ranks: int, damaged: frozenset[int] = frozenset()) -> content._Collected:
-    """A rank that read its part of each record."""
-    size = RECORD_BYTES // num_ranks
-    ranges = dict.fromkeys(records, (rank * size, (rank + 1) * size))
-    parts = [
-        part(blob_of(number), start, end, b"?" * size if number in damaged else None)
-        for number, (start, end) in ranges.items()
-    ]
-    return content._collected(parts, Path("folder/file.pt"))
-
-
-@pytest.mark.any_torch
-@pytest.mark.parametrize("damaged", [frozenset(), frozenset({5})], ids=["whole", "damaged"])
-def test_a_record_in_many_parts(damaged: frozenset[int]):
-    """What every rank sends of some records, judged by the ranks whose they are; all of this in one process."""
-    records = range(4, 7)
-    rows = torch.cat(
-        [
-            content._rows(read_by(rank, records, NUM_RANKS, damaged if rank == 60 else frozenset()))
-            for rank in range(NUM_RANKS)
-        ]
-    )
-    of_judges = [content._to_judge(rows, judge, NUM_RANKS) for judge in range(NUM_RANKS)]
-    assert sum(len(of_judge) for of_judge in of_judges) == len(records) * NUM_RANKS
-    open_records: set[int] = set()
-    for of_judge in of_judges:
-        unsettled, found = content._judged(content._shares(of_judge))
-        assert not found
-        open_records |= unsettled
-    assert open_records == {content._number_of(("file.pt", number * RECORD_BYTES)) for number in damaged}
 
 
 # --- on ranks

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints.conversions import convert, loaded, loaded_folder, without_empty_dicts
-from support.checkpoints.samples import DTYPES, random_tensor
+from support.checkpoints.samples import DTYPES
+from support.checkpoints.views import strided
 from support.comparing import assert_same
 from support.examples import examples
 
@@ -25,36 +26,18 @@ from composer_fsdp2.checkpoint.layouts.safetensors import _DTYPES as SAFETENSORS
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
-shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
-dtypes = st.sampled_from(DTYPES)
-
-
-@st.composite
-def tensors(draw: st.DrawFn, of: st.SearchStrategy[torch.dtype] = dtypes) -> torch.Tensor:
-    """Whole, transposed, a part of a larger one, or with steps between its elements."""
-    shape, dtype = draw(shapes), draw(of)
-    kind = draw(st.sampled_from(["whole", "transposed", "part", "stepped"]))
-    if not shape or kind == "whole":
-        return random_tensor(shape, dtype)
-    if kind == "transposed":
-        return random_tensor(shape[::-1], dtype).permute(*range(len(shape))[::-1])
-    if kind == "part":
-        return random_tensor((shape[0] + 4, *shape[1:]), dtype)[2 : 2 + shape[0]]
-    return random_tensor((*shape[:-1], shape[-1] * 2), dtype)[..., ::2]
-
-
 states = st.fixed_dictionaries(
     {
         "state": st.fixed_dictionaries(
             {
-                "model": st.dictionaries(st.sampled_from(["a", "b.c", "b.d.e", "f"]), tensors(), min_size=1),
+                "model": st.dictionaries(st.sampled_from(["a", "b.c", "b.d.e", "f"]), strided(), min_size=1),
                 "callbacks": st.dictionaries(
-                    st.sampled_from("xyz"), st.none() | st.integers() | st.text() | st.just({}) | tensors(), max_size=3
+                    st.sampled_from("xyz"), st.none() | st.integers() | st.text() | st.just({}) | strided(), max_size=3
                 ),
                 "algorithms": st.lists(st.tuples(st.text(max_size=3), st.integers()), max_size=2),
             }
         ),
-        "rng": st.lists(st.fixed_dictionaries({"torch": tensors(st.just(torch.uint8))}), max_size=2),
+        "rng": st.lists(st.fixed_dictionaries({"torch": strided([torch.uint8])}), max_size=2),
     }
 )
 
@@ -84,7 +67,7 @@ def test_there_and_back(state: dict[str, Any], files: int, chunk_bytes: int):
 @given(
     model=st.dictionaries(
         st.sampled_from(["a", "b.c", "b.d.e", "f"]),
-        tensors(st.sampled_from([dtype for dtype in DTYPES if dtype in SAFETENSORS_DTYPES.values()])),
+        strided([dtype for dtype in DTYPES if dtype in SAFETENSORS_DTYPES.values()]),
         min_size=1,
     ),
     files=st.integers(1, 5),
@@ -97,14 +80,14 @@ def test_through_safetensors(model: dict[str, torch.Tensor], files: int, chunk_b
         convert(folder / "source.pt", folder / "hf", "safetensors", files=files)
         convert(folder / "hf", folder / "back.pt", "monolithic")
         assert_same(loaded(folder / "back.pt"), {"state": {"model": model}}, in_bits=True)
-        if (library := _safetensors()) is not None:
+        if (library := _safestrided()) is not None:
             found: dict[str, torch.Tensor] = {}
             for file in (folder / "hf").glob("*.safetensors"):
                 found |= library(file)
             assert_same(found, model, in_bits=True)
 
 
-def _safetensors() -> Any:
+def _safestrided() -> Any:
     try:
         from safetensors.torch import load_file
     except ImportError:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints.samples import values_of
 from support.comparing import assert_same, own_name
 from support.models import tied_model
 from support.ranks import run_ranks
@@ -20,14 +21,12 @@ from composer_fsdp2 import (
     CheckpointError,
     convert_checkpoint,
     load_checkpoint,
-    prepare_fully_shard,
     verify_checkpoint,
 )
 from composer_fsdp2.checkpoint.describe import as_text
 from composer_fsdp2.checkpoint.flat import unflattened
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
-from composer_fsdp2.checkpoint.read import Reader
 
 
 class Unit(nn.Module):
@@ -163,15 +162,6 @@ def opened(written: Path, name: str) -> CheckpointInventory:
     return inspect_checkpoint(written / f"{name}.pt").replaced(flat=True)
 
 
-def contents(inventory: CheckpointInventory, prefix: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    with Reader() as reader:
-        return {
-            ".".join(map(str, path[len(prefix) :])): reader.read_full(record)
-            for path, record in inventory.tensors.items()
-            if path[: len(prefix)] == prefix
-        }
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_come_out_as_fsdp1_put_them_in(name: str, written: Path):
     """A flat file says neither names nor shapes; one parameter off by its neighbour's size would shift all others."""
@@ -179,7 +169,8 @@ def test_parameters_come_out_as_fsdp1_put_them_in(name: str, written: Path):
     inventory = unflattened(opened(written, name), model)
     assert not inventory.flat
     fsdp1 = torch.load(written / f"{name}.whole.pt", weights_only=True)
-    found = contents(inventory, ("state", "model"))
+    values = values_of(inventory)
+    found = {str(path[2]): value for path, value in values.items() if path[:2] == ("state", "model")}
     parameters = set(fsdp1["names"])
     buffers = {key for key, _ in model.named_buffers()}
     # FSDP1 names a shared parameter once for each wrapped module; its full state dicts hold it under every name.
@@ -190,32 +181,11 @@ def test_parameters_come_out_as_fsdp1_put_them_in(name: str, written: Path):
         assert torch.equal(found[key], fsdp1["parameters"][key]), key
     for key, other in ALIASES.get(name, {}).items():
         assert torch.equal(found[key], found[other]) and key not in parameters, key
-    expected = {key: 2 * value for key, value in found.items() if key in parameters}
-    state = contents(inventory, ("state", "optimizers", "AdamW", "state"))
-    assert expected.keys() == parameters
-    for key, value in expected.items():
-        assert torch.equal(state[f"{key}.exp_avg"], value), key
-        assert state[f"{key}.step"].item() == 3.0
-    [contents_of] = inventory.optimizers
-    assert all(contents_of.state[key]["note"].value() == "kept" for key in parameters)
+    for key in parameters:
+        own = {name: values["state", "optimizers", "AdamW", "state", key, name] for name in ("exp_avg", "step", "note")}
+        assert_same(own, {"exp_avg": 2 * found[key], "step": torch.tensor(3.0), "note": "kept"}, key)
     [group] = inventory.groups("AdamW")
     assert sorted(group["params"]) == sorted(parameters) and group["lr"] == 0.1
-
-
-def check_sharded(folder: str) -> None:
-    """The same from a model that is sharded already: parameters have their whole shapes there, too."""
-    plain = unflattened(opened(Path(folder), "a decoder"), MODELS["a decoder"]())
-    model = MODELS["a decoder"]()
-    prepare_fully_shard(model, None, {"activation_checkpointing": True}, precision="fp32")
-    sharded = unflattened(opened(Path(folder), "a decoder"), model)
-    assert {path: record.shape for path, record in sharded.tensors.items()} == {
-        path: record.shape for path, record in plain.tensors.items()
-    }
-
-
-def test_along_a_sharded_model(written: Path):
-    """A load takes the model that is there, which is sharded and has checkpointing's wrappers."""
-    run_ranks(check_sharded, 2, str(written))
 
 
 def other_size() -> nn.Module:

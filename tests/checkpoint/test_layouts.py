@@ -95,15 +95,18 @@ def test_what_a_run_would_miss_is_said(tmp_path: Path):
 def test_bare_state_dicts_are_read(tmp_path: Path):
     """torch.save(model.state_dict()) and a pytorch_model.bin work without a wrapper around them."""
     model = torch.nn.Linear(2, 3)
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+    optimizer = torch.optim.Adagrad(model.parameters())  # has state from the start
     weights = inspect_checkpoint(saved(model.state_dict(), tmp_path / "pytorch_model.bin"))
     momenta = inspect_checkpoint(saved(optimizer.state_dict(), tmp_path / "optimizer.pt"))
     assert set(weights.model) == {"weight", "bias"} and "bare" in weights.remarks[0]
     assert momenta.optimizers[0].keyed_by == "id" and set(momenta.optimizers[0].state) == {0, 1}
 
 
+CYCLIC: dict[str, Any] = {"model": {"w": torch.ones(2)}, "callbacks": []}
+CYCLIC["callbacks"].append(CYCLIC)
+
+
+@pytest.mark.any_torch
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -111,6 +114,9 @@ def test_bare_state_dicts_are_read(tmp_path: Path):
         ({"epoch": 3, "net": {"w": torch.ones(2)}}, "epoch, net"),
         ({"state": {"model": [torch.ones(2)]}}, "state.model is a list"),
         ({"state": {"model": {}, "optimizers": {"AdamW": [1]}}}, "AdamW is a list"),
+        ({"state": {"model": {"w": torch.ones(2)}, "optimizers": 3}}, r"x\.pt"),
+        ({"state": {"model": {"w": torch.ones(2)}, "optimizers": {"A": {"state": [1]}}}}, r"x\.pt"),
+        ({"state": CYCLIC}, r"x\.pt"),
     ],
 )
 def test_other_torch_files_are_refused_by_what_they_hold(tmp_path: Path, value: Any, text: str):

@@ -84,20 +84,13 @@ def test_replicated_state_is_never_all_in_host_memory(folder: str) -> None:
 
     def check(config: dict[str, Any] | None, one_reader: bool) -> None:
         ours, own = stepped(Large, config)
-        before = memory(ours, own)
-        with (
-            mock.patch.object(replicated, "_PIECE_BYTES", PIECE_BYTES),
-            HostMemory() as host,
-        ):
+        with mock.patch.object(replicated, "_PIECE_BYTES", PIECE_BYTES), HostMemory() as host:
             load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
         assert_same(contents(ours, own), expected, in_bits=True)
         # Without pieces it is the full state, 48 times as much.
         assert PIECE_BYTES <= host.peak_bytes <= 4 * PIECE_BYTES, f"{host.peak_bytes / PIECE_BYTES} pieces"
-        after = memory(ours, own)
-        assert {name: s.data_ptr() for name, s in after.items()} == {n: s.data_ptr() for n, s in before.items()}
 
-    cases = {"not sharded": (None, False), "one reader": (NO_SHARD, True)}
-    for_each(check, cases)
+    for_each(check, {"not sharded": (None, False), "one reader": (NO_SHARD, True)})
 
 
 @on_ranks(2)

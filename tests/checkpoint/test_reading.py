@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints.views import numbered, strided
 from support.comparing import assert_same
 from support.examples import examples
 
@@ -28,6 +29,7 @@ from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.errors import CheckpointError
 
 pytestmark = pytest.mark.any_torch
+
 
 DTYPES = [
     torch.float32,
@@ -54,36 +56,6 @@ def saved(tensor: torch.Tensor) -> Iterator[TensorRecord]:
         yield of_stored_tensor(archive.unpickle(trust=False), archive, "w")
 
 
-def numbered(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Elements that differ from their neighbours, as bytes of any dtype."""
-    data = torch.arange(numel * dtype.itemsize, dtype=torch.int64).mul_(37).remainder_(251).to(torch.uint8)
-    return (data % 2 if dtype == torch.bool else data).view(dtype)
-
-
-@st.composite
-def strided(draw: st.DrawFn) -> torch.Tensor:
-    """Contiguous, transposed, sliced, expanded, overlapping itself, of up to four dimensions."""
-    if draw(st.integers(0, 3)) == 0:
-        shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-        steps = [draw(st.integers(0, 5)) for _ in shape]  # such as (3, 3) with steps of (2, 2)
-        first = draw(st.integers(0, 3))
-        numel = 1 + first + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
-        return numbered(numel, draw(st.sampled_from(DTYPES))).as_strided(shape, steps, first)
-    shape = draw(st.lists(st.integers(0, 6), max_size=4))
-    tensor = numbered(math.prod(shape), draw(st.sampled_from(DTYPES))).view(shape)
-    if tensor.dim() and draw(st.booleans()):
-        tensor = tensor.permute(draw(st.permutations(range(tensor.dim()))))
-    if tensor.dim() and draw(st.booleans()):
-        dim = draw(st.integers(0, tensor.dim() - 1))
-        start, step = draw(st.integers(0, tensor.shape[dim])), draw(st.integers(1, 3))
-        tensor = tensor[(*(slice(None),) * dim, slice(start, None, step))]
-    if draw(st.booleans()):
-        tensor = tensor.expand(draw(st.integers(1, 3)), *tensor.shape)
-        if tensor.dim() > 1 and draw(st.booleans()):
-            tensor = tensor.movedim(0, -1)
-    return tensor
-
-
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     offsets = [draw(st.integers(0, size)) for size in shape]
@@ -104,7 +76,7 @@ def limited(slice_bytes: int, gap_bytes: int) -> Iterator[None]:
         yield
 
 
-@given(tensor=strided(), limit=limits, data=st.data())
+@given(tensor=strided(DTYPES), limit=limits, data=st.data())
 @examples(60)
 def test_box_of_a_strided_tensor(tensor: torch.Tensor, limit: tuple[int, int], data: st.DataObject):
     """A rank's shard of a tensor that was saved as a view of any kind holds the view's values, not its storage's.
@@ -281,18 +253,11 @@ def test_entry_that_holds_something_else(held: object, text: str, tmp_path: Path
     assert text in str(raised.value)
 
 
-def test_views_that_overlap_themselves():
+def test_a_view_that_overlaps_itself():
     """(3, 3) with strides (2, 2) spans nine elements and holds other ones than nine in a row: it was read as these."""
-    found = 0
-    for rows, columns, *steps in itertools.product(range(2, 5), range(2, 5), range(1, 6), range(1, 6)):
-        span = 1 + (rows - 1) * steps[0] + (columns - 1) * steps[1]
-        if span != rows * columns or steps in ([columns, 1], [1, rows]):
-            continue
-        tensor = numbered(span, torch.int16).as_strided((rows, columns), steps)
-        with saved(tensor) as record, Reader() as reader:
-            assert_same(reader.read_full(record), tensor.contiguous(), f"{(rows, columns)}, strides {steps}")
-        found += 1
-    assert found >= 3
+    tensor = numbered(9, torch.int16).as_strided((3, 3), (2, 2))
+    with saved(tensor) as record, Reader() as reader:
+        assert_same(reader.read_full(record), tensor.contiguous())
 
 
 # --- CRC32s of parts, put together without the bytes

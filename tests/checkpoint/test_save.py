@@ -220,26 +220,25 @@ def test_errors_are_everybodys(folder: str) -> None:
     hidden = {**a_state(mesh), "tracker": Tracker(sharded(torch.ones(4), mesh, Shard(0)))}
     quantized, sparse = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), torch.eye(2).to_sparse()
     cut_sparse = with_local_tensor(sharded(torch.ones(4, 2), mesh, Shard(0)), sparse)
-    with contextlib.ExitStack() as stack:
-        cases: dict[str, tuple[Any, str, list[str]]] = {
-            "a file in the folder's place": (a_state(mesh), f"{folder}/file/model.pt", ["file/model.pt", "cannot be"]),
-            "a rank with another name": (unlike, path, [path, "w (64, 64)", "v (64, 64)", "rank 1"]),
-            "a rank with more": (a_state(mesh) | more, path, [path, "2 sharded tensors", "3"]),
-            "a rank with another dtype": (halves, path, [path, "torch.float16", "b (3,)"]),
-            "what cannot be pickled": ({**a_state(mesh), "f": lambda: 0}, path, [path, "pickle"]),
-            "sparse": ({**a_state(mesh), "s": sparse}, path, [path, "sparse"]),
-            "sharded and sparse": ({"s": cut_sparse}, path, ["sparse"]),
-            "quantized": ({"q": quantized}, path, ["quantized"]),  # which ended the process
-            "on meta": ({"m": torch.ones(2, device="meta")}, path, ["meta"]),
-            "a sharded tensor in an object": (hidden, path, [path, "inside of an object"]),
-        }
+    cases: dict[str, tuple[Any, str, list[str]]] = {
+        "a file in the folder's place": (a_state(mesh), f"{folder}/file/model.pt", ["file/model.pt", "cannot be"]),
+        "a rank with another name": (unlike, path, [path, "w (64, 64)", "v (64, 64)", "rank 1"]),
+        "a rank with more": (a_state(mesh) | more, path, [path, "2 sharded tensors", "3"]),
+        "a rank with another dtype": (halves, path, [path, "torch.float16", "b (3,)"]),
+        "what cannot be pickled": ({**a_state(mesh), "f": lambda: 0}, path, [path, "pickle"]),
+        "sparse": ({**a_state(mesh), "s": sparse}, path, [path, "sparse"]),
+        "sharded and sparse": ({"s": cut_sparse}, path, ["sparse"]),
+        "quantized": ({"q": quantized}, path, ["quantized"]),  # which ended the process
+        "on meta": ({"m": torch.ones(2, device="meta")}, path, ["meta"]),
+        "a sharded tensor in an object": (hidden, path, [path, "inside of an object"]),
+    }
 
-        def check(state: Any, where: str, words: list[str]) -> None:
-            text = refused(state, where)
-            assert all(word.lower() in text.lower() for word in words), text
+    def check(state: Any, where: str, words: list[str]) -> None:
+        text = refused(state, where)
+        assert all(word.lower() in text.lower() for word in words), text
 
-        for_each(check, cases)
-        stack.enter_context(file_size_limit(4096) if rank == 0 else contextlib.nullcontext())
+    for_each(check, cases)
+    with file_size_limit(4096) if rank == 0 else contextlib.nullcontext():
         assert "too large" in refused(a_state(mesh), path)
     # The disk is full in the middle: later pieces fail, and the other rank goes on sending until the end.
     calls: list[int] = []
@@ -289,7 +288,6 @@ def test_what_one_rank_cannot_do(folder: str) -> None:
         assert dist.get_rank() or os.listdir(folder) == []
         dist.barrier()
 
-    at_end = failing_on(0, os, "replace")
     for_each(
         check,
         {
@@ -300,7 +298,7 @@ def test_what_one_rank_cannot_do(folder: str) -> None:
             "a sender's read in the midst": (failing_on(1, monolithic, "bytes_of", after=5), ["rank 1: MemoryError"]),
             "rank 0's second read": (failing_on(0, monolithic, "bytes_of", after=1), ["MemoryError"]),
             "the file's last bytes": (failing_on(0, staged_file, "sync"), ["MemoryError"]),
-            "its name": (at_end, ["MemoryError"]),
+            "its name": (failing_on(0, os, "replace"), ["MemoryError"]),
         },
     )
     # The folder became read-only, so that what was staged stays; or a network's file system does not sync folders.

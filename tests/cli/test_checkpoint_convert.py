@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.commands import BIN, run_all, run_forked
 from support.comparing import assert_same
-from support.legacy import FOLDER, checkpoint_of, legacy_model
+from support.legacy import FOLDER, checkpoint_of
 from support.on_ranks import on_ranks
 from support.oracle import FSDP1
 from support.ranks import run_ranks
@@ -39,21 +39,6 @@ def test_stock_composer_goes_on_from_what_was_converted(folder: str) -> None:
         assert torch.equal(resumed.parameters[key], parameter), key
     full = fit(FSDP1, {"state_dict_type": "full"}, load_path=str(path / "full.pt"), **TRAINING)
     assert full.losses == continuous.losses[SAVED_AT:]
-
-
-@on_ranks(1)
-def test_flat_parameters_become_the_named_ones(folder: str) -> None:
-    """A ``local`` checkpoint of Composer 0.17 becomes what the same run saved whole, given its model."""
-    model = legacy_model("c172/local-flat")
-    new = Path(folder, "new.pt")
-    convert_checkpoint(checkpoint_of("c172/local-flat"), new, to="monolithic", model=model)
-    found = torch.load(new, weights_only=False)["state"]
-    expected = torch.load(checkpoint_of("c172/full"), weights_only=False)["state"]
-    parameters = dict(model.named_parameters())
-    assert set(parameters) <= set(found["model"]) <= set(expected["model"]), set(found["model"])
-    assert_same(found["model"], {name: expected["model"][name] for name in found["model"]})
-    state, saved = (value["optimizers"]["DecoupledAdamW"]["state"] for value in (found, expected))
-    assert_same(state, saved)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,7 +84,6 @@ def check_gpt2(folder: str) -> None:
             "ids": ids,
             "logits": inner(ids).logits,
             "weights": inner.state_dict(),
-            "parameters": [f"model.{name}" for name, _ in model.model.named_parameters()],
         }
     torch.save(held, Path(folder, "held.pt"))
 
@@ -174,20 +158,6 @@ def test_the_architecture_of_a_sharded_run(gpt2: Path, tmp_path: Path):
         check_architecture(gpt2, tmp_path / name.replace("'", ""), *case)
 
 
-def test_the_names_of_a_single_device_run(gpt2: Path, tmp_path: Path):
-    """GPT-2's tied weights leave one way to name what the optimizer keyed by position; Composer's are those."""
-    convert_checkpoint(gpt2 / SAVED, tmp_path / "folder", to="dcp")
-    convert_checkpoint(tmp_path / "folder", tmp_path / "new.pt", to="monolithic")
-    found, source = (
-        torch.load(path, weights_only=False)["state"]["optimizers"]["AdamW"]
-        for path in (tmp_path / "new.pt", gpt2 / SAVED)
-    )
-    names = torch.load(gpt2 / "held.pt")["parameters"]
-    assert found["param_groups"][0]["params"] == names
-    for name, key in zip(names, source["param_groups"][0]["params"], strict=True):
-        assert_same(found["state"][name]["exp_avg"], source["state"][key]["exp_avg"], name)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 
@@ -221,7 +191,7 @@ def test_the_command(tmp_path: Path):
         "rank 1": TWO,
         "flat": [
             *(*CONVERT, FOLDER / "c172/local-flat/ep0-ba3", "flat.pt", "--to", "monolithic"),
-            *("--model", "mine.py:build", "--include", "*.wte.*"),
+            *("--model", "mine.py:build", "--include", "*.up.weight"),
         ],
         "missing": [*CONVERT, "nowhere", "x.pt", "--to", "monolithic"],
         "exists": [*CONVERT, SOURCE, "mine.py", "--to", "monolithic"],
@@ -244,6 +214,12 @@ def test_the_command(tmp_path: Path):
     two = sorted(path.name for path in (tmp_path / "two").iterdir())
     assert two == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     assert (ended["rank 0"].out + ended["rank 1"].out).count("two: 65 tensors") == 1
-    assert list(torch.load(tmp_path / "flat.pt", weights_only=False)["state"]["model"]) == ["model.wte.weight"]
+    found, full = (
+        torch.load(path, weights_only=False)["state"] for path in (tmp_path / "flat.pt", checkpoint_of("c172/full"))
+    )
+    names = [f"model.blocks.{number}.up.weight" for number in range(2)]
+    assert_same(found["model"], {name: full["model"][name] for name in names})
+    state, whole = (each["optimizers"]["DecoupledAdamW"]["state"] for each in (found, full))
+    assert_same(state, {name: whole[name] for name in names})
     assert "nowhere" in ended["missing"].err and "bf61" in ended["dtype"].err
     assert all("Traceback" not in command.err for command in ended.values())

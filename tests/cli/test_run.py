@@ -15,6 +15,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.commands import BIN, LAUNCHERS, PYTHON, SCRIPT, Ended, run_all, run_forked
 from support.forked_scripts import add_launchers
+from support.on_ranks import on_ranks
 from support.oracle import FSDP1
 from support.ranks import WITH_COMPOSER, run_ranks
 from support.trainers import largest_difference
@@ -131,7 +132,9 @@ def test_help(verb: str, ended: dict[str, Ended]):
     assert done.code == 0 and all(words in " ".join(done.out.split()) for words in HELP[verb]), done.out
 
 
-def check_left_behind(folder: str) -> None:
+@on_ranks(2)
+def test_shim_is_gone_after_the_script(folder: str) -> None:
+    """Whoever calls main() from Python has Composer as it was when the script has ended, however it ended."""
     import composer.distributed
 
     from composer_fsdp2.cli.main import main
@@ -149,11 +152,6 @@ def check_left_behind(folder: str) -> None:
         assert composer.distributed.prepare_fsdp_module is original, source
 
     for_each(check, {source: (source,) for source in ("pass", "raise SystemExit(3)", "raise ValueError")})
-
-
-def test_shim_is_gone_after_the_script(tmp_path: Path):
-    """Whoever calls main() from Python has Composer as it was when the script has ended, however it ended."""
-    run_ranks(check_left_behind, 2, str(tmp_path))
 
 
 # --- several ranks
@@ -227,13 +225,3 @@ def test_launched_ranks_see_what_python_gives(tmp_path: Path, fsdp1: dict[str, A
     expected = json.loads((tmp_path / "seen-python.json").read_text())
     for rank in range(2):
         assert json.loads((tmp_path / f"seen-{rank}.json").read_text()) == expected, f"rank {rank}"
-
-
-@pytest.mark.slow
-def test_exit_code_passes_through_composers_launcher(tmp_path: Path):
-    """The launcher ends with the code of the rank that failed, and ends the other ranks."""
-    script = tmp_path / "fails.py"
-    # The other rank waits: the launcher returns the code of the lowest rank that did not end well.
-    script.write_text("import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(7)\ntime.sleep(200)\n")
-    done = run_all({"it": [*LAUNCHERS["composer"], "run", script]}, tmp_path)["it"]
-    assert done.code == 7, f"{done.out}\n{done.err}"

@@ -16,21 +16,6 @@ from support.commands import Ended, environment, run_here
 
 from composer_fsdp2.comparing.outcome import SCHEMA
 
-COMPARE = [sys.executable, "-m", "composer_fsdp2", "compare"]
-
-
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*COMPARE, *arguments],
-        cwd=folder,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
 
 def processes_naming(text: str) -> set[int]:
     """The processes with this in their command line."""
@@ -44,20 +29,25 @@ def processes_naming(text: str) -> set[int]:
     return found - {os.getpid()}
 
 
-def wait_for_ranks(job: str) -> None:
-    deadline = time.monotonic() + 120
-    while len(processes_naming(job)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_interrupted_comparison_leaves_a_report_and_no_process(tmp_path: Path, number: signal.Signals):
     """Who stops waiting gets the GPUs back at once, and a scheduler's log says what happened."""
     (tmp_path / "script.py").write_text("import time\ntime.sleep(500)\n")
-    process = start(tmp_path, "script.py", "-o", "report", "--json")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "composer_fsdp2", "compare", "script.py", "-o", "report", "--json"],
+        cwd=tmp_path,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     job = f"{tmp_path}/.report.partial/logs/fsdp1/job.json"
-    wait_for_ranks(job)
+    deadline = time.monotonic() + 120
+    while len(processes_naming(job)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     process.send_signal(number)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2, err

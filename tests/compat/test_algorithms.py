@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.callbacks import callback
 from support.cases import for_each
 from support.comparing import full, full_parameters, own_name
 from support.on_ranks import on_ranks
@@ -56,19 +58,15 @@ def module_model() -> Any:
 
 def make(parallelism: Any, **options: Any) -> tuple[Any, Any, list[float]]:
     """A Trainer, its EMA, and the list where each evaluation batch will be noted."""
-    from composer import Callback
     from composer.algorithms import EMA
 
     warnings.simplefilter("ignore")
     evaluations: list[float] = []
 
-    class Look(Callback):
-        def eval_after_forward(self, state: Any, logger: Any) -> None:
-            evaluations.append(state.outputs.double().square().sum().item())
-
+    look = callback(eval_after_forward=lambda state: evaluations.append(state.outputs.double().square().sum().item()))
     ema = EMA(half_life="2ba", ema_start=options.pop("ema_start", "0.0dur"))
     options = {"model": module_model(), "batches": BATCHES, "eval_interval": "1ba", "optimizer": "adamw"} | options
-    return make_trainer(parallelism, algorithms=[ema], callbacks=[Look()], **options), ema, evaluations
+    return make_trainer(parallelism, algorithms=[ema], callbacks=[look], **options), ema, evaluations
 
 
 def averaged(under: Under, parallelism: Any, **options: Any) -> Averaged:
@@ -77,14 +75,10 @@ def averaged(under: Under, parallelism: Any, **options: Any) -> Averaged:
         trainer, ema, evaluations = make(parallelism, **options)
         trainer.fit()
         types = {type(value).__name__ for value in ema.ema_model.named_parameters_dict.values()}
-        left = Averaged(result(trainer).losses, evaluations, parameters(trainer), averages_of(ema), types)
+        parameters = {own(name): value for name, value in full_parameters(trainer.state.model).items()}
+        left = Averaged(result(trainer).losses, evaluations, parameters, averages_of(ema), types)
         trainer.close()
     return left
-
-
-def parameters(trainer: Any) -> dict[str, torch.Tensor]:
-    found = full_parameters(trainer.state.model)
-    return {own(name): value for name, value in found.items()}
 
 
 def averages_of(ema: Any) -> dict[str, torch.Tensor]:
@@ -160,8 +154,6 @@ def path_of(folder: str, kind: str) -> str:
 @on_ranks(2)
 def test_checkpoints_of_every_layout_resume(folder: str):
     """A run that is resumed goes on with its averages, whoever saved them: ours in each layout, FSDP1, or no FSDP."""
-    import torch.distributed as dist
-
     theirs = averaged(*KINDS["DDP"], **saving(folder, "DDP"))
     dist.barrier()
     expected = averages_in(path_of(folder, "DDP"))
@@ -208,8 +200,6 @@ def test_evaluation_before_training_goes_on(folder: str):
 @on_ranks(2)
 def test_checkpoint_from_before_the_first_average(folder: str):
     """Until ema_start, EMA holds the model as the script built it, of which most ranks may have no values."""
-    import torch.distributed as dist
-
     options: dict[str, Any] = {"ema_start": "2ba", "optimizer": "sgd", "batches": 3}
     theirs = averaged(FSDP2, {}, **options)
 

@@ -52,7 +52,7 @@ def save_by_composer(state: Any, folder: str) -> None:
 # --- a writer that waits
 
 
-def writer_waits_for(wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+def writer_waits_for(wait: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
     """The background thread calls ``wait`` in the middle of a file; what the main thread writes goes ahead."""
     from support.killed_runs import writers_call
 
@@ -61,15 +61,6 @@ def writer_waits_for(wait: Callable[[], None]) -> contextlib.AbstractContextMana
             wait()
 
     return writers_call(in_the_background)
-
-
-def waits_for(gate: threading.Event) -> contextlib.AbstractContextManager[None]:
-    """A test that forgets to open the gate fails instead of waiting for ever."""
-
-    def wait() -> None:
-        assert gate.wait(WAIT_S), "the test never opened the gate"
-
-    return writer_waits_for(wait)
 
 
 # --- training goes on
@@ -100,15 +91,24 @@ def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
             assert async_saving._pending is not None
             async_saving._pending.thread.join()
             note(state, "written")
+        if batch == 5:  # two steps after it was taken the first is there, and not yet removed
+            if dist.get_rank() == 0:
+                assert_same_checkpoint(f"{ours}/{named(kind, 2)}", f"{composers}/{named(kind, 2)}")
+            async_saving._pending.thread.join()
+            gate.clear()
 
     def batch_checkpoint(state: Any) -> None:
         if state.timestamp.batch.value in (2, 4, 6):
             save_by_composer(state, composers)
 
+    def fit_end(state: Any) -> None:
+        assert os.readlink(f"{ours}/latest-rank0.pt") == named(kind, 4)
+        threading.Timer(0.2, gate.set).start()  # by then fit waits for the writer
+
     expected = reference(fit, FSDP2, config, batches=6, optimizer="adamw")
     with (
         FSDP2(),
-        waits_for(gate),
+        writer_waits_for(lambda: gate.wait(WAIT_S)),
         mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
     ):
         trained = fit(
@@ -119,7 +119,7 @@ def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
             save_folder=ours,
             save_interval="2ba",
             save_num_checkpoints_to_keep=2,
-            callbacks=[callback(batch_end=batch_end, batch_checkpoint=batch_checkpoint)],
+            callbacks=[callback(batch_end=batch_end, batch_checkpoint=batch_checkpoint, fit_end=fit_end)],
         )
     assert trained.losses == expected.losses, f"{trained.losses}, {expected.losses}"
     # Each is a socket from every rank to every other one.
@@ -162,42 +162,13 @@ def check_snapshots(folder: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_training_goes_on_while_the_snapshot_is_written(tmp_path: Path, kind: str):
-    """The GPUs do not wait for the disk; what is listed, linked and removed is so only when the new one is whole. From
-    a GPU, a save writes over the copies of the one before: neither of them has values of another step.
+    """The GPUs do not wait for the disk; what is listed, linked and removed is so only when the new one is whole, the
+    last one when fit returns. From a GPU, a save writes over the copies of the one before: neither of them has values
+    of another step.
 
     No GPU: the tensors pass for a device's, and CUDA is played. The copies, and all that writes, are real.
     """
     run_ranks(check_snapshots, 2, str(tmp_path), kind)
-
-
-@on_ranks(2)
-def test_fit_returns_when_the_last_one_is_whole(folder: str):
-    """A script that ends after fit() has its last checkpoint; written two steps later, it holds the first's state."""
-    warnings.simplefilter("ignore")
-    kind = "full"
-    ours, composers, gate = f"{folder}/ours", f"{folder}/composers", threading.Event()
-
-    def batch_checkpoint(state: Any) -> None:
-        if state.timestamp.batch.value == 1:
-            save_by_composer(state, composers)
-
-    def fit_end(state: Any) -> None:
-        assert not os.path.lexists(f"{ours}/latest-rank0.pt")
-        threading.Timer(0.2, gate.set).start()  # by then fit waits for the writer
-
-    with waits_for(gate):
-        fit(
-            FSDP2,
-            {"state_dict_type": kind, "async_save": True},
-            batches=3,
-            optimizer="adamw",
-            save_folder=ours,
-            save_interval=lambda state, event: state.timestamp.batch.value == 1,
-            callbacks=[callback(batch_checkpoint=batch_checkpoint, fit_end=fit_end)],
-        )
-    if dist.get_rank() == 0:
-        assert os.readlink(f"{ours}/latest-rank0.pt") == named(kind, 1)
-        assert_same_checkpoint(f"{ours}/{named(kind, 1)}", f"{composers}/{named(kind, 1)}")
 
 
 # --- several at a time

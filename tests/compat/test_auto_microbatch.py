@@ -19,14 +19,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.callbacks import callback
 from support.cases import for_each
 from support.commands import BIN, SCRIPT, run_all
 from support.comparing import assert_same
 from support.gpus import Ranks, on_gpus
 from support.on_ranks import on_ranks
 from support.oracle import FSDP2
-from support.trainers import Trained, build_model, make_trainer, on_gpu, result
+from support.trainers import Trained, build_model, eval_loader, make_trainer, on_gpu, result
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2._torch.scaler import ShardedGradScaler
+from composer_fsdp2.training import out_of_memory as of_engine
+from composer_fsdp2.training.node import Node
+from composer_fsdp2.training.out_of_memory import is_out_of_memory
 
 pytestmark = pytest.mark.composer
 
@@ -62,10 +70,6 @@ class Hungry:
                 net.wte.register_forward_hook(lambda module, args, output: self.check(output))
             case "block":
                 net.blocks[1].up.register_forward_hook(lambda module, args, output: self.check(output))
-            case "output":
-                model.register_forward_hook(lambda module, args, output: self.check(output))
-            case "backward":
-                net.blocks[0].register_full_backward_pre_hook(lambda module, gradients: self.check(gradients[0]))
             case "last backward":
                 net.wte.register_forward_hook(self.watch_gradient)
             case "metric":
@@ -144,24 +148,20 @@ def run(
 
     ``limits`` changes the limit of what is hungry from a batch on.
     """
-    from composer import Callback
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
     sizes: list[int] = []
 
-    class Watch(Callback):
-        def batch_start(self, state: Any, logger: Any) -> None:
-            if limits and appetite:
-                appetite.limit = limits.get(int(state.timestamp.batch), appetite.limit)
+    def batch_start(state: Any) -> None:
+        if limits and appetite:
+            appetite.limit = limits.get(int(state.timestamp.batch), appetite.limit)
 
-        def batch_end(self, state: Any, logger: Any) -> None:
-            sizes.append(state.device_train_microbatch_size)
-
+    watch = callback(batch_start=batch_start, batch_end=lambda state: sizes.append(state.device_train_microbatch_size))
     unshard = FlatParamHandle.unshard
     with FSDP2(), on_gpu():
         model = build()
         appetite = Hungry(model, **hungry) if hungry else None
-        trainer = make_trainer(config, model=model, microbatch=microbatch, callbacks=[Watch(), *callbacks], **options)
+        trainer = make_trainer(config, model=model, microbatch=microbatch, callbacks=[watch, *callbacks], **options)
         if fp16:
             use_fp16(trainer)
         trainer.fit()
@@ -176,8 +176,6 @@ def run(
 def use_fp16(trainer: Any) -> None:
     """What a Trainer on a GPU makes of precision 'amp_fp16': a scaler, which asks all ranks for overflows."""
     from composer.core import Precision
-
-    from composer_fsdp2._torch.scaler import ShardedGradScaler
 
     trainer.state._precision = Precision.AMP_FP16
     trainer.state.scaler = ShardedGradScaler(device="cpu")
@@ -196,7 +194,7 @@ def left_by(trained: Trained, trainer: Any, sizes: list[int]) -> dict[str, Any]:
 
 # On which ranks: one alone leaves the others waiting.
 PHASES: dict[str, tuple[int, ...]] = {
-    "before forward": (0,), "embedding": (1,), "block": (0, 1), "output": (1,), "loss": (0,), "backward": (1,),
+    "before forward": (0,), "embedding": (1,), "block": (0, 1), "loss": (0,),
     "last backward": (0, 1),
 }  # fmt: skip
 
@@ -251,8 +249,6 @@ def test_out_of_memory_before_the_trainers_own_reductions():
     others in it."""
     from composer.devices import DeviceCPU
 
-    from composer_fsdp2._torch.scaler import ShardedGradScaler
-
     counts, unscales = DeviceCPU.tensor_to_device, ShardedGradScaler._unscale_grads_
     times: list[int] = []
 
@@ -299,18 +295,16 @@ def test_out_of_memory_before_the_trainers_own_reductions():
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_an_allocator_that_tries_again_and_again():
     """The next batch is halved; this one, for which the optimizer has stepped, stays as its callbacks expect it."""
-    from composer import Callback
     from composer.trainer import trainer as composer_trainer
 
     from composer_fsdp2.compat import auto_microbatch
 
     sizes: list[int] = []
 
-    class Look(Callback):
-        def batch_end(self, state: Any, logger: Any) -> None:
-            assert hasattr(state, "loss") and hasattr(state, "outputs")
-            assert any(p.grad.full_tensor().norm() > 0 for p in state.model.parameters() if p.grad is not None)
-            sizes.append(state.device_train_microbatch_size)
+    def look(state: Any) -> None:
+        assert hasattr(state, "loss") and hasattr(state, "outputs")
+        assert any(p.grad.full_tensor().norm() > 0 for p in state.model.parameters() if p.grad is not None)
+        sizes.append(state.device_train_microbatch_size)
 
     # Two batches in a row with retries, as the allocator of a GPU counts them.
     counts = [1, 2, 0, 0, 0, 0]
@@ -318,7 +312,7 @@ def test_an_allocator_that_tries_again_and_again():
         mock.patch.object(auto_microbatch, "_has_allocator", return_value=True),
         mock.patch.object(composer_trainer, "_update_num_consecutive_thrashes", side_effect=counts),
     ):
-        run("auto", {}, None, fp16=True, callbacks=(Look(),))
+        run("auto", {}, None, fp16=True, callbacks=(callback(batch_end=look),))
     assert sizes == [4, 2, 2, 2], sizes  # callbacks of the second batch see the next one's
 
 
@@ -335,7 +329,7 @@ def evaluated(microbatch: int | str, hungry: dict[str, Any] | None) -> dict[str,
         appetite = Hungry(model, **hungry) if hungry else None
         evaluator = Evaluator(
             label="eval",
-            dataloader=loader(),
+            dataloader=eval_loader(),
             device_eval_microbatch_size=microbatch,
             metric_names=["mean", "samples", "nested"],
         )
@@ -354,15 +348,6 @@ def evaluated(microbatch: int | str, hungry: dict[str, Any] | None) -> dict[str,
     if appetite is not None:
         assert appetite.times == appetite.expected, f"{hungry}: {appetite.times}"
     return {"metrics": metrics, "buffers": buffers, "size": evaluator.device_eval_microbatch_size, "run": trained}
-
-
-def loader(num_samples: int = 16) -> Any:
-    from composer.utils import dist as composer_dist
-    from support.scripts.train_with_trainer import data
-    from torch.utils.data import DataLoader
-
-    evaluation = data(num_samples)
-    return DataLoader(evaluation, batch_size=4, sampler=composer_dist.get_sampler(evaluation))
 
 
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
@@ -400,8 +385,6 @@ class HungryStep(torch.optim.SGD):
 def test_errors_come_on_every_rank():
     """One sample is too much, or the optimizer steps already: the rank says so at once, and the others end with it (or
     with the time-out, as here, where its process goes on)."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-
     with pytest.raises(RuntimeError, match="internal microbatch of size 1"):
         run("auto", {}, {"phase": "block", "limit": 0, "ranks": (1,)})
     assert _fsdp_collectives.dist is dist, "a script that goes on by itself would wait in votes"
@@ -422,30 +405,24 @@ def test_errors_come_on_every_rank():
 def test_votes_end():
     """Once the size has proved itself for three batches a step has nothing of this, not even copies of its buffers; an
     evaluation begins it anew."""
-    from composer import Callback
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-
     from composer_fsdp2.compat import auto_microbatch
-    from composer_fsdp2.training import out_of_memory
-    from composer_fsdp2.training.node import Node
 
     # For each batch: the messages of the votes, whether torch's own functions are in place, and the copies of buffers
     # and metrics.
     votes: list[tuple[int, bool, int]] = []
 
-    class Counting(Callback):
-        def batch_end(self, state: Any, logger: Any) -> None:
-            num_copies = buffers.call_count + metrics.call_count
-            votes.append((tell.call_count, _fsdp_collectives.dist is dist, num_copies))
-            for each in (tell, buffers, metrics):
-                each.reset_mock()
+    def count(state: Any) -> None:
+        num_copies = buffers.call_count + metrics.call_count
+        votes.append((tell.call_count, _fsdp_collectives.dist is dist, num_copies))
+        for each in (tell, buffers, metrics):
+            each.reset_mock()
 
     with (
         mock.patch.object(Node, "tell", autospec=True, side_effect=Node.tell) as tell,
-        mock.patch.object(out_of_memory, "own_buffers", wraps=out_of_memory.own_buffers) as buffers,
+        mock.patch.object(of_engine, "own_buffers", wraps=of_engine.own_buffers) as buffers,
         mock.patch.object(auto_microbatch, "_values", wraps=auto_microbatch._values) as metrics,
     ):
-        run("auto", {}, None, batches=6, callbacks=(Counting(),), eval_interval="5ba")
+        run("auto", {}, None, batches=6, callbacks=(callback(batch_end=count),), eval_interval="5ba")
     counts, is_torchs, copies = zip(*votes, strict=True)
     assert all(counts[number] > 10 for number in (0, 1, 2, 5)), counts
     assert counts[3:5] == (0, 0), counts
@@ -456,21 +433,22 @@ def test_votes_end():
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_out_of_memory_after_the_votes():
     """A rank that waited for a vote in which nobody else stands would keep the whole job until its time-out."""
-    from composer import Callback, Evaluator
+    from composer import Evaluator
 
     hungry = {"phase": "block", "limit": 4, "ranks": (0, 1)}
     with pytest.raises(RuntimeError, match="Set device_train_microbatch_size below 4"):
         run("auto", {}, hungry, limits={3: 2}, batches=6)
 
-    class Later(Callback):
-        def eval_batch_start(self, state: Any, logger: Any) -> None:
-            appetite.limit = 2 if int(state.eval_timestamp.batch) == 3 else 4
+    def later(state: Any) -> None:
+        appetite.limit = 2 if int(state.eval_timestamp.batch) == 3 else 4
 
     with FSDP2(), on_gpu():
         model = build()
         appetite = Hungry(model, **hungry, in_training=False)
-        trainer = make_trainer({}, model=model, callbacks=[Later()])
-        evaluator = Evaluator(label="eval", dataloader=loader(32), device_eval_microbatch_size="auto", metric_names=[])
+        trainer = make_trainer({}, model=model, callbacks=[callback(eval_batch_start=later)])
+        evaluator = Evaluator(
+            label="eval", dataloader=eval_loader(32), device_eval_microbatch_size="auto", metric_names=[]
+        )
         with pytest.raises(RuntimeError, match="Set device_eval_microbatch_size below 4"):
             trainer.eval(evaluator)
         trainer.close()
@@ -488,8 +466,6 @@ ERRORS = (
 def test_errors_are_those_that_composer_repeats_for():
     """What was repeated under FSDP1 would end on one rank, and leave the others waiting."""
     from composer.trainer.trainer import _is_cuda_oom
-
-    from composer_fsdp2.training.out_of_memory import is_out_of_memory
 
     for is_repeated in (is_out_of_memory, _is_cuda_oom):
         assert [is_repeated(RuntimeError(text)) for text in ERRORS] == [True, True, True, False], is_repeated
@@ -522,7 +498,6 @@ def test_a_gpu_runs_out_of_memory(ranks: Ranks, tmp_path: Path, precision: str, 
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_a_model_that_was_trained_is_freed():
     """A sweep in one process would keep the model of every run, with its shards on the GPU."""
-    from composer_fsdp2 import prepare_fully_shard
     from composer_fsdp2.compat.auto_microbatch import _recovery_of
 
     model = build_model()

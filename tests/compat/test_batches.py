@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.callbacks import algorithm, callback
 from support.cases import for_each
 from support.comparing import full_parameters
 from support.on_ranks import on_ranks
@@ -84,20 +85,12 @@ def build_model() -> Any:
 
 def record() -> Any:
     """A callback that notes the samples of every microbatch, and the time after every batch."""
-    from composer import Callback
-
-    class Record(Callback):
-        def __init__(self) -> None:
-            self.microbatches: list[list[int]] = []
-            self.losses: list[float] = []
-
-        def before_forward(self, state: Any, logger: Any) -> None:
-            self.microbatches.append(state.batch["number"].tolist())
-
-        def batch_end(self, state: Any, logger: Any) -> None:
-            self.losses.append(float(state.total_loss_dict["loss/train/total"]))
-
-    return Record()
+    made = callback(
+        before_forward=lambda state: made.microbatches.append(state.batch["number"].tolist()),
+        batch_end=lambda state: made.losses.append(float(state.total_loss_dict["loss/train/total"])),
+    )
+    made.microbatches, made.losses = [], []
+    return made
 
 
 def sampler(dataset: Any, *, replicated: bool, shuffle: bool = True, **options: Any) -> DistributedSampler[Any]:
@@ -173,7 +166,7 @@ def trained(how: BroadcastBatch | None, **options: Any) -> Iterator[Any]:
 
 
 def recorded(trainer: Any) -> Any:
-    return next(callback for callback in trainer.state.callbacks if type(callback).__name__ == "Record")
+    return next(each for each in trainer.state.callbacks if hasattr(each, "microbatches"))
 
 
 def samples_of(rank: int, num_replicas: int, epoch: int = 0) -> list[list[int]]:
@@ -327,16 +320,10 @@ def test_different_data_in_a_group_is_an_error_before_anything_is_trained():
 
 
 def random_algorithm(event: str) -> Any:
-    from composer import Algorithm, Event
+    def mix(state: Any) -> None:
+        state.batch = {**state.batch, "input_ids": torch.randint(0, 16, state.batch["input_ids"].shape)}
 
-    class Mixes(Algorithm):
-        def match(self, at: Any, state: Any) -> bool:
-            return at is Event(event)
-
-        def apply(self, at: Any, state: Any, logger: Any) -> None:
-            state.batch = {**state.batch, "input_ids": torch.randint(0, 16, state.batch["input_ids"].shape)}
-
-    return Mixes()
+    return algorithm("Mixes", event, mix)
 
 
 @on_ranks(2)
@@ -462,23 +449,19 @@ def test_different_data_in_an_evaluation_or_prediction_is_an_error():
 @on_ranks(2)
 def test_nothing_of_a_check_waits_after_the_first_batch():
     """A comparison of each batch would make the host wait for the GPU in every step."""
-    from composer import Callback
-
     found = Synchronisations()
 
-    class SecondBatch(Callback):
+    def batch_end(state: Any) -> None:
         """Collects from the second batch on."""
+        if int(state.timestamp.batch) == 1:
+            found.__enter__()
 
-        def batch_end(self, state: Any, logger: Any) -> None:
-            if int(state.timestamp.batch) == 1:
-                found.__enter__()
-
-        def fit_end(self, state: Any, logger: Any) -> None:
-            if int(state.timestamp.batch) == 2:
-                found.__exit__(None, None, None)
+    def fit_end(state: Any) -> None:
+        if int(state.timestamp.batch) == 2:
+            found.__exit__(None, None, None)
 
     with FSDP2():
-        trainer = make(OFF, replicated=True, duration="2ba", callbacks=[SecondBatch()])
+        trainer = make(OFF, replicated=True, duration="2ba", callbacks=[callback(batch_end=batch_end, fit_end=fit_end)])
         trainer.fit()
         assert not (waits := found.of_packages("composer_fsdp2", "composer_fsdp2.compat")), waits
         with Synchronisations() as of_first:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from support.comparing import assert_same, full_parameters
 from support.on_ranks import on_ranks
 from support.oracle import FSDP2, FSDP1_saving, Under
 from support.saved import form, read
-from support.trainers import build_model, full_optimizer_state, make_trainer, objects_of_ranks
+from support.trainers import build_model, full_optimizer_state, make_trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -33,11 +32,6 @@ def trained(**options: Any) -> Any:
     trainer = make_trainer({}, batches=STEPS, optimizer="groups", **options)
     trainer.fit()
     return trainer
-
-
-def shared_folder() -> Path:
-    """Made by rank 0. Called on all ranks."""
-    return Path(objects_of_ranks(tempfile.mkdtemp() if dist.get_rank() == 0 else "")[0])
 
 
 # --- is it sharded?
@@ -71,11 +65,10 @@ FILES = {
 }
 
 
-def saved(under: Under) -> dict[bool, dict[str, Any]]:
+def saved(under: Under, folder: Path) -> dict[bool, dict[str, Any]]:
     """What ``save_checkpoint_to_disk`` writes in shards and whole."""
     from composer.checkpoint.save import save_checkpoint_to_disk
 
-    folder = shared_folder()
     with under():
         trainer = trained(eval_interval="2ba")  # after an evaluation a model of ours stands gathered
         for sharded in FILES:
@@ -90,10 +83,10 @@ def saved(under: Under) -> dict[bool, dict[str, Any]]:
 
 
 @on_ranks(2)
-def test_a_checkpoint_is_fsdp1s():
+def test_a_checkpoint_is_fsdp1s(folder: str):
     """`save_checkpoint_to_disk` of a sharded model: whole or in shards, the values, keys and dtypes that FSDP1 wrote.
     It refused the shards."""
-    theirs, ours = saved(FSDP1_saving), saved(FSDP2)
+    theirs, ours = (saved(under, Path(folder, under.__name__)) for under in (FSDP1_saving, FSDP2))
     assert_same(ours[True], theirs[True], "in shards")
     for part, found in ours[False].items():
         assert form(found) == form(theirs[False][part]), f"{part}, whole"
@@ -103,7 +96,7 @@ def test_a_checkpoint_is_fsdp1s():
 
 
 @on_ranks(2)
-def test_a_new_folder_is_not_there_already():
+def test_a_new_folder_is_not_there_already(folder: str):
     """Composer's rank 0 looks for the folder while rank 1 makes it: a save of shards hung now and then. One that is
     there is refused on all ranks, and overwritten where that is said."""
     from composer.checkpoint.save import save_model_to_disk
@@ -116,12 +109,12 @@ def test_a_new_folder_is_not_there_already():
             time.sleep(0.5 * (dist.get_rank() == 0))  # until rank 1 would have made it
             return slow_exists(path)
 
-        folder = shared_folder() / "model"
+        path = f"{folder}/model"
         with mock.patch("os.path.exists", exists):
-            save_model_to_disk(trainer.state.model, str(folder), sharded_checkpoint=True)
+            save_model_to_disk(trainer.state.model, path, sharded_checkpoint=True)
             with pytest.raises(ValueError, match="already exists"):
-                save_model_to_disk(trainer.state.model, str(folder), sharded_checkpoint=True)
-            save_model_to_disk(trainer.state.model, str(folder), sharded_checkpoint=True, overwrite=True)
+                save_model_to_disk(trainer.state.model, path, sharded_checkpoint=True)
+            save_model_to_disk(trainer.state.model, path, sharded_checkpoint=True, overwrite=True)
         trainer.close()
 
 
@@ -129,22 +122,21 @@ def test_a_new_folder_is_not_there_already():
 
 
 @on_ranks(2)
-def test_its_checkpoints_load():
+def test_its_checkpoints_load(folder: str):
     """`load_checkpoint` into a sharded model and optimizer, and `shard_as_needed_during_load` into a model that is
     sharded by ours on the way."""
     from composer.checkpoint import state_dict
     from composer.checkpoint.load import load_checkpoint
     from composer.checkpoint.save import save_checkpoint_to_disk
 
-    folder = shared_folder()
     with FSDP2():
         trainer = trained()
         weights, state = full_parameters(trainer.state.model), full_optimizer_state(trainer)
         for sharded in (False, True):
-            save_checkpoint_to_disk(str(folder / str(sharded)), trainer.state, {"sharded_checkpoint": sharded})
+            save_checkpoint_to_disk(f"{folder}/{sharded}", trainer.state, {"sharded_checkpoint": sharded})
         trainer.close()
         dist.barrier()
-    in_shards, whole = (folder / str(sharded) / f"ep0-ba{STEPS}" for sharded in (True, False))
+    in_shards, whole = (Path(folder, str(sharded), f"ep0-ba{STEPS}") for sharded in (True, False))
 
     def sharded_model() -> None:
         with FSDP2():

@@ -12,28 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import assert_same, full_parameters
 from support.on_ranks import on_ranks
 from support.oracle import FSDP2
 from support.ranks import run_ranks
-from support.trainers import (
-    build_on_rank_0,
-    build_unlike_on_rank_1,
-    fit,
-    make_trainer,
-)
+from support.saved import named
+from support.trainers import build_on_rank_0, build_unlike_on_rank_1, fit, make_trainer
 
 pytestmark = pytest.mark.composer
 
 SAVED_AT, LAST = 2, 3
 SAVING: dict[str, Any] = {"batches": LAST, "optimizer": "adamw", "save_interval": f"{SAVED_AT}ba"}
 RESUMING: dict[str, Any] = {"batches": LAST, "optimizer": "adamw"}
-TYPES = ("full", "sharded")
-
-
-def checkpoint(folder: str, state_dict_type: str) -> str:
-    return f"{folder}/ep0-ba{SAVED_AT}" + ("-rank0.pt" if state_dict_type == "full" else "")
 
 
 # --- save and resume
@@ -45,6 +37,7 @@ NOT_REENTRANT = {**RECOMPUTED, "activation_checkpointing_reentrant": False}
 ON_TWO_RANKS: dict[str, Case] = {
     "NO_SHARD": ({"sharding_strategy": "NO_SHARD"}, "sharded", True),
     "CPU offload, recomputed": ({"cpu_offload": True, **RECOMPUTED}, "full", True),
+    "CPU offload": ({"cpu_offload": True}, "sharded", True),
     "SHARD_GRAD_OP, untied": ({"sharding_strategy": "SHARD_GRAD_OP", **NOT_REENTRANT}, "sharded", False),
 }
 ON_FOUR_RANKS: dict[str, Case] = {
@@ -52,46 +45,20 @@ ON_FOUR_RANKS: dict[str, Case] = {
 }
 
 
-def check_resumption(folder: str, cases: dict[str, Case]) -> None:
-    def check(path: str, keys: dict[str, Any], state_dict_type: str, tied: bool) -> None:
-        config = {**keys, "state_dict_type": state_dict_type}
-        continuous = fit(FSDP2, dict(config), tied=tied, save_folder=path, **SAVING)
-        resumed = fit(FSDP2, dict(config), tied=tied, load_path=checkpoint(path, state_dict_type), **RESUMING)
-        assert resumed.shards == {"FSDPModule"}
-        assert resumed.losses == continuous.losses[SAVED_AT:], f"{resumed.losses}, {continuous.losses}"
-        assert_same(resumed.parameters, continuous.parameters)
-
-    for_each(check, {name: (f"{folder}/{name}", *case) for name, case in cases.items()})
+def check_resumption(path: str, keys: dict[str, Any], state_dict_type: str, tied: bool) -> None:
+    config = {**keys, "state_dict_type": state_dict_type}
+    continuous = fit(FSDP2, dict(config), tied=tied, save_folder=path, **SAVING)
+    resumed = fit(FSDP2, dict(config), tied=tied, load_path=f"{path}/{named(state_dict_type, SAVED_AT)}", **RESUMING)
+    assert resumed.shards == {"FSDPModule"}
+    assert resumed.losses == continuous.losses[SAVED_AT:], f"{resumed.losses}, {continuous.losses}"
+    assert_same(resumed.parameters, continuous.parameters)
 
 
 @pytest.mark.parametrize(("world_size", "cases"), [(2, ON_TWO_RANKS), (4, ON_FOUR_RANKS)], ids=["shards", "replicas"])
 def test_resumed_run_goes_on_bit_for_bit(tmp_path: Path, world_size: int, cases: dict[str, Case]):
     """A run that is stopped and resumed is the run that was never stopped; parameters, optimizer and data come back."""
-    run_ranks(check_resumption, world_size, str(tmp_path), cases)
-
-
-@on_ranks(2)
-def test_weights_alone_load_with_and_without_sharding(folder: str):
-    """A full file is what people publish and evaluate: it holds full tensors under the model's own names."""
-    saving = {**SAVING, "batches": SAVED_AT, "save_weights_only": True}
-    trained = fit(FSDP2, {}, save_folder=f"{folder}/full", **saving)
-    fit(FSDP2, {"state_dict_type": "sharded"}, save_folder=f"{folder}/sharded", **saving)
-    full, sharded = (checkpoint(f"{folder}/{kind}", kind) for kind in TYPES)
-
-    def check(path: str, parallelism: Any) -> None:
-        with FSDP2():
-            trainer = make_trainer(parallelism, load_path=path, load_weights_only=True)
-            loaded = full_parameters(trainer.state.model)
-            trainer.close()
-        loaded = {name.removeprefix("module."): parameter for name, parameter in loaded.items()}  # DDP's
-        assert_same(loaded, trained.parameters)
-
-    cases = {
-        "sharded": (full, {}),
-        "DDP": (full, None),
-        "sharded from shards": (sharded, {"state_dict_type": "sharded"}),
-    }
-    for_each(check, cases)
+    of_folders = {name: (f"{tmp_path}/{name}", *case) for name, case in cases.items()}
+    run_ranks(for_each, world_size, check_resumption, of_folders)
 
 
 # --- from rank 0's values
@@ -117,8 +84,6 @@ def test_load_monolith_rank0_only_without_a_file():
 @on_ranks(2)
 def test_state_can_be_read_after_a_forward_of_ones_own():
     """A callback that samples from the model without gradients may be followed by a save."""
-    import torch.distributed as dist
-
     with FSDP2():
         trainer = make_trainer({}, tied=False, batches=2, optimizer="adamw")
         trainer.fit()

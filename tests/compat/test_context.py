@@ -49,14 +49,6 @@ def run_of(kind: str, **options: Any) -> Run:
     return Run(kind=kind, by_tokens=kind in BY_TOKENS, **options)
 
 
-def check_alone(kinds: tuple[str, ...]) -> dict[str, Trained]:
-    return {kind: train(run_of(kind, degree=0)) for kind in kinds}
-
-
-def check_runs(alone: dict[str, Trained], folder: str) -> None:
-    for_each(check_run, {kind: (kind, theirs, folder) for kind, theirs in alone.items()})
-
-
 def check_run(kind: str, theirs: Trained, folder: str) -> None:
     """With degree 2; and the second batch with degree 4, from a checkpoint."""
     saved = f"{folder}/{kind}" if kind in RESUMED else None
@@ -89,8 +81,8 @@ SLOW = tuple(kind for kind in KINDS if kind not in FAST)
 @pytest.mark.parametrize("kinds", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=" ".join)
 def test_a_run_that_divides_sequences_is_that_of_one_process(kinds: tuple[str, ...], tmp_path: Path):
     """Wrong positions, weights or labels would train another model, with losses that look right."""
-    [alone] = run_ranks(check_alone, 1, kinds)
-    run_ranks(check_runs, 4, alone, str(tmp_path))
+    [alone] = run_ranks(for_each, 1, train, {kind: (run_of(kind, degree=0),) for kind in kinds})
+    run_ranks(for_each, 4, check_run, {kind: (kind, theirs, str(tmp_path)) for kind, theirs in alone.items()})
 
 
 # --- padding

@@ -6,13 +6,11 @@ of them.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,9 @@ from support.legacy import KINDS, checkpoint_of, legacy_model, legacy_optimizer
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from composer_fsdp2 import load_checkpoint, prepare_fully_shard
+from composer_fsdp2.errors import CheckpointError
 
 pytestmark = pytest.mark.composer
 
@@ -46,8 +47,6 @@ class Target:
     """A sharded model and its optimizer, which are loaded into again and again."""
 
     def __init__(self, kind: str) -> None:
-        from composer_fsdp2 import prepare_fully_shard
-
         self.model: nn.Module = legacy_model(kind, seed=3)
         self.optimizer = legacy_optimizer(self.model)
         prepare_fully_shard(self.model, self.optimizer, {}, device="cpu", precision="fp32")
@@ -72,9 +71,6 @@ class Target:
 
     def load(self, path: Path) -> tuple[Any, Any]:
         """What a load gives: the state, and everything else in the file; None for what was refused."""
-        from composer_fsdp2 import load_checkpoint
-        from composer_fsdp2.errors import CheckpointError
-
         try:
             report = load_checkpoint(path, self.model, self.optimizer)
         except CheckpointError as error:
@@ -97,7 +93,6 @@ def check_flips(kind: str, source: str, folder: str, num_flips: int) -> Counter[
     expected = target.load(copied)
     assert None not in expected, target.text
     target.renew()
-    dist.barrier()  # every rank has read it whole, before rank 0 flips the first bit
     files = sorted(file for file in copied.rglob("*") if file.is_file()) if copied.is_dir() else [copied]
     ends = [0]
     for file in files:
@@ -107,8 +102,9 @@ def check_flips(kind: str, source: str, folder: str, num_flips: int) -> Counter[
         at, bit = draw.randrange(ends[-1]), draw.randrange(8)
         number = next(number for number, end in enumerate(ends[1:]) if at < end)
         where = f"{files[number].name}, byte {at - ends[number]}, bit {bit}"
-        with flipped(files[number], at - ends[number], bit):
-            state, entries = target.load(copied)
+        flip(files[number], at - ends[number], bit)
+        state, entries = target.load(copied)
+        flip(files[number], at - ends[number], bit)
         counts[f"{files[number].suffix or files[number].name}: {'refused' if entries is None else 'equal'}"] += 1
         # A refused load has changed nothing; entries beside model and optimizer are read after it.
         unlike = list(differences(target.state(), target.before if state is None else expected[0], in_bits=True))
@@ -120,25 +116,16 @@ def check_flips(kind: str, source: str, folder: str, num_flips: int) -> Counter[
     return counts
 
 
-@contextlib.contextmanager
-def flipped(file: Path, at: int, bit: int) -> Iterator[None]:
-    """By rank 0, for the length of a with block. Called on all ranks."""
-
-    def flip() -> None:
-        if dist.get_rank() == 0:
-            with file.open("r+b") as data:
-                data.seek(at)
-                byte = data.read(1)[0]
-                data.seek(at)
-                data.write(bytes([byte ^ 1 << bit]))
-        dist.barrier()
-
-    flip()
-    try:
-        yield
-    finally:
-        dist.barrier()
-        flip()
+def flip(file: Path, at: int, bit: int) -> None:
+    """By rank 0, when all have come. Called on all ranks."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with file.open("r+b") as data:
+            data.seek(at)
+            byte = data.read(1)[0]
+            data.seek(at)
+            data.write(bytes([byte ^ 1 << bit]))
+    dist.barrier()
 
 
 # Composer's own files with CRC32s, in each layout; "c032" is what Composer 0.32.1 writes, with torch 2.7.

@@ -38,6 +38,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2 import prepare_fully_shard
+
 pytestmark = pytest.mark.composer
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -112,49 +114,40 @@ def test_state_dict_type():
 
     for_each(check, {"on all ranks": (False, False), "on rank 0, after an evaluation": (True, True)})
 
-    def check_offload() -> None:
-        with FSDP2(), FSDP.state_dict_type(ours, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+    with FSDP2():
+        with FSDP.state_dict_type(ours, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
             state = ours.state_dict()
             before = copy.deepcopy(state)
-            with torch.no_grad():
-                for parameter in ours.parameters():
-                    parameter.mul_(2)  # and back, to the last bit
-        assert_same(dict(state), dict(before), "a state dict follows the parameters")
         with torch.no_grad():
-            for parameter in ours.parameters():
-                parameter.div_(2)
-
-    def check_sharded() -> None:
-        with FSDP2():
-            earlier = FSDP.set_state_dict_type(ours, SHARDED, ShardedStateDictConfig(offload_to_cpu=True))
-            assert (earlier.state_dict_type, earlier.state_dict_config) == (FULL, FullStateDictConfig())
-            state = ours.state_dict()
-            assert isinstance(state["decoder.head.weight"], DTensor)
-            assert_same(full(state), dict(single.state_dict()))
-            ours.load_state_dict(state)
-            FSDP.set_state_dict_type(ours, earlier.state_dict_type, earlier.state_dict_config)
-            assert_same(dict(ours.state_dict()), dict(single.state_dict()))
-            # torch's and Composer's functions are not affected
-            of_torch = get_model_state_dict(ours)
-            assert isinstance(of_torch["decoder.head.weight"], DTensor)
-            with FSDP.state_dict_type(ours, SHARDED):
-                assert isinstance(ours.state_dict()["decoder.head.weight"], DTensor)
-            assert FSDP.get_state_dict_type(ours).state_dict_type is FULL
-
-    def check_refused() -> None:
-        with FSDP2():
-            with pytest.raises(NotImplementedError, match="SHARDED_STATE_DICT with ShardedStateDictConfig"):
-                FSDP.set_state_dict_type(ours, LOCAL)
-            with pytest.raises(RuntimeError, match="takes a FullStateDictConfig, and got a ShardedStateDictConfig"):
-                FSDP.set_state_dict_type(ours, FULL, ShardedStateDictConfig())
-            with pytest.raises(KeyError, match="mine"), FSDP.state_dict_type(ours, SHARDED):
-                raise KeyError("mine")
-            FSDP.set_state_dict_type(ours.decoder.blocks[0], SHARDED)
-            with pytest.raises(RuntimeError, match="different state dict types"):
-                FSDP.get_state_dict_type(ours)
-
-    for part in (check_offload, check_sharded, check_refused):
-        part()
+            for factor in (2, 0.5):  # to the last bit
+                for parameter in ours.parameters():
+                    parameter.mul_(factor)
+                assert_same(dict(state), dict(before), "a state dict follows the parameters")
+        # Shards.
+        earlier = FSDP.set_state_dict_type(ours, SHARDED, ShardedStateDictConfig(offload_to_cpu=True))
+        assert (earlier.state_dict_type, earlier.state_dict_config) == (FULL, FullStateDictConfig())
+        state = ours.state_dict()
+        assert isinstance(state["decoder.head.weight"], DTensor)
+        assert_same(full(state), dict(single.state_dict()))
+        ours.load_state_dict(state)
+        FSDP.set_state_dict_type(ours, earlier.state_dict_type, earlier.state_dict_config)
+        assert_same(dict(ours.state_dict()), dict(single.state_dict()))
+        # torch's and Composer's functions are not affected
+        of_torch = get_model_state_dict(ours)
+        assert isinstance(of_torch["decoder.head.weight"], DTensor)
+        with FSDP.state_dict_type(ours, SHARDED):
+            assert isinstance(ours.state_dict()["decoder.head.weight"], DTensor)
+        assert FSDP.get_state_dict_type(ours).state_dict_type is FULL
+        # Errors.
+        with pytest.raises(NotImplementedError, match="SHARDED_STATE_DICT with ShardedStateDictConfig"):
+            FSDP.set_state_dict_type(ours, LOCAL)
+        with pytest.raises(RuntimeError, match="takes a FullStateDictConfig, and got a ShardedStateDictConfig"):
+            FSDP.set_state_dict_type(ours, FULL, ShardedStateDictConfig())
+        with pytest.raises(KeyError, match="mine"), FSDP.state_dict_type(ours, SHARDED):
+            raise KeyError("mine")
+        FSDP.set_state_dict_type(ours.decoder.blocks[0], SHARDED)
+        with pytest.raises(RuntimeError, match="different state dict types"):
+            FSDP.get_state_dict_type(ours)
 
 
 # --- loading
@@ -236,83 +229,77 @@ def test_optimizer_state():
             assert_same({n: actual["state"][n] for n in expected["state"]}, expected["state"])
             assert len(actual["state"]) == len(expected["state"])
 
-    def check_forms() -> None:
-        with FSDP2():
-            osd = FSDP.optim_state_dict(ours, our_optimizer)  # full, on all ranks, in host memory
-            assert_same(FSDP.optim_state_dict(ours, our_optimizer, our_optimizer.state_dict()), osd)
-            whole = FSDP.full_optim_state_dict(ours, our_optimizer)
-            assert_same(whole, osd if dist.get_rank() == 0 else {})
-            sharded = FSDP.sharded_optim_state_dict(ours, our_optimizer)
-            assert isinstance(sharded["state"]["decoder.head.weight"]["exp_avg"], DTensor)
-            assert_same(full(sharded), osd)
-            with FSDP.state_dict_type(ours, SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig()):
-                assert_same(full(FSDP.optim_state_dict(ours, our_optimizer)), osd)
-                only_shards = FSDP.optim_state_dict_to_load(ours, our_optimizer, sharded)
-            first = FullOptimStateDictConfig(rank0_only=True)
-            with FSDP.state_dict_type(ours, FULL, FullStateDictConfig(), first):
-                sent = FSDP.optim_state_dict_to_load(
-                    model=ours, optim=our_optimizer, optim_state_dict=whole if dist.get_rank() == 0 else {}
-                )
-            loaded = {
-                "of each rank": FSDP.optim_state_dict_to_load(ours, our_optimizer, osd),
-                "sharded": only_shards,
-                "of rank 0": sent,
-                "shard_full": FSDP.shard_full_optim_state_dict(osd, ours, optim=our_optimizer),
-                "scatter_full": FSDP.scatter_full_optim_state_dict(whole or None, ours, optim=our_optimizer),
-                "flatten": FSDP.flatten_sharded_optim_state_dict(sharded, ours, our_optimizer),
-            }
-            model, optimizer = model_and_optimizer(by_us)
-            reference, other = model_and_optimizer(None)
-            step(reference, other, 7)
-            for what, state in loaded.items():
-                step(model, optimizer, 5)
-                model.load_state_dict(ours.state_dict())
-                optimizer.load_state_dict(state)
-                assert_same(FSDP.optim_state_dict(model, optimizer), osd, what)
-                step(model, optimizer, 7)
-                assert_same(full(model.state_dict()), dict(reference.state_dict()), what)
-            FSDP.optim_state_dict_to_load(model, optimizer, osd, load_directly=True)
-            assert_same(FSDP.optim_state_dict(model, optimizer), osd)
-            # without an optimizer: one over all parameters
-            plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            step(model, plain)
-            of_plain = FSDP.optim_state_dict(model, plain)
-            assert_same(
-                FSDP.shard_full_optim_state_dict(of_plain, model)["param_groups"][0]["params"],
-                list(range(len(list(model.parameters())))),
-            )
-            # to another key, with an unsharded model, as FSDP1's own function does it
-            single = Model()
-            of_single = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.9)
-            rekeyed = FSDP.rekey_optim_state_dict(of_plain, torch.distributed.fsdp.OptimStateKeyType.PARAM_ID, single)
-            of_single.load_state_dict(rekeyed)
-            momenta = {
-                n: of_single.state[p]["momentum_buffer"] for n, p in single.named_parameters() if p in of_single.state
-            }
-            assert_same(momenta, {n: of_plain["state"][n]["momentum_buffer"] for n in momenta})
-
-    def check_refused() -> None:
-        with FSDP2():
-            osd = FSDP.optim_state_dict(ours, our_optimizer)
-            osd["param_groups"][0]["params"].append("decoder.gone")
-            with pytest.raises(RuntimeError, match=r"does not have: decoder\.gone"):
-                FSDP.optim_state_dict_to_load(ours, our_optimizer, osd)
-            stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-            with pytest.raises(RuntimeError, match="2 parameters of the SGD are not the model's"):
-                FSDP.optim_state_dict(ours, stranger)
-            with pytest.raises(NotImplementedError, match="pass optim=optimizer"):
-                FSDP.shard_full_optim_state_dict(osd, ours, list(ours.parameters()))
-            with pytest.raises(NotImplementedError, match="is_named_optimizer"):
-                FSDP.optim_state_dict_to_load(ours, our_optimizer, osd, is_named_optimizer=True)
-            for parameter, values in our_optimizer.state.items():
-                if isinstance(parameter, DTensor):
-                    values["exp_avg"] = torch.zeros_like(parameter.to_local())
-            with pytest.raises(NotImplementedError, match=r"exp_avg of decoder.* is a plain tensor"):
-                FSDP.optim_state_dict(ours, our_optimizer)
-
     for_each(check_full, {f"rank0_only={r}": (r,) for r in (False, True)})
-    check_forms()
-    check_refused()
+    with FSDP2():
+        osd = FSDP.optim_state_dict(ours, our_optimizer)  # full, on all ranks, in host memory
+        assert_same(FSDP.optim_state_dict(ours, our_optimizer, our_optimizer.state_dict()), osd)
+        whole = FSDP.full_optim_state_dict(ours, our_optimizer)
+        assert_same(whole, osd if dist.get_rank() == 0 else {})
+        sharded = FSDP.sharded_optim_state_dict(ours, our_optimizer)
+        assert isinstance(sharded["state"]["decoder.head.weight"]["exp_avg"], DTensor)
+        assert_same(full(sharded), osd)
+        with FSDP.state_dict_type(ours, SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig()):
+            assert_same(full(FSDP.optim_state_dict(ours, our_optimizer)), osd)
+            only_shards = FSDP.optim_state_dict_to_load(ours, our_optimizer, sharded)
+        first = FullOptimStateDictConfig(rank0_only=True)
+        with FSDP.state_dict_type(ours, FULL, FullStateDictConfig(), first):
+            sent = FSDP.optim_state_dict_to_load(
+                model=ours, optim=our_optimizer, optim_state_dict=whole if dist.get_rank() == 0 else {}
+            )
+        loaded = {
+            "of each rank": FSDP.optim_state_dict_to_load(ours, our_optimizer, osd),
+            "sharded": only_shards,
+            "of rank 0": sent,
+            "shard_full": FSDP.shard_full_optim_state_dict(osd, ours, optim=our_optimizer),
+            "scatter_full": FSDP.scatter_full_optim_state_dict(whole or None, ours, optim=our_optimizer),
+            "flatten": FSDP.flatten_sharded_optim_state_dict(sharded, ours, our_optimizer),
+        }
+        model, optimizer = model_and_optimizer(by_us)
+        reference, other = model_and_optimizer(None)
+        step(reference, other, 7)
+        for what, state in loaded.items():
+            step(model, optimizer, 5)
+            model.load_state_dict(ours.state_dict())
+            optimizer.load_state_dict(state)
+            assert_same(FSDP.optim_state_dict(model, optimizer), osd, what)
+            step(model, optimizer, 7)
+            assert_same(full(model.state_dict()), dict(reference.state_dict()), what)
+        FSDP.optim_state_dict_to_load(model, optimizer, osd, load_directly=True)
+        assert_same(FSDP.optim_state_dict(model, optimizer), osd)
+        # without an optimizer: one over all parameters
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step(model, plain)
+        of_plain = FSDP.optim_state_dict(model, plain)
+        assert_same(
+            FSDP.shard_full_optim_state_dict(of_plain, model)["param_groups"][0]["params"],
+            list(range(len(list(model.parameters())))),
+        )
+        # to another key, with an unsharded model, as FSDP1's own function does it
+        single = Model()
+        of_single = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.9)
+        rekeyed = FSDP.rekey_optim_state_dict(of_plain, torch.distributed.fsdp.OptimStateKeyType.PARAM_ID, single)
+        of_single.load_state_dict(rekeyed)
+        momenta = {
+            n: of_single.state[p]["momentum_buffer"] for n, p in single.named_parameters() if p in of_single.state
+        }
+        assert_same(momenta, {n: of_plain["state"][n]["momentum_buffer"] for n in momenta})
+
+        # Errors.
+        osd["param_groups"][0]["params"].append("decoder.gone")
+        with pytest.raises(RuntimeError, match=r"does not have: decoder\.gone"):
+            FSDP.optim_state_dict_to_load(ours, our_optimizer, osd)
+        stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match="2 parameters of the SGD are not the model's"):
+            FSDP.optim_state_dict(ours, stranger)
+        with pytest.raises(NotImplementedError, match="pass optim=optimizer"):
+            FSDP.shard_full_optim_state_dict(osd, ours, list(ours.parameters()))
+        with pytest.raises(NotImplementedError, match="is_named_optimizer"):
+            FSDP.optim_state_dict_to_load(ours, our_optimizer, osd, is_named_optimizer=True)
+        for parameter, values in our_optimizer.state.items():
+            if isinstance(parameter, DTensor):
+                values["exp_avg"] = torch.zeros_like(parameter.to_local())
+        with pytest.raises(NotImplementedError, match=r"exp_avg of decoder.* is a plain tensor"):
+            FSDP.optim_state_dict(ours, our_optimizer)
 
 
 # --- methods and the class
@@ -407,6 +394,10 @@ def test_isinstance():
         theirs = FSDP(nn.Linear(3, 4), device_id=torch.device("cpu"), use_orig_params=True)
         assert type(theirs) is real and isinstance(theirs, FSDP) and isinstance(theirs, real)
         assert type(theirs.module) is nn.Linear and not isinstance(theirs.module, FSDP)
+        for around in (theirs, nn.ModuleList([theirs])):
+            with FSDP.summon_full_params(around):
+                assert theirs.weight.shape == (4, 3)
+        assert theirs.weight.shape != (4, 3)
         theirs(torch.ones(2, 3)).sum().backward()
         with FSDP.state_dict_type(theirs, FULL):
             assert theirs.state_dict()["weight"].shape == (4, 3)
@@ -459,8 +450,6 @@ def test_save_pretrained(folder: str):
     """A directory for from_pretrained, by each idiom of scripts: a bare call failed, or saved rank 0's shards."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-
-    from composer_fsdp2 import prepare_fully_shard
 
     torch.manual_seed(0)
     config = GPT2Config(n_embd=16, n_head=2, n_layer=2, n_positions=32, vocab_size=67, use_cache=False)

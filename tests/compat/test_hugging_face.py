@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import prepare_fully_shard, summon_full_params
+from composer_fsdp2 import (
+    ActivationCheckpointing,
+    PlanError,
+    ShardingConfig,
+    apply_activation_checkpointing,
+    plan_sharding,
+    prepare_fully_shard,
+    summon_full_params,
+)
 
 pytestmark = pytest.mark.composer
 
@@ -171,26 +178,6 @@ def test_ranks_that_stop_early_go_on_gathering():
     for_each(check, {"plain": ({},), "adapters": (ADAPTERS,)})
 
 
-# --- names in what is saved
-
-
-@on_ranks(2)
-def test_what_is_saved_names_the_models_own_class(folder: str):
-    """`save_pretrained` on the running model, and Composer's metadata: a checkpoint of an FSDPLlamaForCausalLM loads
-    nowhere."""
-    model = hugging_face("llama")
-    metadata = model.get_metadata()["model"]["config"]
-    assert metadata["class"] == "transformers.models.llama.modeling_llama.LlamaForCausalLM"
-    classes = {type(module).__name__ for module in model.modules()}
-    prepare_fully_shard(model, None, FULL, device="cpu")
-    assert {type(module).__name__ for module in model.modules()} == classes
-    assert model.get_metadata()["model"]["config"] == metadata
-    values = {name: full(value) for name, value in model.model.state_dict().items()}
-    if dist.get_rank() == 0:
-        model.model.save_pretrained(folder, state_dict=values)
-        assert json.loads(Path(folder, "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-
-
 # --- full parameters
 
 
@@ -207,13 +194,12 @@ def test_hugging_faces_unwrapping():
     prepare_fully_shard(model, None, FULL, device="cpu")
     for unit in (model.model, model.model.transformer.h[0]):
         children = dict(unit.named_modules())
-        assert modeling_utils.unwrap_model(unit) is unit
-        assert modeling_utils.unwrap_model(unit, recursive=True) is unit
+        unwrapped = [modeling_utils.unwrap_model(unit, recursive=recursive) for recursive in (False, True)]
         with mock.patch.object(modeling_utils, "is_accelerate_available", return_value=False):
-            assert modeling_utils.unwrap_model(unit) is unit
-        for recursive in (False, True):
-            assert accelerate.utils.extract_model_from_parallel(unit, recursive=recursive) is unit
-            assert accelerate.utils.extract_model_from_parallel(unit, keep_fp32_wrapper=False) is unit
+            unwrapped.append(modeling_utils.unwrap_model(unit))
+        for options in ({}, {"recursive": True}, {"keep_fp32_wrapper": False}):
+            unwrapped.append(accelerate.utils.extract_model_from_parallel(unit, **options))
+        assert all(each is unit for each in unwrapped)
         assert get_model_device(unit) == "cpu"
         assert unit.module is unit  # for a script
         assert dict(unit.named_modules()) == children
@@ -243,8 +229,6 @@ def test_save_adapters(folder: str):
 @on_ranks(1)
 def test_what_is_turned_off_is_told_and_only_then_done():
     """The plan names the models; who only looks at it keeps the cache, and where nothing is recomputed so does all."""
-    from composer_fsdp2 import ActivationCheckpointing, ShardingConfig, apply_activation_checkpointing, plan_sharding
-
     model = hugging_face("llama", hooks=False, **CACHE)
     config = ShardingConfig(activation_checkpointing=ActivationCheckpointing(checkpoint=True, classes=()))
     plan = plan_sharding(model, config)
@@ -265,8 +249,6 @@ def test_what_is_turned_off_is_told_and_only_then_done():
 @on_ranks(1)
 def test_a_model_with_adapters_keeps_peft_s_names():
     """A layer of an adapted model is known as peft calls it; transformers' name for it is answered with that."""
-    from composer_fsdp2 import ActivationCheckpointing, PlanError, ShardingConfig, plan_sharding
-
     model = hugging_face("llama", hooks=False, **ADAPTERS, **CACHE)
     checkpointing = ActivationCheckpointing(checkpoint=True, classes=())
     path = "base_model.model.model.layers.0"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
 from support.examples import IS_THOROUGH
-from support.known_models import IMAGE_TOKEN, TEXT, hugging_face, llava, mixture, qwen_vl
+from support.known_models import IMAGE_TOKEN, TEXT, hugging_face, llava, mixture, mpt, qwen_vl
 from support.on_ranks import on_ranks
 from support.training import FULL, assert_close, assert_gradients, named_parameters
 from torch import nn
@@ -278,17 +278,6 @@ def test_what_was_not_tested_is_refused():
 # --- tiled_mlp
 
 
-def mpt(ffn_type: str) -> nn.Module:
-    from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
-
-    torch.manual_seed(0)
-    config = MPTConfig(
-        d_model=16, n_heads=2, n_layers=2, vocab_size=TEXT["vocab_size"], max_seq_len=32,
-        ffn_config={"ffn_type": ffn_type}, attn_config={"attn_impl": "torch"}, init_device="cpu",
-    )  # fmt: skip
-    return nn.ModuleDict({"model": MPTForCausalLM(config).double()})
-
-
 def places(seed: int) -> torch.Tensor:
     return torch.randint(TEXT["vocab_size"], (2, 13), generator=torch.Generator().manual_seed(seed))
 
@@ -314,7 +303,7 @@ def test_models_of_others_train_in_pieces_as_before():
     cases: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
         "Llama, recomputed": (hugging_face("llama", hooks=False), "LlamaDecoderLayer", "LlamaMLP", recomputed),
         "GPT-2": (hugging_face("gpt2", hooks=False), "GPT2Block", "GPT2MLP", {}),
-        "MPT": (mpt("mptmlp"), "MPTBlock", "MPTMLP", {}),
-        "MPT, GLU": (mpt("mptglu"), "MPTBlock", "MPTGLU", {}),
+        "MPT": (mpt(ffn_config={"ffn_type": "mptmlp"}).double(), "MPTBlock", "MPTMLP", {}),
+        "MPT, GLU": (mpt(ffn_config={"ffn_type": "mptglu"}).double(), "MPTBlock", "MPTGLU", {}),
     }
     for_each(check, cases)

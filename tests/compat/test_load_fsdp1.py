@@ -48,11 +48,6 @@ SAME_WORLD_SIZE = 1e-6
 OTHER_WORLD_SIZE = 2e-6
 
 
-def check_write(folder: str, runs: Sequence[Run]) -> None:
-    for run in runs:
-        write(run, Path(folder))
-
-
 def check_load(folder: str, runs: Sequence[Run], world_size: int, is_whole: bool) -> float:
     """Whole: each layout by every number of ranks and in every configuration; else each by one of both, in turn.
 
@@ -78,8 +73,8 @@ def check_one(folder: Path, run: Run, layout: Layout, config: dict[str, Any], by
 
 def write_all(folder: Path, runs: Sequence[Run]) -> None:
     for world_size in AXES["world_size"]:
-        if chosen := [run for run in runs if run.world_size == world_size]:
-            run_ranks(check_write, world_size, str(folder), chosen, timeout_s=1800)
+        if chosen := {f"{run}": (run, folder) for run in runs if run.world_size == world_size}:
+            run_ranks(for_each, world_size, write, chosen, timeout_s=1800)
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +91,10 @@ def test_fsdp1s_checkpoints_load(written: Path, world_size: int):
     print(f"on {world_size} ranks, of another number: losses differ by at most {worst:.1e}")
 
 
-def check_trainer(folder: str) -> None:
-    flat, _, in_groups, _ = FEW
-    cases = {"full": (flat, Layout.FULL), "sharded": (in_groups, Layout.SHARDED)}
-    for_each(check_one, {name: (Path(folder), *case, {}, True) for name, case in cases.items()})
-
-
 def test_the_trainer_loads_fsdp1s_checkpoints(written: Path):
     """The same by ``load_path``, which is how a run in flight moves over."""
-    run_ranks(check_trainer, 2, str(written), timeout_s=600)
+    cases = {"full": (written, FEW[0], Layout.FULL, {}, True), "sharded": (written, FEW[2], Layout.SHARDED, {}, True)}
+    run_ranks(for_each, 2, check_one, cases, timeout_s=600)
 
 
 @pytest.mark.slow

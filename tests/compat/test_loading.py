@@ -265,39 +265,21 @@ def test_ignored_keys(folder: str):
 
 @on_ranks(2)
 def test_strict_model_weights(folder: str):
-    """Everything that does not fit is told at once, on every rank, before anything changes; the rest loads if asked."""
-    wte, head, weight = "model.wte.weight", "model.lm_head.weight", "model.blocks.0.up.weight"
+    """A file that lacks a weight is refused on every rank, before anything changes; the rest loads if asked. What else
+    may not fit, and how each is named: tests/checkpoint/test_load.py."""
+    wte, head = "model.wte.weight", "model.lm_head.weight"
 
     def spoil(contents: StateDict) -> None:
-        model = contents["state"]["model"]
-        del model["model.blocks.1.ln.bias"], model[wte], model[head]
-        model["model.blocks.7.scale"] = torch.ones(2)
-        model[weight] = model[weight].double()
-
-    def misshape(contents: StateDict) -> None:
-        contents["state"]["model"][weight] = torch.ones(7, 18)
+        del contents["state"]["model"][wte], contents["state"]["model"][head]
 
     spoilt = edited(Path(folder, "spoilt.pt"), spoil)
-    misshapen = edited(Path(folder, "misshapen.pt"), misshape)
     with a_trainer("c220/sharded") as trainer:
         before = snapshot(trainer)
         error = checkpoint_error_of(lambda: reload(trainer, spoilt))
-        for text in (
-            f"missing: {wte} = {head}",
-            "missing: model.blocks.1.ln.bias",
-            "surplus: model.blocks.7.scale",
-            f"dtype: {weight}: found torch.float64, expected torch.float32",
-            "load_strict_model_weights",
-        ):
-            assert text in error, f"{text} is not in {error}"
-        error = checkpoint_error_of(lambda: reload(trainer, misshapen, strict_model_weights=False))
-        assert f"shape: {weight}: found (7, 18), expected (18, 6)" in error, error
-        assert_same(snapshot(trainer), before, "after errors")
+        assert f"missing: {wte} = {head}" in error and "load_strict_model_weights" in error, error
+        assert_same(snapshot(trainer), before, "after an error")
         reload(trainer, spoilt, strict_model_weights=False)
-        expected = saved(spoilt)
-        model = expected["state"]["model"]
-        model[weight] = model[weight].float()
-        assert_loaded(trainer, expected, "not strict")
+        assert_loaded(trainer, saved(spoilt), "not strict")
         assert_same(full_parameters(trainer.state.model)[wte], trainer.own[wte], "a missing weight")
 
 
@@ -547,16 +529,6 @@ def test_a_parameter_that_never_had_a_gradient(folder: str):
 
 
 # --- other runs' files, and going on
-
-
-@on_ranks(2)
-def test_ddps_files(folder: str):
-    """A run that has outgrown DDP goes on sharded, with its optimizer's two groups."""
-    options: dict[str, Any] = {"optimizer": "groups", "batches": 5}
-    whole = fit(FSDP2, None, save_folder=folder, save_interval="3ba", **options)
-    ours = fit(FSDP2, {}, load_path=str(Path(folder, "ep0-ba3-rank0.pt")), **options)
-    assert ours.shards == {"FSDPModule"}
-    assert largest_difference(ours.losses, whole.losses[3:]) <= 1e-6, f"{ours.losses}, DDP {whole.losses}"
 
 
 @on_ranks(2)

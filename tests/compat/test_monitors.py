@@ -74,15 +74,11 @@ def run(
 
 
 def made_by(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    import warnings
-
     if name.islower():
         return build_optimizer(name, model)
-    warnings.simplefilter("ignore")
     import llmfoundry.optim
 
-    optimizer: torch.optim.Optimizer = getattr(llmfoundry.optim, name)(model.parameters(), lr=1e-3, weight_decay=1e-4)
-    return optimizer
+    return getattr(llmfoundry.optim, name)(model.parameters(), lr=1e-3, weight_decay=1e-4)
 
 
 def assert_same_log(ours: dict[str, list[float]], theirs: dict[str, list[float]], what: str) -> None:

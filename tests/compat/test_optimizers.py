@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2.compat import optimizers as compat_optimizers
+from composer_fsdp2.compat.optimizers import update_own_parts
 
 pytestmark = pytest.mark.foundry
 
@@ -95,8 +97,6 @@ def train(make: Callable[..., torch.optim.Optimizer], moment: str | None = None)
 
     Without a trainer: under the shim if the moment is given at which the script builds its optimizer.
     """
-    from composer_fsdp2.compat.optimizers import update_own_parts
-
     torch.manual_seed(0)
     model = Chain(a=layer(), b=Thin(), c=layer())
     optimizer = make(model.parameters()) if moment == "before install" else None
@@ -140,7 +140,6 @@ def test_a_loop_without_a_trainer(folder: str):
 @on_ranks(2)
 def test_gradients_that_lie_otherwise(folder: str):
     """Local tensors of other shapes would broadcast into each other, without an error."""
-    from composer_fsdp2.compat.optimizers import update_own_parts
 
     def unsharded(gradient: DTensor) -> torch.Tensor:
         return gradient.redistribute(placements=[Replicate()])
@@ -162,8 +161,6 @@ def test_gradients_that_lie_otherwise(folder: str):
 @on_ranks(2)
 def test_lion_updates_many_at_once_in_bounded_memory(folder: str):
     """A copy of all parameters, which one update of all of them needs, would not fit beside them."""
-    from composer_fsdp2.compat import optimizers as compat_optimizers
-
     make = optimizers()["lion"]
     expected, _ = train(make)
     with (
@@ -181,7 +178,6 @@ def test_lion_updates_many_at_once_in_bounded_memory(folder: str):
 @on_ranks(2)
 def test_a_step_that_an_error_ended_leaves_lion_no_updates(folder: str):
     """They would be made with the next step's, once more and with gradients of the batch before."""
-    from composer_fsdp2.compat.optimizers import update_own_parts
 
     def stepped(*, after_an_error: bool) -> list[Any]:
         model = sharded()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.callbacks import algorithm
 from support.cases import for_each
 from support.comparing import full_parameters
 from support.on_ranks import on_ranks
@@ -71,19 +72,9 @@ def build(kind: str) -> Any:
     return Script()
 
 
-def algorithm() -> Any:
-    from composer.core import Algorithm, Event
-
-    class Decay(Algorithm):
-        """Weight decay as a term of the losses."""
-
-        def match(self, event: Any, state: Any) -> bool:
-            return event == Event.AFTER_LOSS
-
-        def apply(self, event: Any, state: Any, logger: Any) -> None:
-            state.loss["decay"] = 0.01 * l2(state.model)
-
-    return Decay()
+def decay(state: Any) -> None:
+    """Weight decay as a term of the losses."""
+    state.loss["decay"] = 0.01 * l2(state.model)
 
 
 def train(under: Any, config: dict[str, Any] | None, kind: str) -> tuple[list[float], dict[str, torch.Tensor], Any]:
@@ -95,7 +86,7 @@ def train(under: Any, config: dict[str, Any] | None, kind: str) -> tuple[list[fl
             model=build(kind),
             clip=("norm", 0.5) if kind == "everything" else None,  # FSDP1's clipping knows no float64
             eval_interval="2ba" if kind == "everything" else None,
-            algorithms=[algorithm()] if kind == "everything" else (),
+            algorithms=[algorithm("Decay", "after_loss", decay)] if kind == "everything" else (),
             batches=2,
             precision="fp32",
         )
@@ -116,14 +107,10 @@ def check_beside_unsharded(config: dict[str, Any]) -> None:
     torch.testing.assert_close(metrics, expected_metrics, rtol=1e-6, atol=0)
 
 
-def check_all(configs: dict[str, dict[str, Any]]) -> None:
-    for_each(check_beside_unsharded, {name: (config,) for name, config in configs.items()})
-
-
 @pytest.mark.parametrize(("world_size", "configs"), [(2, CONFIGS), (4, {"HSDP": HSDP_2X2})], ids=["shards", "replicas"])
 def test_a_loss_that_uses_parameters(world_size: int, configs: dict[str, dict[str, Any]]):
     """Penalties in the loss and in an algorithm, several losses, one on a batch; and a metric of an evaluation."""
-    run_ranks(check_all, world_size, configs)
+    run_ranks(for_each, world_size, check_beside_unsharded, {name: (config,) for name, config in configs.items()})
 
 
 @on_ranks(2)

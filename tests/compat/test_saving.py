@@ -27,7 +27,6 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from composer_fsdp2.compat import saving
 from composer_fsdp2.errors import CheckpointError
 
 pytestmark = pytest.mark.composer
@@ -132,14 +131,13 @@ def form_of(entry: Any) -> tuple[Any, ...]:
     return (tuple(entry.size), entry.properties.dtype) if hasattr(entry, "size") else (type(entry),)
 
 
-def test_the_tree_is_fsdp1s(tmp_path: Path):
-    """Scripts that look for a file, a link or a key find it where FSDP1's run left it."""
-    run_ranks(check_trees, 2, str(tmp_path), CASES)
-
-
-def test_the_tree_of_replicas_is_fsdp1s(tmp_path: Path):
-    """With replicas, one of them writes its shards (a full file of such a run: below)."""
-    run_ranks(check_trees, 4, str(tmp_path), {"sharded": ({**HSDP, **SHARDED}, {})})
+@pytest.mark.parametrize(
+    ("world_size", "cases"), [(2, CASES), (4, {"sharded": ({**HSDP, **SHARDED}, {})})], ids=["shards", "replicas"]
+)
+def test_the_tree_is_fsdp1s(tmp_path: Path, world_size: int, cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]):
+    """Scripts that look for a file, a link or a key find it where FSDP1's run left it. With replicas, one of them
+    writes its shards (a full file of such a run: below)."""
+    run_ranks(check_trees, world_size, str(tmp_path), cases)
 
 
 # --- uploads
@@ -321,6 +319,8 @@ def test_the_link_is_never_away(folder: str):
 @on_ranks(2)
 def test_a_compressor_takes_longer_than_collectives_may(folder: str):
     """Nobody waits for it in one: NCCL's watchdog would end the job."""
+    from composer_fsdp2.compat import saving
+
     group = dist.new_group(timeout=timedelta(seconds=1))
     state = {"state": {"w": DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])}}
     pack = saving._pack

@@ -1,9 +1,11 @@
-"""What a Trainer does between two batches: clipping, gradient_sync, collective_guard, offload; and where it waits."""
+"""What a Trainer does between two batches: clipping, gradient_sync, collective_guard; and where it waits."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +16,12 @@ from support.examples import IS_THOROUGH
 from support.on_ranks import on_ranks
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.references import reference
-from support.saved import named
 from support.synchronisations import Synchronisations
 from support.trainers import Trained, build_model, close, fit, largest_difference, make_trainer, result, with_child
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from composer_fsdp2 import ComposerFSDP2Error, RanksDivergedError, begin_microbatch
+from composer_fsdp2 import ComposerFSDP2Error, RanksDivergedError, begin_microbatch, prepare_fully_shard
+from composer_fsdp2._torch.counting import Collectives
 
 pytestmark = pytest.mark.composer
 
@@ -80,18 +81,15 @@ def test_the_function_clips_too(folder: str):
     """Training loops without the algorithm call composer.functional, imported before the shim came."""
     import composer.functional
 
-    with FSDP2():
-        trainer = make_trainer({})
-        model = trainer.state.model
-        batch = [torch.arange(10).reshape(2, 5)]
-        for is_fsdp in (True, False):  # what people pass here depends on what they think they run
-            model.zero_grad()
-            model.loss(model(batch), batch).backward()
+    model, batch = build_model(), [torch.arange(10).reshape(2, 5)]
+    prepare_fully_shard(model, None, {}, device="cpu", precision="fp32")
+    for is_fsdp in (True, False):  # what people pass here depends on what they think they run
+        model.zero_grad()
+        model.loss(model(batch), batch).backward()
+        with FSDP2():
             composer.functional.apply_gradient_clipping(model, "norm", 1e-3, is_fsdp)
-            grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
-            norm = torch.cat([grad.flatten() for grad in grads]).norm().item()
-            assert norm == pytest.approx(1e-3, rel=0.01), f"fsdp_enabled={is_fsdp}: {norm}"
-        trainer.close()
+        norm = torch.cat([full(parameter.grad).flatten() for parameter in model.parameters()]).norm().item()
+        assert norm == pytest.approx(1e-3, rel=0.01), f"fsdp_enabled={is_fsdp}: {norm}"
 
 
 @on_ranks(2, timeout_s=300)
@@ -133,27 +131,19 @@ KEYS: dict[str, dict[str, Any]] = {
 CLIP = ("norm", 0.5)
 
 
-class Reductions(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.namespace == "c10d" and "reduce_scatter" in func.overloadpacket.__name__
-        return func(*args, **(kwargs or {}))
-
-
 @on_ranks(2)
 def test_the_curve_is_fsdp1s(folder: str):
     """FSDP1 under Composer reduced in every microbatch; who asks for less communicates less, and trains the same."""
 
     def check(optimizer: str, name: str, num_reductions: int) -> None:
         options = {"optimizer": optimizer, "clip": CLIP, "microbatch": 1, "batches": 2, "eval_interval": "1ba"}
-        with Reductions() as mode:
+        with Collectives() as sent:
             ours = fit(FSDP2, KEYS[name], **options)
         theirs = reference(fit, FSDP1, {}, **options)
         assert close(ours.losses, theirs.losses), f"{ours.losses}, {theirs.losses}"
         assert ours.eval_parameters == [["DTensor"], ["DTensor"]], ours.eval_parameters
         assert_alike(ours.parameters, theirs.parameters, "after training")
-        assert mode.count == num_reductions
+        assert sent.counts["_reduce_scatter_base_"]["calls"] == num_reductions
 
     # Two batches of four microbatches over three units: the Trainer says which one is the last.
     cases = (("sgd", "every", 2 * 4 * 3), ("sgd", "last, kept", 2 * 3))
@@ -164,14 +154,7 @@ def fit_after_an_error(under: Under, keys: dict[str, Any], where: str) -> dict[s
     """The parameters after a batch, where the one before ended with an error in its second microbatch."""
     with under():
         model = build_model()
-        count = 0
-
-        def fail_once(*unused: Any) -> None:
-            nonlocal count
-            count += 1
-            if count == 2:
-                raise ValueError("once")
-
+        fail_once = mock.Mock(side_effect=itertools.chain([None, ValueError("once")], itertools.repeat(None)))
         if where == "forward":
             model.model.blocks[1].up.register_forward_hook(fail_once)
         else:
@@ -211,28 +194,22 @@ def test_composers_own_way_back_from_an_error(folder: str):
     x = torch.randint(0, 13, (2, 6))
 
     def gradients(fails: bool) -> dict[str, torch.Tensor]:
-        with FSDP2():
-            trainer = make_trainer({"gradient_sync": "last"}, batches=1)
-            model = trainer.state.model.model
-            if fails:
-                begin_microbatch(trainer.state.model, is_last=False)
-                model(x).sum().backward()  # whose gradients wait for the last microbatch
-                handle = model.blocks[0].up.register_full_backward_hook(raise_out_of_memory)
-                with pytest.raises(RuntimeError, match="out of memory"):
-                    model(x).sum().backward()
-                handle.remove()
-                composer_trainer._fsdp_reshard_and_cleanup(trainer.state.model)
-                trainer.state.model.zero_grad()
-            model(x).sum().backward()
-            found = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
-            trainer.close()
-        return found
+        model = build_model()
+        prepare_fully_shard(model, None, {"gradient_sync": "last"}, device="cpu", precision="fp32")
+        if fails:
+            begin_microbatch(model, is_last=False)
+            model.model(x).sum().backward()  # whose gradients wait for the last microbatch
+            handle = model.model.blocks[0].up.register_full_backward_hook(lambda *unused: 1 / 0)
+            with FSDP2(), pytest.raises(ZeroDivisionError):
+                model.model(x).sum().backward()
+            handle.remove()
+            with FSDP2():
+                composer_trainer._fsdp_reshard_and_cleanup(model)
+            model.zero_grad()
+        model.model(x).sum().backward()
+        return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
 
     assert_same(gradients(fails=True), gradients(fails=False))
-
-
-def raise_out_of_memory(*unused: Any) -> None:
-    raise RuntimeError("CUDA out of memory")
 
 
 # --- collective_guard
@@ -250,21 +227,6 @@ def test_a_trainers_ranks_that_part(folder: str):
             trainer.fit()
     assert "rank 1 stands before the end of a training batch" in str(raised.value)
     assert "rank 0 stands before the all-gather of model in forward" in str(raised.value)
-
-
-# --- offload; without a GPU only the wiring shows: parameters and communication share the CPU
-
-
-@on_ranks(2)
-def test_offloaded_run_has_fsdp1s_curve(folder: str):
-    """cpu_offload is carried over, and clipping, saving and loading know that parameters lie in host memory."""
-    training: dict[str, Any] = {"batches": 4, "optimizer": "adamw", "clip": ("norm", 0.1)}
-    theirs = fit(FSDP1, {}, **training)
-    config = {"cpu_offload": True, "state_dict_type": "sharded"}
-    whole = fit(FSDP2, dict(config), save_folder=folder, save_interval="2ba", **training)
-    assert close(whole.losses, theirs.losses), f"{whole.losses}, {theirs.losses}"
-    resumed = fit(FSDP2, dict(config), load_path=f"{folder}/{named('sharded', 2)}", **training)
-    assert resumed.losses == whole.losses[2:], f"{resumed.losses}, {whole.losses}"
 
 
 # --- synchronisations

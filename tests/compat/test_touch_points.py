@@ -2,55 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from support.callbacks import callback
 from support.on_ranks import on_ranks
-from support.oracle import FSDP1, FSDP2, Under
+from support.oracle import FSDP1, FSDP2
 from support.references import reference
-from support.trainers import close, fit, largest_difference, make_trainer, result
-from torch.utils.data import DataLoader
+from support.trainers import close, eval_loader, fit, largest_difference, make_trainer, result
+
+from composer_fsdp2._torch.counting import Collectives
 
 pytestmark = pytest.mark.composer
 
 
-# --- SAM
-
-
-def sam_run(under: Under, strategy: str) -> Any:
-    """It climbs in the first and the third of three batches."""
-    from composer.algorithms import SAM
-
-    keys, algorithms = {"sharding_strategy": strategy}, [SAM(rho=0.5, interval=2)]
-    return fit(under, keys, optimizer="adamw", batches=3, algorithms=algorithms, eval_interval="2ba")
-
-
-@on_ranks(2)
-def test_sam_climbs_the_whole_gradient(folder: str):
-    """With each rank's own norm, ranks would climb by different steps, and their shards part from one another."""
-    warnings.simplefilter("ignore")
-
-    plain = reference(fit, FSDP1, {}, optimizer="adamw")
-    # The norm of a shard is not that of the gradient: under FSDP1 SAM was right without shards only.
-    theirs = sam_run(FSDP1, "NO_SHARD")
-    assert largest_difference(plain.losses[: len(theirs.losses)], theirs.losses) > 1e-3, "SAM changes nothing"
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        ours = sam_run(FSDP2, strategy)
-        assert close(ours.losses, theirs.losses), f"{strategy}: {ours.losses}, {theirs.losses}"
-
-
 # --- eval, predict, several fits
-
-
-def loader(num_samples: int = 16) -> DataLoader[Any]:
-    from composer.utils import dist
-    from support.scripts.train_with_trainer import data
-
-    dataset = data(num_samples)
-    return DataLoader(dataset, batch_size=4, sampler=dist.get_sampler(dataset))
 
 
 def calls(trainer: Any) -> list[torch.Tensor]:
@@ -58,13 +25,13 @@ def calls(trainer: Any) -> list[torch.Tensor]:
     predicted: list[torch.Tensor] = []
     trainer.eval()
     trainer.fit(duration="2ba")
-    predicted += trainer.predict(loader())
+    predicted += trainer.predict(eval_loader())
     trainer.fit(duration="1ba")
-    trainer.eval(loader(8))
+    trainer.eval(eval_loader(8))
     trainer.eval()
-    trainer.predict(loader(8), return_outputs=False)
+    trainer.predict(eval_loader(8), return_outputs=False)
     trainer.fit(duration="1ba")
-    predicted += trainer.predict(loader(8))
+    predicted += trainer.predict(eval_loader(8))
     return predicted
 
 
@@ -158,25 +125,14 @@ def test_parameters_are_sharded_at_every_event(folder: str):
 @on_ranks(2)
 def test_an_evaluation_gathers_once_where_nobody_looks(folder: str):
     """Parameters that SHARD_GRAD_OP keeps are not gathered again for each batch of an evaluation."""
-    from torch.distributed.fsdp import FSDPModule
 
     def num_gathers(*callbacks: Any) -> int:
         with FSDP2():
             trainer = make_trainer({"sharding_strategy": "SHARD_GRAD_OP"}, eval_interval="1ba", callbacks=callbacks)
-            gathered = 0
-            root = next(module for module in trainer.state.model.modules() if isinstance(module, FSDPModule))
-            group = root._get_fsdp_state()._fsdp_param_group
-            unshard = group.unshard
-
-            def count(*args: Any, **kwargs: Any) -> Any:
-                nonlocal gathered
-                gathered += group.is_sharded
-                return unshard(*args, **kwargs)
-
-            group.unshard = count
-            trainer.eval()
+            with Collectives() as sent:
+                trainer.eval()
             trainer.close()
-        return gathered
+        return sent.counts["_allgather_base_"]["calls"]
 
-    assert num_gathers() == 1
-    assert num_gathers(reader("eval_end")) == 2  # it might look at any event
+    # Two batches; it might look at any event.
+    assert num_gathers(reader("eval_end")) == 2 * num_gathers()

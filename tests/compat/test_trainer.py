@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,13 +31,18 @@ from support.trainers import (
     make_trainer,
     result,
 )
-from support.training import FULL, HSDP_2X2
+from support.training import HSDP_2X2
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
-from composer_fsdp2 import ComposerFSDP2Error, ConfigError, prepare_fully_shard
+from composer_fsdp2 import ComposerFSDP2Error, ConfigError
+from composer_fsdp2._torch.repairs import repair_cpu_collectives
 from composer_fsdp2._torch.scaler import ShardedGradScaler
+from composer_fsdp2.compat import prepare_fsdp_module
 
 pytestmark = pytest.mark.composer
 
@@ -139,8 +145,6 @@ def test_fsdp2_config_shards_below_a_child_that_is_not_wrapped(folder: str):
     whole, as under FSDP1, their ranks would drift apart (or there would be nothing to shard)."""
     from composer.utils import FSDP2Config, ParallelismConfig
 
-    from composer_fsdp2._torch.repairs import repair_cpu_collectives
-
     repair_cpu_collectives()  # Composer's own FSDP2 would train on the sum of gradients over gloo
 
     def train(under: Under, says_it_itself: bool) -> tuple[set[str], Any]:
@@ -237,7 +241,6 @@ def test_values_of_rank_0_alone(folder: str):
 def test_replica_degrees_become_a_2d_mesh(folder: str):
     """HYBRID_SHARD keeps its replicas; Composer's own FSDP2 dropped them, and overrode a mesh that it was given."""
     from composer.utils import FSDP2Config
-    from torch.distributed.device_mesh import init_device_mesh
 
     zero_2 = HSDP_2X2 | {"sharding_strategy": "_HYBRID_SHARD_ZERO2"}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -255,24 +258,22 @@ def test_meshes_of_ranks_in_another_order(folder: str):
     """A mesh of some of the ranks is refused, because Composer's State makes one of all; its ranks trained as if there
     were none."""
     from composer.utils import FSDP2Config
-    from torch.distributed.device_mesh import DeviceMesh
 
-    def shape(ranks: list[Any]) -> tuple[int, ...]:
+    def shape(parallelism: Any) -> tuple[int, ...]:
         with FSDP2():
-            trainer = make_trainer(FSDP2Config(device_mesh=DeviceMesh("cpu", ranks)))
+            trainer = make_trainer(parallelism)
             shape = tuple(trainer.state.model.model.wte.weight.device_mesh.shape)
             trainer.close()
         return shape
 
-    assert shape([1, 0, 3, 2]) == (4,)
-    assert shape([[0, 2], [1, 3]]) == (2, 2)
+    turned = DeviceMesh("cpu", [[0, 2], [1, 3]])
+    assert shape(FSDP2Config(device_mesh=DeviceMesh("cpu", [1, 0, 3, 2]))) == (4,)
+    assert shape(FSDP2Config(device_mesh=turned)) == (2, 2)
     mine = [0, 1] if dist.get_rank() < 2 else [2, 3]
     with pytest.raises(ConfigError, match="makes 2 ranks"):
-        shape(mine)
-    with environment_of("FSDP_VERSION=2"), FSDP2():
-        trainer = make_trainer({"device_mesh": DeviceMesh("cpu", [[0, 2], [1, 3]])})
-        assert trainer.state.model.model.wte.weight.device_mesh.ndim == 2
-        trainer.close()
+        shape(FSDP2Config(device_mesh=DeviceMesh("cpu", mine)))
+    with environment_of("FSDP_VERSION=2"):
+        assert shape({"device_mesh": turned}) == (2, 2)
 
 
 @on_ranks(4)
@@ -305,7 +306,6 @@ def test_a_run_has_the_process_groups_of_state_and_no_others(folder: str):
 def test_own_planners_and_async_save(folder: str):
     """A planner that renames or filters keys is used, not dropped as Composer's FSDP2 drops it; so is a key that only
     we have."""
-    from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
     def check(way: str) -> None:
         save, load = DefaultSavePlanner(), DefaultLoadPlanner()
@@ -378,8 +378,6 @@ def check_refused(build: Callable[[], Any], parallelism: Any, named: str) -> Non
     from composer.devices import DeviceCPU
     from composer.utils import FSDPConfig
 
-    from composer_fsdp2.compat import prepare_fsdp_module
-
     model = build()
     optimizer = build_optimizer("sgd", build_model() if "same model" in named else model)
     before = footprint(model, optimizer)
@@ -426,43 +424,34 @@ def test_bad_input_is_refused_on_every_rank_before_anything_is_changed(folder: s
 
 def train_with_surgery(under: Under, parallelism: dict[str, Any]) -> tuple[Any, list[Any]]:
     """A run whose callback reads and changes full weights and gradients, as it was written for FSDP1."""
-    from composer import Callback, State
-
     seen: list[Any] = []
 
-    class Surgery(Callback):
-        def after_backward(self, state: State, logger: Any) -> None:
-            root = state.model.model
-            assert root.module is not None
-            with FullyShardedDataParallel.summon_full_params(state.model, with_grads=True):
-                norms = [p.grad.norm() for p in root.parameters() if p.grad is not None]
-                seen.append(("gradients", float(torch.stack(norms).norm())))
-                for parameter in root.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.clamp_(-0.05, 0.05)
+    def after_backward(state: Any) -> None:
+        root = state.model.model
+        assert root.module is not None
+        with FullyShardedDataParallel.summon_full_params(state.model, with_grads=True):
+            gradients = [p.grad for p in root.parameters() if p.grad is not None]
+            seen.append(("gradients", float(nn.utils.get_total_norm(gradients))))
+            for gradient in gradients:
+                gradient.clamp_(-0.05, 0.05)
 
-        def batch_end(self, state: State, logger: Any) -> None:
-            root = state.model.model
-            with torch.no_grad(), root.summon_full_params(root, recurse=False):
-                root.module.lm_head.weight.mul_(0.9)
-            self.note("batch", state)
+    def batch_end(state: Any) -> None:
+        root = state.model.model
+        with torch.no_grad(), root.summon_full_params(root, recurse=False):
+            root.module.lm_head.weight.mul_(0.9)
+        note("batch", state)
 
-        def eval_end(self, state: State, logger: Any) -> None:
-            self.note("eval", state)
+    def note(when: str, state: Any) -> None:
+        root = state.model.model
+        with root.summon_full_params(state.model, writeback=False, offload_to_cpu=False):
+            assert root._fsdp_wrapped_module.lm_head.weight.shape == (13, 8)
+            for name, parameter in state.model.named_parameters():
+                seen.append((when, own_name(name), tuple(parameter.shape), float(parameter.detach().square().sum())))
+                if when == "batch":  # not after an eval, where FSDP1 runs the next forward on what it discards
+                    parameter.detach().zero_()
 
-        def note(self, when: str, state: State) -> None:
-            root = state.model.model
-            with root.summon_full_params(state.model, writeback=False, offload_to_cpu=False):
-                assert root._fsdp_wrapped_module.lm_head.weight.shape == (13, 8)
-                for name, parameter in state.model.named_parameters():
-                    seen.append(
-                        (when, own_name(name), tuple(parameter.shape), float(parameter.detach().square().sum()))
-                    )
-                    if when == "batch":  # not after an eval, where FSDP1 runs the next forward on what it discards
-                        parameter.detach().zero_()
-
-    trained = fit(under, parallelism, callbacks=[Surgery()], batches=3, eval_interval="2ba")
-    return trained, seen
+    surgery = callback(after_backward=after_backward, batch_end=batch_end, eval_end=functools.partial(note, "eval"))
+    return fit(under, parallelism, callbacks=[surgery], batches=3, eval_interval="2ba"), seen
 
 
 @on_ranks(2)
@@ -478,32 +467,6 @@ def test_a_callback_written_for_fsdp1(folder: str):
     assert {note[0] for note in our_notes} == {"gradients", "batch", "eval"}
 
 
-@on_ranks(2)
-def test_static_form(folder: str):
-    """`FullyShardedDataParallel.summon_full_params(model)` shows shards without the shim; with it a model that FSDP1
-    wraps is still FSDP1's."""
-    original = vars(FullyShardedDataParallel)["summon_full_params"]
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    prepare_fully_shard(model, None, FULL, device="cpu")
-    with FSDP2():
-        for unsharded in (model, nn.Linear(3, 4)):
-            with FullyShardedDataParallel.summon_full_params(unsharded, writeback=False):
-                assert not any(isinstance(parameter, DTensor) for parameter in unsharded.parameters())
-        # A model of FSDP1's, say a reward model that a script wraps itself, is FSDP1's.
-        other = nn.Linear(3, 4)
-        weight = other.weight.detach().clone()
-        wrapped = FullyShardedDataParallel(other, device_id=torch.device("cpu"), use_orig_params=True)
-        assert wrapped.module.weight.shape != weight.shape
-        for around in (wrapped, nn.ModuleList([wrapped])):
-            with FullyShardedDataParallel.summon_full_params(around):
-                assert torch.equal(wrapped.module.weight, weight)
-        with wrapped.summon_full_params(wrapped):
-            assert torch.equal(wrapped.module.weight, weight)
-    assert vars(FullyShardedDataParallel)["summon_full_params"] is original
-    with FullyShardedDataParallel.summon_full_params(model):
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
 # --- runs that are not sharded
 
 
@@ -511,7 +474,6 @@ def test_static_form(folder: str):
 def test_runs_without_fsdp_are_left_alone(folder: str):
     """install() at the top of a shared script must not change what its DDP users get, clipping and SWA included."""
     from composer.algorithms import SWA
-    from torch.nn.parallel import DistributedDataParallel
 
     warnings.simplefilter("ignore")
     left = []

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.callbacks import algorithm
 from support.cases import for_each
 from support.comparing import assert_same, differences, full_parameters, own_name
 from support.on_ranks import on_ranks
@@ -22,6 +23,7 @@ from support.ranks import run_ranks
 from support.trainer_parts import FOLDER, ROWS, Beside, Kind, Ours, Row
 from support.trainers import build_model, build_optimizer, close, objects_of_ranks
 from torch import nn
+from torch.utils.data import DataLoader
 
 from composer_fsdp2.errors import UnsupportedError
 
@@ -247,7 +249,6 @@ def run(under: Under, rows: Sequence[Row], folder: str, **keys: Any) -> Left:
     from composer.trainer import trainer as composer_trainer
     from composer.utils import dist as composer_dist
     from support.scripts.train_with_trainer import Record
-    from torch.utils.data import DataLoader
 
     row = rows[0]
     options = row.trainer
@@ -440,28 +441,23 @@ def test_replicas_get_the_same_new_weights(folder: str):
 
 def surgeon(at: str) -> Any:
     """A user's own algorithm, which tells the optimizer nothing."""
-    from composer.core import Algorithm, Event
 
-    class Widen(Algorithm):
-        def match(self, event: Any, state: Any) -> bool:
-            return event is Event[at]
+    def widen(state: Any) -> None:
+        torch.manual_seed(0)
+        state.model.module.head = nn.Linear(24, NUM_CLASSES)
 
-        def apply(self, event: Any, state: Any, logger: Any) -> None:
-            torch.manual_seed(0)
-            state.model.module.head = nn.Linear(24, NUM_CLASSES)
-
-    return Widen()
+    return algorithm("Widen", at, widen)
 
 
 @on_ranks(2)
 def test_own_surgery(folder: str):
     """The optimizer trains what surgery made, as FSDP1's; after sharding no rank would average its gradients."""
     row = row_of("BlurPool")  # for its model
-    with mock.patch.dict(globals(), make=lambda *_: surgeon("INIT")):
+    with mock.patch.dict(globals(), make=lambda *_: surgeon("init")):
         theirs, ours = (run(under, [row], folder, **SHARDED) for under in (FSDP1, FSDP2))
     assert close(ours.losses, theirs.losses), f"{ours.losses}, {theirs.losses}"
     torch.testing.assert_close(ours.parameters, theirs.parameters)
-    with mock.patch.dict(globals(), make=lambda *_: surgeon("FIT_START")):
+    with mock.patch.dict(globals(), make=lambda *_: surgeon("fit_start")):
         message = str(error_of(FSDP2, [row], folder))
     assert "Widen replaces parameters of a model that is sharded" in message and "Event.INIT" in message
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from support.cases import for_each
-from support.comparing import full
-from support.known_models import IMAGE_TOKEN, IMAGES, TEXT, build, llava, qwen_vl
+from support.known_models import IMAGES, TEXT, build, llava, mpt, qwen_vl
 from support.on_ranks import on_ranks
-from support.training import FULL, assert_close, named_parameters
 from torch import nn
 
-from composer_fsdp2 import ShardingConfig, UnsupportedError, plan_sharding, prepare_fully_shard
+from composer_fsdp2 import ShardingConfig, UnsupportedError, plan_sharding
 from composer_fsdp2.config.wrap import Wrap, WrapKind
 from composer_fsdp2.fsdp1.towers import towers
 
@@ -50,47 +45,6 @@ def test_units_in_a_tower_are_told(folder: str):
         "llava": (llava, "model.vision_tower", "vision_model.encoder.layers.0", "LlamaDecoderLayer"),
     }
     for_each(check, cases)
-
-
-def loss(model: Any, rank: int) -> torch.Tensor:
-    """Of a batch with an image on rank 0, of text alone on the others."""
-    draw = torch.Generator().manual_seed(rank)
-    tokens = torch.randint(3, 60, (2, 9), generator=draw)
-    image: dict[str, torch.Tensor] = {}
-    if rank == 0:
-        tokens[:, 2], tokens[:, 3] = IMAGE_TOKEN - 1, IMAGE_TOKEN
-        grids = torch.tensor([[1, 2, 2]] * len(tokens))
-        patches = torch.randn(4 * len(tokens), 3 * 2 * 14 * 14, generator=draw)
-        image = {"pixel_values": patches.to(torch.get_default_dtype()), "image_grid_thw": grids}
-    result: torch.Tensor = model.model(tokens, labels=tokens, attention_mask=torch.ones_like(tokens), **image).loss
-    return result
-
-
-@on_ranks(2)
-def test_what_is_advised_trains_right_where_a_rank_has_text_alone(folder: str):
-    """Whoever follows the note must not lose the tower's gradients for it."""
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    model = qwen_vl("cpu")
-    reference = copy.deepcopy(model)
-    advised = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen2_5_VLDecoderLayer"]}}
-    prepare_fully_shard(model, None, FULL | advised | {"collective_guard": 60}, device="cpu")
-    loss(model, dist.get_rank()).backward()
-    for rank in range(2):
-        (loss(reference, rank) / 2).backward()
-    sharded = named_parameters(model)
-    for name, parameter in reference.named_parameters():
-        assert_close(name, full(sharded[name].grad), parameter.grad, rtol=1e-5, atol=1e-9)  # norms compute in fp32
-    assert reference.model.visual.blocks[0].attn.qkv.weight.grad.abs().max() > 0
-
-
-def mpt(**config: Any) -> nn.Module:
-    from llmfoundry.models.mpt.modeling_mpt import MPTConfig, MPTForCausalLM
-
-    model = nn.Module()
-    sizes = {"d_model": 16, "n_heads": 2, "n_layers": 2, "vocab_size": 67, "max_seq_len": 16}
-    model.model = MPTForCausalLM(MPTConfig(**sizes, attn_config={"attn_impl": "torch"}, **config))
-    return model
 
 
 def models_without_towers() -> dict[str, nn.Module]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
@@ -43,7 +43,8 @@ def test_replicas_are_the_outer_axis():
 
 def check_present_meshes() -> None:
     present = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    pair = own_of(((0, 3), (1, 2)))
+    outer, inner = dist.new_group((0, 3)), dist.new_group((1, 2))
+    pair = inner if dist.get_rank() in (1, 2) else outer
     in_pairs = DeviceMesh.from_group(pair, "cpu")
     replicas, rows = (
         MeshSpec.of_degrees(shard=2, replicate=2),
@@ -68,11 +69,6 @@ def check_present_meshes() -> None:
             "not on all ranks": (replicas, [present] if is_first else [], None),
         },
     )
-
-
-def own_of(groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
-    made = [dist.new_group(ranks) for ranks in groups]
-    return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
 
 
 def test_a_mesh_that_is_there_is_taken():
@@ -110,10 +106,6 @@ def test_the_mesh_of_a_configuration_is_taken_on_all_ranks_or_on_none():
 # Groups of hundreds of ranks, simulated: each rank's part is computed here, one after the other
 
 
-class Sent(Exception):
-    """What a rank would send, in place of sending it."""
-
-
 def tables_as_rank(rank: int, specs: list[MeshSpec], gather: Any) -> Any:
     with (
         mock.patch.object(meshes.dist, "get_rank", return_value=rank),
@@ -124,14 +116,11 @@ def tables_as_rank(rank: int, specs: list[MeshSpec], gather: Any) -> Any:
 
 
 def sent_by(rank: int, specs: list[MeshSpec]) -> Any:
-    def gather(value: Any) -> Any:
-        raise Sent(value)
-
-    try:
+    """What a rank would send, in place of sending it."""
+    gather = mock.Mock(side_effect=InterruptedError)
+    with pytest.raises(InterruptedError):
         tables_as_rank(rank, specs, gather)
-    except Sent as sent:
-        return sent.args[0]
-    raise AssertionError("nothing was sent")
+    return gather.call_args.args[0]
 
 
 NUM_RANKS, NUM_UNITS = 256, 80

@@ -9,9 +9,10 @@ import pytest
 import torch
 from support.examples import IS_THOROUGH
 from support.models import Block, Chain
+from support.translations import config_of
 from torch import nn
 
-from composer_fsdp2 import plan_sharding, translate
+from composer_fsdp2 import plan_sharding
 from composer_fsdp2.estimate.blocks import find_blocks
 from composer_fsdp2.estimate.trace import trace_microbatch
 from composer_fsdp2.sharding.plan import ShardingPlan
@@ -98,9 +99,7 @@ MODELS: dict[str, Callable[[], Stack]] = {
 
 def plan_of(model: nn.Module, **config: Any) -> ShardingPlan:
     config = {"mixed_precision": "PURE", "activation_checkpointing_reentrant": False, **config}
-    translation = translate(config, precision="amp_bf16", device="cpu", world_size=4)
-    assert translation.config is not None, translation.explain()
-    return plan_sharding(model, translation.config, precision="amp_bf16")
+    return plan_sharding(model, config_of(config, precision="amp_bf16"), precision="amp_bf16")
 
 
 def check_all(stack: Stack, settings: dict[str, Any], every: int | None = None) -> None:

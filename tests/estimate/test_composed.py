@@ -10,15 +10,15 @@ from weakref import ref
 
 import pytest
 import torch
-import torch.distributed as dist
+from estimate.test_replay import world_of
+from support.translations import config_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composer_fsdp2 import estimate_step, optimizer_state, plan_sharding, translate
+from composer_fsdp2 import estimate_step, optimizer_state, plan_sharding
 from composer_fsdp2._torch.fake import fake_tensors
 from composer_fsdp2._torch.live import tensors_of
 from composer_fsdp2.estimate.trace import trace_microbatch
@@ -75,17 +75,15 @@ def plan_of(model: nn.Module, recomputed: bool) -> ShardingPlan:
     }
     decoder: Any = next(model.children())
     decoder.activation_checkpointing_fn = decoder.fsdp_wrap_fn
-    translation = translate(config, precision="amp_bf16", device="cpu", world_size=RANKS)
-    assert translation.config is not None
-    return plan_sharding(model, translation.config, precision="amp_bf16").resolve(RANKS)
+    translated = config_of(config, precision="amp_bf16", world_size=RANKS)
+    return plan_sharding(model, translated, precision="amp_bf16").resolve(RANKS)
 
 
 def measured(model: nn.Module, plan: ShardingPlan) -> int:
     """The peak of the second step, which finds the optimizer's state."""
     import torch.distributed._tools.fake_collectives
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    try:
+    with world_of(RANKS):
         mesh = init_device_mesh("cpu", (RANKS,))
         with fake_tensors():
             model.to_empty(device="cpu")
@@ -111,8 +109,6 @@ def measured(model: nn.Module, plan: ShardingPlan) -> int:
                     del value
                     optimizer.step()
             return storages.peak
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("layers", "recomputed"), [pytest.param(2, False, marks=pytest.mark.any_torch), (3, True)])

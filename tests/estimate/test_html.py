@@ -11,8 +11,9 @@ from xml.dom import minidom
 import pytest
 import torch
 from support.models import Model
+from support.translations import config_of
 
-from composer_fsdp2 import estimate_step, plan_sharding, translate
+from composer_fsdp2 import estimate_step, plan_sharding
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.estimate.bounds import GPUS, step_bounds
 from composer_fsdp2.estimate.fsdp1_model import model_fsdp1
@@ -30,9 +31,7 @@ def planned(
     """A step of a small model on many ranks, with everything that a page may show."""
     with torch.device("meta"):
         model = Model(num_blocks=num_blocks, width=64)
-    translation = translate(config, device="cuda", world_size=16)
-    assert translation.config is not None
-    plan = plan_sharding(model, translation.config).resolve(16)
+    plan = plan_sharding(model, config_of(config, device="cuda", world_size=16)).resolve(16)
     optimizer = optimizer_state("AdamW")
     estimate = estimate_step(
         plan, None, world_size=16, optimizer=optimizer, num_microbatches=num_microbatches, gpus_per_node=8

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from support.models import Model
+from support.translations import config_of
 
-from composer_fsdp2 import estimate_step, plan_sharding, translate
+from composer_fsdp2 import estimate_step, plan_sharding
 from composer_fsdp2.estimate.links import node_bytes, ring_bytes, ring_node_bytes, sent_by_unit, traffic
 from composer_fsdp2.estimate.step import CollectiveCall, Link, Phase, StepEstimate
 
@@ -22,9 +23,7 @@ Row = tuple[str, str, int, str, int, int, int]
 def step_of(config: dict[str, Any], *, world_size: int, gpus_per_node: int) -> StepEstimate:
     """A step of two blocks of 280 elements and a root of 400, all divided without padding, in fp32."""
     model = Model(num_blocks=2, width=8, vocabulary=24)
-    translation = translate(config, precision="fp32", device="cpu", world_size=world_size)
-    assert translation.config is not None
-    plan = plan_sharding(model, translation.config, precision=translation.precision)
+    plan = plan_sharding(model, config_of(config, precision="fp32", world_size=world_size), precision="fp32")
     return estimate_step(plan, world_size=world_size, gpus_per_node=gpus_per_node)
 
 

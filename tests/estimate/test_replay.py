@@ -15,10 +15,11 @@ import torch.distributed as dist
 from support.examples import IS_THOROUGH
 from support.models import Model, ModelWithScalar
 from support.ranks import run_ranks
+from support.translations import config_of
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composer_fsdp2 import apply_plan, begin_microbatch, estimate_step, plan_sharding, translate
+from composer_fsdp2 import apply_plan, begin_microbatch, estimate_step, plan_sharding
 from composer_fsdp2._torch.counting import Collectives, StateBytes
 from composer_fsdp2.estimate.events import MicrobatchTrace, StepEvent
 from composer_fsdp2.estimate.fsdp1_model import model_fsdp1
@@ -51,9 +52,8 @@ class Case:
         return model
 
     def plan(self, model: nn.Module) -> ShardingPlan:
-        translation = translate(self.config, precision=self.precision, device="cpu", world_size=self.ranks)
-        assert translation.config is not None, translation.explain()
-        return plan_sharding(model, translation.config, precision=translation.precision).resolve(self.ranks)
+        config = config_of(self.config, precision=self.precision, world_size=self.ranks)
+        return plan_sharding(model, config, precision=self.precision).resolve(self.ranks)
 
 
 def tokens() -> torch.Tensor:

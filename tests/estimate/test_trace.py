@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.models import Model, Running
+from support.translations import config_of
 from torch import nn
 
-from composer_fsdp2 import plan_sharding, translate
+from composer_fsdp2 import plan_sharding
 from composer_fsdp2.estimate.blocks import copy_with, find_blocks
 from composer_fsdp2.estimate.events import StepEvent
 from composer_fsdp2.estimate.trace import run_traced, trace_microbatch
@@ -120,9 +121,8 @@ class Setting:
             ]
             for number, block in enumerate(blocks):
                 block._activation_checkpointing = number % self.every == 0
-        translation = translate(config, precision=self.precision, device=self.device, world_size=4)
-        assert translation.config is not None
-        return plan_sharding(model, translation.config, precision=translation.precision).resolve(4)
+        translated = config_of(config, precision=self.precision, device=self.device)
+        return plan_sharding(model, translated, precision=self.precision).resolve(4)
 
 
 SETTINGS = {

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -32,20 +31,9 @@ def ffn_split(model: Any) -> set[str]:
     return {name.split(".")[-2] for name, value in parameters.items() if value.device_mesh.ndim == 2}
 
 
-@contextlib.contextmanager
-def told() -> Iterator[list[str]]:
-    """What the shim logs of split layers."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("composer_fsdp2.compat.tensor")
-    logger.addHandler(handler)
-    yield found
-    logger.removeHandler(handler)
-
-
 def check_yaml(folder: str) -> None:
     short = "max_duration=2ba"
+    log = logging.getLogger("composer_fsdp2.compat.tensor")  # what the shim logs of split layers
     alone = train(FSDP2, YAML, folder, "alone", *GLU, short)
     for name, how in {"ffn": FFN, "sequences": CONTEXT}.items():
         times: list[Any] = []
@@ -55,15 +43,15 @@ def check_yaml(folder: str) -> None:
             times.append(trainer.state.timestamp)  # noqa: B023
             split.append(ffn_split(trainer.state.model))  # noqa: B023
 
-        with told() as messages:
+        with mock.patch.object(log, "handle") as handle:
             gathered = train(FSDP2, YAML, folder, name, *GLU, short, *how, after=look)
         difference = largest_difference(gathered.losses, alone.losses)
         assert difference <= 1e-5, f"{name}, {difference}: {gathered.losses}, {alone.losses}"
         assert (int(times[0].sample), int(times[0].token)) == (2 * 16, 2 * 16 * 64), f"{name}: {times}"
         assert split == [{"up_proj", "gate_proj", "down_proj"} if how is FFN else set()], f"{name}: {split}"
         if how is FFN and dist.get_rank() == 0:
-            assert len(messages) == 1 and "FSDP1 trained the ranks" in messages[0], messages
-            assert "gate_proj is split as well" in messages[0], messages
+            [message] = [call.args[0].getMessage() for call in handle.call_args_list]
+            assert "FSDP1 trained the ranks" in message and "gate_proj is split as well" in message, message
     one = [*FFN, "model.n_layers=1", "max_duration=1ba"]
     refused = [*one, "fsdp_config.broadcast_batch=false"]
     with pytest.raises(ConfigError, match=r"`replication: 2` in the dataset section of an LLM Foundry YAML"):

@@ -130,14 +130,12 @@ REAL = {
 
 
 def compared_in_training(folder: str) -> dict[str, list[str]]:
-    def trained(name: str, overrides: tuple[str, ...]) -> list[str]:
+    def trained(name: str, *overrides: str) -> list[str]:
         with compared_digests() as digests:
             train(FSDP2, YAML, folder, name.replace(" ", "-"), *overrides, "max_duration=1ba", "save_folder=null")
         return digests
 
-    found: dict[str, list[str]] = {}
-    for_each(lambda name: found.update({name: trained(name, REAL[name])}), {name: (name,) for name in REAL})
-    return found
+    return for_each(trained, {name: (name, *overrides) for name, overrides in REAL.items()})
 
 
 def test_real_ranks_compare_the_printed_digest(folder: str, tmp_path: Path):

@@ -78,13 +78,8 @@ def check_theirs(folder: str) -> tuple[TrainedYaml, list[Any]]:
 
 @pytest.fixture(scope="module")
 def of_fsdp1(folder: str) -> tuple[TrainedYaml, list[Any]]:
+    """The YAML under FSDP1, and the texts; with its checkpoints in ``folder``/fsdp1."""
     return run_ranks(check_theirs, 2, folder)[0]
-
-
-@pytest.fixture(scope="module")
-def theirs(of_fsdp1: tuple[TrainedYaml, list[Any]]) -> TrainedYaml:
-    """The YAML under FSDP1; with its checkpoints in ``folder``/fsdp1."""
-    return of_fsdp1[0]
 
 
 def check_mpt(folder: str, theirs: TrainedYaml, their_texts: list[Any]) -> None:
@@ -127,6 +122,46 @@ def check_meta(folder: str, model: str) -> None:
     options = ("model.init_device=meta", "max_duration=1ba")
     theirs = train(FSDP1, yaml, folder, f"{model}-meta-fsdp1", *options)
     assert_alike(train(FSDP2, yaml, folder, f"{model}-meta-fsdp2", *options), theirs, f"{model}, meta")
+
+
+# --- max_duration in tokens: reached where FSDP1's run reached it, whole or resumed
+
+DURATION = "3500tok"  # which ends in the midst of a batch's tokens
+
+
+def run_and_end(under: Under, folder: str, name: str, *overrides: str) -> tuple[TrainedYaml, dict[str, Any]]:
+    """A run, and where it ended; the YAML's schedule ends with the duration, so its rates tell of it too."""
+    ended: dict[str, Any] = {}
+
+    def note(trainer: Any) -> None:
+        timestamp = trainer.state.timestamp
+        ended.update({unit: getattr(timestamp, unit).value for unit in ("epoch", "batch", "sample", "token")})
+        ended["rate"] = trainer.state.optimizers[0].param_groups[0]["lr"]
+        ended["elapsed"] = float(trainer.state.get_elapsed_duration())
+
+    return train(under, YAML, folder, name, *overrides, after=note), ended
+
+
+def check_duration(folder: str) -> None:
+    options = [f"max_duration={DURATION}", "save_interval=2ba", "scheduler.t_warmup=0.25dur", "model.n_layers=1"]
+    runs, names = {}, {}
+    for under in (FSDP1, FSDP2):
+        place = Path(folder, f"{DURATION}-{under.__name__}")
+        runs[under] = run_and_end(under, folder, place.name, *options, f"save_folder={place}")
+        names[under] = {path.relative_to(place) for path in place.rglob("*")}
+    (theirs, their_end), (ours, our_end) = runs[FSDP1], runs[FSDP2]
+    assert_alike(ours, theirs, DURATION)
+    assert our_end == their_end, f"{our_end}, FSDP1 {their_end}"
+    assert their_end["elapsed"] >= 1, their_end
+    assert names[FSDP2] == names[FSDP1]
+    resumed, resumed_end = run_and_end(FSDP2, folder, "resumed", *options, f"load_path={place}/ep0-ba2")
+    assert resumed_end == their_end, f"resumed: {resumed_end}, FSDP1 {their_end}"
+    assert largest_difference(resumed.losses, theirs.losses[2:]) <= 1e-6
+
+
+def test_runs_end_where_fsdp1s_end(folder: str):
+    """A run that stops a batch early, or goes on, has another schedule, another last checkpoint and another bill."""
+    run_ranks(check_duration, 2, folder)
 
 
 # --- Hugging Face
@@ -202,22 +237,6 @@ def test_hugging_face_model_keeps_its_name(folder: str):
     run_ranks(check_llamas_files, 1, folder)
 
 
-def check_llama_by_keys(folder: str) -> None:
-    yaml = write_llama(folder)
-    frozen = "model._fsdp_wrapped_module.model.embed_tokens.weight"
-    theirs = train(FSDP1, yaml, folder, "llama-frozen", f"callbacks.layer_freezing.layer_names=[{frozen}]")
-    keys = ("wrap_policy.transformer_layer_cls_to_wrap=auto", "activation_checkpointing_policy=auto")
-    freeze = "fsdp_config.freeze=[model.embed_tokens]"
-    ours = train(FSDP2, yaml, folder, "llama-by-keys", freeze, *(f"fsdp_config.{key}" for key in keys))
-    assert_alike(ours, theirs, "Llama, with units, recomputation and frozen parameters from the section")
-
-
-@pytest.mark.slow
-def test_hugging_face_model_by_the_sections_keys(folder: str):
-    """wrap_policy, activation_checkpointing_policy and freeze say what Foundry's hooks and its callback said."""
-    run_ranks(check_llama_by_keys, 2, folder)
-
-
 # --- the command
 
 
@@ -240,17 +259,17 @@ def assert_command(losses: Path, theirs: list[float]) -> None:
     assert modules["FullyShardedDataParallel"] == 0 < modules["FSDPModule"], modules
 
 
-def test_command_trains_with_overrides(folder: str, theirs: TrainedYaml):
+def test_command_trains_with_overrides(folder: str, of_fsdp1: tuple[TrainedYaml, list[Any]]):
     """``composer-fsdp2 train run.yaml key=value`` takes the place of Foundry's own train script."""
     run_ranks(check_command, 2, folder)
-    assert_command(Path(folder) / "command.jsonl", theirs.losses)
+    assert_command(Path(folder) / "command.jsonl", of_fsdp1[0].losses)
 
 
 @pytest.mark.slow  # each launched rank imports all of LLM Foundry
-def test_launched_command(folder: str, theirs: TrainedYaml):
+def test_launched_command(folder: str, of_fsdp1: tuple[TrainedYaml, list[Any]]):
     """``composer -n 2 -m composer_fsdp2 train run.yaml key=value``: Foundry's launch line, with our word in it."""
     losses = Path(folder) / "launched.jsonl"
     command = [*LAUNCHERS["composer"], "train", YAML, *surroundings(folder, losses)]
     ended = run_all({"train": command}, Path(folder))["train"]
     assert ended.code == 0, ended
-    assert_command(losses, theirs.losses)
+    assert_command(losses, of_fsdp1[0].losses)

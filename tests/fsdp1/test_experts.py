@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
+from support.models import Chain
 from torch import nn
 
 from composer_fsdp2 import plan_sharding
@@ -15,26 +15,14 @@ from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 
-class Holder(nn.Module):
-    """A class of somebody's own that holds what it is given."""
-
-    def __init__(self, **held: nn.Module) -> None:
-        super().__init__()
-        for name, each in held.items():
-            self.add_module(name, each)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-class Layer(Holder):
+class Layer(Chain):
     """Attention, and parts that a batch may pass over, each under its name."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__(attention=nn.Linear(4, 4), **parts)
 
 
-class Ffn(Holder):
+class Ffn(Chain):
     def __init__(self) -> None:
         super().__init__(up=nn.Linear(4, 4))
 
@@ -64,8 +52,8 @@ CALLED_EXPERTS = {
     "by name": ({"experts": nn.ModuleDict({"code": Ffn(), "prose": Ffn()})}, "experts.code"),
     "Switch Transformers": ({"experts": nn.ModuleDict({"expert_0": Ffn(), "expert_1": Ffn()})}, "experts.expert_0"),
     "a sequence": ({"experts": nn.Sequential(*ffns())}, "experts.0"),
-    "a class that holds a list": ({"experts": Holder(local=nn.ModuleList(ffns()))}, "experts.local.0"),
-    "a class that holds them": ({"experts": Holder(expert_0=Ffn(), expert_1=Ffn())}, "experts.expert_0"),
+    "a class that holds a list": ({"experts": Chain(local=nn.ModuleList(ffns()))}, "experts.local.0"),
+    "a class that holds them": ({"experts": Chain(expert_0=Ffn(), expert_1=Ffn())}, "experts.expert_0"),
     "attributes": ({"expert_0": Ffn(), "Expert1": Ffn()}, "expert_0"),
 }
 
@@ -104,7 +92,7 @@ def test_experts_that_an_attribute_keeps_from_being_units():
 SEVERAL = {
     "a list": ({"ffns": nn.ModuleList(ffns())}, "ffns.0"),
     "by name": ({"moe": nn.ModuleDict({"a": Ffn(), "b": Ffn()})}, "moe.a"),
-    "deeper": ({"mlp": Holder(mlps=nn.ModuleList(ffns()))}, "mlp.mlps.0"),
+    "deeper": ({"mlp": Chain(mlps=nn.ModuleList(ffns()))}, "mlp.mlps.0"),
 }
 
 
@@ -131,9 +119,9 @@ def test_what_all_ranks_run_is_neither_refused_nor_told():
     """Shared experts run whatever the tokens; layers do, and parts of one that are no list."""
     for parts in (
         {"shared_expert": Ffn()},
-        {"shared_experts": Holder(gate=nn.Linear(4, 4), up=nn.Linear(4, 4))},
+        {"shared_experts": Chain(gate=nn.Linear(4, 4), up=nn.Linear(4, 4))},
         {"shared_expert_0": Ffn()},
-        {"experts": Holder(w1=nn.Linear(4, 4), w2=nn.Linear(4, 4))},  # of all experts in one
+        {"experts": Chain(w1=nn.Linear(4, 4), w2=nn.Linear(4, 4))},  # of all experts in one
         {"ffn": nn.Sequential(Ffn(), Ffn())},
         {"parts": nn.ModuleList([Ffn(), Layer()])},  # of T5: attention, attention, feed-forward
         {"experts_of_one": nn.Linear(4, 4)},

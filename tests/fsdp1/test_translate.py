@@ -520,34 +520,23 @@ def test_what_is_told_of_a_key(written: dict[str, Any], key: str, outcome: Outco
         assert translation.config == translate({}, device="cpu", world_size=4, precision="fp32").config
 
 
-UNSUPPORTED = [("te_shard_fp8_weight", True, {"precision": "amp_fp8"})]
-
-
-@pytest.mark.parametrize(("key", "value", "options"), UNSUPPORTED, ids=[row[0] for row in UNSUPPORTED])
-def test_strict_refuses_what_is_lost_and_not_strict_goes_on(key: str, value: object, options: dict[str, Any]):
-    """Results do not change behind the user's back; who knows better says strict: false, in the call or the file."""
-    options = {"device": "cpu", "world_size": 4, **options}
-    refused_translation = translate({key: value}, **options)
-    assert refused_translation.config is None
-    assert [(f.key, f.outcome) for f in refused_translation.blocking] == [(key, Outcome.UNSUPPORTED)]
-    assert "not possible as it stands" in refused_translation.explain()
-    assert refused_translation.to_json()["possible"] is False
-
+def test_strict_refuses_what_is_lost_and_not_strict_goes_on():
+    """Results do not change behind the user's back; who knows better says strict: false, in the call or the file, which
+    takes precedence, in both directions."""
+    written = {"te_shard_fp8_weight": True}
+    options = {"device": "cpu", "world_size": 4, "precision": "amp_fp8"}
     plain = translate({}, **options).config
+    for stopped in (translate(written, **options), translate({**written, "strict": True}, strict=False, **options)):
+        assert stopped.config is None
+        assert [(f.key, f.outcome) for f in stopped.blocking] == [("te_shard_fp8_weight", Outcome.UNSUPPORTED)]
+        assert "not possible as it stands" in stopped.explain()
+        assert stopped.to_json()["possible"] is False
     for lenient in (
-        translate({key: value}, strict=False, **options),
-        translate({key: value, "strict": False}, **options),
+        translate(written, strict=False, **options),
+        translate({**written, "strict": False}, strict=True, **options),
     ):
         assert lenient.config == plain and not lenient.strict
-        assert [finding.key for finding in lenient.blocking] == [key]
-
-
-def test_the_key_strict_takes_precedence():
-    """The file decides over the caller, in both directions, as the docstring promises."""
-    written = {"te_shard_fp8_weight": True}
-    options = {"device": "cpu", "precision": "amp_fp8"}
-    assert translate({**written, "strict": True}, strict=False, **options).config is None
-    assert translate({**written, "strict": False}, strict=True, **options).config is not None
+        assert [finding.key for finding in lenient.blocking] == ["te_shard_fp8_weight"]
 
 
 def test_low_precision_gradients_inside_mixed_precision_are_found():

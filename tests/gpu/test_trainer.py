@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.callbacks import callback
 from support.cases import for_each
 from support.comparing import assert_same
 from support.gpus import Ranks, Recorder, on_gpus
@@ -20,8 +19,6 @@ from support.memory import run_out_of_memory
 from support.oracle import FSDP1_ON, FSDP2
 from support.saved import named, read
 from support.trainers import build_model, close, fit, largest_difference, make_trainer, optimizer_state
-
-from composer_fsdp2._torch.parts import local_tensor
 
 pytestmark = pytest.mark.composer
 
@@ -89,62 +86,34 @@ class Gate:
 
     def callback(self, states: dict[int, Any]) -> Any:
         """One that fills ``states``, by batch: the first moments, full, in host memory. The saver comes after it."""
-        from composer import Callback
 
-        gate = self._open
+        def hold(state: Any) -> None:
+            self._open.clear()
+            [optimizer] = state.optimizers
+            found = optimizer_state(state.model, optimizer)
+            states[int(state.timestamp.batch)] = {name: each["exp_avg"].cpu() for name, each in found.items()}
 
-        class Hold(Callback):
-            def batch_end(self, state: Any, logger: Any) -> None:
-                gate.set()
+        def open_gate(state: Any) -> None:
+            self._open.set()
 
-            def batch_checkpoint(self, state: Any, logger: Any) -> None:
-                gate.clear()
-                [optimizer] = state.optimizers
-                found = optimizer_state(state.model, optimizer)
-                states[int(state.timestamp.batch)] = {name: each["exp_avg"].cpu() for name, each in found.items()}
-
-            def fit_end(self, state: Any, logger: Any) -> None:
-                gate.set()
-
-        return Hold()
-
-
-@contextlib.contextmanager
-def copies_are_pinned() -> Iterator[list[int]]:
-    """In the block, each async save's copies are in memory that CUDA has pinned, and that is no larger than they are.
-
-    Gives the bytes of each save.
-    """
-    from composer_fsdp2.compat.pinned_copies import PinnedCopies
-
-    of, saved_bytes = PinnedCopies.of, []
-
-    def watched(self: PinnedCopies, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-        num_pinned_by_torch = torch.cuda.host_memory_stats().get("num_host_alloc", 0)  # rounded up
-        copies = of(self, tensors)
-        parts = [local_tensor(copied) for copied in copies.values()]
-        saved_bytes.append(sum(part.nbytes for part in parts))
-        assert torch.cuda.host_memory_stats().get("num_host_alloc", 0) == num_pinned_by_torch
-        assert all(part.is_pinned() for part in parts if part.numel())
-        assert self._memory is not None and self._memory.num_bytes <= saved_bytes[-1] + 64 * len(parts)
-        return copies
-
-    with mock.patch.object(PinnedCopies, "of", watched):
-        yield saved_bytes
-    assert min(saved_bytes) > 0, saved_bytes
+        return callback(batch_end=open_gate, batch_checkpoint=hold, fit_end=open_gate)
 
 
 def check_async_saves(device: str, folder: str) -> None:
+    from composer_fsdp2.compat.pinned_copies import PinnedCopies
+
+    copied = mock.patch.object(PinnedCopies, "of", autospec=True, side_effect=PinnedCopies.of)
+
     def check(kind: str) -> None:
         options = SAVES | {"device": composers_device(), "precision": "fp32"}
         config = {"state_dict_type": kind}
         expected = fit(FSDP2, dict(config), save_folder=f"{folder}/{kind}/sync", **options)
         ours, gate = f"{folder}/{kind}/async", Gate()
         states: dict[int, Any] = {}
-        with gate.holding, copies_are_pinned() as saved_bytes:
+        with gate.holding, copied as made:
             callbacks = [gate.callback(states)]
             trained = fit(FSDP2, config | {"async_save": True}, save_folder=ours, callbacks=callbacks, **options)
-        assert len(saved_bytes) == 3
+        assert made.call_count == 3  # into memory that is pinned: tests/compat/test_pinned_copies.py
         assert close(trained.losses, expected.losses), f"{trained.losses}, {expected.losses}"
         if dist.get_rank() == 0:
             assert os.readlink(f"{ours}/latest-rank0.pt") == named(kind, 6)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
 from support.gpus import Ranks, on_gpus
-from support.models import Block, Model, tokens
+from support.models import Model, tokens
 from support.training import FULL, adamw, train_alike
 from torch.distributed.tensor import DTensor
 
@@ -41,39 +41,6 @@ def check_training(device: str) -> None:
 def test_trains_as_unsharded(ranks: Ranks):
     """No setting changes what is learnt, with NCCL's collectives and streams; offloaded parameters rest on the CPU."""
     ranks.run(check_training)
-
-
-def check_mixed_precision(device: str) -> dict[str, Any]:
-    model = Model()
-    prepare_fully_shard(model, None, {}, precision="amp_bf16", device=device)
-    seen: dict[str, Any] = {}
-
-    def look(module: Block, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        seen.update(
-            input=args[0].dtype, weight=module.fc_in.weight.dtype, buffer=module.scale.dtype, output=output.dtype
-        )
-
-    # Before the block's own hook frees its parameters.
-    model.decoder.blocks[0].register_forward_hook(look, prepend=True)
-    model(tokens(0).to(device)).float().square().mean().backward()
-    seen["gradients"] = {parameter.grad.dtype for parameter in model.parameters()}
-    seen["saved"] = {value.dtype for value in model.state_dict().values()}
-    return seen
-
-
-@on_gpus(1, 2)
-def test_mixed_precision(ranks: Ranks):
-    """A bf16 run computes in bf16 and keeps fp32 gradients, parameters and checkpoints."""
-    low, high = torch.bfloat16, torch.float32
-    for seen in ranks.run(check_mixed_precision):
-        assert seen == {
-            "input": low,
-            "weight": low,
-            "buffer": low,
-            "output": low,
-            "gradients": {high},
-            "saved": {high},
-        }
 
 
 def check_defaults(device: str) -> tuple[str, torch.dtype]:

@@ -1,9 +1,9 @@
-"""Transformer Engine's layers and checkpointing in FP8; on the CPU torch's own in their place."""
+"""Transformer Engine's layers and checkpointing in FP8."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,11 @@ from torch import nn
 from composer_fsdp2 import prepare_fully_shard
 
 WIDTH, BATCH = 64, 32  # FP8's kernels want multiples of 16
-PRECISIONS = {"cuda": "amp_fp8", "cpu": "amp_bf16"}
-RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
+RECOMPUTED = {
+    "activation_checkpointing": True,
+    "activation_checkpointing_reentrant": False,
+    "te_checkpoint_wrapper": True,
+}
 
 
 class Block(nn.Sequential):
@@ -32,30 +35,24 @@ class Body(nn.Sequential):
     activation_checkpointing_fn = fsdp_wrap_fn
 
 
-def build(linear: type[nn.Module]) -> nn.Module:
-    options: dict[str, Any] = {"params_dtype": torch.float32} if linear is not nn.Linear else {}
-    pairs = [(linear(WIDTH, 2 * WIDTH, **options), linear(2 * WIDTH, WIDTH, **options)) for _ in range(2)]
+def build(linear: Callable[..., nn.Module]) -> nn.Module:
+    pairs = [(linear(WIDTH, 2 * WIDTH), linear(2 * WIDTH, WIDTH)) for _ in range(2)]
     return Chain(body=Body(*(Block(up, nn.Tanh(), down) for up, down in pairs)))
 
 
 def check_gradients(device: str) -> None:
     """Recomputed by its checkpoint, and not recomputed: the same gradients, which FP8's scales decide, too."""
-    fp8: Any = contextlib.nullcontext
-    linear: type[nn.Module] = nn.Linear
-    config: dict[str, Any] = RECOMPUTED
-    if device == "cuda":
-        import transformer_engine.pytorch as te  # type: ignore[import-not-found]
+    import transformer_engine.pytorch as te  # type: ignore[import-not-found]
 
-        linear, fp8, config = te.Linear, te.fp8_autocast, RECOMPUTED | {"te_checkpoint_wrapper": True}
     gradients = []
-    for each in ({}, config):
+    for each in ({}, RECOMPUTED):
         torch.manual_seed(0)
         with torch.device(device):
-            model = build(linear)
-        prepare_fully_shard(model, None, each | {"mixed_precision": "PURE"}, PRECISIONS[device], device, te_rng_seed=77)
+            model = build(partial(te.Linear, params_dtype=torch.float32))
+        prepare_fully_shard(model, None, each | {"mixed_precision": "PURE"}, "amp_fp8", device, te_rng_seed=77)
         for batch in range(2):  # the scales of the second are those that the first one left
             x = features(batch + dist.get_rank(), batch_size=BATCH, width=WIDTH).to(device, torch.bfloat16)
-            with fp8():
+            with te.fp8_autocast():
                 loss = model(x).float().square().mean()
             loss.backward()
         gradients.append({name: full(parameter.grad) for name, parameter in named_parameters(model).items()})
@@ -66,7 +63,7 @@ def check_gradients(device: str) -> None:
         assert_close(name, gradient, plain[name], rtol=1e-2, atol=1e-4)
 
 
-@on_gpus(2, on_gpus_only=("transformer-engine",), capability=(8, 9))
+@on_gpus(2, packages=("transformer-engine",), capability=(8, 9), rehearsal=0)  # tests/sharding/ has the CPU's
 def test_fp8_layers_are_sharded_and_recomputed(ranks: Ranks):
     """An fp8 run keeps its scales: they are buffers and states of its modules, which sharding must leave alone."""
     ranks.run(check_gradients)

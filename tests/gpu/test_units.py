@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.gpus import Ranks, Recorder, on_gpus
-from support.models import WIDTH, Model, features, tokens
+from support.models import WIDTH, Model, Running, features, layer, tokens
 from support.sharding import WAYS
 from support.training import train_alike
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 MIB = 2**20
 
@@ -21,44 +22,23 @@ class Out:
     hidden: torch.Tensor
 
 
-class InPlace(nn.Module):
-    """A unit that begins by writing to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.act, self.fc = nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> Out:
-        return Out(self.fc(self.act(x)))
+def write_to_input(unit: Any, x: torch.Tensor) -> Out:
+    return Out(unit.fc(unit.act(x)))
 
 
-class Recurrent(nn.Module):
-    """A root that returns a dataclass; its units take a PackedSequence (cuDNN's LSTM) and write to their inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.lstm = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.blocks = nn.ModuleList([InPlace(), InPlace()])
-
-    def forward(self, x: torch.Tensor) -> Out:
-        lengths = torch.tensor([3, 2, 1])
-        packed: PackedSequence = self.lstm(pack_padded_sequence(self.embed(x), lengths, batch_first=True))[0]
-        x, _ = pad_packed_sequence(packed, batch_first=True)
-        for block in self.blocks:
-            x = x + block(x * 2).hidden
-        return Out(x)
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.LSTM | InPlace)
+def run_recurrent(root: Any, x: torch.Tensor) -> Out:
+    """Over rows of different lengths."""
+    packed = root.lstm(pack_padded_sequence(root.embed(x), torch.tensor([3, 2, 1]), batch_first=True))[0]
+    x, _ = pad_packed_sequence(packed, batch_first=True)
+    return Out(x + root.unit(x * 2).hidden)
 
 
-class Returning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Recurrent()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.encoder(x).hidden
+def recurrent() -> nn.Module:
+    """Its root returns a dataclass; its units take a PackedSequence (cuDNN's LSTM) and write to their input."""
+    unit = Running(write_to_input, act=nn.ReLU(inplace=True), fc=layer())
+    lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+    root = Running(run_recurrent, {"lstm": True, "unit": True}, embed=layer(), lstm=lstm, unit=unit)
+    return Running(lambda model, x: model.encoder(x).hidden, encoder=root)
 
 
 def sequences(seed: int) -> torch.Tensor:
@@ -68,7 +48,7 @@ def sequences(seed: int) -> torch.Tensor:
 def check_containers(device: str) -> None:
     kept = {"sharding_strategy": "SHARD_GRAD_OP", "forward_prefetch": True}
     for config in ({}, kept, {"cpu_offload": True}):
-        train_alike(Returning, config, sequences, device=device, rtol=1e-9, atol=1e-12)
+        train_alike(recurrent, config, sequences, device=device, rtol=1e-9, atol=1e-12)
 
 
 @on_gpus(1, 2, rehearsal=0)

@@ -11,8 +11,13 @@ import pytest
 import yaml
 
 from composer_fsdp2.config.findings import Finding, Outcome
-from composer_fsdp2.migration.dialect import Reading
-from composer_fsdp2.migration.migrate import find_sections, migrate_text
+from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.fsdp1.keys import KEYS_BY_NAME
+from composer_fsdp2.fsdp1.translate import translate
+from composer_fsdp2.migration.dialect import Expression, Reading, Section
+from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.migrate import SectionReport, find_sections, migrate_text
+from composer_fsdp2.migration.paths import Path
 
 EXACT, APPROXIMATE, UNNEEDED = Outcome.EXACT, Outcome.APPROXIMATE, Outcome.UNNEEDED
 UNSUPPORTED, NEEDS_DECISION = Outcome.UNSUPPORTED, Outcome.NEEDS_DECISION
@@ -54,8 +59,7 @@ class Case:
 
     def check(self) -> None:
         text = self.file if isinstance(self.file, str) else yaml.safe_dump(dict(self.file), sort_keys=False)
-        (dialect, section), *_ = find_sections(text, self.name)[1]
-        reading = dialect.read(section)
+        reading = read_first(text, self.name)
         for path, value in self.run.items():
             assert (attrgetter(path)(reading.run) if path else reading.run) == value, path
         findings: tuple[Finding, ...] = tuple(reading.findings)
@@ -70,9 +74,8 @@ class Case:
                 again = migrate_text(migration.after, f"run{migration.suffix}", to=self.to)
                 assert again.after == migration.after, again.diff()
             if self.keeps:
-                (new_dialect, new), *_ = find_sections(migration.after, f"run{migration.suffix}")[1]
                 kept = attrgetter(*(f"run.{path}" for path in self.keeps))
-                assert kept(new_dialect.read(new)) == kept(reading)
+                assert kept(read_first(migration.after, f"run{migration.suffix}")) == kept(reading)
         for key, (outcome, *words) in self.told.items():
             found = [each for each in findings if key in (each.name, each.key)]
             assert len(found) == 1 and outcome in (None, found[0].outcome), (key, found)
@@ -87,6 +90,28 @@ class Case:
             assert all(each.reason and (each.hint or not self.has_way_out) for each in left), left
 
 
+def read_first(text: str, name: str = "run.yaml") -> Reading:
+    """The first section of a file, as its own system did."""
+    (dialect, section), *_ = find_sections(text, name)[1]
+    return dialect.read(section)
+
+
+def asked_of_runtime(text: str, num_ranks: int) -> ShardingConfig | None:
+    """What the runtime makes of the first section of a Composer file on so many ranks."""
+    values = yaml.safe_load(text)
+    section = Section.at(DIALECTS["composer"].sections(values)[0], values)
+    known = {key: value for key, value in section.given.items() if key in KEYS_BY_NAME and "${" not in str(value)}
+    if "model" in values:  # as LLM Foundry does
+        known |= {"load_monolith_rank0_only": True, "sync_module_states": True}
+    return translate(
+        known,
+        precision=values.get("precision", "amp_bf16"),
+        device="cpu",
+        world_size=num_ranks,
+        tensor_parallel_degree=2 if "tp_config" in values else 1,
+    ).config
+
+
 def value_at_path(values: Any, path: str) -> Any:
     for key in path.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
@@ -98,6 +123,18 @@ def each_case(cases: Mapping[str, Case]) -> Any:
     return pytest.mark.parametrize("case", cases.values(), ids=cases.keys())
 
 
-def finding(reading: Reading, key: str) -> Finding:
-    (found,) = [each for each in reading.findings if each.name == key]
+def finding(said: Reading | SectionReport, key: str) -> Finding:
+    (found,) = [each for each in said.findings if each.name == key]
     return found
+
+
+def settings_of(expression: Expression) -> dict[str, Any]:
+    return {setting.key: setting.value for setting in expression.settings}
+
+
+def tables_of(expression: Expression) -> dict[Path, dict[str, Any]]:
+    tables: dict[Path, dict[str, Any]] = {}
+    for setting in expression.settings:
+        table, _, name = setting.key.rpartition(".")
+        tables.setdefault(tuple(table.split(".")), {})[name] = setting.value
+    return tables

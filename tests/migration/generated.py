@@ -491,3 +491,4 @@ EVERY = {
     "roll": roll_files(),
     "torchtitan": torchtitan_files(),
 }
+ANY_FILE = st.sampled_from(sorted(EVERY)).flatmap(EVERY.__getitem__)

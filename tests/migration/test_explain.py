@@ -6,16 +6,14 @@ not installed, files after their guides are read.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import importlib.util
 import json
 import re
 import shutil
-import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,13 +23,14 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from support.commands import run_here
 from support.examples import examples
 
-from composer_fsdp2.cli.main import main
 from composer_fsdp2.config.findings import Origin, Outcome
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.explain import SCHEMA, Explanation, all_keys, explain, implicit_settings, nearest
+from tools import generate_docs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,12 +102,15 @@ def test_an_old_name_leads_to_the_key_of_today():
         ("fsdp_config.fsdp_sharding_stratgy", "huggingface", "fsdp_config.sharding_strategy"),
         ("wrap_polcy.wrap_embedings", "roll", "strategy_args.strategy_config.wrap_policy.wrap_embeddings"),
         ("parallelism.tensor_parallel_dgree", "torchtitan", "parallelism.tensor_parallel_degree"),
+        ("HYBRID_SHRD", "composer", "fsdp_config.sharding_strategy=HYBRID_SHARD"),
+        ("selectve", "torchtitan", "activation_checkpoint.mode=selective"),
     ],
 )
-def test_a_misspelt_key_finds_its_neighbours(asked: str, dialect: str, near: str):
-    """The typo that trained as FULL_SHARD is named by the key that was meant, in each dialect that has one."""
+def test_a_misspelt_word_finds_its_neighbours(asked: str, dialect: str, near: str):
+    """The typo that trained as FULL_SHARD is named by the key that was meant, in each dialect that has one; a value as
+    it can be asked for."""
     assert explain(asked) == []
-    assert near in nearest(asked)[dialect]
+    assert nearest(asked)[dialect][0] == near
 
 
 def test_names_are_unique_within_a_dialect():
@@ -122,12 +124,6 @@ def test_names_are_unique_within_a_dialect():
 # Fates of values
 
 
-def fate_of(key: str, dialect: str, reader: str = "") -> Any:
-    found = [fate.finding for fate in one(key, dialect).fates if not reader or reader in fate.readers]
-    assert len(found) == 1
-    return found[0]
-
-
 def test_no_shard_is_told_by_each_dialect():
     """NO_SHARD keeps full parameters: who asks is told neither FULL_SHARD's fate nor that it is sharded."""
     for dialect in ("composer", "huggingface"):
@@ -135,12 +131,15 @@ def test_no_shard_is_told_by_each_dialect():
         assert set(told) >= {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"}
         assert "2-D mesh with one rank on its shard axis" in told["NO_SHARD"].target
         assert "reshard_after_forward=False" in told["SHARD_GRAD_OP"].target
-    assert fate_of("sharding_strategy=HYBRID_SHARD", "composer").outcome is Outcome.APPROXIMATE
 
 
 @pytest.mark.parametrize(
     ("asked", "dialect", "reader", "outcome"),
     [
+        ("sharding_strategy=HYBRID_SHARD", "composer", "", Outcome.APPROXIMATE),
+        # What is copied out of a file.
+        ("sharding_strategy: HYBRID_SHARD", "composer", "", Outcome.APPROXIMATE),
+        ("  sharding_strategy = HYBRID_SHARD ", "composer", "", Outcome.APPROXIMATE),
         ("state_dict_type=local", "composer", "", Outcome.NEEDS_DECISION),
         ("state_dict_type=sharded", "composer", "", Outcome.EXACT),
         ("mixed_precision.reduce_dtype=bf16", "composer", "", Outcome.EXACT),
@@ -165,7 +164,8 @@ def test_no_shard_is_told_by_each_dialect():
 )
 def test_a_value_has_its_own_fate(asked: str, dialect: str, reader: str, outcome: Outcome):
     """``KEY=VALUE`` says what becomes of the user's own value, read as migrate would read it."""
-    assert fate_of(asked, dialect, reader).outcome is outcome
+    (found,) = [fate.finding for fate in one(asked, dialect).fates if not reader or reader in fate.readers]
+    assert found.outcome is outcome
 
 
 VALUES_ASKED: list[tuple[str, set[tuple[str, str]]]] = [
@@ -248,20 +248,6 @@ def test_a_word_that_is_a_key_and_a_value_is_told_as_both():
     assert [fate.value for fate in parts.fates][:2] == [{"param_dtype": "bf16"}, {"reduce_dtype": "bf16"}]
 
 
-def test_a_misspelt_value_finds_its_neighbours():
-    """It is told as it can be asked for."""
-    assert explain("HYBRID_SHRD") == []
-    assert nearest("HYBRID_SHRD")["composer"][0] == "fsdp_config.sharding_strategy=HYBRID_SHARD"
-    assert nearest("selectve") == {"torchtitan": ["activation_checkpoint.mode=selective"]}
-
-
-def test_a_line_of_a_file_is_a_question():
-    """What is copied out of a YAML has a colon."""
-    for line in ("sharding_strategy: HYBRID_SHARD", "  sharding_strategy = HYBRID_SHARD "):
-        same = explain("sharding_strategy=HYBRID_SHARD")
-        assert [each.fates for each in explain(line)] == [each.fates for each in same] != []
-
-
 def test_who_reads_a_key_is_told():
     """Half of Hugging Face's keys are read by one of two systems only; the other's users learn what does the same."""
     strategy = one("fsdp_sharding_strategy", "huggingface")
@@ -276,17 +262,6 @@ def test_a_word_that_stands_beside_another_is_a_value():
     """`fsdp: full_shard offload` takes the word, and `explain offload` knew nothing of it."""
     (found,) = explain("offload", dialect="huggingface")
     assert found.word == "offload" and "full_shard offload" in found.fates[0].finding.reason
-
-
-def test_what_plain_composer_does_is_told():
-    """Who may one day train without composer_fsdp2 knows which keys Composer's own FSDP2 drops."""
-    assert "ignores it under FSDP2" in one("fsdp_config.cpu_offload", "composer").row.elsewhere
-    assert "reads it as well" in one("fsdp_config.activation_cpu_offload", "composer").row.elsewhere
-    rows = {row.name: row.elsewhere for row in DIALECTS["composer"].rows}
-    both = {*fields_of("FSDPConfig")} & {*fields_of("FSDP2Config")}
-    assert [name for name in both if "reads it as well" not in rows[name]] == []
-    dropped = {*fields_of("FSDPConfig")} - {*fields_of("FSDP2Config")}
-    assert [name for name in dropped if "reads it as well" in rows[name] or not rows[name]] == []
 
 
 # Not the dialects' own tables of values: what somebody may type.
@@ -451,19 +426,6 @@ def test_what_the_installed_systems_know_is_in_the_tables():
     assert [(dialect, key) for dialect, key in asked if dialect not in dialects_of(key)] == []
 
 
-def words_of(module: str) -> Iterator[str]:
-    """Every name and every string of a module's code, without its documentation; it is not imported."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value.strip():
-            yield node.value.strip().lower()
-        for name in ("attr", "id", "arg"):
-            if isinstance(getattr(node, name, None), str):
-                yield getattr(node, name)
-
-
 # Keys of releases that are not installed, with the release that the table names.
 NEWER = {
     "accelerate 1.10": {"dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "cp_comm_strategy"},
@@ -488,7 +450,8 @@ def test_every_row_of_hugging_face_exists_in_what_is_installed():
         "accelerate.utils.dataclasses",
         "accelerate.utils.launch",
     ]
-    known = {word for name in modules for word in words_of(name)}
+    sources = [importlib.util.find_spec(name).origin for name in modules]
+    known = {word for source in sources for word in re.findall(r"[-\w]+", Path(source).read_text())}
     newer = set().union(*NEWER.values())
     for row in DIALECTS["huggingface"].rows:
         names = {row.name, f"fsdp_{row.name}", f"--fsdp_{row.name}"}
@@ -520,70 +483,52 @@ def test_what_no_key_says_is_told():
 # The command
 
 
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Any, str, str]:
-    monkeypatch.setattr(sys, "argv", ["composer-fsdp2", "explain", *arguments])
-    monkeypatch.setenv("COLUMNS", "200")
-    code: Any = 0
-    try:
-        main()
-    except SystemExit as end:
-        code = end.code
-    captured = capsys.readouterr()
-    return code or 0, captured.out, captured.err
-
-
-def test_a_key_is_printed_for_each_dialect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_key_is_printed_for_each_dialect(tmp_path: Path):
     """Meaning, default, outcome, target and reason, and the fates of values, are all on the screen."""
-    code, out, err = run(capsys, monkeypatch, "fsdp_config.sharding_strategy")
-    assert (code, err) == (0, "")
-    words = " ".join(out.split())
+    ended = run_here(tmp_path, "explain", "fsdp_config.sharding_strategy")
+    assert (ended.code, ended.err) == (0, "")
+    words = " ".join(ended.out.split())
     for dialect in ("composer", "huggingface"):
         strategy = one("fsdp_config.sharding_strategy", dialect)
         row = strategy.row
-        assert f"{dialect}: {strategy.places[0]}" in out
+        assert f"{dialect}: {strategy.places[0]}" in ended.out
         for text in ("FULL_SHARD", row.meaning, row.outcome.value, row.target, row.reason):
             assert text in words
     assert "value NO_SHARD: exact, 2-D mesh with one rank on its shard axis" in words
 
 
-def test_an_unknown_key_is_an_error_with_the_nearest(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    """A script notices, and a user sees what was meant, in which dialect."""
-    code, out, err = run(capsys, monkeypatch, "shardin_strategy")
-    assert (code, out) == (2, "")
-    assert "near it in composer: fsdp_config.sharding_strategy" in err
-    assert "near it in huggingface: fsdp_config.sharding_strategy" in err
-    code, _, err = run(capsys, monkeypatch, "sharding_strategy", "--dialect", "roll")
-    assert code == 2 and "known to: composer, huggingface" in err
-    code, _, err = run(capsys, monkeypatch, "zzzzzz")
-    assert code == 2 and "--all lists every key" in err
-
-
 @pytest.mark.parametrize(
-    "arguments", [[], ["sharding_strategy", "--all"], ["sharding_strategy", "--dialect", "deepspeed"]]
+    ("arguments", "said"),
+    [
+        (["shardin_strategy"], "near it in composer: fsdp_config.sharding_strategy"),
+        (["shardin_strategy"], "near it in huggingface: fsdp_config.sharding_strategy"),
+        (["sharding_strategy", "--dialect", "roll"], "known to: composer, huggingface"),
+        (["zzzzzz"], "--all lists every key"),
+        ([], "--all"),
+        (["sharding_strategy", "--all"], "--all"),
+        (["sharding_strategy", "--dialect", "deepspeed"], "deepspeed"),
+    ],
 )
-def test_a_wrong_call_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-):
-    """Neither half an answer nor a traceback."""
-    code, out, err = run(capsys, monkeypatch, *arguments)
-    assert (code, out) == (2, "") and err and "Traceback" not in err
+def test_a_call_without_an_answer_is_an_error(arguments: list[str], said: str, tmp_path: Path):
+    """A script notices, and a user sees what was meant, in which dialect: neither half an answer nor a traceback."""
+    ended = run_here(tmp_path, "explain", *arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert said in " ".join(ended.err.split()) and "Traceback" not in ended.err
 
 
-def test_json_is_the_same_in_data(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_json_is_the_same_in_data(tmp_path: Path):
     """A tool that reads the answer needs no parsing of text; it is what its schema says, also where there is none."""
-    code, schema, _ = run(capsys, monkeypatch, "--json-schema")
-    assert code == 0 and json.loads(schema) == json.loads(SCHEMA.read_text())
-    validator = jsonschema.Draft202012Validator(json.loads(schema))
+    schema = json.loads(run_here(tmp_path, "explain", "--json-schema").out)
+    assert schema == json.loads(SCHEMA.read_text())
+    validator = jsonschema.Draft202012Validator(schema)
     validator.check_schema(validator.schema)
 
     def told_of(*arguments: str) -> tuple[int, Any]:
-        code, out, _ = run(capsys, monkeypatch, *arguments, "--json")
-        told = json.loads(out)
+        ended = run_here(tmp_path, "explain", *arguments, "--json")
+        told = json.loads(ended.out)
         validator.validate(told)
         assert told["version"] == 1
-        return code, told
+        return ended.code, told
 
     code, told = told_of("--all")
     assert code == 0
@@ -604,12 +549,12 @@ def test_json_is_the_same_in_data(capsys: pytest.CaptureFixture[str], monkeypatc
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
-def test_all_keys_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool):
+def test_all_keys_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool):
     """The whole of a dialect is a table on a terminal, and plain text without a frame in a pipe."""
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
-    code, out, _ = run(capsys, monkeypatch, "--all", "--dialect", "roll")
-    assert code == 0
+        monkeypatch.setenv("COLUMNS", "200")
+    out = run_here(tmp_path, "explain", "--all", "--dialect", "roll").out
     assert ("│" in out) is terminal
     assert "what is implicit:" in out and "composer: " not in out
     letters = re.sub(r"[\s│]|\x1b\[[0-9;]*m", "", out)
@@ -621,35 +566,15 @@ def test_all_keys_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: p
 # The generated pages
 
 
-def load(path: Path) -> Any:
-    """A module of its own, beside the one that others imported."""
-    name = f"fresh_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[name]
-    return module
-
-
-def write_documents(root: Path, *arguments: str) -> bool:
-    """``make docs`` in another folder; whether it was right before, with ``--check``."""
-    documents = load(ROOT / "tools/generate_docs.py")
-    documents.ROOT = root
-    return documents.main([*arguments]) == 0
-
-
 def test_what_is_generated_is_current():
     """What the pages say of a key is what the code does with it, and the right sides in yamls/ are what migrate makes
     of the left ones; `make docs` writes them."""
-    assert write_documents(ROOT, "--check")
+    assert generate_docs.main(["--check"]) == 0
 
 
 def test_what_changed_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A row of any dialect cannot change without its page, nor a file of yamls/ without its other side."""
+    monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
     for name in ("migration_docs", "yamls/t5", "yamls/torchtitan"):
         shutil.copytree(ROOT / name, tmp_path / name)
     words = []
@@ -658,27 +583,16 @@ def test_what_changed_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path
         changes = {field: f"changed {field} of {name}" for field in ("meaning", "reason", "target")}
         monkeypatch.setattr(dialect, "rows", (dataclasses.replace(row, **changes), *others))
         words += changes.values()
-    assert not write_documents(tmp_path, "--check")
-    assert write_documents(tmp_path)
+    assert generate_docs.main(["--check"]) == 1
+    assert generate_docs.main([]) == 0
     page = (tmp_path / "migration_docs/keys.md").read_text()
     assert [word for word in words if word not in page] == []
     monkeypatch.undo()
+    monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
     pairs = ("yamls/t5/t5-base-fsdp2.yaml", "yamls/torchtitan/llama3-8b-composer.yaml")
     for name in pairs:
         (tmp_path / name).write_text("a: 1\n")
-    assert write_documents(tmp_path)
+    assert generate_docs.main([]) == 0
     assert [name for name in pairs if (tmp_path / name).read_bytes() != (ROOT / name).read_bytes()] == []
     (tmp_path / pairs[0]).write_text("a: 1\n")
-    assert not write_documents(tmp_path, "--check")
-
-
-def test_the_index_leads_to_headings():
-    """The links at the top of a long page go somewhere."""
-    text = (ROOT / "migration_docs/keys.md").read_text()
-    headings: list[str] = []
-    for title in re.findall(r"^##+ (.+)$", text, flags=re.MULTILINE):
-        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        count = sum(re.sub(r"-\d+$", "", known) == slug for known in headings)
-        headings.append(f"{slug}-{count}" if count else slug)
-    links = re.findall(r"\]\(#([^)]+)\)", text)
-    assert len(links) > 10 and set(links) == set(headings)
+    assert generate_docs.main(["--check"]) == 1

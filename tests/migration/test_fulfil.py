@@ -13,7 +13,7 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.fulfil import fulfil
 from composer_fsdp2.migration.migrate import find_sections
 from composer_fsdp2.migration.wish import Degrees, Microbatches, Recomputation, Wish
-from tests.migration.generated import EVERY, File
+from tests.migration.generated import ANY_FILE, File
 
 NONE = Recomputation(every=0, recompute=False, offload=False, blocks=(), num_blocks=4)
 ALL = Recomputation(every=1, recompute=True, offload=False, blocks=(0, 1, 2, 3), num_blocks=4)
@@ -194,7 +194,6 @@ WISHES = st.builds(
     microbatches=st.sampled_from((None, TWO_ROWS)),
     cpu_offload=st.sampled_from((None, True, False)),
 )
-ANY_FILE = st.sampled_from(sorted(EVERY)).flatmap(EVERY.__getitem__)
 
 
 @examples(80)

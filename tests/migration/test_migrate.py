@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.config.findings import Origin, Outcome
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.translate import translate
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.documents import yaml as yaml_documents
-from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, find_sections, migrate_text
+from composer_fsdp2.migration.migrate import NothingToMigrateError, migrate_text
 from composer_fsdp2.migration.targets import TARGETS
 from tests.migration.file_cases import (
     APPROXIMATE,
@@ -23,14 +21,11 @@ from tests.migration.file_cases import (
     NEEDS_DECISION,
     UNSUPPORTED,
     Case,
+    asked_of_runtime,
     each_case,
+    finding,
+    read_first,
 )
-
-
-def found(migration: Migration, key: str, section: int = 0) -> Finding:
-    (one,) = [finding for finding in migration.sections[section].findings if finding.name == key]
-    return one
-
 
 COMPOSER = """\
 # A run.
@@ -79,7 +74,7 @@ def test_a_key_is_told_what_becomes_of_it_in_the_target():
     """Composer's meaning stood there as "exact", and further down what the target does otherwise."""
     text = "fsdp_config: {activation_checkpointing: true, backward_prefetch_limit: 2, verbose: true}\n"
     migration = migrate_text(text, "run.yaml", to="roll")
-    assert found(migration, "backward_prefetch_limit").outcome is Outcome.APPROXIMATE
+    assert finding(migration.sections[0], "backward_prefetch_limit").outcome is Outcome.APPROXIMATE
     for to in ("roll", "accelerate", "torchtitan", "axolotl"):
         findings = migrate_text(text, "run.yaml", to=to).sections[0].findings
         keys = {row.capability for row in DIALECTS["composer"].rows if row.name in text}
@@ -145,8 +140,8 @@ def test_an_interpolation_that_cannot_be_resolved_is_a_decision(monkeypatch: pyt
     monkeypatch.delenv("STRATEGY", raising=False)
     text = "fsdp_config:\n  sharding_strategy: ${oc.env:STRATEGY}\n  limit_all_gathers: true\n"
     migration = migrate_text(text)
-    assert found(migration, "sharding_strategy").outcome is Outcome.NEEDS_DECISION
-    assert found(migration, "limit_all_gathers").outcome is Outcome.UNNEEDED
+    assert finding(migration.sections[0], "sharding_strategy").outcome is Outcome.NEEDS_DECISION
+    assert finding(migration.sections[0], "limit_all_gathers").outcome is Outcome.UNNEEDED
     assert not migration.is_changed
     monkeypatch.setenv("STRATEGY", "NO_SHARD")
     assert migrate_text(text).exit_code == 0
@@ -160,8 +155,8 @@ def test_an_interpolation_that_is_none_of_the_sections_is_none_of_ours(monkeypat
     assert migration.is_changed and migration.after.startswith("output_dir: ${oc.env:OUT}\n")
     text = text.replace("limit_all_gathers: true", "sync_module_states: ${oc.env:OUT}\n  limit_all_gathers: true")
     migration = migrate_text(text)
-    assert found(migration, "fsdp_config.sync_module_states").outcome is Outcome.NEEDS_DECISION
-    assert found(migration, "fsdp_config.limit_all_gathers") and not migration.is_changed
+    assert finding(migration.sections[0], "fsdp_config.sync_module_states").outcome is Outcome.NEEDS_DECISION
+    assert finding(migration.sections[0], "fsdp_config.limit_all_gathers") and not migration.is_changed
 
 
 def test_values_of_other_kinds_are_findings():
@@ -169,7 +164,7 @@ def test_values_of_other_kinds_are_findings():
     for value in ("[1, 2]", "{a: 1}", "2024-01-02", "!!binary aGk=", "1e999", "null"):
         for key in ("sharding_strategy", "mixed_precision", "data_parallel_shard_degree", "verbose", "process_group"):
             migration = migrate_text(f"fsdp_config: {{{key}: {value}}}\n")
-            assert found(migration, key)
+            assert finding(migration.sections[0], key)
             migration.sections[0].to_json()
 
 
@@ -191,22 +186,6 @@ def test_keys_that_are_no_strings_are_findings(text: str, to: str):
     assert keys & {"1", "True", "None"}
 
 
-# --- in what the report says
-
-
-def test_every_system_is_a_dialect_and_a_target():
-    """What can be read can be written."""
-    assert {target.name for target in TARGETS.values()} == set(DIALECTS)
-
-
-@pytest.mark.parametrize("to", ["roll", "torchtitan", "accelerate"])
-def test_what_only_composer_fsdp2_keeps_is_not_said_of_others(to: str):
-    """'Inputs are cast at roots only' beside 'accelerate casts those of every unit' would help nobody."""
-    keys = [finding.name for finding in migrate_text(COMPOSER, "run.yaml", to=to).sections[0].findings]
-    assert "(implicit) casting of inputs and buffers" not in keys
-    assert any("cast" in key for key in keys)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What would be lost without a word, or never end
 
@@ -216,9 +195,9 @@ def test_a_variable_that_the_new_file_does_not_read_is_told(monkeypatch: pytest.
     monkeypatch.setenv("STRATEGY", "FULL_SHARD")
     text = "fsdp_config:\n  sharding_strategy: ${oc.env:STRATEGY}\n  state_dict_type: ${oc.env:NONE,sharded}\n"
     migration = migrate_text(text)
-    assert found(migration, "sharding_strategy").outcome is Outcome.APPROXIMATE
-    assert "${oc.env:STRATEGY} has here is written out" in found(migration, "sharding_strategy").hint
-    assert found(migration, "state_dict_type").outcome is Outcome.EXACT
+    assert finding(migration.sections[0], "sharding_strategy").outcome is Outcome.APPROXIMATE
+    assert "${oc.env:STRATEGY} has here is written out" in finding(migration.sections[0], "sharding_strategy").hint
+    assert finding(migration.sections[0], "state_dict_type").outcome is Outcome.EXACT
     assert "${oc.env:NONE,sharded}" in migration.after
 
 
@@ -278,15 +257,11 @@ CLIPPED = {
 def test_clipping_by_default_is_a_setting(system: str, to: str) -> None:
     """ROLL clips to 1 in most of its files without a word of them: carried over, their gradients were not clipped."""
     text, norm = CLIPPED[system]
-    _, ((of, section),) = find_sections(text)
-    run = of.read(section).run
-    assert run is not None and run.max_grad_norm == norm
+    assert read_first(text).run.max_grad_norm == norm
     migration = migrate_text(text, to=to)
     if migration.after == text:
         return
-    _, ((target, new),) = find_sections(migration.after, f"run{migration.suffix}")
-    again = target.read(new).run
-    assert again is not None
+    again = read_first(migration.after, f"run{migration.suffix}").run
     told = [each for each in migration.sections[0].findings if each.key == "gradient clipping"]
     is_told = any(each.outcome is not Outcome.EXACT for each in told)
     assert again.max_grad_norm == norm or is_told
@@ -500,6 +475,12 @@ training:
         file="fsdp_config: &s\n  sharding_strategy: FULL_SHARD\nlogged: 1\n", blocking=[]
     ),
     **{
+        f"'inputs are cast at roots only' beside 'accelerate casts those of every unit' would help nobody: {to}": Case(
+            file=COMPOSER, to=to, untold=("(implicit) casting of inputs and buffers",)
+        )
+        for to in ("roll", "torchtitan", "accelerate")
+    },
+    **{
         f"a program that looks up a key would find 'exact' for parameters that train all the same: {to}": Case(
             file="fsdp_config:\n  freeze: [visual]\n  wrap_policy: {transformer_layer_cls_to_wrap: auto}\n",
             to=to,
@@ -662,22 +643,6 @@ TAKEN = {
 }
 
 
-def asked_of_runtime(text: str, num_ranks: int) -> ShardingConfig:
-    values = yaml.safe_load(text)
-    given = values["fsdp_config"]
-    if "model" in values:  # as LLM Foundry does
-        given |= {"load_monolith_rank0_only": True, "sync_module_states": True}
-    translation = translate(
-        given,
-        precision=values.get("precision", "amp_bf16"),
-        device="cpu",
-        world_size=num_ranks,
-        tensor_parallel_degree=2 if "tp_config" in values else 1,
-    )
-    assert translation.config is not None
-    return translation.config
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_runtime_refuses_is_a_decision(case: str) -> None:
     """`exact`, exit 0, and the run that it was for ended before its first batch."""
@@ -697,7 +662,8 @@ def test_what_the_runtime_takes_is_the_same_afterwards(case: str, monkeypatch: p
     migration = migrate_text(text)
     assert migration.exit_code == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert asked_of_runtime(migration.after, num_ranks) == asked_of_runtime(text, num_ranks)
+    expected = asked_of_runtime(text, num_ranks)
+    assert expected is not None and asked_of_runtime(migration.after, num_ranks) == expected
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,13 @@ from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.keys import KEYS_BY_NAME
-from composer_fsdp2.fsdp1.translate import translate
-from composer_fsdp2.migration.dialect import Dialect, Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.migrate import Migration, find_sections, may_configure, migrate_text
 from composer_fsdp2.migration.run import RunConfig
 from composer_fsdp2.migration.targets import TARGETS
-from tests.migration.generated import EVERY, File, composer_files, merging_files, with_windows_lines
+from tests.migration.file_cases import asked_of_runtime, read_first
+from tests.migration.generated import ANY_FILE, EVERY, File, composer_files, merging_files, with_windows_lines
 
-ANY_FILE = st.sampled_from(sorted(EVERY)).flatmap(EVERY.__getitem__)
 ANY_TARGET = st.sampled_from(sorted(TARGETS))
 
 
@@ -80,7 +77,9 @@ def check_what_is_told(file: File, to: str, result: Migration) -> None:
         assert told.count(key if key in told else key.partition(".")[2]) == 1, (key, told)
     assert all(finding.reason for finding in found if finding.outcome is not Outcome.EXACT)
     assert not [each for each in found if each.origin is Origin.WRITING and each.outcome.blocks]
-    for report, (dialect, section) in zip(result.sections, sections_of(file.text, file.suffix), strict=True):
+    for report, (dialect, section) in zip(
+        result.sections, find_sections(file.text, f"run{file.suffix}")[1], strict=True
+    ):
         run = None if dialect.name == TARGETS[to].name else dialect.read(section).run
         reasons = {(each.outcome, each.reason) for each in report.findings}
         if run is not None and not any("cannot be resolved" in reason for _, reason in reasons):
@@ -99,13 +98,6 @@ def check_format(file: File, result: Migration) -> None:
         assert tomllib.loads(result.after)
 
 
-def run_in(text: str) -> RunConfig | None:
-    """What the first section of a Composer file asks for."""
-    values = yaml.safe_load(text)
-    dialect = DIALECTS["composer"]
-    return dialect.read(Section.at(dialect.sections(values)[0], values)).run
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Exact is exact: by the runtime's own checks
 
@@ -121,24 +113,13 @@ MESH_KEYS = {
 
 
 def asked_at(text: str, num_ranks: int) -> ShardingConfig | None:
-    """What the runtime makes of the first section of a Composer file on so many ranks, 2 on a node; None where the mesh
-    does not fit them.
+    """What the runtime makes of a Composer file on so many ranks; None where the mesh does not fit them.
 
     Raises:
         ConfigError: it refuses the section for another reason.
     """
-    values = yaml.safe_load(text)
-    section = Section.at(DIALECTS["composer"].sections(values)[0], values)
-    known = {key: value for key, value in section.given.items() if key in KEYS_BY_NAME and "${" not in str(value)}
-    degree = 2 if "tp_config" in values else 1
     try:
-        return translate(
-            known,
-            precision=values.get("precision", "amp_bf16"),
-            device="cpu",
-            world_size=num_ranks,
-            tensor_parallel_degree=degree,
-        ).config
+        return asked_of_runtime(text, num_ranks)
     except ConfigError as error:
         if error.keys and {*error.keys} <= MESH_KEYS:
             return None
@@ -151,7 +132,7 @@ def test_a_composer_file_asks_for_the_same_before_and_after(file: File) -> None:
     """The migrated run would shard, cast or prefetch otherwise than the run that it came from; or, after `exact` and
     exit 0, the first thing that it does would be to refuse its own configuration."""
     result = migrated(file, "composer")
-    assert run_in(result.after) == run_in(file.text)
+    assert read_first(result.after).run == read_first(file.text).run
     if result.exit_code:
         return
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
@@ -219,7 +200,7 @@ def test_a_setting_that_is_not_written_is_told(to: str, monkeypatch: pytest.Monk
     assert not lost_in(clean)
     parts = [
         (each.key, name)
-        for each in usual(TARGETS[to], run_read(text, "run.yaml")).settings
+        for each in usual(TARGETS[to], read_first(text).run).settings
         for name in (each.value if isinstance(each.value, dict) else [None])
     ]
     told = []
@@ -237,7 +218,7 @@ def test_a_setting_that_is_not_written_is_told(to: str, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(kind, "express", express)
         spoilt = migrate_text(text, "run.yaml", to=to)
-        if run_read(spoilt.after, f"run{spoilt.suffix}") == run_read(clean.after, f"run{clean.suffix}"):
+        if read_first(spoilt.after, f"run{spoilt.suffix}").run == read_first(clean.after, f"run{clean.suffix}").run:
             continue  # what holds without it
         is_open = any(each.target == key for each in clean.blocking)  # which stops the user already
         assert lost_in(spoilt) or is_open, (key, name)
@@ -248,16 +229,6 @@ def test_a_setting_that_is_not_written_is_told(to: str, monkeypatch: pytest.Monk
 
 def without(values: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != name}
-
-
-def sections_of(text: str, suffix: str) -> list[tuple[Dialect, Section]]:
-    return find_sections(text, f"run{suffix}")[1]
-
-
-def run_read(text: str, name: str) -> RunConfig | None:
-    """What the one section of a file asks for, by the reader that takes it."""
-    ((dialect, section),) = sections_of(text, name.removeprefix("run"))
-    return dialect.read(section).run
 
 
 def lost_in(migration: Migration) -> list[Finding]:
@@ -347,7 +318,7 @@ def parts_of_key(finding: Finding) -> list[str]:
 @given(file=composer_files(sane=True))
 def test_there_and_back(to: str, file: File) -> None:
     """What a target cannot say, and no finding names, was lost without a word."""
-    before = run_in(file.text)
+    before = read_first(file.text).run
     there = migrated(file, to)
     if before is None:
         return
@@ -359,7 +330,7 @@ def test_there_and_back(to: str, file: File) -> None:
     if before.config.activation_checkpointing.classes is None:  # what hooks recompute, no system can name
         excused += ("recomputed modules",)
     assume("mesh" not in excused)  # the way back would be another run altogether
-    back = run_in(migrate_text(there.after, f"run{there.suffix}", to="composer").after)
+    back = read_first(migrate_text(there.after, f"run{there.suffix}", to="composer").after).run
     assert back is not None
     asked = parts_of(before)
     if there.is_changed:

@@ -16,12 +16,11 @@ from support.examples import IS_THOROUGH, examples
 
 from composer_fsdp2.config.findings import Finding, Origin
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.translate import translate
 from composer_fsdp2.migration.capabilities import CAPABILITIES
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.targets import TARGETS
-from tests.migration.generated import EVERY
+from tests.migration.generated import ANY_FILE
 
 YAMLS = Path(__file__).resolve().parents[2] / "yamls"
 FILES = sorted(path for path in YAMLS.rglob("*.*ml"))
@@ -100,7 +99,7 @@ def test_real_files() -> None:
 
 
 @examples(40)
-@given(st.sampled_from(sorted(EVERY)).flatmap(EVERY.__getitem__), st.sampled_from(sorted(TARGETS)), st.integers(0, 99))
+@given(ANY_FILE, st.sampled_from(sorted(TARGETS)), st.integers(0, 99))
 def test_any_file(file: Any, to: str, seed: int) -> None:
     """The same, for keys and values that no real file has together."""
     check(file.text, f"run{file.suffix}", to, seed)
@@ -112,15 +111,3 @@ def test_findings_are_reworded() -> None:
     with reworded(1):
         again = [section.findings for section in migrate_text("fsdp_config: {verbose: true, x: 1}").sections]
     assert {each.reason for each in message[0]}.isdisjoint(each.reason for each in again[0])
-
-
-def test_a_configuration_is_translated_alike() -> None:
-    """The same, where a script hands its configuration over instead of a file."""
-    given = {"sharding_strategy": "HYBRID_SHARD", "backward_prefetch": "NONE", "te_shard_fp8_weight": True}
-    expected = translate(given, device="cpu")
-    with reworded(1):
-        found = translate(given, device="cpu")
-    assert found.config == expected.config
-    assert [(each.key, each.outcome) for each in found.findings] == [
-        (each.key, each.outcome) for each in expected.findings
-    ]

@@ -87,9 +87,12 @@ def test_microbatches_weigh_as_the_trainer_says(folder: str) -> None:
     assert group.items(torch.full((2, 4), -100)) == 1
 
 
-def check_exchange() -> None:
-    group = find_context(_sharded())
-    assert group is not None
+@on_ranks(4)
+def test_heads_are_exchanged_for_places_and_back(folder: str) -> None:
+    """Values, gradients and labels are where attention and the loss look for them."""
+    model = build()
+    prepare_fully_shard(model, None, FULL | {"context_parallel_degree": 4}, device="cpu")
+    group = find_context(model)
     whole = torch.arange(2 * 8 * 4 * 3, dtype=torch.float64).view(2, 8, 4, 3)  # batch, places, heads, features
     part = group.part(whole).clone().requires_grad_()
     few = part[:, :, :2].float()  # fewer heads than ranks, in another dtype
@@ -98,7 +101,6 @@ def check_exchange() -> None:
     assert torch.equal(of_few, whole[:, :, group.index // 2, None].float())
     assert torch.equal(group.to_sequence(heads, 2, 1), part)
     (heads * (1 + group.index)).sum().backward()
-    assert part.grad is not None
     assert torch.equal(part.grad[0, 0, :, 0], torch.arange(1.0, 5.0, dtype=torch.float64))
     labels = torch.arange(7).expand(2, 7)
     shifted = torch.tensor([1, 2, 3, 4, 5, 6, -100, -100])
@@ -106,16 +108,6 @@ def check_exchange() -> None:
     assert torch.equal(
         group.shifted_labels(labels, is_shifted=True)[0], group.part(F.pad(labels[0], (0, 1), value=-100), 0)
     )
-
-
-def _sharded() -> Holder:
-    model = build()
-    prepare_fully_shard(model, None, FULL | {"context_parallel_degree": 4}, device="cpu")
-    return model
-
-
-def test_heads_are_exchanged_for_places_and_back():
-    run_ranks(check_exchange, 4)
 
 
 def freeze_first(model: Holder) -> None:

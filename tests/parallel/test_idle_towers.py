@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from support.cases import all_of, for_each
 from support.models import Block, tokens
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL, assert_gradients, named_parameters, reports_soon
 from torch import nn
@@ -207,11 +208,13 @@ def test_towers_train_as_in_one_process():
 # --- what idle towers run on
 
 
-def check_examples() -> None:
-    """By rank what its vision tower got, as numbers of patches: its own, or an example."""
+@on_ranks(2)
+def test_an_example_is_the_smallest_that_the_rank_saw() -> None:
+    """Idle towers would cost as much as the largest images; and a rank that saw none would have nothing to run."""
     model, reference = sharded(TOWERS)
 
     def after(step: int, batches: Batches) -> list[int]:
+        """What this rank's vision tower got, as numbers of patches: its own, or an example."""
         model.model.vision.sizes.clear()
         check_step(model, reference, step, batches)
         return list(model.model.vision.sizes)
@@ -228,11 +231,6 @@ def check_examples() -> None:
         after(2, lambda step, rank: batch_of(step, rank, {} if rank else {"vision": 4})) == [[4], [2]][dist.get_rank()]
     )
     assert after(3, lambda step, rank: batch_of(step, rank, {})) == []
-
-
-def test_an_example_is_the_smallest_that_the_rank_saw():
-    """Idle towers would cost as much as the largest images; and a rank that saw none would have nothing to run."""
-    run_ranks(check_examples, 2)
 
 
 def check_given() -> None:
@@ -312,8 +310,10 @@ def test_examples_that_are_given_and_those_that_cannot_be_used():
     )
 
 
-def check_out_of_memory() -> None:
-    """On one rank, before the towers; the other asks who enters one."""
+@on_ranks(2)
+def test_ranks_that_run_out_of_memory_go_back_together() -> None:
+    """On one rank, before the towers, where the other asks who enters one: automatic microbatching would end with an
+    error about ranks at different operations."""
     model, reference = sharded(TOWERS)
     votes = OutOfMemoryVote(model)
     votes.start()
@@ -330,23 +330,15 @@ def check_out_of_memory() -> None:
     check_step(model, reference, 0, an_image_on_the_first)
 
 
-def test_ranks_that_run_out_of_memory_go_back_together():
-    """Automatic microbatching would end with an error about ranks at different operations."""
-    run_ranks(check_out_of_memory, 2)
-
-
-def check_questions() -> int:
+@pytest.mark.any_torch
+@on_ranks(2)
+def test_text_alone_costs_two_messages() -> None:
+    """One before the text's part, one at the end: a model's decoding asks so at every token."""
     model, _ = sharded(TOWERS)
     batch = batch_of(0, dist.get_rank(), {})
     with patch.object(Control, "_answer", autospec=True, side_effect=Control._answer) as asked:
         model(*batch)["loss"].backward()
-    return sum(call.args[1].asker == "idle_towers" for call in asked.call_args_list)
-
-
-@pytest.mark.any_torch
-def test_text_alone_costs_two_messages():
-    """One before the text's part, one at the end: a model's decoding asks so at every token."""
-    assert run_ranks(check_questions, 2) == [2, 2]
+    assert sum(call.args[1].asker == "idle_towers" for call in asked.call_args_list) == 2
 
 
 # --- in a plan

@@ -20,11 +20,11 @@ from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.synchronisations import Synchronisations
 from support.training import FULL, adamw, sgd
+from support.translations import config_of
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint import save as save_directory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from composer_fsdp2 import (
@@ -33,7 +33,6 @@ from composer_fsdp2 import (
     plan_sharding,
     prepare_fully_shard,
     save_monolithic,
-    translate,
 )
 from tests.checkpoint.test_load import composer_state
 
@@ -111,8 +110,10 @@ def test_training_is_that_of_one_process(folder: str) -> None:
 # --- the host waits
 
 
-def check_waits() -> None:
-    """The recomputed forward of a checkpointed layer is one more."""
+@on_ranks(2)
+def test_a_layer_waits_for_its_device_once(folder: str) -> None:
+    """A GPU would stand still in each layer, once for each number that the host reads of how tokens were routed. The
+    recomputed forward of a checkpointed layer is one more."""
     for config, num_forwards in ({}, 1), ({"activation_checkpointing": True}, 2):
         model = build()
         prepare_fully_shard(model, None, FULL | config | {"expert_parallel_degree": 2}, device="cpu")
@@ -123,16 +124,13 @@ def check_waits() -> None:
         assert len(ours) == num_forwards * len(model.model.layers), ours
 
 
-def test_a_layer_waits_for_its_device_once():
-    """A GPU would stand still in each layer, once for each number that the host reads of how tokens were routed."""
-    run_ranks(check_waits, 2)
-
-
 # --- in bf16
 
 
-def check_bf16() -> None:
-    """Gradients of one step and the losses of more, beside the same run without split experts."""
+@on_ranks(4)
+def test_bf16_is_that_of_the_run_without_split_experts(folder: str) -> None:
+    """Under mixed precision tokens travel in bf16, and nothing beyond its roundings changes: gradients of one step and
+    the losses of more."""
     torch.set_default_dtype(torch.float32)
     found: dict[int, tuple[list[float], dict[str, torch.Tensor]]] = {}
     for degree in (1, 2):
@@ -161,43 +159,26 @@ def check_bf16() -> None:
         assert error < 2**-7, (name, error)
 
 
-def test_bf16_is_that_of_the_run_without_split_experts():
-    """Under mixed precision tokens travel in bf16, and nothing beyond its roundings changes."""
-    run_ranks(check_bf16, 4)
-
-
-# --- a layer that exchanges tokens itself
+# --- a layer that communicates by itself
 
 
 class OwnExperts(nn.Module):
-    """What a script has that splits its experts and sends tokens by itself; the caller says which expert each has."""
+    """What a script has that splits its experts and brings them together with tokens by itself, here by gathering them;
+    the caller says which expert each token has."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()
-        self.mesh = mesh
         self.weight = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, WIDTH) / 4)
         if mesh is not None:
             self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), mesh["expert_parallel"], [Shard(0)]))
             self._fsdp_kwargs_dict = {"device_mesh": mesh["weight_parallel"]}
 
     def forward(self, x: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-        rows, expert = x.reshape(-1, WIDTH), expert.flatten()
-        if self.mesh is None:
-            return torch.einsum("nd,nde->ne", rows, self.weight[expert]).view(x.shape)
-        group = self.mesh["expert_parallel"].get_group()
-        num_ranks, weight = group.size(), self.weight.to_local()
-        weight = weight / num_ranks + (weight * (1 - 1 / num_ranks)).detach()  # its gradient is the mean of ranks'
-        order = expert.argsort(stable=True)
-        sent = torch.bincount(expert * num_ranks // NUM_EXPERTS, minlength=num_ranks)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        there, here = received.tolist(), sent.tolist()
-        numbers = expert.new_empty(sum(there))
-        dist.all_to_all_single(numbers, expert[order], there, here, group=group)
-        arrived = all_to_all_single_autograd(rows[order], there, here, group)
-        computed = torch.einsum("nd,nde->ne", arrived, weight[numbers % len(weight)])
-        back = all_to_all_single_autograd(computed, here, there, group)
-        return back[order.argsort()].view(x.shape)
+        weight: torch.Tensor = self.weight
+        if isinstance(weight, DTensor):
+            num_ranks, weight = weight.device_mesh.size(), weight.full_tensor(grad_placements=[Partial()])
+            weight = weight / num_ranks + (weight * (1 - 1 / num_ranks)).detach()  # its gradient is the mean of ranks'
+        return torch.einsum("...d,...de->...e", x, weight[expert])
 
 
 class OwnDecoder(nn.Module):
@@ -230,7 +211,7 @@ def check_own_layer(degree: int) -> None:
     compare_training(model, reference, ours, theirs, num_steps=2)
 
 
-def test_a_layer_that_exchanges_tokens_itself_trains_as_one_process():
+def test_a_layer_that_communicates_by_itself_trains_as_one_process():
     """Weights that are split along the script's own mesh are sharded over the rest of it, and left to the layer."""
     run_ranks(for_each, 4, check_own_layer, {"two ranks": (2,), "all ranks": (4,)})
 
@@ -425,9 +406,7 @@ def test_what_cannot_be_split_is_refused(folder: str) -> None:
 
 def test_the_plan_says_which_experts_are_split():
     """Whoever reads explain() sees where tokens travel."""
-    config = translate(FULL | {"expert_parallel_degree": 2}, device="cpu", world_size=4).config
-    assert config is not None
-    text = plan_sharding(build(), config).explain()
+    text = plan_sharding(build(), config_of(FULL | {"expert_parallel_degree": 2})).explain()
     line = f"experts over 2 ranks: model.layers.*.moe.experts (2 modules): 2 of {NUM_EXPERTS} on each, tokens travel"
     assert line in text
     assert "expert_parallel 2" in text

@@ -17,12 +17,13 @@ from support.legality import TENSOR, Carried, check_carried, check_clips, check_
 from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL
+from support.translations import config_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from composer_fsdp2 import PlanError, apply_plan, plan_sharding, prepare_fully_shard, translate
+from composer_fsdp2 import PlanError, apply_plan, plan_sharding, prepare_fully_shard
 
 ATOL = 1e-12
 
@@ -204,23 +205,19 @@ def test_a_dropout_drops_the_same_on_the_ranks_that_split_a_layer(folder: str) -
 # --- the plan
 
 
-def check_plan_as_a_value() -> str:
+@on_ranks(4)
+def test_a_plan_says_where_each_parameter_lies(folder: str) -> None:
+    """Its text names the modules that are split and how, and ranks that plan differently notice it by the digest."""
     torch.manual_seed(0)
     model = Language()
-    config = translate(FULL, device="cpu", world_size=4, tensor_parallel_degree=TENSOR).config
-    assert config is not None
+    config = config_of(FULL, tensor_parallel_degree=TENSOR)
     plan = plan_sharding(model, config, tensor_parallel=layer_plan())
     same = plan_sharding(copy.deepcopy(model), config, tensor_parallel=layer_plan())
     assert plan == same and plan.digest == same.digest
     other = plan_sharding(model, config, tensor_parallel=layer_plan(ends=False))
     assert plan != other and plan.digest != other.digest
     apply_plan(model, plan)
-    return plan.explain()
-
-
-def test_a_plan_says_where_each_parameter_lies():
-    """Its text names the modules that are split and how, and ranks that plan differently notice it by the digest."""
-    text = run_ranks(check_plan_as_a_value, 4)[0]
+    text = plan.explain()
     assert "model.layers.*.mlp.up (2 modules): weight Shard(dim=0), bias Shard(dim=0)" in text
     assert "model.layers.*.mlp.down (2 modules): weight Shard(dim=1), bias Replicate()" in text
     assert "tensor_parallel 2" in text

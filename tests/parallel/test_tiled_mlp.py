@@ -149,7 +149,11 @@ def test_gradients_are_those_of_one_piece():
 # --- collectives
 
 
-def check_collectives() -> dict[str, tuple[int, ...]]:
+@pytest.mark.any_torch
+@on_ranks(2)
+def test_as_many_gathers_and_reductions_as_in_one_piece() -> None:
+    """A piece is no call of the module: its parameters are gathered once in forward and once in backward."""
+
     def count(cls: type[Layers], config: dict[str, Any]) -> tuple[int, ...]:
         found = []
         for tiled in ({}, TILED):
@@ -162,13 +166,7 @@ def check_collectives() -> dict[str, tuple[int, ...]]:
         assert found[0] == found[1], found
         return tuple(sent.counts[kind]["calls"] for kind in ("_allgather_base_", "_reduce_scatter_base_"))
 
-    return for_each(count, {"layers": (Layers, {}), "MLPs, recomputed": (MLPUnits, RECOMPUTED)})
-
-
-@pytest.mark.any_torch
-def test_as_many_gathers_and_reductions_as_in_one_piece():
-    """A piece is no call of the module: its parameters are gathered once in forward and once in backward."""
-    [gathers, _] = run_ranks(check_collectives, 2)
+    gathers = for_each(count, {"layers": (Layers, {}), "MLPs, recomputed": (MLPUnits, RECOMPUTED)})
     # Three units and the root, which keeps what it gathered.
     assert gathers == {"layers": (7, 4), "MLPs, recomputed": (7, 4)}, gathers
 

@@ -5,7 +5,6 @@ Nothing is downloaded. Sizes are odd on purpose: shards are uneven on 2 and on 4
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
@@ -70,11 +69,10 @@ class Backbone(nn.Module):
             x = block(x)
         return self.outer(x)
 
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool | dict[str, Any]:
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
         return isinstance(module, Block)
 
-    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, Block)
+    activation_checkpointing_fn = fsdp_wrap_fn
 
 
 class MLP(Parent):
@@ -334,10 +332,5 @@ def _language_model(name: str, tied: bool) -> LanguageModel:
 
 def _with_hooks(model: nn.Module, block_type: type[nn.Module]) -> LanguageModel:
     """What LLM Foundry puts on a Hugging Face model (llmfoundry/models/hf/hf_fsdp.py, 0.22.0)."""
-
-    def is_block(self: nn.Module, module: nn.Module) -> bool:
-        return isinstance(module, block_type)
-
-    model.fsdp_wrap_fn = types.MethodType(is_block, model)
-    model.activation_checkpointing_fn = types.MethodType(is_block, model)
+    model.fsdp_wrap_fn = model.activation_checkpointing_fn = lambda module: isinstance(module, block_type)
     return LanguageModel(model, block_type)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 HEADER = ("reference", "ranks", "optimizer", "runs", "losses", "gradient norms", "parameters", "bit for bit")
 
@@ -21,11 +21,6 @@ class Row(NamedTuple):
 
 
 SEEN: list[Row] = []
-
-
-def add(rows: list[Any]) -> None:
-    """What another worker saw."""
-    SEEN.extend(Row(*row) for row in rows)
 
 
 def table(rows: list[Row]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Proposals for a run's own file: what the changed file is planned to take, what it costs, and how it is trained."""
+"""Proposals for a run's own file: what the changed file is planned to take, and what it costs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from support.foundry_runs import YAML, make_data_of_runs, train
-from support.oracle import FSDP2
-from support.ranks import run_ranks
+from support.foundry_runs import YAML
 
-from composer_fsdp2._torch.counting import StateBytes
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.planned_step import PlannedStep
-from composer_fsdp2.estimate.replay import state_of_step
 from composer_fsdp2.migration.fulfil import fulfil
 from composer_fsdp2.migration.wish import Microbatches, Wish
 from composer_fsdp2.preflight.left_alone import left_alone
-from composer_fsdp2.preflight.planned import Questions, counted_optimizer, plan_step
+from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
 from composer_fsdp2.preflight.suggested_edits import replanning, suggest_edits
-from composer_fsdp2.preflight.suggestion import SuggestedEdits, Suggestion
+from composer_fsdp2.preflight.suggestion import SuggestedEdits
 
 pytest.importorskip("transformers", reason="needs transformers' models")
 
@@ -111,15 +106,6 @@ def suggested(file: Path, given: dict[str, Any], now: Planned, memory_bytes: int
         )
 
 
-def patched(file: Path, proposal: Suggestion, folder: Path) -> Path:
-    """The file with the proposal's diff, by ``patch``."""
-    folder.mkdir()
-    shutil.copy(file, folder)
-    command = ["patch", "--binary", "-p0"]
-    subprocess.run(command, cwd=folder, input=proposal.diff.encode(), check=True, capture_output=True)
-    return folder / file.name
-
-
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs the command patch")
 @pytest.mark.parametrize(
     "name", ["run.yaml", *(pytest.param(each, marks=pytest.mark.slow) for each in ("run.toml", "roll.yaml"))]
@@ -136,7 +122,12 @@ def test_each_proposal_fits_when_planned_anew(name: str, tmp_path: Path):
     assert found.proposals, found.explain()
     assert file.read_bytes() == FILES[name].encode()
     for number, proposal in enumerate(found.proposals):
-        again = planned(patched(file, proposal, tmp_path / str(number)), given)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        shutil.copy(file, folder)
+        patch = ["patch", "--binary", "-p0"]
+        subprocess.run(patch, cwd=folder, input=proposal.diff.encode(), check=True, capture_output=True)
+        again = planned(folder / name, given)
         assert again.estimate.peak_bytes == proposal.peak_bytes <= memory_bytes, proposal.diff
         rows = (now, again)
         assert len({each.microbatch_size * each.num_microbatches for each in rows}) == 1, proposal.diff
@@ -257,75 +248,3 @@ def test_torchtitan_s_batch_stays(words: str, tmp_path: Path):
     diff = fulfil(file.read_text(), file.name, wish).diff()
     assert "+local_batch_size = 2\n" in diff and "+global_batch_size = 64\n" in diff
     assert diff.count("-batch_size") == words.startswith("batch_size")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Trained
-
-
-def check_trained(folder: str, files: list[str], peaks: list[int]) -> None:
-    make_data_of_runs(folder)
-    dist.barrier()
-    for number, (file, expected) in enumerate(zip(files, peaks, strict=True)):
-        found = peak_of_state(folder, Path(file), f"{number}")
-        assert found == expected, f"{Path(file).read_text()}: {found} of state, {expected} were planned"
-
-
-def peak_of_state(folder: str, file: Path, name: str) -> int:
-    """Counted at torch's dispatcher in the second batch of a run of Foundry's."""
-    from composer import Callback, Trainer
-
-    class Counting(Callback):
-        def batch_start(self, state: Any, logger: Any) -> None:
-            if state.timestamp.batch.value == 1:
-                self.state = StateBytes(state.model, state.optimizers[0])
-                self.state.__enter__()
-
-        def batch_end(self, state: Any, logger: Any) -> None:
-            if state.timestamp.batch.value == 2:
-                self.state.__exit__(None, None, None)
-
-    counting, fit = Counting(), Trainer.fit
-
-    def counted(trainer: Any, *args: Any, **options: Any) -> None:
-        trainer.state.callbacks.append(counting)
-        fit(trainer, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "fit", counted)
-        train(FSDP2, file, folder, name, "max_duration=2ba", "save_interval=1ep")
-    return counting.state.peak
-
-
-def planned_state(file: Path, given: dict[str, Any]) -> int:
-    """The most that all but activations takes, in a step with the order of events that the model's trace shows."""
-    step = planned(file, given)
-    optimizer = counted_optimizer(read_run(file, **given).optimizer)[0]
-    state = state_of_step(
-        step.plan,
-        step.trace,
-        world_size=step.world_size,
-        optimizer=optimizer,
-        num_microbatches=step.num_microbatches,
-    )
-    return max(max(each.meanwhile_bytes, each.afterwards_bytes) for each in state.samples)
-
-
-@pytest.mark.skipif(shutil.which("patch") is None, reason="needs the command patch")
-@pytest.mark.foundry
-@pytest.mark.composer
-@pytest.mark.slow  # what replays take and what ranks take are compared in ../estimate/test_replay.py
-def test_a_proposal_is_trained_with_what_was_planned(tmp_path: Path):
-    """What the plan of a changed file says of memory would not be what its run takes."""
-    file = tmp_path / "mpt.yaml"
-    text = YAML.read_text().replace("n_layers: 3", "n_layers: 2")
-    text = text.replace("train_batch_size: 16", "train_batch_size: 4")
-    file.write_text(text.replace("train_microbatch_size: 4", "train_microbatch_size: 2"))
-    given = how(tmp_path, file.name, world_size=2)
-    run, now = read_and_planned(file, given)
-    found = suggested(file, given, (run, now), round(0.6 * now.estimate.peak_bytes), host_bytes=0)
-    each = found.proposals[0] if found.proposals else found.nearest
-    assert each is not None, found.explain()
-    changed = patched(file, each, tmp_path / "changed")
-    assert planned(changed, given).estimate.peak_bytes == each.peak_bytes
-    run_ranks(check_trained, 2, str(tmp_path), [str(changed)], [planned_state(changed, given)])

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.models import Block, Chain, FakeMetric, Model, layer, tokens
-from support.ranks import run_ranks
+from support.on_ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -17,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     OffloadWrapper,
     checkpoint_wrapper,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from composer_fsdp2 import PlanError, apply_activation_checkpointing
@@ -142,25 +142,14 @@ def test_a_function_that_raises_names_the_module():
     assert wrapped_paths(model) == []
 
 
-def check_refuses_sharded_models() -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    messages = []
-    inside, whole, fsdp1 = Model(), Model(), Model()
-    fully_shard(inside.decoder, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    fully_shard(whole, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    fsdp1.decoder = FullyShardedDataParallel(fsdp1.decoder, device_id=torch.device("cpu"))
-    for model in (inside, whole, fsdp1):
-        try:
-            apply_activation_checkpointing(model)
-        except PlanError as error:
-            messages.append(str(error))
-        assert wrapped_paths(model) == []
-    return messages
-
-
-def test_refuses_a_sharded_model():
+@on_ranks(1)
+def test_refuses_a_sharded_model(folder: str) -> None:
     """Wrapping after sharding would put a unit's hooks inside the recomputation; the order is told instead."""
-    (messages,) = run_ranks(check_refuses_sharded_models, 1)
-    assert len(messages) == 3 and all("call apply_activation_checkpointing before sharding" in m for m in messages)
-    assert "'decoder'" in messages[0] and "(the model)" in messages[1] and "'decoder'" in messages[2]
+    inside, whole, fsdp1 = Model(), Model(), Model()
+    fully_shard(inside.decoder, mesh=init_device_mesh("cpu", (1,)))
+    fully_shard(whole, mesh=init_device_mesh("cpu", (1,)))
+    fsdp1.decoder = FullyShardedDataParallel(fsdp1.decoder, device_id=torch.device("cpu"))
+    for model, named in ((inside, "'decoder'"), (whole, "(the model)"), (fsdp1, "'decoder'")):
+        with pytest.raises(PlanError, match="call apply_activation_checkpointing before sharding") as caught:
+            apply_activation_checkpointing(model)
+        assert named in str(caught.value) and wrapped_paths(model) == []

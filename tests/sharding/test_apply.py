@@ -14,7 +14,7 @@ import torch.distributed as dist
 from support.cases import all_of, for_each
 from support.comparing import full
 from support.examples import IS_THOROUGH
-from support.models import WIDTH, Block, Chain, Model, Running, features, layer, tie, tokens
+from support.models import WIDTH, Block, Chain, Model, Running, features, layer, tokens
 from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL, HSDP_2X2, assert_close, named_parameters, train_alike
@@ -144,15 +144,6 @@ def test_what_is_freed_when(folder: str) -> None:
 # --- what stays as it was
 
 
-def check_names(config: dict[str, Any]) -> None:
-    model = Model(tied=True)
-    keys = list(model.state_dict())
-    prepare_fully_shard(model, None, config, device="cpu")
-    assert list(model.state_dict()) == keys
-    names = [name for name in keys if "scale" not in name and name != "decoder.head.weight"]
-    assert list(named_parameters(model)) == names
-
-
 def check_nesting(config: dict[str, Any], expected: list[str]) -> None:
     model = Model()
     prepare_fully_shard(model, None, config, device="cpu")
@@ -165,49 +156,15 @@ def check_nesting(config: dict[str, Any], expected: list[str]) -> None:
 
 
 @on_ranks(1)
-def test_names_stay_and_the_unit_surrounds_the_checkpointing(folder: str) -> None:
-    """Checkpoints have the same keys. FSDP(AC(block)), FSDP1's nesting: the other way round recomputes in the wrong
-    dtype (pytorch#159359)."""
+def test_the_unit_surrounds_the_checkpointing(folder: str) -> None:
+    """FSDP(AC(block)), FSDP1's nesting: the other way round recomputes in the wrong dtype (pytorch#159359)."""
     cases: list[tuple[dict[str, Any], list[str]]] = [
         ({}, ["FSDP Block"]),
         (AC, ["FSDP CheckpointWrapper", "Block"]),
         (OFFLOADED, ["FSDP OffloadWrapper", "Block"]),
         (AC | OFFLOADED, ["FSDP OffloadWrapper", "CheckpointWrapper", "Block"]),
     ]
-    for_each(check_names, {f"{config}": (config,) for config, _ in cases})
     for_each(check_nesting, {f"{config}": (config, nesting) for config, nesting in cases})
-
-
-# --- entry points beside forward
-
-
-class Entered(Chain):
-    """Its children share a weight, so it is a unit itself; Composer enters it through these methods."""
-
-    def generate(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x) + 1
-
-    def eval_forward(self, batch: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
-        return self.a(batch) + 2
-
-
-def check_entry_points() -> None:
-    """Evaluation and generation of a model with tied children find full parameters, not shards."""
-    torch.set_default_dtype(torch.float64)
-    model, reference = (Entered(a=layer(), b=layer()) for _ in range(2))
-    tie(model.a, model.b)
-    tie(reference.a, reference.b)
-    reference.load_state_dict(model.state_dict())
-    prepare_fully_shard(model, None, FULL, device="cpu")
-    x = features(0)
-    with torch.no_grad():
-        for enter in (lambda m: m.eval_forward(x), lambda m: m.generate(x), lambda m: m(x)):
-            torch.testing.assert_close(enter(model), enter(reference), rtol=1e-12, atol=1e-14)
-
-
-def test_ways_in_beside_forward():
-    """Composer's methods of a model that is a unit itself."""
-    run_ranks(check_entry_points, 2)
 
 
 # --- awkward parameters

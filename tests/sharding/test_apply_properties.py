@@ -81,9 +81,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def config_of(case: Case, model: nn.Module) -> ShardingConfig:
     message = FULL | case.config | {"ignored_modules": ignored_modules(case.tree, model)}
-    config = translate(message, precision="fp32", device="cpu", world_size=WORLD_SIZE).config
-    assert config is not None
-    return config
+    return translate(message, precision="fp32", device="cpu", world_size=WORLD_SIZE).config
 
 
 def plan_of(case: Case) -> ShardingPlan | None:
@@ -183,7 +181,6 @@ def compare_step(
     for name, gradient in wanted.items():
         yield from differences(f"gradient of {name}", got[name], gradient, tolerance, largest)
     if case.input_gradient:
-        assert whole.grad is not None
         yield from differences("input's gradient", part.grad, whole.grad[mine] * WORLD_SIZE, tolerance)
 
 
@@ -228,12 +225,8 @@ def differences(
     """No gradient and one of zeros are the same: FSDP1 filled those that a backward did not reach."""
     if actual is None and expected is None:
         return
-    if actual is None or expected is None:
-        there = expected if actual is None else actual
-        assert there is not None
-        if there.any():
-            yield f"{what} is {actual}, expected {expected}"
-        return
+    actual = torch.zeros_like(expected) if actual is None else actual
+    expected = torch.zeros_like(actual) if expected is None else expected
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         yield f"{what} is {actual.shape} {actual.dtype}, expected {expected.shape} {expected.dtype}"
         return

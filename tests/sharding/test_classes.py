@@ -160,16 +160,12 @@ POLICY = {"activation_checkpointing_policy": ["Counting"]}
 
 
 def check_recomputed(config: dict[str, Any], num_recomputed: int, wrapper: type[nn.Module] | None) -> None:
-    def sharded() -> nn.Module:
-        return train_alike(counting_model, {"wrap_policy": None} | config, features)
-
-    model = sharded()
+    model = train_alike(counting_model, {"wrap_policy": None} | config, features)
     Counting.count = 0
     model(features(0)).sum().backward()
     assert Counting.count == 3 + num_recomputed
-    paths = ("a", "b", "c")
     if wrapper is not None:
-        assert all(isinstance(getattr(model.net, name), wrapper) for name in paths)
+        assert all(isinstance(getattr(model.net, name), wrapper) for name in "abc")
 
 
 def check_wrong() -> None:

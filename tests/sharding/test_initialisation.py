@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from collections import deque
@@ -13,16 +12,12 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
 from support.cases import all_of, for_each
 from support.comparing import assert_same, full, own_name
-from support.examples import IS_THOROUGH, examples
+from support.examples import IS_THOROUGH
 from support.memory import HostMemory
 from support.models import Block, Chain, FakeMetric, Model, Running, layer, tie
 from support.on_ranks import on_ranks
-from support.random_models import Tree
-from support.random_models import build as build_tree
-from support.random_models import trees as random_trees
 from support.ranks import run_ranks
 from support.training import FULL
 from torch import nn
@@ -32,7 +27,6 @@ from composer_fsdp2 import PlanError, ShardingConfig, plan_sharding, prepare_ful
 
 SEED = 100
 ODD = 5  # rows that divide by neither 2 nor 4
-NUM_TREES = 60 if IS_THOROUGH else 4
 
 
 # --- models on the meta device
@@ -91,6 +85,24 @@ def hooked() -> nn.Module:
     return Chain(net=net, plain=Chain(block=Block(ODD), head=nn.Linear(ODD, ODD)))
 
 
+class ByName(Chain):
+    """As LLM Foundry initialises Hugging Face's models: a unit whose class had another name by then would get other
+    values."""
+
+    def param_init_fn(self, module: nn.Module) -> None:
+        kinds = [type(each).__name__ for each in (module, *self.children())]
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter, std=kinds.count("Linear"))
+
+
+def by_name() -> nn.Module:
+    """Units with one weight are a group."""
+    parts = {"first": layer(ODD), "norm": nn.LayerNorm(ODD), "last": layer(ODD), "end": nn.LayerNorm(ODD)}
+    net = ByName(dict.fromkeys(("first", "norm", "last"), True), **parts)
+    tie(net.first, net.last)
+    return Chain(net=net)
+
+
 def partly_real() -> nn.Module:
     """A part that was loaded keeps its values, and takes nothing from the generator."""
     with torch.device("cpu"):
@@ -121,47 +133,12 @@ def turned() -> nn.Module:
     return Chain(net=Chain({"b": True}, a=Turned(), b=Turned(), norm=nn.LayerNorm(ODD)))
 
 
-def draw(module: nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
-        nn.init.normal_(parameter)
-    for buffer in module.buffers(recurse=False):
-        nn.init.uniform_(buffer)
-
-
-def random_tree(tree: Tree) -> nn.Module:
-    """On the meta device, drawn anew by each of its modules that holds something."""
-    model = build_tree(tree, "meta")
-    for child in model.children():
-        child.param_init_fn = draw
-    return model
-
-
-@functools.cache
-def some_trees() -> list[Tree]:
-    """Nesting, containers, ties and modules in two places as they come; without what no unit holds, which is
-    refused."""
-    found: list[Tree] = []
-
-    @given(random_trees(ignored=False))
-    @examples(40)
-    def collect(tree: Tree) -> None:
-        model = random_tree(tree)
-        with contextlib.suppress(PlanError):  # nothing to shard
-            if not plan_sharding(model, ShardingConfig()).left_out:
-                found.append(tree)
-
-    collect()
-    return sorted(found, key=lambda tree: sum(1 for _ in tree), reverse=True)[:NUM_TREES]
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    build.__name__: build for build in (decoder, tied_decoder, nested, hooked, partly_real, turned)
+    build.__name__: build for build in (decoder, tied_decoder, nested, hooked, by_name, partly_real, turned)
 }
 
 
-def build(model: str | Tree) -> nn.Module:
-    if isinstance(model, Tree):
-        return random_tree(model)
+def build(model: str) -> nn.Module:
     with torch.device("meta"):
         return MODELS[model]()
 
@@ -169,7 +146,7 @@ def build(model: str | Tree) -> nn.Module:
 # --- one process
 
 
-def drawn_by_one_process(model_of: str | Tree) -> dict[str, torch.Tensor]:
+def drawn_by_one_process(model_of: str) -> dict[str, torch.Tensor]:
     """The reference: FSDP1's lookup (composer/distributed/dist_strategy.py, _param_init_fn) in the order of the plan,
     breadth first within a unit, on a model that nobody shards."""
     model = build(model_of)
@@ -231,7 +208,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 # --- any number of ranks
 
 
-def check_values(model: str | Tree, config: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
+def check_values(model: str, config: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
     """Each rank's own seed is another."""
     built = build(model)
     trained = [parameter.requires_grad for parameter in built.parameters()]
@@ -245,10 +222,6 @@ def check_values(model: str | Tree, config: dict[str, Any], expected: dict[str, 
     assert [parameter.requires_grad for parameter in built.parameters()] == trained
 
 
-def check_all_values(cases: dict[str, tuple[Any, ...]]) -> None:
-    for_each(check_values, cases)
-
-
 # By the number of ranks: the models of the table, each with one of the configurations in turn.
 CONFIGS: dict[int, tuple[tuple[str, ...], list[dict[str, Any]]]] = {
     1: (("nested", "hooked", "turned"), [{}]),
@@ -260,63 +233,18 @@ CONFIGS: dict[int, tuple[tuple[str, ...], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.any_torch) for n in (1, 4))])
 def test_one_seed_means_one_model(world_size: int):
     """A run on another number of GPUs starts from the same bits, those that one process draws with FSDP1's lookup:
-    with ties, shared modules, nested units, hooks, random trees."""
+    with ties, shared modules, nested units, groups of them, hooks that ask for names."""
     names, configs = CONFIGS[world_size]
-    models: dict[str, str | Tree] = {name: name for name in names}
-    if world_size == 2:
-        models |= {f"tree {number}": tree for number, tree in enumerate(some_trees())}
-    expected = {name: drawn_by_one_process(model) for name, model in models.items()}
+    expected = {name: drawn_by_one_process(name) for name in names}
     chosen = [
         (name, each)
-        for i, name in enumerate(models)
+        for i, name in enumerate(names)
         for each in (configs if IS_THOROUGH else [configs[i % len(configs)]])
     ]
     if world_size == 2:
         chosen += [("hooked", {"activation_checkpointing": True}), ("tied_decoder", {"cpu_offload": True})]
-    cases = {f"{name}, {config}": (models[name], config, expected[name]) for name, config in chosen}
-    run_ranks(check_all_values, world_size, cases)
-
-
-# --- names that an initialisation reads
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
-class ByName(Chain):
-    """As LLM Foundry initialises Hugging Face's models: it knows a norm by the name of its class."""
-
-    seen: list[str]
-
-    def param_init_fn(self, module: nn.Module) -> None:
-        self.seen.append(type(module).__name__)
-        self.seen.extend(type(each).__name__ for each in self.children())
-        for parameter in module.parameters(recurse=False):
-            nn.init.constant_(parameter, 1.0 if type(module).__name__ == "RMSNorm" else 0.5)
-
-
-def check_names() -> list[str]:
-    with torch.device("meta"):
-        parts = {"norm": RMSNorm(ODD), "a": nn.Linear(ODD, ODD), "b": nn.Linear(ODD, ODD), "end": RMSNorm(ODD)}
-        model = Chain(net=ByName(dict.fromkeys(("norm", "a", "b"), True), **parts))
-    model.net.seen = []
-    prepare_fully_shard(model, None, FULL, device="cpu")
-    for name, parameter in model.named_parameters():
-        expected = 1.0 if "norm" in name or "end" in name else 0.5
-        assert bool((full(parameter) == expected).all()), name
-    return model.net.seen
-
-
-def test_an_initialisation_by_class_names():
-    """A norm that is a unit would be initialised as something else if its class were called FSDPRMSNorm by then."""
-    for seen in run_ranks(check_names, 2):
-        assert len(seen) == 4 * 5 and set(seen) == {"RMSNorm", "Linear"}
+    cases = {f"{name}, {config}": (name, config, expected[name]) for name, config in chosen}
+    run_ranks(for_each, world_size, check_values, cases)
 
 
 # --- memory
@@ -401,25 +329,19 @@ class DrawnElsewhere(nn.Module):
             self.weight.copy_(torch.tensor(rows))
 
 
-def check_other_generators() -> tuple[list[list[float]], bool]:
+@on_ranks(2)
+def test_generators_of_python_and_numpy(folder: str) -> None:
+    """Ranks that are seeded differently would each fill their rows from another model."""
     random.seed(dist.get_rank())
     numpy.random.seed(dist.get_rank())
     states = (random.getstate(), numpy.random.get_state()[1].tolist())
     with torch.device("meta"):
         model = Chain(net=DrawnElsewhere())
     prepare_fully_shard(model, None, {}, device="cpu")
-    is_put_back = states == (random.getstate(), numpy.random.get_state()[1].tolist())
-    return model.net.weight.full_tensor().tolist(), is_put_back
-
-
-def expected_of_other_generators() -> list[list[float]]:
+    assert states == (random.getstate(), numpy.random.get_state()[1].tolist()), "the run's own draws are others"
     python, of_numpy = random.Random(0), numpy.random.RandomState(0)
-    return torch.tensor([[python.random(), of_numpy.standard_normal()] for _ in range(8)]).tolist()
-
-
-def test_generators_of_python_and_numpy():
-    """Ranks that are seeded differently would each fill their rows from another model."""
-    assert run_ranks(check_other_generators, 2) == [(expected_of_other_generators(), True)] * 2
+    expected = torch.tensor([[python.random(), of_numpy.standard_normal()] for _ in range(8)])
+    assert torch.equal(full(model.net.weight), expected)
 
 
 # --- what would never get a value
@@ -434,12 +356,6 @@ def uninitialisable() -> nn.Module:
 def left_out_on_meta() -> nn.Module:
     model = Chain(fine=layer(), left=Chain(inner=nn.Linear(2, 2, device="meta")))
     model.left._fsdp_wrap = False
-    return model
-
-
-def own_on_meta() -> nn.Module:
-    model = Model()
-    model.own = nn.Parameter(torch.empty(2, device="meta"))
     return model
 
 
@@ -463,7 +379,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         r"'net\.inner' \(Running\)(?s:.*)reset_parameters\(\)(?s:.*)param_init_fn\(module\)",
     ),
     "left out": (left_out_on_meta, {}, r"left\.inner\.weight is on the meta device.*no unit holds it"),
-    "the model's own": (own_on_meta, {}, "own is on the meta device"),
     "rank 1 on meta": (
         functools.partial(mixed, 1),
         {},

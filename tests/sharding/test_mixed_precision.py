@@ -21,18 +21,14 @@ from composer_fsdp2 import prepare_fully_shard
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-def masked() -> nn.Module:
-    """A chosen block that is handed a float mask beside its input."""
-    return Running(lambda self, x, mask: x + self.proj(x) * mask.to(x.dtype), proj=nn.Linear(6, 6))
-
-
 class Net(Wrapping):
     """Layers, a chosen block with a mask, a batch norm, and buffers of several kinds."""
 
     def __init__(self) -> None:
         super().__init__({"masked": True})
         self.first = nn.Linear(6, 6)
-        self.masked = masked()
+        # A chosen block that is handed a float mask beside its input.
+        self.masked = Running(lambda self, x, mask: x + self.proj(x) * mask.to(x.dtype), proj=nn.Linear(6, 6))
         self.norm = nn.BatchNorm1d(6)
         self.register_buffer("scale", torch.full((1,), 1 / 3))
         self.register_buffer("hidden", torch.full((1,), 1 / 3), persistent=False)

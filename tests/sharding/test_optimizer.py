@@ -112,15 +112,11 @@ CASES: dict[int, dict[str, tuple[str, bool, int, dict[str, Any]]]] = {
 }
 
 
-def check_all_continue(world_size: int) -> None:
-    for_each(check_continues, CASES[world_size])
-
-
 @pytest.mark.parametrize("world_size", CASES)
 def test_training_goes_on_as_unsharded(world_size: int):
     """Groups, options, subsets and momentum survive sharding, and follow parameters onto 2-D meshes, to the CPU and
     behind checkpointing wrappers; FSDP1 dropped existing state without a word."""
-    run_ranks(check_all_continue, world_size, world_size)
+    run_ranks(for_each, world_size, check_continues, CASES[world_size])
 
 
 # --- what is refused

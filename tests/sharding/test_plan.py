@@ -18,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from composer_fsdp2 import (
     ActivationCheckpointing,
-    ConfigError,
     MeshSpec,
     MixedPrecision,
     PlanError,
@@ -207,22 +206,6 @@ def test_settings_without_effect_are_in_the_notes():
     tied.child.rest.weight = tied.child.inner.weight
     (note,) = plan_of(tied).notes
     assert "child.inner is not a unit of its own" in note and "its own settings (cpu_offload) have no effect" in note
-
-
-@pytest.mark.parametrize(
-    ("answer", "error", "message"),
-    [
-        ({"shard_strategy": "X"}, ConfigError, "'child.inner'; did you mean sharding_strategy?"),
-        ({"sync_module_states": True}, UnsupportedError, r"sync_module_states for one module \('child.inner'\)"),
-        ({"process_group": 3}, ConfigError, "'child.inner': process_group is 3"),
-        ({"reshard_after_forward": 3}, ConfigError, "'child.inner'.*use 1, 2 or 4"),
-    ],
-)
-def test_settings_of_single_units_that_cannot_be(answer: dict[str, Any], error: type[Exception], message: str):
-    """A wrong setting is found while planning, with the module's path."""
-    model = Chain(child=Chain({"inner": answer}, inner=layer(), rest=layer()))
-    with pytest.raises(error, match=message):
-        plan_of(model, mesh=MeshSpec.of_degrees(shard=4))
 
 
 @pytest.mark.parametrize(

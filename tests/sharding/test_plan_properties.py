@@ -118,7 +118,6 @@ def test_every_tree_has_a_plan_that_can_be_carried_out(tree: Tree, config: Shard
     check_ties(model, plan)
     check_units_gather_what_runs_in_them(model, plan)
     check_what_torch_takes(model, plan)
-    check_order(model, plan)
     check_roots(model, plan)
 
 
@@ -160,7 +159,8 @@ def check_units_gather_what_runs_in_them(model: nn.Module, plan: ShardingPlan) -
 
 
 def check_what_torch_takes(model: nn.Module, plan: ShardingPlan) -> None:
-    """fully_shard, called unit by unit, takes the parameters that the plan says, and no others.
+    """fully_shard, called unit by unit, takes the parameters that the plan says, and no others: children come before
+    parents, which get all that their children have not taken yet.
 
     Its rule (torch/distributed/fsdp/_fully_shard/_fsdp_init.py, _get_managed_modules): everything below the given
     modules, but not inside a module that an earlier call was given, nor ignored.
@@ -182,16 +182,6 @@ def check_what_torch_takes(model: nn.Module, plan: ShardingPlan) -> None:
         taken = {parameter for module in seen for parameter in module.parameters(recurse=False)} - ignored
         assert taken == {by_name[spec.name] for spec in unit.parameters}, f"{unit.modules} takes other parameters"
         sharded.update(heads)
-
-
-def check_order(model: nn.Module, plan: ShardingPlan) -> None:
-    """Children come before parents: fully_shard gives a parent all that its children have not taken yet."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    below_earlier: set[nn.Module] = set()
-    for unit in plan.units:
-        heads = [modules[path] for path in unit.modules]
-        assert not below_earlier & set(heads), f"{unit.modules} comes after a unit that contains it"
-        below_earlier.update(module for head in heads for module in head.modules())
 
 
 def check_roots(model: nn.Module, plan: ShardingPlan) -> None:

@@ -355,15 +355,6 @@ def test_units(name: str):
     assert any(case.note in note for note in selection.notes) or not case.note
 
 
-def test_settings_of_a_wrap_function_are_the_units_own():
-    """One module's keyword arguments reach that module, and no other."""
-    text = {"reshard_after_forward": False}
-    model = Chain(child=Chain({"inner": text, "other": True}, inner=layer(), other=layer(), rest=layer()))
-    by_path = {unit.paths[0]: unit for unit in select_units(model).units}
-    assert by_path["child.inner"].overrides == KEPT
-    assert by_path["child.other"].overrides == by_path["child"].overrides == UnitOverrides()
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -495,14 +486,6 @@ def test_settings_of_a_group_from_one_dict():
 
 def test_nothing_is_read_twice_from_a_changing_function():
     """A wrap function with state (a counter of blocks) is asked once about each module, in the order of the modules."""
-
-    asked = []
-
-    class Counting(Chain):
-        def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-            asked.append(module)
-            return False
-
-    child = Counting(a=layer(), b=Chain(c=layer()))
+    child = Asked(a=layer(), b=Chain(c=layer()))
     select_units(Chain(child=child))
-    assert asked == [child.a, child.b, child.b.c]
+    assert child.asked == [child.a, child.b, child.b.c]

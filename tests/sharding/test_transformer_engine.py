@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.models import Model, tokens
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
+from support.translations import config_of, refused
 
-from composer_fsdp2 import ConfigError, prepare_fully_shard, translate
+from composer_fsdp2 import ConfigError, prepare_fully_shard
 
 CONFIG = {
     "activation_checkpointing": True,
@@ -73,30 +75,16 @@ def test_transformer_engines_checkpoint_is_used(tmp_path: Path):
         assert (num_calls, seeds, difference) == (2, {"fsdp-rng": 77}, 0.0)
 
 
-def refusal(config: dict[str, Any]) -> str:
-    try:
-        translate(config, precision="amp_fp8", device="cpu")
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def check_refused() -> tuple[str, bool]:
-    model = Model()
-    names = [name for name, _ in model.named_parameters()]
-    try:
-        prepare_fully_shard(model, None, CONFIG, "amp_fp8", "cpu")
-    except ConfigError as error:
-        return str(error), names == [name for name, _ in model.named_parameters()]
-    return "", False
-
-
-def test_without_transformer_engine():
+@on_ranks(2)
+def test_without_transformer_engine(folder: str) -> None:
     """It is named before anything is sharded; a run that recomputes nothing, or not in fp8, does not need it; and on a
     laptop that plans or migrates the run it need not be installed."""
-    for message, is_untouched in run_ranks(check_refused, 2):
-        assert "install transformer-engine" in message and is_untouched
-    assert refusal(CONFIG) == ""
-    assert "activation_checkpointing_reentrant: false" in refusal(CONFIG | {"activation_checkpointing_reentrant": True})
-    assert refusal({"te_checkpoint_wrapper": True}) == ""
-    assert translate(CONFIG, precision="amp_bf16", device="cpu").config is not None
+    model = Model()
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ConfigError, match="install transformer-engine"):
+        prepare_fully_shard(model, None, CONFIG, "amp_fp8", "cpu")
+    assert names == [name for name, _ in model.named_parameters()]
+    reentrant = CONFIG | {"activation_checkpointing_reentrant": True}
+    assert "activation_checkpointing_reentrant: false" in refused(reentrant, precision="amp_fp8")
+    for precision, config in (("amp_fp8", CONFIG), ("amp_fp8", {"te_checkpoint_wrapper": True}), ("amp_bf16", CONFIG)):
+        assert config_of(config, precision=precision)

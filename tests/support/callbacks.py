@@ -1,4 +1,5 @@
-"""Composer callbacks of a line each, ``callback(batch_end=lambda state: ...)``, and one with a state to save.
+"""Composer callbacks and algorithms of a line each, ``callback(batch_end=lambda state: ...)``, and one with a state to
+save.
 
 Imports Composer only when called.
 """
@@ -17,6 +18,14 @@ def callback(**functions: Callable[[Any], Any]) -> Any:
         return lambda self, state, logger: function(state)
 
     return type("Watch", (Callback,), {name: method(function) for name, function in functions.items()})()
+
+
+def algorithm(name: str, event: str, apply: Callable[[Any], Any]) -> Any:
+    """An algorithm whose class has this name, and that calls ``apply`` with the state at one event."""
+    from composer import Algorithm, Event
+
+    methods = {"match": lambda self, at, state: at is Event(event), "apply": lambda self, at, state, log: apply(state)}
+    return type(name, (Algorithm,), methods)()
 
 
 def stateful(name: str, state: dict[Any, Any]) -> Any:

@@ -27,6 +27,8 @@ from importlib import metadata
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.ranks import run_ranks
 
 Recorder = Callable[[str, object], None]  # pytest's fixture record_property
@@ -67,7 +69,6 @@ def on_gpus(
     at_most: int | None = None,
     *,
     packages: tuple[str, ...] = (),
-    on_gpus_only: tuple[str, ...] = (),
     capability: tuple[int, int] = (0, 0),
     disk_gib: int = 0,
     rehearsal: int | None = None,
@@ -80,7 +81,6 @@ def on_gpus(
         at_least: GPUs that it needs.
         at_most: GPUs that it uses where there are more; by default not more.
         packages: What must be installed beside torch, by the name that pip knows.
-        on_gpus_only: What must be besides, where it does not run on the CPU.
         capability: The least compute capability, for what only newer GPUs have.
         disk_gib: What must be free where temporary files lie, on the GPUs.
         rehearsal: Ranks on the CPU, by default ``at_most``; 0 for a body that cannot run there.
@@ -89,7 +89,7 @@ def on_gpus(
     """
     at_most = at_most or at_least
     number = max(at_least, min(at_most, _num_gpus()))
-    reason = lacking(at_least, packages + on_gpus_only, capability, disk_gib)
+    reason = lacking(at_least, packages, capability, disk_gib)
     marks = _marks(reason) + ([pytest.mark.slow] if slow else [])
     places = [pytest.param(Ranks("cuda", number), id="gpus", marks=marks)]
     if rehearsal != 0:
@@ -103,8 +103,6 @@ def on_gpus(
 @contextlib.contextmanager
 def without_waiting(device: str) -> Iterator[None]:
     """torch raises where the processor would wait for the GPU. On the CPU there is nothing to wait for."""
-    import torch
-
     if device != "cuda":
         yield
         return
@@ -118,11 +116,6 @@ def without_waiting(device: str) -> Iterator[None]:
 def gpu_marks(at_least: int = 1) -> list[pytest.MarkDecorator]:
     """For a test that starts its ranks itself: marked ``gpu``, and skipped where there are not so many."""
     return _marks(lacking(at_least))
-
-
-def num_ranks(at_most: int) -> int:
-    """One for each GPU of the machine, but so many at most, and one where there is none: nothing runs there."""
-    return max(1, min(at_most, _num_gpus()))
 
 
 def lacking(
@@ -157,9 +150,6 @@ def _absent(packages: tuple[str, ...]) -> list[str]:
 
 @functools.cache
 def _why_no_gpu() -> str:
-    import torch
-    import torch.distributed as dist
-
     if torch.version.cuda is None:
         return "torch is built without CUDA"
     if not torch.cuda.is_available():
@@ -171,13 +161,9 @@ def _why_no_gpu() -> str:
 
 @functools.cache
 def _num_gpus() -> int:
-    import torch
-
     return torch.cuda.device_count()
 
 
 @functools.cache
 def _capability() -> tuple[int, int]:
-    import torch
-
     return min(torch.cuda.get_device_capability(number) for number in range(_num_gpus()))

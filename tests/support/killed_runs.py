@@ -24,6 +24,7 @@ from unittest import mock
 import torch.distributed as dist
 from composer import Callback
 from composer.utils import get_composer_env_dict
+from support.callbacks import callback
 from support.examples import IS_THOROUGH
 from support.oracle import FSDP2
 from support.ranks import name_own_file
@@ -68,22 +69,15 @@ class Run:
         return [int(line) for line in self.steps_file.read_text().split()] if self.steps_file.exists() else []
 
 
-class Steps(Callback):
+def steps_of(run: Run) -> Callback:
     """Rank 0 notes each step."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def fit_start(self, state: Any, logger: Any) -> None:
-        self._note(state.timestamp.batch.value)
-
-    def batch_end(self, state: Any, logger: Any) -> None:
-        self._note(state.timestamp.batch.value)
-
-    def _note(self, batch: int) -> None:
+    def note(state: Any) -> None:
         if dist.get_rank() == 0:
-            with self.run.steps_file.open("a") as file:
-                file.write(f"{batch}\n")
+            with run.steps_file.open("a") as file:
+                file.write(f"{state.timestamp.batch.value}\n")
+
+    return callback(fit_start=note, batch_end=note)
 
 
 @contextlib.contextmanager
@@ -124,7 +118,7 @@ def train(run: Run, rank: int, before: Callable[[], None]) -> None:
             save_overwrite=run.interval != INTERVAL,
             autoresume=True,
             run_name="killed",
-            callbacks=[Steps(run)],
+            callbacks=[steps_of(run)],
         )
         trainer.fit()
 
@@ -203,14 +197,8 @@ def at_random_points(folder: Path, num_rounds: int) -> None:
         report(run, ranks)
 
 
-def in_the_middle(folder: Path) -> None:
-    for kind, is_async in [*IN_THE_MIDDLE, *(AT_RANDOM if IS_THOROUGH else [])]:
-        path = folder / f"{kind}-{is_async}"
-        path.mkdir()
-        one_in_the_middle(path, kind, is_async)
-
-
-def one_in_the_middle(folder: Path, kind: str, is_async: bool) -> None:
+def in_the_middle(folder: Path, kind: str, is_async: bool) -> None:
+    folder.mkdir()
     run = Run(folder, 0, kind, is_async, batches=LAST, interval=INTERVAL)
     held, pieces = folder / "held", []
 
@@ -237,6 +225,7 @@ def main(folder: Path, num_rounds: int | None) -> None:
     get_composer_env_dict()  # asks the CPU for its name, for half a second
     with FSDP2():
         if num_rounds is None:
-            in_the_middle(folder)
+            for kind, is_async in [*IN_THE_MIDDLE, *(AT_RANDOM if IS_THOROUGH else [])]:
+                in_the_middle(folder / f"{kind}-{is_async}", kind, is_async)
         else:
             at_random_points(folder, num_rounds)

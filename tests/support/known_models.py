@@ -68,6 +68,16 @@ def mixture(architecture: str, num_experts: int, *, device: str = "meta") -> nn.
     return build(words, **TEXT, **sizes, **of_experts, device=device)
 
 
+def mpt(**config: Any) -> nn.Module:
+    """LLM Foundry's."""
+    from llmfoundry.models.mpt.modeling_mpt import MPTConfig, MPTForCausalLM
+
+    model = nn.Module()
+    sizes = {"d_model": 16, "n_heads": 2, "n_layers": 2, "vocab_size": TEXT["vocab_size"], "max_seq_len": 32}
+    model.model = MPTForCausalLM(MPTConfig(**sizes, attn_config={"attn_impl": "torch"}, **config))
+    return model
+
+
 # The classes, the block, where adapters go, and sizes.
 _TRAINED: dict[str, tuple[str, str, list[str], dict[str, Any]]] = {
     "gpt2": ("GPT2Config GPT2LMHeadModel", "GPT2Block", ["c_attn"], {

@@ -17,6 +17,7 @@ from support.language import Language, Layer, batch, layer_plan, loss_of
 from support.training import FULL
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from composer_fsdp2 import ComposerFSDP2Error, begin_microbatch, clip_grad_norm_, prepare_fully_shard
@@ -96,14 +97,23 @@ class Carried(Row):
     num_microbatches: int = 1
 
 
-def state_of(model: nn.Module) -> list[Any]:
-    """What a refusal must leave alone: parameters, their values, classes, hooks and forwards of modules."""
-    parameters = [(name, id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()]
-    hooks = [
-        (path, type(module), len(module._forward_pre_hooks), len(module._forward_hooks), sorted(vars(module)))
-        for path, module in model.named_modules()
-    ]
-    return [parameters, hooks]
+def state_of(model: nn.Module, optimizers: Any = None) -> list[Any]:
+    """What a refusal must leave alone: objects by identity, tensors by value, classes, hooks and attributes of modules;
+    the groups and states of an optimizer, or of several in a list."""
+    seen: list[Any] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        hooks = [len(value) for name, value in sorted(vars(module).items()) if name.endswith("_hooks")]
+        seen.append((path, id(module), type(module), hooks, sorted(vars(module))))
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        values = None if local.is_meta else local.clone().tolist()
+        seen.append((name, id(tensor), str(tensor.device), tensor.dtype, tensor.requires_grad, values))
+    for optimizer in filter(None, optimizers if isinstance(optimizers, list) else [optimizers]):
+        seen.append((id(optimizer.param_groups), [id(group) for group in optimizer.param_groups]))
+        seen.append([[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups])
+        seen.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
+        seen.append([(id(parameter), repr(state)) for parameter, state in optimizer.state.items()])
+    return seen
 
 
 def check_refused(row: Refused) -> None:
@@ -335,17 +345,12 @@ def split_by_script(*names: str, shape: tuple[int, ...] = (2, 2), plan: Plan = l
 # --- experts that are modules
 
 
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(x)
+class Expert(nn.Sequential):
+    """To be told from other layers."""
 
 
 def with_experts() -> Language:
     model = Language()
     for layer in model.model.layers:
-        layer.mlp.experts = nn.ModuleList(Expert() for _ in range(3))
+        layer.mlp.experts = nn.ModuleList(Expert(nn.Linear(16, 16)) for _ in range(3))
     return model

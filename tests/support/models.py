@@ -59,11 +59,10 @@ class Decoder(nn.Module):
             x = block(x)
         return self.head(self.norm(x))
 
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool | dict[str, Any]:
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
         return isinstance(module, Block)
 
-    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, Block)
+    activation_checkpointing_fn = fsdp_wrap_fn
 
 
 class Model(nn.Module):

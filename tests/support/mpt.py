@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support.callbacks import callback
 from support.oracle import Under
 from support.trainers import Outcome, shards
 from torch.utils.data import DataLoader
@@ -49,7 +50,10 @@ def train_mpt(
     from llmfoundry.optim import DecoupledLionW
     from support.scripts.train_with_trainer import Record
 
-    record, clock = Record(), _clock(device)
+    record, begun, ended = Record(), list[float](), list[float]()
+    clock = callback(
+        batch_start=lambda state: begun.append(time.perf_counter()), batch_end=lambda state: ended.append(_now(device))
+    )
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with under():
@@ -74,7 +78,8 @@ def train_mpt(
         who = shards(trainer.state.model)
         trainer.close()
     peak_bytes = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    return TrainedMpt(record.losses, who, clock.seconds, peak_bytes)
+    seconds = [end - begin for begin, end in zip(begun, ended, strict=True)]
+    return TrainedMpt(record.losses, who, seconds, peak_bytes)
 
 
 def _model(size: Size, attention: str) -> Any:
@@ -90,23 +95,11 @@ def _model(size: Size, attention: str) -> Any:
     )  # fmt: skip
 
 
-def _clock(device: str) -> Any:
-    """A callback that notes the ``seconds`` of each batch, from its start to its end on the device."""
-    from composer import Callback
-
-    class Clock(Callback):
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-
-        def batch_start(self, state: Any, logger: Any) -> None:
-            self._start = time.perf_counter()
-
-        def batch_end(self, state: Any, logger: Any) -> None:
-            if device == "cuda":
-                torch.cuda.synchronize()
-            self.seconds.append(time.perf_counter() - self._start)
-
-    return Clock()
+def _now(device: str) -> float:
+    """When what was asked of the device is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _loader(size: Size) -> DataLoader[Any]:

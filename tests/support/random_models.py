@@ -218,11 +218,6 @@ def _run(module: nn.Module | None, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def answer_of(module: nn.Module) -> Any:
-    """The wrap function of every direct child."""
-    return getattr(module, "given_answer", False)
-
-
 # Building -------------------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +226,7 @@ def build(tree: Tree, device: str = "cpu") -> nn.Module:
     with torch.device(device):
         model = _build(tree.top, tree, [])
     for child in model.children():
-        child.fsdp_wrap_fn = answer_of
+        child.fsdp_wrap_fn = lambda module: getattr(module, "given_answer", False)
     _tie(model)
     if device != "meta":
         for seed, tensor in enumerate((*model.parameters(), *model.buffers())):
@@ -366,9 +361,6 @@ ANSWERS: tuple[Any, ...] = (
 def trees(
     draw: st.DrawFn,
     *,
-    scalars: bool = True,
-    mixed_dtypes: bool = True,
-    ignored: bool = True,
     batch_norms: bool = False,
     checkpointed: bool = False,
     dtypes: tuple[tuple[str, str], ...] = (("float64", "float32"),),
@@ -377,19 +369,16 @@ def trees(
     that run twice or never, and all that a wrap function and ``_fsdp_wrap`` may say.
 
     Args:
-        scalars: Whether there may be parameters without dimensions.
-        mixed_dtypes: Whether there may be two dtypes of parameters.
-        ignored: Whether there may be ignored modules.
         batch_norms: Whether there may be batch norms, whose results depend on how a batch is divided.
         checkpointed: Whether modules may ask for activation checkpointing.
         dtypes: The dtype of most parameters, and that of the others.
     """
-    kinds = ["square"] * 4 + ["scale", "mlp", "norm", "bag", "empty", "again", "again"]
-    kinds += ["scalar"] * scalars + ["batch norm"] * batch_norms
+    kinds = ["square"] * 4 + ["scale", "mlp", "norm", "bag", "empty", "again", "again", "scalar"]
+    kinds += ["batch norm"] * batch_norms
     written = {
         "label": st.sampled_from(["", "", "", "", "x", "y"]),
         "frozen": _seldom(),
-        "other_dtype": _seldom() if mixed_dtypes and draw(st.booleans()) else st.just(False),
+        "other_dtype": _seldom() if draw(st.booleans()) else st.just(False),
         "answer": st.sampled_from((False, True)) | st.sampled_from(ANSWERS),
         "wrap": st.sampled_from((None, None, None, None, None, True, False)),
         "is_checkpointed": _seldom() if checkpointed else st.just(False),
@@ -420,7 +409,7 @@ def trees(
         top=top,
         width=draw(st.integers(1, 5)),
         wrapped=draw(st.sampled_from([(), *[("square",)] * 3, ("node",), ("square", "scale", "sequence")])),
-        ignored=draw(_numbers()) if ignored else (),
+        ignored=draw(_numbers()),
         dtype=dtype,
         other=other,
     )

@@ -243,13 +243,10 @@ class _Pool:
         name = f"{call.module}.{call.qualname}"
         for rank, connection in enumerate(self.connections):
             environ = {**call.environ, **_rank_variables(rank, call.world_size), **env}
-            self._send(connection, pickle.dumps(_Call(**{**vars(call), "environ": environ})))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # A dead rank is reported by _collect.
+                connection.send_bytes(pickle.dumps(_Call(**{**vars(call), "environ": environ})))
         results = self._collect(name, call.timeout_s, peer_grace_s)
         return [pickle.loads(result) for result in results]
-
-    def _send(self, connection: Connection, message: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # A dead rank is reported by _collect.
-            connection.send_bytes(message)
 
     def _collect(self, doing: str, timeout_s: float, peer_grace_s: float = PEER_GRACE_S) -> list[bytes]:
         """Wait for one answer of every rank; on an error, give the others ``peer_grace_s`` for theirs."""

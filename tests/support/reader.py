@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from support.language import MLP
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
@@ -41,19 +42,10 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
     return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
 
-class MLP(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 24), nn.Linear(24, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
 class Layer(nn.Module):
     def __init__(self, width: int, **attention: Any) -> None:
         super().__init__()
-        self.norm, self.attention, self.mlp = nn.LayerNorm(width), Attention(width, **attention), MLP(width)
+        self.norm, self.attention, self.mlp = nn.LayerNorm(width), Attention(width, **attention), MLP(width, 24)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm(x))
@@ -147,7 +139,7 @@ def batch(num_rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def layer_plan() -> dict[str, ParallelStyle]:
-    colwise = ("attention.query", "attention.key", "attention.value", "mlp.up")
+    colwise = ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up")
     plan: dict[str, ParallelStyle] = {f"model.layers.*.{name}": ColwiseParallel() for name in colwise}
     return plan | {f"model.layers.*.{name}": RowwiseParallel() for name in ("attention.out", "mlp.down")}
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -60,24 +59,17 @@ class Synchronisation:
         return f"{self.kind} at {self.place}"
 
 
-@dataclass(slots=True)
-class Synchronisations:
+class Synchronisations(contextlib.ExitStack):
     """A context manager that collects them, backward's too: on the CPU it runs in the calling thread."""
 
-    found: list[Synchronisation] = field(default_factory=list)
-    _modes: tuple[Any, ...] = ()
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Synchronisation] = []
 
     def __enter__(self) -> Synchronisations:
-        self._modes = (_Calls(self._note), _Operators(self._note))
-        for mode in self._modes:
-            mode.__enter__()
+        for mode in (_Calls(self._note), _Operators(self._note)):
+            self.enter_context(mode)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(kind, error, traceback)
 
     def of_packages(self, *names: str) -> list[str]:
         """Where the packages' own code does it."""

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from unittest import mock
-
 import pytest
-import torch
-import torch.distributed as dist
-from support import cases
 from support.cases import for_each
 from support.ranks import RankError, run_ranks
 
@@ -25,17 +19,6 @@ def check_squares(numbers: list[int]) -> dict[str, int]:
     return for_each(square, {f"case {number}": (number,) for number in numbers})
 
 
-def meet(failing_rank: int) -> None:
-    if dist.get_rank() == failing_rank:
-        raise KeyError("left behind")
-    dist.all_reduce(torch.ones(1))
-
-
-def check_meeting() -> None:
-    with mock.patch.object(cases, "PEER_GRACE", timedelta(seconds=0.5)):
-        for_each(meet, {"all": (-1,), "one": (1,), "next": (-1,)})
-
-
 def test_results_by_name():
     """What a case gave is found under its name, on each rank; a table that became empty does not pass."""
     assert run_ranks(check_squares, 2, [1, 2]) == [{"case 1": 1, "case 2": 4}] * 2
@@ -50,12 +33,3 @@ def test_every_failure_is_reported():
     message = str(caught.value)
     assert "[case 11]" in message and "12 is too large" in message and "[case 2]" not in message
     assert "DID NOT RAISE" in message
-
-
-def test_a_rank_that_others_wait_for():
-    """The ranks are apart then: to go on would compare one case's values with another's."""
-    with pytest.raises(RankError, match=r"failed first on rank 1.*: AssertionError: 1 of 3 cases failed") as caught:
-        run_ranks(check_meeting, 2, peer_grace_s=0.2)
-    message = str(caught.value)
-    assert "left behind" in message and "not run: next" in message
-    assert caught.value.running == [0]

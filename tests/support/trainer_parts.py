@@ -91,7 +91,7 @@ _SLOW = (
     "DecoupledSGDW", "NoOp",
     # tests/compat have runs with them beside the same references: test_steps.py,
     "GradientClipping (adaptive)", "GradientClipping (norm)", "DecoupledAdamW",
-    # test_touch_points.py, test_preflight.py and test_monitors.py.
+    # test_tensor.py, test_preflight.py and test_monitors.py.
     "SAM", "ExportForInferenceCallback", "SWA", "OptimizerMonitor", "DecoupledAdaLRLion", "DecoupledClipLion",
 )  # fmt: skip
 _EPOCHS = {"duration": "2ep", "batch": 16, "microbatch": 16}
@@ -245,12 +245,12 @@ FOUNDRY = (
     _foundry("EvalOutputLogging", "gpt2", arguments={"log_tokens": True}, trainer=_EVALUATES),
     _foundry("FDiffMetrics", "images", arguments={"diff_train_metrics": True}, trainer=_EVALUATES),
     _elsewhere("GlobalLRScaling", "test_callbacks.py::test_learning_rates_are_scaled_on_resumption"),
-    _elsewhere("HuggingFaceCheckpointer", "test_hf_checkpointer.py::test_transformers_loads_what_was_trained"),
+    _elsewhere("HuggingFaceCheckpointer", "test_callbacks.py::test_transformers_loads_what_was_trained"),
     _foundry("KillLossSpike", arguments={"log_only": False, "window_size": 2}),
     _elsewhere("LayerFreezing", "test_callbacks.py::test_layers_freeze_under_either_name"),
     _foundry("LossPerpVsContextLengthLogger", "mpt", arguments={"log_batch_interval": 1, "compute_batch_interval": 1}),
     _foundry("MegaBlocksMoE_TokPerExpert", "", ours=Ours.NOT_RUN, why="needs megablocks, which needs a GPU"),
-    _elsewhere("MonolithicCheckpointSaver", "test_monolithic_saver.py::test_its_file_is_fsdp1s"),
+    _elsewhere("MonolithicCheckpointSaver", "test_callbacks.py::test_its_file_is_fsdp1s"),
     _foundry("RunTimeoutCallback", arguments={"timeout": 1000}),
     _foundry("ScheduledGarbageCollector", arguments={"batch_interval": 2}),
 )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from support.comparing import full, full_parameters, own_name
 from support.oracle import Under
 from torch import nn
@@ -57,7 +58,8 @@ def make_trainer(
     """
     from composer import Trainer
     from composer.algorithms import GradientClipping
-    from composer.utils import ParallelismConfig, dist
+    from composer.utils import ParallelismConfig
+    from composer.utils.dist import get_sampler
     from support.scripts.train_with_trainer import Record, data
     from torch.utils.data import DataLoader
 
@@ -66,8 +68,8 @@ def make_trainer(
     return Trainer(
         model=model,
         optimizers=build_optimizer(optimizer, model) if isinstance(optimizer, str) else optimizer,
-        train_dataloader=DataLoader(train, batch_size=4, sampler=dist.get_sampler(train, shuffle=True, drop_last=True)),
-        eval_dataloader=DataLoader(evaluation, batch_size=4, sampler=dist.get_sampler(evaluation))
+        train_dataloader=DataLoader(train, batch_size=4, sampler=get_sampler(train, shuffle=True, drop_last=True)),
+        eval_dataloader=DataLoader(evaluation, batch_size=4, sampler=get_sampler(evaluation))
         if eval_interval
         else None,
         eval_interval=eval_interval or 1,
@@ -82,6 +84,16 @@ def make_trainer(
         seed=17,
         **options,
     )
+
+
+def eval_loader(num_samples: int = 16) -> Any:
+    """Of the script's data, in batches of 4."""
+    from composer.utils import dist
+    from support.scripts.train_with_trainer import data
+    from torch.utils.data import DataLoader
+
+    evaluation = data(num_samples)
+    return DataLoader(evaluation, batch_size=4, sampler=dist.get_sampler(evaluation))
 
 
 @contextlib.contextmanager
@@ -116,16 +128,12 @@ def with_child(child: nn.Module, apply: Callable[[nn.Module, torch.Tensor], torc
 
 def build_on_rank_0() -> Any:
     """The script's model; on the other ranks it is on the meta device."""
-    import torch.distributed as dist
-
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         return build_model()
 
 
 def build_unlike_on_rank_1() -> Any:
     """The script's model with other values on rank 1, so that what rank 0 does not send shows."""
-    import torch.distributed as dist
-
     model = build_model()
     if dist.get_rank() == 1:
         for parameter in model.parameters():
@@ -204,15 +212,11 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 def as_machines_of_one_rank() -> mock._patch_dict:
     """Composer takes each rank for a machine of its own within the block."""
-    import torch.distributed as dist
-
     return mock.patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": str(dist.get_rank())})
 
 
 def objects_of_ranks(value: Any) -> list[Any]:
     """What each rank gives, by rank. Called on all ranks."""
-    import torch.distributed as dist
-
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -96,11 +96,12 @@ def _folder() -> Path:
         if len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix="warm-", dir="/tmp")
+        python_path = os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
         bases = [
             subprocess.Popen(
                 [sys.executable, "-uWignore", __file__, str(_address(Path(folder), (), seed)), str(os.getpid())],
                 stdin=subprocess.DEVNULL, start_new_session=True,
-                env=os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": _python_path()},
+                env=os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": python_path},
             )
             for seed in HASH_SEEDS
         ]  # fmt: skip
@@ -110,10 +111,6 @@ def _folder() -> Path:
 
 def _address(folder: Path, imports: tuple[str, ...], hash_seed: int) -> Path:
     return folder / f"{hash_seed}-{zlib.crc32(' '.join(imports).encode()):08x}"
-
-
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
 
 
 def server(imports: tuple[str, ...], hash_seed: int = 0) -> Path:

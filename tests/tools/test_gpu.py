@@ -95,26 +95,6 @@ def test_a_report_becomes_tables(command: ModuleType, tests: list[Any]):
     assert "    test_played.py::test_is_left_out[two]" in told
 
 
-def test_benchmarks_are_told_by_how_they_end(command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A table with a bar that fails is a measurement; an error is none, and replaces none."""
-    played(monkeypatch, 1)
-    bodies = {
-        "step": "import sys; print('| a table |', sys.argv[1:])",
-        "setup": "print('| a table |\\nFAILS: a bar: 2'); raise SystemExit(1)",
-        "saving": "print('half a table'); raise SystemExit('out of memory')",
-    }
-    lines = {name: (1, f"{tmp_path / name} --ranks {{gpus}}") for name in bodies} | {"large": (8, "step.py")}
-    for name, body in bodies.items():
-        (tmp_path / name).write_text(body)
-    monkeypatch.setattr(command, "BENCHMARKS", lines)
-    entries = [command.run_benchmark(name) for name in lines]
-    assert [entry.outcome for entry in entries] == ["passed", "a bar fails", "failed", "left out"]
-    blocks = command.blocks(WHERE, entries)
-    assert blocks.keys() == {"tests", "step", "setup"}
-    assert "['--ranks', '1']" in blocks["step"] and "FAILS: a bar: 2" in blocks["setup"]
-    assert ["needs 8 CUDA devices, 1 is visible", "1"] in rows_of(blocks["tests"])
-
-
 def test_the_page(command: ModuleType, tests: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It changes between the markers alone, and where tests ran on a GPU."""
     page = tmp_path / "README.md"
@@ -143,17 +123,6 @@ def played(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
     monkeypatch.setattr(gpus, "_num_gpus", lambda: num_gpus)
     monkeypatch.setattr(gpus, "_why_no_gpu", lambda: "torch is built without CUDA" if not num_gpus else "")
     monkeypatch.setattr(gpus, "_capability", lambda: (8, 0))
-
-
-def test_a_skip_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
-    """All of it at once: whoever rents a machine for a test rents it once."""
-    played(monkeypatch, 1)
-    assert gpus.lacking(1, ("torch",)) == "" and gpus.lacking(2) == "needs 2 CUDA devices, 1 is visible"
-    assert gpus.lacking(2, ("torch", "no-such-thing")) == "needs no-such-thing; 2 CUDA devices, 1 is visible"
-    assert gpus.lacking(1, capability=(8, 9)) == "needs compute capability 8.9, the devices have 8.0"
-    assert "needs 100000000 GiB of disk for temporary files (TMPDIR), " in gpus.lacking(1, disk_gib=10**8)
-    played(monkeypatch, 0)
-    assert gpus.lacking(1, capability=(8, 9)) == "needs 1 CUDA device, torch is built without CUDA"
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(1, (None, 1)), (3, (3, 2)), (8, (4, 2))])

@@ -14,33 +14,17 @@ import torch
 import torch.distributed as dist
 from support.cases import all_of, for_each
 from support.comparing import full
-from support.models import Block, Chain, features, layer, tie, tied_model, tokens
+from support.models import Block, Chain, Running, Thin, features, layer, tie, tied_model, tokens
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL, Inputs, adamw, assert_close
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from composer_fsdp2 import clip_grad_adaptive_, clip_grad_norm_, prepare_fully_shard
 from composer_fsdp2.errors import CallError, PlanError
 from composer_fsdp2.training.clipping import norm_of_gradients
-
-
-class Thin(nn.Module):
-    """Parameters with a single row: most ranks hold nothing of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.row = nn.Parameter(torch.randn(1, 6))
-        self.gain = nn.Parameter(torch.randn(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.row * self.gain
-
-
-def thin() -> nn.Module:
-    return Chain(net=Thin())
-
 
 REPLICAS: dict[str, Any] = {"data_parallel_replicate_degree": 2}
 UNSHARDED: dict[str, Any] = {"sharding_strategy": "NO_SHARD"}
@@ -81,7 +65,7 @@ def shapes() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "one root": (tied_model, tokens),
-    "thin": (thin, features),
+    "thin": (lambda: Chain(net=Thin()), features),
     "several roots": (several_roots, features),
     "the model is the root": (model_is_the_root, features),
     "shapes": (shapes, features),
@@ -184,15 +168,11 @@ def test_clips_as_the_unsharded_model(world_size: int):
     run_ranks(check_meshes, world_size, world_size)
 
 
-def mesh_of_all() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
-
-
 # The root's keys and those of the block below it; whether all ranks average each parameter's gradient.
 OWN_MESHES: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], bool]] = {
     "replicas, block over all": (REPLICAS, lambda: {"process_group": "set4"}, True),
     "replicas, block over the node": (REPLICAS, lambda: {"process_group": "node"}, True),
-    "replicas, block on a mesh of all": (REPLICAS, lambda: {"device_mesh": mesh_of_all()}, True),
+    "replicas, block on a mesh of all": (REPLICAS, lambda: {"device_mesh": init_device_mesh("cpu", (4,))}, True),
     "replicas, block in halves": (REPLICAS, lambda: {"process_group": "set2"}, False),
     "shards, block in halves": ({}, lambda: {"process_group": "mod2"}, False),
     "unsharded, block over all": (UNSHARDED, lambda: {"process_group": "set4"} | SHARDED, True),
@@ -462,76 +442,41 @@ def check_adaptive_low_precision() -> None:
         assert torch.equal(full(model.get_parameter(path).grad), parameter.grad), path
 
 
-def check_dtypes() -> None:
-    """A layer of float64 with fewer rows than ranks, alone and beside one of float32."""
+@on_ranks(4)
+def test_ranks_without_rows_send_numbers_of_the_others_dtype(folder: str) -> None:
+    """A head of fewer rows than ranks, in float64, alone and beside one of float32: ranks that sent 4 bytes where
+    others sent 8 ended the run."""
 
-    class Head(nn.Module):
-        def __init__(self, dtype: torch.dtype) -> None:
-            super().__init__()
-            self.body = nn.Linear(8, 4, bias=False, dtype=dtype)
-            self.head = nn.Linear(4, 2, bias=False, dtype=torch.float64)
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        return net.head(net.body(x).double())
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = self.head(self.body(x).double())
-            return output
-
-    def check(dtype: torch.dtype, norm_type: float) -> None:
+    def check(dtype: torch.dtype) -> None:
         torch.manual_seed(0)
-        model = Chain(net=Head(dtype))
+        body, head = nn.Linear(8, 4, bias=False, dtype=dtype), nn.Linear(4, 2, bias=False, dtype=torch.float64)
+        model = Chain(net=Running(run, body=body, head=head))
         unsharded = copy.deepcopy(model)
         prepare_fully_shard(model, None, FULL, device="cpu")
         batch = torch.ones(3, 8, dtype=dtype)
         for each in (model, unsharded):
             each.net(batch).sum().backward()
-        expected = nn.utils.clip_grad_norm_(unsharded.parameters(), 1e-3, norm_type)
-        (norm,) = clip_grad_norm_(model, 1e-3, norm_type).values()
+        expected = nn.utils.clip_grad_norm_(unsharded.parameters(), 1e-3)
+        (norm,) = clip_grad_norm_(model, 1e-3).values()
         torch.testing.assert_close(norm.double(), expected.double(), rtol=1e-6, atol=0)
 
-    for_each(check, {f"{dtype}": (dtype, 2.0) for dtype in (torch.float64, torch.float32)})
-
-
-def test_ranks_without_rows_send_numbers_of_the_others_dtype():
-    """A head of fewer rows than ranks, in float64: ranks that sent 4 bytes where others sent 8 ended the run."""
-    run_ranks(check_dtypes, 4)
-
-
-def check_norm_beside_unsharded() -> float:
-    """What SAM divides by, of a module that is not sharded too, whose gradient is rank 1's alone."""
-    torch.manual_seed(0)
-    model = Chain(**{name: nn.Linear(6, 6) for name in ("a", "b", "rest")})
-    reference = copy.deepcopy(model)
-    prepare_fully_shard(model, None, FULL | {"ignored_modules": [model.rest]}, device="cpu")
-    for name in ("a", "b"):
-        model.get_submodule(name)(features(0)).sum().backward()
-    if dist.get_rank() == 1:
-        model.rest(features(0)).sum().backward()
-    norm = norm_of_gradients(model.parameters())
-    for name in ("a", "b", "rest"):
-        reference.get_submodule(name)(features(0)).sum().backward()
-    squares = {name: float((value.grad**2).sum()) for name, value in reference.named_parameters()}
-    expected = sum(square / (2 if "rest" in name else 1) for name, square in squares.items()) ** 0.5
-    assert float(norm) == pytest.approx(expected, rel=1e-6), f"{norm}, not {expected}"
-    return float(norm)
-
-
-def test_the_norm_of_gradients_is_one_number_beside_modules_that_are_not_sharded():
-    """Ranks that climb by different norms, as SAM would, train parts of different models."""
-    first, second = run_ranks(check_norm_beside_unsharded, 2)
-    assert first == second
+    for_each(check, {f"{dtype}": (dtype,) for dtype in (torch.float64, torch.float32)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ignored modules: left alone by sharding, and taken along by clipping and the optimizer
 
 
-def partly_ignored() -> nn.Module:
-    torch.manual_seed(0)
-    return Chain(net=Chain({"inner": True}, kept=Block(), inner=layer(), rest=layer()))
-
-
-def check_ignored() -> tuple[float, bool]:
+@on_ranks(2)
+def test_ignored_modules(folder: str) -> None:
+    """They keep their tensors and their own gradients; clipping, the norm that SAM divides by, and the optimizer take
+    them along, and all ranks scale alike: else they would train parts of different models."""
     torch.set_default_dtype(torch.float64)
-    model = partly_ignored()
+    torch.manual_seed(0)
+    model = Chain(net=Chain({"inner": True}, kept=Block(), inner=layer(), rest=layer()))
     reference = copy.deepcopy(model)
     kept = {name: (tensor, tensor.data_ptr()) for name, tensor in model.net.kept.state_dict(keep_vars=True).items()}
     optimizer = adamw(model)
@@ -559,15 +504,9 @@ def check_ignored() -> tuple[float, bool]:
         squares[int("kept" in name)] += full(parameter.grad).square().sum()
     dist.all_reduce(squares)
     expected_norm = math.sqrt(squares.sum().item() / dist.get_world_size())
+    assert math.isclose(norm_of_gradients(model.parameters()).item(), expected_norm, rel_tol=1e-12)
     (norm,) = clip_grad_norm_(model, 0.01).values()
     assert math.isclose(norm.item(), expected_norm, rel_tol=1e-12)
     before = model.net.kept.fc_in.weight.detach().clone()
     optimizer.step()
-    return norm.item(), bool((model.net.kept.fc_in.weight != before).all())
-
-
-def test_ignored_modules():
-    """They keep their tensors and their own gradients; clipping and the optimizer take them along, and all ranks scale
-    alike."""
-    (first, is_trained), second = run_ranks(check_ignored, 2)
-    assert (first, is_trained) == second and is_trained
+    assert bool((model.net.kept.fc_in.weight != before).all())

@@ -94,34 +94,21 @@ def check_groups() -> None:
     assert [check_one_group(size) for size in (1, 2)] == [1, 0]
 
 
-class Splitting:
-    """What splits NCCL's communicator: nobody goes on until all ranks have asked it to."""
-
-    calls = 0
-    supports_splitting = True
-
-    def perform_nocolor_split(self, device: torch.device) -> None:
-        Splitting.calls += 1
-
-
-def check_bound_device() -> tuple[int, list[int], bool]:
-    world = dist.group.WORLD
-    assert world is not None
-    world.bound_device_id = torch.device("cuda:0")
-    try:
-        with mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=Splitting()):
-            connected = on_nodes_of(2)
-            device_meshes([MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=1)).resolve(3)])
-        return Splitting.calls, largest(connected, [dist.get_rank()]), world.bound_device_id is not None
-    finally:
-        world.bound_device_id = None
-
-
-def test_a_default_group_with_a_device():
+@on_ranks(3, fresh=True)
+def test_a_default_group_with_a_device(folder: str) -> None:
     """NCCL's with ``device_id``: torch has the ranks outside of a gloo group split NCCL's, for which they would wait
     for those inside, for ever; and 1,024 ranks in groups of 8 would split it 128 times, all together. NCCL is played:
     there is none on the CPU."""
-    assert run_ranks(check_bound_device, 3, fresh=True) == [(0, [2], True)] * 3
+    world, split = dist.group.WORLD, mock.Mock(spec_set=["supports_splitting", "perform_nocolor_split"])
+    world.bound_device_id = torch.device("cuda:0")
+    try:
+        with mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=split):
+            connected = on_nodes_of(2)
+            device_meshes([MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=1)).resolve(3)])
+        split.perform_nocolor_split.assert_not_called()
+        assert largest(connected, [dist.get_rank()]) == [2] and world.bound_device_id is not None
+    finally:
+        world.bound_device_id = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -288,20 +275,16 @@ def check_different(ranks_a_node: int) -> tuple[str, float]:
     return message
 
 
-def check_questions() -> None:
-    """A vote that meets a guard's question must not take its numbers for votes; gloo ended the process where the
-    numbers were not as many."""
+@pytest.mark.any_torch
+@on_ranks(4, timeout_s=120)
+def test_different_questions(folder: str) -> None:
+    """Ranks that have diverged may ask for something else at the same time: a vote that meets a guard's question must
+    not take its numbers for votes; gloo ended the process where the numbers were not as many."""
     for name, (text, seconds) in for_each(check_different, {name: (size,) for name, size in LAYOUTS.items()}).items():
         assert "are at different operations" in text, f"{name}: {text}"
         assert "rank 0 stands before clipping (a guard)" in text, f"{name}: {text}"
         assert "rank 1 stands before an all-gather (a vote)" in text, f"{name}: {text}"
         assert seconds < 10
-
-
-@pytest.mark.any_torch
-def test_different_questions():
-    """Ranks that have diverged may ask for something else at the same time."""
-    run_ranks(check_questions, 4, timeout_s=120)
 
 
 def check_made_anew() -> None:
@@ -353,8 +336,10 @@ def check_forked() -> None:
 # Where it cannot be made
 
 
-def check_unreachable() -> list[int]:
-    """Ranks of one host's name, of which one cannot connect: it is a node of its own."""
+@on_ranks(3)
+def test_ranks_of_one_name_that_do_not_reach_each_other(folder: str) -> None:
+    """Containers on one machine often have one host name, and each a network of its own: a rank that cannot connect is
+    a node of its own."""
     real = node_module._connected
 
     def connected(address: bytes | None) -> Any:
@@ -362,12 +347,7 @@ def check_unreachable() -> list[int]:
 
     with mock.patch.object(node_module, "_connected", connected):
         question = on_nodes_of(3)
-    return largest(question, [dist.get_rank(), -dist.get_rank()])
-
-
-def test_ranks_of_one_name_that_do_not_reach_each_other():
-    """Containers on one machine often have one host name, and each a network of its own."""
-    assert run_ranks(check_unreachable, 3) == [[2, 0]] * 3
+    assert largest(question, [dist.get_rank(), -dist.get_rank()]) == [2, 0]
 
 
 def check_no_group(fails_on: tuple[int, ...]) -> None:

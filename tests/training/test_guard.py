@@ -16,6 +16,7 @@ from support.models import Model, tokens
 from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import reports_soon
+from support.translations import config_of
 from torch import nn
 
 from composer_fsdp2 import (
@@ -183,7 +184,5 @@ def test_limits_that_are_none(value: Any):
 
 def test_it_is_in_the_plan():
     """What costs time is in the report."""
-    config = translate({"collective_guard": 30}, world_size=2).config
-    assert config is not None
-    assert "waiting up to 30 s" in plan_sharding(Model(), config).explain()
-    assert "guard" not in plan_sharding(Model(), translate({}, world_size=2).config).explain()
+    assert "waiting up to 30 s" in plan_sharding(Model(), config_of({"collective_guard": 30})).explain()
+    assert "guard" not in plan_sharding(Model(), config_of({})).explain()

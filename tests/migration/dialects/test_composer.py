@@ -14,7 +14,6 @@ from support.runs import run_with
 from composer_fsdp2 import translate
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.fsdp1.keys import KEYS, KeyGroup
-from composer_fsdp2.migration.dialect import Reading, Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.run import Wrap, WrapKind
@@ -29,18 +28,10 @@ from tests.migration.file_cases import (
     Case,
     each_case,
     finding,
+    read_first,
 )
 
 COMPOSER = DIALECTS["composer"]
-
-
-def read(text: str) -> Reading:
-    values = yaml.safe_load(text)
-    (path,) = COMPOSER.sections(values)
-    at = values
-    for key in path:
-        at = at[key]
-    return COMPOSER.read(Section(path=path, given=at, around=values))
 
 
 # --- where sections are
@@ -95,7 +86,7 @@ def test_a_section_is_read_as_llm_foundry_changes_it(section: dict[str, Any], mo
         process_init_device(copy.deepcopy(model), changed)
     if isinstance(changed.get("mixed_precision"), dict):
         changed["mixed_precision"].pop("keep_low_precision_grads", None)  # which Composer does not read there
-    reading = read(yaml.safe_dump({"model": model, "precision": "amp_bf16", "fsdp_config": section}))
+    reading = read_first(yaml.safe_dump({"model": model, "precision": "amp_bf16", "fsdp_config": section}))
     assert reading.run is not None
     assert reading.run.config == translate(changed, precision="amp_bf16", device="cpu").config
 
@@ -121,7 +112,7 @@ def test_arguments_of_earlier_trainers_are_gone():
     taken = inspect.signature(Trainer).parameters
     assert not {"fsdp_config", "fsdp_auto_wrap", "grad_accum", "deepspeed_config"} & set(taken)
     assert "parallelism_config" in taken
-    assert finding(read("trainer: {fsdp_config: {verbose: true}}"), "(implicit) parallelism_config")
+    assert finding(read_first("trainer: {fsdp_config: {verbose: true}}"), "(implicit) parallelism_config")
 
 
 # --- one by one

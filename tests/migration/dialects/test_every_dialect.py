@@ -25,7 +25,7 @@ from composer_fsdp2.config.sharding import (
 from composer_fsdp2.migration.dialect import Expression, Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
-from tests.migration.tables import settings_of, tables_of
+from tests.migration.file_cases import settings_of, tables_of
 
 # --- keys
 

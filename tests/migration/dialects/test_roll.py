@@ -30,6 +30,7 @@ from composer_fsdp2.migration.dialect import Reading, Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.dialects.roll import RollDialect
 from composer_fsdp2.migration.migrate import migrate_text
+from composer_fsdp2.migration.paths import nested
 from composer_fsdp2.migration.run import Wrap, WrapKind
 from tests.migration.file_cases import (
     APPROXIMATE,
@@ -40,8 +41,8 @@ from tests.migration.file_cases import (
     Case,
     each_case,
     finding,
+    settings_of,
 )
-from tests.migration.tables import settings_of
 
 ROLL = RollDialect()
 
@@ -445,6 +446,17 @@ CASES = {
             ({"async_save_ckpt": "no"}, "async_save_ckpt"),
         )
     },
+    **{
+        f"a file that spells out that a feature is off migrates without a question: {row.name}": Case(
+            file=worker(**nested(row.name, row.neutral[0]))
+            if row.name.startswith("model_args.")
+            else worker(nested(row.name, row.neutral[0])),
+            to=None,
+            told={row.name: (UNNEEDED,)},
+        )
+        for row in ROLL.rows
+        if row.neutral
+    },
     "Ulysses of null asks for nothing": Case(
         file=WITH_ULYSSES, told={"model_args.ulysses_size": (UNNEEDED,)}, untold=("(context parallelism)",)
     ),
@@ -510,15 +522,6 @@ CASES = {
 def test_what_becomes_of(case: Case):
     """ROLL's keys are read for what they did, and each is told."""
     case.check()
-
-
-@pytest.mark.parametrize("row", [row for row in ROLL.rows if row.neutral], ids=lambda row: row.name)
-def test_values_that_ask_for_nothing_stand_in_no_ones_way(row: Any):
-    """A file that spells out that a feature is off migrates without a question."""
-    head, _, name = row.name.rpartition(".")
-    config = {name: row.neutral[0]} if not head else {"wrap_policy": {name: row.neutral[0]}}
-    beside = {"model_args": {name: row.neutral[0]}} if head == "model_args" else {}
-    assert finding(read({} if beside else config, **beside), row.name).outcome is Outcome.UNNEEDED
 
 
 NEUTRAL = [row for name in ("roll", "torchtitan") for row in DIALECTS[name].rows if row.neutral]

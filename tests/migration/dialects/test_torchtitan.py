@@ -30,8 +30,8 @@ from tests.migration.file_cases import (
     Case,
     each_case,
     finding,
+    tables_of,
 )
-from tests.migration.tables import tables_of, with_tables
 
 TITAN = TorchTitanDialect()
 RECOMPUTED = ActivationCheckpointing(checkpoint=True, classes=("TransformerBlock",), reentrant=False)
@@ -72,12 +72,6 @@ mode = "full"
 def read(values: dict[str, Any]) -> Reading:
     (path,) = TITAN.sections(values)
     return TITAN.read(Section(path=path, given=values[str(path[0])], around=values))
-
-
-def run_of(values: dict[str, Any]) -> RunConfig:
-    run = read(values).run
-    assert run is not None
-    return run
 
 
 def parallelism(**written: Any) -> dict[str, Any]:
@@ -138,7 +132,7 @@ def test_meshes(replicas: int, shards: int, shape: tuple[int, ...], expected: Ou
 def test_the_ranks_of_a_sequence_shard_parameters_as_well():
     """Its degrees multiply there; here the shard degree counts the ranks of a sequence, too."""
     degrees = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 4, "context_parallel_degree": 2}
-    run = run_of(parallelism(**degrees))
+    run = read(parallelism(**degrees)).run
     assert run.config.mesh.shape == (2, 8) and run.config.context_parallel_degree == 2
     written = {each.key: each.value for each in TorchTitanDialect().express(run).settings}
     assert {f"parallelism.{key}": value for key, value in degrees.items()}.items() <= written.items()
@@ -554,12 +548,3 @@ def test_a_run_in_torchtitans_words():
         ("activation_checkpoint",): {"mode": "full"},
         ("checkpoint",): {"enable": True, "async_mode": "async"},
     }
-
-
-def test_a_run_is_written_into_a_file():
-    """The tables go into a TorchTitan file that keeps its comments and all that has nothing to do with them."""
-    run = run_of(tomllib.loads(FILE))
-    text = "# mine\n[model]\nflavor = '8B' # small\n\n[training]\nseq_len = 4 # short\n"
-    after = with_tables(text, tables_of(TITAN.express(run)))
-    assert after.startswith("# mine\n[model]\nflavor = '8B' # small\n\n[training]\nseq_len = 4 # short\nmixed_")
-    assert run_of(tomllib.loads(after)) == run

@@ -18,12 +18,6 @@ from composer_fsdp2.migration.migrate import migrate_text
 Entries = list[tuple[str, Any]]
 
 
-def edited(text: str, path: str, replacements: dict[str, Entries], additions: Entries | None = None) -> str:
-    document = JsonDocument(text)
-    where = tuple(path.split(".")) if path else ()
-    return document.edited(document.edit_mapping(where, replacements, additions or []))
-
-
 PAIRS: list[tuple[str, dict[str, Entries], Entries, str]] = [
     # In lines: the new entries stand where the old ones did, indented alike.
     (
@@ -49,7 +43,8 @@ PAIRS: list[tuple[str, dict[str, Entries], Entries, str]] = [
 def test_pairs():
     """A user's file would be laid out anew, or not be JSON any more."""
     for before, replacements, additions, after in PAIRS:
-        assert edited(before, "b", replacements, additions) == after
+        document = JsonDocument(before)
+        assert document.edited(document.edit_mapping(("b",), replacements, additions)) == after
         json.loads(after.removeprefix("\ufeff"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from support.examples import examples
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import apply_edits
 from composer_fsdp2.migration.documents.toml import TomlDocument, toml_text
-from tests.migration.tables import with_tables
+from composer_fsdp2.migration.paths import Path, has_path, value_at
 
 TEXT = """\
 # A debug run
@@ -68,6 +69,26 @@ def test_values_and_lines():
         assert document.line_of(path) == line, path
     with pytest.raises(KeyError):
         document.line_of(("parallelism", "pipeline_parallel_degree"))
+
+
+def with_tables(text: str, tables: Mapping[Path, Mapping[str, Any]]) -> str:
+    """The text with these values: changed in place, added at a table's end, removed if None."""
+    document = TomlDocument(text, "run.toml")
+    edits = []
+    for path, values in tables.items():
+        present = value_at(document.values, path) if has_path(document.values, path) else {}
+        changed = {
+            key: value
+            for key, value in values.items()
+            if type(present.get(key)) is not type(value) or present.get(key) != value
+        }
+        replacements = {
+            key: [] if value is None else [(key, value)] for key, value in changed.items() if key in present
+        }
+        additions = [(key, value) for key, value in changed.items() if key not in present and value is not None]
+        if replacements or additions:
+            edits += document.edit_mapping(path, replacements, additions)
+    return document.edited(edits)
 
 
 IN_TRAINING, IN_PARALLELISM = ("training",), ("parallelism",)

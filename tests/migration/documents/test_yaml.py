@@ -23,12 +23,6 @@ ROOT = Path(__file__).resolve().parents[3]
 Entries = list[tuple[str, Any]]
 
 
-def edited(text: str, path: str, replacements: dict[str, Entries], additions: Entries | None = None) -> str:
-    document = YamlDocument(text)
-    where = tuple(path.split(".")) if path else ()
-    return document.edited(document.edit_mapping(where, replacements, additions or []))
-
-
 PAIRS = [
     pytest.param(
         "a: 1\nb:\n  c: 'x'   # why\n  d: 2\n",
@@ -137,7 +131,8 @@ PAIRS = [
 @pytest.mark.parametrize(("before", "replacements", "additions", "after"), PAIRS)
 def test_pair(before: str, replacements: dict[str, Entries], additions: Entries, after: str):
     """A user's file would be rewritten where nothing had to change, or not be YAML any more."""
-    assert edited(before, "b", replacements, additions) == after
+    document = YamlDocument(before)
+    assert document.edited(document.edit_mapping(("b",), replacements, additions)) == after
     yaml.safe_load(after)
 
 
@@ -158,7 +153,7 @@ def test_overlapping_edits_are_refused():
 def test_unknown_keys_are_refused():
     """An edit of a key that is not there was meant for another place."""
     with pytest.raises(KeyError, match="has no z"):
-        edited("b:\n  c: 1\n", "b", {"z": []})
+        YamlDocument("b:\n  c: 1\n").edit_mapping(("b",), {"z": []}, [])
 
 
 BAD = [

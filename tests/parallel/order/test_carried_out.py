@@ -19,11 +19,14 @@ from support.cases import for_each
 from support.experts import MoELanguage
 from support.language import MLP, Language, Layer, layer_plan, sequence_plan
 from support.legality import TENSOR, Carried, Expert, check_carried, with_experts, wrap
+from support.on_ranks import on_ranks
 from support.ranks import run_ranks
+from support.training import FULL
+from support.translations import config_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composer_fsdp2 import apply_activation_checkpointing, plan_sharding, summon_full_params, translate
+from composer_fsdp2 import apply_activation_checkpointing, plan_sharding, summon_full_params
 from composer_fsdp2._torch.slices import needs_even_shards
 
 split = partial(Carried, plan=layer_plan, num_shared=TENSOR)
@@ -123,8 +126,9 @@ def test_what_can_be_combined_trains_as_one_process_does():
 # --- parts that are called by hand
 
 
-def check_outside_forward() -> None:
-    """Nobody is asked there: torch's error is in troubleshooting.md, and what it says to do works."""
+@on_ranks(2)
+def test_a_part_that_is_called_outside_of_its_unit(folder: str) -> None:
+    """Torch raises at once: its error is in troubleshooting.md, and what that says to do works."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Language()
@@ -138,11 +142,6 @@ def check_outside_forward() -> None:
     torch.testing.assert_close(ours, reference.model.layers[0].mlp(x), rtol=0, atol=1e-12)
 
 
-def test_a_part_that_is_called_outside_of_its_unit():
-    """Torch raises at once, and within summon_full_params the part can be called."""
-    run_ranks(check_outside_forward, 2)
-
-
 # --- rows that are carried out, and told of
 
 
@@ -150,7 +149,5 @@ def test_what_depends_on_the_data_is_told_of():
     """What only batches can decide is no error, and names the key that makes it right for any."""
     model = with_experts()
     model.model.fsdp_wrap_fn = lambda module: isinstance(module, Layer | Expert)
-    translated = translate({"mixed_precision": "FULL"}, device="cpu").config
-    assert translated is not None
-    notes = "\n".join(plan_sharding(model, translated).notes)
+    notes = "\n".join(plan_sharding(model, config_of(FULL)).notes)
     assert "model.layers.0.mlp.experts.0" in notes and "set idle_experts: in_order" in notes, notes

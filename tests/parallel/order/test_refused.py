@@ -18,6 +18,8 @@ from support.legality import TENSOR, Refused, check_refused, only, split_by_scri
 from support.on_ranks import on_ranks
 from support.reader import Holder
 from support.reader import layer_plan as reader_plan
+from support.training import FULL
+from support.translations import config_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,7 +32,6 @@ from composer_fsdp2 import (
     plan_sharding,
     prepare_fully_shard,
     tile_mlp,
-    translate,
 )
 from composer_fsdp2._torch.slices import needs_even_shards
 from composer_fsdp2.parallel.tensor import split_model
@@ -68,7 +69,7 @@ def sharded_root(model: nn.Module) -> None:
 
 
 def sharded_by_us(model: nn.Module) -> None:
-    prepare_fully_shard(model, None, {"mixed_precision": "FULL"}, device="cpu")
+    prepare_fully_shard(model, None, FULL, device="cpu")
 
 
 def after_sharding(model: nn.Module) -> None:
@@ -83,15 +84,12 @@ def first_layer(settings: Any) -> Any:
 def apply_changed(model: nn.Module, *, plan: dict[str, Any] | None = None, **changes: Any) -> None:
     """A plan for any world size, or one that a script changed, is looked at again where it is carried out."""
     degree = TENSOR if plan else 1
-    config = translate({"mixed_precision": "FULL"}, device="cpu", tensor_parallel_degree=degree).config
-    assert config is not None
+    config = config_of(FULL, world_size=None, tensor_parallel_degree=degree)
     apply_plan(model, replace(plan_sharding(model, config, tensor_parallel=plan), **changes))
 
 
 def root_before_child(model: nn.Module) -> None:
-    config = translate({"mixed_precision": "FULL"}, device="cpu").config
-    assert config is not None
-    plan: ShardingPlan = plan_sharding(model, config)
+    plan: ShardingPlan = plan_sharding(model, config_of(FULL, world_size=None))
     apply_plan(model, replace(plan, units=plan.units[::-1]))
 
 

@@ -37,7 +37,11 @@ MIB = (1 << 20) // SCALE
 def gz(path: Path, *parts: bytes, times: int = 1, then: bytes = b"") -> Path:
     """Parts in gzip members of their own, the last one so many times; what repeats is compressed once."""
     *first, last = (gzip.compress(part, 1) for part in parts)
-    path.write_bytes(b"".join(first) + last * times + (gzip.compress(then, 1) if then else b""))
+    return written(path, b"".join(first) + last * times + (gzip.compress(then, 1) if then else b""))
+
+
+def written(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
     return path
 
 
@@ -69,52 +73,12 @@ ZEROS = bytes(16 * MIB)
 STATES = "composer_states.pt"
 
 
-def tar_of_negative_size(folder: Path) -> Path:
-    return gz(folder / "a.tar.gz", member(STATES, -1024) + bytes(1024))
-
-
-def tar_of_negative_size_in_a_header(folder: Path) -> Path:
-    return gz(folder / "a.tar.gz", pax(b"14 size=-1024\n") + member(STATES, 0) + bytes(1024))
-
-
-def tar_of_endless_header(folder: Path) -> Path:
-    return gz(folder / "a.tar.gz", member("pax", 40 * len(ZEROS), tarfile.XHDTYPE), ZEROS, times=40)
-
-
-def tar_of_endless_name(folder: Path) -> Path:
-    return gz(folder / "a.tar.gz", member("././@LongLink", 40 * len(ZEROS), tarfile.GNUTYPE_LONGNAME), ZEROS, times=40)
-
-
-def tar_of_a_million_members(folder: Path) -> Path:
-    return gz(folder / "a.tar.gz", member("x", 0) * (1 << 14), times=64 // SCALE)
-
-
 def tar_of_sparse_files(folder: Path) -> Path:
     records = b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n26 GNU.sparse.realsize=1\n"
     sizes = b"999999999\n" + b"1\n" * 255
     return gz(
         folder / "a.tar.gz", pax(records) + member(STATES, 1 << 30) + sizes.ljust(512, b"1"), b"1\n" * MIB, times=99
     )
-
-
-def after_its_end(folder: Path) -> Path:
-    return gz(folder / "a.pt.gz", saved({"state": {"model": {}}}), ZEROS, times=60)
-
-
-def nothing_but_zeros(folder: Path) -> Path:
-    return gz(folder / "a.pt.gz", ZEROS, times=200)
-
-
-def in_bz2(folder: Path) -> Path:
-    path = folder / "a.pt.bz2"
-    path.write_bytes(bz2.compress(saved({"state": {"model": {"w": torch.ones(3)}}})[:300]) + bz2.compress(ZEROS) * 200)
-    return path
-
-
-def in_xz(folder: Path) -> Path:
-    path = folder / "a.pt.xz"
-    path.write_bytes(lzma.compress(saved({"state": {}})[:300]) + lzma.compress(ZEROS, preset=0) * 200)
-    return path
 
 
 def record_that_looks_like_its_end(folder: Path) -> Path:
@@ -134,26 +98,7 @@ def a_hundred_thousand_records(folder: Path) -> Path:
     return gz(folder / "a.pt.gz", start + b"".join(records))
 
 
-def many_small_sets(folder: Path) -> Path:
-    return in_monolithic(folder, b"\x80\x04(" + b"\x8f" * (4 * MIB) + b"l.")
-
-
-def many_small_texts(folder: Path) -> Path:
-    return in_monolithic(folder, b"\x80\x04(" + b"\x8c\x02ab" * (8 * MIB) + b"l.")
-
-
-def appended_one_by_one(folder: Path) -> Path:
-    return in_metadata(folder, _METADATA + b"Na" * MIB + b".")
-
-
 _METADATA = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81"
-
-
-def copied_again_and_again(folder: Path) -> Path:
-    """A set of a long list, a million times."""
-    return in_monolithic(
-        folder, b"(" + b"N" * MIB + b"tp0\n0cbuiltins\nset\np1\n0" + b"g1\ng0\n\x85R0" * (MIB // 2) + b"N."
-    )
 
 
 def one_array_again_and_again(folder: Path) -> Path:
@@ -161,10 +106,6 @@ def one_array_again_and_again(folder: Path) -> Path:
     made = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tC\x01btR"
     state = b"(K\x01(" + integer(MIB // 8) + b"t" + dtype + b"\x89B" + struct.pack("<I", MIB) + bytes(MIB) + b"tp0\n0"
     return in_monolithic(folder, state + b"(" + (made + b"g0\nb") * 2000 + b"l.")
-
-
-def called_again_and_again(folder: Path) -> Path:
-    return in_monolithic(folder, b"ccollections\nOrderedDict\np0\n0)p1\n0" + b"g0\ng1\nR0" * (2 * MIB) + b"N.")
 
 
 def views(folder: Path) -> Path:
@@ -226,11 +167,9 @@ def long_directory(folder: Path) -> Path:
     return path
 
 
-def long_header(folder: Path) -> Path:
-    path = folder / "model.safetensors"
-    header = b'{"w":' + b"[" + b"[]," * (20 * MIB) + b"0]}"
-    path.write_bytes(struct.pack("<Q", len(header)) + header)
-    return path
+def header_of_lists(folder: Path, number: int) -> Path:
+    header = b'{"w":' + b"[" + b"[]," * number + b"0]}"
+    return written(folder / "model.safetensors", struct.pack("<Q", len(header)) + header)
 
 
 def long_index(folder: Path) -> Path:
@@ -239,13 +178,6 @@ def long_index(folder: Path) -> Path:
     (target / "model.safetensors.index.json").write_text('{"weight_map": {}, "x": [' + "{}," * (20 * MIB) + "0]}")
     (target / "model-1.safetensors").write_bytes(b"")
     return target
-
-
-def header_of_many_lists(folder: Path) -> Path:
-    path = folder / "model.safetensors"
-    header = b'{"w":' + b"[" + b"[]," * (7 * MIB) + b"0]}"
-    path.write_bytes(struct.pack("<Q", len(header)) + header)
-    return path
 
 
 def long_json(folder: Path) -> Path:
@@ -257,32 +189,45 @@ def long_json(folder: Path) -> Path:
 
 
 BOMBS: dict[str, Callable[[Path], Path]] = {
-    function.__name__.replace("_", " "): function
-    for function in (
-        tar_of_negative_size,
-        tar_of_negative_size_in_a_header,
-        tar_of_endless_header,
-        tar_of_endless_name,
-        tar_of_a_million_members,
-        tar_of_sparse_files,
-        after_its_end,
-        nothing_but_zeros,
-        in_bz2,
-        in_xz,
-        record_that_looks_like_its_end,
-        a_hundred_thousand_records,
-        many_small_sets,
-        many_small_texts,
-        appended_one_by_one,
-        copied_again_and_again,
-        one_array_again_and_again,
-        called_again_and_again,
-        views,
-        overlapping_shards,
-        long_directory,
-        long_header,
-        header_of_many_lists,
-        long_index,
-        long_json,
-    )
+    "tar of negative size": lambda folder: gz(folder / "a.tar.gz", member(STATES, -1024) + bytes(1024)),
+    "tar of negative size in a header": lambda folder: gz(
+        folder / "a.tar.gz", pax(b"14 size=-1024\n") + member(STATES, 0) + bytes(1024)
+    ),
+    "tar of endless header": lambda folder: gz(
+        folder / "a.tar.gz", member("pax", 40 * len(ZEROS), tarfile.XHDTYPE), ZEROS, times=40
+    ),
+    "tar of endless name": lambda folder: gz(
+        folder / "a.tar.gz", member("././@LongLink", 40 * len(ZEROS), tarfile.GNUTYPE_LONGNAME), ZEROS, times=40
+    ),
+    "tar of a million members": lambda folder: gz(folder / "a.tar.gz", member("x", 0) * (1 << 14), times=64 // SCALE),
+    "tar of sparse files": tar_of_sparse_files,
+    "after its end": lambda folder: gz(folder / "a.pt.gz", saved({"state": {"model": {}}}), ZEROS, times=60),
+    "nothing but zeros": lambda folder: gz(folder / "a.pt.gz", ZEROS, times=200),
+    "in bz2": lambda folder: written(
+        folder / "a.pt.bz2",
+        bz2.compress(saved({"state": {"model": {"w": torch.ones(3)}}})[:300]) + bz2.compress(ZEROS) * 200,
+    ),
+    "in xz": lambda folder: written(
+        folder / "a.pt.xz", lzma.compress(saved({"state": {}})[:300]) + lzma.compress(ZEROS, preset=0) * 200
+    ),
+    "record that looks like its end": record_that_looks_like_its_end,
+    "a hundred thousand records": a_hundred_thousand_records,
+    "many small sets": lambda folder: in_monolithic(folder, b"\x80\x04(" + b"\x8f" * (4 * MIB) + b"l."),
+    "many small texts": lambda folder: in_monolithic(folder, b"\x80\x04(" + b"\x8c\x02ab" * (8 * MIB) + b"l."),
+    "appended one by one": lambda folder: in_metadata(folder, _METADATA + b"Na" * MIB + b"."),
+    # A set of a long list, a million times.
+    "copied again and again": lambda folder: in_monolithic(
+        folder, b"(" + b"N" * MIB + b"tp0\n0cbuiltins\nset\np1\n0" + b"g1\ng0\n\x85R0" * (MIB // 2) + b"N."
+    ),
+    "one array again and again": one_array_again_and_again,
+    "called again and again": lambda folder: in_monolithic(
+        folder, b"ccollections\nOrderedDict\np0\n0)p1\n0" + b"g0\ng1\nR0" * (2 * MIB) + b"N."
+    ),
+    "views": views,
+    "overlapping shards": overlapping_shards,
+    "long directory": long_directory,
+    "long header": lambda folder: header_of_lists(folder, 20 * MIB),
+    "header of many lists": lambda folder: header_of_lists(folder, 7 * MIB),
+    "long index": long_index,
+    "long json": long_json,
 }

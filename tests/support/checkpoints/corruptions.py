@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import json
 import pickle
+import re
 import shutil
 import struct
 import zipfile
@@ -118,38 +119,28 @@ def truncate(path: Path, share: float = 0.5) -> None:
 
 def record_at(path: Path, name: str, start: int = 0, end: int | None = None) -> tuple[int, int, int]:
     """Where a record of the zip archive in a range of a file lies: its local header, its bytes, its directory entry."""
-    data = path.read_bytes()[start:end]
-    local = next(at for at in _find(data, b"PK\x03\x04") if data[at + 30 :].startswith((f"archive/{name}").encode()))
-    central = next(at for at in _find(data, b"PK\x01\x02") if data[at + 46 :].startswith((f"archive/{name}").encode()))
+    data, of_name = path.read_bytes()[start:end], b"[^/]{1,40}/" + re.escape(name.encode())  # in the archive's folder
+    local, central = (
+        re.search(header + of_name, data, re.DOTALL).start()  # type: ignore[union-attr]
+        for header in (rb"PK\x03\x04.{26}", rb"PK\x01\x02.{42}")
+    )
     name_length, extra_length = struct.unpack_from("<HH", data, local + 26)
     return start + local, start + local + 30 + name_length + extra_length, start + central
 
 
-def _find(data: bytes, what: bytes) -> list[int]:
-    found, at = [], data.find(what)
-    while at >= 0:
-        found.append(at)
-        at = data.find(what, at + 1)
-    return found
-
-
 def storage_of(path: Path, name: str) -> str:
     """The record of a tensor of the model in a monolithic file, by its bytes."""
-    tensor = load_monolithic(path)["state"]["model"][name]
+    tensor = torch.load(path, weights_only=False)["state"]["model"][name]
     content = struct.pack(f"<{tensor.numel()}f", *tensor.flatten().tolist())
     with zipfile.ZipFile(path) as file:
         return next(n.partition("/")[2] for n in file.namelist() if "/data/" in n and file.read(n) == content)
-
-
-def load_monolithic(path: Path) -> dict[str, Any]:
-    return torch.load(path, weights_only=False)
 
 
 def resaved(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     """A monolithic file that was saved with something else in it."""
 
     def apply(path: Path) -> None:
-        state = load_monolithic(path)
+        state = torch.load(path, weights_only=False)
         change(state)
         torch.save(state, path)
 
@@ -219,7 +210,7 @@ def _flip_record(name: str, where: str, offset: int, bit: int = 0) -> Callable[[
 
 def _without_crcs(path: Path) -> None:
     """As ``torch.serialization.set_crc32_options(False)`` leaves it, then damaged."""
-    state = load_monolithic(path)
+    state = torch.load(path, weights_only=False)
     torch.serialization.set_crc32_options(False)
     try:
         torch.save(state, path)
@@ -381,10 +372,6 @@ def _tensor_for_object(value: Any) -> None:
     value.storage_data[replace(index, offset=offset)] = value.storage_data.pop(index)
 
 
-def _path_of_another(value: Any) -> None:
-    value.planner_data[KEY] = ("state", "model", "model.scale")
-
-
 def _smaller(value: Any) -> None:
     """A shape and chunks that fit each other, and not the entries."""
     declared = value.state_dict_metadata[KEY]
@@ -407,10 +394,6 @@ def _copied(source: str, target: str) -> Callable[[Path], None]:
         shutil.copy(path / source, path / target)
 
     return apply
-
-
-def _of_another_run(path: Path) -> None:
-    shutil.copy(LEGACY / "c172" / "sharded" / "ep0-ba3" / "__1_0.distcp", path)
 
 
 _META = ".metadata"
@@ -475,7 +458,12 @@ DCP = [
         FoundBy.INSPECT,
         "overlapping bytes for",
     ),
-    ("a key at another's path", metadata(_path_of_another), FoundBy.INSPECT, rf"the path of {KEY}"),
+    (
+        "a key at another's path",
+        metadata(lambda value: value.planner_data.update({KEY: ("state", "model", "model.scale")})),
+        FoundBy.INSPECT,
+        rf"the path of {KEY}",
+    ),
     (
         "another size",
         _tensor(size=torch.Size((12, 6))),
@@ -503,13 +491,26 @@ DCP = [
         r"expected torch\.float32.*found a dict",
     ),
     ("a surplus file", _copied("__0_0.distcp", "__7_0.distcp"), FoundBy.STRUCTURE, r"__7_0.distcp: expected no such"),
-    ("bytes at a file's end", lambda path: _append(path / _FILE), FoundBy.STRUCTURE, "100 bytes that are no archive"),
-    ("a file of another run", _of_another_run, FoundBy.INSPECT, rf"{_FILE}"),
+    (
+        "bytes at a file's end",
+        lambda path: (path / _FILE).write_bytes((path / _FILE).read_bytes() + b"x" * 100),
+        FoundBy.STRUCTURE,
+        "100 bytes that are no archive",
+    ),
+    (
+        "a file of another run",
+        lambda path: shutil.copy(LEGACY / "c172" / "sharded" / "ep0-ba3" / _FILE, path),
+        FoundBy.INSPECT,
+        rf"{_FILE}",
+    ),
+    # One error with a line for each, not a try for each.
+    (
+        "two files",
+        lambda path: (truncate(path / "__0_0.distcp"), (path / _FILE).unlink()),
+        FoundBy.INSPECT,
+        rf"(?s)(?=.*{_FILE}: missing).*__0_0\.distcp: .*truncated",
+    ),
 ]
-
-
-def _append(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"x" * 100)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -535,18 +536,6 @@ def _index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
         (path / INDEX).write_text(json.dumps(index))
 
     return apply
-
-
-def _flip_last(path: Path) -> None:
-    flip(path / SHARD, (path / SHARD).stat().st_size - 1)
-
-
-def _other_shard(path: Path) -> None:
-    write_safetensors(path / SHARD, {TENSOR: torch.zeros(11, 6), "model.other": torch.zeros(3)})
-
-
-def _same_names(path: Path) -> None:
-    write_safetensors(path / SHARD, {TENSOR: torch.zeros(11, 6), "model.b": torch.zeros(3)})
 
 
 _NO_CHECKSUM = "safetensors has no checksums"
@@ -593,15 +582,25 @@ SAFETENSORS = [
         FoundBy.INSPECT,
         rf"{SHARD}.*begins at byte",
     ),
-    ("a bit of a tensor", _flip_last, FoundBy.AGAINST, r"model\.b: .* 1 of 3 elements differ"),
+    ("a bit of a tensor", lambda path: flip(path / SHARD, -1), FoundBy.AGAINST, r"model\.b: .* 1 of 3 elements differ"),
     (
         "another dtype of that size",
         _header(lambda header: header[TENSOR].update(dtype="I32")),
         FoundBy.AGAINST,
         r"expected torch.float32 .* found torch.int32",
     ),
-    ("a shard of another run", _other_shard, FoundBy.INSPECT, r"disagree about model\.b, model\.other"),
-    ("a shard of the same model's other run", _same_names, FoundBy.AGAINST, "66 of 66 elements differ"),
+    (
+        "a shard of another run",
+        lambda path: write_safetensors(path / SHARD, {TENSOR: torch.zeros(11, 6), "model.other": torch.zeros(3)}),
+        FoundBy.INSPECT,
+        r"disagree about model\.b, model\.other",
+    ),
+    (
+        "a shard of the same model's other run",
+        lambda path: write_safetensors(path / SHARD, {TENSOR: torch.zeros(11, 6), "model.b": torch.zeros(3)}),
+        FoundBy.AGAINST,
+        "66 of 66 elements differ",
+    ),
     ("a surplus file", _copied(SHARD, "model-00003-of-00002.safetensors"), FoundBy.HARMLESS, ""),
 ]
 

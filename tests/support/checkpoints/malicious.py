@@ -53,32 +53,36 @@ SPELLINGS: tuple[Spelling, ...] = (reduce, stack_global, framed, inst, obj)
 def payloads(marker: Path) -> dict[str, bytes]:
     """Pickles that leave ``marker`` when ``pickle.loads`` reads them, by what they name."""
     touch = f"open({str(marker)!r}, 'w').close()"
-    found = {}
-    for spelling in SPELLINGS:
-        found[f"builtins.exec by {spelling.__name__}"] = spelling("builtins", "exec", text(touch))
-    found["__builtin__.eval, Python 2's name"] = reduce("__builtin__", "eval", text(touch))
-    found["os.mkdir"] = reduce("os", "mkdir", text(str(marker)))
-    found["posix.mkdir"] = reduce("posix", "mkdir", text(str(marker)))
-    found["subprocess.call"] = reduce("subprocess", "call", b"(" + text("touch") + text(str(marker)) + b"l")
-    found["codecs.open"] = reduce("codecs", "open", text(str(marker)) + text("w"))
-    found["io.FileIO"] = reduce("io", "FileIO", text(str(marker)) + text("w"))
-    # Made harmless, given a function by its state, called.
-    found["functools.partial with a state"] = (
-        b"cfunctools\npartial\n(cbuiltins\nlen\ntR(cbuiltins\nexec\n(" + text(touch) + b"t}}tb(tR."
-    )
-    found["map and list"] = b"cbuiltins\nlist\n(cbuiltins\nmap\n(cbuiltins\nexec\n(" + text(touch) + b"ltRtR."
-    found["getattr chain"] = (
-        b"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(" + text("os") + b"tR" + text("mkdir") + b"tR("
-    ) + (text(str(marker)) + b"tR.")
-    found["torch.storage._load_from_bytes"] = (
-        b"ctorch.storage\n_load_from_bytes\n(" + _binbytes(reduce("builtins", "exec", text(touch))) + b"tR."
-    )
-    found["an element of a dict"] = (
-        b"(" + text("a") + b"(lp0\nI1\na" + reduce("builtins", "exec", text(touch))[:-1] + b"ad."
-    )
-    found["a key of a dict"] = b"(" + reduce("builtins", "exec", text(touch))[:-1] + text("value") + b"d."
-    found["persistent id"] = b"(" + text("storage") + reduce("builtins", "exec", text(touch))[:-1] + b"tQ."
-    return found
+    return {
+        **{
+            f"builtins.exec by {spelling.__name__}": spelling("builtins", "exec", text(touch)) for spelling in SPELLINGS
+        },
+        "__builtin__.eval, Python 2's name": reduce("__builtin__", "eval", text(touch)),
+        "os.mkdir": reduce("os", "mkdir", text(str(marker))),
+        "posix.mkdir": reduce("posix", "mkdir", text(str(marker))),
+        "subprocess.call": reduce("subprocess", "call", b"(" + text("touch") + text(str(marker)) + b"l"),
+        "codecs.open": reduce("codecs", "open", text(str(marker)) + text("w")),
+        "io.FileIO": reduce("io", "FileIO", text(str(marker)) + text("w")),
+        # Made harmless, given a function by its state, called.
+        "functools.partial with a state": b"cfunctools\npartial\n(cbuiltins\nlen\ntR(cbuiltins\nexec\n("
+        + text(touch)
+        + b"t}}tb(tR.",
+        "map and list": b"cbuiltins\nlist\n(cbuiltins\nmap\n(cbuiltins\nexec\n(" + text(touch) + b"ltRtR.",
+        "getattr chain": (
+            b"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(" + text("os") + b"tR" + text("mkdir") + b"tR("
+        )
+        + (text(str(marker)) + b"tR."),
+        "torch.storage._load_from_bytes": b"ctorch.storage\n_load_from_bytes\n("
+        + _binbytes(reduce("builtins", "exec", text(touch)))
+        + b"tR.",
+        "an element of a dict": b"("
+        + text("a")
+        + b"(lp0\nI1\na"
+        + reduce("builtins", "exec", text(touch))[:-1]
+        + b"ad.",
+        "a key of a dict": b"(" + reduce("builtins", "exec", text(touch))[:-1] + text("value") + b"d.",
+        "persistent id": b"(" + text("storage") + reduce("builtins", "exec", text(touch))[:-1] + b"tQ.",
+    }
 
 
 def _binbytes(data: bytes) -> bytes:

@@ -42,8 +42,7 @@ class Net(nn.Module):
     def fsdp_wrap_fn(self, module):
         return isinstance(module, Block)
 
-    def activation_checkpointing_fn(self, module):
-        return isinstance(module, Block)
+    activation_checkpointing_fn = fsdp_wrap_fn
 
 
 class Model(ComposerModel):

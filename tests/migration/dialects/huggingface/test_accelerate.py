@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.dialects.huggingface import HuggingFaceDialect
 from composer_fsdp2.migration.dialects.huggingface.places import OF_ACCELERATES_FILE
 from composer_fsdp2.migration.migrate import Migration, migrate_text
-from composer_fsdp2.migration.run import RunConfig
-from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, Case, each_case
+from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, Case, each_case, read_first
 from tests.migration.huggingface_oracle import ask
 
 # What `accelerate config` writes around the section.
@@ -129,12 +127,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def migrated(text: str, to: str = "composer") -> Migration:
     return migrate_text(text, "run.yaml", to=to)
-
-
-def run_of(text: str) -> RunConfig:
-    run = HuggingFaceDialect().read(Section.at((), yaml.safe_load(text))).run
-    assert run is not None
-    return run
 
 
 ACCUMULATED = ["deepspeed_config.gradient_accumulation_steps"]  # of which nothing but DeepSpeed reads here
@@ -297,10 +289,10 @@ def test_what_becomes_of(case: Case) -> None:
 def test_the_ranks_of_a_sequence_shard_parameters_as_well() -> None:
     """Parameters sharded over the other ranks alone would need more memory; a decision would ask what is clear."""
     for sizes in ({"cp": 4, "dp_shard": 2}, {"cp": 8}):
-        again = HuggingFaceDialect().express(run_of(HEAD + FSDP2 + axes(**sizes) + AROUND)).settings
+        again = HuggingFaceDialect().express(read_first(HEAD + FSDP2 + axes(**sizes) + AROUND).run).settings
         (degrees,) = [each.value for each in again if each.key == "parallelism_config"]
         assert degrees["parallelism_config_dp_shard_size"] == 8 // sizes["cp"]
-    assert run_of(HEAD + FSDP2 + axes(cp=8) + AROUND).config.mesh.shard_degree == 8
+    assert read_first(HEAD + FSDP2 + axes(cp=8) + AROUND).run.config.mesh.shard_degree == 8
 
 
 def test_a_zero_section_becomes_fsdps_in_its_own_file() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 from support.examples import IS_THOROUGH
 from support.runs import run_with
 
-from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.parallel import IdleExperts
 from composer_fsdp2.config.sharding import (
@@ -27,9 +28,18 @@ from composer_fsdp2.migration.dialects.huggingface.readers import Reader
 from composer_fsdp2.migration.files import Destination, migrate_files, sources_of
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
-from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, NO_RUN, UNNEEDED, UNSUPPORTED, Case, each_case
+from tests.migration.file_cases import (
+    APPROXIMATE,
+    NEEDS_DECISION,
+    NO_RUN,
+    UNNEEDED,
+    UNSUPPORTED,
+    Case,
+    each_case,
+    finding,
+    settings_of,
+)
 from tests.migration.huggingface_oracle import ask
-from tests.migration.tables import settings_of
 
 NUM_SECTIONS = 600 if IS_THOROUGH else 80  # of each system, at random
 YAMLS = Path(__file__).resolve().parents[4] / "yamls"
@@ -39,17 +49,6 @@ Written = dict[str, Any]
 
 def read(written: Written) -> Reading:
     return DIALECT.read(Section(path=(), given=written, around=written))
-
-
-def run_of(written: Written) -> RunConfig:
-    run = read(written).run
-    assert run is not None
-    return run
-
-
-def finding(written: Written, key: str) -> Finding:
-    (found,) = [each for each in read(written).findings if each.name == key]
-    return found
 
 
 def accelerate_file(**settings: Any) -> Written:
@@ -241,6 +240,18 @@ def test_a_reading_is_what_the_system_did(system: str, answered: list[tuple[str,
     assert len(of_system) / 5 < len(read_well) < len(of_system) * 4 / 5
 
 
+SHARDING = attrgetter(
+    "wrap.kind",
+    "wrap.classes",
+    "wrap.min_num_params",
+    "state_dict_type",
+    "config.reshard_after_forward",
+    "config.cpu_offload",
+    "config.mixed_precision.param_dtype",
+    "config.mixed_precision.reduce_dtype",
+)
+
+
 def test_a_migrated_file_starts_and_shards_alike(answered: list[tuple[str, Written, dict[str, Any]]]) -> None:
     """A user would get a file that accelerate refuses, or that trains something else."""
     before = [written for system, written, _ in answered if system == "accelerate" and read(written).run is not None]
@@ -250,17 +261,13 @@ def test_a_migrated_file_starts_and_shards_alike(answered: list[tuple[str, Writt
     answers = ask([("accelerate", new) for _, new in pairs])
     assert len(pairs) > NUM_SECTIONS / 6
     for (written, new), answer in zip(pairs, answers, strict=True):
-        old, run = run_of(written), run_of(new)
+        old = read(written).run
         if old.config.mesh.shard_degree == 1:
             assert new == written  # FSDP2 has no form for it: the file stays as it is
             continue
         assert answer["version"] == 2, (written, answer)
         check(new, answer)
-        assert run.wrap == old.wrap, written
-        assert run.state_dict_type == old.state_dict_type
-        assert run.config.reshard_after_forward == old.config.reshard_after_forward
-        assert run.config.cpu_offload == old.config.cpu_offload
-        assert run.config.mixed_precision.param_dtype == old.config.mixed_precision.param_dtype
+        assert SHARDING(read(new).run) == SHARDING(old), written
 
 
 def test_a_run_in_accelerates_words_starts_and_shards_alike(
@@ -275,12 +282,9 @@ def test_a_run_in_accelerates_words_starts_and_shards_alike(
     assert len(files) > NUM_SECTIONS / 6
     for (run, _), file, answer in zip(pairs, files, ask([("accelerate", file) for file in files]), strict=True):
         check(file, answer)
-        assert answer["reshard"] == run.config.reshard_after_forward
-        assert answer["offload"] == run.config.cpu_offload
-        assert answer["sync"] == run.config.sync_module_states
-        assert (answer["wrap"], answer["classes"]) == (run.wrap.kind.name, list(run.wrap.classes))
-        assert answer["state_dict_type"] == f"{run.state_dict_type.upper()}_STATE_DICT"
-        assert answer["dtypes"][:2] == 2 * [str(run.config.mixed_precision.param_dtype)]
+        again = read(file).run
+        assert SHARDING(again) == SHARDING(run), file
+        assert again.config.sync_module_states == run.config.sync_module_states
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -602,6 +606,16 @@ num_processes: 8
 mixed_precision: "no"
 """,
     ),
+    **{
+        f"the run was not sharded at all; a migrated one would be: {key}": Case(
+            file=file, to=None, run=NO_RUN, told={key: (None, "as trained", "as written")}
+        )
+        for key, file in {
+            "fsdp": {"fsdp": "", "fsdp_config": {"min_num_params": 1}},
+            "(implicit) fsdp": {"fsdp_config": {"fsdp_min_num_params": 1}},
+            "distributed_type": {"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_sharding_strategy": 1}},
+        }.items()
+    },
     "a Trainer clips where nothing is said": Case(file=trainer("full_shard"), to=None, run={"max_grad_norm": 1.0}),
     "a Trainer clips to what is said": Case(
         file=trainer("full_shard", max_grad_norm=0.3), to=None, run={"max_grad_norm": 0.3}
@@ -741,18 +755,18 @@ def test_all_ranks_need_no_word_that_a_release_refuses(mesh: MeshSpec, num_ranks
 def test_a_trainers_own_file_claims_nothing_about_words_that_stand_elsewhere() -> None:
     """'The whole model was one unit', of a run whose command line said auto_wrap."""
     written = {"transformer_layer_cls_to_wrap": ["Block"], "backward_prefetch": "backward_pre"}
-    classes = finding(written, "transformer_layer_cls_to_wrap")
+    classes = finding(read(written), "transformer_layer_cls_to_wrap")
     assert classes.outcome is Outcome.NEEDS_DECISION and "not known here" in classes.reason
     told = [f"{each.reason} {each.target}" for each in read(written).findings]
     assert not any("no wrapping was asked for" in each or "one unit" in each for each in told)
-    assert run_of(written | {"fsdp": "full_shard auto_wrap"}).wrap == Wrap(kind=WrapKind.CLASSES, classes=("Block",))
+    assert read(written | {"fsdp": "full_shard auto_wrap"}).run.wrap == Wrap(kind=WrapKind.CLASSES, classes=("Block",))
 
 
 def test_a_trainers_own_file_for_fsdp2_is_recognized(tmp_path: Path) -> None:
     """In a folder it was passed over, and by its name refused as a file without a section."""
     for number, prefix in enumerate(("", "fsdp_")):
         written = {f"{prefix}version": 2, f"{prefix}reshard_after_forward": False}
-        assert run_of(written).config.reshard_after_forward is False
+        assert read(written).run.config.reshard_after_forward is False
         (tmp_path / f"{number}.json").write_text(json.dumps(written))
     results = list(migrate_files(sources_of([tmp_path]), Destination()))
     assert [(each.is_skipped, each.exit_code) for each in results] == [(False, 0)] * 2
@@ -819,7 +833,7 @@ def test_a_switch_in_quotes_gets_the_finding_of_what_it_did(system: str, name: s
 
     key = f"fsdp_config.{name if system == 'trainer' else f'fsdp_{name}'}"
     meant = text in ("true", "on")
-    written, plain = finding(with_value(text), key), finding(with_value(meant), key)
+    written, plain = finding(read(with_value(text)), key), finding(read(with_value(meant)), key)
     is_taken_for_true = (read(with_value(text)).run, meant) == (read(with_value(True)).run, False)
     if read(with_value(text)).run == read(with_value(meant)).run:
         assert (written.outcome, written.target, written.reason) == (plain.outcome, plain.target, plain.reason)
@@ -832,47 +846,24 @@ def test_a_switch_in_quotes_gets_the_finding_of_what_it_did(system: str, name: s
 
 def test_words_that_are_a_number_are_refused() -> None:
     """The Trainer takes a string, a list or a flag; anything else it fails on, and so is not read as off."""
-    written = {"fsdp": 3}
-    assert read(written).run is None
-    assert finding(written, "fsdp").outcome.blocks
+    reading = read({"fsdp": 3})
+    assert reading.run is None and finding(reading, "fsdp").outcome.blocks
 
 
 def test_the_launchers_numbers_and_its_empty_values() -> None:
     """``accelerate launch`` takes a prefetch by its number in an enumeration, and no precision as none."""
 
     def prefetching(value: object) -> tuple[Outcome, str]:
-        written = finding(accelerate_file(backward_prefetch=value), "fsdp_config.fsdp_backward_prefetch")
+        written = finding(read(accelerate_file(backward_prefetch=value)), "fsdp_config.fsdp_backward_prefetch")
         return written.outcome, written.reason
 
     assert prefetching(1) == prefetching("BACKWARD_PRE") != prefetching(2) == prefetching("BACKWARD_POST")
     plain = accelerate_file()
-    assert run_of(plain | {"mixed_precision": None}) == run_of(plain | {"mixed_precision": "no"})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What turns FSDP off
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        {"fsdp": "", "fsdp_config": {"min_num_params": 1}},
-        {"fsdp_config": {"fsdp_min_num_params": 1}},
-        {"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_sharding_strategy": 1}},
-    ],
-)
-def test_settings_without_fsdp_are_a_decision(written: Written) -> None:
-    """The run was not sharded at all; a migrated one would be."""
-    assert DIALECT.sections(written) == [()]
-    reading = read(written)
-    assert reading.run is None
-    assert [each for each in reading.findings if "as trained" in each.reason and "as written" in each.reason]
+    assert read(plain | {"mixed_precision": None}).run == read(plain | {"mixed_precision": "no"}).run
 
 
 def test_the_table_has_a_reason_for_every_key_and_a_default_for_every_reader() -> None:
     """The documentation is made from it: an empty cell would be one there."""
-    names = [DIALECT.places(row)[0] for row in DIALECT.rows]
-    assert len(names) == len(set(names))
     for row in DIALECT.rows:
         assert row.meaning
         assert row.outcome.blocks or row.reason or row.target, row.name
