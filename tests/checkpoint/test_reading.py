@@ -260,6 +260,12 @@ def test_a_view_that_overlaps_itself():
         assert_same(reader.read_full(record), tensor.contiguous())
 
 
+def test_an_empty_tensor():
+    """It has no address from which it could be read."""
+    with saved(torch.empty(0, 3)) as record, Reader() as reader:
+        assert_same(reader.read_full(record), torch.empty(0, 3))
+
+
 # --- CRC32s of parts, put together without the bytes
 
 

@@ -532,6 +532,16 @@ def test_a_parameter_that_never_had_a_gradient(folder: str):
 
 
 @on_ranks(2)
+def test_ddps_files(folder: str):
+    """A run that has outgrown DDP goes on sharded, with its optimizer's two groups."""
+    options: dict[str, Any] = {"optimizer": "groups", "batches": 5}
+    whole = fit(FSDP2, None, save_folder=folder, save_interval="3ba", **options)
+    ours = fit(FSDP2, {}, load_path=str(Path(folder, "ep0-ba3-rank0.pt")), **options)
+    assert ours.shards == {"FSDPModule"}
+    assert largest_difference(ours.losses, whole.losses[3:]) <= 1e-6, f"{ours.losses}, DDP {whole.losses}"
+
+
+@on_ranks(2)
 def test_moving_over_and_autoresume(folder: str):
     """The first start takes FSDP1's checkpoint, a later one the run's own newest; the learning rate keeps its curve."""
     from composer.optim import CosineAnnealingScheduler

@@ -110,7 +110,7 @@ def check_curve(way: str, parallelism: Any, keys: dict[str, Any]) -> Any:
     return where
 
 
-FULL_SHARD, ZERO_2 = ({"sharding_strategy": each} for each in ("FULL_SHARD", "SHARD_GRAD_OP"))
+FULL_SHARD, ZERO_2, NO_SHARD = ({"sharding_strategy": each} for each in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
 # One for each of the ways.
 RECOMPUTING: tuple[dict[str, Any], ...] = (
     {"activation_checkpointing": True},
@@ -132,6 +132,7 @@ def test_every_way_to_ask_trains_on_fsdp2_with_fsdp1s_losses(folder: str):
     cases: dict[str, tuple[Any, ...]] = {
         "FSDP2Config": ("FSDP2Config", of_fsdp2[False], FULL_SHARD),
         "FSDP2Config, in a ParallelismConfig": ("FSDP2Config", ParallelismConfig(fsdp2=of_fsdp2[True]), ZERO_2),
+        "replicas of a group": ("dict", NO_SHARD | {"process_group": [0, 1]}, NO_SHARD),
         "a group of its own": ("dict", own_group, own_group),
     }
     for (way, ask), keys, recomputing in zip(ways().items(), (FULL_SHARD, ZERO_2) * 2, RECOMPUTING, strict=True):
