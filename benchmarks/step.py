@@ -49,7 +49,7 @@ from timing import (
 )
 from variants import NAMES, OPTIMIZERS, STRATEGIES, Setting, Trainee, missing
 
-from composer_fsdp2._torch.counting import Collectives, StateBytes
+from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 
 TITLES = {

@@ -16,7 +16,7 @@ from composer.core import State
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.groups import new_gloo_group
+from composer_fsdp2._torch.groups import new_group_of
 from composer_fsdp2.checkpoint.trees import EntryPath, mapped
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
@@ -189,7 +189,7 @@ def _writing_group(state: State) -> dist.ProcessGroup | None:
 
 @functools.lru_cache(maxsize=1)  # ranks of one job have one world
 def _gloo_group(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    return new_gloo_group(ranks, _LONGEST_WRITE)
+    return new_group_of([ranks], "gloo", _LONGEST_WRITE)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from composer.core import State
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.counting import Collectives, StateBytes
+from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
 from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2._torch.passing import tensors_in
 from composer_fsdp2.comparing.counted import counted

@@ -44,7 +44,6 @@ from composer_fsdp2.sharding.apply import check_plan
 from composer_fsdp2.sharding.decide import cast_gradients, decide_sharding, refuse_sharded
 from composer_fsdp2.sharding.optimizer import Optimizers, Rebinding, check_optimizers, refuse_frozen, the_optimizer
 from composer_fsdp2.sharding.plan import ShardingPlan
-from composer_fsdp2.sharding.root_record import keep
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +98,9 @@ def prepare_fully_shard(
     _report(translation, plan)
     optimizer = the_optimizer(optimizers)
     rebinding = None if optimizer is None else Rebinding.note(model, optimizer)
-    carry_out(model, plan, initializers(model), present=present)
+    run = carry_out(model, plan, initializers(model), present=present)
+    run.report, run.findings = translation.explain(), translation.findings
     open_fsdp1_attributes(model)
-    keep(model, translation)
-    keep(model, plan)
     if rebinding is not None:
         rebinding.follow()
     return [], {}

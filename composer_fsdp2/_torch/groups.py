@@ -1,10 +1,11 @@
 """A unit's private state, and its groups of parameters: torch 2.7 has one group to a unit, 2.13 several."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -27,13 +28,12 @@ def process_groups_of(unit: FSDPModule) -> list[dist.ProcessGroup]:
     return [group for group in dict.fromkeys(found) if group is not None]
 
 
-def new_gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
-    """``dist.new_group`` over gloo; None on the other ranks. Called on all ranks."""
-    return new_group_of(dist.get_rank(), [ranks], backend="gloo", timeout=timeout)
-
-
 def new_group_of(
-    rank: int, groups: Iterable[Sequence[int]], backend: str | None = None, timeout: timedelta | None = None
+    groups: Iterable[Sequence[int]],
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    *,
+    by_members: bool = False,
 ) -> dist.ProcessGroup | None:
     """The process group of this rank, of several that no two share; None if it is in none. Called on all ranks.
 
@@ -44,21 +44,29 @@ def new_group_of(
     first used.
 
     Args:
-        rank: This one.
         groups: The ranks of each, in one order on all ranks.
         backend, timeout: Those of the default group where they are None.
+        by_members: The ranks of a group wait for each other alone; otherwise all ranks do, at each of ``groups``.
+            ``num_groups`` must be the same on all of them, because torch names such a group by it.
     """
     world: Any = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
-    own: dist.ProcessGroup | None = None
+    rank, own = dist.get_rank(), None
+    options: Any = {"backend": backend, "timeout": timeout, "use_local_synchronization": by_members}
     try:
         for ranks in groups:
             # Also those of others: torch counts groups to name them, and ranks must count alike.
-            group: Any = dist.new_group(list(ranks), backend=backend, timeout=timeout)
-            own = group if rank in ranks else own
+            if rank in ranks or not by_members:
+                group = dist.new_group(list(ranks), **options)
+                own = group if rank in ranks else own
     finally:
         world.bound_device_id = device
     return own
+
+
+def num_groups() -> int:
+    """How many process groups this rank is in."""
+    return len(distributed_c10d._world.pg_names)
 
 
 def has_gradient(parameter: Any) -> bool:
@@ -76,19 +84,3 @@ def drop_gradient(parameter: Any) -> None:
 
 
 _ACCUMULATED = "unsharded_accumulated_grad"
-
-
-def put_in_place(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
-    """Set an attribute of one object; returns what takes it away, unless another replacement lies above it by then."""
-    before = vars(owner).get(name)
-    setattr(owner, name, replacement)
-
-    def put_back() -> None:
-        if vars(owner).get(name) is not replacement:
-            return
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-    return put_back

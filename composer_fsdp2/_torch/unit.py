@@ -29,11 +29,13 @@ class Shown:
     """Other parameters than the shards stand in a unit's modules while it is not gathered.
 
     Args:
+        options: What the caller shows them with.
         before_gather: Called before each all-gather of the unit, with whether it is backward's; what it raises ends the
             forward or backward.
         after_reshard: Called once the shards are registered again.
     """
 
+    options: object
     before_gather: Callable[[bool], None]
     after_reshard: Callable[[], None]
 

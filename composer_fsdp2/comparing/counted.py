@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from composer_fsdp2._torch.counting import Sent
+from composer_fsdp2.estimate._torch.counting import Sent
 from composer_fsdp2.comparing.run_record import CollectiveCount
 
 # What is in an operator's name, without underscores, and what it is.

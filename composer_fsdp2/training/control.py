@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2._torch.groups import new_gloo_group
+from composer_fsdp2._torch.groups import new_group_of
 from composer_fsdp2._torch.private_names import default_store
 from composer_fsdp2.errors import ControlGroupError, RanksDivergedError
 from composer_fsdp2.sharding.agree import device_of_group, gather, sends_from_host
@@ -275,7 +275,7 @@ def _between(firsts: Sequence[int]) -> dist.ProcessGroup | None:
     error: RuntimeError | None = None
     group: dist.ProcessGroup | None = None
     try:
-        group = new_gloo_group(firsts, CONNECT_WITHIN)
+        group = new_group_of([firsts], "gloo", CONNECT_WITHIN)
     except RuntimeError as raised:
         error = raised
     errors = [text for text in gather(error and str(error)[:500]) if text]

@@ -12,7 +12,6 @@ import random
 import traceback
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,10 +27,10 @@ from composer_fsdp2._torch.reset import forget_masks, reset_after_error
 from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.config.mesh import EXPERT_AXIS
 from composer_fsdp2.sharding.agree import device_of_group
-from composer_fsdp2.sharding.root_record import find_kept, keep
 from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training.control import ANSWER_WITHIN, Question, control
 from composer_fsdp2.training.microbatches import begin_microbatch
+from composer_fsdp2.training.run import find_run, run_of
 
 
 class PeerOutOfMemoryError(RuntimeError):
@@ -56,7 +55,7 @@ class OutOfMemoryVote:
         _warm_up(model)
         self._stop: Callable[[], None] | None = None
         self._where: InFlight | str = "the first forward"
-        keep(model, _LatestVote(weakref.ref(self)))
+        run_of(model).latest_vote = weakref.ref(self)  # while it is on, it reaches the units, by which the run is kept
 
     def _voting_model(self) -> nn.Module:
         model = self._model()
@@ -131,28 +130,14 @@ class OutOfMemoryVote:
         return bool(anybody_is_out)
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangingGroup:
-    """A group that exchanges all-to-all, and that is no axis of the parameters' meshes; kept with the model."""
-
-    group: dist.ProcessGroup
-
-
-@dataclass(frozen=True, slots=True)
-class _LatestVote:
-    """Weakly: while it is on, a vote reaches the units, by which it is kept."""
-
-    vote: weakref.ref[OutOfMemoryVote]
-
-
 def vote_if_on(model: nn.Module, where: str) -> None:
     """Vote that all is well before ranks ask each other something else in the midst of a step.
 
     Raises:
         PeerOutOfMemoryError, RanksDivergedError: as in ``OutOfMemoryVote.check``.
     """
-    latest = find_kept(model, _LatestVote)
-    vote = None if latest is None else latest.vote()
+    run = find_run(model)
+    vote = None if run is None or run.latest_vote is None else run.latest_vote()
     if vote is not None and vote.is_on:
         vote.check(where)
 
@@ -174,8 +159,8 @@ def _warm_up(model: nn.Module) -> None:
     meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
     of_meshes = [group for mesh in meshes for group in mesh.get_all_groups()]  # the axes that split layers, too
     exchanging = [mesh.get_group(EXPERT_AXIS) for mesh in meshes if EXPERT_AXIS in (mesh.mesh_dim_names or ())]
-    if (beside := find_kept(model, ExchangingGroup)) is not None:
-        exchanging.append(beside.group)
+    if (context := run_of(model).context) is not None:
+        exchanging.append(context.group)
     for group in dict.fromkeys([*of_units, *of_meshes, *exchanging]):
         size = dist.get_world_size(group)
         for numel in _WARM_UP_ELEMENTS:

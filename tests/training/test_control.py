@@ -24,7 +24,7 @@ from support.training import reports_soon
 
 from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
 from composer_fsdp2.errors import ControlGroupError, RanksDivergedError
-from composer_fsdp2.sharding.meshes import device_meshes
+from composer_fsdp2.sharding.meshes import unit_meshes
 from composer_fsdp2.training import control as control_module
 from composer_fsdp2.training import node as node_module
 from composer_fsdp2.training.control import Control, Question, connect, control
@@ -104,7 +104,7 @@ def test_a_default_group_with_a_device(folder: str) -> None:
     try:
         with mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=split):
             connected = on_nodes_of(2)
-            device_meshes([MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=1)).resolve(3)])
+            unit_meshes([MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=1)).resolve(3)])
         split.perform_nocolor_split.assert_not_called()
         assert largest(connected, [dist.get_rank()]) == [2] and world.bound_device_id is not None
     finally:
