@@ -1,4 +1,4 @@
-"""A large monolithic checkpoint: loaded on two ranks, converted to DCP and back, verified; beside torch and Composer.
+"""A large monolithic checkpoint: loaded on two ranks, converted to DCP and back, verified; beside torch.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --gib 1 --rounds 1 --json
@@ -6,11 +6,10 @@
 The checkpoint is one ``torch.save`` file of a decoder with AdamW's state, as Composer writes it with
 ``state_dict_type: full``. Each load, copy, conversion and verification has processes of its own; a round makes one of
 each, in an order that is turned around from round to round, and its ratios are to what was measured in the same round.
-Needs Linux, the disk for three checkpoints and, for torch's and Composer's parts, the memory for two. Exit code 0, or 1
+Needs Linux, the disk for three checkpoints and, for torch's part, the memory for two. Exit code 0, or 1
 if a bar does not hold.
 """
 
-import contextlib
 import math
 import os
 import shutil
@@ -23,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
-from unittest import mock
 
 import report
 import torch
@@ -34,10 +32,9 @@ from models import Model, Shape, shape_of
 from report import Bar, machine, markdown, mib
 from timing import gather
 from torch import nn
-from variants import missing
 
 CACHES = {"cached": "in the page cache", "cold": "on the disk alone"}
-OURS, BY_TORCH, BY_COMPOSER = "load_checkpoint", "torch, from rank 0", "Composer's Trainer"
+OURS, BY_TORCH = "load_checkpoint", "torch, from rank 0"
 COPY, TO_DCP, BACK = "cp and fsync", "convert_checkpoint, to DCP", "convert_checkpoint, back"
 # A check takes two threads, so that it may be faster than what it is compared with.
 SPEEDS = {"cached": "zlib.crc32", "cold": "reading"}
@@ -109,7 +106,7 @@ def _works(shape: Shape, num_ranks: int, path: str, dcp: str, to: str) -> dict[s
     """By title."""
     works = {}
     for cache, where in CACHES.items():
-        for name in (OURS, BY_TORCH, *([] if missing("composer") else [BY_COMPOSER])):
+        for name in (OURS, BY_TORCH):
             limit, beside = MAX_LOAD_RATIO if name == OURS else math.inf, f"{BY_TORCH}, {where}"
             works[f"{name}, {where}"] = Work(load, Task(name, shape, path), cache, beside, limit, num_ranks)
         speed = f"{SPEEDS[cache]}, {where}"
@@ -180,7 +177,7 @@ def load(task: Task) -> tuple[float, int]:
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter]).step()  # imports torch._dynamo, which takes seconds
-    model, optimizer, seconds = {OURS: _ours, BY_TORCH: _torch, BY_COMPOSER: _composer}[task.name](task)
+    model, optimizer, seconds = {OURS: _ours, BY_TORCH: _torch}[task.name](task)
     tensors = {}
     for name, parameter in model.named_parameters():
         tensors[name] = local(parameter.detach())
@@ -236,33 +233,6 @@ def _torch(task: Task) -> _Loaded:
         of_torch.set_optimizer_state_dict(model, optimizer, state, options=options)
 
     return model, optimizer, _timed(call)
-
-
-def _composer(task: Task) -> _Loaded:
-    """A Trainer with ``load_path``, of which the load alone is measured."""
-    from composer import Trainer
-    from composer.utils import FSDP2Config, ParallelismConfig, checkpoint
-    from trainer_parts import Language
-
-    model, seconds, load_checkpoint = Language(task.shape), list[float](), checkpoint.load_checkpoint
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def timed_load(*args: Any, **kwargs: Any) -> Any:
-        results: list[Any] = []
-        seconds.append(_timed(lambda: results.append(load_checkpoint(*args, **kwargs))))
-        return results[0]
-
-    with (
-        open(os.devnull, "w") as nowhere,  # for Composer's words; an error still is seen
-        contextlib.redirect_stderr(nowhere),
-        mock.patch.object(checkpoint, "load_checkpoint", timed_load),
-    ):
-        fsdp2 = ParallelismConfig(fsdp2=FSDP2Config(state_dict_type="full"))
-        trainer = Trainer(
-            model=model, optimizers=optimizer, device="cpu", parallelism_config=fsdp2, load_path=task.path,
-            progress_bar=False,
-        )  # fmt: skip
-    return trainer.state.model, optimizer, seconds[0]
 
 
 def read(task: Task) -> tuple[float, int]:

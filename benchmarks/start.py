@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import report
-from migrate import LINES, file_text, used_by_children
+from migrate import FILES, file_text, used_by_children
 from report import machine, markdown
 from timing import quartiles, ratios, time_bar, turns
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells = [f"{statistics.median(each):.2f}", "{:.2f} to {:.2f}".format(*quartiles(each))]
         rows.append([command, f"{medians[command]:.2f} s", *cells, f"{base}: {medians[base]:.2f} s"])
     header = ["a start", "processor time", "median of ratios", "their quartiles", "to"]
-    text = f"{machine()}; run.yaml has {LINES} lines\n\n{markdown(header, rows)}\n"
+    text = f"{machine()}; run.yaml is {FILES[0].name}\n\n{markdown(header, rows)}\n"
     return report.conclude(given, bars, summary={"processor_s": medians}, text=text)
 
 

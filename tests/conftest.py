@@ -67,6 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> lanes.LaneSc
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """In a worker: hand over what this lane saw."""
+    gc.freeze()  # pytest collects five times in the end, seconds each, to hear of errors in finalizers.
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["parity"] = [tuple(row) for row in summary.SEEN]
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     entries = run_tests("official", sys.executable, ["tests"])
     entries += run_tests("newer torch", given.engine_python, ENGINE_TESTS)
     entries += [] if given.no_benchmarks else map(run_benchmark, BENCHMARKS)
-    print("\n".join(report(entries)))
+    print(f"\n{summary_table(entries)}", *(f"{each.reason}: {each.name}" for each in entries if each.reason), sep="\n")
     if reason := lacking(1):
         print(f"\ntorch {torch.__version__} {reason}: nothing ran, and {given.readme.name} is as it was.")
         return NO_GPU
@@ -167,15 +167,6 @@ def run_benchmark(block: str) -> Entry:
 # What is said of it ---------------------------------------------------------------------------------------------------
 
 
-def report(entries: Sequence[Entry]) -> Iterator[str]:
-    """For the terminal: what ran, what failed, and everything that was left out, by what it needs."""
-    yield f"\n{summary_table(entries)}"
-    yield from (f"FAILED ({each.kind}): {each.name}: {each.reason}" for each in entries if each.outcome == FAILED)
-    for need, names in left_out_by_need(entries).items():
-        yield f"\nLeft out, {need}:"
-        yield from (f"    {name}" for name in names)
-
-
 def summary_table(entries: Iterable[Entry]) -> str:
     """A benchmark with a bar that fails has measured all the same."""
     counts: dict[str, Counter[str]] = {}
@@ -186,20 +177,12 @@ def summary_table(entries: Iterable[Entry]) -> str:
     return markdown(["on GPUs", *outcomes], rows)
 
 
-def left_out_by_need(entries: Iterable[Entry]) -> dict[str, list[str]]:
-    """The names of what was left out by its reason; a test of two stacks once."""
-    found: dict[str, dict[str, None]] = {}
-    for entry in entries:
-        if entry.outcome == LEFT_OUT:
-            found.setdefault(entry.reason, {})[entry.name] = None
-    return {need: list(names) for need, names in sorted(found.items())}
-
-
 def blocks(where: str, entries: Sequence[Entry]) -> dict[str, str]:
     """The text of each block of README that was measured; the others stay as an earlier machine left them."""
-    needs = [[need, str(len(names))] for need, names in left_out_by_need(entries).items()]
+    needs = sorted(Counter(entry.reason for entry in entries if entry.outcome == LEFT_OUT).items())
+    needed = [[need, str(number)] for need, number in needs]
     failures = [[entry.name, entry.kind] for entry in entries if entry.outcome == FAILED]
-    tables = [(["left out", "tests and benchmarks"], needs), (["failed", "on"], failures)]
+    tables = [(["left out", "tests and benchmarks"], needed), (["failed", "on"], failures)]
     texts = [f"{where}, `make gpu`:", summary_table(entries), *(markdown(*each) for each in tables if each[1])]
     found = {"tests": "\n\n".join(texts)}
     measured: dict[str, list[dict[str, str]]] = {}
