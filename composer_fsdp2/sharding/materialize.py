@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composer_fsdp2._torch.private_names import own_buffers, own_parameters
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.meshes import UnitMesh
 from composer_fsdp2.sharding.placements import laid_out_as
 from composer_fsdp2.sharding.ties import join
 

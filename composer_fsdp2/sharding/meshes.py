@@ -46,11 +46,11 @@ class UnitMesh:
 
 def _slice(mesh: DeviceMesh, spec: MeshSpec, *roles: AxisRole) -> DeviceMesh | None:
     axes = [number for number, axis in enumerate(spec.axes) if axis.role in roles]
-    if len(axes) == mesh.ndim:
-        return mesh
+    if len(axes) in (0, mesh.ndim):
+        return mesh if axes else None
     names = mesh.mesh_dim_names
     assert names is not None, "unit_meshes() takes and makes meshes with names where there are several axes"
-    return mesh[tuple(names[axis] for axis in axes)] if axes else None
+    return mesh[tuple(names[axis] for axis in axes)]
 
 
 def unit_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ()) -> list[UnitMesh]:

@@ -131,8 +131,8 @@ def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> lis
             units.append(unit)
         elif outer.options != options:
             raise ComposerFSDP2Error(
-                f"summon_full_params({options}) within summon_full_params({outer.options}) of the same parameters; pass "
-                "the same options, or leave the outer block first"
+                f"summon_full_params({options}) within summon_full_params({outer.options}) of the same parameters; "
+                "pass the same options, or leave the outer block first"
             )
     if units and options.offload_to_cpu and not options.rank0_only:
         _warn_of_copies()

@@ -12,6 +12,7 @@ import random
 import traceback
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -16,9 +16,6 @@ from composer_fsdp2.sharding.meshes import UnitMesh, training_groups
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.sharding.plan import ShardingPlan, units_by_root
 from composer_fsdp2.training.context import ContextGroup
-
-if TYPE_CHECKING:
-    from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,7 @@ class Run:
         findings: The same, one by one.
         groups: By root, process groups: an all-reduce over each in turn reaches all ranks that train parts of the root.
         guard: Meets the other ranks at a place, where ``collective_guard`` is on.
-        latest_vote: The last votes of automatic microbatching, which may be off.
+        latest_vote: The last ``OutOfMemoryVote``, which may be off.
         context: The ranks that share this rank's sequences.
         batch: The ranks that share this rank's batch.
     """
@@ -60,7 +57,7 @@ class Run:
     findings: tuple[Finding, ...] = ()
     groups: WeakKeyDictionary[nn.Module, Sequence[dist.ProcessGroup | None]] = field(default_factory=WeakKeyDictionary)
     guard: Callable[[str], None] | None = None
-    latest_vote: "weakref.ref[OutOfMemoryVote] | None" = None
+    latest_vote: weakref.ref[Any] | None = None
     context: ContextGroup | None = None
     batch: BatchGroup | None = None
 

@@ -26,9 +26,9 @@ from composer_fsdp2 import (
 )
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.parallel.batches import check_batch, share_batch
-from composer_fsdp2.training.run import find_batch_group
 from composer_fsdp2.parallel.contents import digest_of, parts_of
 from composer_fsdp2.parallel.joining import join_rows
+from composer_fsdp2.training.run import find_batch_group
 
 pytestmark = pytest.mark.any_torch
 

@@ -17,8 +17,8 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from composer_fsdp2.estimate._torch.live import LiveStorages
 from composer_fsdp2._torch.replaced import replaced
+from composer_fsdp2.estimate._torch.live import LiveStorages
 
 _words = str.split
 
