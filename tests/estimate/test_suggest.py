@@ -182,7 +182,10 @@ def test_finds_what_brute_force_finds(data: st.DataObject):
     assert (found.nearest.settings if found.nearest else None) == nearest
     assert found.num_points == len({*space.points(plan), subject.present})
     for each in (*found.proposals, *filter(None, (found.present, found.nearest))):
-        assert each.peak_bytes == subject.estimate(each.settings).peak_bytes
+        estimate, size = subject.estimate(each.settings), each.settings.microbatch_size
+        assert each.peak_bytes == estimate.peak_bytes
+        trace = subject.traces(each.settings.activations, size)
+        assert order_of(each.cost) == order_of(cost_of(estimate, trace, subject.rows // size))
 
 
 def test_a_row_s_first_block_may_have_more_parameters():

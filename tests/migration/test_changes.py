@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from support.runs import run_with
+
+from composer_fsdp2.config.wrap import Wrap, WrapKind
 from composer_fsdp2.migration.capabilities import CAPABILITIES
 from composer_fsdp2.migration.dialects import DIALECTS
 from tests.migration.file_cases import APPROXIMATE, EXACT, NEEDS_DECISION, UNNEEDED, Case, each_case
@@ -191,3 +194,9 @@ def test_a_row_asks_for_something_that_targets_answer():
     """A misspelt capability would leave the key's own words, whatever the target."""
     asked = {row.capability for dialect in DIALECTS.values() for row in dialect.rows if row.capability}
     assert asked and asked <= CAPABILITIES.keys()
+
+
+def test_units_are_told_by_their_classes():
+    """Two runs with other classes would look alike, or one that asks for those of the model like one without units."""
+    of_classes = [Wrap(kind=WrapKind.CLASSES, classes=each) for each in (("Block", "Layer"), ())]
+    assert [CAPABILITIES["units"](run_with(each)) for each in of_classes] == ["Block, Layer", "as the model says"]
