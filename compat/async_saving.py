@@ -21,7 +21,7 @@ from composer_fsdp2.checkpoint.trees import EntryPath, mapped
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.long_work import long_work
-from composer_fsdp2.training.control import Control, Question, control
+from composer_fsdp2.training.control import Control, Operation, control
 
 from .pinned_copies import PinnedCopies, is_on_device, left_on_device
 from .saving import HOLDERS, sharded_state_dict, shards_in, tensors_in, write_full, write_sharded, writes_shards
@@ -230,7 +230,7 @@ class _Pending:
 
     def is_done_everywhere(self) -> bool:
         """Called on all ranks, after each batch."""
-        [is_one_alive] = self.control.largest(_QUESTION, "the end of a batch", [int(self.thread.is_alive())])
+        [is_one_alive] = self.control.all_reduce_max(_OPERATION, "the end of a batch", [int(self.thread.is_alive())])
         return not is_one_alive
 
     def finish(self) -> None:
@@ -254,7 +254,7 @@ class _Pending:
             self._attempt(self.publish)
 
 
-_QUESTION = Question(
+_OPERATION = Operation(
     "async_save",
     "Ranks ask each other at the end of each batch whether the checkpoint is written: look for a different number of "
     "batches, or for a rank that has ended",

@@ -26,12 +26,12 @@ from composer_fsdp2.fsdp1.read import GivenConfig
 from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
+from composer_fsdp2.parallel.experts import plan_experts, with_experts
 from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches
 from composer_fsdp2.parallel.idle_towers import refuse_examples
 from composer_fsdp2.parallel.order import carry_out, refuse_illegal
 from composer_fsdp2.parallel.sequences import plan_context
-from composer_fsdp2.parallel.split_experts import plan_experts, with_experts
-from composer_fsdp2.parallel.tensor import TensorPlan, plan_split, read_split, split_mesh
+from composer_fsdp2.parallel.tensor import TensorPlan, parallelized_along, plan_parallelize, read_parallelized
 from composer_fsdp2.parallel.tiled_mlp import choose_tiled
 from composer_fsdp2.sharding.activations import (
     caching_modules,
@@ -167,7 +167,7 @@ def plan_sharding(
     """
     refuse_sharded(model)
     check_optimizers(model, optimizers)
-    split = _plan_split(model, config.mesh, tensor_parallel)
+    split = _plan_parallelize(model, config.mesh, tensor_parallel)
     choices = read_hooks(model, config, precision=precision)
     experts = plan_experts(model, config, choices, partial(read_overrides, config=config, precision=precision))
     placements = {**split.placements, **experts.placements}
@@ -191,13 +191,13 @@ def plan_sharding(
     return replace(plan, notes=(*plan.notes, text))
 
 
-def _plan_split(model: nn.Module, mesh: MeshSpec, layer_plan: Mapping[str, ParallelStyle] | None) -> TensorPlan:
+def _plan_parallelize(model: nn.Module, mesh: MeshSpec, layer_plan: Mapping[str, ParallelStyle] | None) -> TensorPlan:
     """What is split along the tensor axis, by the plan or by the script before.
 
     Raises:
         PlanError: both, or the mesh has no such axis, or has one for nothing.
     """
-    present, along = read_split(model)
+    present, along = read_parallelized(model)
     if along is not None:
         if layer_plan:
             raise PlanError(
@@ -215,7 +215,7 @@ def _plan_split(model: nn.Module, mesh: MeshSpec, layer_plan: Mapping[str, Paral
             f"the mesh is {mesh.text}, and the layer plan of tensor parallelism names {len(layer_plan or ())} modules: "
             "give both, a tensor_parallel_degree above 1 and a plan, or neither"
         )
-    return plan_split(model, layer_plan, mesh.tensor_degree) if layer_plan else present
+    return plan_parallelize(model, layer_plan, mesh.tensor_degree) if layer_plan else present
 
 
 def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
@@ -302,7 +302,7 @@ def _decide(
     """What will be done, and the meshes that the configuration brings, of which the plan knows the numbers alone."""
     given, tensor = GivenConfig.read(fsdp_config), TensorParallel.read(tensor_parallel)
     refuse_sharded(model)
-    along = split_mesh(model, world_size)
+    along = parallelized_along(model, world_size)
     degree = tensor.degree if along is None else along.size()
     translation = translate(
         given, precision=precision, device=device, world_size=world_size, tensor_parallel_degree=degree

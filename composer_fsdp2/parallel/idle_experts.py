@@ -29,7 +29,7 @@ from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.parallel.asking import Ask, asking
 from composer_fsdp2.parallel.connecting import Arguments, connect_first, kept_without_rows, without_rows
 from composer_fsdp2.sharding.modules import at_path
-from composer_fsdp2.training.control import Question
+from composer_fsdp2.training.control import Operation
 from composer_fsdp2.training.out_of_memory import is_out_of_memory
 
 _WAY_OUT = (
@@ -37,7 +37,7 @@ _WAY_OUT = (
     "order, set runs_every_expert = True on the module that holds them"
 )
 
-_QUESTION = Question(
+_OPERATION = Operation(
     "idle_experts",
     "In their first forward ranks must run the same blocks of experts in the same order: look for a branch on the rank "
     "or on the data, or a forward on some ranks only",
@@ -79,7 +79,7 @@ def start_idle_experts(
     for block in blocks:
         experts = {path: at_path(model, path) for path in block.experts}
         outer = before[block.block]
-        order = _Order(block.block, tuple(experts), asking(outer, _QUESTION, limit_s))
+        order = _Order(block.block, tuple(experts), asking(outer, _OPERATION, limit_s))
         _start(outer, list(experts.values()), order)
 
 

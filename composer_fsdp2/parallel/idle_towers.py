@@ -31,12 +31,12 @@ from composer_fsdp2.parallel.asking import Ask, asking
 from composer_fsdp2.parallel.connecting import connect, is_floating
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.modules import at_path
-from composer_fsdp2.training.control import Question
+from composer_fsdp2.training.control import Operation
 
 EXAMPLE = "example_inputs"
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, and those by name
 
-_QUESTION = Question(
+_OPERATION = Operation(
     "idle_towers",
     "Ranks must run the same parts of the model in the same order, towers aside: look for a branch on the rank or on "
     "the data, a different number of batches, or a forward on some ranks only",
@@ -69,13 +69,13 @@ def start_idle_towers(
     """
     for each in models:
         outer = before[each.model]
-        towers = _Towers(each, {path: at_path(model, path) for path in each.towers}, asking(outer, _QUESTION, limit_s))
+        towers = _Towers(each, {path: at_path(model, path) for path in each.towers}, asking(outer, _OPERATION, limit_s))
         outer.register_forward_pre_hook(towers.begin, with_kwargs=True)
         for number, tower in enumerate(towers.modules):
             # Before the tower is gathered; what it returns is looked at before its unit's own hook does so.
             tower.register_forward_pre_hook(towers.before_tower(number), prepend=True, with_kwargs=True)
             tower.register_forward_hook(towers.after_tower, prepend=True)
-        for path in each.meetings:
+        for path in each.sync_points:
             meeting = towers.before_meeting(path)
             at_path(model, path).register_forward_pre_hook(meeting, prepend=True, with_kwargs=True)
         outer.register_forward_hook(towers.end, prepend=True)

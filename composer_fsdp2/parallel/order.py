@@ -26,10 +26,10 @@ from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.batches import make_batch_group
 from composer_fsdp2.parallel.draws import draw_alike
+from composer_fsdp2.parallel.experts import start_experts
 from composer_fsdp2.parallel.idle_experts import start_idle_experts
 from composer_fsdp2.parallel.idle_towers import start_idle_towers
 from composer_fsdp2.parallel.sequences import start_context
-from composer_fsdp2.parallel.split_experts import start_experts
 from composer_fsdp2.parallel.tiled_mlp import apply_tiling
 from composer_fsdp2.sharding.apply import apply_agreed_plan
 from composer_fsdp2.sharding.materialize import Initializers

@@ -42,9 +42,9 @@ from composer_fsdp2.sharding.materialize import (
 )
 from composer_fsdp2.sharding.meshes import UnitMesh, device_of, unit_meshes
 from composer_fsdp2.sharding.modules import at_path
+from composer_fsdp2.sharding.parallelize import parallelize_experts, parallelize_unit
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit, units_by_root
 from composer_fsdp2.sharding.sharded import sharded_roots
-from composer_fsdp2.sharding.split import split_experts, split_unit
 from composer_fsdp2.sharding.ties import parameter_uses
 
 # Methods beside forward through which Composer and Hugging Face enter a root, and which then may call parts of it: an
@@ -112,8 +112,8 @@ def apply_agreed_plan(
             materializer.fill(drawn_together.get(unit.name, ()))
             materializer.make_real(unit_modules[unit.name], mesh)
             of_unit = {module: styles.get(module) for module in unit_modules[unit.name]}
-            split_unit(unit, modules, of_unit, mesh.tensor, materializer.same_on_all_ranks(of_unit))
-            split_experts(unit, modules, mesh.expert)
+            parallelize_unit(unit, modules, of_unit, mesh.tensor, materializer.same_on_all_ranks(of_unit))
+            parallelize_experts(unit, modules, mesh.expert)
             sharded[unit.name] = _shard(model, unit, mesh.fsdp, left_alone)
     buffer_dtypes = {unit.name: torch_dtype(unit.mixed_precision.buffer_dtype) for unit in plan.units}
     cast_buffers({module: buffer_dtypes[name] for name, inside in unit_modules.items() for module in inside})
@@ -146,7 +146,7 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     splits = any(each.parallelize is not None for each in plan.split)
     splits |= any(not each.is_split for each in plan.split_experts)
     named += [path for each in plan.expert_blocks for path in (each.block, *each.experts)]
-    named += [path for each in plan.tower_models for path in (each.model, *each.towers, *each.meetings)]
+    named += [path for each in plan.tower_models for path in (each.model, *each.towers, *each.sync_points)]
     problems = [f"no module {path!r}" for path in dict.fromkeys(named) if path not in modules]
     for spec in (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated)):
         parameter = present.get(spec.names)

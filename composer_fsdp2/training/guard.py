@@ -13,7 +13,7 @@ from torch import nn
 from composer_fsdp2._torch.collectives import InFlight
 from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.sharding.sharded import units
-from composer_fsdp2.training.control import Question, control
+from composer_fsdp2.training.control import Operation, control
 from composer_fsdp2.training.run import find_run, run_of
 
 
@@ -35,11 +35,11 @@ class CollectiveGuard:
         Raises:
             RanksDivergedError: on all ranks that come; names where each stands, and where all were together last.
         """
-        self._control.meet(_QUESTION, where, [self._number, zlib.crc32(str(where).encode())], self._limit)
+        self._control.meet(_OPERATION, where, [self._number, zlib.crc32(str(where).encode())], self._limit)
         self._number += 1
 
 
-_QUESTION = Question(
+_OPERATION = Operation(
     "collective_guard",
     "Ranks must run the same modules in the same order: look for a branch on the rank or on the data, a different "
     "number of batches, or a forward on some ranks only",

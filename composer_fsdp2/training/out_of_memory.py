@@ -29,7 +29,7 @@ from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.config.mesh import EXPERT_AXIS
 from composer_fsdp2.sharding.agree import device_of_group
 from composer_fsdp2.sharding.sharded import units
-from composer_fsdp2.training.control import ANSWER_WITHIN, Question, control
+from composer_fsdp2.training.control import ANSWER_WITHIN, Operation, control
 from composer_fsdp2.training.microbatches import begin_microbatch
 from composer_fsdp2.training.run import find_run, run_of
 
@@ -127,7 +127,7 @@ class OutOfMemoryVote:
         return False
 
     def _cast(self, where: object, is_out: bool) -> bool:
-        [anybody_is_out] = self._control.largest(_QUESTION, where, [int(is_out)], self._timeout)
+        [anybody_is_out] = self._control.all_reduce_max(_OPERATION, where, [int(is_out)], self._timeout)
         return bool(anybody_is_out)
 
 
@@ -143,7 +143,7 @@ def vote_if_on(model: nn.Module, where: str) -> None:
         vote.check(where)
 
 
-_QUESTION = Question(
+_OPERATION = Operation(
     "automatic microbatching",
     "Ranks vote before each collective: some are inside one that others never entered, or have ended. Set "
     "device_train_microbatch_size to a number",

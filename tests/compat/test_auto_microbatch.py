@@ -413,12 +413,12 @@ def test_votes_end():
 
     def count(state: Any) -> None:
         num_copies = buffers.call_count + metrics.call_count
-        votes.append((tell.call_count, _fsdp_collectives.dist is dist, num_copies))
-        for each in (tell, buffers, metrics):
+        votes.append((send.call_count, _fsdp_collectives.dist is dist, num_copies))
+        for each in (send, buffers, metrics):
             each.reset_mock()
 
     with (
-        mock.patch.object(Node, "tell", autospec=True, side_effect=Node.tell) as tell,
+        mock.patch.object(Node, "send", autospec=True, side_effect=Node.send) as send,
         mock.patch.object(of_engine, "own_buffers", wraps=of_engine.own_buffers) as buffers,
         mock.patch.object(auto_microbatch, "_values", wraps=auto_microbatch._values) as metrics,
     ):

@@ -16,7 +16,7 @@ from composer_fsdp2._torch.private_names import own_parameters
 from composer_fsdp2.sharding.plan import ShardUnit
 
 
-def split_unit(
+def parallelize_unit(
     unit: ShardUnit,
     modules: Mapping[str, nn.Module],
     styles: Mapping[nn.Module, ParallelStyle | None],
@@ -38,13 +38,13 @@ def split_unit(
         return
     for module, style in styles.items():
         if style is not None:
-            split_module(module, style, mesh, source=None if module in same else 0)
+            parallelize(module, style, mesh, source=None if module in same else 0)
     for spec in unit.parameters:
         if len(spec.names) > 1 and spec.tensor_placement is not None:
             tie_again(modules, spec.names)
 
 
-def split_experts(unit: ShardUnit, modules: Mapping[str, nn.Module], mesh: DeviceMesh | None) -> None:
+def parallelize_experts(unit: ShardUnit, modules: Mapping[str, nn.Module], mesh: DeviceMesh | None) -> None:
     """Leave each rank its experts in the weights of a unit; their values are full, and alike on the ranks that do so.
 
     Args:
@@ -66,7 +66,7 @@ def split_experts(unit: ShardUnit, modules: Mapping[str, nn.Module], mesh: Devic
             setattr(modules[path], name, new)
 
 
-def split_module(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, *, source: int | None = 0) -> None:
+def parallelize(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, *, source: int | None = 0) -> None:
     """Carry out one style, and keep what was noted on the parameters ([Note: split parameters]).
 
     Args:
