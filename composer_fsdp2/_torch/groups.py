@@ -5,7 +5,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -29,11 +28,7 @@ def process_groups_of(unit: FSDPModule) -> list[dist.ProcessGroup]:
 
 
 def new_group_of(
-    groups: Iterable[Sequence[int]],
-    backend: str | None = None,
-    timeout: timedelta | None = None,
-    *,
-    by_members: bool = False,
+    groups: Iterable[Sequence[int]], backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup | None:
     """The process group of this rank, of several that no two share; None if it is in none. Called on all ranks.
 
@@ -46,27 +41,19 @@ def new_group_of(
     Args:
         groups: The ranks of each, in one order on all ranks.
         backend, timeout: Those of the default group where they are None.
-        by_members: The ranks of a group wait for each other alone; otherwise all ranks do, at each of ``groups``.
-            ``num_groups`` must be the same on all of them, because torch names such a group by it.
     """
     world: Any = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
     rank, own = dist.get_rank(), None
-    options: Any = {"backend": backend, "timeout": timeout, "use_local_synchronization": by_members}
     try:
         for ranks in groups:
-            # Also those of others: torch counts groups to name them, and ranks must count alike.
-            if rank in ranks or not by_members:
-                group = dist.new_group(list(ranks), **options)
-                own = group if rank in ranks else own
+            # Also those of others: torch counts groups to name them, and ranks must count alike. It waits for nobody
+            # (unless TORCH_DIST_INIT_BARRIER is set), so that use_local_synchronization would spare nothing.
+            group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+            own = group if rank in ranks else own
     finally:
         world.bound_device_id = device
     return own
-
-
-def num_groups() -> int:
-    """How many process groups this rank is in."""
-    return len(distributed_c10d._world.pg_names)
 
 
 def has_gradient(parameter: Any) -> bool:

@@ -91,7 +91,7 @@ def agree(
     digest = hashlib.sha256(text.encode(errors="surrogatepass"))  # paths may be no text
     # Of each 8 bytes 63 bits: the negative of the smallest number would be no int64.
     numbers = (int.from_bytes(digest.digest()[at : at + 8], "big", signed=True) >> 1 for at in range(0, 32, 8))
-    is_same = is_same_everywhere(*numbers)
+    is_same = _is_same_everywhere(*numbers)
     if is_same and error is None:
         return value
     texts = [] if is_same else gather(text if error else digest.hexdigest())
@@ -127,7 +127,7 @@ def _excerpts(text: str, other: int) -> tuple[str, str]:
     return _around(of_first, text), _around(text, of_first)
 
 
-def is_same_everywhere(*numbers: int) -> bool:
+def _is_same_everywhere(*numbers: int) -> bool:
     """Whether all ranks have these numbers, of 63 bits. Called on all ranks; one all-reduce."""
     if not (dist.is_available() and dist.is_initialized()):
         return True

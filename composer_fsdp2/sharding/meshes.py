@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composer_fsdp2._torch.groups import new_group_of, num_groups
+from composer_fsdp2._torch.groups import new_group_of
 from composer_fsdp2.config.mesh import DATA_PARALLEL, GROUPS_KEY, AxisRole, MeshSpec
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.sharding.agree import gather, is_same_everywhere
+from composer_fsdp2.sharding.agree import gather
 
 Ranks: TypeAlias = tuple[int, ...]
 # For one mesh and each axis, outermost first, the group of every rank.
@@ -120,9 +120,6 @@ def group_of(
     Args:
         of_ranks: The group of each rank, in one order on all its ranks.
         backend, timeout: Those of the default group where they are None.
-
-    Where every rank is in as many groups as every other, as long as nobody but us made some, the ranks of a group wait
-    for each other alone: one all-reduce of the world, whatever its size. Otherwise they wait for all once a group.
     """
     global _world
     if _world is not dist.group.WORLD:
@@ -132,7 +129,7 @@ def group_of(
     rank = dist.get_rank()
     missing = [ranks for ranks in dict.fromkeys(of_ranks) if (ranks, backend) not in _groups]
     if missing:
-        made = new_group_of(missing, backend, timeout, by_members=is_same_everywhere(num_groups()))
+        made = new_group_of(missing, backend, timeout)
         _groups.update(((ranks, backend), made if rank in ranks else None) for ranks in missing)
     own = _groups[of_ranks[rank], backend]
     assert own is not None, "this rank's"
