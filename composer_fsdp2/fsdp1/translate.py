@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation(Value):
-    """The FSDP2 configuration, not to be carried out where a finding blocks, and what became of each key that was given.
+    """The FSDP2 configuration, to be carried out where no finding blocks, and what became of each key.
 
     Args:
         precision: Composer's; a module's own DEFAULT or PURE stands for its dtypes.
