@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composer_fsdp2._torch.collectives import is_announced
 from composer_fsdp2._torch.passing import tensors_in
-from composer_fsdp2._torch.private_names import BatchNorm
+from composer_fsdp2._torch.private_names import BatchNorm, untraced
 from composer_fsdp2.config.parallel import ExpertBlock
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.parallel.asking import Ask, asking
@@ -146,6 +146,7 @@ class _Order:
         self._outputs: list[torch.Tensor] = []
         self._checked: set[int] = set()
 
+    @untraced
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._next, self._call, self._outputs, self._is_idle = 0, None, [], False
         self._input = tuple(tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point())[:1]
@@ -158,6 +159,7 @@ class _Order:
     def before(self, number: int) -> Callable[..., None]:
         """The hook of an expert."""
 
+        @untraced
         def run_those_in_front(expert: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._is_idle:
                 return
@@ -172,6 +174,7 @@ class _Order:
 
         return run_those_in_front
 
+    @untraced
     def end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._call is not None:
             self._of_before = kept_without_rows(self._call)

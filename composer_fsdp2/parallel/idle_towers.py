@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from composer_fsdp2._torch.passing import tensors_in, with_tensors
-from composer_fsdp2._torch.private_names import BatchNorm
+from composer_fsdp2._torch.private_names import BatchNorm, untraced
 from composer_fsdp2.config.parallel import TowerModel
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.parallel.asking import Ask, asking
@@ -101,11 +101,13 @@ class _Towers:
         self._device = torch.device("cpu")
         self._unconnected: list[torch.Tensor] = []  # without elements; of the towers that ran since the last meeting
 
+    @untraced
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_open, self._is_idle, self._unconnected = True, False, []
         self._device = next((tensor.device for tensor in tensors_in((args, kwargs))), self._device)
 
     def before_tower(self, number: int) -> Callable[..., _Arguments | None]:
+        @untraced
         def meet(tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
             if not self._is_open or self._is_idle:
                 return None
@@ -118,12 +120,14 @@ class _Towers:
 
         return meet
 
+    @untraced
     def after_tower(self, tower: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._is_open:
             reached = (each for each in tensors_in(output) if each.requires_grad)
             self._unconnected += [each.reshape(-1)[:0] for each in reached]
 
     def before_meeting(self, path: str) -> Callable[..., _Arguments | None]:
+        @untraced
         def meet(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
             if not self._is_open or self._is_idle:
                 return None
@@ -139,6 +143,7 @@ class _Towers:
 
         return meet
 
+    @untraced
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._run_all_idle(f"the end of {self._model}")
         self._is_open, unconnected, self._unconnected = False, self._unconnected, []

@@ -301,7 +301,7 @@ def check_interrupted() -> None:
     connected = on_nodes_of(2)
     if dist.get_rank() == 0:
         with (
-            mock.patch.object(node_module.Node, "hear", side_effect=KeyboardInterrupt),
+            mock.patch.object(node_module.Node, "recv", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
             largest(connected, [0])
