@@ -49,8 +49,8 @@ from timing import (
 )
 from variants import NAMES, OPTIMIZERS, STRATEGIES, Setting, Trainee, missing
 
-from composer_fsdp2._torch.counting import Collectives, StateBytes
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
+from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
 
 TITLES = {
     HAND: "fully_shard by hand",

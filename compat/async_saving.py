@@ -16,12 +16,12 @@ from composer.core import State
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.groups import new_gloo_group
+from composer_fsdp2._torch.groups import new_group_of
 from composer_fsdp2.checkpoint.trees import EntryPath, mapped
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.long_work import long_work
-from composer_fsdp2.training.control import Control, Question, control
+from composer_fsdp2.training.control import Control, Operation, control
 
 from .pinned_copies import PinnedCopies, is_on_device, left_on_device
 from .saving import HOLDERS, sharded_state_dict, shards_in, tensors_in, write_full, write_sharded, writes_shards
@@ -189,7 +189,7 @@ def _writing_group(state: State) -> dist.ProcessGroup | None:
 
 @functools.lru_cache(maxsize=1)  # ranks of one job have one world
 def _gloo_group(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    return new_gloo_group(ranks, _LONGEST_WRITE)
+    return new_group_of([ranks], "gloo", _LONGEST_WRITE)
 
 
 @dataclass(slots=True)
@@ -230,7 +230,7 @@ class _Pending:
 
     def is_done_everywhere(self) -> bool:
         """Called on all ranks, after each batch."""
-        [is_one_alive] = self.control.largest(_QUESTION, "the end of a batch", [int(self.thread.is_alive())])
+        [is_one_alive] = self.control.all_reduce_max(_OPERATION, "the end of a batch", [int(self.thread.is_alive())])
         return not is_one_alive
 
     def finish(self) -> None:
@@ -254,7 +254,7 @@ class _Pending:
             self._attempt(self.publish)
 
 
-_QUESTION = Question(
+_OPERATION = Operation(
     "async_save",
     "Ranks ask each other at the end of each batch whether the checkpoint is written: look for a different number of "
     "batches, or for a rank that has ended",

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from composer.core import Evaluator, Event, State
@@ -24,7 +25,6 @@ from composer.utils import ParallelismConfig, get_device
 from torchmetrics import Metric
 
 from composer_fsdp2._torch.scaler import after_unscaling
-from composer_fsdp2.sharding.root_record import find_kept, keep
 from composer_fsdp2.sharding.sharded import is_sharded
 from composer_fsdp2.training.control import ANSWER_WITHIN
 from composer_fsdp2.training.out_of_memory import (
@@ -78,7 +78,7 @@ class _Recovery:
 
 @dataclass(slots=True)
 class _Run:
-    """A Trainer's run on a sharded model, kept with the model.
+    """A Trainer's run on a sharded model.
 
     Args:
         timeout: The Trainer's ``dist_timeout``.
@@ -89,17 +89,19 @@ class _Run:
     recovery: _Recovery | None = None
 
 
+_runs: WeakKeyDictionary[torch.nn.Module, _Run] = WeakKeyDictionary()
+
+
 def _recovery_of(state: State) -> _Recovery:
     """Called on all ranks; the first time makes a process group."""
-    if (run := find_kept(state.model, _Run)) is None:
-        keep(state.model, run := _Run())
+    run = _runs.setdefault(state.model, _Run())
     if run.recovery is None:
         run.recovery = _Recovery(state, run.timeout)
     return run.recovery
 
 
 def _known_recovery(state: State) -> _Recovery | None:
-    run = find_kept(state.model, _Run)
+    run = _runs.get(state.model)
     return None if run is None else run.recovery
 
 
@@ -115,7 +117,7 @@ def init_trainer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
         given["device_train_microbatch_size"] = None
     original(*bound.args, **bound.kwargs)
     if is_sharded(self.state.model):
-        keep(self.state.model, _Run(timedelta(seconds=given["dist_timeout"])))
+        _runs[self.state.model] = _Run(timedelta(seconds=given["dist_timeout"]))
     if is_ours:
         self.state.auto_microbatching = True
 

@@ -9,19 +9,21 @@ every sample as often as ranks read it, as under Composer's FSDP1.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from composer.core import DataSpec, Event, State
 from composer.utils import dist
+from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.batches import DataBlock, check_batch, check_parts, find_data_block, share_batch
+from composer_fsdp2.parallel.batches import check_batch, check_parts, share_batch
 from composer_fsdp2.parallel.contents import Part, parts_of
 from composer_fsdp2.parallel.draws import draw_alike
 from composer_fsdp2.sharding.agree import agree
-from composer_fsdp2.sharding.root_record import find_kept, keep
+from composer_fsdp2.training.run import BatchGroup, find_batch_group
 
 from .seams import seam
 
@@ -58,9 +60,12 @@ class _Compared:
     microbatches: list[list[Part]] | None = None
 
 
+_compared_of: WeakKeyDictionary[nn.Module, _Compared] = WeakKeyDictionary()
+
+
 def before_event(state: State, event: Event) -> None:
     """Share and compare batches before anybody sees them. Called on all ranks before each event."""
-    block = find_data_block(state.model)
+    block = find_batch_group(state.model)
     if block is None:
         return
     compared = _compared(state)
@@ -79,7 +84,7 @@ def before_event(state: State, event: Event) -> None:
 
 def after_event(state: State, event: Event) -> None:
     """Compare what algorithms made of a first batch. Called on all ranks after each event."""
-    block = find_data_block(state.model)
+    block = find_batch_group(state.model)
     if block is None:
         return
     compared = _compared(state)
@@ -97,12 +102,10 @@ def after_event(state: State, event: Event) -> None:
 
 
 def _compared(state: State) -> _Compared:
-    if (compared := find_kept(state.model, _Compared)) is None:
-        keep(state.model, compared := _Compared())
-    return compared
+    return _compared_of.setdefault(state.model, _Compared())
 
 
-def _take_batch(state: State, event: Event, block: DataBlock, *, is_first: bool) -> None:
+def _take_batch(state: State, event: Event, block: BatchGroup, *, is_first: bool) -> None:
     """Put the block's batch in the place of this rank's."""
 
     def share() -> Any:
@@ -154,7 +157,7 @@ class _Evaluation:
     """The evaluation that runs now, of a model whose ranks share batches."""
 
     state: State
-    block: DataBlock
+    block: BatchGroup
     spec: DataSpec
     own: DistributedSampler[Any] | None = None
     shown: _SamplerOfBlocks | None = None
@@ -199,7 +202,7 @@ class _Evaluation:
 _evaluation: _Evaluation | None = None
 
 
-def _begin_evaluation(state: State, block: DataBlock) -> None:
+def _begin_evaluation(state: State, block: BatchGroup) -> None:
     global _evaluation
     specs = [evaluator.dataloader for evaluator in state.evaluators]
     spec = next((spec for spec in specs if spec.dataloader is state.dataloader), None)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from composer import Trainer
@@ -22,6 +21,7 @@ from composer.utils import dist, ensure_tuple, reproducibility
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.comparing.job import Engine as Sharding
 from composer_fsdp2.comparing.job import Job
 from composer_fsdp2.comparing.kept_tensors import KeptTensors, keep_tensors
@@ -30,11 +30,9 @@ from composer_fsdp2.comparing.run_record import BatchRecord, Fingerprint, Overri
 from composer_fsdp2.comparing.whole_tensors import fingerprints, full_tensors, gradient_squares, settings
 from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.translate import Translation
 from composer_fsdp2.parallel.contents import digest_of, parts_of
 from composer_fsdp2.sharding.agree import gather
-from composer_fsdp2.sharding.plan import ShardingPlan
-from composer_fsdp2.sharding.root_record import find_kept
+from composer_fsdp2.training.run import run_of
 
 from .counted_batch import Counting
 from .scripts import run_file
@@ -90,8 +88,8 @@ def _fsdp1(watch: "_Watch") -> Iterator[None]:
 
     watch.notes.append(_NOT_ON_THE_CPU)
     with (
-        mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
-        mock.patch.object(nn.Module, "to_empty", to_empty_on_cpu),
+        replaced(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        replaced(nn.Module, "to_empty", to_empty_on_cpu),
     ):
         yield
 
@@ -135,9 +133,9 @@ class _Watch:
         replacements: dict[str, Callable[..., Any]] = {"__init__": self._init, "fit": self._fit, "eval": self._eval}
         with contextlib.ExitStack() as stack:
             for name, original in originals.items():
-                stack.enter_context(mock.patch.object(Trainer, name, _around(original, replacements[name])))
-            stack.enter_context(mock.patch.object(Engine, "run_event", _around(Engine.run_event, self._run_event)))
-            stack.enter_context(mock.patch.object(State, "_apply_fsdp", _around(State._apply_fsdp, self._apply_fsdp)))
+                stack.enter_context(replaced(Trainer, name, _around(original, replacements[name])))
+            stack.enter_context(replaced(Engine, "run_event", _around(Engine.run_event, self._run_event)))
+            stack.enter_context(replaced(State, "_apply_fsdp", _around(State._apply_fsdp, self._apply_fsdp)))
             yield
 
     def _init(self, original: Callable[..., Any], trainer: Trainer, **given: Any) -> None:
@@ -298,7 +296,7 @@ class _Watch:
         dist.barrier()
 
     def _record(self, state: State, of_ranks: list[list[dict[str, Any]]], apart: dict[str, Any]) -> RunRecord:
-        translation = find_kept(state.model, Translation)
+        run = run_of(state.model)
         on_gpu = torch.cuda.is_available()
         return RunRecord(
             title=self.job.title,
@@ -319,15 +317,15 @@ class _Watch:
             settings=self._settings,
             last_settings=settings(state.model, state.optimizers),
             overrides=tuple(self._overrides.values()),
-            translation=translation.explain() if translation else "",
-            findings=tuple(finding.to_json() for finding in translation.findings) if translation else (),
+            translation=run.report,
+            findings=tuple(finding.to_json() for finding in run.findings),
             prediction=self._prediction(state),
             notes=tuple(self.notes),
             **apart,
         )
 
     def _prediction(self, state: State) -> Prediction:
-        plan = find_kept(state.model, ShardingPlan)
+        plan = run_of(state.model).plan
         if plan is None or not self._counting.num_microbatches:
             return Prediction(reason="the plan is of FSDP2" if plan is None else "no batch was counted")
         is_auto = "device_train_microbatch_size" in self._overrides

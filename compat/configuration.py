@@ -80,7 +80,7 @@ def parse_parallelism_config(
 def _check_early(config: FSDPConfig | FSDP2Config, tensor: TensorParallel) -> None:
     """Bad keys and degrees in our words, before Composer's State asserts something about them in its own."""
     world_size = composer_dist.get_world_size()
-    translate(config, precision="fp32", world_size=world_size, strict=False, tensor_parallel_degree=tensor.degree)
+    translate(config, precision="fp32", world_size=world_size, tensor_parallel_degree=tensor.degree)
 
 
 @seam(

@@ -7,16 +7,17 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from composer.core import State
 from torch import nn
 
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel, know
-from composer_fsdp2.parallel.context import ContextGroup, find_context
 from composer_fsdp2.parallel.padding import note_copies
+from composer_fsdp2.training.context import ContextGroup
+from composer_fsdp2.training.run import find_context
 
 from .seams import seam
 
@@ -47,7 +48,7 @@ def weighed_microbatch(trainer: Any) -> Iterator[None]:
     def known(other: Any, token_type: str = "total") -> Any:
         return weight if other is batch and token_type == _COUNTED else count(other, token_type=token_type)
 
-    with mock.patch.object(spec, "get_num_tokens_in_batch", known):
+    with replaced(spec, "get_num_tokens_in_batch", known):
         yield
 
 

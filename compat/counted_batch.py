@@ -8,14 +8,13 @@ from composer.core import State
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.counting import Collectives, StateBytes
 from composer_fsdp2._torch.parts import local_tensor
-from composer_fsdp2._torch.passing import tensors_in
+from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2.comparing.counted import counted
 from composer_fsdp2.comparing.job import Job
-from composer_fsdp2.comparing.other_tensors import with_tensors
 from composer_fsdp2.comparing.predicting import CountedBatch
 from composer_fsdp2.comparing.run_record import CollectiveCount
+from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
 from composer_fsdp2.estimate.blocks import copy_with
 from composer_fsdp2.sharding.plan import ShardingPlan
 

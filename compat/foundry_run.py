@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from composer.utils import dist as composer_dist
@@ -17,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 from torch import nn
 
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 
 from .configuration import EveryKeyFSDP2Config
@@ -71,7 +71,7 @@ def read_foundry(path: str, overrides: Sequence[str] = (), *, world_size: int) -
             (composer_dist, "get_world_size", lambda: world_size),
             (reproducibility, "seed_all", lambda seed: None),
         ):
-            undone.enter_context(mock.patch.object(module, name, value))
+            undone.enter_context(replaced(module, name, value))
         with contextlib.suppress(_HasRead):
             training.train_from_yaml(path, ["python_log_level=null", *overrides])
     return FoundryRun(**read)
@@ -87,7 +87,7 @@ def build_foundry(run: FoundryRun, model: Mapping[str, Any]) -> nn.Module:
     name, dtype = given.pop("name"), given.pop("master_weights_dtype", None)
     # Foundry's own context for meta; beside it, what a model makes on the CPU (the empty weights' would untie T5's).
     context = run.init_context if run.model.get("init_device") == "meta" else torch.device("meta")
-    with _quiet_foundry(), mock.patch.object(composer_dist, "get_world_size", return_value=1):
+    with _quiet_foundry(), replaced(composer_dist, "get_world_size", lambda: 1):
         built: nn.Module = builders.build_composer_model(name, given, None, context, dtype)
     _open_configs(built)
     return built

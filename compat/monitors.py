@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,11 +34,11 @@ from torch.distributed.tensor import DTensor, Partial
 
 from composer_fsdp2._torch.parts import local_tensor, local_tensors
 from composer_fsdp2._torch.private_names import ActivationWrapper, own_parameters
+from composer_fsdp2._torch.unit import hooks_of
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
 from composer_fsdp2.fsdp1.children import wrapped_children
 from composer_fsdp2.sharding.agree import agree, gather
 from composer_fsdp2.sharding.placements import splitting_axes_of_all
-from composer_fsdp2.sharding.root_record import find_kept, keep, record_of
 from composer_fsdp2.sharding.sharded import is_sharded, reshard, sharded_roots
 from composer_fsdp2.sharding.ties import join
 from composer_fsdp2.training.guard import check_guard
@@ -110,8 +111,7 @@ def batch_end(original: Callable[..., Any], self: OptimizerMonitor, state: State
     elif state.timestamp.batch.value % self.batch_log_interval == 0:
         check_guard(state.model, "OptimizerMonitor")
         reshard(state.model)
-        if (agreement := find_kept(state.model, _Agreement)) is None:
-            keep(state.model, agreement := _Agreement())
+        agreement = _agreements.setdefault(state.model, _Agreement())
         logger.log_metrics(_optimizer_metrics(state, agreement, with_optimizer=self.log_optimizer_metrics))
 
 
@@ -263,7 +263,7 @@ def _of_each_rank(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[n
     unsharded = {each for each in parameters if not isinstance(each, DTensor) and each.requires_grad}
     if unsharded:
         for _, root in sharded_roots(model):
-            unsharded.difference_update(*record_of(root).replicated.values())
+            unsharded.difference_update(*hooks_of(root).replicated.values())
     return unsharded
 
 
@@ -358,6 +358,9 @@ class _Agreement:
         reported, layout = agree(decide, lambda decided: decided[1].fingerprint(), ComposerFSDP2Error)
         self._last, self._world = layout, dist.group.WORLD
         return reported, layout.full_norms(reduce_parts(layout.parts(reported.metrics)))
+
+
+_agreements: WeakKeyDictionary[nn.Module, _Agreement] = WeakKeyDictionary()
 
 
 def _attempted(report: Callable[[], _Reported]) -> tuple[_Reported | None, Exception | None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from composer.core import Event, State
 
-from composer_fsdp2._torch.groups import put_in_place
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.sharding.sharded import is_sharded, sharded_roots
 from composer_fsdp2.training.outside_forward import InFull, explain_mixed, full
 
@@ -22,7 +22,7 @@ def parameters_at_hand(trainer: Any) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         for name in ("loss", "update_metric"):
-            stack.callback(put_in_place(model, name, _in_full(getattr(model, name))))
+            stack.enter_context(replaced(model, name, _in_full(getattr(model, name))))
         try:
             yield
         except RuntimeError as error:

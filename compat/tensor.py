@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
-from composer_fsdp2.parallel.tensor import split_model
+from composer_fsdp2.parallel.tensor import parallelize_model
 
 from .seams import seam
 
@@ -63,7 +63,7 @@ def prepare_tp_module(original: Callable[..., None], model: nn.Module, optimizer
     if _shards_next.get():
         _NOTED[model] = asked
     else:
-        split_model(model, optimizers, asked.layer_plan, tp_config.device_mesh)
+        parallelize_model(model, optimizers, asked.layer_plan, tp_config.device_mesh)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

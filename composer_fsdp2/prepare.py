@@ -18,7 +18,7 @@ from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.sharding import ActivationCheckpointing, ShardingConfig
 from composer_fsdp2.config.text import and_more
-from composer_fsdp2.errors import ConfigError, PlanError, UnsupportedError
+from composer_fsdp2.errors import PlanError, UnsupportedError
 from composer_fsdp2.fsdp1.attributes import open_fsdp1_attributes
 from composer_fsdp2.fsdp1.hooks import initializers, read_hooks
 from composer_fsdp2.fsdp1.module_settings import read_overrides
@@ -26,12 +26,12 @@ from composer_fsdp2.fsdp1.read import GivenConfig
 from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
+from composer_fsdp2.parallel.experts import plan_experts, with_experts
 from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches
 from composer_fsdp2.parallel.idle_towers import refuse_examples
 from composer_fsdp2.parallel.order import carry_out, refuse_illegal
 from composer_fsdp2.parallel.sequences import plan_context
-from composer_fsdp2.parallel.split_experts import plan_experts, with_experts
-from composer_fsdp2.parallel.tensor import TensorPlan, plan_split, read_split, split_mesh
+from composer_fsdp2.parallel.tensor import TensorPlan, parallelized_along, plan_parallelize, read_parallelized
 from composer_fsdp2.parallel.tiled_mlp import choose_tiled
 from composer_fsdp2.sharding.activations import (
     caching_modules,
@@ -44,11 +44,8 @@ from composer_fsdp2.sharding.apply import check_plan
 from composer_fsdp2.sharding.decide import cast_gradients, decide_sharding, refuse_sharded
 from composer_fsdp2.sharding.optimizer import Optimizers, Rebinding, check_optimizers, refuse_frozen, the_optimizer
 from composer_fsdp2.sharding.plan import ShardingPlan
-from composer_fsdp2.sharding.root_record import keep
 
 log = logging.getLogger(__name__)
-
-_OR_NOT_STRICT = "(strict: false in the same configuration turns this into a warning)"
 
 
 def prepare_fully_shard(
@@ -92,6 +89,7 @@ def prepare_fully_shard(
 
     def decide() -> tuple[Translation, ShardingPlan, tuple[DeviceMesh, ...]]:
         decided = _decide(model, optimizers, fsdp_config, precision, device, te_rng_seed, tensor_parallel, world_size)
+        _refuse_blocking(decided[0])
         require_checkpointing(decided[1].config.activation_checkpointing)  # a plan without ranks needs none of it
         return decided
 
@@ -99,10 +97,9 @@ def prepare_fully_shard(
     _report(translation, plan)
     optimizer = the_optimizer(optimizers)
     rebinding = None if optimizer is None else Rebinding.note(model, optimizer)
-    carry_out(model, plan, initializers(model), present=present)
+    run = carry_out(model, plan, initializers(model), present=present)
+    run.report, run.findings = translation.explain(), translation.findings
     open_fsdp1_attributes(model)
-    keep(model, translation)
-    keep(model, plan)
     if rebinding is not None:
         rebinding.follow()
     return [], {}
@@ -119,8 +116,8 @@ def plan_run(
 ) -> tuple[Translation, ShardingPlan]:
     """What ``prepare_fully_shard`` decides on each of ``world_size`` ranks, for who has none of them.
 
-    The plan's digest is the one that those ranks compare. Where a finding blocks, the translation has no configuration,
-    and the plan is what the rest of the keys asks for (as with ``strict: false``).
+    The plan's digest is the one that those ranks compare. Where a finding blocks, the plan is what the other keys ask
+    for, and ``prepare_fully_shard`` would raise.
 
     Args:
         model: On the meta device, say.
@@ -128,13 +125,7 @@ def plan_run(
 
     It does not communicate, and needs no process group.
     """
-    given, tensor = GivenConfig.read(fsdp_config), TensorParallel.read(tensor_parallel)
-    degree = tensor.degree
-    first = translate(given, precision=precision, device=device, world_size=world_size, tensor_parallel_degree=degree)
-    if first.config is None:
-        given = replace(given, given={**given.given, "strict": False})
-    translation, plan, _ = _decide(model, None, given, precision, device, 1234, tensor, world_size)
-    return (translation if first.config is not None else first), plan
+    return _decide(model, None, fsdp_config, precision, device, 1234, tensor_parallel, world_size)[:2]
 
 
 def plan_sharding(
@@ -143,7 +134,6 @@ def plan_sharding(
     *,
     optimizers: Optimizers = None,
     precision: str | None = None,
-    strict: bool = True,
     tensor_parallel: Mapping[str, ParallelStyle] | None = None,
 ) -> ShardingPlan:
     """Choose the FSDP units of ``model`` without touching it.
@@ -157,7 +147,6 @@ def plan_sharding(
         precision: Composer's (``translate(...).precision``), for wrap functions whose settings say DEFAULT or PURE.
         tensor_parallel: By the path of a module torch's style, for the tensor axis of ``config.mesh``. None where there
             is no such axis, or the script has split the model already.
-        strict: Whether gradients that cannot keep a low dtype, where a setting asks for it, are an error or a note.
     Raises:
         PlanError: the model is sharded already, a wrap function failed, the optimizer is another model's or holds
             nothing that is trained, a parameter cannot be sharded, or there is nothing to shard.
@@ -169,7 +158,7 @@ def plan_sharding(
     """
     refuse_sharded(model)
     check_optimizers(model, optimizers)
-    split = _plan_split(model, config.mesh, tensor_parallel)
+    split = _plan_parallelize(model, config.mesh, tensor_parallel)
     choices = read_hooks(model, config, precision=precision)
     experts = plan_experts(model, config, choices, partial(read_overrides, config=config, precision=precision))
     placements = {**split.placements, **experts.placements}
@@ -181,25 +170,23 @@ def plan_sharding(
     refuse_frozen(model, optimizers, plan.frozen)
     refuse_experts_of_batches(model, plan.expert_blocks)
     refuse_examples(model, plan.tower_models)
-    key, cast = "keep_low_precision_grads", cast_gradients(model, plan)
-    if not cast:
-        return plan
-    text = (
-        f"{key}: {and_more(cast)}; fully_shard gives gradients the parameter's own dtype: cast the model to the dtype "
-        "that gradients are reduced in, or leave the key out"
-    )
-    if strict:
-        raise UnsupportedError(f"{text}\n{_OR_NOT_STRICT}", keys=(key,))
-    return replace(plan, notes=(*plan.notes, text))
+    key = "keep_low_precision_grads"
+    if cast := cast_gradients(model, plan):
+        raise UnsupportedError(
+            f"{key}: {and_more(cast)}; fully_shard gives gradients the parameter's own dtype: cast the model to the "
+            "dtype that gradients are reduced in, or leave the key out",
+            keys=(key,),
+        )
+    return plan
 
 
-def _plan_split(model: nn.Module, mesh: MeshSpec, layer_plan: Mapping[str, ParallelStyle] | None) -> TensorPlan:
+def _plan_parallelize(model: nn.Module, mesh: MeshSpec, layer_plan: Mapping[str, ParallelStyle] | None) -> TensorPlan:
     """What is split along the tensor axis, by the plan or by the script before.
 
     Raises:
         PlanError: both, or the mesh has no such axis, or has one for nothing.
     """
-    present, along = read_split(model)
+    present, along = read_parallelized(model)
     if along is not None:
         if layer_plan:
             raise PlanError(
@@ -217,7 +204,7 @@ def _plan_split(model: nn.Module, mesh: MeshSpec, layer_plan: Mapping[str, Paral
             f"the mesh is {mesh.text}, and the layer plan of tensor parallelism names {len(layer_plan or ())} modules: "
             "give both, a tensor_parallel_degree above 1 and a plan, or neither"
         )
-    return plan_split(model, layer_plan, mesh.tensor_degree) if layer_plan else present
+    return plan_parallelize(model, layer_plan, mesh.tensor_degree) if layer_plan else present
 
 
 def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
@@ -304,17 +291,11 @@ def _decide(
     """What will be done, and the meshes that the configuration brings, of which the plan knows the numbers alone."""
     given, tensor = GivenConfig.read(fsdp_config), TensorParallel.read(tensor_parallel)
     refuse_sharded(model)
-    along = split_mesh(model, world_size)
+    along = parallelized_along(model, world_size)
     degree = tensor.degree if along is None else along.size()
     translation = translate(
         given, precision=precision, device=device, world_size=world_size, tensor_parallel_degree=degree
     )
-    if translation.config is None:
-        blocking = "\n".join(str(finding) for finding in translation.blocking)
-        is_unsupported = any(finding.outcome is Outcome.UNSUPPORTED for finding in translation.blocking)
-        raise (UnsupportedError if is_unsupported else ConfigError)(
-            f"{blocking}\n{_OR_NOT_STRICT}", keys=tuple(finding.key for finding in translation.blocking)
-        )
     config = translation.config
     config.check_data_blocks(world_size)
     checkpointing = replace(config.activation_checkpointing, transformer_engine_seed=te_rng_seed)
@@ -326,7 +307,6 @@ def _decide(
         config,
         optimizers=optimizers,
         precision=translation.precision,
-        strict=translation.strict,
         tensor_parallel=tensor.layer_plan,
     )
     if tensor.is_idle:
@@ -334,6 +314,12 @@ def _decide(
     slices = (mesh for mesh in (given.mesh, tensor.mesh) if isinstance(mesh, DeviceMesh))
     present = tuple(mesh for each in slices for mesh in (each, parent_mesh(each)))
     return translation, plan.resolve(world_size), present
+
+
+def _refuse_blocking(translation: Translation) -> None:
+    if blocking := translation.blocking:
+        keys = tuple(finding.key for finding in blocking)
+        raise UnsupportedError("\n".join(map(str, blocking)), keys=keys)
 
 
 def _report(translation: Translation, plan: ShardingPlan) -> None:
@@ -344,7 +330,7 @@ def _report(translation: Translation, plan: ShardingPlan) -> None:
     if log.isEnabledFor(level):
         log.log(level, "%s\n%s", translation.explain(), plan.explain())
     for finding in translation.findings:
-        if finding.outcome is Outcome.APPROXIMATE or finding.outcome.blocks:
+        if finding.outcome is Outcome.APPROXIMATE:
             log.warning("fsdp_config.%s", finding)
     for note in plan.notes:
         log.warning("%s", note)

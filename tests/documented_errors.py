@@ -407,7 +407,7 @@ def our_trainer(model: Any = None, parallelism: Mapping[str, Any] | None = None,
 def group_of_an_unknown_node() -> None:
     with mock.patch.dict(os.environ):
         del os.environ["LOCAL_WORLD_SIZE"]
-        translated(process_group="node")
+        prepared(Stack(), {"process_group": "node"})
 
 
 def divided_sequences_of_unknown_attention() -> None:

@@ -108,7 +108,11 @@ def test_a_key_is_named_in_four_files_with_its_test(checkout: Checkout):
     checkout.insert(keys, KEY, before=")\n# fmt: on\n\nKEYS: tuple[Row, ...]")
     checkout.insert(keys, "TEXT, ", before="Aspect, Row, idle")
     checkout.insert(sharding, '    label: str = ""\n', before="    shard_below_unwrapped: bool")
-    checkout.insert(apply, '    model.__dict__["label"] = plan.config.label\n', before="    _verify(modules, plan)\n\n")
+    checkout.insert(
+        apply,
+        '    model.__dict__["label"] = plan.config.label\n',
+        before="    _verify(modules, plan)\n    return meshes\n",
+    )
     message = checkout.python(USE_KEY)
     assert "fsdp_config.label is 3 (int); it takes a string" in message
     assert "labelled mine" in message

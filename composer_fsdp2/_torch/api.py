@@ -58,6 +58,7 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     "torch.utils._foreach_utils": ("_group_tensors_by_device_and_dtype",),
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3"),
     "torch": (
+        "_disable_dynamo",
         "_foreach_add_",
         "_foreach_lerp",
         "_foreach_lerp_",

@@ -5,21 +5,18 @@ that is out of memory to say so before the others have entered it. So as much is
 freed: torch's allocator has it ready for the collective.
 """
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import placement_types
-
-from composer_fsdp2._torch.groups import groups_of, put_in_place, state_of
 
 # In the module that launches them, by the names that torch 2.7 and 2.13 call.
 _LAUNCHES = {
@@ -59,65 +56,63 @@ class InFlight:
         return f"the {self.kind} of {self.unit or 'the model'} in {self.phase}"
 
 
-def watch_collectives(
-    units: Mapping[str, FSDPModule],
-    before: Callable[[InFlight], None],
-    *,
-    first: bool = False,
-    between_units: bool = False,
-) -> Callable[[], None]:
-    """Call ``before`` for each collective of these units, between the allocation of its buffers and its launch.
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Watch:
+    """``before`` is called for each collective, between the allocation of its buffers and its launch."""
 
-    What ``before`` raises ends the forward or backward; ``reset_after_error`` then. An error of the collective itself
-    gets a note that names the unit.
+    before: Callable[[InFlight], None]
+
+
+@contextlib.contextmanager
+def at_work(watches: Sequence[tuple[Watch, str]], phase: str) -> Iterator[None]:
+    """In the block ``fully_shard`` launches collectives of one unit.
 
     Args:
-        units: By path; each unit once.
-        first: Ahead of those that watch already.
-        between_units: Also for collectives of tensor, context and expert parallelism, by whatever model.
-    Returns:
-        A function that ends it. Until then each collective costs a few Python calls more. A watch ends with its model,
-        too, which it does not keep alive.
+        watches: Of the unit, each with the unit's path.
     """
-    watch = _Watch(before, between_units=between_units)
-    undo = []
-    for path, module in units.items():
-        state = state_of(module)
-        # The end of a backward averages what lies unsharded on every rank.
-        undo.append(_replace_call(state, "_root_post_backward_final_callback", path, watch))
-        for group in groups_of(state):
-            undo.extend(_replace_call(group, name, path, watch) for name in ("unshard", "post_backward"))
-    listed = weakref.ref(watch, _forget)
-    _watched.insert(0 if first else len(_watched), listed)
+    global _working
+    if not watches:
+        yield
+        return
+    outer, _working = _working, (tuple(watches), phase)
     _launching.dist = _WatchedDistributed()
-    if between_units:
-        for name in _functional:
-            setattr(_functional_collectives, name, functools.partial(_launch_of_split_layer, name))
-        _placing.shard_dim_alltoall = _exchange_of_split_layer
+    try:
+        yield
+    finally:
+        _working = outer
+        if outer is None:
+            _launching.dist = dist
 
-    def stop() -> None:
-        _forget(listed)
-        for put_back in reversed(undo):
-            put_back()
 
-    return stop
+def watch_between_units(watch: Watch, *, first: bool) -> Callable[[], None]:
+    """Have a watch called before each collective of split layers, and where ``announce`` is called.
+
+    Returns:
+        A function that ends it; so does the end of the watch, which is not kept alive.
+    """
+    listed = weakref.ref(watch, _forget)
+    _between_units.insert(0 if first else len(_between_units), listed)
+    for name in _functional:
+        setattr(_functional_collectives, name, functools.partial(_launch_of_split_layer, name))
+    _placing.shard_dim_alltoall = _exchange_of_split_layer
+    return functools.partial(_forget, listed)
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """All-reduce ``tensor``, announced to the watches like a unit's own collective."""
-    _launching.dist.all_reduce(tensor, group=group)
+    _launch(dist.all_reduce, "all-reduce", tensor, group=group)
 
 
 def announce(kind: str) -> None:
     """Announce to the watches of what lies between units; all ranks come to it."""
-    for watch in _live():
-        if watch.between_units:
+    for listed in tuple(_between_units):
+        if (watch := listed()) is not None:
             watch.before(InFlight("", kind, "a layer that ranks divide"))
 
 
 def is_announced() -> bool:
     """Whether ``announce`` reaches a watch."""
-    return any(watch.between_units for watch in _live())
+    return any(listed() is not None for listed in _between_units)
 
 
 def launch(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -138,51 +133,22 @@ def reduce_scatter_single(part: torch.Tensor, full: torch.Tensor, group: dist.Pr
     launch(part, full, group=group)
 
 
-def _forget(listed: "weakref.ref[_Watch]") -> None:
-    if listed in _watched:
-        _watched.remove(listed)
-    if not _watched:
-        _launching.dist = dist
-    if not any(watch.between_units for watch in _live()):
+def _forget(listed: weakref.ref[Watch]) -> None:
+    if listed in _between_units:
+        _between_units.remove(listed)
+    if not _between_units:
         vars(_functional_collectives).update(_functional)
         _placing.shard_dim_alltoall = _shard_dim_alltoall
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Watch:
-    before: Callable[[InFlight], None]
-    between_units: bool = False
-    unit: str = ""
-    phase: str = ""
-    depth: int = 0
-
-
-# Weakly: the units hold their watch, in what replaces their methods.
-_watched: "list[weakref.ref[_Watch]]" = []
+_working: tuple[tuple[tuple[Watch, str], ...], str] | None = None  # watches and phase, while a unit works
+_between_units: list[weakref.ref[Watch]] = []  # weakly: units hold their watches
 _launching: Any = _fsdp_collectives
 _placing: Any = placement_types
 _shard_dim_alltoall: Callable[..., torch.Tensor] = _placing.shard_dim_alltoall
 _functional = {
     name: function for name in _OF_SPLIT_LAYERS if (function := vars(_functional_collectives).get(name)) is not None
 }
-_PHASES = {TrainingState.FORWARD: "forward", TrainingState.IDLE: "unshard()"}
-
-
-def _replace_call(owner: Any, name: str, path: str, watch: _Watch) -> Callable[[], None]:
-    """Note which unit works while a method of its state, or of one of its groups, runs."""
-    method = getattr(owner, name)  # or another replacement of ours
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        outer = watch.unit, watch.phase
-        watch.unit, watch.depth = path, watch.depth + 1
-        watch.phase = _PHASES.get(owner._training_state, "backward") if name == "unshard" else "backward"
-        try:
-            return method(*args, **kwargs)
-        finally:
-            watch.unit, watch.phase = outer
-            watch.depth -= 1
-
-    return put_in_place(owner, name, call)
 
 
 class _WatchedDistributed:
@@ -191,10 +157,6 @@ class _WatchedDistributed:
     def __getattr__(self, name: str) -> Any:
         value = getattr(dist, name)
         return functools.partial(_launch, value, _LAUNCHES[name]) if name in _LAUNCHES else value
-
-
-def _live() -> list[_Watch]:
-    return [watch for listed in _watched if (watch := listed()) is not None]
 
 
 def _launch_of_split_layer(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -222,9 +184,9 @@ def _exchange_of_split_layer(
 
 
 def _launch(function: Callable[..., Any], kind: str, *args: Any, **kwargs: Any) -> Any:
-    watching = [watch for watch in _live() if watch.depth]
-    announced = [InFlight(watch.unit, kind, watch.phase) for watch in watching]
-    for watch, collective in zip(watching, announced, strict=True):
+    watches, phase = _working or ((), "")
+    announced = [InFlight(path, kind, phase) for _, path in watches]
+    for (watch, _), collective in zip(watches, announced, strict=True):
         watch.before(collective)
     try:
         return function(*args, **kwargs)

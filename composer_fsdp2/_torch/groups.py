@@ -1,6 +1,6 @@
 """A unit's private state, and its groups of parameters: torch 2.7 has one group to a unit, 2.13 several."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,13 +27,8 @@ def process_groups_of(unit: FSDPModule) -> list[dist.ProcessGroup]:
     return [group for group in dict.fromkeys(found) if group is not None]
 
 
-def new_gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
-    """``dist.new_group`` over gloo; None on the other ranks. Called on all ranks."""
-    return new_group_of(dist.get_rank(), [ranks], backend="gloo", timeout=timeout)
-
-
 def new_group_of(
-    rank: int, groups: Iterable[Sequence[int]], backend: str | None = None, timeout: timedelta | None = None
+    groups: Iterable[Sequence[int]], backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup | None:
     """The process group of this rank, of several that no two share; None if it is in none. Called on all ranks.
 
@@ -44,17 +39,17 @@ def new_group_of(
     first used.
 
     Args:
-        rank: This one.
         groups: The ranks of each, in one order on all ranks.
         backend, timeout: Those of the default group where they are None.
     """
     world: Any = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
-    own: dist.ProcessGroup | None = None
+    rank, own = dist.get_rank(), None
     try:
         for ranks in groups:
-            # Also those of others: torch counts groups to name them, and ranks must count alike.
-            group: Any = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+            # Also those of others: torch counts groups to name them, and ranks must count alike. It waits for nobody
+            # (unless TORCH_DIST_INIT_BARRIER is set), so that use_local_synchronization would spare nothing.
+            group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
             own = group if rank in ranks else own
     finally:
         world.bound_device_id = device
@@ -76,19 +71,3 @@ def drop_gradient(parameter: Any) -> None:
 
 
 _ACCUMULATED = "unsharded_accumulated_grad"
-
-
-def put_in_place(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
-    """Set an attribute of one object; returns what takes it away, unless another replacement lies above it by then."""
-    before = vars(owner).get(name)
-    setattr(owner, name, replacement)
-
-    def put_back() -> None:
-        if vars(owner).get(name) is not replacement:
-            return
-        if before is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-    return put_back

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     pytree knows the classes that are registered with it (transformers' outputs and caches among them), and no class
     below them. FSDP1 (``_apply_to_tensors`` in torch/distributed/utils.py) opened every dataclass, dict, tuple, list
-    and set, of whatever class.
+    and set, of whatever class. Other mappings (transformers' BatchEncoding) are opened as well.
     """
     return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
@@ -32,7 +32,7 @@ def with_tensors(
 
     Args:
         kind: Another class to change the objects of.
-        opens_registered: Whether to open classes that pytree knows and FSDP1 does not.
+        opens_registered: Whether to open classes that FSDP1 did not.
     """
     if isinstance(value, kind):
         return change(value)
@@ -51,7 +51,7 @@ class _Container:
         rebuild: Makes another one of other parts.
         keys: Of the parts, for ``get`` and ``set``.
         set: Puts a part in place, by its key; None where the container is immutable.
-        is_registered: Whether pytree knows the class, and FSDP1 does not.
+        is_registered: Whether FSDP1 did not open the class: pytree knows it, or it is a mapping and no dict.
     """
 
     parts: Sequence[Any]
@@ -87,7 +87,11 @@ def _opened(value: Any) -> _Container | None:
     # Not tree_flatten, whose is_leaf would be kept, with the value, by a cycle of references until it is collected.
     node = SUPPORTED_NODES.get(type(value))
     if node is None:
-        return None
+        if not isinstance(value, Mapping):
+            return None
+        keys = list(value)  # transformers' BatchEncoding, for one
+        rebuild = partial(_with_items, value, keys)
+        return _Container([value[key] for key in keys], rebuild, is_registered=True)
     parts, context = node.flatten_fn(value)
     return _Container(parts, lambda parts: node.unflatten_fn(parts, context), is_registered=True)
 
@@ -136,7 +140,7 @@ def _with_fields(value: Any, names: Iterable[str], parts: Iterable[Any]) -> Any:
     return copied
 
 
-def _with_items(value: dict[Any, Any], keys: Iterable[Any], parts: Iterable[Any]) -> Any:
+def _with_items(value: Any, keys: Iterable[Any], parts: Iterable[Any]) -> Any:
     copied = copy.copy(value)
     for key, part in zip(keys, parts, strict=True):
         copied[key] = part

@@ -5,7 +5,7 @@ import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,20 @@ def is_compiled(module: nn.Module) -> bool:
     """
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """The function, called each time between two graphs: torch.compile does not trace it.
+
+    For hooks that communicate, or whose work depends on the batch. ``torch.compiler.disable`` would import the
+    compiler at once.
+    """
+    disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+    disabled: F = disable(function)
+    return disabled
 
 
 # Where checkpointing and torch.compile register what they wrap.

@@ -2,35 +2,201 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import unserializable_hook
 
+from composer_fsdp2._torch.collectives import InFlight, Watch, all_reduce, at_work, watch_between_units
 from composer_fsdp2._torch.groups import groups_of, has_gradient, state_of
 from composer_fsdp2._torch.passing import Passage, cast_floats, hidden_gradient, tensors_in
 from composer_fsdp2.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Other parameters than the shards stand in a unit's modules while it is not gathered.
+
+    Args:
+        options: What the caller shows them with.
+        before_gather: Called before each all-gather of the unit, with whether it is backward's; what it raises ends the
+            forward or backward.
+        after_reshard: Called once the shards are registered again.
+    """
+
+    options: object
+    before_gather: Callable[[bool], None]
+    after_reshard: Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class UnitHooks:
+    """What is done at places of a unit's forward and backward for which torch has no hooks.
+
+    Args:
+        watches: Called before the unit's collectives, with the path that each knows the unit by.
+        replicated: By mesh, parameters that lie unsharded on every rank of it; their gradients are averaged where the
+            backward ends.
+    """
+
+    watches: list[tuple[Watch, str]] = field(default_factory=list)
+    shown: Shown | None = None
+    replicated: Mapping[DeviceMesh, Sequence[nn.Parameter]] = field(default_factory=dict)
+
+
+def hooks_of(unit: FSDPModule) -> UnitHooks:
+    """Of a unit, also of one that ``fully_shard`` made without us, which otherwise stays as it is."""
+    state = state_of(unit)
+    if not isinstance(state, State):
+        _take_over(state, State, Group)
+    return state.hooks
+
+
+def _take_over(state: Any, state_class: type["State"], group_class: type["Group"]) -> None:
+    state.__class__, state.hooks = state_class, UnitHooks()
+    for group in groups_of(state):
+        group.__class__, group.hooks = group_class, state.hooks
+        for parameter in group.fsdp_params:
+            parameter.__class__, parameter.hooks = Parameter, state.hooks
+
+
+def watch_collectives(
+    units: Mapping[str, FSDPModule],
+    before: Callable[[InFlight], None],
+    *,
+    first: bool = False,
+    between_units: bool = False,
+) -> Callable[[], None]:
+    """Call ``before`` for each collective of these units, between the allocation of its buffers and its launch.
+
+    What ``before`` raises ends the forward or backward; ``reset_after_error`` then. An error of the collective itself
+    gets a note that names the unit.
+
+    Args:
+        units: By path; each unit once.
+        first: Ahead of those that watch already.
+        between_units: Also for collectives of tensor, context and expert parallelism, by whatever model.
+    Returns:
+        A function that ends it. Until then each collective costs a few Python calls more. A watch ends with its model,
+        too, which it does not keep alive.
+    """
+    watch = Watch(before)
+    of_units = [hooks_of(unit).watches for unit in units.values()]
+    for watches, path in zip(of_units, units, strict=True):
+        watches.insert(0 if first else len(watches), (watch, path))
+    forget = watch_between_units(watch, first=first) if between_units else None
+
+    def stop() -> None:
+        for watches in of_units:
+            watches[:] = [each for each in watches if each[0] is not watch]
+        if forget is not None:
+            forget()
+
+    return stop
+
+
+class State(FSDPState):
+    hooks: UnitHooks
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Called where the backward of a model ends, on the unit where it began."""
+        with at_work(self.hooks.watches, "backward"):
+            super()._root_post_backward_final_callback()
+            if self.hooks.replicated and self._state_ctx.is_last_backward and self._reduces_gradients():
+                for mesh, parameters in self.hooks.replicated.items():
+                    if trainable := [parameter for parameter in parameters if parameter.requires_grad]:
+                        _average_gradients(trainable, mesh)
+
+    def _reduces_gradients(self) -> bool:
+        """Whether ``set_requires_gradient_sync`` and ``set_requires_all_reduce`` are on."""
+        groups = (group for state in self._state_ctx.all_states for group in groups_of(state))
+        return all(group.reduce_grads and group.all_reduce_grads for group in groups)
+
+
+class Group(FSDPParamGroup):
+    hooks: UnitHooks
+
+    def unshard(self, async_op: bool = False) -> None:
+        shown, state = self.hooks.shown, self._training_state
+        if shown is not None and self._all_gather_result is None and not self.is_unsharded:
+            shown.before_gather(state == TrainingState.PRE_BACKWARD)
+        with at_work(self.hooks.watches, _PHASES.get(state, "backward")):
+            super().unshard(async_op)
+
+    def post_backward(self, *unused: Any) -> None:
+        with at_work(self.hooks.watches, "backward"):
+            super().post_backward(*unused)
+
+    def reshard(self) -> None:
+        if self.hooks.shown is None:
+            super().reshard()
+        else:  # the root would stay gathered after a forward, and others as shards on fewer ranks
+            self._to_sharded()
+
+    def _to_sharded(self) -> None:
+        """Called wherever the unit's shards take the place of its full parameters: reshard, clipping, state dicts."""
+        was_sharded = self.is_sharded
+        super()._to_sharded()
+        if self.hooks.shown is not None and not was_sharded:
+            self.hooks.shown.after_reshard()
+
+
+class Parameter(FSDPParam):
+    hooks: UnitHooks
+
+    def reset_sharded_param(self) -> None:
+        """Called after load_state_dict and the like; takes what is registered for the shard."""
+        if self.hooks.shown is None:
+            super().reset_sharded_param()
+
+
+_PHASES = {TrainingState.FORWARD: "forward", TrainingState.IDLE: "unshard()"}
+
+
+def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Average gradients in place, in one buffer. A missing one counts as zero, and stays missing if no rank has it.
+
+    A gradient that has been averaged stays the same when it is averaged again, so gradients may accumulate. The ranks
+    of a mesh all-reduce one buffer of these gradients in each backward that reduces the others.
+    """
+    dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
+    gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+    is_there = torch.ones(len(parameters), dtype=dtype, device=parameters[0].device)  # a list would be copied there
+    for number, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            is_there[number].zero_()
+    buffer = torch.cat([*(gradient.detach().flatten().to(dtype) for gradient in gradients), is_there])
+    for axis in range(mesh.ndim):
+        all_reduce(buffer, mesh.get_group(axis))
+    # Read only where something is missing: on a GPU it waits for the reduction.
+    num_there = buffer[-len(parameters) :].tolist() if any(p.grad is None for p in parameters) else None
+    averaged = (buffer[: -len(parameters)] / mesh.size()).split([p.numel() for p in parameters])
+    for number, (parameter, gradient, average) in enumerate(zip(parameters, gradients, averaged, strict=True)):
+        if num_there is None or num_there[number]:
+            parameter.grad = gradient
+            gradient.copy_(average.view_as(gradient))
 
 
 def repair_unit(module: FSDPModule) -> None:
     """Have a unit that ``fully_shard`` made do the rest: see ``UnitState`` and ``UnitGroup``."""
     _count_steps()
     state = state_of(module)
-    state.__class__ = UnitState
+    _take_over(state, UnitState, UnitGroup)
     state.own_policy = state._mp_policy
     # torch 2.7 casts by pytree, which would make other containers of the caller's.
     state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False, output_dtype=None)
     for group in groups_of(state):
-        group.__class__ = UnitGroup
         group.unit_state = state
         for parameter in group.fsdp_params:
             _lay_out_gradients(parameter.sharded_param)
@@ -79,7 +245,7 @@ def leave_weights() -> None:
     """
 
 
-class UnitState(FSDPState):
+class UnitState(State):
     """Finds tensors wherever FSDP1 found them, and leaves no copies of weights in autocast's cache.
 
     torch looks for the tensors of inputs and outputs with pytree alone (2.7), or with dataclasses, and without sets
@@ -200,7 +366,7 @@ def _hookable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if base is None or base.grad_fn is None else base
 
 
-class UnitGroup(FSDPParamGroup):
+class UnitGroup(Group):
     """Ends a unit's backward as FSDP1 did.
 
     Parameters that the backward did not reach get gradients of zero, once any of the unit has one, in this microbatch
@@ -269,7 +435,6 @@ class UnitGroup(FSDPParamGroup):
         super().unshard(async_op)
 
     def _to_sharded(self) -> None:
-        """Called wherever the unit's shards take the place of its full parameters: reshard, clipping, state dicts."""
         self.unit_state.refuse_lost_gradients()
         self._shown = None
         super()._to_sharded()

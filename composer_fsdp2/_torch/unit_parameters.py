@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from composer_fsdp2._torch.groups import groups_of, has_gradient, put_in_place, state_of
+from composer_fsdp2._torch.groups import groups_of, has_gradient, state_of
 from composer_fsdp2._torch.reset import reset_after_error
+from composer_fsdp2._torch.unit import Shown, hooks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,31 +88,24 @@ def is_in_pass(unit: FSDPModule) -> bool:
     return state._state_ctx.iter_forward_root is not None or any(each != TrainingState.IDLE for each in working)
 
 
-def show_instead_of_shards(
-    unit: FSDPModule, *, before_gather: Callable[[bool], None], after_reshard: Callable[[], None]
-) -> Callable[[], None]:
+def show_instead_of_shards(unit: FSDPModule, shown: Shown) -> Callable[[], None]:
     """Have a caller register other parameters than the shards in a unit's modules while it is not gathered.
 
     Forward and backward work as ever: they gather the shards, and free what was gathered afterwards, the root's too.
 
     Args:
         unit: Not gathered now.
-        before_gather: Called before each all-gather of the unit, with whether it is backward's; what it raises ends the
-            forward or backward.
-        after_reshard: Called once the shards are registered again.
     Returns:
         A function that ends it. A forward or backward that an error left under way is over then, too.
     """
-    state = state_of(unit)
-    groups = groups_of(state)
-    shown = [_ShownInstead(group, before_gather, after_reshard) for group in groups]
+    state, hooks = state_of(unit), hooks_of(unit)
+    hooks.shown = shown
 
     def end() -> None:
-        for each in shown:
-            each.end()
+        hooks.shown = None
         if is_in_pass(unit):
             reset_after_error(_root_of(state)._modules[0])
-        for group in groups:
+        for group in groups_of(state):
             group._to_sharded()
 
     return end
@@ -121,45 +115,3 @@ def _root_of(state: Any) -> Any:
     """The state that began the forward or backward which this one is part of."""
     context = state._state_ctx
     return context.iter_forward_root or next((each for each in context.all_states if each._is_root), state)
-
-
-class _ShownInstead:
-    """Takes the place of some bound methods of one group and its parameters."""
-
-    def __init__(self, group: Any, before_gather: Callable[[bool], None], after_reshard: Callable[[], None]) -> None:
-        self.group = group
-        self.before_gather = before_gather
-        self.after_reshard = after_reshard
-        self.is_over = False
-        self._undo = [
-            self._override(group, "unshard", self._unshard),
-            self._override(group, "_to_sharded", self._to_sharded),
-            # The root would stay gathered after a forward, and others as shards on fewer ranks.
-            self._override(group, "reshard", lambda original: group._to_sharded()),
-            # After load_state_dict and the like: it takes what is registered for the shards.
-            *(self._override(each, "reset_sharded_param", lambda original: None) for each in group.fsdp_params),
-        ]
-
-    def end(self) -> None:
-        self.is_over = True
-        for undo in self._undo:
-            undo()
-
-    def _unshard(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if self.group._all_gather_result is None and not self.group.is_unsharded:
-            self.before_gather(self.group._training_state == TrainingState.PRE_BACKWARD)
-        original(*args, **kwargs)
-
-    def _to_sharded(self, original: Callable[..., Any]) -> None:
-        was_sharded = self.group.is_sharded
-        original()
-        if not was_sharded:
-            self.after_reshard()
-
-    def _override(self, owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
-        original = getattr(owner, name)  # or another replacement of ours
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if self.is_over else replacement(original, *args, **kwargs)
-
-        return put_in_place(owner, name, call)

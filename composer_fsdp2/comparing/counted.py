@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from composer_fsdp2._torch.counting import Sent
 from composer_fsdp2.comparing.run_record import CollectiveCount
+from composer_fsdp2.estimate._torch.counting import Sent
 
 # What is in an operator's name, without underscores, and what it is.
 _OPS = {

@@ -28,7 +28,7 @@ class AxisRole(enum.Enum):
     EXPERT = "expert"
 
 
-_DATA_PARALLEL = (AxisRole.REPLICATE, AxisRole.SHARD)
+DATA_PARALLEL = (AxisRole.REPLICATE, AxisRole.SHARD)
 
 
 class GroupRule(enum.Enum):
@@ -258,9 +258,9 @@ class MeshSpec(Value):
     @property
     def data_parallel(self) -> "MeshSpec":
         """The axes that ``fully_shard`` gets: those along which ranks shard or replicate a parameter."""
-        if all(axis.role in _DATA_PARALLEL for axis in self.axes):
+        if all(axis.role in DATA_PARALLEL for axis in self.axes):
             return self
-        return replace(self, axes=tuple(axis for axis in self.axes if axis.role in _DATA_PARALLEL))
+        return replace(self, axes=tuple(axis for axis in self.axes if axis.role in DATA_PARALLEL))
 
     @property
     def has_replicas(self) -> bool:
@@ -299,13 +299,13 @@ class MeshSpec(Value):
         Raises:
             ConfigError: two such axes of groups, which have no common group to average in.
         """
-        first, *more = (axis for axis in self.axes if axis.role in _DATA_PARALLEL)
+        first, *more = (axis for axis in self.axes if axis.role in DATA_PARALLEL)
         if more and self.is_grouped:
             raise ConfigError("a pair of groups has no common group to average gradients in; give one")
         sizes = [axis.size for axis in (first, *more)]
         replicas = _replicate(-1 if -1 in sizes else math.prod(sizes), first.groups)
         alone = _shard(1, first.groups and RankGroups(rule=GroupRule.CONSECUTIVE, number=1))
-        place, others = self.axes.index(first), [axis for axis in self.axes if axis.role not in _DATA_PARALLEL]
+        place, others = self.axes.index(first), [axis for axis in self.axes if axis.role not in DATA_PARALLEL]
         return replace(self, axes=(*others[:place], replicas, alone, *others[place:]))
 
     def resolve(self, world_size: int) -> "MeshSpec":

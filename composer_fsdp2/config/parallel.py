@@ -74,9 +74,9 @@ class TowerModel(Value):
 
     Args:
         towers: The paths of those parts, in the order of registration.
-        meetings: Those of the modules beside them before which ranks ask each other who enters a tower.
+        sync_points: Those of the modules beside them before which ranks ask each other who enters a tower.
     """
 
     model: str
     towers: tuple[str, ...]
-    meetings: tuple[str, ...]
+    sync_points: tuple[str, ...]

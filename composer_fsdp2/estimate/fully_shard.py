@@ -3,7 +3,7 @@
 What counts is the order in which the CPU asks the allocator: FSDP2 keeps tensors alive by references, not by
 ``record_stream``. So this follows torch/distributed/fsdp/_fully_shard (2.7 to 2.13: _fsdp_state, _fsdp_param_group,
 _fsdp_collectives) statement by statement, local variables that keep a tensor alive for a moment included, and the
-additions of ``_torch/backward.py``. Where versions differ, ``TorchWays`` says how.
+additions of ``_torch/unit.py``. Where versions differ, ``TorchWays`` says how.
 """
 
 import enum

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from composer_fsdp2._torch.ways import recomputation_is_no_forward, skips_groups_of_one
+from composer_fsdp2._torch.capabilities import recomputation_is_no_forward, skips_groups_of_one
 from composer_fsdp2.config.sharding import GradientSync
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2._torch.as_cuda import as_cuda
-from composer_fsdp2._torch.fake import fake_tensors, lists_of_zeros
-from composer_fsdp2._torch.live import LiveStorages
 from composer_fsdp2._torch.passing import cast_floats
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.estimate._torch.as_cuda import as_cuda
+from composer_fsdp2.estimate._torch.fake import fake_tensors, lists_of_zeros
+from composer_fsdp2.estimate._torch.live import LiveStorages
 from composer_fsdp2.estimate.blocks import BlockList, copy_with, find_blocks
 from composer_fsdp2.estimate.chained import Chained
 from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent

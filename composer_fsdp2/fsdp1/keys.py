@@ -515,9 +515,9 @@ _ROWS: tuple[Row, ...] = (
         target="set_reshard_after_backward", sets="accumulation.reshard_after_backward",
         meaning="free a unit's parameters after each microbatch's backward (true), or after the last one's (false)",
         reason="true is what FSDP1 did; false gathers less often and keeps the gathered parameters in memory"),
-    Row(name="strict", capability="strict", takes=BOOL, default=True, group=KeyGroup.OURS, outcome=_EXACT, target="",
-        meaning="refuse what cannot be carried over (true), or warn and go on (false)",
-        reason="true unless the configuration or the caller says otherwise"),
+    Row(name="strict", takes=BOOL, default=True, group=KeyGroup.OURS, outcome=_UNNEEDED, target="",
+        meaning="refuse what cannot be carried over (true), or warn and go on (false)", rewrite=_removed,
+        reason="deprecated: what cannot be carried over is refused whatever it says, by the key that is to be changed"),
     Row(name="tiled_mlp", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="tile_mlp, before the model is "
         "sharded", takes=_TILED_MLP, neutral=(None,), nested=TILED_KEYS, aspect=Aspect.TILING,
         sets="tiled_mlp", capability="tiled MLP",

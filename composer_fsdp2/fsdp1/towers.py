@@ -67,7 +67,7 @@ def _tower_model(
     # Called directly by a model that holds them deeper down.
     embeddings = [path for path in units if modules[path] in ends and is_at_or_under(path, caller)]
     others = dict.fromkeys(path for path in (*parts, *embeddings) if path not in own)
-    return TowerModel(model=caller, towers=tuple(own), meetings=tuple(others))
+    return TowerModel(model=caller, towers=tuple(own), sync_points=tuple(others))
 
 
 def _called_parts(path: str, module: nn.Module) -> Iterator[str]:

@@ -40,41 +40,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation(Value):
-    """The FSDP2 configuration (None if something stands in the way) and what became of each key that was given.
+    """The FSDP2 configuration, to be carried out where no finding blocks, and what became of each key.
 
     Args:
         precision: Composer's; a module's own DEFAULT or PURE stands for its dtypes.
         tensor_parallel_degree: Over how many consecutive ranks layers are split, on each of which this model is sharded
             less; Composer's ``TPConfig`` says it.
-        strict: Whether what cannot be carried over is an error.
         verbose: Whether the report is logged.
     """
 
-    config: ShardingConfig | None
+    config: ShardingConfig
     findings: tuple[Finding, ...]
     precision: str = "fp32"
-    strict: bool = True
     verbose: bool = False
 
     def explain(self) -> str:
         """The report that a user reads."""
-        head = "fsdp_config -> fully_shard" if self.config else "fsdp_config -> fully_shard: not possible as it stands"
-        lines = [head, format_findings(self.findings)]
-        if self.config is not None:
-            config = self.config
-            precision = config.mixed_precision
-            lines.append(
-                f"  mesh: {config.mesh}; reshard_after_forward: {config.reshard_after_forward}; "
-                f"param dtype: {precision.param_dtype or 'as they are'}, reduced in: "
-                f"{precision.reduce_dtype or precision.param_dtype or 'as they are'}"
-            )
-        return "\n".join(lines)
+        head = f"fsdp_config -> fully_shard{': not possible as it stands' if self.blocking else ''}"
+        config, precision = self.config, self.config.mixed_precision
+        result = (
+            f"  mesh: {config.mesh}; reshard_after_forward: {config.reshard_after_forward}; "
+            f"param dtype: {precision.param_dtype or 'as they are'}, reduced in: "
+            f"{precision.reduce_dtype or precision.param_dtype or 'as they are'}"
+        )
+        return "\n".join([head, format_findings(self.findings), *([] if self.blocking else [result])])
 
     def __str__(self) -> str:
         return self.explain()
 
     def to_json(self) -> dict[str, Any]:
-        return {"possible": self.config is not None, **Value.to_json(self)}
+        return {"possible": not self.blocking, **Value.to_json(self)}
 
     @property
     def blocking(self) -> tuple[Finding, ...]:
@@ -87,7 +82,6 @@ def translate(
     precision: object = None,
     device: object = None,
     world_size: int | None = None,
-    strict: bool = True,
     tensor_parallel_degree: int = 1,
 ) -> Translation:
     """What an FSDP1 (or FSDP2, or mixed) configuration asks of ``fully_shard``.
@@ -97,26 +91,21 @@ def translate(
         precision: Composer's Precision or its string; None is Composer's default for the device.
         device: Composer's Device, a torch.device or a string; None is the mesh's, or CUDA where there is one.
         world_size: Number of ranks; None leaves a degree of -1 open.
-        strict: Whether what cannot be carried over gives no configuration (True) or only a finding. The key
-            ``strict`` in the configuration itself takes precedence.
     Raises:
         ConfigError: unknown keys, wrong types, values that contradict each other; all of them in one message.
 
-    It reads its arguments only (and with a world_size LOCAL_WORLD_SIZE, for a process_group by nodes), and does not
-    communicate. Imports torch only where the device is not given, or is torch's own object.
+    It reads its arguments only, and does not communicate. A process_group by nodes stays open: where the plan is
+    resolved, a launcher has said how many ranks a node has. Imports torch only where the device is not given, or is
+    torch's own object.
     """
     given = GivenConfig.read(fsdp_config)
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise ConfigError(f"world_size is {short(world_size)}; give the number of ranks, or None")
     context, reshard, checkpointing = _read(given, precision, device, (world_size, tensor_parallel_degree))
-    findings = tuple(_findings(context))
-    is_strict = given.given.get("strict", strict)
-    is_possible = not (is_strict and any(finding.outcome.blocks for finding in findings))
     return Translation(
-        config=_config(given, context, reshard, checkpointing) if is_possible else None,
-        findings=findings,
+        config=_config(given, context, reshard, checkpointing),
+        findings=tuple(_findings(context)),
         precision=context.precision,
-        strict=is_strict,
         verbose=context.values["verbose"],
     )
 
@@ -262,7 +251,7 @@ def _mesh(
     else:
         degrees = (values["data_parallel_shard_degree"], values["data_parallel_replicate_degree"])
         spec = MeshSpec.of_degrees(*degrees, tensor=tensor_degree, device_type=device_type)
-    if world_size is not None:
+    if world_size is not None and not any(each.rule.on_machine for each in spec.groups):
         spec = spec.resolve(world_size)
     if strategy is not ShardingStrategy.NO_SHARD:
         return spec

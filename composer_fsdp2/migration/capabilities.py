@@ -105,7 +105,6 @@ CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
     "compile": lambda run: _if(True, run.compile),
     "number of ranks": lambda run: _if("not known", run.num_ranks is None),
     "verbose": lambda run: _if(True, run.verbose),
-    "strict": lambda run: _if(False, not run.strict),
 }
 
 

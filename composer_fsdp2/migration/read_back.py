@@ -116,7 +116,6 @@ _NO_FIELDS = (
     "num_ranks",
     "num_nodes",
     "verbose",
-    "strict",
     "has_expert_axis",
     "tiled_chunks",
     "config.",

@@ -19,7 +19,7 @@ class RunConfig(Value):
         stored_dtype: In which the system stores trained parameters, and with them the optimizer's state, whatever they
             were created in; None: in that dtype.
         state_dict_type: "full" or "sharded", what checkpoints hold.
-        strict, verbose: As in an ``fsdp_config``.
+        verbose: As in an ``fsdp_config``.
         async_save: Whether checkpoints are written while training goes on.
         save_only_model: Whether they lack the optimizer.
         max_grad_norm: To which norm gradients are clipped.
@@ -39,7 +39,6 @@ class RunConfig(Value):
     precision: str = "fp32"
     stored_dtype: str | None = None
     state_dict_type: str = "full"
-    strict: bool = True
     verbose: bool = False
     async_save: bool = False
     save_only_model: bool = False

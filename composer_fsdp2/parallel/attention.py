@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from composer_fsdp2.parallel.context import ContextGroup
+from composer_fsdp2.training.context import ContextGroup
 
 KEY = "context_parallel_degree"
 

@@ -18,65 +18,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composer_fsdp2._torch.groups import new_group_of
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.contents import Part, bytes_of, digest_of, parts_of
 from composer_fsdp2.parallel.joining import join_rows
 from composer_fsdp2.sharding.agree import agree, device_of_group, gather
-from composer_fsdp2.sharding.root_record import find_kept, keep
+from composer_fsdp2.sharding.meshes import group_along
+from composer_fsdp2.training.run import BatchGroup
 
 _TIMEOUT = timedelta(minutes=30)  # as that of any group of torch's: loaders may be as slow as they were
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataBlock:
-    """The ranks that share this rank's batch, and how they come to have the same one. See [Note: data blocks].
-
-    Args:
-        ranks: In ascending order.
-        group: Theirs, over gloo: batches lie in host memory, and nobody waits for a device.
-        how: What is done with each batch.
-        check: Whether the batches are compared, once for each loader and epoch.
-        tensor_degree: How many of the ranks in a row split layers.
-    """
-
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup
-    how: BroadcastBatch
-    check: bool
-    tensor_degree: int
-
-
-def start_data_blocks(model: nn.Module, config: ShardingConfig) -> None:
-    """Keep with a model that was just sharded which ranks share a batch. Called on all ranks; makes their groups."""
-    if (size := config.data_block_size) > 1:
-        ranks, group = _block_of(size)
-        how, check = config.batches_are, config.check_data is not False
-        degree = config.mesh.tensor_degree
-        keep(model, DataBlock(ranks=ranks, group=group, how=how, check=check, tensor_degree=degree))
-
-
-def find_data_block(model: nn.Module) -> DataBlock | None:
-    """That of a sharded model; None where every rank has a batch of its own."""
-    return find_kept(model, DataBlock)
-
-
-_blocks: dict[int, tuple[dist.ProcessGroup, tuple[int, ...], dist.ProcessGroup]] = {}
-
-
-def _block_of(size: int) -> tuple[tuple[int, ...], dist.ProcessGroup]:
-    """This rank's block of ``size`` ranks; made once in a world. Called on all ranks."""
-    world = dist.group.WORLD
-    assert world is not None
-    if size not in _blocks or _blocks[size][0] is not world:
-        blocks = [tuple(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
-        ranks = blocks[dist.get_rank() // size]
-        group = new_group_of(dist.get_rank(), blocks, backend="gloo", timeout=_TIMEOUT)
-        assert group is not None, "the blocks are all ranks"
-        _blocks[size] = world, ranks, group
-    return _blocks[size][1:]
+def make_batch_group(config: ShardingConfig) -> BatchGroup | None:
+    """The ranks that share a batch, with this one; None where every rank has its own. Called on all ranks."""
+    if (size := config.data_block_size) == 1:
+        return None
+    group = group_along((-1, size), 1, backend="gloo", timeout=_TIMEOUT)
+    return BatchGroup(
+        ranks=tuple(_ranks_of(group)),
+        group=group,
+        how=config.batches_are,
+        check=config.check_data is not False,
+        tensor_degree=config.mesh.tensor_degree,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from torch import nn
 
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel
-from composer_fsdp2.parallel.context import ContextGroup
 from composer_fsdp2.parallel.padding import Padding, attend_padded, mask_of_rows
+from composer_fsdp2.training.context import ContextGroup
 
 NAME = "Hugging Face's causal language models whose attention goes through transformers' interface"
 _OURS = "composer_fsdp2_ulysses"

@@ -10,12 +10,12 @@ pattern.
 
 import torch.distributed as dist
 
-from composer_fsdp2.parallel.batches import DataBlock
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.materialize import random_sources, set_random
+from composer_fsdp2.training.run import BatchGroup
 
 
-def draw_alike(block: DataBlock) -> None:
+def draw_alike(block: BatchGroup) -> None:
     """Give the ranks that split layers the random states of the first of them: of all generators in use.
 
     Called on all ranks of the block: after sharding, and before batches that are shared. Sends 15 kB a rank.

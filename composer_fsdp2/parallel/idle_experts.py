@@ -23,13 +23,13 @@ from torch.utils.hooks import RemovableHandle
 
 from composer_fsdp2._torch.collectives import is_announced
 from composer_fsdp2._torch.passing import tensors_in
-from composer_fsdp2._torch.private_names import BatchNorm
+from composer_fsdp2._torch.private_names import BatchNorm, untraced
 from composer_fsdp2.config.parallel import ExpertBlock
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.parallel.asking import Ask, asking
 from composer_fsdp2.parallel.connecting import Arguments, connect_first, kept_without_rows, without_rows
 from composer_fsdp2.sharding.modules import at_path
-from composer_fsdp2.training.control import Question
+from composer_fsdp2.training.control import Operation
 from composer_fsdp2.training.out_of_memory import is_out_of_memory
 
 _WAY_OUT = (
@@ -37,7 +37,7 @@ _WAY_OUT = (
     "order, set runs_every_expert = True on the module that holds them"
 )
 
-_QUESTION = Question(
+_OPERATION = Operation(
     "idle_experts",
     "In their first forward ranks must run the same blocks of experts in the same order: look for a branch on the rank "
     "or on the data, or a forward on some ranks only",
@@ -79,7 +79,7 @@ def start_idle_experts(
     for block in blocks:
         experts = {path: at_path(model, path) for path in block.experts}
         outer = before[block.block]
-        order = _Order(block.block, tuple(experts), asking(outer, _QUESTION, limit_s))
+        order = _Order(block.block, tuple(experts), asking(outer, _OPERATION, limit_s))
         _start(outer, list(experts.values()), order)
 
 
@@ -146,6 +146,7 @@ class _Order:
         self._outputs: list[torch.Tensor] = []
         self._checked: set[int] = set()
 
+    @untraced
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._next, self._call, self._outputs, self._is_idle = 0, None, [], False
         self._input = tuple(tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point())[:1]
@@ -158,6 +159,7 @@ class _Order:
     def before(self, number: int) -> Callable[..., None]:
         """The hook of an expert."""
 
+        @untraced
         def run_those_in_front(expert: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._is_idle:
                 return
@@ -172,6 +174,7 @@ class _Order:
 
         return run_those_in_front
 
+    @untraced
     def end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._call is not None:
             self._of_before = kept_without_rows(self._call)

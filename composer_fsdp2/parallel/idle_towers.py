@@ -24,19 +24,19 @@ import torch
 from torch import nn
 
 from composer_fsdp2._torch.passing import tensors_in, with_tensors
-from composer_fsdp2._torch.private_names import BatchNorm
+from composer_fsdp2._torch.private_names import BatchNorm, untraced
 from composer_fsdp2.config.parallel import TowerModel
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.parallel.asking import Ask, asking
 from composer_fsdp2.parallel.connecting import connect, is_floating
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.modules import at_path
-from composer_fsdp2.training.control import Question
+from composer_fsdp2.training.control import Operation
 
 EXAMPLE = "example_inputs"
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, and those by name
 
-_QUESTION = Question(
+_OPERATION = Operation(
     "idle_towers",
     "Ranks must run the same parts of the model in the same order, towers aside: look for a branch on the rank or on "
     "the data, a different number of batches, or a forward on some ranks only",
@@ -69,13 +69,13 @@ def start_idle_towers(
     """
     for each in models:
         outer = before[each.model]
-        towers = _Towers(each, {path: at_path(model, path) for path in each.towers}, asking(outer, _QUESTION, limit_s))
+        towers = _Towers(each, {path: at_path(model, path) for path in each.towers}, asking(outer, _OPERATION, limit_s))
         outer.register_forward_pre_hook(towers.begin, with_kwargs=True)
         for number, tower in enumerate(towers.modules):
             # Before the tower is gathered; what it returns is looked at before its unit's own hook does so.
             tower.register_forward_pre_hook(towers.before_tower(number), prepend=True, with_kwargs=True)
             tower.register_forward_hook(towers.after_tower, prepend=True)
-        for path in each.meetings:
+        for path in each.sync_points:
             meeting = towers.before_meeting(path)
             at_path(model, path).register_forward_pre_hook(meeting, prepend=True, with_kwargs=True)
         outer.register_forward_hook(towers.end, prepend=True)
@@ -101,11 +101,13 @@ class _Towers:
         self._device = torch.device("cpu")
         self._unconnected: list[torch.Tensor] = []  # without elements; of the towers that ran since the last meeting
 
+    @untraced
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_open, self._is_idle, self._unconnected = True, False, []
         self._device = next((tensor.device for tensor in tensors_in((args, kwargs))), self._device)
 
     def before_tower(self, number: int) -> Callable[..., _Arguments | None]:
+        @untraced
         def meet(tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
             if not self._is_open or self._is_idle:
                 return None
@@ -118,12 +120,14 @@ class _Towers:
 
         return meet
 
+    @untraced
     def after_tower(self, tower: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._is_open:
             reached = (each for each in tensors_in(output) if each.requires_grad)
             self._unconnected += [each.reshape(-1)[:0] for each in reached]
 
     def before_meeting(self, path: str) -> Callable[..., _Arguments | None]:
+        @untraced
         def meet(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
             if not self._is_open or self._is_idle:
                 return None
@@ -139,6 +143,7 @@ class _Towers:
 
         return meet
 
+    @untraced
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._run_all_idle(f"the end of {self._model}")
         self._is_open, unconnected, self._unconnected = False, self._unconnected, []

@@ -24,20 +24,20 @@ from composer_fsdp2._torch.slices import needs_even_shards
 from composer_fsdp2.config.mesh import AxisRole
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.batches import find_data_block, start_data_blocks
-from composer_fsdp2.parallel.context import ContextGroup
+from composer_fsdp2.parallel.batches import make_batch_group
 from composer_fsdp2.parallel.draws import draw_alike
+from composer_fsdp2.parallel.experts import start_experts
 from composer_fsdp2.parallel.idle_experts import start_idle_experts
 from composer_fsdp2.parallel.idle_towers import start_idle_towers
-from composer_fsdp2.parallel.sequences import keep_context, start_context
-from composer_fsdp2.parallel.split_experts import start_experts
+from composer_fsdp2.parallel.sequences import start_context
 from composer_fsdp2.parallel.tiled_mlp import apply_tiling
 from composer_fsdp2.sharding.apply import apply_agreed_plan
 from composer_fsdp2.sharding.materialize import Initializers
 from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
+from composer_fsdp2.training.context import ContextGroup
 from composer_fsdp2.training.guard import start_guard
-from composer_fsdp2.training.microbatches import start_accumulation
+from composer_fsdp2.training.run import Run, start_run
 
 _EXPERTS = "expert_parallel_degree"
 
@@ -59,13 +59,16 @@ def refuse_illegal(plan: ShardingPlan) -> None:
 
 def carry_out(
     model: nn.Module, plan: ShardingPlan, initializers: Initializers, *, present: Sequence[DeviceMesh] = ()
-) -> None:
+) -> Run:
     """Do to ``model`` what the plan says, in the one order that is right ([Note: legal order]).
 
     Args:
         plan: Made or checked for this very model, compared across ranks, and not refused by ``refuse_illegal``.
         initializers: How modules on the meta device get their values.
         present: Meshes that are taken where they equal the plan's.
+
+    Returns:
+        What is kept of the model from here on.
 
     Called on all ranks, by ``prepare_fully_shard`` and ``apply_plan``. Makes process groups; may broadcast parameters.
     """
@@ -78,17 +81,17 @@ def carry_out(
         if plan.config.tiled_mlp is not None:
             apply_tiling(model, plan.tiled, plan.config.tiled_mlp.chunks)
 
-    apply_agreed_plan(model, plan, initializers, present=present, before_wrapping=divide)
-    keep_context(model, context)
-    start_accumulation(model, plan.config.accumulation)
-    start_data_blocks(model, plan.config)
-    if (block := find_data_block(model)) is not None:
-        draw_alike(block)
+    meshes = apply_agreed_plan(model, plan, initializers, present=present, before_wrapping=divide)
+    run = start_run(model, plan, meshes)
+    run.context, run.batch = context, make_batch_group(plan.config)
+    if run.batch is not None:
+        draw_alike(run.batch)
     if plan.config.collective_guard is not None:
         start_guard(model, plan.config.collective_guard)
     start_experts(plan.split_experts, modules)
     start_idle_experts(model, plan.expert_blocks, modules, plan.config.collective_guard)
     start_idle_towers(model, plan.tower_models, modules, plan.config.collective_guard)
+    return run
 
 
 def _of_nesting(plan: ShardingPlan) -> Iterator[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from composer_fsdp2.parallel.context import IGNORED_LABEL
+from composer_fsdp2.training.context import IGNORED_LABEL
 
 log = logging.getLogger(__name__)
 

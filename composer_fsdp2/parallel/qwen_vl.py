@@ -23,8 +23,8 @@ from composer_fsdp2.parallel.causal_lm import (
     problems_of_rotations,
     refuse_generation,
 )
-from composer_fsdp2.parallel.context import IGNORED_LABEL, ContextGroup
 from composer_fsdp2.parallel.padding import Padding, attend_padded, mask_of_rows
+from composer_fsdp2.training.context import IGNORED_LABEL, ContextGroup
 
 _CLASS, _FILE = "Qwen2_5_VLForConditionalGeneration", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
 

@@ -6,6 +6,7 @@ See [Note: context parallelism].
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import torch.distributed as dist
 from torch import nn
 
 from composer_fsdp2.config.mesh import AxisRole
@@ -13,12 +14,11 @@ from composer_fsdp2.config.sharding import ShardingConfig, check_split_sequences
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel, know, known_models
 from composer_fsdp2.parallel.causal_lm import HUGGING_FACE
-from composer_fsdp2.parallel.context import ContextGroup, make_context_group
 from composer_fsdp2.parallel.qwen_vl import QWEN_VL
+from composer_fsdp2.sharding.meshes import group_along
 from composer_fsdp2.sharding.modules import ancestors_or_self, at_path
 from composer_fsdp2.sharding.plan import ShardingPlan
-from composer_fsdp2.sharding.root_record import keep
-from composer_fsdp2.training.out_of_memory import ExchangingGroup
+from composer_fsdp2.training.context import ContextGroup
 
 know(HUGGING_FACE)
 know(QWEN_VL)
@@ -68,18 +68,13 @@ def start_context(model: nn.Module, plan: ShardingPlan) -> ContextGroup | None:
     degree = plan.config.context_parallel_degree
     if degree == 1:
         return None
-    group = make_context_group(degree, _tensor_degree(plan.config))
+    # The ranks of the tensor axis are the innermost: with 2 of each, 0 and 1 split layers, 0 and 2 sequences.
+    group = group_along((-1, degree, _tensor_degree(plan.config)), 1)
+    context = ContextGroup(group=group, size=degree, index=dist.get_rank(group))
     for path, kind in _models(model).items():
         inside = [each for each in plan.exchanging if path in ancestors_or_self(each)]
-        kind.start(model, at_path(model, path), [at_path(model, each) for each in inside], group)
-    return group
-
-
-def keep_context(model: nn.Module, group: ContextGroup | None) -> None:
-    """Keep the group with a model that was just sharded, for ``find_context``."""
-    if group is not None:
-        keep(model, group)
-        keep(model, ExchangingGroup(group.group))
+        kind.start(model, at_path(model, path), [at_path(model, each) for each in inside], context)
+    return context
 
 
 def _tensor_degree(config: ShardingConfig) -> int:

@@ -25,8 +25,8 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.agree import agree
 from composer_fsdp2.sharding.decide import refuse_sharded
 from composer_fsdp2.sharding.optimizer import Optimizers, Rebinding, check_optimizers, the_optimizer
+from composer_fsdp2.sharding.parallelize import parallelize, tie_again
 from composer_fsdp2.sharding.plan import SplitModule
-from composer_fsdp2.sharding.split import split_module, tie_again
 from composer_fsdp2.sharding.ties import join, parameter_uses, tie_groups
 
 # Of a module's own parameters by name.
@@ -64,7 +64,7 @@ class TensorPlan:
     placements: Mapping[nn.Parameter, Placement] = field(default_factory=dict)
 
 
-def plan_split(model: nn.Module, layer_plan: Mapping[str, ParallelStyle], degree: int) -> TensorPlan:
+def plan_parallelize(model: nn.Module, layer_plan: Mapping[str, ParallelStyle], degree: int) -> TensorPlan:
     """Decide what each style of a layer plan does to ``model``, without touching it.
 
     Args:
@@ -89,7 +89,7 @@ def plan_split(model: nn.Module, layer_plan: Mapping[str, ParallelStyle], degree
     return TensorPlan(modules=modules, placements=placements)
 
 
-def read_split(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
+def read_parallelized(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
     """What a script has split already with ``parallelize_module``, and along which mesh; None if nothing.
 
     Raises:
@@ -123,7 +123,7 @@ def is_of_experts(parameter: DTensor) -> bool:
     return parameter.device_mesh.mesh_dim_names == (EXPERT_AXIS,)
 
 
-def split_model(
+def parallelize_model(
     model: nn.Module, optimizers: Optimizers, layer_plan: Mapping[str, ParallelStyle], mesh: DeviceMesh
 ) -> None:
     """Split a model in place as a layer plan says, without sharding it; ``prepare_fully_shard`` takes it as it is then.
@@ -134,7 +134,7 @@ def split_model(
     Args:
         mesh: The slice of a mesh of all ranks along which to split.
     Raises:
-        PlanError: as ``plan_split``; nothing has been changed then.
+        PlanError: as ``plan_parallelize``; nothing has been changed then.
 
     Called on all ranks.
     """
@@ -142,29 +142,29 @@ def split_model(
     def decide() -> TensorPlan:
         refuse_sharded(model)
         check_optimizers(model, optimizers)
-        return plan_split(model, layer_plan, mesh.size())
+        return plan_parallelize(model, layer_plan, mesh.size())
 
     plan = agree(decide, lambda decided: json_text(decided.modules))
     optimizer = the_optimizer(optimizers)
     rebinding = None if optimizer is None else Rebinding.note(model, optimizer)
     modules, ties = dict(model.named_modules(remove_duplicate=False)), tie_groups(model)
     for each in plan.modules:
-        assert each.parallelize is not None, "plan_split keeps the style"
-        split_module(modules[each.path], each.parallelize, mesh)
+        assert each.parallelize is not None, "plan_parallelize keeps the style"
+        parallelize(modules[each.path], each.parallelize, mesh)
     for names in ties:
         tie_again(modules, names)
     if rebinding is not None:
         rebinding.follow()
 
 
-def split_mesh(model: nn.Module, world_size: int) -> DeviceMesh | None:
+def parallelized_along(model: nn.Module, world_size: int) -> DeviceMesh | None:
     """The axis along which a script has split the model, if it has: the last of a mesh that leaves ``fully_shard`` one
     axis, or two.
 
     Raises:
         PlanError: it is another one; says which mesh to make.
     """
-    mesh = read_split(model)[1]
+    mesh = read_parallelized(model)[1]
     if mesh is None:
         return None
     parent = parent_mesh(mesh)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.comparing.other_tensors import with_tensors
+from composer_fsdp2._torch.passing import with_tensors
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.preflight.answering import without_values
 

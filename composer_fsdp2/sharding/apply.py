@@ -19,12 +19,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.api import KNOWN_VERSIONS, require_known_torch
-from composer_fsdp2._torch.backward import average_after_backward
 from composer_fsdp2._torch.private_names import keep_class_name, own_buffers
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 from composer_fsdp2._torch.slices import parent_mesh
 from composer_fsdp2._torch.strided import keep_strides
-from composer_fsdp2._torch.unit import keeps_what_copies_read, repair_unit
+from composer_fsdp2._torch.unit import hooks_of, keeps_what_copies_read, repair_unit
 from composer_fsdp2._torch.unit_parameters import owners_of_unit
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
@@ -41,12 +40,11 @@ from composer_fsdp2.sharding.materialize import (
     decide_initialisation,
     rank_zero_rng,
 )
-from composer_fsdp2.sharding.meshes import data_parallel, device_meshes, device_of, training_groups
+from composer_fsdp2.sharding.meshes import UnitMesh, device_of, unit_meshes
 from composer_fsdp2.sharding.modules import at_path
+from composer_fsdp2.sharding.parallelize import parallelize_experts, parallelize_unit
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit, units_by_root
-from composer_fsdp2.sharding.root_record import RootRecord, keep_record
 from composer_fsdp2.sharding.sharded import sharded_roots
-from composer_fsdp2.sharding.split import split_experts, split_unit
 from composer_fsdp2.sharding.ties import parameter_uses
 
 # Methods beside forward through which Composer and Hugging Face enter a root, and which then may call parts of it: an
@@ -61,15 +59,17 @@ def apply_agreed_plan(
     *,
     present: Sequence[DeviceMesh] = (),
     before_wrapping: Callable[[], object] = lambda: None,
-) -> None:
+) -> dict[str, UnitMesh]:
     """Shard ``model`` in place as ``plan`` says: checkpointing wrappers, values, ``fully_shard`` bottom-up, checks.
 
     Args:
         plan: Made or checked for this very model, and compared across ranks.
         initializers: How modules on the meta device get their values.
-        present: Meshes that are taken where they equal the plan's; see ``device_meshes``.
+        present: Meshes that are taken where they equal the plan's; see ``unit_meshes``.
         before_wrapping: What is to be done to the modules before they are wrapped and sharded; called once nothing that
             could be refused is left.
+    Returns:
+        The mesh of each unit by its name.
 
     Called on all ranks. Makes the meshes' process groups, and broadcasts parameters and buffers if the plan says
     ``sync_module_states``.
@@ -84,13 +84,13 @@ def apply_agreed_plan(
     if plan.split or plan.split_experts:
         keep_strides()
         present = [*present, *_parent_meshes(model)]
-    made = device_meshes([unit.mesh for unit in plan.units], present)
+    made = unit_meshes([unit.mesh for unit in plan.units], present)
     meshes = {unit.name: mesh for unit, mesh in zip(plan.units, made, strict=True)}
     unit_modules = _unit_modules(plan, modules)
     drawn_together = _drawn_together(plan, modules)
     replicated = _parameters_named(model, {spec.name for spec in plan.replicated})
     left_alone = _parameters_named(model, plan.unsharded_names) - replicated
-    device = device_of(meshes[plan.units[0].name])
+    device = device_of(made[0].whole)
     materializer = Materializer(modules, device, initialisation, initializers, left_out=left_alone, kept=replicated)
     agree(
         lambda: materializer.check({module for inside in unit_modules.values() for module in inside}),
@@ -109,19 +109,19 @@ def apply_agreed_plan(
     ):
         for unit in plan.units:
             mesh = meshes[unit.name]
-            outer = data_parallel(mesh, unit.mesh)
             materializer.fill(drawn_together.get(unit.name, ()))
-            materializer.make_real(unit_modules[unit.name], mesh, outer)
+            materializer.make_real(unit_modules[unit.name], mesh)
             of_unit = {module: styles.get(module) for module in unit_modules[unit.name]}
-            split_unit(unit, modules, of_unit, mesh, materializer.same_on_all_ranks(of_unit))
-            split_experts(unit, modules, mesh)
-            sharded[unit.name] = _shard(model, unit, outer, left_alone)
+            parallelize_unit(unit, modules, of_unit, mesh.tensor, materializer.same_on_all_ranks(of_unit))
+            parallelize_experts(unit, modules, mesh.expert)
+            sharded[unit.name] = _shard(model, unit, mesh.fsdp, left_alone)
     buffer_dtypes = {unit.name: torch_dtype(unit.mixed_precision.buffer_dtype) for unit in plan.units}
     cast_buffers({module: buffer_dtypes[name] for name, inside in unit_modules.items() for module in inside})
     _set_prefetch(plan, sharded)
-    _keep_records(model, plan, sharded, meshes)
+    _average_replicated(model, plan, sharded, meshes)
     _open_entry_points(model)
     _verify(modules, plan)
+    return meshes
 
 
 def _parent_meshes(model: nn.Module) -> list[DeviceMesh]:
@@ -146,7 +146,7 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     splits = any(each.parallelize is not None for each in plan.split)
     splits |= any(not each.is_split for each in plan.split_experts)
     named += [path for each in plan.expert_blocks for path in (each.block, *each.experts)]
-    named += [path for each in plan.tower_models for path in (each.model, *each.towers, *each.meetings)]
+    named += [path for each in plan.tower_models for path in (each.model, *each.towers, *each.sync_points)]
     problems = [f"no module {path!r}" for path in dict.fromkeys(named) if path not in modules]
     for spec in (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated)):
         parameter = present.get(spec.names)
@@ -270,25 +270,17 @@ def _set_prefetch(plan: ShardingPlan, sharded: Mapping[str, FSDPModule]) -> None
             sharded[unit.name].set_modules_to_backward_prefetch([sharded[name] for name in unit.backward_prefetch])
 
 
-def _keep_records(
-    model: nn.Module, plan: ShardingPlan, sharded: Mapping[str, FSDPModule], meshes: Mapping[str, DeviceMesh]
+def _average_replicated(
+    model: nn.Module, plan: ShardingPlan, sharded: Mapping[str, FSDPModule], meshes: Mapping[str, UnitMesh]
 ) -> None:
-    """One for each root; and the gradients of parameters that stay unsharded are averaged from here on. Called on all
-    ranks; gathers a bit for each root on groups of ranks."""
+    """From here on the gradients of parameters that stay unsharded are averaged, where the backward of a root ends."""
     for units in units_by_root(plan.units).values():
         replicated: dict[DeviceMesh, list[nn.Parameter]] = {}
         for unit in units:
             for spec in unit.replicated:
-                mesh = data_parallel(meshes[unit.name], unit.mesh)
-                replicated.setdefault(mesh, []).append(_parameter_at(model, spec.name))
-        heads = [sharded[unit.name] for unit in units]
-        if replicated:
-            average_after_backward(heads, replicated)
-        root, modules = units[-1], [at_path(model, path) for unit in units for path in unit.modules]
-        mesh = meshes[root.name]
-        groups = training_groups(mesh, [meshes[unit.name] for unit in units])
-        record = RootRecord(mesh=data_parallel(mesh, root.mesh), groups=groups, replicated=replicated)
-        keep_record(modules, record)
+                replicated.setdefault(meshes[unit.name].fsdp, []).append(_parameter_at(model, spec.name))
+        for unit in units:  # torch ends a backward in the unit where it began
+            hooks_of(sharded[unit.name]).replicated = replicated
 
 
 def _open_entry_points(model: nn.Module) -> None:

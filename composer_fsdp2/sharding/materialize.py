@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composer_fsdp2._torch.private_names import own_buffers, own_parameters
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.meshes import UnitMesh
 from composer_fsdp2.sharding.placements import laid_out_as
 from composer_fsdp2.sharding.ties import join
 
@@ -188,7 +189,7 @@ class Materializer:
                     "parallelize_module, and the layer plan as tensor_parallel"
                 )
 
-    def make_real(self, modules: Sequence[nn.Module], mesh: DeviceMesh, data_parallel: DeviceMesh) -> None:
+    def make_real(self, modules: Sequence[nn.Module], mesh: UnitMesh) -> None:
         """Materialise, move and (if asked for) synchronise what the ``modules`` of one unit hold themselves.
 
         Called on all ranks in the same order; broadcasts the unit's tensors over its ``mesh`` (those that are split
@@ -199,8 +200,8 @@ class Materializer:
             if tensor not in self.left_out:
                 self._move(tensor)
         if self.initialisation.broadcast:
-            groups = [None] if self.initialisation.from_rank_zero else _groups_of(mesh)
-            of_split = groups if data_parallel is mesh else _groups_of(data_parallel)
+            groups = [None] if self.initialisation.from_rank_zero else _groups_of(mesh.whole)
+            of_split = groups if mesh.fsdp is mesh.whole else _groups_of(mesh.fsdp)
             for tensor in _own_tensors(modules):
                 if tensor not in self.left_out:
                     _broadcast(tensor, of_split if isinstance(tensor, DTensor) else groups)

@@ -1,6 +1,8 @@
 """From ``MeshSpec``s to torch's ``DeviceMesh``es."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from itertools import combinations
 from typing import Any, TypeAlias
 
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_fsdp2._torch.groups import new_group_of
-from composer_fsdp2.config.mesh import GROUPS_KEY, AxisRole, MeshSpec
+from composer_fsdp2.config.mesh import DATA_PARALLEL, GROUPS_KEY, AxisRole, MeshSpec
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.sharding.agree import gather
 
@@ -18,18 +20,44 @@ Ranks: TypeAlias = tuple[int, ...]
 GroupTable: TypeAlias = tuple[tuple[Ranks, ...], ...]
 
 
-def device_mesh(spec: MeshSpec) -> DeviceMesh:
-    """The mesh of a resolved ``spec`` over the ranks 0, 1, ... in order, replicas outermost.
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitMesh:
+    """The ranks over which a unit lies, and the slices of their mesh.
 
-    Called on all ranks; makes the axes' process groups (a 1-D mesh uses the default one). Two meshes of one spec are
-    equal to torch, so one from here and the one that Composer's State made are interchangeable.
+    Args:
+        whole: With all axes.
+        fsdp: What ``fully_shard`` gets: the axes along which ranks shard or replicate a parameter.
+        tensor: The axis along which ranks split layers between them, if there is one.
+        expert: The axis along which ranks split experts between them, if there is one.
     """
-    assert spec.is_resolved and not spec.is_grouped, "resolve() the spec first; groups are for device_meshes()"
-    return init_device_mesh(spec.device_type, spec.shape, mesh_dim_names=spec.axis_names)
+
+    whole: DeviceMesh
+    fsdp: DeviceMesh
+    tensor: DeviceMesh | None
+    expert: DeviceMesh | None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, spec: MeshSpec) -> "UnitMesh":
+        slices = (_slice(mesh, spec, *roles) for roles in (DATA_PARALLEL, [AxisRole.TENSOR], [AxisRole.EXPERT]))
+        fsdp, tensor, expert = slices
+        assert fsdp is not None, "every mesh shards or replicates"
+        return cls(mesh, fsdp, tensor, expert)
 
 
-def device_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ()) -> list[DeviceMesh]:
+def _slice(mesh: DeviceMesh, spec: MeshSpec, *roles: AxisRole) -> DeviceMesh | None:
+    axes = [number for number, axis in enumerate(spec.axes) if axis.role in roles]
+    if len(axes) in (0, mesh.ndim):
+        return mesh if axes else None
+    names = mesh.mesh_dim_names
+    assert names is not None, "unit_meshes() takes and makes meshes with names where there are several axes"
+    return mesh[tuple(names[axis] for axis in axes)]
+
+
+def unit_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ()) -> list[UnitMesh]:
     """The mesh of each resolved spec; where it divides the ranks into groups, the mesh of this rank's group.
+
+    Without groups a mesh holds the ranks 0, 1, ... in order, replicas outermost. It is equal, to torch, to the one that
+    Composer's State makes of the same spec.
 
     Args:
         present: Meshes that are there already. One that has a spec's ranks in the same places on the same type of
@@ -39,36 +67,73 @@ def device_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ())
         ConfigError: the groups that the ranks named do not fit together; on every rank.
 
     Called on all ranks with the specs in the same order. Gathers the groups that ranks know only for themselves, and
-    whether each rank has the meshes; makes the process groups that are missing, one for each set of ranks.
+    whether each rank has the meshes; makes the process groups that are missing.
     """
     tables = iter(_group_tables([spec for spec in specs if spec.is_grouped]))
     # What ranks give for themselves may be alike on some and not on others: their tables tell.
     keys: list[MeshSpec | GroupTable] = [next(tables) if spec.is_grouped else spec for spec in specs]
     wanted = dict(zip(keys, specs, strict=True))
-    made: dict[object, DeviceMesh] = {}
-    groups: dict[Ranks, dist.ProcessGroup | None] = {}  # None: of other ranks
-    for (key, spec), mesh in zip(wanted.items(), _taken(wanted, present), strict=True):
+    layouts = [_layout(spec, None if isinstance(key, MeshSpec) else key) for key, spec in wanted.items()]
+    made: dict[object, UnitMesh] = {}
+    for (key, spec), layout, mesh in zip(wanted.items(), layouts, _taken(wanted, layouts, present), strict=True):
         if mesh is None:
-            mesh = device_mesh(spec) if isinstance(key, MeshSpec) else _mesh_of_table(spec, key, groups)
-        made[key] = mesh
+            mesh = _make_mesh(spec, layout, _lines(spec.shape) if isinstance(key, MeshSpec) else key)
+        made[key] = UnitMesh.of(mesh, spec)
     return [made[key] for key in keys]
 
 
-def data_parallel(mesh: DeviceMesh, spec: MeshSpec) -> DeviceMesh:
-    """The slice of a mesh that ``fully_shard`` gets: the axes along which ranks shard or replicate a parameter."""
-    return _slice(mesh, [spec.axes.index(axis) for axis in spec.data_parallel.axes])
+def _make_mesh(spec: MeshSpec, layout: list[Any], table: GroupTable) -> DeviceMesh:
+    init_device_mesh(spec.device_type, (dist.get_world_size(),))  # a rank without a GPU of its own takes one
+    own: Any = [group_of(of_ranks) for of_ranks in table]
+    if len(own) == 1:
+        return DeviceMesh.from_group(own[0], spec.device_type, mesh_dim_names=spec.axis_names)
+    ranks = torch.tensor(layout, dtype=torch.int)
+    return DeviceMesh.from_group(own, spec.device_type, mesh=ranks, mesh_dim_names=spec.axis_names)
 
 
-def tensor_parallel(mesh: DeviceMesh, spec: MeshSpec) -> DeviceMesh | None:
-    """The slice along which ranks split layers between them, if there is one."""
-    axes = spec.axes_of(AxisRole.TENSOR)
-    return _slice(mesh, axes) if axes else None
+def group_along(shape: Sequence[int], axis: int, backend: str | None = None, timeout: timedelta | None = None) -> Any:
+    """This rank's process group along one axis of all ranks, laid out in order in this shape; see ``group_of``."""
+    return group_of(_lines(shape)[axis], backend, timeout)
 
 
-def expert_parallel(mesh: DeviceMesh, spec: MeshSpec) -> DeviceMesh | None:
-    """The slice along which ranks split experts between them, if there is one."""
-    axes = spec.axes_of(AxisRole.EXPERT)
-    return _slice(mesh, axes) if axes else None
+def _lines(shape: Sequence[int]) -> GroupTable:
+    """Of all ranks, laid out in order in this shape."""
+    ranks = torch.arange(dist.get_world_size()).view(*shape)
+    table = []
+    for axis, size in enumerate(ranks.shape):
+        lines = ranks.movedim(axis, -1).reshape(-1, size).tolist()
+        of_rank = {rank: line for line in map(tuple, lines) for rank in line}
+        table.append(tuple(of_rank[rank] for rank in range(ranks.numel())))
+    return tuple(table)
+
+
+# Of the world that there is, by ranks and backend; None: of other ranks.
+_groups: dict[tuple[Ranks, str | None], dist.ProcessGroup | None] = {}
+_world: dist.ProcessGroup | None = None
+
+
+def group_of(
+    of_ranks: Sequence[Ranks], backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """This rank's process group, of a division of all ranks; each is made once in a world. Called on all ranks.
+
+    Args:
+        of_ranks: The group of each rank, in one order on all its ranks.
+        backend, timeout: Those of the default group where they are None.
+    """
+    global _world
+    if _world is not dist.group.WORLD:
+        _world = dist.group.WORLD
+        _groups.clear()
+        _groups[tuple(range(dist.get_world_size())), None] = _world
+    rank = dist.get_rank()
+    missing = [ranks for ranks in dict.fromkeys(of_ranks) if (ranks, backend) not in _groups]
+    if missing:
+        made = new_group_of(missing, backend, timeout)
+        _groups.update(((ranks, backend), made if rank in ranks else None) for ranks in missing)
+    own = _groups[of_ranks[rank], backend]
+    assert own is not None, "this rank's"
+    return own
 
 
 def training_groups(mesh: DeviceMesh, of_units: Iterable[DeviceMesh]) -> tuple[dist.ProcessGroup | None, ...]:
@@ -89,14 +154,6 @@ def training_groups(mesh: DeviceMesh, of_units: Iterable[DeviceMesh]) -> tuple[d
     return (None,)
 
 
-def _slice(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
-    if len(axes) == mesh.ndim:
-        return mesh
-    names = mesh.mesh_dim_names
-    assert names is not None, "device_meshes() takes and makes meshes with names where there are several axes"
-    return mesh[tuple(names[axis] for axis in axes)]
-
-
 def device_of(mesh: DeviceMesh) -> torch.device:
     """This rank's device on the mesh."""
     if mesh.device_type == "cpu":
@@ -110,9 +167,10 @@ def _has(mesh: DeviceMesh, device_type: str, layout: list[Any]) -> bool:
     return is_named and mesh.device_type == device_type and mesh.mesh.tolist() == layout
 
 
-def _taken(wanted: Mapping[MeshSpec | GroupTable, MeshSpec], present: Sequence[DeviceMesh]) -> list[DeviceMesh | None]:
+def _taken(
+    wanted: Mapping[MeshSpec | GroupTable, MeshSpec], layouts: Sequence[list[Any]], present: Sequence[DeviceMesh]
+) -> list[DeviceMesh | None]:
     """For each mesh that is wanted, the one that is there; None on all ranks, where a rank has none."""
-    layouts = [_layout(spec, None if isinstance(key, MeshSpec) else key) for key, spec in wanted.items()]
     own = [
         next((mesh for mesh in present if _has(mesh, spec.device_type, layout)), None)
         for spec, layout in zip(wanted.values(), layouts, strict=True)
@@ -190,20 +248,3 @@ def _problem_of(table: GroupTable) -> str:
                         f"{list(inner[rank])} and {list(inner[member])}"
                     )
     return ""
-
-
-def _mesh_of_table(spec: MeshSpec, table: GroupTable, groups: dict[Ranks, dist.ProcessGroup | None]) -> DeviceMesh:
-    """This rank's mesh; the process groups of all ranks' meshes are made on the way, in one order on all ranks."""
-    rank = dist.get_rank()
-    for of_ranks in table:
-        missing = [members for members in sorted(set(of_ranks)) if members not in groups]
-        if missing == [tuple(range(dist.get_world_size()))]:
-            groups[missing[0]] = dist.group.WORLD
-            continue
-        group = new_group_of(rank, missing)
-        groups.update((members, group if rank in members else None) for members in missing)
-    own = [groups[of_ranks[rank]] for of_ranks in table]
-    if len(own) == 1:
-        return DeviceMesh.from_group(own[0], spec.device_type, mesh_dim_names=spec.axis_names)  # type: ignore[arg-type]
-    layout = torch.tensor(_layout(spec, table), dtype=torch.int)
-    return DeviceMesh.from_group(own, spec.device_type, mesh=layout, mesh_dim_names=spec.axis_names)  # type: ignore[arg-type]

@@ -314,5 +314,5 @@ def _idle_lines(plan: ShardingPlan) -> Iterator[str]:
     for each in plan.tower_models:
         yield (
             f"  idle towers: {', '.join(each.towers)} run on an example where only other ranks' batches enter them; "
-            f"ranks ask each other before {', '.join((*each.meetings, 'the end'))} of {each.model or 'the model'}"
+            f"ranks ask each other before {', '.join((*each.sync_points, 'the end'))} of {each.model or 'the model'}"
         )

@@ -10,12 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.parts import by_kind, local_tensor, multiply_each_, norm_of_each
-from composer_fsdp2.errors import CallError
+from composer_fsdp2.errors import CallError, PlanError
 from composer_fsdp2.sharding.placements import split_dimension, splitting_axes, splitting_axes_of_all
-from composer_fsdp2.sharding.root_record import mesh_of, record_of
 from composer_fsdp2.sharding.sharded import reshard, resting_parameters, sharded_roots
 from composer_fsdp2.training.guard import check_guard
 from composer_fsdp2.training.reductions import LocalValues, reduce_parts
+from composer_fsdp2.training.run import run_of
 
 
 @torch.no_grad()
@@ -46,10 +46,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 
     check_guard(model, "clip_grad_norm_")
     norms = {}
     for path, root in sharded_roots(model):
-        device = torch.device(mesh_of(root).device_type)
+        run = run_of(root)
+        if run.plan is None:
+            raise PlanError(
+                f"a {type(root).__name__} was sharded by fully_shard itself; shard the model with prepare_fully_shard "
+                "or apply_plan, or use torch's own functions for it"
+            )
         trainable = (parameter for parameter in resting_parameters(root) if parameter.requires_grad)
         grads = _grads_of(trainable)
-        total = _total_norm(grads, order, record_of(root).groups, device)
+        total = _total_norm(grads, order, run.groups[root], torch.device(run.plan.mesh.device_type))
         _scale(grads, total, float(max_norm))
         norms[path] = total
     return norms

@@ -5,7 +5,7 @@ save is written. It belongs to the thread that trains (and to autograd's, which 
 
 [Note: two levels] gloo's all-reduce sends what it reduces around a ring of all ranks, 2(N - 1) messages one after the
 other, through threads of its own that compete with the training for the processor's cores; and each group of N ranks
-costs a rank N - 1 sockets. Here the ranks of a node tell the first one of them, through a local socket, and get its
+costs a rank N - 1 sockets. Here the ranks of a node send to the first one of them, through a local socket, and get its
 answer; only the first ranks of the nodes talk over gloo, ceil(log2 M) rounds for M nodes: in round k each hears from
 the one 2^k before it and tells the one 2^k after it, and the largest number of all has then reached every one of them.
 On one node there is no gloo.
@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2._torch.groups import new_gloo_group
+from composer_fsdp2._torch.groups import new_group_of
 from composer_fsdp2._torch.private_names import default_store
 from composer_fsdp2.errors import ControlGroupError, RanksDivergedError
 from composer_fsdp2.sharding.agree import device_of_group, gather, sends_from_host
@@ -51,20 +51,20 @@ _LOWEST = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What numbers are compared for. Ranks that have diverged may ask different questions.
+class Operation:
+    """What numbers are compared for. Ranks that have diverged may be at different ones.
 
     Args:
-        asker: Who asks, by the name that users know it by.
+        name: By which users know it.
         advice: What to do where ranks diverge over it.
     """
 
-    asker: str
+    name: str
     advice: str
 
     @property
     def number(self) -> int:
-        return zlib.crc32(self.asker.encode())
+        return zlib.crc32(self.name.encode())
 
 
 _COUNT = itertools.count()
@@ -89,8 +89,8 @@ class Control:
         """Whether this rank has not given up."""
         return self._is_open
 
-    def largest(
-        self, question: Question, where: object, numbers: Sequence[int], timeout: timedelta = ANSWER_WITHIN
+    def all_reduce_max(
+        self, operation: Operation, where: object, numbers: Sequence[int], timeout: timedelta = ANSWER_WITHIN
     ) -> list[int]:
         """The largest of all ranks' numbers, one by one.
 
@@ -99,27 +99,27 @@ class Control:
             numbers: As many on all ranks, at most ``MAX_NUMBERS``; of 64 bits, signed.
             timeout: How long this rank waits.
         Raises:
-            RanksDivergedError: a rank has not come within ``timeout``, asks something else, or has ended; says where
-                each stands. Raised by all that come, and by this rank from then on.
+            RanksDivergedError: a rank has not come within ``timeout``, is at another operation, or has ended; says
+                where each stands. Raised by all that come, and by this rank from then on.
 
         Called on all ranks.
         """
-        found = self._answer(question, where, numbers, timeout)
+        found = self._answer(operation, where, numbers, timeout)
         self._together = where
         return found
 
-    def meet(self, question: Question, where: object, numbers: Sequence[int], timeout: timedelta) -> None:
+    def meet(self, operation: Operation, where: object, numbers: Sequence[int], timeout: timedelta) -> None:
         """Go on where all ranks have the same numbers; two at most.
 
         Raises:
-            RanksDivergedError: they have not, or as in ``largest``.
+            RanksDivergedError: they have not, or as in ``all_reduce_max``.
 
         Called on all ranks.
         """
         own = [*numbers, *(-number for number in numbers)]
         # Where the largest of all is also the smallest, all have it.
-        if self._answer(question, where, own, timeout) != own:
-            raise self._diverged(question, where, "stand before different collectives")
+        if self._answer(operation, where, own, timeout) != own:
+            raise self._diverged(operation, where, "stand before different collectives")
         self._together = where
 
     def close(self) -> None:
@@ -132,26 +132,26 @@ class Control:
         """In a forked child: leave everything to the parent."""
         self._links.let_go()
 
-    def _answer(self, question: Question, where: object, numbers: Sequence[int], timeout: timedelta) -> list[int]:
+    def _answer(self, operation: Operation, where: object, numbers: Sequence[int], timeout: timedelta) -> list[int]:
         missed = f"did not meet within {timeout.total_seconds():g} s, or one has ended"
         if not self._is_open:
-            raise self._diverged(question, where, missed)
+            raise self._diverged(operation, where, missed)
         self._num_asked += 1
-        asked = [question.number, -question.number, *numbers, *[_LOWEST] * (MAX_NUMBERS - len(numbers))]
+        asked = [operation.number, -operation.number, *numbers, *[_LOWEST] * (MAX_NUMBERS - len(numbers))]
         try:
-            found = self._links.largest(asked, time.monotonic() + timeout.total_seconds())
+            found = self._links.all_reduce_max(asked, time.monotonic() + timeout.total_seconds())
         except (OSError, RuntimeError) as error:
             traceback.clear_frames(error.__traceback__)  # those of torch hold the group, which is to go
             self.close()
-            raise self._diverged(question, where, missed) from error
-        except BaseException:  # Ctrl-C: the answer may still come, and would be taken for that of the next question
+            raise self._diverged(operation, where, missed) from error
+        except BaseException:  # Ctrl-C: the answer may still come, and would be taken for the next operation's
             self.close()
             raise
         if found[:2] != asked[:2]:
-            raise self._diverged(question, f"{where} ({question.asker})", "are at different operations")
+            raise self._diverged(operation, f"{where} ({operation.name})", "are at different operations")
         return found[2 : 2 + len(numbers)]
 
-    def _diverged(self, question: Question, where: object, what: str) -> RanksDivergedError:
+    def _diverged(self, operation: Operation, where: object, what: str) -> RanksDivergedError:
         try:
             reports = self._reports(str(where))
         except RuntimeError as error:
@@ -161,11 +161,11 @@ class Control:
                 f"  rank {rank} stands before {other}" if other else f"  rank {rank} has not come, or still waits"
                 for rank, other in enumerate(reports)
             ]
-        first = f"{question.asker}: ranks {what}; all were together at {self._together}:"
-        return RanksDivergedError("\n".join([first, *lines, question.advice]))
+        first = f"{operation.name}: ranks {what}; all were together at {self._together}:"
+        return RanksDivergedError("\n".join([first, *lines, operation.advice]))
 
     def _reports(self, where: str) -> list[str | None]:
-        """The place of each rank that came to this question; None for the others.
+        """The place of each rank that came to this operation; None for the others.
 
         All append to one key, so each rank sends the store a few requests, however many ranks there are.
         """
@@ -243,7 +243,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class _Links(Protocol):
-    def largest(self, numbers: Sequence[int], until: float) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int], until: float) -> list[int]:
         """The largest of all ranks' numbers, place by place.
 
         Args:
@@ -275,7 +275,7 @@ def _between(firsts: Sequence[int]) -> dist.ProcessGroup | None:
     error: RuntimeError | None = None
     group: dist.ProcessGroup | None = None
     try:
-        group = new_gloo_group(firsts, CONNECT_WITHIN)
+        group = new_group_of([firsts], "gloo", CONNECT_WITHIN)
     except RuntimeError as raised:
         error = raised
     errors = [text for text in gather(error and str(error)[:500]) if text]
@@ -296,14 +296,14 @@ class _OfNodes:
     def __init__(self, node: Node, group: dist.ProcessGroup | None) -> None:
         self._node, self._group = node, group
 
-    def largest(self, numbers: Sequence[int], until: float) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int], until: float) -> list[int]:
         if not self._node.is_first:
-            self._node.tell(numbers)
-            [answer] = self._node.hear(until)
+            self._node.send(numbers)
+            [answer] = self._node.recv(until)
             return answer
-        of_node = [max(each) for each in zip(numbers, *self._node.hear(until), strict=True)]
+        of_node = [max(each) for each in zip(numbers, *self._node.recv(until), strict=True)]
         found = self._of_all_nodes(of_node, until)
-        self._node.tell(found)
+        self._node.send(found)
         return found
 
     def close(self) -> None:
@@ -350,7 +350,7 @@ class _ByDevice:
         self._buffer = torch.zeros(2 + MAX_NUMBERS, dtype=torch.int64, device=device_of_group())
         dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)  # the backend's own buffers, too
 
-    def largest(self, numbers: Sequence[int], until: float) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int], until: float) -> list[int]:
         self._buffer.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         work = dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group, async_op=True)
         assert work is not None

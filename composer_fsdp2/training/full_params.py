@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from composer_fsdp2._torch.unit import Shown, hooks_of
 from composer_fsdp2._torch.unit_parameters import (
     UnitParameter,
     distinct_units,
@@ -28,8 +29,6 @@ from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
 from composer_fsdp2.sharding.full_values import gather_full, own_part
 from composer_fsdp2.sharding.placements import laid_out_as, splitting_axes
-from composer_fsdp2.sharding.root_record import record_of
-from composer_fsdp2.sharding.sharded import Unit
 from composer_fsdp2.training.guard import check_guard
 
 log = logging.getLogger(__name__)
@@ -127,14 +126,13 @@ def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> lis
     units = []
     for unit in distinct_units(module.modules() if recurse else [module]):
         _refuse_now(unit, paths[id(unit)], options)
-        summoned: dict[nn.Parameter, _Options] = record_of(cast(Unit, unit)).summoned
-        outer = {summoned[each.sharded] for each in parameters_of_unit(unit) if each.sharded in summoned}
-        if not outer:
+        outer = hooks_of(unit).shown
+        if outer is None:
             units.append(unit)
-        elif outer != {options}:
+        elif outer.options != options:
             raise ComposerFSDP2Error(
-                f"summon_full_params({options}) within summon_full_params({outer.pop()}) of the same parameters; pass "
-                "the same options, or leave the outer block first"
+                f"summon_full_params({options}) within summon_full_params({outer.options}) of the same parameters; "
+                "pass the same options, or leave the outer block first"
             )
     if units and options.offload_to_cpu and not options.rank0_only:
         _warn_of_copies()
@@ -193,9 +191,8 @@ def _unsharded(unit: FSDPModule, options: _Options, names: Mapping[int, str], pr
         for each in full:
             each.show()
 
-    summoned = record_of(cast(Unit, unit)).summoned
-    summoned.update((each.sharded, options) for each in parameters)
-    end = show_instead_of_shards(unit, before_gather=before_gather, after_reshard=after_reshard)
+    shown = Shown(options=options, before_gather=before_gather, after_reshard=after_reshard)
+    end = show_instead_of_shards(unit, shown)
     try:
         after_reshard()
         yield
@@ -207,7 +204,6 @@ def _unsharded(unit: FSDPModule, options: _Options, names: Mapping[int, str], pr
         finally:
             for each in full:
                 each.parameter.place(each.parameter.sharded)
-                del summoned[each.parameter.sharded]
 
 
 def _check_pass(options: _Options, is_backward: bool) -> None:

@@ -10,10 +10,11 @@ from datetime import timedelta
 
 from torch import nn
 
-from composer_fsdp2._torch.collectives import InFlight, watch_collectives
-from composer_fsdp2.sharding.root_record import find_record, record_of
-from composer_fsdp2.sharding.sharded import sharded_roots, units
-from composer_fsdp2.training.control import Question, control
+from composer_fsdp2._torch.collectives import InFlight
+from composer_fsdp2._torch.unit import watch_collectives
+from composer_fsdp2.sharding.sharded import units
+from composer_fsdp2.training.control import Operation, control
+from composer_fsdp2.training.run import find_run, run_of
 
 
 class CollectiveGuard:
@@ -34,11 +35,11 @@ class CollectiveGuard:
         Raises:
             RanksDivergedError: on all ranks that come; names where each stands, and where all were together last.
         """
-        self._control.meet(_QUESTION, where, [self._number, zlib.crc32(str(where).encode())], self._limit)
+        self._control.meet(_OPERATION, where, [self._number, zlib.crc32(str(where).encode())], self._limit)
         self._number += 1
 
 
-_QUESTION = Question(
+_OPERATION = Operation(
     "collective_guard",
     "Ranks must run the same modules in the same order: look for a branch on the rank or on the data, a different "
     "number of batches, or a forward on some ranks only",
@@ -52,13 +53,12 @@ def start_guard(model: nn.Module, limit_s: float) -> None:
         limit_s: How long ranks wait for each other.
     """
     guard = CollectiveGuard(timedelta(seconds=limit_s))
-    for _, root in sharded_roots(model):
-        record_of(root).guard = guard.check
+    run_of(model).guard = guard.check
     watch_collectives(units(model), guard.check)
 
 
 def check_guard(model: nn.Module, where: str) -> None:
     """A place beside the collectives of a model, or of a part of it, where ranks must meet, if it is guarded."""
-    record = find_record(model)
-    if record is not None and record.guard is not None:
-        record.guard(where)
+    run = find_run(model)
+    if run is not None and run.guard is not None:
+        run.guard(where)

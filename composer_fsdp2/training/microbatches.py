@@ -2,15 +2,9 @@
 
 from torch import nn
 
-from composer_fsdp2.config.sharding import Accumulation, GradientSync
-from composer_fsdp2.sharding.root_record import find_record, record_of
+from composer_fsdp2.config.sharding import GradientSync
 from composer_fsdp2.sharding.sharded import sharded_roots
-
-
-def start_accumulation(model: nn.Module, accumulation: Accumulation) -> None:
-    """Keep what ``begin_microbatch`` will do with a model that was just sharded."""
-    for _, root in sharded_roots(model):
-        record_of(root).accumulation = accumulation
+from composer_fsdp2.training.run import find_run
 
 
 def begin_microbatch(model: nn.Module, *, is_last: bool) -> None:
@@ -31,13 +25,13 @@ def begin_microbatch(model: nn.Module, *, is_last: bool) -> None:
         is_last: Whether the optimizer steps after this one. Gradients are reduced, and averaged, only then.
     """
     for _, root in sharded_roots(model):
-        record = find_record(root)
-        if record is None or record.accumulation == Accumulation():
+        run = find_run(root)
+        if run is None or run.plan is None:
             continue
-        match record.accumulation.gradient_sync:
+        match run.plan.config.accumulation.gradient_sync:
             case GradientSync.LAST:
                 root.set_requires_gradient_sync(is_last)
             case GradientSync.DEFER_REPLICA:
                 root.set_requires_all_reduce(is_last)
-        if not record.accumulation.reshard_after_backward:
+        if not run.plan.config.accumulation.reshard_after_backward:
             root.set_reshard_after_backward(is_last)

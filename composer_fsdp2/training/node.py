@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Node:
     """The ranks that reach each other through local sockets, as one of them sees them.
 
-    A rank that closes its node, or ends, is seen by those that it is linked to as soon as they hear or tell again.
+    A rank that closes its node, or ends, is seen by those that it is linked to as soon as they receive or send again.
 
     Attributes:
         firsts: Of all nodes, the rank that answers.
@@ -59,7 +59,7 @@ class Node:
             at_error.pop_all()
         return cls(sorted(set(answering)), to_first is None, others if to_first is None else [to_first])
 
-    def hear(self, until: float) -> list[list[int]]:
+    def recv(self, until: float) -> list[list[int]]:
         """One message from each rank that this one is linked to: the first from all others, they from it alone.
 
         Args:
@@ -80,7 +80,7 @@ class Node:
                 heard[descriptor] = list(struct.unpack(f"{len(data) // 8}q", data))
         return list(heard.values())
 
-    def tell(self, numbers: Sequence[int]) -> None:
+    def send(self, numbers: Sequence[int]) -> None:
         """One message to each rank that this one is linked to.
 
         Raises:

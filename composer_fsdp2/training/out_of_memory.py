@@ -21,16 +21,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.collectives import InFlight, all_gather_single, reduce_scatter_single, watch_collectives
+from composer_fsdp2._torch.collectives import InFlight, all_gather_single, reduce_scatter_single
 from composer_fsdp2._torch.groups import process_groups_of
 from composer_fsdp2._torch.private_names import dtensor_random_states, own_buffers
 from composer_fsdp2._torch.reset import forget_masks, reset_after_error
+from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.config.mesh import EXPERT_AXIS
 from composer_fsdp2.sharding.agree import device_of_group
-from composer_fsdp2.sharding.root_record import find_kept, keep
 from composer_fsdp2.sharding.sharded import units
-from composer_fsdp2.training.control import ANSWER_WITHIN, Question, control
+from composer_fsdp2.training.control import ANSWER_WITHIN, Operation, control
 from composer_fsdp2.training.microbatches import begin_microbatch
+from composer_fsdp2.training.run import find_run, run_of
 
 
 class PeerOutOfMemoryError(RuntimeError):
@@ -55,7 +56,7 @@ class OutOfMemoryVote:
         _warm_up(model)
         self._stop: Callable[[], None] | None = None
         self._where: InFlight | str = "the first forward"
-        keep(model, _LatestVote(weakref.ref(self)))
+        run_of(model).latest_vote = weakref.ref(self)  # while it is on, it reaches the units, by which the run is kept
 
     def _voting_model(self) -> nn.Module:
         model = self._model()
@@ -126,22 +127,8 @@ class OutOfMemoryVote:
         return False
 
     def _cast(self, where: object, is_out: bool) -> bool:
-        [anybody_is_out] = self._control.largest(_QUESTION, where, [int(is_out)], self._timeout)
+        [anybody_is_out] = self._control.all_reduce_max(_OPERATION, where, [int(is_out)], self._timeout)
         return bool(anybody_is_out)
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangingGroup:
-    """A group that exchanges all-to-all, and that is no axis of the parameters' meshes; kept with the model."""
-
-    group: dist.ProcessGroup
-
-
-@dataclass(frozen=True, slots=True)
-class _LatestVote:
-    """Weakly: while it is on, a vote reaches the units, by which it is kept."""
-
-    vote: weakref.ref[OutOfMemoryVote]
 
 
 def vote_if_on(model: nn.Module, where: str) -> None:
@@ -150,13 +137,13 @@ def vote_if_on(model: nn.Module, where: str) -> None:
     Raises:
         PeerOutOfMemoryError, RanksDivergedError: as in ``OutOfMemoryVote.check``.
     """
-    latest = find_kept(model, _LatestVote)
-    vote = None if latest is None else latest.vote()
+    run = find_run(model)
+    vote = None if run is None or run.latest_vote is None else run.latest_vote()
     if vote is not None and vote.is_on:
         vote.check(where)
 
 
-_QUESTION = Question(
+_OPERATION = Operation(
     "automatic microbatching",
     "Ranks vote before each collective: some are inside one that others never entered, or have ended. Set "
     "device_train_microbatch_size to a number",
@@ -173,8 +160,8 @@ def _warm_up(model: nn.Module) -> None:
     meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
     of_meshes = [group for mesh in meshes for group in mesh.get_all_groups()]  # the axes that split layers, too
     exchanging = [mesh.get_group(EXPERT_AXIS) for mesh in meshes if EXPERT_AXIS in (mesh.mesh_dim_names or ())]
-    if (beside := find_kept(model, ExchangingGroup)) is not None:
-        exchanging.append(beside.group)
+    if (context := run_of(model).context) is not None:
+        exchanging.append(context.group)
     for group in dict.fromkeys([*of_units, *of_meshes, *exchanging]):
         size = dist.get_world_size(group)
         for numel in _WARM_UP_ELEMENTS:

@@ -22,6 +22,7 @@ from composer_fsdp2._torch import api
 from composer_fsdp2.errors import IncompatibleVersionError
 
 FOLDER = Path(api.__file__).parent
+FOLDERS = (FOLDER, FOLDER.parent / "estimate" / "_torch")
 # Ours, of Python's own namedtuples, or asked for where they are there: older torch has the one, newer the other.
 OTHERS = {
     "_modules",
@@ -51,7 +52,7 @@ def test_this_torch_has_all_of_them():
 
 def private_names() -> Iterator[tuple[str, str]]:
     """Every private attribute that the folder's code reads or sets on something else than ``self``, and where."""
-    for file in sorted(FOLDER.glob("*.py")):
+    for file in sorted(file for folder in FOLDERS for file in folder.glob("*.py")):
         tree = ast.parse(file.read_text())
         own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         own |= {target.attr for node in ast.walk(tree) for target in attributes_set_on_self(node)}

@@ -32,6 +32,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2._torch.scaler import ShardedGradScaler
+from composer_fsdp2._torch.unit import hooks_of
+from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training import out_of_memory as of_engine
 from composer_fsdp2.training.node import Node
 from composer_fsdp2.training.out_of_memory import is_out_of_memory
@@ -407,26 +409,26 @@ def test_votes_end():
     evaluation begins it anew."""
     from composer_fsdp2.compat import auto_microbatch
 
-    # For each batch: the messages of the votes, whether torch's own functions are in place, and the copies of buffers
-    # and metrics.
+    # For each batch: the messages of the votes, whether units have none, and the copies of buffers and metrics.
     votes: list[tuple[int, bool, int]] = []
 
     def count(state: Any) -> None:
         num_copies = buffers.call_count + metrics.call_count
-        votes.append((tell.call_count, _fsdp_collectives.dist is dist, num_copies))
-        for each in (tell, buffers, metrics):
+        is_off = not any(hooks_of(unit).watches for unit in units(state.model).values())
+        votes.append((send.call_count, is_off, num_copies))
+        for each in (send, buffers, metrics):
             each.reset_mock()
 
     with (
-        mock.patch.object(Node, "tell", autospec=True, side_effect=Node.tell) as tell,
+        mock.patch.object(Node, "send", autospec=True, side_effect=Node.send) as send,
         mock.patch.object(of_engine, "own_buffers", wraps=of_engine.own_buffers) as buffers,
         mock.patch.object(auto_microbatch, "_values", wraps=auto_microbatch._values) as metrics,
     ):
         run("auto", {}, None, batches=6, callbacks=(callback(batch_end=count),), eval_interval="5ba")
-    counts, is_torchs, copies = zip(*votes, strict=True)
+    counts, is_off, copies = zip(*votes, strict=True)
     assert all(counts[number] > 10 for number in (0, 1, 2, 5)), counts
     assert counts[3:5] == (0, 0), counts
-    assert is_torchs == (False, False, True, True, True, False), is_torchs
+    assert is_off == (False, False, True, True, True, False), is_off
     assert [bool(number) for number in copies] == [True, True, True, False, False, True], copies
 
 

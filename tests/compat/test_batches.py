@@ -25,7 +25,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from composer_fsdp2 import ConfigError, ShardingConfig
 from composer_fsdp2.config.parallel import BroadcastBatch
-from composer_fsdp2.parallel.batches import start_data_blocks
+from composer_fsdp2.parallel.batches import make_batch_group
+from composer_fsdp2.training.run import run_of
 
 pytestmark = pytest.mark.composer
 
@@ -152,7 +153,7 @@ def split_layers(how: BroadcastBatch | None, check: bool | None) -> dict[str, An
 def share(trainer: Any, how: BroadcastBatch | None, check: bool | None = None) -> None:
     """As tensor parallelism over two ranks does, without its layers."""
     config = ShardingConfig(context_parallel_degree=2, broadcast_batch=how, check_data=check)
-    start_data_blocks(trainer.state.model, config)
+    run_of(trainer.state.model).batch = make_batch_group(config)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from support.trainers import Trained, build_model, close, fit, largest_differenc
 from torch import nn
 
 from composer_fsdp2 import ComposerFSDP2Error, RanksDivergedError, begin_microbatch, prepare_fully_shard
-from composer_fsdp2._torch.counting import Collectives
+from composer_fsdp2.estimate._torch.counting import Collectives
 
 pytestmark = pytest.mark.composer
 

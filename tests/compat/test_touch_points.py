@@ -12,7 +12,7 @@ from support.oracle import FSDP1, FSDP2
 from support.references import reference
 from support.trainers import close, eval_loader, fit, largest_difference, make_trainer, result
 
-from composer_fsdp2._torch.counting import Collectives
+from composer_fsdp2.estimate._torch.counting import Collectives
 
 pytestmark = pytest.mark.composer
 

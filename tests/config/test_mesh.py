@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 from unittest import mock
@@ -17,14 +18,15 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2 import MeshSpec, prepare_fully_shard
 from composer_fsdp2.config.mesh import GroupRule, RankGroups
 from composer_fsdp2.sharding import meshes
-from composer_fsdp2.sharding.meshes import device_mesh, device_meshes, device_of
+from composer_fsdp2.sharding.meshes import device_of, unit_meshes
 
 SET = GroupRule.CONSECUTIVE
 
 
 def check_meshes() -> tuple[list[list[int]], tuple[str, ...] | None, str]:
-    made = device_mesh(MeshSpec.of_degrees(shard=2, replicate=2))
-    assert device_mesh(MeshSpec.of_degrees(shard=2, replicate=2)) == made, "two meshes of one spec are different"
+    [mesh] = unit_meshes([MeshSpec.of_degrees(shard=2, replicate=2)])
+    made, names = mesh.whole, ("data_parallel_replicate", "data_parallel_shard")
+    assert made == init_device_mesh("cpu", (2, 2), mesh_dim_names=names), "to torch it is another one"
     sums = []
     for axis in range(2):
         rank = torch.tensor(dist.get_rank())
@@ -53,9 +55,9 @@ def check_present_meshes() -> None:
     crossed = RankGroups(rule=GroupRule.GIVEN, ranks=tuple(sorted(dist.get_process_group_ranks(pair))))
 
     def check(spec: MeshSpec, has: list[DeviceMesh], expected: DeviceMesh | None) -> None:
-        made = device_meshes([spec, spec], has)
-        assert made[0] is made[1]
-        assert (made[0] is expected) if expected is not None else made[0] not in has, f"{made[0]}, {has}"
+        first, second = (each.whole for each in unit_meshes([spec, spec], has))
+        assert first is second
+        assert (first is expected) if expected is not None else first not in has, f"{first}, {has}"
 
     is_first = dist.get_rank() == 0
     for_each(
@@ -156,20 +158,18 @@ def test_groups_that_are_alike_on_one_rank_alone():
         assert tables_as_rank(rank, given[rank], lambda value: of_ranks) == [(table,) for table in first]
 
 
-def table_of(layout: torch.Tensor) -> meshes.GroupTable:
-    """For each axis of a mesh the group of every rank."""
-    lines = [layout.movedim(axis, -1).reshape(-1, layout.shape[axis]).tolist() for axis in range(layout.ndim)]
-    of_rank = [{rank: tuple(line) for line in of_axis for rank in line} for of_axis in lines]
-    return tuple(tuple(groups[rank] for rank in range(layout.numel())) for groups in of_rank)
+def lines(*shape: int) -> meshes.GroupTable:
+    """For each axis of a mesh of all ranks in order, the group of every rank."""
+    with mock.patch.object(meshes.dist, "get_world_size", return_value=math.prod(shape)):
+        return meshes._lines(shape)
 
 
 def test_groups_along_any_number_of_axes():
     """A mesh with an axis more, for tensor parallelism, is laid out as it was given, and checked along all axes."""
     for shape in ((8,), (4, 2), (2, 2, 2)):
-        layout = torch.arange(8).view(shape)
-        table = table_of(layout)
-        assert meshes._nested(5, table) == layout.tolist()
+        table = lines(*shape)
+        assert meshes._nested(5, table) == torch.arange(8).view(shape).tolist()
         assert meshes._problem_of(table) == ""
-    first, second, third = table_of(torch.arange(8).view(2, 2, 2))
+    first, second, third = lines(2, 2, 2)
     crossed = (*third[:4], (5, 4), (5, 4), *third[6:])
     assert "ranks 0 and 4" in meshes._problem_of((first, second, crossed))

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import estimate_step, optimizer_state, plan_sharding
-from composer_fsdp2._torch.fake import fake_tensors
-from composer_fsdp2._torch.live import tensors_of
+from composer_fsdp2.estimate._torch.fake import fake_tensors
+from composer_fsdp2.estimate._torch.live import tensors_of
 from composer_fsdp2.estimate.trace import trace_microbatch
 from composer_fsdp2.sharding.activations import wrap_activations
 from composer_fsdp2.sharding.dtypes import torch_dtype

@@ -20,7 +20,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composer_fsdp2 import apply_plan, begin_microbatch, estimate_step, plan_sharding
-from composer_fsdp2._torch.counting import Collectives, StateBytes
+from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
 from composer_fsdp2.estimate.events import MicrobatchTrace, StepEvent
 from composer_fsdp2.estimate.fsdp1_model import model_fsdp1
 from composer_fsdp2.estimate.moments import listen

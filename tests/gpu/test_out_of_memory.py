@@ -20,7 +20,8 @@ from support.training import FULL, assert_close
 from torch import nn
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
-from composer_fsdp2._torch.collectives import InFlight, watch_collectives
+from composer_fsdp2._torch.collectives import InFlight
+from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training.out_of_memory import BatchSnapshot, OutOfMemoryVote
 

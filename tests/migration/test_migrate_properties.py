@@ -276,12 +276,11 @@ PARTS = {
     "broadcast_batch": ["broadcast_batch"],
     "sync_module_states": ["sync_module_states"],
     "verbose": ["verbose"],
-    "strict": ["strict"],
 }
 # Units that a system makes whatever its file says: ROLL the embeddings where they are not tied, TorchTitan both ends.
 ALWAYS_UNITS = {"roll": {"embeddings"}, "torchtitan": {"embeddings", "output"}}
 # Of the run itself, beside its configuration.
-OF_RUN = ("precision", "strict", "verbose", "max_grad_norm", "other_clipping")
+OF_RUN = ("precision", "verbose", "max_grad_norm", "other_clipping")
 
 
 def parts_of(run: RunConfig) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from composer_fsdp2 import (
     translate,
 )
 from composer_fsdp2.config.parallel import BroadcastBatch
-from composer_fsdp2.parallel.batches import check_batch, find_data_block, share_batch
+from composer_fsdp2.parallel.batches import check_batch, share_batch
 from composer_fsdp2.parallel.contents import digest_of, parts_of
 from composer_fsdp2.parallel.joining import join_rows
+from composer_fsdp2.training.run import find_batch_group
 
 pytestmark = pytest.mark.any_torch
 
@@ -387,11 +388,11 @@ def test_a_sharded_model_knows_which_ranks_share_its_batch(folder: str) -> None:
     rank = dist.get_rank()
     model = small()
     prepare_fully_shard(model, None, {}, device="cpu")
-    assert find_data_block(model) is None
+    assert find_batch_group(model) is None
     for how in ("first", False):
         model, tensor = small(), {"tensor_parallel_degree": 2, "layer_plan": split_layers()}
         prepare_fully_shard(model, None, {"broadcast_batch": how}, device="cpu", tensor_parallel=tensor)
-        block = find_data_block(model)
+        block = find_batch_group(model)
         first = rank // 2 * 2
         assert block.ranks == (first, first + 1) == tuple(dist.get_process_group_ranks(block.group))
         assert (block.how, block.check) == (BroadcastBatch(how), True)

@@ -22,8 +22,9 @@ from composer_fsdp2 import (
     plan_sharding,
     prepare_fully_shard,
 )
-from composer_fsdp2._torch.counting import Collectives
-from composer_fsdp2.parallel.context import context_ranks, find_context
+from composer_fsdp2.estimate._torch.counting import Collectives
+from composer_fsdp2.sharding.meshes import group_along
+from composer_fsdp2.training.run import find_context
 
 
 def loss_of(model: Any, tokens: torch.Tensor, length: int = 9) -> torch.Tensor:
@@ -61,11 +62,13 @@ def test_training_is_that_of_one_process(folder: str) -> None:
 # --- groups and exchange
 
 
-def test_ranks_of_a_group_share_a_batch_and_the_same_layers():
+@on_ranks(4)
+def test_ranks_of_a_group_share_a_batch_and_the_same_layers(folder: str) -> None:
     """Ranks that divided a sequence with those that hold other parts of its layers would add up foreign numbers."""
-    assert context_ranks(8, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert context_ranks(8, 2, 2) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert context_ranks(8, 4, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    for degree, tensor_degree, expected in ((2, 1, ["01", "23"]), (2, 2, ["02", "13"]), (4, 1, ["0123"])):
+        group = group_along((-1, degree, tensor_degree), 1)
+        assert dist.get_process_group_ranks(group) in [[int(rank) for rank in ranks] for ranks in expected]
+        assert group_along((-1, degree, tensor_degree), 1) is group, "made once"
 
 
 @pytest.mark.any_torch

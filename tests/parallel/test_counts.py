@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
-from composer_fsdp2._torch.counting import Collectives
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
+from composer_fsdp2.estimate._torch.counting import Collectives
 
 Counts = dict[str, dict[str, int]]
 NUM_LAYERS = 1

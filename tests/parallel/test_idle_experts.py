@@ -145,9 +145,19 @@ def sharded(
     return model, reference
 
 
-def check_training(config: dict[str, Any], options: dict[str, Any], num_microbatches: int = 1) -> None:
-    """Two steps, an evaluation in between, on every rank other experts; of one layer, unless ``options`` say two."""
+def check_training(
+    config: dict[str, Any],
+    options: dict[str, Any],
+    num_microbatches: int = 1,
+    change: Callable[[nn.Module], object] = lambda model: None,
+) -> None:
+    """Two steps, an evaluation in between, on every rank other experts; of one layer, unless ``options`` say two.
+
+    Args:
+        change: Of the sharded model.
+    """
     model, reference = sharded(config, **{"num_layers": 1} | options)
+    change(model)
     world_size, rank = dist.get_world_size(), dist.get_rank()
     for step in range(2):
         for number in range(num_microbatches):

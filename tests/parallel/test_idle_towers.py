@@ -338,7 +338,7 @@ def test_text_alone_costs_two_messages() -> None:
     batch = batch_of(0, dist.get_rank(), {})
     with patch.object(Control, "_answer", autospec=True, side_effect=Control._answer) as asked:
         model(*batch)["loss"].backward()
-    assert sum(call.args[1].asker == "idle_towers" for call in asked.call_args_list) == 2
+    assert sum(call.args[1].name == "idle_towers" for call in asked.call_args_list) == 2
 
 
 # --- in a plan
@@ -352,14 +352,14 @@ def test_the_plan_says_which_towers_run():
     """A user sees what was found, and ranks with other keys find out before they hang."""
     plan = plan_of(build(), TOWERS)
     [found] = plan.tower_models
-    assert (found.model, found.towers, found.meetings) == ("model", (*TOWERS["idle_towers"],), ("model.text",))
+    assert (found.model, found.towers, found.sync_points) == ("model", (*TOWERS["idle_towers"],), ("model.text",))
     text = "  idle towers: model.vision, model.sound, model.bridge run on an example where only other ranks' batches"
     assert f"{text} enter them; ranks ask each other before model.text, the end of model" in plan.explain()
     other = plan_of(build(), {**TOWERS, "idle_towers": "model.vision"})
-    assert other.tower_models[0].meetings == ("model.sound", "model.text", "model.bridge")
+    assert other.tower_models[0].sync_points == ("model.sound", "model.text", "model.bridge")
     assert other.digest != plan.digest
     by_size = plan_of(build(), {**TOWERS, "wrap_policy": {"min_num_params": 60}})
-    assert by_size.tower_models[0].meetings == ("model.embed", "model.text", "model.head")
+    assert by_size.tower_models[0].sync_points == ("model.embed", "model.text", "model.head")
 
 
 def test_towers_that_are_roots():
@@ -370,7 +370,7 @@ def test_towers_that_are_roots():
         model.add_module(name, child)
     model.forward = inner.forward
     [found] = plan_of(model, {"idle_towers": ["vision"]}).tower_models
-    assert (found.model, found.towers) == ("", ("vision",)) and "text" in found.meetings
+    assert (found.model, found.towers) == ("", ("vision",)) and "text" in found.sync_points
 
 
 def test_keys_that_cannot_be_followed():

@@ -42,8 +42,8 @@ from composer_fsdp2 import (
     prepare_fully_shard,
     tile_mlp,
 )
-from composer_fsdp2._torch.counting import Collectives
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
+from composer_fsdp2.estimate._torch.counting import Collectives
 
 WIDTH, HIDDEN, LENGTH, CHUNKS = 6, 16, 19, 4
 

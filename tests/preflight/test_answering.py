@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from composer_fsdp2._torch.fake import fake_tensors
+from composer_fsdp2.estimate._torch.fake import fake_tensors
 from composer_fsdp2.preflight.answering import without_values
 
 

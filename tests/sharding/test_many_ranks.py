@@ -6,6 +6,7 @@ What they would have sent is taken to be what this one sends.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -39,21 +40,40 @@ def sent_bytes() -> Iterator[list[int]]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 8, "data_parallel_replicate_degree": 128},
-        {"sync_module_states": True, "cpu_offload": True},
-    ],
-    ids=str,
-)
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 8, "data_parallel_replicate_degree": 128},
+    {"sync_module_states": True, "cpu_offload": True},
+]
+
+
+def shard(config: dict[str, Any]) -> None:
+    model = Model(num_blocks=40)
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = {**config, "mixed_precision": "FULL"}
+    prepare_fully_shard(model, optimizer, config, precision="fp32", device="cpu")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_nothing_large_is_gathered(sent_bytes: list[int], config: dict[str, Any]):
     """An object of 100 KB from each rank is 100 MB on every one of them, and seconds of unpickling.
 
     Groups of ranks are in test_mesh.py.
     """
-    model = Model(num_blocks=40)
-    optimizer = torch.optim.AdamW(model.parameters())
-    prepare_fully_shard(model, optimizer, {**config, "mixed_precision": "FULL"}, precision="fp32", device="cpu")
+    shard(config)
     assert sent_bytes and max(sent_bytes) <= 1024, sent_bytes
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_set_up_rarely_waits_for_all_ranks(sent_bytes: list[int], config: dict[str, Any]):
+    """Whatever the number of groups: collectives of the world, with the barriers that torch has if it is told to."""
+    barriers: list[int] = []
+
+    def barrier(rank: int, store: Any, name: str, size: int, *unused: Any) -> None:
+        barriers.append(size)
+
+    reduce = mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce)
+    with reduce as reduced, mock.patch.object(dist.distributed_c10d, "_store_based_barrier", barrier):
+        shard(config)
+    assert all(call.kwargs.get("group") is None and len(call.args) < 3 for call in reduced.call_args_list)
+    assert barriers.count(NUM_RANKS) + len(sent_bytes) + reduced.call_count <= math.log2(NUM_RANKS) + 8

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from composer_fsdp2 import ComposerFSDP2Error, begin_microbatch, clip_grad_norm_, prepare_fully_shard
-from composer_fsdp2._torch.counting import Collectives
+from composer_fsdp2.estimate._torch.counting import Collectives
 from composer_fsdp2.training.clipping import norm_of_gradients
 
 TENSOR = 2

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional as F
 
 from composer_fsdp2.parallel.attention import AttentionFacts, KnownModel, know
-from composer_fsdp2.parallel.context import ContextGroup
+from composer_fsdp2.training.context import ContextGroup
 
 VOCABULARY, WIDTH, HEAD = 20, 16, 4
 

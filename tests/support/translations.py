@@ -10,13 +10,11 @@ from composer_fsdp2 import ConfigError, ShardingConfig, translate
 
 
 def config_of(fsdp_config: object, **options: Any) -> ShardingConfig:
-    config = translate(fsdp_config, **{"device": "cpu", "world_size": 4, **options}).config
-    assert config is not None
-    return config
+    return translate(fsdp_config, **{"device": "cpu", "world_size": 4, **options}).config
 
 
 def finding_of(fsdp_config: dict[str, Any], key: str, **options: Any) -> Any:
-    findings = translate(fsdp_config, **{"device": "cpu", "world_size": 4, "strict": False, **options}).findings
+    findings = translate(fsdp_config, **{"device": "cpu", "world_size": 4, **options}).findings
     return next(finding for finding in findings if finding.key == key)
 
 

@@ -24,10 +24,10 @@ from support.training import reports_soon
 
 from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
 from composer_fsdp2.errors import ControlGroupError, RanksDivergedError
-from composer_fsdp2.sharding.meshes import device_meshes
+from composer_fsdp2.sharding.meshes import unit_meshes
 from composer_fsdp2.training import control as control_module
 from composer_fsdp2.training import node as node_module
-from composer_fsdp2.training.control import Control, Question, connect, control
+from composer_fsdp2.training.control import Control, Operation, connect, control
 from composer_fsdp2.training.guard import CollectiveGuard
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
@@ -39,11 +39,11 @@ def on_nodes_of(size: int) -> Control:
     return connect(f"host {dist.get_rank() // size}")
 
 
-QUESTION = Question("the test", "Look at the test")
+OPERATION = Operation("the test", "Look at the test")
 
 
 def largest(connected: Control, numbers: list[int], timeout: timedelta = SOON) -> list[int]:
-    return connected.largest(QUESTION, "a place", numbers, timeout)
+    return connected.all_reduce_max(OPERATION, "a place", numbers, timeout)
 
 
 def check_largest(ranks_a_node: int) -> int:
@@ -104,7 +104,7 @@ def test_a_default_group_with_a_device(folder: str) -> None:
     try:
         with mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=split):
             connected = on_nodes_of(2)
-            device_meshes([MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=1)).resolve(3)])
+            unit_meshes([MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=1)).resolve(3)])
         split.perform_nocolor_split.assert_not_called()
         assert largest(connected, [dist.get_rank()]) == [2] and world.bound_device_id is not None
     finally:
@@ -265,10 +265,10 @@ def test_who_gives_up_tells_the_others():
 def check_different(ranks_a_node: int) -> tuple[str, float]:
     connected = on_nodes_of(ranks_a_node)
     if dist.get_rank() % 2:
-        vote = Question("a vote", "")
-        message = error_of(lambda: connected.largest(vote, "an all-gather", [0], SOON))
+        vote = Operation("a vote", "")
+        message = error_of(lambda: connected.all_reduce_max(vote, "an all-gather", [0], SOON))
     else:
-        guard = Question("a guard", "")
+        guard = Operation("a guard", "")
         message = error_of(lambda: connected.meet(guard, "clipping", [1, 2], SOON))
     # All of them know: nothing is out of step.
     assert connected.is_open and largest(connected, [dist.get_rank()]) == [3]
@@ -301,7 +301,7 @@ def check_interrupted() -> None:
     connected = on_nodes_of(2)
     if dist.get_rank() == 0:
         with (
-            mock.patch.object(node_module.Node, "hear", side_effect=KeyboardInterrupt),
+            mock.patch.object(node_module.Node, "recv", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
             largest(connected, [0])

@@ -11,7 +11,7 @@ from support.on_ranks import on_ranks
 from support.training import FULL
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2._torch.counting import Collectives
+from composer_fsdp2.estimate._torch.counting import Collectives
 from composer_fsdp2.training.control import Control
 from composer_fsdp2.training.guard import start_guard
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote

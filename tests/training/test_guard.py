@@ -157,7 +157,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def check_together(config: dict[str, Any]) -> None:
     gradients = []
     for guard in (None, 60):
-        with mock.patch.object(Node, "tell", autospec=True, side_effect=Node.tell) as tell:
+        with mock.patch.object(Node, "send", autospec=True, side_effect=Node.send) as send:
             model = model_for(**config | {"collective_guard": guard})
             for seed in range(2):
                 model(tokens(seed + dist.get_rank())).square().mean().backward()
@@ -165,7 +165,7 @@ def check_together(config: dict[str, Any]) -> None:
             with torch.no_grad():
                 model(tokens(0))
             clip_grad_norm_(model, 1.0)
-        assert (tell.call_count > 0) == (guard is not None), tell.call_count
+        assert (send.call_count > 0) == (guard is not None), send.call_count
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import ConfigError, Outcome, begin_microbatch, prepare_fully_shard, translate
-from composer_fsdp2._torch.counting import Collectives
+from composer_fsdp2.estimate._torch.counting import Collectives
 
 NUM_MICROBATCHES = 3
 WIDTH = 6

@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2._torch import collectives
-from composer_fsdp2._torch.collectives import watch_collectives
 from composer_fsdp2._torch.private_names import random_of_dtensors
+from composer_fsdp2._torch.unit import hooks_of, watch_collectives
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training.guard import CollectiveGuard
@@ -303,7 +303,7 @@ def check_nothing_left() -> None:
         model.zero_grad()
     for each, names in zip(watched, before, strict=True):
         assert {n for n, v in vars(each).items() if callable(v)} == {n for n, v in names.items() if callable(v)}
-    assert _fsdp_collectives.dist is dist
+    assert _fsdp_collectives.dist is dist and not any(hooks_of(unit).watches for unit in units(model).values())
     # A model that ends while its collectives are voted on takes the votes with it.
     votes.start()
     alive = weakref.ref(model)

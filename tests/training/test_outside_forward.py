@@ -21,9 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import begin_microbatch, clip_grad_norm_, prepare_fully_shard, summon_full_params
-from composer_fsdp2.sharding.plan import ShardingPlan
-from composer_fsdp2.sharding.root_record import find_kept
 from composer_fsdp2.training.outside_forward import InFull, explain_mixed
+from composer_fsdp2.training.run import run_of
 
 Term = Callable[[nn.Module, torch.Tensor], Any]  # of the loss, from the model and its output
 
@@ -243,7 +242,7 @@ def check_hooks() -> None:
     sharded.register_post_accumulate_grad_hook(lambda parameter: fired.append(type(parameter.grad).__name__))
     model(tokens(1)).mean().backward()
     assert fired == ["DTensor"], fired
-    plan = find_kept(model, ShardingPlan)
+    plan = run_of(model).plan
     [note] = [note for note in plan.notes if "hook" in note]
     assert note.startswith("decoder.norm.weight, decoder.head.weight: hooks") and "after sharding" in note, note
 

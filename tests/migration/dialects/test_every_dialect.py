@@ -124,7 +124,6 @@ ANY: dict[str, st.SearchStrategy[Any]] = {
     "sync_module_states": st.sampled_from([True, False, None]),
     "precision": st.sampled_from(["fp32", "amp_bf16", "amp_fp16"]),
     "state_dict_type": st.sampled_from(["full", "sharded"]),
-    "strict": st.sampled_from([True, True, False]),
     "async_save": st.booleans(),
     "max_grad_norm": st.sampled_from([None, 1.0]),
 }

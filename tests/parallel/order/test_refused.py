@@ -34,7 +34,7 @@ from composer_fsdp2 import (
     tile_mlp,
 )
 from composer_fsdp2._torch.slices import needs_even_shards
-from composer_fsdp2.parallel.tensor import split_model
+from composer_fsdp2.parallel.tensor import parallelize_model
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 CONTEXT, EXPERTS = {"context_parallel_degree": 2}, {"expert_parallel_degree": 2}
@@ -74,7 +74,7 @@ def sharded_by_us(model: nn.Module) -> None:
 
 def after_sharding(model: nn.Module) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    split_model(model, None, layer_plan(), mesh["tensor"])
+    parallelize_model(model, None, layer_plan(), mesh["tensor"])
 
 
 def first_layer(settings: Any) -> Any:

@@ -99,7 +99,7 @@ class ComposerDialect(Dialect):
             *elsewhere,
             *implicit_findings(section, around, by_foundry),
         )
-        if any(each.outcome.blocks for each in unknown) or problems or effective.config is None:
+        if any(each.outcome.blocks for each in unknown) or problems or effective.blocking:
             return Reading(run=None, findings=findings)
         aspects = {row.name: row.aspect for row in KEYS if row.aspect is not Aspect.OTHER}
         sharded = replace(effective.config, mesh=effective.config.mesh.data_parallel)
@@ -136,7 +136,6 @@ class ComposerDialect(Dialect):
             ("keep_low_precision_grads", True, keeps),
             *fields_of_our_own(config),
             ("async_save", True, run.async_save),
-            ("strict", False, not run.strict),
             ("verbose", True, run.verbose),
         ):
             if is_needed:
@@ -203,7 +202,6 @@ def _run(config: ShardingConfig, translation: Translation, known: Given, around:
         config=config,
         precision=translation.precision,
         state_dict_type=known.get("state_dict_type") or "full",
-        strict=translation.strict,
         verbose=translation.verbose,
         async_save=bool(known.get("async_save")),
         max_grad_norm=norm,

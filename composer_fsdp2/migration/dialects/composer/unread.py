@@ -41,7 +41,7 @@ def _alone(name: str, known: Given, read: Read) -> tuple[Finding, ...]:
     """
 
     def finding(*names: str) -> tuple[Finding, ...]:
-        return read({each: known[each] for each in names} | {"strict": False}).findings[:1]
+        return read({each: known[each] for each in names}).findings[:1]
 
     try:
         return finding(name)

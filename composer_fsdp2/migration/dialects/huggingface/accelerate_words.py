@@ -235,7 +235,6 @@ OF_FSDP1: tuple[Lack, ...] = (
     Lack(asked="broadcast_batch", outcome=_UNNEEDED,
         reason="accelerate's loaders count data-parallel ranks, so that those which share a batch read the same"),
     Lack(asked="unused implementation", outcome=_UNNEEDED, reason="nothing is recomputed"),
-    Lack(asked="strict", outcome=_UNNEEDED, reason="composer_fsdp2's own word"),
     Lack(asked="verbose", outcome=_UNNEEDED, reason="accelerate has its own words for its log"),
     Lack(asked="number of ranks", outcome=Outcome.EXACT, target="accelerate launch --num_processes",
         reason="the number of ranks is not known here, and accelerate does not count them"),

@@ -170,6 +170,5 @@ LACKS: tuple[Lack, ...] = (
         reason="ROLL recomputes all layers or none: less memory, more computation, the same numbers"),
     Lack(asked="compile", outcome=_UNSUPPORTED, reason="ROLL has no key for torch.compile with FSDP2"),
     Lack(asked="verbose", outcome=_UNNEEDED, reason="ROLL has its own words for its log"),
-    Lack(asked="strict", outcome=_UNNEEDED, reason="composer_fsdp2's own word"),
 )
 # fmt: on

@@ -128,6 +128,5 @@ LACKS: tuple[Lack, ...] = (
     Lack(asked="model only", outcome=_APPROXIMATE, target="checkpoint.last_save_model_only",
         reason="TorchTitan leaves the optimizer out of the last checkpoint only"),
     Lack(asked="verbose", outcome=_UNNEEDED, reason="TorchTitan has its own words for its log"),
-    Lack(asked="strict", outcome=_UNNEEDED, reason="composer_fsdp2's own word"),
 )
 # fmt: on

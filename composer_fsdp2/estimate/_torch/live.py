@@ -8,9 +8,9 @@ from weakref import ref
 
 import torch
 
-from composer_fsdp2._torch.fake import Unknown, is_fake
-from composer_fsdp2._torch.flops import flops_of
 from composer_fsdp2._torch.private_names import TorchDispatchMode
+from composer_fsdp2.estimate._torch.fake import Unknown, is_fake
+from composer_fsdp2.estimate._torch.flops import flops_of
 
 
 @dataclass(slots=True)

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 from torch.nn import functional as F
 
-from composer_fsdp2._torch import as_cuda as played
-from composer_fsdp2._torch.as_cuda import as_cuda
-from composer_fsdp2._torch.fake import fake_tensors
-from composer_fsdp2._torch.live import LiveStorages
+from composer_fsdp2.estimate._torch import as_cuda as played
+from composer_fsdp2.estimate._torch.as_cuda import as_cuda
+from composer_fsdp2.estimate._torch.fake import fake_tensors
+from composer_fsdp2.estimate._torch.live import LiveStorages
 
 HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 

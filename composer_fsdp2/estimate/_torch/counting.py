@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.groups import groups_of, state_of
-from composer_fsdp2._torch.live import tensors_of
 from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2._torch.private_names import TorchDispatchMode, own_parameters
+from composer_fsdp2.estimate._torch.live import tensors_of
 
 _NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 _INTO = torch.ops.aten.copy_.default

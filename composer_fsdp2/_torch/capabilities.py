@@ -1,4 +1,4 @@
-"""Where versions of ``fully_shard`` go different ways without saying so, as their code shows."""
+"""What differs between versions of ``fully_shard`` without a word, as their code shows."""
 
 import inspect
 from functools import cache

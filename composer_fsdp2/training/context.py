@@ -20,8 +20,6 @@ import torch.distributed as dist
 from torch import nn
 
 from composer_fsdp2._torch.collectives import launch
-from composer_fsdp2._torch.groups import new_group_of
-from composer_fsdp2.sharding.root_record import find_kept
 
 IGNORED_LABEL = -100  # torch's, Hugging Face's and LLM Foundry's
 
@@ -136,25 +134,3 @@ def _repeated_heads(tensor: torch.Tensor, degree: int, dim: int) -> torch.Tensor
     """In such a number that the ranks can divide them evenly: of too few heads each one several times."""
     num_heads = tensor.shape[dim]
     return tensor.repeat_interleave(math.lcm(num_heads, degree) // num_heads, dim) if num_heads % degree else tensor
-
-
-def context_ranks(world_size: int, degree: int, tensor_degree: int = 1) -> list[list[int]]:
-    """The groups of a world: of the ranks that share a batch, which are consecutive, those with the same layers.
-
-    The ranks of the tensor axis are the innermost: with 2 of each, 0 and 1 split layers, 0 and 2 sequences.
-    """
-    size = degree * tensor_degree
-    blocks = range(0, world_size, size)
-    return [list(range(b + t, b + size, tensor_degree)) for b in blocks for t in range(tensor_degree)]
-
-
-def make_context_group(degree: int, tensor_degree: int = 1) -> ContextGroup:
-    """This rank's group. Called on all ranks; makes every group of the world."""
-    group = new_group_of(dist.get_rank(), context_ranks(dist.get_world_size(), degree, tensor_degree))
-    assert group is not None, "the groups are all ranks"
-    return ContextGroup(group=group, size=degree, index=dist.get_rank(group))
-
-
-def find_context(model: nn.Module) -> ContextGroup | None:
-    """That of a sharded model; None where every rank has whole sequences."""
-    return find_kept(model, ContextGroup)

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,7 +17,8 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from composer_fsdp2._torch.live import LiveStorages
+from composer_fsdp2._torch.replaced import replaced
+from composer_fsdp2.estimate._torch.live import LiveStorages
 
 _words = str.split
 
@@ -58,8 +58,8 @@ def as_cuda(live: LiveStorages) -> Iterator[None]:
     try:
         with (
             _Attention(),
-            mock.patch.object(torch, "is_autocast_enabled", _is_autocast_enabled),
-            mock.patch.object(checkpoint_wrapper, "save_on_cpu", side_effect=lambda **_: _saved_on_host(live)),
+            replaced(torch, "is_autocast_enabled", _is_autocast_enabled),
+            replaced(checkpoint_wrapper, "save_on_cpu", lambda **_: _saved_on_host(live)),
         ):
             yield
     finally:

@@ -13,15 +13,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from composer_fsdp2._torch.private_names import own_parameters
-from composer_fsdp2.sharding.meshes import expert_parallel, tensor_parallel
 from composer_fsdp2.sharding.plan import ShardUnit
 
 
-def split_unit(
+def parallelize_unit(
     unit: ShardUnit,
     modules: Mapping[str, nn.Module],
     styles: Mapping[nn.Module, ParallelStyle | None],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     same: Collection[nn.Module],
 ) -> None:
     """Carry out the styles of a unit's modules, whose values are full.
@@ -30,46 +29,44 @@ def split_unit(
         unit: As planned.
         modules: Those of the whole model, by every path.
         styles: Of the modules that the unit holds.
-        mesh: All axes.
+        mesh: The tensor axis, if there is one.
         same: Those of the modules whose values are known to be equal on all ranks that split them.
 
     Called on all ranks; rank 0 of each group along the tensor axis sends the others their parts of all but ``same``.
     """
-    along = tensor_parallel(mesh, unit.mesh)
-    if along is None:
+    if mesh is None:
         return
     for module, style in styles.items():
         if style is not None:
-            split_module(module, style, along, source=None if module in same else 0)
+            parallelize(module, style, mesh, source=None if module in same else 0)
     for spec in unit.parameters:
         if len(spec.names) > 1 and spec.tensor_placement is not None:
             tie_again(modules, spec.names)
 
 
-def split_experts(unit: ShardUnit, modules: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
+def parallelize_experts(unit: ShardUnit, modules: Mapping[str, nn.Module], mesh: DeviceMesh | None) -> None:
     """Leave each rank its experts in the weights of a unit; their values are full, and alike on the ranks that do so.
 
     Args:
         unit: As planned; its weights are not tied.
         modules: Those of the whole model, by every path.
-        mesh: All axes.
+        mesh: The expert axis, if there is one.
 
     Called on all ranks; does not communicate.
     """
-    along = expert_parallel(mesh, unit.mesh)
-    if along is None:
+    if mesh is None:
         return
     for spec in unit.parameters:
         path, _, name = spec.name.rpartition(".")
         old: nn.Parameter = getattr(modules[path], name)
         if not isinstance(old, DTensor) and spec.tensor_placement is not None:
-            part = distribute_tensor(old.detach(), along, [spec.tensor_placement], src_data_rank=None)
+            part = distribute_tensor(old.detach(), mesh, [spec.tensor_placement], src_data_rank=None)
             new = nn.Parameter(part, old.requires_grad)
             vars(new).update(vars(old))
             setattr(modules[path], name, new)
 
 
-def split_module(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, *, source: int | None = 0) -> None:
+def parallelize(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, *, source: int | None = 0) -> None:
     """Carry out one style, and keep what was noted on the parameters ([Note: split parameters]).
 
     Args:
