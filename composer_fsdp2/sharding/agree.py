@@ -89,9 +89,7 @@ def agree(
     except Exception as caught:
         error, text = caught, f"error {type(caught).__name__}: {caught}"
     digest = hashlib.sha256(text.encode(errors="surrogatepass"))  # paths may be no text
-    # Of each 8 bytes 63 bits: the negative of the smallest number would be no int64.
-    numbers = (int.from_bytes(digest.digest()[at : at + 8], "big", signed=True) >> 1 for at in range(0, 32, 8))
-    is_same = _is_same_everywhere(*numbers)
+    is_same = _is_same_everywhere(digest.digest())
     if is_same and error is None:
         return value
     texts = [] if is_same else gather(text if error else digest.hexdigest())
@@ -127,13 +125,15 @@ def _excerpts(text: str, other: int) -> tuple[str, str]:
     return _around(of_first, text), _around(text, of_first)
 
 
-def _is_same_everywhere(*numbers: int) -> bool:
-    """Whether all ranks have these numbers, of 63 bits. Called on all ranks; one all-reduce."""
+def _is_same_everywhere(digest: bytes) -> bool:
+    """Whether all ranks have this digest, of 32 bytes: then the largest x of any rank is also the smallest."""
     if not (dist.is_available() and dist.is_initialized()):
         return True
+    # Of each 8 bytes 63 bits: the negative of the smallest number would be no int64.
+    numbers = [int.from_bytes(digest[at : at + 8], "big", signed=True) >> 1 for at in range(0, 32, 8)]
     own = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64)
     largest = own.to(device_of_group(), copy=True)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)  # the largest x of any rank is also the smallest
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
     return torch.equal(largest.cpu(), own)
 
 

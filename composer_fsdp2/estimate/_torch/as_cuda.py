@@ -2,7 +2,7 @@
 
 Its autocast has a longer list of operators: it normalizes, takes softmaxes and powers in fp32 and keeps fp32 for
 backward, where a CPU keeps bf16. The lists are those of torch's ATen/autocast_mode.h, which
-``tests/_torch/test_as_cuda.py`` reads. Of its operators in lower precision a CPU's autocast has all that models spend
+``tests/estimate/test_as_cuda.py`` reads. Of its operators in lower precision a CPU's autocast has all that models spend
 memory on. Its attention kernels drop scores without keeping a mask. And offloaded activations leave its memory.
 """
 
