@@ -1,4 +1,4 @@
-"""An attribute of another package's object, replaced for as long as a block runs."""
+"""Replace an attribute of another package's object within a ``with`` block."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,9 +9,13 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the block, an attribute of a module, a class or an instance has this value."""
-    getattr(owner, name)  # raises where another version of the package has no such attribute
-    before = vars(owner).get(name, _ABSENT)  # of a class what is written there, a staticmethod for one
+    """Set an attribute of a module, class or instance, and restore it afterwards.
+
+    Raises:
+        AttributeError: the object has no such attribute.
+    """
+    getattr(owner, name)
+    before = vars(owner).get(name, _ABSENT)  # the raw descriptor of a class attribute, e.g. a staticmethod
     setattr(owner, name, value)
     try:
         yield

@@ -22,13 +22,13 @@ GroupTable: TypeAlias = tuple[tuple[Ranks, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitMesh:
-    """The ranks over which a unit lies, and the slices of their mesh.
+    """The device mesh of a unit and its slices.
 
     Args:
-        whole: With all axes.
-        fsdp: What ``fully_shard`` gets: the axes along which ranks shard or replicate a parameter.
-        tensor: The axis along which ranks split layers between them, if there is one.
-        expert: The axis along which ranks split experts between them, if there is one.
+        whole: All axes.
+        fsdp: The shard and replicate axes, for ``fully_shard``.
+        tensor: The tensor-parallel axis, or None.
+        expert: The expert-parallel axis, or None.
     """
 
     whole: DeviceMesh
@@ -92,12 +92,12 @@ def _make_mesh(spec: MeshSpec, layout: list[Any], table: GroupTable) -> DeviceMe
 
 
 def group_along(shape: Sequence[int], axis: int, backend: str | None = None, timeout: timedelta | None = None) -> Any:
-    """This rank's process group along one axis of all ranks, laid out in order in this shape; see ``group_of``."""
+    """``group_of`` along one axis of ``arange(world_size).view(shape)``. Called on all ranks."""
     return group_of(_lines(shape)[axis], backend, timeout)
 
 
 def _lines(shape: Sequence[int]) -> GroupTable:
-    """Of all ranks, laid out in order in this shape."""
+    """For each axis of ``arange(world_size).view(shape)`` and each rank, the ranks along that axis."""
     ranks = torch.arange(dist.get_world_size()).view(*shape)
     table = []
     for axis, size in enumerate(ranks.shape):
@@ -107,7 +107,7 @@ def _lines(shape: Sequence[int]) -> GroupTable:
     return tuple(table)
 
 
-# Of the world that there is, by ranks and backend; None: of other ranks.
+# Process groups of the current world by (ranks, backend); None for groups without this rank.
 _groups: dict[tuple[Ranks, str | None], dist.ProcessGroup | None] = {}
 _world: dist.ProcessGroup | None = None
 
@@ -115,11 +115,11 @@ _world: dist.ProcessGroup | None = None
 def group_of(
     of_ranks: Sequence[Ranks], backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
-    """This rank's process group, of a division of all ranks; each is made once in a world. Called on all ranks.
+    """The process group of this rank in a partition of the world, created once per world. Called on all ranks.
 
     Args:
-        of_ranks: The group of each rank, in one order on all its ranks.
-        backend, timeout: Those of the default group where they are None.
+        of_ranks: For each global rank the ranks of its group, in the same order on all members.
+        backend, timeout: None means those of the default group.
     """
     global _world
     if _world is not dist.group.WORLD:

@@ -1,4 +1,4 @@
-"""What is kept of a sharded model beside its parameters, for as long as the model lives."""
+"""The state of a sharded model beside its parameters: plan, process groups, guard and votes."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,14 +20,14 @@ from composer_fsdp2.training.context import ContextGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchGroup:
-    """The ranks that compute this rank's batch together, and how they come to have the same one.
+    """The ranks that compute one batch together, and how each of them gets it.
 
     Args:
-        ranks: In ascending order.
-        group: Theirs, over gloo: batches lie in host memory, and nobody waits for a device.
-        how: What is done with each batch.
-        check: Whether the batches are compared, once for each loader and epoch.
-        tensor_degree: How many of the ranks in a row split layers.
+        ranks: Global ranks in ascending order.
+        group: Their gloo process group: batches are in host memory.
+        how: Whether a batch is broadcast, gathered, or left as the loader gave it.
+        check: Whether batches are compared, once per loader and epoch.
+        tensor_degree: Number of consecutive ranks that split layers.
     """
 
     ranks: tuple[int, ...]
@@ -39,17 +39,17 @@ class BatchGroup:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Run:
-    """A sharded model while it is trained. It holds no module, which would live for ever.
+    """State of one sharded model. It references no module, which would keep the model alive.
 
     Args:
-        plan: None where ``fully_shard`` sharded the model without us.
-        report: What became of each key of its configuration, as text.
-        findings: The same, one by one.
-        groups: By root, process groups: an all-reduce over each in turn reaches all ranks that train parts of the root.
-        guard: Meets the other ranks at a place, where ``collective_guard`` is on.
-        latest_vote: The last ``OutOfMemoryVote``, which may be off.
-        context: The ranks that share this rank's sequences.
-        batch: The ranks that share this rank's batch.
+        plan: None if the script called ``fully_shard`` itself.
+        report: The translation of the configuration, as text.
+        findings: The findings of the translation, one per key.
+        groups: Process groups by root: an all-reduce over each in turn reaches all ranks that train the root.
+        guard: Compares the position of all ranks, if ``collective_guard`` is on.
+        latest_vote: Weak reference to the last ``OutOfMemoryVote``, which may be stopped.
+        context: The ranks that share this rank's sequences, under context parallelism.
+        batch: The ranks that share this rank's batch, under tensor or context parallelism.
     """
 
     plan: ShardingPlan | None = None
@@ -63,11 +63,13 @@ class Run:
 
 
 def start_run(model: nn.Module, plan: ShardingPlan, meshes: Mapping[str, UnitMesh]) -> Run:
-    """Of a model that was just sharded. Called on all ranks; gathers a bit for each root on groups of ranks.
+    """Create and attach the run of a model that ``apply_agreed_plan`` has sharded.
 
     Args:
-        plan: Carried out.
-        meshes: Of its units, by name.
+        plan: The plan of the model.
+        meshes: Its result: the mesh of each unit by name.
+
+    Called on all ranks; gathers one bool per root whose mesh is not the world.
     """
     run = Run(plan=plan)
     for units in units_by_root(plan.units).values():
@@ -82,17 +84,17 @@ _RUNS: WeakKeyDictionary[nn.Module, Run] = WeakKeyDictionary()
 
 
 def attach(run: Run, units: Iterable[nn.Module]) -> None:
-    """Keep ``run`` for as long as one of its model's units lives."""
+    """Attach ``run`` to the units of its model; it is freed with the last of them."""
     _RUNS.update((unit, run) for unit in units)
 
 
 def find_run(model: nn.Module) -> Run | None:
-    """Of a model, or of a part of one that has units; None where there is none."""
+    """The run of a model, or of a submodule that contains a unit; None if the model is not sharded."""
     return next((_RUNS[module] for module in model.modules() if module in _RUNS), None) if _RUNS else None
 
 
 def run_of(model: nn.Module) -> Run:
-    """The same; a new one for a model that ``fully_shard`` sharded without us."""
+    """``find_run``, or a new run if the script called ``fully_shard`` itself."""
     run = find_run(model)
     if run is None:
         run = Run()
@@ -101,12 +103,12 @@ def run_of(model: nn.Module) -> Run:
 
 
 def find_context(model: nn.Module) -> ContextGroup | None:
-    """The ranks that share this rank's sequences; None where every rank has whole ones."""
+    """The context-parallel group of a model; None without context parallelism."""
     run = find_run(model)
     return None if run is None else run.context
 
 
 def find_batch_group(model: nn.Module) -> BatchGroup | None:
-    """The ranks that share this rank's batch; None where every rank has its own."""
+    """The ranks that share this rank's batch; None without tensor or context parallelism."""
     run = find_run(model)
     return None if run is None else run.batch
