@@ -34,7 +34,7 @@ def make_batch_group(config: ShardingConfig) -> BatchGroup | None:
     """The ranks that share a batch, with this one; None where every rank has its own. Called on all ranks."""
     if (size := config.data_block_size) == 1:
         return None
-    group = group_along((-1, size), 1, backend="gloo", timeout=_TIMEOUT)
+    group = group_along((-1, size), 1, "batch", backend="gloo", timeout=_TIMEOUT)
     return BatchGroup(
         ranks=tuple(_ranks_of(group)),
         group=group,

@@ -69,7 +69,7 @@ def start_context(model: nn.Module, plan: ShardingPlan) -> ContextGroup | None:
     if degree == 1:
         return None
     # The ranks of the tensor axis are the innermost: with 2 of each, 0 and 1 split layers, 0 and 2 sequences.
-    group = group_along((-1, degree, _tensor_degree(plan.config)), 1)
+    group = group_along((-1, degree, _tensor_degree(plan.config)), 1, AxisRole.CONTEXT.value)
     context = ContextGroup(group=group, size=degree, index=dist.get_rank(group))
     for path, kind in _models(model).items():
         inside = [each for each in plan.exchanging if path in ancestors_or_self(each)]

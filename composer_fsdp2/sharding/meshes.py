@@ -84,16 +84,16 @@ def unit_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ()) -
 
 def _make_mesh(spec: MeshSpec, layout: list[Any], table: GroupTable) -> DeviceMesh:
     init_device_mesh(spec.device_type, (dist.get_world_size(),))  # a rank without a GPU of its own takes one
-    own: Any = [group_of(of_ranks) for of_ranks in table]
+    own: Any = [group_of(of_ranks, axis.role.value) for of_ranks, axis in zip(table, spec.axes, strict=True)]
     if len(own) == 1:
         return DeviceMesh.from_group(own[0], spec.device_type, mesh_dim_names=spec.axis_names)
     ranks = torch.tensor(layout, dtype=torch.int)
     return DeviceMesh.from_group(own, spec.device_type, mesh=ranks, mesh_dim_names=spec.axis_names)
 
 
-def group_along(shape: Sequence[int], axis: int, backend: str | None = None, timeout: timedelta | None = None) -> Any:
+def group_along(shape: Sequence[int], axis: int, use: str, **options: Any) -> dist.ProcessGroup:
     """``group_of`` along one axis of ``arange(world_size).view(shape)``. Called on all ranks."""
-    return group_of(_lines(shape)[axis], backend, timeout)
+    return group_of(_lines(shape)[axis], use, **options)
 
 
 def _lines(shape: Sequence[int]) -> GroupTable:
@@ -107,31 +107,34 @@ def _lines(shape: Sequence[int]) -> GroupTable:
     return tuple(table)
 
 
-# Process groups of the current world by (ranks, backend); None for groups without this rank.
-_groups: dict[tuple[Ranks, str | None], dist.ProcessGroup | None] = {}
+# Process groups of the current world by (ranks, use); None for groups without this rank.
+_groups: dict[tuple[Ranks, str], dist.ProcessGroup | None] = {}
 _world: dist.ProcessGroup | None = None
 
 
 def group_of(
-    of_ranks: Sequence[Ranks], backend: str | None = None, timeout: timedelta | None = None
+    of_ranks: Sequence[Ranks], use: str, *, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
     """The process group of this rank in a partition of the world, created once per world. Called on all ranks.
 
     Args:
         of_ranks: For each global rank the ranks of its group, in the same order on all members.
+        use: Groups for different uses have communicators of their own, even over the same ranks: NCCL runs the
+            collectives of a communicator one after the other, and an exchange would wait for prefetched parameters.
         backend, timeout: None means those of the default group.
     """
     global _world
     if _world is not dist.group.WORLD:
         _world = dist.group.WORLD
         _groups.clear()
-        _groups[tuple(range(dist.get_world_size())), None] = _world
+        everybody = tuple(range(dist.get_world_size()))
+        _groups.update(((everybody, role.value), _world) for role in DATA_PARALLEL)
     rank = dist.get_rank()
-    missing = [ranks for ranks in dict.fromkeys(of_ranks) if (ranks, backend) not in _groups]
+    missing = [ranks for ranks in dict.fromkeys(of_ranks) if (ranks, use) not in _groups]
     if missing:
         made = new_group_of(missing, backend, timeout)
-        _groups.update(((ranks, backend), made if rank in ranks else None) for ranks in missing)
-    own = _groups[of_ranks[rank], backend]
+        _groups.update(((ranks, use), made if rank in ranks else None) for ranks in missing)
+    own = _groups[of_ranks[rank], use]
     assert own is not None, "this rank's"
     return own
 

@@ -47,14 +47,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 
     norms = {}
     for path, root in sharded_roots(model):
         run = run_of(root)
-        if run.plan is None:
+        groups = run.groups.get(root)
+        if run.plan is None or groups is None:
             raise PlanError(
                 f"a {type(root).__name__} was sharded by fully_shard itself; shard the model with prepare_fully_shard "
                 "or apply_plan, or use torch's own functions for it"
             )
         trainable = (parameter for parameter in resting_parameters(root) if parameter.requires_grad)
         grads = _grads_of(trainable)
-        total = _total_norm(grads, order, run.groups[root], torch.device(run.plan.mesh.device_type))
+        total = _total_norm(grads, order, groups, torch.device(run.plan.mesh.device_type))
         _scale(grads, total, float(max_norm))
         norms[path] = total
     return norms

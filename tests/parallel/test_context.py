@@ -66,9 +66,10 @@ def test_training_is_that_of_one_process(folder: str) -> None:
 def test_ranks_of_a_group_share_a_batch_and_the_same_layers(folder: str) -> None:
     """Ranks that divided a sequence with those that hold other parts of its layers would add up foreign numbers."""
     for degree, tensor_degree, expected in ((2, 1, ["01", "23"]), (2, 2, ["02", "13"]), (4, 1, ["0123"])):
-        group = group_along((-1, degree, tensor_degree), 1)
+        group = group_along((-1, degree, tensor_degree), 1, "context")
         assert dist.get_process_group_ranks(group) in [[int(rank) for rank in ranks] for ranks in expected]
-        assert group_along((-1, degree, tensor_degree), 1) is group, "made once"
+        assert group_along((-1, degree, tensor_degree), 1, "context") is group, "made once"
+        assert group is not dist.group.WORLD, "it would wait for prefetched parameters"
 
 
 @pytest.mark.any_torch
