@@ -264,10 +264,12 @@ def check_left_out() -> None:
 
 def check_foreign() -> None:
     """An error that names no cause would be looked for in the gradients."""
-    model = Chain(a=layer())
-    fully_shard(model)
-    with pytest.raises(PlanError, match="Chain was sharded by fully_shard itself"):
-        clip_grad_norm_(model, 1.0)
+    model, around_ours = Chain(a=layer()), Chain(a=Chain(b=layer()), c=layer())
+    prepare_fully_shard(around_ours.a, None, {}, device="cpu")
+    for each in (model, around_ours):
+        fully_shard(each)
+        with pytest.raises(PlanError, match="Chain was sharded by fully_shard itself"):
+            clip_grad_norm_(each, 1.0)
 
 
 def two_roots() -> nn.Module:
