@@ -28,9 +28,9 @@ from composer_fsdp2._torch.scaler import after_unscaling
 from composer_fsdp2.sharding.sharded import is_sharded
 from composer_fsdp2.training.control import ANSWER_WITHIN
 from composer_fsdp2.training.out_of_memory import (
-    BatchSnapshot,
     OutOfMemoryVote,
     PeerOutOfMemoryError,
+    batch_snapshot,
     is_out_of_memory,
     reset,
 )
@@ -53,12 +53,12 @@ class _Recovery:
         self.is_committed = False
         self._num_clean = 0
 
-    def begin_batch(self, model: torch.nn.Module, metrics: Mapping[str, Metric]) -> "_Before | None":
-        """What to go back to where a rank is out of memory; None, and nothing copied, once votes have ended."""
+    def begin_batch(self, model: torch.nn.Module, metrics: Mapping[str, Metric]) -> Callable[[], None] | None:
+        """How to go back where a rank is out of memory; None, and nothing copied, once votes have ended."""
         if self._num_clean >= _CLEAN_BATCHES:
             return None
         self.votes.start()
-        return _Before(BatchSnapshot.take(model), _MetricsSnapshot.take(metrics))
+        return _snapshot(model, metrics)
 
     def commit(self) -> None:
         """Vote, once in a batch: the ranks communicate about its gradients next, and it cannot be repeated any more."""
@@ -176,16 +176,16 @@ def _train_until_it_fits(
 ) -> dict[str, torch.Tensor]:
     state: State = trainer.state
     batch, first_size, retries = state.batch, state.device_train_microbatch_size, trainer.cumulative_alloc_retries
-    before = recovery.begin_batch(state.model, state.train_metrics or {})
+    go_back = recovery.begin_batch(state.model, state.train_metrics or {})
     results: list[dict[str, torch.Tensor]] = []
 
     def run() -> None:
         try:
             results.append(attempt())
         except RuntimeError as error:
-            if (before is None or recovery.is_committed) and is_out_of_memory(error):
+            if (go_back is None or recovery.is_committed) and is_out_of_memory(error):
                 # No vote: the others may be in a collective without one, which would not end.
-                why = _WITHOUT_VOTES if before is None else _TOO_LATE
+                why = _WITHOUT_VOTES if go_back is None else _TOO_LATE
                 raise RuntimeError(why.format(key="train", size=state.device_train_microbatch_size)) from error
             raise
 
@@ -195,9 +195,9 @@ def _train_until_it_fits(
             is_done = recovery.votes.succeeded(run)
         if is_done:
             break
-        assert before is not None, "raised above"
+        assert go_back is not None, "raised above"
         composer_trainer._adjust_device_train_microbatch_size(state)
-        before.restore()
+        go_back()
         state.batch = batch
         recovery.expect_more()
     if first_size == state.device_train_microbatch_size:
@@ -282,16 +282,16 @@ class _Evaluation:
     recovery: _Recovery
     evaluator: Evaluator
     metrics: dict[str, Any]
-    before: "_Before | None" = None
+    restore: Callable[[], None] | None = None
     is_in_batch: bool = False
     is_known: bool = False
 
     def begin_batch(self) -> None:
-        self.before = self.recovery.begin_batch(self.state.model, self.metrics)
+        self.restore = self.recovery.begin_batch(self.state.model, self.metrics)
         self.is_in_batch, self.is_known = True, False
 
     def end_batch(self) -> None:
-        self.before, self.is_in_batch = None, False
+        self.restore, self.is_in_batch = None, False
         self.recovery.note_clean()
 
     def note(self, error: BaseException) -> bool:
@@ -302,7 +302,7 @@ class _Evaluation:
         """
         if not is_out_of_memory(error):
             return False
-        if self.before is None:
+        if self.restore is None:
             size = self.evaluator.device_eval_microbatch_size
             raise RuntimeError(_WITHOUT_VOTES.format(key="eval", size=size)) from error
         if not isinstance(error, PeerOutOfMemoryError):
@@ -321,41 +321,27 @@ class _Evaluation:
 
     def go_back(self) -> None:
         """Return to the state before the batch."""
-        assert self.before is not None, "noted"
+        assert self.restore is not None, "noted"
         reset(self.state.model)
-        self.before.restore()
+        self.restore()
         self.is_known = False
         self.recovery.expect_more()
         self.recovery.votes.start()
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What a batch changes, as it was before."""
+def _snapshot(model: torch.nn.Module, metrics: Mapping[str, Metric]) -> Callable[[], None]:
+    """A function that restores what a batch changes, ``metrics`` and those inside of them too."""
+    restore_model = batch_snapshot(model)
+    every = [metric for outer in metrics.values() for metric in outer.modules() if isinstance(metric, Metric)]
+    before = [(metric, copy.deepcopy(_values(metric))) for metric in every]
 
-    snapshot: BatchSnapshot
-    metrics: "_MetricsSnapshot"
-
-    def restore(self) -> None:
-        self.snapshot.restore()
-        self.metrics.restore()
-
-
-@dataclass(frozen=True, slots=True)
-class _MetricsSnapshot:
-    """What metrics held, those inside of others too."""
-
-    values: list[tuple[Metric, dict[str, Any]]]
-
-    @classmethod
-    def take(cls, metrics: Mapping[str, Metric]) -> "_MetricsSnapshot":
-        every = (metric for outer in metrics.values() for metric in outer.modules() if isinstance(metric, Metric))
-        return cls([(metric, copy.deepcopy(_values(metric))) for metric in every])
-
-    def restore(self) -> None:
-        for metric, values in self.values:
+    def restore() -> None:
+        restore_model()
+        for metric, values in before:
             for attribute, value in copy.deepcopy(values).items():
                 setattr(metric, attribute, value)
+
+    return restore
 
 
 def _values(metric: Metric) -> dict[str, Any]:

@@ -5,11 +5,10 @@ removes old checkpoints. The second part is still Composer's: it is called with 
 already" (``SavedState``), right after the writing or, with ``async_save``, at the end of a later batch.
 """
 
-import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from composer.callbacks import CheckpointSaver
 from composer.core import State
 from composer.utils import checkpoint
 
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.atomic import replacing
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.long_work import long_work
@@ -77,12 +77,12 @@ def _account_for(saver: CheckpointSaver, logger: Any, original: Callable[..., An
     if saver.latest_filename is not None and saver.num_checkpoints_to_keep != 0:
         _link(Path(saver.latest_filename.format(written)), written)
     if not written.fsdp_sharded_state_dict_enabled or saver.num_checkpoints_to_keep != 0:
-        with _changed(saver, latest_filename=None):
+        with replaced(saver, "latest_filename", None):
             original(saver, written, logger)
         return
     # Where none is kept, Composer's rank 0 removes a folder of shards that other ranks still upload. Here all wait for
     # the others' uploads, and hear of one that failed.
-    with _changed(saver, latest_filename=None, num_checkpoints_to_keep=-1):
+    with replaced(saver, "latest_filename", None), replaced(saver, "num_checkpoints_to_keep", -1):
         long_work(lambda: original(saver, written, logger), "uploading a checkpoint", error_type=CheckpointError)
     saver._rotate_checkpoints(sharding_enabled=True)
 
@@ -99,19 +99,3 @@ def _link(link: Path, written: SavedState) -> None:
     link.parent.mkdir(parents=True, exist_ok=True)
     with replacing(link) as new:
         new.symlink_to(os.path.relpath(target, link.parent))
-
-
-@contextlib.contextmanager
-def _changed(saver: CheckpointSaver, **settings: Any) -> Iterator[None]:
-    """The saver with other settings, for Composer's second part."""
-    before = {name: getattr(saver, name) for name in settings}
-    _set(saver, settings)
-    try:
-        yield
-    finally:
-        _set(saver, before)
-
-
-def _set(saver: CheckpointSaver, settings: Mapping[str, Any]) -> None:
-    for name, value in settings.items():
-        setattr(saver, name, value)

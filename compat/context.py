@@ -156,10 +156,6 @@ def _problems(model: Any) -> Iterator[str]:
         yield "use_cache keeps keys and values of whole rows; set it to false"
 
 
-def _notes(model: nn.Module) -> Iterator[str]:
-    yield from ()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # LLM Foundry's MPT: a part of its sequences
 
@@ -248,9 +244,4 @@ def _refuse_generation(*args: Any, **kwargs: Any) -> None:
     raise _no_tasks("generate")
 
 
-know(
-    KnownModel(
-        name="LLM Foundry's MPT", is_one=_is_mpt, attentions=_attentions, problems=_problems, notes=_notes,
-        start=_start,
-    )
-)  # fmt: skip
+know(KnownModel(name="LLM Foundry's MPT", is_one=_is_mpt, attentions=_attentions, problems=_problems, start=_start))

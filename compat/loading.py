@@ -15,6 +15,7 @@ from composer.core import State
 from composer.utils.checkpoint import glob_filter
 from composer.utils.misc import partial_format
 
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory, ObjectRecord, TensorRecord
 from composer_fsdp2.checkpoint.load.into_model import load_inventory, other_entries
 from composer_fsdp2.checkpoint.open import together
@@ -184,13 +185,9 @@ def _check_same_step(inventory: CheckpointInventory, timestamp: Any) -> None:
 def _fit(entries: dict[str, Any], state: State, inventory: CheckpointInventory) -> None:
     """Put what DCP took apart into the containers of the Trainer's state, as its own load does; no communication."""
     in_pieces = {str(path[1]) for path in inventory.entries if path[0] == "state" and len(path) > 2} & entries.keys()
-    attributes = state.serialized_attributes
-    state.serialized_attributes = [name for name in attributes if name in in_pieces]
-    try:
-        with shards_kept(True):
-            live = state.state_dict() if state.serialized_attributes else {}
-    finally:
-        state.serialized_attributes = attributes
+    attributes = [name for name in state.serialized_attributes if name in in_pieces]
+    with shards_kept(True), replaced(state, "serialized_attributes", attributes):
+        live = state.state_dict() if attributes else {}
     entries.update((name, fitted(entries[name], live[name])) for name in in_pieces & live.keys())
 
 

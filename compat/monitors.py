@@ -30,7 +30,7 @@ from composer.optim import DecoupledAdamW
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.parts import local_tensor, local_tensors
 from composer_fsdp2._torch.private_names import ActivationWrapper, own_parameters
@@ -419,10 +419,6 @@ def dist_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, opti
     return optimizer_metrics
 
 
-def _is_pending(tensor: DTensor) -> bool:
-    return any(isinstance(placement, Partial) for placement in tensor.placements)
-
-
 @seam(
     "composer.callbacks.activation_monitor",
     "ActivationMonitor.before_forward",
@@ -479,7 +475,8 @@ def is_reduced(tensor: torch.Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return False
     if not all(placement.is_replicate() for placement in tensor.placements):
-        kind = "a sum or norm not yet reduced" if _is_pending(tensor) else "sharded"
+        is_pending = any(placement.is_partial() for placement in tensor.placements)
+        kind = "a sum or norm not yet reduced" if is_pending else "sharded"
         raise UnsupportedError(
             f"composer.utils.dist.all_reduce got a DTensor that is {kind} ({tensor.placements}); "
             "call its full_tensor() instead, on all ranks"

@@ -10,7 +10,7 @@ import itertools
 import logging
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import composer.core.state
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
+from composer_fsdp2._torch.replaced import replaced
 
 log = logging.getLogger(__name__)
 
@@ -27,23 +28,17 @@ def is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-@contextlib.contextmanager
-def left_on_device(model: nn.Module) -> Iterator[None]:
+def left_on_device(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """In the block, Composer's State collects what lies on a device as it is, and makes no pageable copy of it.
 
     Without effect for a model in host memory.
     """
+    if not any(is_on_device(parameter) for parameter in model.parameters()):
+        return contextlib.nullcontext()
     original: Any = composer.core.state.StateDictOptions
-
-    def options(**given: Any) -> Any:
-        return original(**{**given, "cpu_offload": False})
-
-    if any(is_on_device(parameter) for parameter in model.parameters()):
-        composer.core.state.StateDictOptions = options
-    try:
-        yield
-    finally:
-        composer.core.state.StateDictOptions = original
+    return replaced(
+        composer.core.state, "StateDictOptions", lambda **given: original(**{**given, "cpu_offload": False})
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_directory
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.atomic import replacing
 from composer_fsdp2.checkpoint.save.monolithic import save_monolithic
 from composer_fsdp2.checkpoint.trees import EntryPath, leaves, mapped
@@ -40,7 +41,8 @@ from .seams import seam
 
 def sharded_state_dict(state: State, weights_only: bool, ignore_keys: IgnoreKeys) -> dict[str, Any]:
     """What Composer would save, with DTensors in place of full tensors. Called on all ranks."""
-    with shards_kept(not state.fsdp_sharded_state_dict_enabled), _as_sharded(state):
+    as_sharded = replaced(state.fsdp_config, "state_dict_type", "sharded")
+    with shards_kept(not state.fsdp_sharded_state_dict_enabled), as_sharded:
         if weights_only:
             parts = {
                 "model": state.get_model_state_dict(),
@@ -55,19 +57,6 @@ def sharded_state_dict(state: State, weights_only: bool, ignore_keys: IgnoreKeys
         ignore(state_dict)
         state_dict.setdefault("state", {})
     return state_dict
-
-
-@contextlib.contextmanager
-def _as_sharded(state: State) -> Iterator[None]:
-    """The state's own configuration, asked for shards."""
-    config = state.fsdp_config
-    assert config is not None
-    before = config.state_dict_type
-    config.state_dict_type = "sharded"
-    try:
-        yield
-    finally:
-        config.state_dict_type = before
 
 
 @seam(

@@ -1,6 +1,7 @@
 """This rank's parts of DTensors, as the plain tensors that they are kept in, and fused operations on many of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +16,19 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def with_local_tensor(tensor: Tensor, part: Tensor) -> Tensor:
-    """A tensor like ``tensor``, a DTensor or not, with the local tensor ``part``, on whatever device that lies.
+def with_local_tensor(tensor: Tensor, part: Tensor) -> Any:
+    """``part`` as the local tensor of one that is placed as ``tensor`` is, if that is a DTensor; does not communicate.
 
-    ``DTensor.from_local`` would bring it to the mesh's.
+    ``part`` has the shape of this rank's shard, and any dtype; it stays on its device, while ``DTensor.from_local``
+    moves it to the mesh's. The result is part of no graph.
     """
-    return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part
+    if not isinstance(tensor, DTensor):
+        return part
+    spec = tensor._spec
+    if part.dtype != tensor.dtype:
+        assert spec.tensor_meta is not None, "every DTensor has its shape, strides and dtype there"
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype))
+    return DTensor(part, spec, requires_grad=False)
 
 
 def local_tensors(first: Tensor, *others: Tensor) -> Sequence[Tensor] | None:

@@ -2,12 +2,14 @@
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
 from torch.distributed.tensor import DTensor
+
+from composer_fsdp2._torch.replaced import replaced
 
 
 class ShardedGradScaler(FSDP1GradScaler):
@@ -46,8 +48,7 @@ def _shard_with_gradient(gradient: torch.Tensor) -> torch.Tensor:
     return holder
 
 
-@contextlib.contextmanager
-def after_unscaling(scaler: Any, then: Callable[[], None]) -> Iterator[None]:
+def after_unscaling(scaler: Any, then: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Within the block, ``unscale_`` calls ``then`` once it has all its tensors.
 
     It communicates after that, and notes that it was called: an error of ``then`` leaves it to be called again.
@@ -59,8 +60,4 @@ def after_unscaling(scaler: Any, then: Callable[[], None]) -> Iterator[None]:
         then()
         return found
 
-    scaler._unscale_grads_ = unscale_grads
-    try:
-        yield
-    finally:
-        del scaler._unscale_grads_
+    return replaced(scaler, "_unscale_grads_", unscale_grads)

@@ -21,6 +21,7 @@ from torch.utils.hooks import unserializable_hook
 from composer_fsdp2._torch.collectives import InFlight, Watch, all_reduce, at_work, watch_between_units
 from composer_fsdp2._torch.groups import groups_of, has_gradient, state_of
 from composer_fsdp2._torch.passing import Passage, cast_floats, hidden_gradient, tensors_in
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.errors import PlanError
 
 
@@ -512,13 +513,10 @@ def _copied_before_hooks(parameters: Sequence[Any]) -> Iterator[None]:
         and parameter.pin_memory
         and getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None)
     ]
-    for parameter in hooked:
-        parameter.pin_memory = False
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for parameter in hooked:
-            parameter.pin_memory = True
+            stack.enter_context(replaced(parameter, "pin_memory", False))
+        yield
 
 
 def keeps_what_copies_read() -> bool:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
 from composer_fsdp2._torch.private_names import custom_loading, local_box, versions_in
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.checkpoint.trees import is_leafless
-from composer_fsdp2.sharding.placements import laid_out_as, replicating_axes
+from composer_fsdp2.sharding.placements import replicating_axes
 from composer_fsdp2.sharding.ties import tie_groups
 
 _EXTRA_STATE = "_extra_state"
@@ -53,7 +53,7 @@ class LocalBox(Box):
         """This rank's part as a tensor of the same layout; does not communicate."""
         if not isinstance(self.like, DTensor):
             return local
-        return laid_out_as(self.like, local)
+        return with_local_tensor(self.like, local)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CallError, UnsupportedError
 from composer_fsdp2.sharding.agree import agree, device_of_group
 from composer_fsdp2.sharding.full_values import gather_full, own_part
-from composer_fsdp2.sharding.placements import laid_out_as, splitting_axes
+from composer_fsdp2.sharding.placements import splitting_axes
 from composer_fsdp2.sharding.sharded import sharded_roots
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -406,7 +406,7 @@ def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
-        return laid_out_as(parameter, own_part(parameter, value.detach()).clone())
+        return with_local_tensor(parameter, own_part(parameter, value.detach()).clone())
     return value.detach().clone()
 
 

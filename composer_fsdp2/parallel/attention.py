@@ -37,16 +37,16 @@ class KnownModel:
         is_one: Whether a module is such a model, from where tokens go in to where the loss or the logits come out.
         attentions: Its attention modules by path, with their facts.
         problems: What of such a model cannot compute a part, each as a sentence that names the way out.
-        notes: What is only approximately what the whole would give.
         start: Makes one of the modules compute a part; gets the model as a whole, it, and its attention modules.
+        notes: What is only approximately what the whole would give.
     """
 
     name: str
     is_one: Callable[[nn.Module], bool]
     attentions: Callable[[nn.Module], Mapping[str, AttentionFacts]]
     problems: Callable[[nn.Module], Iterator[str]]
-    notes: Callable[[nn.Module], Iterator[str]]
     start: Callable[[nn.Module, nn.Module, Sequence[nn.Module], ContextGroup], None]
+    notes: Callable[[nn.Module], Iterator[str]] = lambda model: iter(())
 
 
 _KNOWN: dict[str, KnownModel] = {}

@@ -7,7 +7,6 @@ are finite, and the model learns from nothing.
 """
 
 import io
-import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.contents import Part, bytes_of, digest_of, parts_of
 from composer_fsdp2.parallel.joining import join_rows
-from composer_fsdp2.sharding.agree import agree, device_of_group, gather
+from composer_fsdp2.sharding.agree import agree, gather
 from composer_fsdp2.sharding.meshes import group_along
 from composer_fsdp2.training.run import BatchGroup
 
@@ -149,117 +147,73 @@ def share_batch(
 
 
 def _first(batch: Any, group: dist.ProcessGroup | None) -> Any:
-    source, device = _ranks_of(group)[0], device_of_group(group)
-    own = _Packed.of(batch) if dist.get_rank() == source else None
-    header = torch.tensor([0, 0] if own is None else own.sizes, device=device)
-    dist.broadcast(header, source, group)
-    sizes = header.tolist()
-    content = (torch.empty(sum(map(abs, sizes)), dtype=torch.uint8) if own is None else own.content).to(device)
-    dist.broadcast(content, source, group)
-    received = _Packed(sizes, content.cpu())
-    received.check()
-    return received.open() if own is None else batch
+    source = _ranks_of(group)[0]
+    sent = [_Packed.of(batch) if dist.get_rank() == source else None]
+    dist.broadcast_object_list(sent, source, group)
+    assert sent[0] is not None
+    sent[0].check()
+    return batch if dist.get_rank() == source else sent[0].open()
 
 
 def _gathered(batch: Any, group: dist.ProcessGroup | None, counts: bool) -> Any:
     packed, digest = _Packed.of(batch), digest_of(parts_of(batch))
-    halves = [int.from_bytes(half, "big", signed=True) for half in (digest[:8], digest[8:])]
-    headers = _all_gather(torch.tensor([*packed.sizes, *halves, int(counts)]), group)
-    digests, has_rows = {tuple(header[2:4].tolist()) for header in headers}, [bool(header[4]) for header in headers]
-    if len(digests) == 1 and not packed.failed:
+    headers = gather((digest, counts, packed.error), group)
+    if len({digest for digest, _, _ in headers}) == 1 and not packed.error:
         return batch  # replicated data: the rows of all would be each of them several times
-    sizes: list[list[int]] = [header[:2].tolist() for header in headers]
-    longest = max(sum(map(abs, each)) for each in sizes)
-    contents = _all_gather(nn.functional.pad(packed.content, (0, longest - len(packed.content))), group)
-    batches = [_Packed(size, content) for size, content in zip(sizes, contents, strict=True)]
-    for each in batches:
+    packed_batches: list[_Packed] = gather(packed, group)
+    taken = [rank for rank, (_, counts, _) in enumerate(headers) if counts] or [0]
+    for each in packed_batches:
         each.check()
-    taken = [rank for rank, counts in enumerate(has_rows) if counts] or [0]
     own = dist.get_rank(group)
-    return join_rows([batch if rank == own else batches[rank].open() for rank in taken])
-
-
-def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """The tensors of all ranks, of one size, on the CPU."""
-    sent = tensor.to(device_of_group(group))
-    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(received, sent, group)
-    return [each.cpu() for each in received]
+    return join_rows([batch if rank == own else packed_batches[rank].open() for rank in taken])
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A batch as bytes: a pickle of all but its tensors, and those one after another.
+    """A batch as bytes, or why it cannot be pickled."""
 
-    Args:
-        sizes: Of the two; of a batch that could not be pickled, that of the reason, and -1.
-    """
-
-    sizes: list[int]
-    content: torch.Tensor  # 1-D, uint8
+    content: bytes = b""
+    error: str = ""
 
     @classmethod
     def of(cls, batch: Any) -> "_Packed":
         file = io.BytesIO()
-        pickler = _Pickler(file, protocol=5)
         try:
-            pickler.dump(batch)
+            _Pickler(file).dump(batch)
         except Exception as error:  # whatever the batch's own types raise
-            reason = f"{type(error).__name__}: {error}".encode(errors="replace")[:2000]
-            return cls([len(reason), -1], torch.tensor([*reason, 0], dtype=torch.uint8))
-        pickled = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        tensors = torch.cat([torch.empty(0, dtype=torch.uint8), *pickler.tensors])
-        return cls([len(pickled), len(tensors)], torch.cat([pickled, tensors]))
-
-    @property
-    def failed(self) -> bool:
-        return self.sizes[1] < 0
+            return cls(error=f"{type(error).__name__}: {error}"[:2000])
+        return cls(file.getvalue())
 
     def check(self) -> None:
-        if self.failed:
+        if self.error:
             raise ConfigError(
-                f"broadcast_batch: a batch cannot be sent ({self._pickled.decode(errors='replace')}); give the "
-                "ranks of a group the same data instead (num_replicas of a DistributedSampler, replication of a "
-                "StreamingDataset), and leave the key out",
+                f"broadcast_batch: a batch cannot be sent ({self.error}); give the ranks of a group the same data "
+                "instead (num_replicas of a DistributedSampler, replication of a StreamingDataset), and leave the key "
+                "out",
                 keys=("broadcast_batch",),
             )
 
     def open(self) -> Any:
-        return _Unpickler(io.BytesIO(self._pickled), self.content[self.sizes[0] : sum(self.sizes)]).load()
-
-    @property
-    def _pickled(self) -> bytes:
-        return self.content[: self.sizes[0]].numpy().tobytes()
+        """The batch, with tensors on this rank's device."""
+        return pickle.loads(self.content)
 
 
 class _Pickler(pickle.Pickler):
-    """Takes the tensors out, in the order in which they come."""
+    """Pickles a tensor without its rank's device, and faster than torch, which makes an archive of each."""
 
-    def __init__(self, file: io.BytesIO, protocol: int) -> None:
-        super().__init__(file, protocol)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_id(self, value: Any) -> Any:
+    def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor:  # a subclass knows itself how it is pickled
-            return None
+            return NotImplemented
         try:
-            self.tensors.append(bytes_of(value))
+            content = bytearray(bytes_of(value).numpy())
         except (RuntimeError, NotImplementedError, TypeError):  # sparse: its indices and values come
-            return None
-        return value.dtype, tuple(value.shape), value.device.type, value.is_pinned()
+            return NotImplemented
+        return _tensor, (content, value.dtype, value.shape, value.device.type, value.is_pinned())
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads what a rank of the same job wrote."""
-
-    def __init__(self, file: io.BytesIO, tensors: torch.Tensor) -> None:
-        super().__init__(file)
-        self._tensors, self._at = tensors, 0
-
-    def persistent_load(self, described: Any) -> torch.Tensor:
-        dtype, shape, device_type, is_pinned = described
-        start, self._at = self._at, self._at + math.prod(shape) * dtype.itemsize
-        # A copy: at its place among the others it may lie where no element of its dtype can.
-        tensor = self._tensors[start : self._at].clone().view(dtype).reshape(shape)
-        # A copy to the device from memory that is not pinned would wait for it.
-        return tensor.pin_memory() if is_pinned else tensor.to(device_type)
+def _tensor(
+    content: bytearray, dtype: torch.dtype, shape: torch.Size, device_type: str, is_pinned: bool
+) -> torch.Tensor:
+    tensor = torch.frombuffer(content, dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
+    # A copy to the device from memory that is not pinned would wait for it.
+    return tensor.pin_memory() if is_pinned else tensor.to(device_type)

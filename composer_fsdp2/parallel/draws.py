@@ -11,7 +11,7 @@ pattern.
 import torch.distributed as dist
 
 from composer_fsdp2.sharding.agree import gather
-from composer_fsdp2.sharding.materialize import random_sources, set_random
+from composer_fsdp2.sharding.random_states import random_states, set_random_states
 from composer_fsdp2.training.run import BatchGroup
 
 
@@ -22,7 +22,5 @@ def draw_alike(block: BatchGroup) -> None:
     """
     if block.tensor_degree == 1:
         return
-    sources = random_sources()
-    states = gather({name: read() for name, (read, _) in sources.items()}, block.group)
     index = block.ranks.index(dist.get_rank())
-    set_random(sources, states[index - index % block.tensor_degree])
+    set_random_states(gather(random_states(), block.group)[index - index % block.tensor_degree])

@@ -16,7 +16,7 @@ in the place of its floating point numbers. A rank that saw none gets it from th
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import nn
 
 from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2._torch.private_names import BatchNorm, untraced
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.config.parallel import TowerModel
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.parallel.asking import Ask, asking
@@ -244,14 +245,11 @@ def _connect_to_all(output: Any, others: Sequence[torch.Tensor]) -> Any:
 @contextmanager
 def _without_statistics(tower: nn.Module) -> Iterator[None]:
     """No batch norm learns from an example what images are like."""
-    learning = [each for each in tower.modules() if isinstance(each, BatchNorm) and each.training]
-    for each in learning:
-        each.training = False
-    try:
+    with ExitStack() as stack:
+        for each in tower.modules():
+            if isinstance(each, BatchNorm) and each.training:
+                stack.enter_context(replaced(each, "training", False))
         yield
-    finally:
-        for each in learning:
-            each.training = True
 
 
 # ---------------------------------------------------------------------------------------------------------------------

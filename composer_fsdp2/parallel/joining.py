@@ -7,12 +7,13 @@ padded to different lengths are padded to the longest, as their collator would h
 import copy
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from composer_fsdp2._torch.passing import tensors_in
 from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.contents import digest_of, parts_of
@@ -160,20 +161,9 @@ def _is_of_rows(value: Sequence[Any], rows: int | None) -> bool:
 
 
 def _num_rows(batch: Any) -> int | None:
-    """The rows of its first tensor; None without any."""
-    return next((len(tensor) for tensor in _tensors(batch) if tensor.ndim), None)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        first = [value[_TOKENS]] if _TOKENS in value else []
-        yield from (tensor for each in (*first, *value.values()) for tensor in _tensors(each))
-    elif isinstance(value, list | tuple):
-        yield from (tensor for each in value for tensor in _tensors(each))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from (t for field in dataclasses.fields(value) for t in _tensors(getattr(value, field.name, None)))
+    """The rows of its tokens, or else of its first tensor; None without any."""
+    tokens = batch.get(_TOKENS) if isinstance(batch, Mapping) else None
+    return next((len(tensor) for tensor in tensors_in((tokens, batch)) if tensor.ndim), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

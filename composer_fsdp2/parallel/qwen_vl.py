@@ -159,6 +159,5 @@ QWEN_VL = KnownModel(
     is_one=_is_qwen_vl,
     attentions=_attentions,
     problems=_problems,
-    notes=lambda model: iter(()),
     start=_start,
 )

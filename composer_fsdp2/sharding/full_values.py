@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
 from composer_fsdp2._torch.private_names import ShardedTensor, local_box
-from composer_fsdp2.sharding.placements import laid_out_as, splitting_axes
+from composer_fsdp2.sharding.placements import splitting_axes
 
 
 @torch.no_grad()
@@ -75,4 +75,4 @@ def _cut_full_values(
             part = own_part(parameter, given.detach())
             if local_metadata.get("assign_to_params_buffers"):
                 part = part.clone()  # the parameter would keep the memory of the full tensor
-            state_dict[key] = laid_out_as(parameter, part)
+            state_dict[key] = with_local_tensor(parameter, part)

@@ -11,12 +11,10 @@ as it lies, each of the ranks that split it would have the same numbers in its p
 """
 
 import contextlib
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,11 +22,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from composer_fsdp2._torch.parts import with_local_tensor
 from composer_fsdp2._torch.private_names import own_buffers, own_parameters
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.meshes import UnitMesh
-from composer_fsdp2.sharding.placements import laid_out_as
+from composer_fsdp2.sharding.random_states import random_states, set_random_states
 from composer_fsdp2.sharding.ties import join
 
 # From a module and its path to what gives its own tensors their first values; None where nothing does.
@@ -77,40 +76,16 @@ def decide_initialisation(modules: Iterable[nn.Module], sync_module_states: bool
 def rank_zero_rng() -> Iterator[None]:
     """Draw as rank 0 would; the random state of every rank is put back. Called on all ranks, broadcasts the states.
 
-    Of torch, of Python's random and, if anybody uses it, of NumPy's, since an initialisation may draw from any.
+    Of all generators in use, since an initialisation may draw from any.
     """
-    sources = random_sources()
-    own = {name: read() for name, (read, _) in sources.items()}
-    sent = [own if dist.get_rank() == 0 else None]
+    own = random_states()
+    sent = [own]
     dist.broadcast_object_list(sent)
-    assert sent[0] is not None
-    set_random(sources, sent[0])
+    set_random_states(sent[0])
     try:
         yield
     finally:
-        set_random(sources, own)
-
-
-RandomSources: TypeAlias = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
-
-
-def random_sources() -> RandomSources:
-    """How to read and set the state of each generator that is in use here."""
-    sources: RandomSources = {
-        "torch": (torch.get_rng_state, torch.set_rng_state),
-        "random": (random.getstate, random.setstate),
-    }
-    if torch.cuda.is_available():
-        sources["cuda"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        sources["numpy"] = (numpy.random.get_state, numpy.random.set_state)
-    return sources
-
-
-def set_random(sources: RandomSources, states: Mapping[str, Any]) -> None:
-    for name, (_, write) in sources.items():
-        if name in states:  # one rank may have imported what another has not
-            write(states[name])
+        set_random_states(own)
 
 
 class Materializer:
@@ -236,7 +211,7 @@ class Materializer:
     def _move_split(self, tensor: DTensor) -> None:
         local = tensor.to_local()
         if local.device != self.device and isinstance(tensor, nn.Parameter):
-            self._replace(tensor, laid_out_as(tensor, local.detach().to(self.device)))
+            self._replace(tensor, with_local_tensor(tensor, local.detach().to(self.device)))
 
     def _replace(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """At every place, so that ties hold."""

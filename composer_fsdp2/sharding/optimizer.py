@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2._torch.parts import with_local_tensor
 from composer_fsdp2._torch.private_names import own_parameters
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError, UnsupportedError
-from composer_fsdp2.sharding.placements import laid_out_as, split_dimension
+from composer_fsdp2.sharding.placements import split_dimension
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -136,4 +137,4 @@ def _shard_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
             place = mesh.get_local_rank(axis)
             # As torch has it: of few rows the last ranks get none.
             shard = parts[place] if place < len(parts) else shard.narrow(dimension, 0, 0)
-    return laid_out_as(new, shard.to(local.device, copy=True).contiguous())
+    return with_local_tensor(new, shard.to(local.device, copy=True).contiguous())

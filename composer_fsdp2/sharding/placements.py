@@ -17,13 +17,6 @@ def split_dimension(placement: Placement) -> int | None:
     return dimension
 
 
-def laid_out_as(like: DTensor, local: torch.Tensor) -> DTensor:
-    """A rank's part of a tensor that lies as another one does; does not communicate."""
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
 def splitting_axes(tensor: torch.Tensor) -> tuple[int, ...]:
     """The axes of its mesh along which ranks hold different parts of a tensor; one rank, or replicas, split nothing."""
     return _axes_with(lambda placement: split_dimension(placement) is not None, tensor)

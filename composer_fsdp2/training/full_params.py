@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from composer_fsdp2._torch.parts import with_local_tensor
 from composer_fsdp2._torch.unit import Shown, hooks_of
 from composer_fsdp2._torch.unit_parameters import (
     UnitParameter,
@@ -28,7 +29,7 @@ from composer_fsdp2._torch.unit_parameters import (
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
 from composer_fsdp2.sharding.full_values import gather_full, own_part
-from composer_fsdp2.sharding.placements import laid_out_as, splitting_axes
+from composer_fsdp2.sharding.placements import splitting_axes
 from composer_fsdp2.training.guard import check_guard
 
 log = logging.getLogger(__name__)
@@ -318,7 +319,7 @@ class _FullParameter:
             if written is self.full:  # a parameter that replaced it says nothing about its gradient
                 shard.grad = None
         elif shard.grad is None:
-            shard.grad = laid_out_as(self.shard, own_part(self.shard, grad).to(self.local.device, copy=True))
+            shard.grad = with_local_tensor(self.shard, own_part(self.shard, grad).to(self.local.device, copy=True))
         else:
             cast(DTensor, shard.grad).to_local().copy_(own_part(self.shard, grad))
         return ""

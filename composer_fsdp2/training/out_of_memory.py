@@ -8,13 +8,10 @@ as long as the ranks run the same units in the same order. What fails inside a c
 cannot be voted on: there the process group's time-out ends all of them.
 """
 
-import random
 import traceback
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +25,7 @@ from composer_fsdp2._torch.reset import forget_masks, reset_after_error
 from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.config.mesh import EXPERT_AXIS
 from composer_fsdp2.sharding.agree import device_of_group
+from composer_fsdp2.sharding.random_states import random_states, set_random_states
 from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training.control import ANSWER_WITHIN, Operation, control
 from composer_fsdp2.training.microbatches import begin_microbatch
@@ -215,48 +213,24 @@ def reset(model: nn.Module) -> None:
     begin_microbatch(model, is_last=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSnapshot:
-    """What a batch changes beside gradients, as it was before: random states of this rank, and the model's buffers.
+def batch_snapshot(model: nn.Module) -> Callable[[], None]:
+    """A function that restores what a batch changes beside gradients: the random states of this rank and the buffers.
 
-    Args:
-        buffers: By the module that registers it and its name: the tensor, and a copy of what it held.
+    Copies; neither it nor the function communicates.
     """
-
-    cpu: torch.Tensor
-    device: torch.Tensor | None
-    of_dtensors: dict[str, torch.Tensor]
-    python: Any
-    numpy: Any
-    buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
-
-    @classmethod
-    def take(cls, model: nn.Module) -> "BatchSnapshot":
-        """Copies; does not communicate."""
-        import numpy
-
-        return cls(
-            cpu=torch.get_rng_state(),
-            device=torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-            of_dtensors={name: state.clone() for name, state in dtensor_random_states().items()},
-            python=random.getstate(),
-            numpy=numpy.random.get_state(),
-            buffers=[
-                (module, name, buffer, buffer.detach().clone())
-                for module in model.modules()
-                for name, buffer in own_buffers(module)
-            ],
-        )
+    states = random_states()
+    of_dtensors = {name: state.clone() for name, state in dtensor_random_states().items()}
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in own_buffers(module)
+    ]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        import numpy
-
-        torch.set_rng_state(self.cpu)
-        if self.device is not None:
-            torch.cuda.set_rng_state(self.device)
-        dtensor_random_states().update({name: state.clone() for name, state in self.of_dtensors.items()})
-        random.setstate(self.python)
-        numpy.random.set_state(self.numpy)
-        for module, name, buffer, before in self.buffers:
+    def restore() -> None:
+        set_random_states(states)
+        dtensor_random_states().update({name: state.clone() for name, state in of_dtensors.items()})
+        for module, name, buffer, before in buffers:
             module._buffers[name] = buffer.copy_(before)  # the forward may have registered another one, of another size
+
+    return restore

@@ -23,7 +23,7 @@ from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2._torch.collectives import InFlight
 from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.sharding.sharded import units
-from composer_fsdp2.training.out_of_memory import BatchSnapshot, OutOfMemoryVote
+from composer_fsdp2.training.out_of_memory import OutOfMemoryVote, batch_snapshot
 
 BATCH, FITS = 8, 4
 FAILING_RANK = 1
@@ -85,10 +85,10 @@ def gradients_after(
 
     hungry(model, fail)
     batch = tokens(dist.get_rank(), batch_size=BATCH).to(device)
-    snapshot = BatchSnapshot.take(model)
+    restore = batch_snapshot(model)
     while not votes.succeeded(functools.partial(run_batch, model, batch.split(sizes[-1]))):
         model.zero_grad()
-        snapshot.restore()
+        restore()
         sizes.append(sizes[-1] // 2)
     votes.stop()
     assert sizes[-1] == FITS, f"ended with {sizes}, after {failures}"

@@ -41,7 +41,7 @@ from composer_fsdp2._torch.unit import hooks_of, watch_collectives
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training.guard import CollectiveGuard
-from composer_fsdp2.training.out_of_memory import BatchSnapshot, OutOfMemoryVote, is_out_of_memory, reset
+from composer_fsdp2.training.out_of_memory import OutOfMemoryVote, batch_snapshot, is_out_of_memory, reset
 
 ALL_GATHER, REDUCE_SCATTER = (  # what fully_shard calls: torch 2.13 has new names
     ("all_gather_single", "reduce_scatter_single")
@@ -136,13 +136,13 @@ def attempt(
     votes.start()
     torch.manual_seed(1 + dist.get_rank())
     random.seed(1)
-    snapshot = BatchSnapshot.take(model)
+    restore = batch_snapshot(model)
     with failing:
         done = votes.succeeded(functools.partial(run, size))
     num_operations = failing.count
     while not done:
         model.zero_grad()
-        snapshot.restore()
+        restore()
         size //= 2
         done = votes.succeeded(functools.partial(run, size))
     votes.stop()
@@ -359,11 +359,11 @@ def test_buffers_that_a_forward_replaces():
     for size in (1, 3):
         module = nn.Module()
         module.register_buffer("cache", torch.arange(float(size)))
-        snapshot = BatchSnapshot.take(module)
+        restore = batch_snapshot(module)
         before = module.cache
         before += 1
         module.cache = torch.zeros(8)
-        snapshot.restore()
+        restore()
         assert module.cache is before
         assert before.tolist() == list(range(size))
 
@@ -476,9 +476,9 @@ def test_random_states_of_dtensors_are_put_back():
     tracker that has the state is played, as torch makes it on a GPU only."""
     tracker = SimpleNamespace(rng_states={"parallel-rng": torch.zeros(16, dtype=torch.uint8)})
     with mock.patch.object(random_of_dtensors, "_rng_tracker", tracker):
-        before = BatchSnapshot.take(nn.Linear(1, 1))
+        restore = batch_snapshot(nn.Linear(1, 1))
         tracker.rng_states["parallel-rng"].add_(1)
-        before.restore()
+        restore()
         assert not tracker.rng_states["parallel-rng"].any()
 
 
