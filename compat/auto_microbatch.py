@@ -76,33 +76,16 @@ class _Recovery:
         self._num_clean = 0
 
 
-@dataclass(slots=True)
-class _Run:
-    """A Trainer's run on a sharded model.
-
-    Args:
-        timeout: The Trainer's ``dist_timeout``.
-        recovery: Once it was needed.
-    """
-
-    timeout: timedelta = ANSWER_WITHIN
-    recovery: _Recovery | None = None
-
-
-_runs: WeakKeyDictionary[torch.nn.Module, _Run] = WeakKeyDictionary()
+# By model: its Trainer's dist_timeout; and its recovery, once it was needed.
+_timeouts: WeakKeyDictionary[torch.nn.Module, timedelta] = WeakKeyDictionary()
+_recoveries: WeakKeyDictionary[torch.nn.Module, _Recovery] = WeakKeyDictionary()
 
 
 def _recovery_of(state: State) -> _Recovery:
     """Called on all ranks; the first time makes a process group."""
-    run = _runs.setdefault(state.model, _Run())
-    if run.recovery is None:
-        run.recovery = _Recovery(state, run.timeout)
-    return run.recovery
-
-
-def _known_recovery(state: State) -> _Recovery | None:
-    run = _runs.get(state.model)
-    return None if run is None else run.recovery
+    if state.model not in _recoveries:
+        _recoveries[state.model] = _Recovery(state, _timeouts.get(state.model, ANSWER_WITHIN))
+    return _recoveries[state.model]
 
 
 @seam("composer.trainer.trainer", "Trainer.__init__", why="device_train_microbatch_size 'auto' was refused with FSDP2")
@@ -117,7 +100,8 @@ def init_trainer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
         given["device_train_microbatch_size"] = None
     original(*bound.args, **bound.kwargs)
     if is_sharded(self.state.model):
-        _runs[self.state.model] = _Run(timedelta(seconds=given["dist_timeout"]))
+        _timeouts[self.state.model] = timedelta(seconds=given["dist_timeout"])
+        _recoveries.pop(self.state.model, None)
     if is_ours:
         self.state.auto_microbatching = True
 
@@ -152,7 +136,7 @@ def run(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> A
     except BaseException:
         if is_sharded(self.state.model):
             reset(self.state.model)
-        if (recovery := _known_recovery(self.state)) is not None:
+        if (recovery := _recoveries.get(self.state.model)) is not None:
             recovery.votes.stop()
         raise
 
@@ -255,7 +239,7 @@ def _has_allocator() -> bool:
 
 def after_event(state: State, event: Event) -> None:
     """Votes that no collective of the model makes. Called on all ranks after each event."""
-    recovery = _known_recovery(state)
+    recovery = _recoveries.get(state.model)
     if recovery is None:
         return
     evaluation = _evaluation if _evaluation is not None and _evaluation.recovery is recovery else None
@@ -269,7 +253,7 @@ def after_event(state: State, event: Event) -> None:
 
 def before_event(state: State, event: Event) -> None:
     """The last vote of a batch: algorithms clip next, and then the optimizer steps."""
-    recovery = _known_recovery(state)
+    recovery = _recoveries.get(state.model)
     if recovery is not None and recovery.is_training and event is Event.AFTER_TRAIN_BATCH:
         recovery.commit()
 

@@ -19,9 +19,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.batches import check_batch, check_parts, share_batch
+from composer_fsdp2.parallel.batches import check_batch, check_parts, draw_alike, share_batch
 from composer_fsdp2.parallel.contents import Part, parts_of
-from composer_fsdp2.parallel.draws import draw_alike
 from composer_fsdp2.sharding.agree import agree
 from composer_fsdp2.training.run import BatchGroup, find_batch_group
 

@@ -36,6 +36,7 @@ from composer_fsdp2.training.run import run_of
 
 from .counted_batch import Counting
 from .scripts import run_file
+from .seams import Seam, put_back, replace
 
 _COUNTED_BATCH = 2  # of those that are compared; the first makes what later ones find
 _NOT_ON_THE_CPU = (
@@ -128,15 +129,20 @@ class _Watch:
     @contextlib.contextmanager
     def over_trainers(self) -> Iterator[None]:
         """Every Trainer that is made in the block gets our settings, and the first that fits is watched."""
-        # Outside of the shim's own replacements, which read the arguments by the original's signature: hence `wraps`.
-        originals = {"__init__": Trainer.__init__, "fit": Trainer.fit, "eval": Trainer.eval}
-        replacements: dict[str, Callable[..., Any]] = {"__init__": self._init, "fit": self._fit, "eval": self._eval}
-        with contextlib.ExitStack() as stack:
-            for name, original in originals.items():
-                stack.enter_context(replaced(Trainer, name, _around(original, replacements[name])))
-            stack.enter_context(replaced(Engine, "run_event", _around(Engine.run_event, self._run_event)))
-            stack.enter_context(replaced(State, "_apply_fsdp", _around(State._apply_fsdp, self._apply_fsdp)))
+        # Outside of the shim's own replacements, which read the arguments by the original's signature.
+        rows: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+            ("composer.trainer.trainer", "Trainer.__init__", self._init),
+            ("composer.trainer.trainer", "Trainer.fit", self._fit),
+            ("composer.trainer.trainer", "Trainer.eval", self._eval),
+            ("composer.core.engine", "Engine.run_event", self._run_event),
+            ("composer.core.state", "State._apply_fsdp", self._apply_fsdp),
+        )
+        why = "a compared run is watched"
+        in_place = replace([Seam(module=module, name=name, replacement=own, why=why) for module, name, own in rows])
+        try:
             yield
+        finally:
+            put_back(in_place)
 
     def _init(self, original: Callable[..., Any], trainer: Trainer, **given: Any) -> None:
         original(trainer, **{**given, **self._in_place_of(given)})
@@ -354,14 +360,6 @@ _SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("progress_bar", False, "the output goes to a file"),
     ("profiler", None, "it takes time and memory"),
 )
-
-
-def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
-
-    return replaced
 
 
 def _never(state: State, event: Event) -> bool:

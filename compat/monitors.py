@@ -12,6 +12,7 @@ none; replicas (HYBRID_SHARD, NO_SHARD) were counted several times; DecoupledLio
 DecoupledAdaLRLion and DecoupledClipLion hung in the step itself.
 """
 
+import functools
 import itertools
 import logging
 import math
@@ -153,7 +154,8 @@ class _Reporter:
     def of(cls, optimizer: Any) -> "_Reporter | None":
         if not callable(getattr(optimizer, "report_per_parameter_metrics", None)):
             return None
-        _say_what_is_not_called(type(optimizer))
+        kind: Any = type(optimizer)
+        _say_what_is_not_called(kind)
         gives_norms, part = reports_norms(optimizer), None
         if gives_norms:
             part = SimpleNamespace(
@@ -193,13 +195,8 @@ class _Reporter:
         return True
 
 
-_warned: set[type] = set()
-
-
+@functools.cache
 def _say_what_is_not_called(kind: type) -> None:
-    if kind in _warned:
-        return
-    _warned.add(kind)
     for name in ("pre_reduce_metrics", "dist_reduce_metrics"):
         method = getattr(kind, name, None)
         if method is not None and method.__module__.split(".")[0] not in ("composer", "llmfoundry"):

@@ -42,14 +42,14 @@ def update_own_parts(optimizer: torch.optim.Optimizer) -> None:
     # torch wraps a class's step when the first optimizer is made of it, a subclass's maybe before that of its base.
     if known is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(known.step):
         return
-    name, on_own_parts = _UPDATES[_full_name(known)]
+    name, on_own_parts = _UPDATES[full_name(known)]
     if name not in vars(optimizer) and getattr(type(optimizer), name) is getattr(known, name):
         setattr(optimizer, name, on_own_parts(getattr(known, name), optimizer))
         optimizer.register_step_pre_hook(_bring_step_counts)
 
 
 def _known_class(optimizer: torch.optim.Optimizer) -> type | None:
-    return next((kind for kind in type(optimizer).__mro__ if _full_name(kind) in _UPDATES), None)
+    return next((kind for kind in type(optimizer).__mro__ if full_name(kind) in _UPDATES), None)
 
 
 def reports_norms(optimizer: torch.optim.Optimizer) -> bool:
@@ -65,7 +65,7 @@ def reports_norms(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _full_name(kind: type) -> str:
+def full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

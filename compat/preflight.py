@@ -12,6 +12,7 @@ from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.sharding.sharded import is_sharded
 
+from .optimizers import full_name
 from .seams import seam
 
 _HOW_TO_EXPORT = (
@@ -74,9 +75,5 @@ def name_layers_to_freeze(state: Any) -> None:
     """
     own = {canonical(name): name for name, _ in state.model.named_parameters()}
     for callback in state.callbacks:
-        if any(_full_name(kind) == _LAYER_FREEZING for kind in type(callback).__mro__):
+        if any(full_name(kind) == _LAYER_FREEZING for kind in type(callback).__mro__):
             callback.layer_names = {own.get(canonical(name), name) for name in callback.layer_names}
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

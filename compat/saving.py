@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from composer.checkpoint import save as checkpoint_package
 from composer.core import State
 from composer.utils import checkpoint, reproducibility
 from composer.utils.compression import get_compressor, is_compressed_pt
@@ -28,6 +29,7 @@ from composer_fsdp2.atomic import replacing
 from composer_fsdp2.checkpoint.save.monolithic import save_monolithic
 from composer_fsdp2.checkpoint.trees import EntryPath, leaves, mapped
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.long_work import long_work
 from composer_fsdp2.sharding.sharded import is_sharded
 
@@ -186,3 +188,27 @@ def writes_shards(state: State) -> bool:
     if mesh is None or mesh.mesh_dim_names is None or name not in mesh.mesh_dim_names:
         return True
     return mesh.get_local_rank(mesh_dim=mesh.mesh_dim_names.index(name)) == 0
+
+
+@seam(
+    "composer.checkpoint.save",
+    "_save_sharded_state_dict_to_disk",
+    why="rank 0 asked whether the folder is there while the others were making it: now and then a save hung",
+)
+def write_shards(
+    original: Callable[..., Any],
+    state_dict: dict[str, Any],
+    destination_file_path: str,
+    overwrite: bool = False,
+    save_format: str = "pt",
+) -> str | None:
+    """``_save_sharded_state_dict_to_disk`` of ``composer.checkpoint``: whether the folder is there, asked in time.
+
+    Composer 0.32.1 has rank 0 ask while the other ranks go on to torch, which makes the folder: of a fresh one a save
+    says now and then that it exists, on rank 0 alone, and the others wait for ever.
+
+    Called on all ranks; gathers rank 0's answer.
+    """
+    if not overwrite and gather(os.path.exists(checkpoint_package._strip_suffixes(destination_file_path)))[0]:
+        raise ValueError(f"Directory {destination_file_path} already exists. Set overwrite=True to overwrite it.")
+    return original(state_dict, destination_file_path, True, save_format)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from composer_fsdp2._torch.slices import parent_mesh
+from composer_fsdp2._torch.private_names import parent_mesh
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.parallel import BroadcastBatch
@@ -273,7 +273,8 @@ def apply_activation_checkpointing(
         return []
     paths = select_checkpointed(model, check_fn)
     mode = ActivationCheckpointing(checkpoint=checkpoint, cpu_offload=cpu_offload, reentrant=reentrant)
-    turn_off_caches(model, caching_modules(model, paths if checkpoint else ()))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    turn_off_caches(model, caching_modules(modules, paths if checkpoint else ()))
     wrap_activations(model, paths, mode)
     return paths
 

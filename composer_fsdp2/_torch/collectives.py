@@ -18,18 +18,9 @@ from torch.distributed import _functional_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import placement_types
 
-# In the module that launches them, by the names that torch 2.7 and 2.13 call.
-_LAUNCHES = {
+# By the names of torch 2.7 and 2.13, of fully_shard's collectives and of those that DTensors of split layers call.
+_KINDS = {
     "all_gather_into_tensor": "all-gather",
-    "all_gather_single": "all-gather",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "reduce_scatter_single": "reduce-scatter",
-    "all_reduce": "all-reduce",
-}
-
-
-# What DTensors of split layers call, by the names of torch 2.7 and 2.13.
-_OF_SPLIT_LAYERS = {
     "all_gather_tensor": "all-gather",
     "all_gather_single": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
@@ -146,9 +137,7 @@ _between_units: list[weakref.ref[Watch]] = []  # weakly: units hold their watche
 _launching: Any = _fsdp_collectives
 _placing: Any = placement_types
 _shard_dim_alltoall: Callable[..., torch.Tensor] = _placing.shard_dim_alltoall
-_functional = {
-    name: function for name in _OF_SPLIT_LAYERS if (function := vars(_functional_collectives).get(name)) is not None
-}
+_functional = {name: function for name in _KINDS if (function := vars(_functional_collectives).get(name)) is not None}
 
 
 class _WatchedDistributed:
@@ -156,13 +145,13 @@ class _WatchedDistributed:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(dist, name)
-        return functools.partial(_launch, value, _LAUNCHES[name]) if name in _LAUNCHES else value
+        return functools.partial(_launch, value, _KINDS[name]) if name in _KINDS else value
 
 
 def _launch_of_split_layer(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """One of torch's functional collectives; see [Note: room before]."""
     if type(tensor) in (torch.Tensor, _functional_collectives.AsyncCollectiveTensor):  # no compiler traces it
-        kind, group = _OF_SPLIT_LAYERS[name], kwargs.get("group")
+        kind, group = _KINDS[name], kwargs.get("group")
         mesh, axis = group if isinstance(group, tuple) else (None, None)
         num_ranks = dist.get_world_size() if mesh is None else mesh.size(axis)
         copies = (1, num_ranks) if kind == "all-gather" else (1, 1)

@@ -19,14 +19,6 @@ def groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def process_groups_of(unit: FSDPModule) -> list[dist.ProcessGroup]:
-    """The process groups of a unit's collectives, the shard group first."""
-    names = ("shard_process_group", "replicate_process_group")
-    infos = [group.mesh_info for group in groups_of(state_of(unit))]
-    found = [getattr(info, name, None) for info in infos for name in names]
-    return [group for group in dict.fromkeys(found) if group is not None]
-
-
 def new_group_of(
     groups: Iterable[Sequence[int]], backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup | None:

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import device_mesh as _device_mesh
 from torch.distributed._shard import sharded_tensor as _sharded_tensor
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _wrappers
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import _random as random_of_dtensors
@@ -214,3 +216,13 @@ def dtensor_random_states() -> dict[str, torch.Tensor]:
     """
     states: dict[str, torch.Tensor] = getattr(random_of_dtensors._rng_tracker, "rng_states", {})
     return states
+
+
+def parent_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one is a slice of (``parent["tp"]``), or the mesh itself.
+
+    torch 2.7 asks a registry of its own, later versions the mesh.
+    """
+    ask: Any = getattr(mesh, "_get_root_mesh", None)
+    parent: DeviceMesh = ask() if ask is not None else _device_mesh._mesh_resources.get_root_mesh(mesh)
+    return parent

@@ -517,12 +517,3 @@ def _copied_before_hooks(parameters: Sequence[Any]) -> Iterator[None]:
         for parameter in hooked:
             stack.enter_context(replaced(parameter, "pin_memory", False))
         yield
-
-
-def keeps_what_copies_read() -> bool:
-    """Whether this torch keeps a unit's gradients, reduced over replicas, until that unit's backward is finished.
-
-    On a GPU with gradients offloaded the copy to the host reads it; memory that the next unit's reduction gets in the
-    meantime makes silently wrong gradients (pytorch#180665). 2.7, 2.13 and 2.15 keep it in this attribute.
-    """
-    return "_all_reduce_state" in FSDPParamGroup.__init__.__code__.co_names

@@ -24,15 +24,15 @@ _NUMBERED = re.compile(r".*experts?_?\d+")  # expert_0, of Switch Transformers
 _WRONG = "gather another one instead and train on wrong gradients, without an error"
 
 
-def refuse_experts(model: nn.Module, wrap: Wrap, units: Iterable[str]) -> None:
+def refuse_experts(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable[str]) -> None:
     """Raise for units that are experts ([Note: experts]), unless a module around them says that all of them run.
 
     Args:
+        modules: Those of the model, by every path.
         units: The paths of what the policy chose.
     Raises:
         UnsupportedError: names the first of them, and the ways out.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
     skipped = [path for path in units if _is_expert(path, modules, wrap) and not _all_run(path, modules)]
     if skipped:
         kind = type(modules[skipped[0]]).__name__
@@ -46,9 +46,8 @@ def refuse_experts(model: nn.Module, wrap: Wrap, units: Iterable[str]) -> None:
         )
 
 
-def notes_of_siblings(model: nn.Module, units: Iterable[str]) -> Iterator[str]:
+def notes_of_siblings(modules: Mapping[str, nn.Module], units: Iterable[str]) -> Iterator[str]:
     """Units that may be experts by another name: several modules of one class in a list, which lies in a layer."""
-    modules = dict(model.named_modules(remove_duplicate=False))
     found = [path for path in units if _is_one_of_several(path, modules) and not _all_run(path, modules)]
     if found:
         yield (
@@ -60,9 +59,8 @@ def notes_of_siblings(model: nn.Module, units: Iterable[str]) -> Iterator[str]:
         )
 
 
-def notes_of_hooks(model: nn.Module, units: Iterable[str]) -> Iterator[str]:
+def notes_of_hooks(modules: Mapping[str, nn.Module], units: Iterable[str]) -> Iterator[str]:
     """Experts that the model's own hooks make units of: its author may know that all of them run."""
-    modules = dict(model.named_modules(remove_duplicate=False))
     found = [path for path in units if _is_expert(path, modules, Wrap()) and not _all_run(path, modules)]
     if found:
         yield (
@@ -73,13 +71,13 @@ def notes_of_hooks(model: nn.Module, units: Iterable[str]) -> Iterator[str]:
         )
 
 
-def expert_blocks(model: nn.Module, wrap: Wrap, units: Iterable[str]) -> tuple[ExpertBlock, ...]:
+def expert_blocks(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable[str]) -> tuple[ExpertBlock, ...]:
     """The modules that call experts of which some are units, or hold some.
 
     Args:
+        modules: Those of the model, by every path.
         units: The paths of what is chosen, by whomever.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
     found = {expert for path in units for expert in _experts_around(path, modules, wrap)}
     blocks: dict[str, list[str]] = {}
     for path in modules:

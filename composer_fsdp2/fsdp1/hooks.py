@@ -52,10 +52,11 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
     roots = wrapped_children(model)
     others = {name: child for name, child in model.named_children() if name not in roots}
     searched = [name for name, child in others.items() if config.shard_below_unwrapped and not is_metric(child)]
-    chosen, notes = _choose_units(model, config, searched, precision)
-    blocks = () if config.idle_experts is None else expert_blocks(model, config.wrap, chosen)
-    of_towers = () if config.idle_towers is None else tower_models(model, [*chosen, *roots], config.idle_towers)
-    checkpointed, more_notes = choose_recomputed(model, config)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chosen, notes = _choose_units(model, modules, config, roots, searched, precision)
+    blocks = () if config.idle_experts is None else expert_blocks(modules, config.wrap, chosen)
+    of_towers = () if config.idle_towers is None else tower_models(modules, [*chosen, *roots], config.idle_towers)
+    checkpointed, more_notes = choose_recomputed(model, modules, config, roots)
     return ModelChoices(
         roots=tuple(roots),
         excluded={name: _why_excluded(child) for name, child in others.items()},
@@ -77,29 +78,33 @@ def _why_excluded(child: nn.Module) -> str:
 
 
 def _choose_units(
-    model: nn.Module, config: ShardingConfig, searched: Collection[str], precision: str | None
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    config: ShardingConfig,
+    roots: Collection[str],
+    searched: Collection[str],
+    precision: str | None,
 ) -> tuple[dict[str, Choice], tuple[str, ...]]:
     """The modules below direct children that are to be units, by path, and what the report says of a policy."""
-    ignored = {below for module in ignored_modules(model, config).values() for below in module.modules()}
+    ignored = {below for module in ignored_modules(modules, config).values() for below in module.modules()}
     policy = None if config.wrap.kind is WrapKind.HOOKS else read_policy(model, config.wrap, ignored)
     reader = _Reader(
         read=partial(read_overrides, config=config, precision=precision), ignored=frozenset(ignored), policy=policy
     )
-    roots = wrapped_children(model)
     for name, child in model.named_children():
         if name in roots:
             reader.read_below_root(name, child, child)
         elif name in searched:
             reader.read_below_unwrapped(name, child, child)
     if policy is None:
-        return reader.choices, tuple(notes_of_hooks(model, reader.choices)) if config.idle_experts is None else ()
+        return reader.choices, tuple(notes_of_hooks(modules, reader.choices)) if config.idle_experts is None else ()
     units = [path for path in reader.meant if path in reader.choices]
-    notes = [*policy.in_vain(reader.meant.values()), *_notes_of_hooks(model, reader.against_policy)]
+    notes = [*policy.in_vain(reader.meant.values()), *_notes_of_hooks(model, modules, reader.against_policy)]
     if config.idle_experts is None:
-        refuse_experts(model, config.wrap, units)
-        notes += notes_of_siblings(model, units)
+        refuse_experts(modules, config.wrap, units)
+        notes += notes_of_siblings(modules, units)
     if config.idle_towers is None:
-        notes += notes_of_towers(model, config.wrap, units)
+        notes += notes_of_towers(modules, config.wrap, units)
     return reader.choices, tuple(notes)
 
 
@@ -118,9 +123,8 @@ def _notes_of_idle(
         )
 
 
-def _notes_of_hooks(model: nn.Module, against: Sequence[str]) -> Iterator[str]:
+def _notes_of_hooks(model: nn.Module, modules: Mapping[str, nn.Module], against: Sequence[str]) -> Iterator[str]:
     """What the model's own words are to a policy: not asked, or ahead of it."""
-    modules = dict(model.named_modules(remove_duplicate=False))
     against = [path for path in against if next(modules[path].parameters(), None) is not None]
     unasked = [name for name, child in model.named_children() if hook_of(child, "fsdp_wrap_fn") is not None]
     if unasked:

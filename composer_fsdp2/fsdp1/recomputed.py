@@ -1,6 +1,6 @@
 """Which modules are recomputed or offloaded: by a model's own hooks, or by the classes that the configuration names."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,9 @@ CheckFn = Callable[[nn.Module], Any]
 _POLICY = "activation_checkpointing_policy"
 
 
-def choose_recomputed(model: nn.Module, config: ShardingConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def choose_recomputed(
+    model: nn.Module, modules: Mapping[str, nn.Module], config: ShardingConfig, roots: Mapping[str, nn.Module]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The paths of what is recomputed or offloaded, and what the report says of the classes that choose it."""
     if not config.activation_checkpointing.enabled:
         return (), ()
@@ -31,7 +33,7 @@ def choose_recomputed(model: nn.Module, config: ShardingConfig) -> tuple[tuple[s
         lambda module: isinstance(module, types) and has_forward(module),
         below_unwrapped=config.shard_below_unwrapped,
     )
-    return tuple(paths), tuple(_notes_of_policy(model, types, paths))
+    return tuple(paths), tuple(_notes_of_policy(modules, roots, types, paths))
 
 
 def select_checkpointed(
@@ -53,12 +55,16 @@ def select_checkpointed(
     return list(dict.fromkeys(paths))
 
 
-def _notes_of_policy(model: nn.Module, types: Sequence[type[nn.Module]], checkpointed: Sequence[str]) -> Iterator[str]:
+def _notes_of_policy(
+    modules: Mapping[str, nn.Module],
+    roots: Mapping[str, nn.Module],
+    types: Sequence[type[nn.Module]],
+    checkpointed: Sequence[str],
+) -> Iterator[str]:
     """Whom the configuration keeps from choosing, and what it chose in vain."""
-    unasked = [name for name, child in wrapped_children(model).items() if hook_of(child, "activation_checkpointing_fn")]
+    unasked = [name for name, child in roots.items() if hook_of(child, "activation_checkpointing_fn")]
     if unasked:
         yield f"{_POLICY} takes the place of the activation_checkpointing_fn of {and_more(unasked)}, which is not asked"
-    modules = dict(model.named_modules(remove_duplicate=False))
     # A compiled module is wrapped from outside.
     chosen = [module for path in checkpointed for module in (modules[path], *modules[path].children())]
     for cls in types:

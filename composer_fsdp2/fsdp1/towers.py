@@ -14,18 +14,18 @@ from composer_fsdp2.config.text import and_more, did_you_mean
 from composer_fsdp2.config.wrap import Wrap, WrapKind
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.fsdp1.policies import given_by, input_embeddings, output_embeddings
-from composer_fsdp2.sharding.modules import ancestors_or_self, has_forward, is_at_or_under
+from composer_fsdp2.sharding.modules import ancestors_or_self, first_paths, has_forward, is_at_or_under
 from composer_fsdp2.sharding.ties import join
 
 
-def notes_of_towers(model: nn.Module, wrap: Wrap, units: Sequence[str]) -> Iterator[str]:
+def notes_of_towers(modules: Mapping[str, nn.Module], wrap: Wrap, units: Sequence[str]) -> Iterator[str]:
     """What units in such parts may lead to, and what to choose instead.
 
     Args:
+        modules: Those of the model, by every path.
         units: The paths of what the policy chose.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found = towers(model)
+    found = towers(modules)
     inside = {tower: [path for path in units if is_at_or_under(path, tower)] for tower in found}
     elsewhere = [modules[path] for path in units if not any(is_at_or_under(path, tower) for tower in found)]
     for tower, paths in inside.items():
@@ -35,23 +35,25 @@ def notes_of_towers(model: nn.Module, wrap: Wrap, units: Sequence[str]) -> Itera
                 f"for it does not enter: {and_more(paths)}. Unless every batch of every rank enters it, ranks wait for "
                 "each other without end, or abort; set idle_towers: auto, with which a rank without anything for it "
                 "runs it on an example; or leave it in the unit around it, which is right for any batch, too: "
-                f"{_instead(model, wrap, elsewhere)}"
+                f"{_instead(modules[''], wrap, elsewhere)}"
             )
 
 
-def tower_models(model: nn.Module, units: Sequence[str], given: Sequence[str]) -> tuple[TowerModel, ...]:
+def tower_models(
+    modules: Mapping[str, nn.Module], units: Sequence[str], given: Sequence[str]
+) -> tuple[TowerModel, ...]:
     """The modules around towers in which units lie, and what else in there is gathered beside them.
 
     Args:
+        modules: Those of the model, by every path.
         units: The paths of all that will be units, by whomever they are chosen.
         given: The paths of towers; empty for what transformers' models have beside their text model, and for what lies
             between the two (projectors), which such a batch passes over as well.
     Raises:
         PlanError: one of those given is no part of the model, cannot be called, or lies in another.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    _refuse_towers(model, modules, given)
-    found = [path for path in given or towers(model) if _has_unit(path, units)]
+    _refuse_towers(modules, given)
+    found = [path for path in given or towers(modules) if _has_unit(path, units)]
     callers = dict.fromkeys(_caller(path, modules) for path in found)
     return tuple(_tower_model(caller, modules, units, found, with_siblings=not given) for caller in callers)
 
@@ -88,11 +90,11 @@ def _has_unit(path: str, units: Sequence[str]) -> bool:
     return any(is_at_or_under(unit, path) for unit in units)
 
 
-def _refuse_towers(model: nn.Module, modules: Mapping[str, nn.Module], given: Sequence[str]) -> None:
+def _refuse_towers(modules: Mapping[str, nn.Module], given: Sequence[str]) -> None:
     for path in given:
         if path not in modules or not path:
             near = did_you_mean(path, (each for each in modules if each), "give the path of a module")
-            raise PlanError(f"fsdp_config.idle_towers: {type(model).__name__} has no module {path!r}{near}")
+            raise PlanError(f"fsdp_config.idle_towers: {type(modules['']).__name__} has no module {path!r}{near}")
         if not has_forward(modules[path]):
             raise PlanError(
                 f"fsdp_config.idle_towers: {path} ({type(modules[path]).__name__}) cannot be called; give the paths of "
@@ -103,13 +105,14 @@ def _refuse_towers(model: nn.Module, modules: Mapping[str, nn.Module], given: Se
             raise PlanError(f"fsdp_config.idle_towers: {path} lies in {outer}; give the outer one alone")
 
 
-def towers(model: nn.Module) -> list[str]:
+def towers(modules: Mapping[str, nn.Module]) -> list[str]:
     """The paths of what transformers' models hold beside their text model, with a configuration of its own.
 
     A model whose main input is text takes its other inputs where there are any; one that embeds or writes the text is
     not optional.
     """
-    return list(dict.fromkeys(path for path, outer in model.named_modules() for path in _towers_of(outer, path)))
+    outer_ones = first_paths(modules).items()
+    return list(dict.fromkeys(path for outer, path in outer_ones for path in _towers_of(outer, path)))
 
 
 def _towers_of(model: nn.Module, path: str) -> Iterator[str]:

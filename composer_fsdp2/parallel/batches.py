@@ -4,6 +4,13 @@
 it, a data block, are consecutive: ``tensor degree x context degree`` of them, as both axes are the innermost. Nothing
 in a loader knows of them: with a batch of its own on each rank, the parts of different samples are added up, all losses
 are finite, and the model learns from nothing.
+
+[Note: same draws] What a layer plan leaves whole, each rank of a group along the tensor axis computes whole. A dropout
+there must drop the same elements on all of them: else split layers add up parts of different inputs, and what each rank
+holds whole gets a gradient of its own and drifts apart, with finite losses and without an error. Composer seeds each
+rank with a number of its own. So the ranks of a group go on from the random states of their first one: torch's, numpy's
+(of which Composer's GyroDropout draws) and Python's. Inside of what is split, each drops its own features by the same
+pattern.
 """
 
 import io
@@ -23,6 +30,7 @@ from composer_fsdp2.parallel.contents import Part, bytes_of, digest_of, parts_of
 from composer_fsdp2.parallel.joining import join_rows
 from composer_fsdp2.sharding.agree import agree, gather
 from composer_fsdp2.sharding.meshes import group_along
+from composer_fsdp2.sharding.random_states import random_states, set_random_states
 from composer_fsdp2.training.run import BatchGroup
 
 _TIMEOUT = timedelta(minutes=30)  # as that of any group of torch's: loaders may be as slow as they were
@@ -40,6 +48,17 @@ def make_batch_group(config: ShardingConfig) -> BatchGroup | None:
         check=config.check_data is not False,
         tensor_degree=config.mesh.tensor_degree,
     )
+
+
+def draw_alike(block: BatchGroup) -> None:
+    """Give the ranks that split layers the random states of the first of them: of all generators in use.
+
+    Called on all ranks of the block: after sharding, and before batches that are shared. Sends 15 kB a rank.
+    """
+    if block.tensor_degree == 1:
+        return
+    index = block.ranks.index(dist.get_rank())
+    set_random_states(gather(random_states(), block.group)[index - index % block.tensor_degree])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.func import functional_call
 
 from composer_fsdp2._torch.collectives import launch
-from composer_fsdp2._torch.slices import parent_mesh
+from composer_fsdp2._torch.private_names import parent_mesh
 from composer_fsdp2.config.choices import Choice, ModelChoices, UnitOverrides
 from composer_fsdp2.config.mesh import EXPERT_AXIS, MeshSpec, divisors_text
 from composer_fsdp2.config.parallel import SplitExperts
@@ -78,12 +78,11 @@ def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices
     _refuse_beside(config.mesh, is_split=bool(split))
     degree = _degree(config, split)
     layers = _layers(model, config, choices, split)
-    problems = [*_problems_of_layers(model, layers, degree)]
-    if problems:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if problems := [*_problems_of_layers(modules, layers, degree)]:
         raise PlanError("\n".join(problems))
     mesh = MeshSpec.of_experts(degree, tensor=config.mesh.tensor_degree, device_type=config.mesh.device_type)
     mesh = mesh.resolve(config.mesh.size) if config.mesh.is_resolved else mesh
-    modules = dict(model.named_modules(remove_duplicate=False))
     chosen = dict(choices.chosen)
     layers = tuple(replace(each, is_added=_is_added(choices, each.module)) for each in layers)
     placements: dict[nn.Parameter, Placement] = {}
@@ -204,8 +203,7 @@ def _layers(
     return tuple(found.values())
 
 
-def _problems_of_layers(model: nn.Module, layers: Sequence[SplitExperts], degree: int) -> Iterator[str]:
-    modules = dict(model.named_modules())
+def _problems_of_layers(modules: Mapping[str, nn.Module], layers: Sequence[SplitExperts], degree: int) -> Iterator[str]:
     for each in layers:
         module, rest = modules[each.module], each.num_experts % degree
         if rest:

@@ -26,11 +26,10 @@ from composer_fsdp2._torch.passing import tensors_in
 from composer_fsdp2._torch.private_names import BatchNorm, untraced
 from composer_fsdp2.config.parallel import ExpertBlock
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
-from composer_fsdp2.parallel.asking import Ask, asking
 from composer_fsdp2.parallel.connecting import Arguments, connect_first, kept_without_rows, without_rows
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.training.control import Operation
-from composer_fsdp2.training.out_of_memory import is_out_of_memory
+from composer_fsdp2.training.out_of_memory import Ask, asking, is_out_of_memory
 
 _WAY_OUT = (
     "Leave the experts in the unit of their layer, which is exact too; or, if every rank calls all of them in one "

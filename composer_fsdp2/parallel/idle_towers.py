@@ -28,11 +28,11 @@ from composer_fsdp2._torch.private_names import BatchNorm, untraced
 from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.config.parallel import TowerModel
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
-from composer_fsdp2.parallel.asking import Ask, asking
 from composer_fsdp2.parallel.connecting import connect, is_floating
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.training.control import Operation
+from composer_fsdp2.training.out_of_memory import Ask, asking
 
 EXAMPLE = "example_inputs"
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, and those by name

@@ -20,12 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from composer_fsdp2._torch.slices import needs_even_shards
+from composer_fsdp2._torch.capabilities import needs_even_shards
 from composer_fsdp2.config.mesh import AxisRole
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.batches import make_batch_group
-from composer_fsdp2.parallel.draws import draw_alike
+from composer_fsdp2.parallel.batches import draw_alike, make_batch_group
 from composer_fsdp2.parallel.experts import start_experts
 from composer_fsdp2.parallel.idle_experts import start_idle_experts
 from composer_fsdp2.parallel.idle_towers import start_idle_towers

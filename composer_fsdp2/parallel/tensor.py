@@ -5,7 +5,7 @@ weight that is tied stays tied, and both of its sides are split alike; a dimensi
 is refused, with the module that has it.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
@@ -16,18 +16,18 @@ from torch.distributed.tensor import parallel as _styles
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from composer_fsdp2._torch.private_names import own_parameters
-from composer_fsdp2._torch.slices import parent_mesh
+from composer_fsdp2._torch.private_names import own_parameters, parent_mesh
 from composer_fsdp2.config.mesh import EXPERT_AXIS
 from composer_fsdp2.config.text import did_you_mean
 from composer_fsdp2.config.value import json_text
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.agree import agree
 from composer_fsdp2.sharding.decide import refuse_sharded
+from composer_fsdp2.sharding.modules import first_paths
 from composer_fsdp2.sharding.optimizer import Optimizers, Rebinding, check_optimizers, the_optimizer
 from composer_fsdp2.sharding.parallelize import parallelize, tie_again
 from composer_fsdp2.sharding.plan import SplitModule
-from composer_fsdp2.sharding.ties import join, parameter_uses, tie_groups
+from composer_fsdp2.sharding.ties import ParameterUse, join, parameter_uses, tie_groups
 
 # Of a module's own parameters by name.
 _Placements = dict[str, Placement]
@@ -79,14 +79,15 @@ def plan_parallelize(model: nn.Module, layer_plan: Mapping[str, ParallelStyle], 
     Every rank must call this with the same arguments; it does not communicate.
     """
     problems: list[str] = []
-    styles = _styles_by_path(model, layer_plan, problems)
-    placements = _placements(model, styles, problems)
-    problems.extend(_problems_of_shapes(model, placements, degree))
-    problems.extend(_problems_of_heads(model, styles, degree))
+    modules, uses = dict(model.named_modules(remove_duplicate=False)), parameter_uses(model)
+    styles = _styles_by_path(modules, layer_plan, problems)
+    placements = _placements(modules, uses, styles, problems)
+    problems.extend(_problems_of_shapes(uses, placements, degree))
+    problems.extend(_problems_of_heads(modules, styles, degree))
     if problems:
         raise PlanError("the layer plan of tensor parallelism does not fit the model:\n" + "\n".join(problems))
-    modules = tuple(SplitModule(path=path, style=_text_of(style), parallelize=style) for path, style in styles.items())
-    return TensorPlan(modules=modules, placements=placements)
+    split = tuple(SplitModule(path=path, style=_text_of(style), parallelize=style) for path, style in styles.items())
+    return TensorPlan(modules=split, placements=placements)
 
 
 def read_parallelized(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
@@ -180,14 +181,13 @@ def parallelized_along(model: nn.Module, world_size: int) -> DeviceMesh | None:
 
 
 def _styles_by_path(
-    model: nn.Module, layer_plan: Mapping[str, ParallelStyle], problems: list[str]
+    known: Mapping[str, nn.Module], layer_plan: Mapping[str, ParallelStyle], problems: list[str]
 ) -> dict[str, ParallelStyle]:
     """Each module that the plan names, by its first path, in the model's order."""
-    known = dict(model.named_modules(remove_duplicate=False))
-    first_path = {module: path for path, module in reversed(known.items())}
+    first_path = first_paths(known)
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for pattern, style in layer_plan.items():
-        matches = list(dict.fromkeys(first_path[module] for module in _matching(model, pattern)))
+        matches = list(dict.fromkeys(first_path[module] for module in _matching(known[""], pattern)))
         if not matches:
             problems.append(f"no module {pattern!r}{_nearest(pattern, known)}")
         for path in matches:
@@ -214,9 +214,11 @@ def _matching(model: nn.Module, pattern: str) -> list[nn.Module]:
 
 
 def _placements(
-    model: nn.Module, styles: Mapping[str, ParallelStyle], problems: list[str]
+    modules: Mapping[str, nn.Module],
+    uses: Iterable[ParameterUse],
+    styles: Mapping[str, ParallelStyle],
+    problems: list[str],
 ) -> dict[nn.Parameter, Placement]:
-    modules = dict(model.named_modules(remove_duplicate=False))
     of_modules: dict[nn.Module, _Placements] = {}
     for path, style in styles.items():
         try:
@@ -226,7 +228,7 @@ def _placements(
                 f"{type(style).__name__} on {path or 'the model'!r} ({type(modules[path]).__name__}): {error}"
             )
     found: dict[nn.Parameter, Placement] = {}
-    for use in parameter_uses(model):
+    for use in uses:
         sides = {join(path, name): of_modules.get(modules[path], {}).get(name) for path, name in use.owners}
         distinct = list(dict.fromkeys(sides.values()))
         if len(distinct) > 1:
@@ -278,8 +280,10 @@ def _problem_of_tie(sides: Mapping[str, Placement | None]) -> str:
     )
 
 
-def _problems_of_shapes(model: nn.Module, placements: Mapping[nn.Parameter, Placement], degree: int) -> Iterator[str]:
-    for use in parameter_uses(model):
+def _problems_of_shapes(
+    uses: Iterable[ParameterUse], placements: Mapping[nn.Parameter, Placement], degree: int
+) -> Iterator[str]:
+    for use in uses:
         placement = placements.get(use.parameter)
         if isinstance(placement, Shard) and (size := use.parameter.shape[placement.dim]) % degree:
             yield (
@@ -288,9 +292,10 @@ def _problems_of_shapes(model: nn.Module, placements: Mapping[nn.Parameter, Plac
             )
 
 
-def _problems_of_heads(model: nn.Module, styles: Mapping[str, ParallelStyle], degree: int) -> Iterator[str]:
+def _problems_of_heads(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], degree: int
+) -> Iterator[str]:
     """An attention whose projections are split computes with whole heads on each rank."""
-    modules = dict(model.named_modules(remove_duplicate=False))
     for path, style in styles.items():
         module, above = modules[path], modules[path.rpartition(".")[0]]
         head_dim = getattr(above, "head_dim", None)

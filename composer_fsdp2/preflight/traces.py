@@ -36,7 +36,8 @@ class Traces:
         if key not in self._taken:
             plan = plan_with(self._run.plan, replace(self._present, activations=activations))
             recomputed = plan.checkpointed if activations.recompute else ()
-            plan = replace(plan, caching=caching_modules(self._run.model, recomputed))
+            modules = dict(self._run.model.named_modules(remove_duplicate=False))
+            plan = replace(plan, caching=caching_modules(modules, recomputed))
             self._taken[key] = trace_microbatch(
                 self._run.model,
                 plan,

@@ -2,7 +2,7 @@
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ def wrap_activations(model: nn.Module, paths: list[str], mode: ActivationCheckpo
             setattr(parent_module, name, wrapper)
 
 
-def caching_modules(model: nn.Module, recomputed: Sequence[str]) -> tuple[str, ...]:
+def caching_modules(modules: Mapping[str, nn.Module], recomputed: Sequence[str]) -> tuple[str, ...]:
     """The paths of transformers' models that would fill a cache in training around modules that are recomputed.
 
     A layer that runs again adds its keys and values to the cache once more, and attends to both: torch's non-reentrant
@@ -64,9 +64,9 @@ def caching_modules(model: nn.Module, recomputed: Sequence[str]) -> tuple[str, .
     cache off for its own gradient checkpointing only.
 
     Args:
+        modules: Those of the model, by every path.
         recomputed: Paths.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
     around = {above for path in recomputed for above in ancestors_or_self(path)}
     return tuple(path for path, module in modules.items() if path in around and _fills_a_cache(module))
 

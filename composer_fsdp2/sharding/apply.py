@@ -19,11 +19,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.api import KNOWN_VERSIONS, require_known_torch
-from composer_fsdp2._torch.private_names import keep_class_name, own_buffers
+from composer_fsdp2._torch.capabilities import keeps_what_copies_read
+from composer_fsdp2._torch.private_names import keep_class_name, own_buffers, parent_mesh
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
-from composer_fsdp2._torch.slices import parent_mesh
 from composer_fsdp2._torch.strided import keep_strides
-from composer_fsdp2._torch.unit import hooks_of, keeps_what_copies_read, repair_unit
+from composer_fsdp2._torch.unit import hooks_of, repair_unit
 from composer_fsdp2._torch.unit_parameters import owners_of_unit
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations

@@ -61,8 +61,8 @@ def decide_sharding(
 
     Every rank must call this with the same model; it does not communicate and needs no process group.
     """
-    ignored = ignored_modules(model, config)
-    frozen = choose_frozen(model, config.freeze)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    ignored, frozen = ignored_modules(modules, config), choose_frozen(model, config.freeze)
     low_precision = _has_low_precision(config.mixed_precision)
     selection = select_units(model, choices, low_precision=low_precision, ignored_modules=ignored.values())
     configs = _own_configs(selection.units, config)
@@ -72,7 +72,7 @@ def decide_sharding(
     )
     _refuse_parameters(model, units)
     recomputation = _recomputation(config.activation_checkpointing, choices, has_frozen=bool(frozen.names))
-    caching = caching_modules(model, choices.checkpointed if recomputation.checkpoint else ())
+    caching = caching_modules(modules, choices.checkpointed if recomputation.checkpoint else ())
     notes = (
         *choices.notes,
         *frozen.notes,
@@ -85,7 +85,7 @@ def decide_sharding(
     )
     return ShardingPlan(
         config=replace(config, ignored_modules=tuple(ignored), activation_checkpointing=recomputation),
-        units=_with_prefetch(model, units, [own.prefetch for own in configs]),
+        units=_with_prefetch(modules, units, [own.prefetch for own in configs]),
         tie_groups=tuple(use.names for use in selection.uses if len(use.owners) > 1),
         ignored=tuple(name for use in selection.ignored for name in use.names),
         left_out=selection.left_out,
@@ -306,7 +306,9 @@ def _casts_of(unit: ShardUnit, trained: Mapping[str, nn.Parameter]) -> Iterator[
             yield f"{spec.name} is {spec.dtype} and its gradient is reduced in {reduced}"
 
 
-def _with_prefetch(model: nn.Module, units: tuple[ShardUnit, ...], asked: Sequence[Prefetch]) -> tuple[ShardUnit, ...]:
+def _with_prefetch(
+    modules: Mapping[str, nn.Module], units: tuple[ShardUnit, ...], asked: Sequence[Prefetch]
+) -> tuple[ShardUnit, ...]:
     """The units with their explicit prefetch lists: the next of the same root, in the order of registration.
 
     A unit is gathered where its forward begins, so forward takes the units in pre-order; its backward begins where its
@@ -314,7 +316,7 @@ def _with_prefetch(model: nn.Module, units: tuple[ShardUnit, ...], asked: Sequen
     """
     if all(prefetch == Prefetch() for prefetch in asked):
         return units
-    registration = {path: i for i, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    registration = {path: i for i, path in enumerate(modules)}
     prefetch = dict(zip((unit.name for unit in units), asked, strict=True))
     forward: dict[str, tuple[str, ...]] = {}
     backward: dict[str, tuple[str, ...]] = {}

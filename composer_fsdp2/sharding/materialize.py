@@ -27,6 +27,7 @@ from composer_fsdp2._torch.private_names import own_buffers, own_parameters
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.meshes import UnitMesh
+from composer_fsdp2.sharding.modules import first_paths
 from composer_fsdp2.sharding.random_states import random_states, set_random_states
 from composer_fsdp2.sharding.ties import join
 
@@ -115,9 +116,7 @@ class Materializer:
         self.left_out = left_out
         self.kept = kept
         self.drawn: set[nn.Module] = set()
-        self.path_of: dict[nn.Module, str] = {}
-        for path, module in modules.items():
-            self.path_of.setdefault(module, path)
+        self.path_of = first_paths(modules)
         self.places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in self.path_of:
             for name, parameter in own_parameters(module):

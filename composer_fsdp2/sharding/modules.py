@@ -42,15 +42,24 @@ def ancestors_or_self(path: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
 
 
-def ignored_modules(model: nn.Module, config: ShardingConfig) -> dict[str, nn.Module]:
+def first_paths(modules: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
+    """The path of each module as ``named_modules`` gives it, from those by every path, in registration order."""
+    found: dict[nn.Module, str] = {}
+    for path, module in modules.items():
+        found.setdefault(module, path)
+    return found
+
+
+def ignored_modules(modules: Mapping[str, nn.Module], config: ShardingConfig) -> dict[str, nn.Module]:
     """The ignored modules by path, each given as itself or as its path.
 
+    Args:
+        modules: Those of the model, by every path.
     Raises:
         PlanError: one is not part of the model, or the model itself.
     """
     found = {}
-    modules = dict(model.named_modules()) if config.ignored_modules else {}
-    paths = {module: path for path, module in modules.items()}
+    paths = first_paths(modules) if config.ignored_modules else {}
     for number, given in enumerate(config.ignored_modules):
         path = given if isinstance(given, str) else paths.get(given)
         if path is None or path not in modules:

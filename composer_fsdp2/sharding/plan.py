@@ -3,6 +3,7 @@
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -265,12 +266,11 @@ def _batches_line(config: ShardingConfig) -> Iterator[str]:
 def _split_lines(plan: ShardingPlan) -> Iterator[str]:
     """Modules that differ in the numbers of their layers alone are one line, and so are their parameters."""
     placements = {name: spec.tensor_placement for unit in plan.units for spec in unit.parameters for name in spec.names}
-    alike: dict[tuple[str, str, str], int] = {}
+    alike = Counter[tuple[str, str, str]]()
     for module in plan.split:
         own = {name: placements.get(f"{module.path}.{name}") for name in ("weight", "bias")}
         text = ", ".join(f"{name} {placement!r}" for name, placement in own.items() if placement is not None)
-        key = (_NUMBER.sub(".*", module.path), module.style, text)
-        alike[key] = alike.get(key, 0) + 1
+        alike[_NUMBER.sub(".*", module.path), module.style, text] += 1
     for (path, style, text), count in alike.items():
         several = f" ({count} modules)" if count > 1 else ""
         yield f"  split over {plan.mesh.tensor_degree} ranks: {path or 'the model'}{several}: {text or style}"
@@ -278,10 +278,10 @@ def _split_lines(plan: ShardingPlan) -> Iterator[str]:
 
 def _expert_lines(plan: ShardingPlan) -> Iterator[str]:
     degree = {unit.name: unit.mesh.expert_degree for unit in plan.units}
-    alike: dict[tuple[str, int, int], int] = {}
-    for each in plan.split_experts:
-        key = (_NUMBER.sub(".*", each.module), degree.get(each.module, 1), each.num_experts)
-        alike[key] = alike.get(key, 0) + 1
+    keys = (
+        (_NUMBER.sub(".*", each.module), degree.get(each.module, 1), each.num_experts) for each in plan.split_experts
+    )
+    alike = Counter(keys)
     for (path, ranks, num_experts), count in alike.items():
         several = f" ({count} modules)" if count > 1 else ""
         how = (

@@ -225,11 +225,6 @@ def connect(host: str) -> Control:
     return Control(world, _links(host))
 
 
-def num_rounds(num_nodes: int) -> int:
-    """Messages that the first rank of each node waits for, one after the other."""
-    return (num_nodes - 1).bit_length()
-
-
 def _let_go() -> None:
     if _control is not None:
         _control.let_go()
@@ -322,7 +317,7 @@ class _OfNodes:
         own = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # no default device that may be out of memory
         place, num_nodes = self._node.firsts.index(dist.get_rank()), len(self._node.firsts)
         sending: list[dist.Work | None] = []
-        for number in range(num_rounds(num_nodes)):
+        for number in range((num_nodes - 1).bit_length()):
             heard = torch.empty_like(own)
             receiving = dist.irecv(heard, self._node.firsts[(place - (1 << number)) % num_nodes], self._group)
             sending.append(dist.isend(own, self._node.firsts[(place + (1 << number)) % num_nodes], self._group))

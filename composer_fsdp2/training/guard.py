@@ -5,7 +5,9 @@ none. That hangs until a process group times out, or mixes up data of one size. 
 stand before each collective, over the control group.
 """
 
+import itertools
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch import nn
@@ -16,34 +18,29 @@ from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training.control import Operation, control
 from composer_fsdp2.training.run import find_run, run_of
 
-
-class CollectiveGuard:
-    """Compares where the ranks stand. Made on all of them together, as the control is.
-
-    Args:
-        limit: How long the ranks that have come wait for the others.
-    """
-
-    def __init__(self, limit: timedelta) -> None:
-        self._limit = limit
-        self._control = control()
-        self._number = 0
-
-    def check(self, where: InFlight | str) -> None:
-        """Meet the other ranks at ``where``, and compare two numbers.
-
-        Raises:
-            RanksDivergedError: on all ranks that come; names where each stands, and where all were together last.
-        """
-        self._control.meet(_OPERATION, where, [self._number, zlib.crc32(str(where).encode())], self._limit)
-        self._number += 1
-
-
 _OPERATION = Operation(
     "collective_guard",
     "Ranks must run the same modules in the same order: look for a branch on the rank or on the data, a different "
     "number of batches, or a forward on some ranks only",
 )
+
+
+def collective_guard(limit: timedelta) -> Callable[[InFlight | str], None]:
+    """A function that meets the other ranks where they call it, and compares two numbers.
+
+    It raises RanksDivergedError, on all ranks that come, with where each stands and where all were together last.
+
+    Args:
+        limit: How long the ranks that have come wait for the others.
+
+    Called on all ranks together, as ``control``.
+    """
+    connected, numbers = control(), itertools.count()
+
+    def check(where: InFlight | str) -> None:
+        connected.meet(_OPERATION, where, [next(numbers), zlib.crc32(str(where).encode())], limit)
+
+    return check
 
 
 def start_guard(model: nn.Module, limit_s: float) -> None:
@@ -52,9 +49,9 @@ def start_guard(model: nn.Module, limit_s: float) -> None:
     Args:
         limit_s: How long ranks wait for each other.
     """
-    guard = CollectiveGuard(timedelta(seconds=limit_s))
-    run_of(model).guard = guard.check
-    watch_collectives(units(model), guard.check)
+    check = collective_guard(timedelta(seconds=limit_s))
+    run_of(model).guard = check
+    watch_collectives(units(model), check)
 
 
 def check_guard(model: nn.Module, where: str) -> None:

@@ -10,7 +10,7 @@ cannot be voted on: there the process group's time-out ends all of them.
 
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.collectives import InFlight, all_gather_single, reduce_scatter_single
-from composer_fsdp2._torch.groups import process_groups_of
 from composer_fsdp2._torch.private_names import dtensor_random_states, own_buffers
 from composer_fsdp2._torch.reset import forget_masks, reset_after_error
 from composer_fsdp2._torch.unit import watch_collectives
@@ -129,16 +128,30 @@ class OutOfMemoryVote:
         return bool(anybody_is_out)
 
 
-def vote_if_on(model: nn.Module, where: str) -> None:
-    """Vote that all is well before ranks ask each other something else in the midst of a step.
+# From where this rank is and its numbers to the largest of all ranks'. Called on all ranks together.
+Ask = Callable[[str, Sequence[int]], list[int]]
 
-    Raises:
-        PeerOutOfMemoryError, RanksDivergedError: as in ``OutOfMemoryVote.check``.
+
+def asking(model: nn.Module, operation: Operation, limit_s: float | None) -> Ask:
+    """How ranks compare numbers in the midst of a forward, before they run parts of the model that may differ.
+
+    They vote before, if votes are on. Called on all ranks.
+
+    Args:
+        model: The module inside which they ask.
+        limit_s: For how many seconds they wait for each other's answers; None: for as long as for other votes.
     """
-    run = find_run(model)
-    vote = None if run is None or run.latest_vote is None else run.latest_vote()
-    if vote is not None and vote.is_on:
-        vote.check(where)
+    limit = ANSWER_WITHIN if limit_s is None else timedelta(seconds=limit_s)
+    all_reduce_max, this = control().all_reduce_max, weakref.ref(model)  # its hooks hold what is returned
+
+    def ask(where: str, numbers: Sequence[int]) -> list[int]:
+        run = None if (found := this()) is None else find_run(found)
+        vote = None if run is None or run.latest_vote is None else run.latest_vote()
+        if vote is not None and vote.is_on:
+            vote.check(f"the question of {operation.name} before {where}")
+        return all_reduce_max(operation, where, numbers, limit)
+
+    return ask
 
 
 _OPERATION = Operation(
@@ -154,13 +167,12 @@ _WARM_UP_ELEMENTS = (1, 1 << 20)
 
 def _warm_up(model: nn.Module) -> None:
     """Use each axis of the model once, with all kinds of collectives that it sends. Called on all ranks."""
-    of_units = [group for unit in units(model).values() for group in process_groups_of(unit)]
     meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
-    of_meshes = [group for mesh in meshes for group in mesh.get_all_groups()]  # the axes that split layers, too
+    of_all = [group for mesh in meshes for group in mesh.get_all_groups()]  # of the axes that split layers, too
     exchanging = [mesh.get_group(EXPERT_AXIS) for mesh in meshes if EXPERT_AXIS in (mesh.mesh_dim_names or ())]
     if (context := run_of(model).context) is not None:
         exchanging.append(context.group)
-    for group in dict.fromkeys([*of_units, *of_meshes, *exchanging]):
+    for group in dict.fromkeys([*of_all, *exchanging]):
         size = dist.get_world_size(group)
         for numel in _WARM_UP_ELEMENTS:
             part = torch.zeros(max(1, numel // size), device=device_of_group(group))

@@ -29,7 +29,7 @@ def test_units_in_a_tower_are_told(folder: str):
 
     def check(model_of: Any, tower: str, first: str, layer: str) -> None:
         model = model_of()
-        assert towers(model) == [tower]
+        assert towers(dict(model.named_modules())) == [tower]
         ends = Wrap(kind=WrapKind.CLASSES, embeddings=True, output=True)
         for wrap in (AUTO, ends):
             [note] = notes_of(model, wrap)
@@ -80,7 +80,7 @@ HAVE_EXPERTS = {"qwen2-moe", "switch"}
 def test_models_that_each_batch_runs_whole_are_not_warned_of(folder: str):
     """A warning in every run of everybody's model is read by nobody, and the one that matters is lost in it."""
     for name, model in models_without_towers().items():
-        assert towers(model) == [], name
+        assert towers(dict(model.named_modules())) == [], name
         policies = [Wrap(kind=WrapKind.SIZE, min_num_params=size) for size in (1000, 3000)]
         for wrap in policies if name == "mpt" else [AUTO, *policies]:  # MPT names no classes of its own
             told = warned_of(model, wrap)

@@ -28,7 +28,7 @@ from composer_fsdp2.sharding.meshes import unit_meshes
 from composer_fsdp2.training import control as control_module
 from composer_fsdp2.training import node as node_module
 from composer_fsdp2.training.control import Control, Operation, connect, control
-from composer_fsdp2.training.guard import CollectiveGuard
+from composer_fsdp2.training.guard import collective_guard
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
 SOON = timedelta(seconds=60)
@@ -84,7 +84,7 @@ def check_one_group(ranks_a_node: int) -> int:
     ):
         for _ in range(3):
             OutOfMemoryVote(model)
-            CollectiveGuard(SOON)
+            collective_guard(SOON)
     return made.call_count
 
 

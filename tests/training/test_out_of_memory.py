@@ -40,7 +40,7 @@ from composer_fsdp2._torch.private_names import random_of_dtensors
 from composer_fsdp2._torch.unit import hooks_of, watch_collectives
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.sharded import units
-from composer_fsdp2.training.guard import CollectiveGuard
+from composer_fsdp2.training import guard
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote, batch_snapshot, is_out_of_memory, reset
 
 ALL_GATHER, REDUCE_SCATTER = (  # what fully_shard calls: torch 2.13 has new names
@@ -208,7 +208,8 @@ def check_all(configs: dict[str, dict[str, Any]], num_points: int) -> None:
         name: (functools.partial(plain, config), 8, num_points, i, 1)
         for i, (name, config) in enumerate(configs.items())
     }
-    with mock.patch.object(CollectiveGuard, "check", in_host_memory()(CollectiveGuard.check)):
+    make, wrapped = guard.collective_guard, in_host_memory()
+    with mock.patch.object(guard, "collective_guard", lambda limit: wrapped(make(limit))):
         for_each(check, cases)
 
 

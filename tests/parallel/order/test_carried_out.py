@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composer_fsdp2 import apply_activation_checkpointing, plan_sharding, summon_full_params
-from composer_fsdp2._torch.slices import needs_even_shards
+from composer_fsdp2._torch.capabilities import needs_even_shards
 
 split = partial(Carried, plan=layer_plan, num_shared=TENSOR)
 

@@ -33,7 +33,7 @@ from composer_fsdp2 import (
     prepare_fully_shard,
     tile_mlp,
 )
-from composer_fsdp2._torch.slices import needs_even_shards
+from composer_fsdp2._torch.capabilities import needs_even_shards
 from composer_fsdp2.parallel.tensor import parallelize_model
 from composer_fsdp2.sharding.plan import ShardingPlan
 
