@@ -15,6 +15,7 @@ from torch import nn
 from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel, know
+from composer_fsdp2.parallel.causal_lm import refuse_generation
 from composer_fsdp2.parallel.padding import note_copies
 from composer_fsdp2.training.context import ContextGroup
 from composer_fsdp2.training.run import find_context
@@ -164,7 +165,7 @@ def _start(whole: Any, model: Any, attentions: Sequence[Any], group: ContextGrou
     """Embeddings run on whole rows, so that positions are right by themselves; what they give is cut."""
     transformer = model.transformer
     model.forward = _padded_forward(model.forward, group)
-    model.generate = _refuse_generation
+    model.generate = functools.partial(refuse_generation, "generate")
     embedded = transformer.emb_drop.forward
     transformer.emb_drop.forward = lambda x: group.part(embedded(x))
     if transformer.rope:
@@ -238,10 +239,6 @@ def _loss_of_part(model: Any, group: ContextGroup, outputs: Any, batch: Mapping[
     labels = group.shifted_labels(batch["labels"], is_shifted=not model.shift_labels)
     losses = model.loss_fn(logits.view(-1, logits.shape[-1]), labels.view(-1))
     return losses.sum() / group.items(labels, torch.promote_types(torch.float32, logits.dtype))
-
-
-def _refuse_generation(*args: Any, **kwargs: Any) -> None:
-    raise _no_tasks("generate")
 
 
 know(KnownModel(name="LLM Foundry's MPT", is_one=_is_mpt, attentions=_attentions, problems=_problems, start=_start))

@@ -289,17 +289,16 @@ class _Layout:
         norms = [f"{len(keys)} norms along {axes}" for (_, axes, _), keys in self.norms.items()]
         return "\n".join([*self.keys, *norms])
 
-    def parts(self, metrics: Metrics) -> list[LocalValues]:
-        """What this rank adds to the squares of the norms."""
+    def parts(self, metrics: Metrics | None) -> list[LocalValues]:
+        """What this rank adds to the squares of the norms; as many zeros where it has no such metrics."""
         return [
-            LocalValues(values=torch.stack([metrics[key] for key in keys]).double() ** 2, mesh=mesh, axes=axes)
-            for (mesh, axes, _), keys in self.norms.items()
-        ]
-
-    def zeros(self) -> list[LocalValues]:
-        """What a rank without such metrics adds: as many zeros as ``parts`` has values."""
-        return [
-            LocalValues(values=torch.zeros(len(keys), dtype=torch.float64, device=device), mesh=mesh, axes=axes)
+            LocalValues(
+                values=torch.zeros(len(keys), dtype=torch.float64, device=device)
+                if metrics is None
+                else torch.stack([metrics[key] for key in keys]).double() ** 2,
+                mesh=mesh,
+                axes=axes,
+            )
             for (mesh, axes, device), keys in self.norms.items()
         ]
 
@@ -342,7 +341,7 @@ class _Agreement:
         mesh = None if last is None else last.mesh_of_all()
         if last is not None and mesh is not None:
             is_new = own is None or _Layout.of(own) != last
-            squares = _reduced_unless(is_new, last.parts(own.metrics) if own and not is_new else last.zeros(), mesh)
+            squares = _reduced_unless(is_new, last.parts(own.metrics if own and not is_new else None), mesh)
             if own is not None and squares is not None:
                 return own, last.full_norms(squares)
 

@@ -42,7 +42,7 @@ from composer_fsdp2.sharding.activations import (
 from composer_fsdp2.sharding.agree import agree, require_process_group
 from composer_fsdp2.sharding.apply import check_plan
 from composer_fsdp2.sharding.decide import cast_gradients, decide_sharding, refuse_sharded
-from composer_fsdp2.sharding.optimizer import Optimizers, Rebinding, check_optimizers, refuse_frozen, the_optimizer
+from composer_fsdp2.sharding.optimizer import Optimizers, check_optimizers, rebinding, refuse_frozen, the_optimizer
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 log = logging.getLogger(__name__)
@@ -96,12 +96,12 @@ def prepare_fully_shard(
     translation, plan, present = agree(decide, lambda decided: decided[1].fingerprint)
     _report(translation, plan)
     optimizer = the_optimizer(optimizers)
-    rebinding = None if optimizer is None else Rebinding.note(model, optimizer)
+    follow = None if optimizer is None else rebinding(model, optimizer)
     run = carry_out(model, plan, initializers(model), present=present)
     run.report, run.findings = translation.explain(), translation.findings
     open_fsdp1_attributes(model)
-    if rebinding is not None:
-        rebinding.follow()
+    if follow is not None:
+        follow()
     return [], {}
 
 

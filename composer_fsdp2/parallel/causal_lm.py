@@ -19,6 +19,7 @@ from torch import nn
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel
 from composer_fsdp2.parallel.padding import Padding, attend_padded, mask_of_rows
+from composer_fsdp2.sharding.modules import is_pretrained
 from composer_fsdp2.training.context import ContextGroup
 
 NAME = "Hugging Face's causal language models whose attention goes through transformers' interface"
@@ -32,12 +33,6 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 # What is known of a model
 
 
-def _is_pretrained(module: nn.Module) -> bool:
-    return any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__
-    )
-
-
 def _attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Those that look an attention function up by the name in their configuration."""
     return {
@@ -45,7 +40,7 @@ def _attention_modules(model: nn.Module) -> dict[str, nn.Module]:
         for path, module in model.named_modules()
         if hasattr(module, "is_causal")
         and hasattr(getattr(module, "config", None), "_attn_implementation")
-        and not _is_pretrained(module)
+        and not is_pretrained(module)
     }
 
 
@@ -319,5 +314,5 @@ def refuse_generation(what: str, *args: Any, **kwargs: Any) -> None:
 
 
 HUGGING_FACE = KnownModel(
-    name=NAME, is_one=_is_pretrained, attentions=_attentions, problems=_problems, notes=_notes, start=_start
+    name=NAME, is_one=is_pretrained, attentions=_attentions, problems=_problems, notes=_notes, start=_start
 )

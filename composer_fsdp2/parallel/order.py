@@ -2,7 +2,7 @@
 
 [Note: legal order] Each step stands where it does because the next ones build on it.
 
-1. Ties and the optimizer's parameters are noted, by ``Rebinding``: what follows exchanges parameters.
+1. Ties and the optimizer's parameters are noted, by ``rebinding``: what follows exchanges parameters.
 2. Sequences are divided and MLPs tiled: both give instances another forward, which a wrapper would hide.
 3. Parameters are frozen, before checkpointing asks which there are.
 4. Checkpointing is wrapped around blocks, so that the unit's gather surrounds the recomputation. A block that the

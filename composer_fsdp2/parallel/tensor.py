@@ -24,7 +24,7 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.agree import agree
 from composer_fsdp2.sharding.decide import refuse_sharded
 from composer_fsdp2.sharding.modules import first_paths
-from composer_fsdp2.sharding.optimizer import Optimizers, Rebinding, check_optimizers, the_optimizer
+from composer_fsdp2.sharding.optimizer import Optimizers, check_optimizers, rebinding, the_optimizer
 from composer_fsdp2.sharding.parallelize import parallelize, tie_again
 from composer_fsdp2.sharding.plan import SplitModule
 from composer_fsdp2.sharding.ties import ParameterUse, join, parameter_uses, tie_groups
@@ -147,15 +147,15 @@ def parallelize_model(
 
     plan = agree(decide, lambda decided: json_text(decided.modules))
     optimizer = the_optimizer(optimizers)
-    rebinding = None if optimizer is None else Rebinding.note(model, optimizer)
+    follow = None if optimizer is None else rebinding(model, optimizer)
     modules, ties = dict(model.named_modules(remove_duplicate=False)), tie_groups(model)
     for each in plan.modules:
         assert each.parallelize is not None, "plan_parallelize keeps the style"
         parallelize(modules[each.path], each.parallelize, mesh)
     for names in ties:
         tie_again(modules, names)
-    if rebinding is not None:
-        rebinding.follow()
+    if follow is not None:
+        follow()
 
 
 def parallelized_along(model: nn.Module, world_size: int) -> DeviceMesh | None:

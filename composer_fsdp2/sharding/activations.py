@@ -17,7 +17,7 @@ from composer_fsdp2._torch.private_names import (
 )
 from composer_fsdp2.config.sharding import ActivationCheckpointing
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.sharding.modules import ancestors_or_self, at_path
+from composer_fsdp2.sharding.modules import ancestors_or_self, at_path, is_pretrained
 
 
 def require_checkpointing(mode: ActivationCheckpointing) -> None:
@@ -73,11 +73,8 @@ def caching_modules(modules: Mapping[str, nn.Module], recomputed: Sequence[str])
 
 def _fills_a_cache(module: nn.Module) -> bool:
     """Of those by transformers that take ``use_cache``, and go by ``config.use_cache`` where nobody gives it."""
-    is_pretrained = any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__
-    )
     config = getattr(module, "config", None)
-    return is_pretrained and bool(getattr(config, "use_cache", False)) and "use_cache" in _parameters(module)
+    return is_pretrained(module) and bool(getattr(config, "use_cache", False)) and "use_cache" in _parameters(module)
 
 
 def _parameters(module: nn.Module) -> list[str]:

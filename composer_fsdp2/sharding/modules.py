@@ -14,6 +14,12 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether this is a model of transformers, which is not imported for it."""
+    kinds = type(module).__mro__
+    return any(cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in kinds)
+
+
 def outside_compilation(modules: Mapping[str, nn.Module], path: str) -> tuple[str, nn.Module]:
     """The module at ``path``, or what ``torch.compile`` put around it: that calls the module itself, past whatever
     would be put between the two."""

@@ -1,7 +1,6 @@
 """An optimizer that was built before sharding follows the model's new parameters: same object, same groups."""
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -83,40 +82,28 @@ def refuse_frozen(model: nn.Module, optimizers: Optimizers, frozen: Collection[s
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Rebinding:
-    """The place at which each parameter of an optimizer is registered, noted before sharding replaces it.
+def rebinding(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A function to call after sharding: the optimizer follows to what is registered where its parameters are now.
 
     Group objects, their order and their options stay: schedulers hold them. State that the optimizer already has is
-    cut to this rank's shard (FSDP1 cleared it without a word).
+    cut to this rank's shard (FSDP1 cleared it without a word). The function is called on all ranks, and does not
+    communicate.
     """
+    places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    for module in model.modules():
+        for attribute, parameter in own_parameters(module):
+            places.setdefault(parameter, (module, attribute))
 
-    optimizer: torch.optim.Optimizer
-    places: dict[nn.Parameter, tuple[nn.Module, str]]
+    def follow() -> None:
+        new = {old: getattr(module, attribute) for old, (module, attribute) in places.items()}
+        for group in optimizer.param_groups:
+            group["params"][:] = [new[old] for old in group["params"]]
+        state = cast(dict[nn.Parameter, dict[str, Any]], optimizer.state)
+        for old in [parameter for parameter in state if parameter in places]:
+            if new[old] is not old:
+                state[new[old]] = {key: _shard_like(value, old, new[old]) for key, value in state.pop(old).items()}
 
-    @classmethod
-    def note(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> "Rebinding":
-        places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
-        for module in model.modules():
-            for attribute, parameter in own_parameters(module):
-                places.setdefault(parameter, (module, attribute))
-        return cls(optimizer, places)
-
-    def follow(self) -> None:
-        """Put the model's present parameters where the old ones stood; called on all ranks, does not communicate."""
-        for group in self.optimizer.param_groups:
-            old_parameters: Iterable[nn.Parameter] = list(group["params"])
-            group["params"][:] = [self._new(old) for old in old_parameters]
-        state = cast(dict[nn.Parameter, dict[str, Any]], self.optimizer.state)
-        for old in [parameter for parameter in state if parameter in self.places]:
-            new = self._new(old)
-            if new is not old:
-                state[new] = {key: _shard_like(value, old, new) for key, value in state.pop(old).items()}
-
-    def _new(self, old: nn.Parameter) -> nn.Parameter:
-        module, attribute = self.places[old]
-        parameter: nn.Parameter = getattr(module, attribute)
-        return parameter
+    return follow
 
 
 def _shard_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:

@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -237,22 +237,7 @@ os.register_at_fork(after_in_child=_let_go)
 # By which ways the numbers go
 
 
-class _Links(Protocol):
-    def all_reduce_max(self, numbers: Sequence[int], until: float) -> list[int]:
-        """The largest of all ranks' numbers, place by place.
-
-        Args:
-            until: On ``time.monotonic``'s clock.
-        Raises:
-            OSError, RuntimeError: a rank did not come in time.
-        """
-
-    def close(self) -> None: ...
-
-    def let_go(self) -> None: ...
-
-
-def _links(host: str) -> _Links:
+def _links(host: str) -> "_Links":
     """Called on all ranks."""
     try:
         node = Node.of_this_rank(host, CONNECT_WITHIN)
@@ -292,6 +277,13 @@ class _OfNodes:
         self._node, self._group = node, group
 
     def all_reduce_max(self, numbers: Sequence[int], until: float) -> list[int]:
+        """The largest of all ranks' numbers, place by place.
+
+        Args:
+            until: On ``time.monotonic``'s clock.
+        Raises:
+            OSError, RuntimeError: a rank did not come in time.
+        """
         if not self._node.is_first:
             self._node.send(numbers)
             [answer] = self._node.recv(until)
@@ -362,3 +354,6 @@ class _ByDevice:
 
     def let_go(self) -> None:
         pass
+
+
+_Links: TypeAlias = _OfNodes | _ByDevice

@@ -178,6 +178,30 @@ def test_ranks_that_stop_early_go_on_gathering():
     for_each(check, {"plain": ({},), "adapters": (ADAPTERS,)})
 
 
+@on_ranks(2)
+def test_a_compiled_model_fills_no_cache():
+    """The hook that turns use_cache off is traced with the model: layers that run again must not find a cache."""
+
+    def check(config: dict[str, Any], backend: str) -> None:
+        torch.compiler.reset()
+        counters.clear()
+        model, reference = (hugging_face("llama", **CACHE) for _ in range(2))
+        prepare_fully_shard(model, None, FULL | config, device="cpu")
+        model.model.compile(backend=backend)
+        loss(model, dist.get_rank()).backward()
+        assert counters["frames"]["ok"], "nothing was compiled"
+        for peer in range(dist.get_world_size()):
+            (loss(reference, peer) / dist.get_world_size()).backward()
+        sharded = named_parameters(model)
+        for name, parameter in reference.named_parameters():
+            assert_close(name, full(sharded[name].grad), parameter.grad, rtol=1e-5, atol=1e-7)
+
+    from torch._dynamo.utils import counters  # slow to import
+
+    backends = ("eager", "aot_eager") if IS_THOROUGH else ("aot_eager",)
+    for_each(check, {f"{each}, {config}": (config, each) for each in backends for config in (REENTRANT, NOT_REENTRANT)})
+
+
 # --- full parameters
 
 
