@@ -167,7 +167,7 @@ def share_batch(
 
 def _first(batch: Any, group: dist.ProcessGroup | None) -> Any:
     source = _ranks_of(group)[0]
-    sent = [_Packed.of(batch) if dist.get_rank() == source else None]
+    sent = [Packed.of(batch) if dist.get_rank() == source else None]
     dist.broadcast_object_list(sent, source, group)
     assert sent[0] is not None
     sent[0].check()
@@ -175,11 +175,11 @@ def _first(batch: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 def _gathered(batch: Any, group: dist.ProcessGroup | None, counts: bool) -> Any:
-    packed, digest = _Packed.of(batch), digest_of(parts_of(batch))
+    packed, digest = Packed.of(batch), digest_of(parts_of(batch))
     headers = gather((digest, counts, packed.error), group)
     if len({digest for digest, _, _ in headers}) == 1 and not packed.error:
         return batch  # replicated data: the rows of all would be each of them several times
-    packed_batches: list[_Packed] = gather(packed, group)
+    packed_batches: list[Packed] = gather(packed, group)
     taken = [rank for rank, (_, counts, _) in enumerate(headers) if counts] or [0]
     for each in packed_batches:
         each.check()
@@ -188,18 +188,18 @@ def _gathered(batch: Any, group: dist.ProcessGroup | None, counts: bool) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
-    """A batch as bytes, or why it cannot be pickled."""
+class Packed:
+    """A value for other ranks: as bytes, in which tensors have no rank's own device, or why it cannot be pickled."""
 
     content: bytes = b""
     error: str = ""
 
     @classmethod
-    def of(cls, batch: Any) -> "_Packed":
+    def of(cls, value: Any) -> "Packed":
         file = io.BytesIO()
         try:
-            _Pickler(file).dump(batch)
-        except Exception as error:  # whatever the batch's own types raise
+            _Pickler(file).dump(value)
+        except Exception as error:  # whatever the value's own types raise
             return cls(error=f"{type(error).__name__}: {error}"[:2000])
         return cls(file.getvalue())
 
@@ -213,7 +213,7 @@ class _Packed:
             )
 
     def open(self) -> Any:
-        """The batch, with tensors on this rank's device."""
+        """The value, with tensors on this rank's device."""
         return pickle.loads(self.content)
 
 

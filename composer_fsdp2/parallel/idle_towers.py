@@ -14,7 +14,6 @@ An example is what the user gave (``example_inputs`` on the tower), or the small
 in the place of its floating point numbers. A rank that saw none gets it from those that did.
 """
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from composer_fsdp2._torch.private_names import BatchNorm, untraced
 from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.config.parallel import TowerModel
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
+from composer_fsdp2.parallel.batches import Packed
 from composer_fsdp2.parallel.connecting import connect, is_floating
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.modules import at_path
@@ -175,14 +175,13 @@ class _Towers:
         [lacks] = self._ask(where, [number not in self._examples])
         if lacks:
             own = self._examples.get(number)
-            given = [each for each in gather(own and own.packed()) if each is not None]
-            if errors := [each for each in given if isinstance(each, str)]:
+            given = [each for each in gather(own and Packed.of(own)) if each is not None]
+            if errors := [each.error for each in given if each.error]:
                 raise PlanError(
                     f"idle_towers: what {self._names[number]} was called with cannot be sent to ranks that saw no "
                     f"input of it yet ({errors[0]}); give each rank an example: {EXAMPLE} on that module"
                 )
-            examples = [pickle.loads(each) for each in given]
-            self._examples.setdefault(number, min(examples, key=lambda each: each.num_elements))
+            self._examples.setdefault(number, min((each.open() for each in given), key=lambda each: each.num_elements))
         self._known_to_all.add(number)
 
     def _keep_example(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -314,16 +313,3 @@ class _Example:
             return like.made(device)
 
         return with_tensors(self.args, made, kind=_Like), with_tensors(dict(self.kwargs), made, kind=_Like)
-
-    def packed(self) -> bytes | str:
-        """For another rank; or why that cannot be."""
-
-        def on_cpu(like: _Like) -> _Like:
-            values = None if like.values is None else like.values.cpu()
-            return _Like(shape=like.shape, dtype=like.dtype, stays_on_cpu=like.stays_on_cpu, values=values)
-
-        args, kwargs = (with_tensors(each, on_cpu, kind=_Like) for each in (self.args, dict(self.kwargs)))
-        try:
-            return pickle.dumps(_Example(args=args, kwargs=kwargs, num_elements=self.num_elements))
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
