@@ -91,14 +91,6 @@ class Reader:
                 raise CheckpointError(f"{record.name}: {error}") from error
         return self._located[key]
 
-    def is_row_major(self, record: TensorRecord, box: Box) -> bool:
-        """Whether what are neighbours in a row, and rows, of a box are so in the file; opens the files that say it."""
-        return record.flat is not None or all(
-            isinstance(chunk.source, InMemory) or _is_row_major(self._locate(chunk, record).stride, chunk.sizes)
-            for chunk in record.chunks
-            if box.overlap(chunk) is not None
-        )
-
     def read_full(self, record: TensorRecord) -> torch.Tensor:
         """All of a tensor, in memory."""
         out = torch.empty(record.shape, dtype=record.dtype)

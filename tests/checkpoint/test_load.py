@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import gzip
 import itertools
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -117,13 +116,6 @@ def untrained(
     if config is not None:
         prepare_fully_shard(model, optimizer, dict(config), precision="fp32")
     return model, optimizer
-
-
-@contextlib.contextmanager
-def machines(size: int) -> Iterator[None]:
-    """Machines of ``size`` ranks, by what the ranks say that their machine is called: all of these run on one."""
-    with mock.patch("socket.gethostname", return_value=f"machine {dist.get_rank() // size}"):
-        yield
 
 
 def canonical(name: str) -> str:
@@ -982,19 +974,19 @@ def test_any_plan(folder: str) -> None:
     path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
     expected = contents(model, optimizer)
 
-    def check(name: str, one_reader: bool) -> None:
+    def check(name: str) -> None:
         ours, own = untrained(tied_model, config=PLANS[name])
-        report = load_checkpoint(path, ours, own, weights_only=True, one_reader_per_node=one_reader)
+        report = load_checkpoint(path, ours, own, weights_only=True)
         assert report.left_out == ("optimizer AdamW",) and not own.state, f"{name}: {report}"
         assert_same(contents(ours), contents(model), name, in_bits=True)
         assert ours.decoder.blocks[0].scale.item() == 0.75, f"{name}: what the state dict shows was a copy"
         # After a forward without gradients, an evaluation's, parameters are gathered.
         with torch.no_grad():
             ours(tokens(0))
-        load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
+        load_checkpoint(path, ours, own)
         assert_same(contents(ours, own), expected, name, in_bits=True)
 
-    for_each(check, {name: (name, name == "offloaded") for name in PLANS})
+    for_each(check, {name: (name,) for name in PLANS})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1005,12 +997,11 @@ def large() -> nn.Module:
     return Chain(body=nn.Sequential(*(nn.Linear(128, 128) for _ in range(6))))
 
 
-def check_bytes(folder: str, config: dict[str, Any], ranks_of_a_reader: int) -> int:
+def check_bytes(folder: str, config: dict[str, Any]) -> int:
     model, optimizer = trained(large)
     path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
     ours, own = untrained(large, config=config)
-    with machines(ranks_of_a_reader) if ranks_of_a_reader > 1 else contextlib.nullcontext():
-        report = load_checkpoint(path, ours, own, one_reader_per_node=ranks_of_a_reader > 1)
+    report = load_checkpoint(path, ours, own)
     assert_same(contents(ours, own), contents(model, optimizer), str(config), in_bits=True)
     assert report.unchecked_bytes == 0
     return report.num_bytes
@@ -1020,21 +1011,15 @@ HSDP = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2
 
 
 @pytest.mark.parametrize(
-    ("world_size", "config", "ranks_of_a_reader"),
-    [(2, {"sharding_strategy": "NO_SHARD"}, 1), (4, HSDP, 1), (4, {}, 2)],
-    ids=str,
+    ("world_size", "config"), [(2, None), (2, {"sharding_strategy": "NO_SHARD"}), (4, HSDP)], ids=str
 )
-def test_each_byte_is_read_once(tmp_path: Path, world_size: int, config: dict[str, Any], ranks_of_a_reader: int):
-    """A rank reads its shard; replicas share the reading. 100 ranks do not read a file 100 times.
-
-    A slow shared disk is asked by one rank of each machine, for what all of its ranks keep.
-    """
-    read = run_ranks(check_bytes, world_size, str(tmp_path), config, ranks_of_a_reader)
+def test_each_byte_is_read_once(tmp_path: Path, world_size: int, config: dict[str, Any] | None):
+    """A rank reads its shard; replicas share the reading. 100 ranks do not read a file 100 times."""
+    read = run_ranks(check_bytes, world_size, str(tmp_path), config)
     num_bytes = 3 * 4 * sum(parameter.numel() for parameter in large().parameters())  # weights and two moments, fp32
     # Step counts and what is smaller than 1 KiB is read by each rank that needs it.
     assert num_bytes <= sum(read) <= 1.02 * num_bytes
-    readers = read[::ranks_of_a_reader]
-    assert readers == pytest.approx([num_bytes / len(readers)] * len(readers), rel=0.02)
+    assert read == pytest.approx([num_bytes / world_size] * world_size, rel=0.02)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1056,9 +1041,8 @@ def test_damage_that_one_rank_reads(folder: str) -> None:
             flip(damaged, damaged.read_bytes().index(part) + 100)
         dist.barrier()
         for config in ({}, {"sharding_strategy": "NO_SHARD"}, None):
-            options = {"one_reader_per_node": config is not None and of_rank == 0}
             ours, own = untrained(large, config=config)
-            refused(f"{of_rank}, {config}", damaged, ours, own, [r"damaged-\d\.pt.*(.|\n)*CRC32"], **options)
+            refused(f"{of_rank}, {config}", damaged, ours, own, [r"damaged-\d\.pt.*(.|\n)*CRC32"])
     copies = [Path(f"{folder}/{rank}/a.pt") for rank in range(2)]
     if dist.get_rank() == 0:
         for path in copies:

@@ -1,10 +1,9 @@
-"""State that several ranks of a node hold: never all of it in host memory, checked before it is put into place."""
+"""State that several ranks hold alike: one of them reads and checks it, and sends it in pieces into its place."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -23,17 +22,13 @@ from support.ranks import run_ranks
 from support.training import HSDP_2X2
 from torch import nn
 from torch.distributed.checkpoint import save as save_directory
-from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import CheckpointError, load_checkpoint
 from composer_fsdp2._torch.parts import local_tensor
-from composer_fsdp2.checkpoint.load import replicated, staging
-from composer_fsdp2.checkpoint.read import Reader
+from composer_fsdp2.checkpoint.load import staging
 from tests.checkpoint.test_load import (
-    adamw,
     composer_state,
     contents,
-    machines,
     refused,
     saved,
     step,
@@ -78,19 +73,20 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
 
 @on_ranks(2)
-def test_replicated_state_is_never_all_in_host_memory(folder: str) -> None:
+def test_host_memory_is_this_ranks_part_and_a_piece(folder: str) -> None:
     """A node of 8 GPUs held 672 GB of a model of 7B parameters and its moments, before one of them was in place."""
     path, expected = checkpoint(f"{folder}/a.pt")
+    num_bytes = sum(tensor.nbytes for tensor in expected.values())
 
-    def check(config: dict[str, Any] | None, one_reader: bool) -> None:
+    def check(config: dict[str, Any] | None) -> None:
         ours, own = stepped(Large, config)
-        with mock.patch.object(replicated, "_PIECE_BYTES", PIECE_BYTES), HostMemory() as host:
-            load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
+        with mock.patch.object(staging, "_PIECE_BYTES", PIECE_BYTES), HostMemory() as host:
+            load_checkpoint(path, ours, own)
         assert_same(contents(ours, own), expected, in_bits=True)
-        # Without pieces it is the full state, 48 times as much.
-        assert PIECE_BYTES <= host.peak_bytes <= 4 * PIECE_BYTES, f"{host.peak_bytes / PIECE_BYTES} pieces"
+        # What is smaller than 1 KiB, step counts for one, each rank reads for itself.
+        assert host.peak_bytes <= 1.01 * num_bytes / 2 + PIECE_BYTES, (host.peak_bytes, num_bytes)
 
-    for_each(check, {"not sharded": (None, False), "one reader": (NO_SHARD, True)})
+    for_each(check, {"not sharded": (None,), "NO_SHARD": (NO_SHARD,), "sharded": ({},)})
 
 
 @on_ranks(2)
@@ -137,79 +133,37 @@ def layouts(folder: str) -> tuple[dict[str, Path], dict[str, torch.Tensor]]:
     return paths, expected
 
 
-@contextlib.contextmanager
-def counting_passed_on(*, sharded: bool) -> Iterator[list[int]]:
-    """How many tensors each load in the block passes on; of a sharded model, without what is not sharded in it."""
-    counts: list[int] = []
-    pass_on = replicated.ReplicatedState.pass_on
-
-    def counted(self: replicated.ReplicatedState, reader: Reader) -> None:
-        counts.append(sum(not sharded or isinstance(tensor.box.like, DTensor) for tensor in self._tensors))
-        pass_on(self, reader)
-
-    with mock.patch.object(replicated.ReplicatedState, "pass_on", counted):
-        yield counts
-
-
-def check_equal(folder: str, config: dict[str, Any] | None, num_holders: int) -> None:
+def check_equal(folder: str, config: dict[str, Any] | None) -> None:
     paths, expected = layouts(folder)
 
-    def check(path: Path, piece_bytes: int, ranks_per_machine: int) -> None:
+    def check(path: Path, piece_bytes: int) -> None:
         ours, own = untrained(tied_model, config=config)
         with (
-            mock.patch.object(replicated, "_PIECE_BYTES", piece_bytes),
+            mock.patch.object(staging, "_PIECE_BYTES", piece_bytes),
             # Every tensor, the smallest too, which each rank reads for itself.
             mock.patch("composer_fsdp2.checkpoint.load.exchange._SMALL_BYTES", 0),
-            machines(ranks_per_machine),
-            counting_passed_on(sharded=config is not None) as counts,
         ):
             report = load_checkpoint(path, ours, own)
         assert_same(contents(ours, own), expected, in_bits=True)
         assert report.unchecked_bytes == 0, str(report)
-        # Where machines are replicas, one rank of each holds a shard.
-        assert bool(counts[0]) == (ranks_per_machine > num_holders), f"{counts}, {ranks_per_machine}"
 
-    world_size = dist.get_world_size()
-    cases = {f"{name}, in pieces": (path, 20, world_size) for name, path in paths.items()}
-    cases |= {"whole": (paths["one file"], 64 << 20, world_size), "apart": (paths["directory"], 20, num_holders)}
-    few = ("directory, in pieces", "apart") if config == HSDP_2X2 else ("one file, in pieces",)
+    cases = {f"{name}, in pieces": (path, 20) for name, path in paths.items()}
+    cases["whole"] = (paths["one file"], 64 << 20)
+    few = ("directory, in pieces" if config == HSDP_2X2 else "one file, in pieces",)
     for_each(check, cases if config == NO_SHARD or IS_THOROUGH else {name: cases[name] for name in few})
 
 
 @pytest.mark.any_torch
-def test_pieces_give_what_staging_gives(tmp_path: Path):
-    """However a tensor lies in its file and is cut into pieces, every rank has all of it, and all of it was checked.
-
-    Replicas on machines of their own go on as before: each machine holds the state once."""
+def test_every_rank_has_all_pieces(tmp_path: Path):
+    """However a tensor lies in its file and is cut into pieces, every rank has all of it, and all of it was checked."""
     for config in (NO_SHARD, None):
-        run_ranks(check_equal, 2, str(tmp_path), config, 1)
+        run_ranks(check_equal, 2, str(tmp_path), config)
 
 
 @pytest.mark.any_torch
 def test_pieces_of_shards(tmp_path: Path):
-    """HYBRID_SHARD within one machine: two ranks hold each shard."""
-    run_ranks(check_equal, 4, str(tmp_path), HSDP_2X2, 2)
-
-
-@pytest.mark.any_torch
-@on_ranks(4)
-def test_one_reader_of_replicas(folder: str) -> None:
-    """Whatever a machine's ranks hold alike, all of them know what its first rank reads for them."""
-    path, expected = checkpoint(f"{folder}/a.pt")
-
-    def check(config: dict[str, Any], ranks_per_machine: int) -> None:
-        ours, own = stepped(Large, config)
-        with machines(ranks_per_machine):
-            load_checkpoint(path, ours, own, one_reader_per_node=True)
-        assert_same(contents(ours, own), expected, in_bits=True)
-
-    configs = {"HSDP": HSDP_2X2, "NO_SHARD": NO_SHARD, "shards": {}}
-    chosen = [("HSDP", 2), ("HSDP", 3), ("NO_SHARD", 3), ("shards", 3)]
-    every = [(name, ranks) for name in configs for ranks in (1, 2, 3, 4)]
-    cases = {
-        f"{name}, {ranks} on a machine": (configs[name], ranks) for name, ranks in (every if IS_THOROUGH else chosen)
-    }
-    for_each(check, cases)
+    """HYBRID_SHARD: two ranks hold each shard."""
+    run_ranks(check_equal, 4, str(tmp_path), HSDP_2X2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,7 +188,7 @@ def test_damage_is_found_before_anything_is_changed(folder: str) -> None:
         if dist.get_rank() == 0:
             flip(path, last_bytes_of(path, name))
         dist.barrier()
-        with mock.patch.object(replicated, "_PIECE_BYTES", PIECE_BYTES):
+        with mock.patch.object(staging, "_PIECE_BYTES", PIECE_BYTES):
             refused(name, path, *stepped(Large, NO_SHARD), ["damaged content; nothing was changed"])
 
 
@@ -254,58 +208,41 @@ class Late(Large):
 
 @pytest.mark.any_torch
 @on_ranks(2)
-def test_a_file_that_changes_after_its_check(folder: str) -> None:
-    """The one thing that cannot be undone: all ranks say that the model is partly changed, and none trains on it."""
-    intact, expected = checkpoint(f"{folder}/intact.pt", Late)
+def test_a_file_is_not_read_after_its_check(folder: str) -> None:
+    """What is loaded is what was checked, whatever becomes of the file."""
 
-    def check(name: str, damage: Callable[[Path], None], config: dict[str, Any] | None) -> None:
-        path, _ = checkpoint(f"{folder}/damaged.pt", Late)
+    def check(config: dict[str, Any] | None) -> None:
+        path, expected = checkpoint(f"{folder}/a.pt", Late)
         ours, own = stepped(Late, config)
 
         def then() -> None:
             dist.barrier()
             if dist.get_rank() == 0:
-                damage(path)
+                os.truncate(path, path.stat().st_size // 2)
             dist.barrier()
 
         ours.then = then
-        with (
-            mock.patch.object(replicated, "_PIECE_BYTES", PIECE_BYTES),
-            pytest.raises(
-                CheckpointError, match=rf"damaged.pt: was undamaged when .*{name}.* partly changed: load again"
-            ),
-        ):
-            load_checkpoint(path, ours, own)
-        ours.then = lambda: None
-        load_checkpoint(intact, ours, own)
+        load_checkpoint(path, ours, own)
         assert_same(contents(ours, own), expected, in_bits=True)
 
-    # Each of two neighbouring tensors is another rank's to read.
-    kinds: dict[str, Callable[[Path], None]] = {
-        "body.0.weight: its bytes differ": lambda path: flip(path, last_bytes_of(path, "body.0.weight")),
-        "body.1.weight: its bytes differ": lambda path: flip(path, last_bytes_of(path, "body.1.weight")),
-        "ends at byte": lambda path: os.truncate(path, path.stat().st_size // 2),
-    }
-    for_each(check, {name: (name, kinds[name], (NO_SHARD, None)[at % 2]) for at, name in enumerate(kinds)})
+    for_each(check, {"NO_SHARD": (NO_SHARD,), "not sharded": (None,)})
 
 
 @on_ranks(2)
 def test_a_rank_without_memory_for_its_state(folder: str) -> None:
-    """A GPU is fuller than the others: they hear of it, and do not wait in a broadcast. (The error is made: no GPU.)"""
-    path, expected = checkpoint(f"{folder}/a.pt")
+    """A GPU is fuller than the others: they hear of it before anything is changed. (The error is made: no GPU.)"""
+    path, _ = checkpoint(f"{folder}/a.pt")
     ours, own = untrained(Large, config=NO_SHARD)
+    before = contents(ours, own)
     place = staging._StatePlace.local
 
     def full(self: staging._StatePlace) -> torch.Tensor:
-        if dist.get_rank() == 1 and self.box.numel > 1024:  # what is smaller each rank reads for itself
+        if dist.get_rank() == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return place(self)
 
-    with (
-        mock.patch.object(staging._StatePlace, "local", full),
-        pytest.raises(CheckpointError, match=r"CUDA out of memory\); the model and the optimizer are partly changed"),
-    ):
-        load_checkpoint(path, ours, own)
-    own = adamw(ours)
-    load_checkpoint(path, ours, own)
-    assert_same(contents(ours, own), expected, in_bits=True)
+    with mock.patch.object(staging._StatePlace, "local", full):
+        error = torch.OutOfMemoryError if dist.get_rank() == 1 else CheckpointError
+        with pytest.raises(error, match="CUDA out of memory"):
+            load_checkpoint(path, ours, own)
+    assert_same(contents(ours, own), before, in_bits=True)

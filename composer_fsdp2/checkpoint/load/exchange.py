@@ -1,6 +1,6 @@
 """Ranks that hold the same part of a tensor read it once and send it to each other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,17 +15,13 @@ _SMALL_BYTES = 1024
 _BUFFER_BYTES = 64 << 20
 
 
-def owners(
-    boxes: Sequence[tuple[LocalBox, int]], *, may_read: Callable[[int], bool] = lambda _: True
-) -> list[int | None]:
+def owners(boxes: Sequence[tuple[LocalBox, int]]) -> list[int | None]:
     """Which replica reads each box, so that all read about as much; None where each reads for itself.
 
     Args:
         boxes: Each with its element size in bytes; the same on all ranks that share a box.
-        may_read: Whether a rank reads, if another replica can; the same on all ranks.
     """
     loads: dict[object, list[int]] = {}
-    able: dict[object, list[int]] = {}
     chosen: list[int | None] = []
     for box, itemsize in boxes:
         num_bytes = box.numel * itemsize
@@ -33,24 +29,11 @@ def owners(
             chosen.append(None)
             continue
         key = (id(box.like.device_mesh), box.axes) if isinstance(box.like, DTensor) else None
-        if key not in loads:
-            loads[key] = [0] * box.num_replicas
-            able[key] = [number for number, rank in enumerate(ranks_of(box)) if may_read(rank)]
-            able[key] = able[key] or [*range(box.num_replicas)]
-        owner = min(able[key], key=loads[key].__getitem__)
+        of_replicas = loads.setdefault(key, [0] * box.num_replicas)
+        owner = of_replicas.index(min(of_replicas))
         loads[key][owner] += num_bytes
         chosen.append(owner)
     return chosen
-
-
-def ranks_of(box: LocalBox) -> list[int]:
-    """The ranks that hold the box, by their number among its replicas."""
-    if not isinstance(box.like, DTensor):
-        return [*range(box.num_replicas)]
-    mesh = box.like.device_mesh
-    place = tuple(slice(None) if axis in box.axes else mesh.get_local_rank(axis) for axis in range(mesh.ndim))
-    ranks: list[int] = mesh.mesh[place].flatten().tolist()
-    return ranks
 
 
 def replica_of(box: LocalBox) -> int:
@@ -79,21 +62,6 @@ def broadcast_replicas(local: torch.Tensor, box: LocalBox, owner: int) -> None:
         if all(mesh.get_local_rank(other) == coordinate for other, coordinate in later):
             group = mesh.get_group(axis)
             _broadcast(local, dist.get_global_rank(group, coordinates[position]), group)
-
-
-def send_or_receive(data: torch.Tensor, source: int, destination: int) -> None:
-    """Bring ``data`` from one rank to another of the default group; called on these two."""
-    if data.numel() == 0:
-        return
-    is_source, raw = dist.get_rank() == source, data.view(-1).view(torch.uint8)
-    for part in raw.split(_BUFFER_BYTES):
-        buffer = part.to(device_of_group())
-        if is_source:
-            dist.send(buffer, destination)
-        else:
-            dist.recv(buffer, source)
-            if buffer is not part:
-                part.copy_(buffer)
 
 
 def _broadcast(local: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:

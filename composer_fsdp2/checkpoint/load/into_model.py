@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory
@@ -35,7 +34,7 @@ class LoadReport:
         left_out: What the file holds and nothing took.
         kept: What the model or optimizer kept of its own, because the file does not have it.
         cast: Tensors whose dtype differed (``strict=False``).
-        num_bytes: Tensor data that this rank read; what was read twice counts once.
+        num_bytes: Tensor data that this rank read.
         unchecked_bytes: Read by any rank, without a CRC32 to check it against.
     """
 
@@ -83,17 +82,13 @@ def load_checkpoint(
     strict: bool = True,
     weights_only: bool = False,
     trust: bool = False,
-    one_reader_per_node: bool = False,
 ) -> LoadReport:
     """Load a checkpoint of any layout into ``model`` and its optimizer, whatever sharding wrote it.
 
-    Each rank reads the bytes of its own shards. They are staged and checked against the file's CRC32s, which the ranks
-    put together, before anything is changed; if it fails on one rank, all raise, and model and optimizer are as before.
-
-    State that several ranks of a node hold alike (``NO_SHARD``, a DDP model) is checked in the same way, but not staged
-    (the node would hold it several times in host memory): once all is checked, it is read a second time, in pieces
-    that go into place at once. A file that can no longer be read then, or has changed since, leaves model and optimizer
-    partly changed; all ranks raise, and say so.
+    Each rank reads the bytes of its own shards; what several ranks hold alike (``NO_SHARD``, HSDP, a DDP model) one of
+    them reads. They are staged in host memory and checked against the file's CRC32s, which the ranks put together,
+    before anything is changed; if it fails on one rank, all raise, and model and optimizer are as before. Then replicas
+    are broadcast, in pieces of 64 MiB, into their places.
 
     Args:
         path: A file or folder; see ``inspect_checkpoint``.
@@ -103,28 +98,19 @@ def load_checkpoint(
             floating dtypes are cast, and the report names what was not. Shapes must fit in either case.
         weights_only: Leave the optimizer alone.
         trust: Read entries that are more than plain data by running their pickle; each is named in a warning.
-        one_reader_per_node: The first rank of each node reads for the others and sends them their parts: for shared
-            storage that many readers slow down.
     Returns:
         What was done; ``other_entries()`` reads schedulers, timestamp and random states.
     Raises:
-        CheckpointError: on all ranks; says what is damaged, missing or does not fit, and that nothing was changed; or
-            that a file was lost between its check and its second reading, and the model has to be loaded again.
+        CheckpointError: on all ranks; says what is damaged, missing or does not fit, and that nothing was changed.
 
     Called on all ranks of the default process group, or in one process without a group. It compares plans, gathers
-    CRC32s and, where several ranks hold the same shard, sends each other what one of them read.
+    CRC32s and broadcasts what several ranks hold.
     """
     started = time.perf_counter()
     optimizer = the_optimizer(optimizers)
     with opened_checkpoint(path, trust=trust) as opened:
         report = load_inventory(
-            opened.inventory,
-            model,
-            optimizer,
-            strict=strict,
-            weights_only=weights_only,
-            one_reader_per_node=one_reader_per_node,
-            started=started,
+            opened.inventory, model, optimizer, strict=strict, weights_only=weights_only, started=started
         )
         # What a temporary file holds has to be read now.
         return replace(report, _entries=report.other_entries()) if opened.is_temporary else report
@@ -138,7 +124,6 @@ def load_inventory(
     strict: bool = True,
     weights_only: bool = False,
     ignored: frozenset[EntryPath] = frozenset(),
-    one_reader_per_node: bool = False,
     bring: Callable[[frozenset[Path]], None] = lambda _: None,
     started: float | None = None,
 ) -> LoadReport:
@@ -158,34 +143,19 @@ def load_inventory(
         return plan
 
     plan = together(decide, lambda made: made.fingerprint)
-    one_reader = one_reader_per_node and dist.is_initialized()
-    staging = Staging(plan, strict=strict, one_reader_per_node=one_reader)
+    staging = Staging(plan, strict=strict)
     bring(staging.files())
     with Reader() as reader:
-        unchecked_bytes = _read_and_check(staging, reader, one_reader_per_node=one_reader)
-        num_bytes = reader.num_bytes
-        _run_custom_load(staging)
-        together(lambda: staging.pass_on(reader))
-    together(staging.commit)
-    return _report(plan, num_bytes=num_bytes, unchecked_bytes=unchecked_bytes, seconds=time.perf_counter() - started)
-
-
-def _read_and_check(staging: Staging, reader: Reader, *, one_reader_per_node: bool) -> int:
-    """Read everything, and change nothing.
-
-    Returns:
-        Bytes that any rank read and no CRC32 was there for.
-    Raises:
-        CheckpointError: on all ranks; says what is damaged or cannot be read.
-    Called on all ranks.
-    """
-    read = staging.read_for_node if one_reader_per_node else staging.read
-    long_together(lambda: read(reader), "reading a checkpoint")
-    unchecked_bytes = check_content(reader.parts, staging.plan.inventory.path)
-    staging.share()
+        long_together(lambda: staging.read(reader), "reading a checkpoint")
+    unchecked_bytes = check_content(reader.parts, plan.inventory.path)
     if staging.has_copies:
         together(staging.check_copies)
-    return unchecked_bytes
+    staging.share()
+    _run_custom_load(staging)
+    together(staging.commit)
+    return _report(
+        plan, num_bytes=reader.num_bytes, unchecked_bytes=unchecked_bytes, seconds=time.perf_counter() - started
+    )
 
 
 def _run_custom_load(staging: Staging) -> None:

@@ -3,36 +3,28 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2._torch.private_names import has_custom_load_state_dict, state_dict_of
-from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.inventory import ObjectRecord, TensorRecord, walk_tensors
-from composer_fsdp2.checkpoint.load.exchange import (
-    broadcast_replicas,
-    owners,
-    ranks_of,
-    replica_of,
-    send_or_receive,
-)
+from composer_fsdp2.checkpoint.load.exchange import broadcast_replicas, owners, replica_of
 from composer_fsdp2.checkpoint.load.load_plan import CustomLoading, LoadPlan
 from composer_fsdp2.checkpoint.load.optimizer_state import ParameterState
-from composer_fsdp2.checkpoint.load.replicated import ReplicatedState
 from composer_fsdp2.checkpoint.read import Reader, bytes_of, files_of, materialized
-from composer_fsdp2.checkpoint.target import LocalBox, TensorTarget
+from composer_fsdp2.checkpoint.target import LocalBox
 from composer_fsdp2.checkpoint.trees import fitted
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import gather
-from composer_fsdp2.sharding.hosts import first_ranks_of_hosts
+from composer_fsdp2.sharding.agree import device_of_group, gather
+
+# What is broadcast at once.
+_PIECE_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -57,19 +49,18 @@ class _StatePlace:
 
 @dataclass(slots=True)
 class _Staged:
-    """This rank's part of one tensor, in host memory once it is read.
+    """This rank's part of one tensor.
 
     Args:
         place: Where it will stay, for optimizer state; the model's own tensors are copied into at the end.
-        owner: The number of the replica that reads it; None where each reads for itself.
-        is_shared: Several ranks of this node hold it: it is never in host memory, but passed on from the file.
+        owner: The replica that reads it and sends it to the others; None where each rank reads its own part.
+        data: In host memory, from ``read`` to ``commit``, on a rank that reads it.
     """
 
     record: TensorRecord
     box: LocalBox
     place: _StatePlace | None = None
     owner: int | None = None
-    is_shared: bool = False
     data: torch.Tensor | None = None
 
     @property
@@ -88,25 +79,23 @@ class _Staged:
 
 
 class Staging:
-    """What a plan reads: ``read``, ``share``, ``check_copies``, ``run_custom_load``, ``pass_on``, ``commit``, in order.
+    """What a plan reads: ``read``, ``share``, ``check_copies``, ``run_custom_load``, ``commit``, in order.
 
-    Model and optimizer are not touched before ``run_custom_load``, which can be undone. ``commit`` communicates nothing
-    and has no reason left to fail. What several ranks of a node hold alike (``NO_SHARD``, DDP) is not staged, because
-    the node would hold it several times: ``read`` checks it, and ``pass_on`` reads it again, which can fail.
+    Model and optimizer are not touched before ``run_custom_load``, which can be undone. What several ranks hold alike
+    is read by one of them, its owner, and broadcast by ``commit``, which has no reason left to fail: host memory for R
+    replicas of S bytes is S / R on each, and a piece of 64 MiB.
 
     [Note: the user's code] A module's ``set_extra_state``, and the ``load_state_dict`` of a model or an optimizer where
     it is overridden or has hooks, may raise, on one rank alone. So they run before anything else is changed, and what
     they changed is put back if they raise anywhere: of a model its tensors and extra state, not other attributes. The
-    state of such a model or optimizer is read to memory of its own, also where several ranks of a node hold it alike;
-    any other's is filled where it is.
+    state of such a model or optimizer is broadcast before, to memory of its own on every rank.
 
     Args:
         strict: Whether an entry that the model's own loading code refuses or leaves is an error.
-        one_reader_per_node: Whether ``read_for_node`` will be called instead of ``read``.
-    Made on all ranks; gathers their hosts' names.
+    Made on all ranks; gathers which of them run such code.
     """
 
-    def __init__(self, plan: LoadPlan, *, strict: bool = True, one_reader_per_node: bool = False) -> None:
+    def __init__(self, plan: LoadPlan, *, strict: bool = True) -> None:
         self.plan, self._strict = plan, strict
         self.tensors = [_Staged(planned.record, LocalBox.of(planned.target.value)) for planned in plan.tensors]
         self._copies = [
@@ -133,43 +122,17 @@ class Staging:
                 }
             )
         self.groups: list[dict[str, Any]] = list(plan.optimizer.groups) if plan.optimizer else []
-        self._nodes = first_ranks_of_hosts()
-        self._choose_owners(one_reader_per_node)
-        self.replicated = self._replicated()
+        self._choose_owners()
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # a piece that is broadcast
 
-    def _choose_owners(self, one_reader_per_node: bool) -> None:
-        def may_read(rank: int) -> bool:
-            return not one_reader_per_node or self._nodes[rank] == rank
-
+    def _choose_owners(self) -> None:
         tensors = [*self.tensors, *self._states()]
         boxes = [(staged.box, staged.record.dtype.itemsize) for staged in tensors]
-        for staged, owner in zip(tensors, owners(boxes, may_read=may_read), strict=True):
-            if owner is not None:
-                ranks = ranks_of(staged.box)
-                nodes = {self._nodes[rank] for rank in ranks}
-                # Where one rank reads for its node, the node's ranks must agree: all of them hold it, or it is staged.
-                fills_nodes = len(ranks) == sum(node in nodes for node in self._nodes)
-                staged.owner = owner
-                staged.is_shared = len(nodes) < len(ranks) and (fills_nodes or not one_reader_per_node)
-                if self._loads_early if staged.place is not None else self._runs_own_loading:
-                    staged.is_shared = False
+        for staged, owner in zip(tensors, owners(boxes), strict=True):
+            staged.owner = owner
         for staged, copies in zip(self.tensors, self._copies, strict=True):
             for copy_of in copies:  # read by the same rank, which compares them
-                copy_of.owner, copy_of.is_shared = staged.owner, staged.is_shared
-
-    def _replicated(self) -> ReplicatedState:
-        replicated = ReplicatedState(self.plan.inventory.path)
-        for staged in self._states():
-            if staged.is_shared:
-                assert staged.place is not None and staged.owner is not None
-                replicated.add(staged.record, staged.box, staged.place.local, staged.owner)
-        for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
-            if staged.is_shared:
-                assert staged.owner is not None
-                replicated.add(
-                    staged.record, staged.box, partial(_memory_of, planned.target), staged.owner, planned.copies
-                )
-        return replicated
+                copy_of.owner = staged.owner
 
     def _states(self) -> list[_Staged]:
         return [value for state in self.states for value in state.values() if isinstance(value, _Staged)]
@@ -178,9 +141,9 @@ class Staging:
         """Copies too."""
         return [*self.tensors, *chain.from_iterable(self._copies), *self._states()]
 
-    def _kept(self) -> list[_Staged]:
-        """What lies in host memory from ``read`` to ``commit``."""
-        return [staged for staged in self._all() if not staged.is_shared]
+    def _early(self) -> list[_Staged]:
+        """What the user's loading code gets, on all ranks."""
+        return [*(self.tensors if self._runs_own_loading else ()), *(self._states() if self._loads_early else ())]
 
     def files(self) -> frozenset[Path]:
         """The files that ``read`` opens on this rank."""
@@ -200,41 +163,19 @@ class Staging:
         return frozenset(files)
 
     def read(self, reader: Reader) -> None:
-        """Read what is this rank's to read; communicates nothing."""
-        for staged in self._kept():
-            data = staged.allocate()
+        """Read what is this rank's to read, and allocate everything that ``commit`` needs; communicates nothing."""
+        early = {id(staged) for staged in self._early()}
+        for staged in self._all():
             if staged.reads_here:
-                reader.read(staged.record, staged.box, data)
-        self.replicated.check(reader)
-        self._read_values(reader)
-
-    def read_for_node(self, reader: Reader) -> None:
-        """Read as ``read`` does, on the first rank of each node for all of its ranks, which are sent their parts.
-
-        Called on all ranks. An error of the reading rank is raised after everything was sent, so nobody waits.
-        """
-        me = dist.get_rank()
-        ranks = [rank for rank, first in enumerate(self._nodes) if first == self._nodes[me]]
-        everything = self._kept()
-        wanted = gather([Box(s.box.offsets, s.box.sizes) if s.reads_here else None for s in everything])
-        error: Exception | None = None
-        for number, staged in enumerate(everything):
-            own = staged.allocate()
-            for rank in ranks:
-                box = wanted[rank][number]
-                if box is None or me not in (rank, ranks[0]):
-                    continue
-                data = own if rank == me else torch.empty(box.sizes, dtype=staged.record.dtype)
-                if me == ranks[0] and error is None:
-                    try:
-                        reader.read(staged.record, box, data)
-                    except Exception as caught:
-                        error = caught
-                if rank != ranks[0]:
-                    send_or_receive(data, ranks[0], rank)
-        if error is not None:
-            raise error
-        self.replicated.check(reader)
+                reader.read(staged.record, staged.box, staged.allocate())
+            elif id(staged) in early:
+                staged.allocate()
+            if staged.place is not None:
+                staged.place.local()
+        sent = [s.box.numel * s.record.dtype.itemsize for s in self._all() if s.owner is not None]
+        if sent:
+            num_bytes = min(max(sent), _PIECE_BYTES)
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device_of_group())
         self._read_values(reader)
 
     def _read_values(self, reader: Reader) -> None:
@@ -253,11 +194,12 @@ class Staging:
                     state[key] = materialized(value.value(), reader)
 
     def share(self) -> None:
-        """Give the other replicas what this one read, and take theirs. Called on all ranks; broadcasts shards."""
-        for staged in self._kept():
+        """Give all ranks what the user's loading code gets. Called on all ranks; broadcasts shards."""
+        for staged in self._early():
             if staged.owner is not None:
                 assert staged.data is not None
                 broadcast_replicas(staged.data, staged.box, staged.owner)
+                staged.owner = None
 
     @property
     def has_copies(self) -> bool:
@@ -276,7 +218,6 @@ class Staging:
             for copy_of in copies
             if staged.data is not None and copy_of.data is not None and bytes_of(staged.data) != bytes_of(copy_of.data)
         ]
-        unlike += self.replicated.unlike
         self._copies = [[] for _ in self.tensors]
         if unlike:
             raise CheckpointError(
@@ -363,26 +304,42 @@ class Staging:
         is_flattened = isinstance(record, ObjectRecord) and record.is_flattened
         return fitted(self.extra[name], live) if is_flattened else self.extra[name]
 
-    def pass_on(self, reader: Reader) -> None:
-        """Put into place what several ranks of a node hold, from the file; see ``ReplicatedState.pass_on``.
-
-        Raises:
-            CheckpointError: it cannot be read again; the model and the optimizer are partly changed.
-        Called on all ranks; broadcasts.
-        """
-        self.replicated.pass_on(reader)
-
     @torch.no_grad()
     def commit(self) -> None:
-        """Put everything else into its place."""
+        """Put everything into its place. Called on all ranks; broadcasts what several of them hold, piece by piece."""
         if self.plan.optimizer is not None and not self._loads_early:
             self._load_optimizer(self.plan.optimizer.optimizer, self.plan.optimizer.states)
         for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
-            if not staged.is_shared:
-                assert staged.data is not None
-                if self._custom is None:  # else its own code did
-                    planned.target.local.copy_(staged.data)
-                staged.data = None
+            if self._custom is None:  # else its own code did
+                self._fill(planned.target.local, staged)
+            staged.data = None
+
+    def _fill(self, place: torch.Tensor, staged: _Staged) -> None:
+        """Copy this rank's part of a tensor into its place, from the owner's memory."""
+        data, itemsize = staged.data, staged.record.dtype.itemsize
+        is_there = data is not None and (data.data_ptr(), data.device) == (place.data_ptr(), place.device)
+        if staged.owner is None:
+            assert data is not None
+            if not is_there:
+                place.copy_(data)
+            return
+        for piece in staged.box.pieces(max(1, _PIECE_BYTES // itemsize)):
+            inside = piece.slices(staged.box.offsets)
+            buffer = self._buffer[: piece.numel * itemsize].view(staged.record.dtype).view(piece.sizes)
+            if data is not None:
+                buffer.copy_(data[inside])
+            broadcast_replicas(buffer, staged.box, staged.owner)
+            if not is_there:
+                place[inside].copy_(buffer)
+
+    def _result(self, value: Any) -> Any:
+        """A value of an optimizer's state, in its place."""
+        if not isinstance(value, _Staged):
+            return value
+        assert value.place is not None
+        self._fill(value.place.local(), value)
+        value.data = None
+        return value.place.value
 
     def _load_optimizer(self, optimizer: torch.optim.Optimizer, states: Sequence[ParameterState]) -> None:
         number_of = {
@@ -395,7 +352,7 @@ class Staging:
         state = {parameter: dict(own) for parameter, own in optimizer.state.items() if parameter in stays}
         dtypes = {parameter: _dtypes(own) for parameter, own in state.items()}
         for planned, entries in zip(states, self.states, strict=True):
-            state[planned.parameter] = {key: _result(value) for key, value in entries.items()}
+            state[planned.parameter] = {key: self._result(value) for key, value in entries.items()}
             dtypes[planned.parameter] = planned.dtypes
         groups, first = [], 0
         for new, group in zip(self.groups, optimizer.param_groups, strict=True):
@@ -477,23 +434,6 @@ def _layout_of(record: TensorRecord, parameter: nn.Parameter, own: Any) -> torch
 
 def _dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype]:
     return {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _result(value: Any) -> Any:
-    if not isinstance(value, _Staged):
-        return value
-    assert value.place is not None
-    if not value.is_shared:
-        assert value.data is not None
-        local = value.place.local()
-        if local.data_ptr() != value.data.data_ptr() or local.device != value.data.device:
-            local.copy_(value.data)
-        value.data = None
-    return value.place.value
-
-
-def _memory_of(target: TensorTarget) -> torch.Tensor:
-    return target.local
 
 
 def _address(tensor: torch.Tensor) -> int:
