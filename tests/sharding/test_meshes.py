@@ -19,9 +19,9 @@ from support.ranks import run_ranks
 from support.training import FULL, assert_close
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import ConfigError, clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.sharding import meshes
 
 ALL = ((0, 1, 2, 3),)
@@ -133,10 +133,8 @@ def check_torchs_group() -> None:
 
     nothing_made_yet = mock.patch.dict(meshes._groups, clear=True)
     with nothing_made_yet, mock.patch.object(meshes, "init_device_mesh", init_device_mesh):
-        model = build()
-        prepare_fully_shard(model, None, FULL, device="cpu")
-    weight = model.net.rest.weight
-    assert isinstance(weight, DTensor) and weight.device_mesh.get_group() is torchs
+        (mesh,) = meshes.unit_meshes([MeshSpec.of_degrees(-1, None, device_type="cpu").resolve(2)])
+    assert mesh.fsdp.get_group() is torchs
 
 
 def test_all_ranks_communicate_over_torchs_group():
