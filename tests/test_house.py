@@ -40,7 +40,7 @@ ROOMS = {
     "config": room("errors"),
     "_torch": room("errors config", packages="torch"),
     "sharding": room("errors config _torch", packages="torch"),
-    "training": room("errors config _torch sharding", packages="numpy torch"),
+    "training": room("errors config _torch sharding", packages="torch"),
     "parallel": room("errors config _torch sharding training", packages="torch"),
     "estimate": room("errors config _torch sharding", packages="torch"),
     "fsdp1": room("errors config _torch sharding training", packages="omegaconf torch"),

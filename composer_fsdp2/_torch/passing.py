@@ -20,7 +20,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     pytree knows the classes that are registered with it (transformers' outputs and caches among them), and no class
     below them. FSDP1 (``_apply_to_tensors`` in torch/distributed/utils.py) opened every dataclass, dict, tuple, list
-    and set, of whatever class. Other mappings (transformers' BatchEncoding) are opened as well.
+    and set, of whatever class. Other mappings (transformers' BatchEncoding) are opened as well, if all of their values
+    can be read.
     """
     return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
@@ -89,9 +90,11 @@ def _opened(value: Any) -> _Container | None:
     if node is None:
         if not isinstance(value, Mapping):
             return None
-        keys = list(value)  # transformers' BatchEncoding, for one
-        rebuild = partial(_with_items, value, keys)
-        return _Container([value[key] for key in keys], rebuild, is_registered=True)
+        try:
+            items = dict(value.items())  # transformers' BatchEncoding, for one
+        except Exception:  # OmegaConf's, with a value that is missing
+            return None
+        return _Container(list(items.values()), partial(_with_items, value, list(items)), is_registered=True)
     parts, context = node.flatten_fn(value)
     return _Container(parts, lambda parts: node.unflatten_fn(parts, context), is_registered=True)
 
@@ -141,9 +144,14 @@ def _with_fields(value: Any, names: Iterable[str], parts: Iterable[Any]) -> Any:
 
 
 def _with_items(value: Any, keys: Iterable[Any], parts: Iterable[Any]) -> Any:
-    copied = copy.copy(value)
-    for key, part in zip(keys, parts, strict=True):
-        copied[key] = part
+    """A mapping of the same class; a dict for one that cannot be changed."""
+    items = dict(zip(keys, parts, strict=True))
+    try:
+        copied = copy.copy(value)
+        for key, part in items.items():
+            copied[key] = part
+    except TypeError:
+        return items
     return copied
 
 

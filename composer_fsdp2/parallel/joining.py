@@ -7,7 +7,7 @@ padded to different lengths are padded to the longest, as their collator would h
 import copy
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,9 +161,18 @@ def _is_of_rows(value: Sequence[Any], rows: int | None) -> bool:
 
 
 def _num_rows(batch: Any) -> int | None:
-    """The rows of its tokens, or else of its first tensor; None without any."""
-    tokens = batch.get(_TOKENS) if isinstance(batch, Mapping) else None
-    return next((len(tensor) for tensor in tensors_in((tokens, batch)) if tensor.ndim), None)
+    """The rows of its first tensor, in a mapping that of tokens; None without any."""
+    return next((len(tensor) for tensor in _tensors(batch) if tensor.ndim), None)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, Mapping):
+        first = [value[_TOKENS]] if _TOKENS in value else []
+        yield from (tensor for each in (*first, *value.values()) for tensor in _tensors(each))
+    elif isinstance(value, list | tuple):
+        yield from (tensor for each in value for tensor in _tensors(each))
+    else:
+        yield from tensors_in(value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

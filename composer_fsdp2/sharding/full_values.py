@@ -74,5 +74,6 @@ def _cut_full_values(
         ):
             part = own_part(parameter, given.detach())
             if local_metadata.get("assign_to_params_buffers"):
-                part = part.clone()  # the parameter would keep the memory of the full tensor
+                # The parameter's own memory, not that of the full tensor.
+                part = part.to(local_tensor(parameter).device, copy=True)
             state_dict[key] = with_local_tensor(parameter, part)

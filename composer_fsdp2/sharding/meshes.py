@@ -83,8 +83,13 @@ def unit_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ()) -
 
 
 def _make_mesh(spec: MeshSpec, layout: list[Any], table: GroupTable) -> DeviceMesh:
-    init_device_mesh(spec.device_type, (dist.get_world_size(),))  # a rank without a GPU of its own takes one
-    own: Any = [group_of(of_ranks, axis.role.value) for of_ranks, axis in zip(table, spec.axes, strict=True)]
+    world = _world_group(spec.device_type)
+    own: Any = [
+        world
+        if axis.role in DATA_PARALLEL and len(of_ranks[dist.get_rank()]) == dist.get_world_size()
+        else group_of(of_ranks, axis.role.value)
+        for of_ranks, axis in zip(table, spec.axes, strict=True)
+    ]
     if len(own) == 1:
         return DeviceMesh.from_group(own[0], spec.device_type, mesh_dim_names=spec.axis_names)
     ranks = torch.tensor(layout, dtype=torch.int)
@@ -123,12 +128,7 @@ def group_of(
             collectives of a communicator one after the other, and an exchange would wait for prefetched parameters.
         backend, timeout: None means those of the default group.
     """
-    global _world
-    if _world is not dist.group.WORLD:
-        _world = dist.group.WORLD
-        _groups.clear()
-        everybody = tuple(range(dist.get_world_size()))
-        _groups.update(((everybody, role.value), _world) for role in DATA_PARALLEL)
+    _forget_other_worlds()
     rank = dist.get_rank()
     missing = [ranks for ranks in dict.fromkeys(of_ranks) if (ranks, use) not in _groups]
     if missing:
@@ -137,6 +137,27 @@ def group_of(
     own = _groups[of_ranks[rank], use]
     assert own is not None, "this rank's"
     return own
+
+
+def _world_group(device_type: str) -> dist.ProcessGroup:
+    """The process group of all ranks that torch's meshes use; a rank without a GPU of its own takes one here.
+
+    It is the default group, except on torch 2.7 where that is gloo's and there are GPUs: a new one, with NCCL.
+    """
+    _forget_other_worlds()
+    key = tuple(range(dist.get_world_size())), f"world, {device_type}"
+    if key not in _groups:
+        _groups[key] = init_device_mesh(device_type, (dist.get_world_size(),)).get_group()
+    group = _groups[key]
+    assert group is not None, "of all ranks"
+    return group
+
+
+def _forget_other_worlds() -> None:
+    global _world
+    if _world is not dist.group.WORLD:
+        _world = dist.group.WORLD
+        _groups.clear()
 
 
 def training_groups(mesh: DeviceMesh, of_units: Iterable[DeviceMesh]) -> tuple[dist.ProcessGroup | None, ...]:

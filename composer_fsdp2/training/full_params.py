@@ -23,6 +23,7 @@ from composer_fsdp2._torch.unit_parameters import (
     has_unreduced_gradients,
     is_in_pass,
     is_inside_unit,
+    owners_of_unit,
     parameters_of_unit,
     show_instead_of_shards,
 )
@@ -127,6 +128,8 @@ def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> lis
     units = []
     for unit in distinct_units(module.modules() if recurse else [module]):
         _refuse_now(unit, paths[id(unit)], options)
+        if not owners_of_unit(unit):
+            continue  # nothing of its own
         outer = hooks_of(unit).shown
         if outer is None:
             units.append(unit)

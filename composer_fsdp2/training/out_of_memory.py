@@ -25,7 +25,7 @@ from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.config.mesh import EXPERT_AXIS
 from composer_fsdp2.sharding.agree import device_of_group
 from composer_fsdp2.sharding.random_states import random_states, set_random_states
-from composer_fsdp2.sharding.sharded import units
+from composer_fsdp2.sharding.sharded import resting_parameters, units
 from composer_fsdp2.training.control import ANSWER_WITHIN, Operation, control
 from composer_fsdp2.training.microbatches import begin_microbatch
 from composer_fsdp2.training.run import find_run, run_of
@@ -167,7 +167,7 @@ _WARM_UP_ELEMENTS = (1, 1 << 20)
 
 def _warm_up(model: nn.Module) -> None:
     """Use each axis of the model once, with all kinds of collectives that it sends. Called on all ranks."""
-    meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
+    meshes = dict.fromkeys(each.device_mesh for each in resting_parameters(model) if isinstance(each, DTensor))
     of_all = [group for mesh in meshes for group in mesh.get_all_groups()]  # of the axes that split layers, too
     exchanging = [mesh.get_group(EXPERT_AXIS) for mesh in meshes if EXPERT_AXIS in (mesh.mesh_dim_names or ())]
     if (context := run_of(model).context) is not None:

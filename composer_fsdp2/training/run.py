@@ -45,7 +45,7 @@ class Run:
         plan: None if the script called ``fully_shard`` itself.
         report: The translation of the configuration, as text.
         findings: The findings of the translation, one per key.
-        groups: Process groups by root: an all-reduce over each in turn reaches all ranks that train the root.
+        groups: Process groups by unit: an all-reduce over each in turn reaches all ranks that train the unit's root.
         guard: Compares the position of all ranks, if ``collective_guard`` is on.
         latest_vote: Weak reference to the last ``OutOfMemoryVote``, which may be stopped.
         context: The ranks that share this rank's sequences, under context parallelism.
@@ -74,7 +74,7 @@ def start_run(model: nn.Module, plan: ShardingPlan, meshes: Mapping[str, UnitMes
     run = Run(plan=plan)
     for units in units_by_root(plan.units).values():
         groups = training_groups(meshes[units[-1].name].whole, [meshes[unit.name].whole for unit in units])
-        run.groups[at_path(model, units[-1].name)] = groups
+        run.groups.update((at_path(model, path), groups) for unit in units for path in unit.modules)
     attach(run, (at_path(model, path) for unit in plan.units for path in unit.modules))
     return run
 

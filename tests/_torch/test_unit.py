@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -86,6 +87,19 @@ class Sub(dict[str, Any]):
     pass
 
 
+class Unset(Mapping[str, Any]):
+    """As OmegaConf's, with a value that is not set yet."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise ValueError(f"{key} is not set")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["unset"])
+
+    def __len__(self) -> int:
+        return 1
+
+
 Form = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 # How a tensor is put in, and found again.
 IN_FSDP1: dict[str, Form] = {
@@ -105,10 +119,15 @@ IN_FSDP1: dict[str, Form] = {
         lambda h: pack_padded_sequence(h, torch.tensor([3, 2]), batch_first=True),
         lambda out: pad_packed_sequence(out, batch_first=True)[0],
     ),
+    "beside a mapping that cannot be read": (lambda h: (h, Unset()), lambda out: out[0]),
 }
 FORMS = IN_FSDP1 | {
     "dataclass with a field that is computed": (Checked, lambda out: out.hidden),
     "dataclass that is a mapping": (Items, lambda out: out["hidden"]),
+    "mapping that cannot be changed": (  # not cast, as under FSDP1
+        lambda h: MappingProxyType({"a": 1, "b": h}),
+        lambda out: out["b"],
+    ),
 }
 
 
@@ -434,7 +453,7 @@ def check_casts() -> None:
     for form in IN_FSDP1.keys() - {"PackedSequence"}:  # FSDP1 leaves it in fp32, and the unit raises
         found, expected = dtypes_seen(form, ours, **own), dtypes_seen(form, fsdp1, mixed_precision=theirs)
         assert found == expected == [low] * 4, (form, found, expected)
-    for form in FORMS.keys() - IN_FSDP1.keys() | {"PackedSequence"}:
+    for form in FORMS.keys() - IN_FSDP1.keys() - {"mapping that cannot be changed"} | {"PackedSequence"}:
         assert dtypes_seen(form, ours, **own) == [low] * 4, form
 
 

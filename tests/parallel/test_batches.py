@@ -192,6 +192,18 @@ def test_a_batch_of_as_many_parts_as_rows_is_no_list_of_rows():
         assert is_same(found, [*targets[0], *targets[1]])
 
 
+def test_rows_are_those_of_tokens_wherever_they_lie():
+    """A processor puts patches of images, of which a row has several, before the tokens."""
+
+    def batch(rank: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        inputs = {"pixel_values": torch.zeros(7, 3), "input_ids": torch.full((2, 3), rank)}
+        return inputs, torch.arange(2) + 2 * rank
+
+    inputs, labels = join_rows([batch(0), batch(1)])
+    assert inputs["input_ids"][:, 0].tolist() == [0, 0, 1, 1] and labels.tolist() == [0, 1, 2, 3]
+    assert inputs["pixel_values"].shape == (14, 3)
+
+
 def test_what_videos_and_sounds_have_is_that_of_all_ranks():
     """A number for each video, not for each row, was there once where ranks had the same, and else refused."""
     names = ("second_per_grid_ts", "input_features", "feature_attention_mask")

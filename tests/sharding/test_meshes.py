@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2 import ConfigError, clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.sharding import meshes
 
 ALL = ((0, 1, 2, 3),)
 ROWS, COLUMNS, CROSSED = ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))
@@ -118,6 +121,25 @@ def check_all_gradients(where: str) -> Found:
         "FSDP2": ["mesh"],
     }
     return for_each(check_gradients, {name: (name, where) for name in chosen[where]})
+
+
+def check_torchs_group() -> None:
+    """On torch 2.7 it is not the default group where that is gloo's and there are GPUs: NCCL is in the new one."""
+    torchs = dist.new_group()
+    assert torchs is not None
+
+    def init_device_mesh(device_type: str, shape: tuple[int, ...], **options: Any) -> DeviceMesh:
+        return DeviceMesh.from_group(torchs, device_type)
+
+    nothing_made_yet = mock.patch.dict(meshes._groups, clear=True)
+    with nothing_made_yet, mock.patch.object(meshes, "init_device_mesh", init_device_mesh):
+        (mesh,) = meshes.unit_meshes([MeshSpec.of_degrees(-1, None, device_type="cpu").resolve(2)])
+    assert mesh.fsdp.get_group() is torchs
+
+
+def test_all_ranks_communicate_over_torchs_group():
+    """It takes what torch's meshes of all ranks use, which is played here by another group."""
+    run_ranks(check_torchs_group, 2)
 
 
 def test_process_group_of_the_model():

@@ -278,6 +278,18 @@ def two_roots() -> nn.Module:
     return model
 
 
+def check_part() -> None:
+    """A unit below a root, and a list of units, by their own norms."""
+    model = Chain(net=Chain({"block": True}, block=layer(), rest=layer()))
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    model(features(0)).sum().backward()
+    for part in (model.net.block, nn.ModuleList([model.net.block])):
+        expected = torch.stack([full(each.grad).norm() for each in part.parameters()]).norm()
+        (norm,) = clip_grad_norm_(part, 1e-3).values()
+        assert_close("norm", norm, expected, rtol=1e-6, atol=0)
+    assert full(model.net.rest.weight.grad).norm() > 0.1, "the rest stays as it is"
+
+
 def check_orders() -> None:
     """0 ended in ZeroDivisionError, and -inf clipped by the largest value."""
     model = two_roots()
@@ -349,7 +361,14 @@ OF_GRADIENTS = (
 
 def test_edge_cases():
     """What is left out, gradients that are missing, infinite or in bf16, and errors that name what is wrong."""
-    alone = (check_left_out, check_foreign, check_orders, check_special_values, check_adaptive_low_precision)
+    alone = (
+        check_left_out,
+        check_foreign,
+        check_part,
+        check_orders,
+        check_special_values,
+        check_adaptive_low_precision,
+    )
     run_ranks(all_of, 2, *alone, *OF_GRADIENTS)
 
 

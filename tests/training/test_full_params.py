@@ -637,6 +637,10 @@ def check_nested() -> None:
             assert "inside" in message or "within" in message, message
     with summon_full_params(model):
         assert_unsharded("after a refusal", model, reference)
+    around = Chain(net=Chain({"block": True}, block=Block()))  # the root has no parameters of its own
+    prepare_fully_shard(around, None, FULL, device="cpu")
+    with summon_full_params(around.net, recurse=False), summon_full_params(around, writeback=False):
+        assert around.net.block.fc_in.weight.shape == (12, 6)
 
 
 class Summoning(Block):
