@@ -39,6 +39,11 @@ class Strided:
     offset: int
     stride: tuple[int, ...]
 
+    @property
+    def place(self) -> tuple[Path, int]:
+        """The file and the first byte, which tell what lies apart."""
+        return self.blob.path, self.blob.offset
+
     def locate(self, chunk: "Chunk", dtype: torch.dtype) -> "Strided":
         return self
 
@@ -55,6 +60,10 @@ class NestedArchive:
     offset: int
     num_bytes: int
     is_remote: bool = False
+
+    @property
+    def place(self) -> tuple[Path, int]:
+        return self.path, self.offset
 
     def locate(self, chunk: "Chunk", dtype: torch.dtype) -> Strided:
         """Open the archive and find the tensor, which must be as the metadata describes it.
@@ -79,6 +88,7 @@ class Packed:
     """Bytes in a compressed file, which have no place until it is decompressed."""
 
     path: Path
+    place = None
 
     def locate(self, chunk: "Chunk", dtype: torch.dtype) -> NoReturn:
         raise CheckpointError(
@@ -92,6 +102,7 @@ class InMemory:
     """A tensor that a caller put into a checkpoint after it was read."""
 
     tensor: torch.Tensor
+    place = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class Reader:
     _files: dict[Path, Any] = field(default_factory=dict, repr=False)
     _stack: ExitStack = field(default_factory=ExitStack, repr=False)
     _located: dict[Any, Strided] = field(default_factory=dict, repr=False)
+    _places: dict[Blob, tuple[Path, int]] = field(default_factory=dict, repr=False)
 
     def __enter__(self) -> "Reader":
         return self
@@ -89,7 +90,13 @@ class Reader:
                 self._located[key] = chunk.source.locate(chunk, record.dtype)
             except CheckpointError as error:
                 raise CheckpointError(f"{record.name}: {error}") from error
+            assert chunk.source.place is not None, "found"
+            self._places[self._located[key].blob] = chunk.source.place
         return self._located[key]
+
+    def place_of(self, blob: Blob) -> tuple[Path, int]:
+        """The ``place`` of the source that a record was read from."""
+        return self._places.get(blob, (blob.path, blob.offset))
 
     def read_full(self, record: TensorRecord) -> torch.Tensor:
         """All of a tensor, in memory."""

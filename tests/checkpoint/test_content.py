@@ -1,11 +1,9 @@
-"""CRC32s of what many ranks read, each some of every record: put together by one rank for each record."""
+"""CRC32s of what many ranks read, each some of every record: summed over the ranks."""
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,13 +13,13 @@ from support.cases import for_each
 from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 
-from composer_fsdp2.checkpoint.inventory import Blob
+from composer_fsdp2.checkpoint.inventory import Blob, Strided, TensorRecord
 from composer_fsdp2.checkpoint.load import content
+from composer_fsdp2.checkpoint.read import Reader
 from composer_fsdp2.checkpoint.records import ReadRange
 from composer_fsdp2.errors import CheckpointError
 
 RECORD_BYTES = 1 << 12
-ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 def record(number: int) -> bytes:
@@ -48,9 +46,13 @@ def written(folder: str, num_records: int) -> None:
 # --- on ranks
 
 
-def verdict(parts: list[ReadRange], folder: str) -> str:
+def verdict(parts: list[ReadRange], blobs: list[Blob], folder: str) -> str:
+    records = [
+        TensorRecord.in_one_chunk("weight", (RECORD_BYTES,), torch.uint8, Strided(blob, torch.uint8, 0, (1,)))
+        for blob in blobs
+    ]
     try:
-        return f"{content.check_content(parts, Path(folder))} unchecked"
+        return f"{content.check_content(Reader(parts=parts), records, Path(folder))} unchecked"
     except CheckpointError as error:
         return str(error)
 
@@ -66,7 +68,7 @@ def check_shares(folder: str, num_records: int, damaged_on: int | None) -> str:
     ]
     if rank == 0 and num_records > 1:
         parts.pop()  # and so nobody has read all of the last one
-    return verdict(parts, folder)
+    return verdict(parts, [*map(blob_of, range(num_records))], folder)
 
 
 def check_several(folder: str, round_bytes: int) -> dict[str, str]:
@@ -78,8 +80,8 @@ def check_several(folder: str, round_bytes: int) -> dict[str, str]:
         )
 
 
-def test_ranks_judge_together(tmp_path: Path):
-    """Every rank has the same answer, also those that read nothing, or judge nothing."""
+def test_all_ranks_have_the_same_answer(tmp_path: Path):
+    """Also those that read nothing, or only what is sound."""
     for found in run_ranks(check_several, 4, str(tmp_path), 600):
         assert found["none"] == found["one"] == found["many"] == "0 unchecked"
         assert "damaged content" in found["damaged"] and "file.pt, the record at byte 0: CRC32" in found["damaged"]
@@ -107,7 +109,7 @@ def check_way(folder: str, way: str, flipped: int | None) -> None:
         Path(folder, "file.pt").write_bytes(data)
     dist.barrier()
     ranges = WAYS[way][dist.get_rank()]
-    found = verdict([part(blob_of(0, folder), a, b, bytes(data[a:b])) for a, b in ranges], folder)
+    found = verdict([part(blob_of(0, folder), a, b, bytes(data[a:b])) for a, b in ranges], [blob_of(0, folder)], folder)
     dist.barrier()
     if flipped is None:
         assert found == "0 unchecked", found
@@ -130,9 +132,9 @@ def check_changing(folder: str) -> tuple[str, str]:
     """Rank 1's copy in memory is not what the file holds; nobody but it can see that, and all ranges overlap."""
     written(folder, 1)
     start, data = (0, None) if dist.get_rank() == 0 else (HALF - 8, b"?" * (HALF + 8))
-    changed = verdict([part(blob_of(0, folder), start, END if start else HALF, data)], folder)
-    gone = [part(Blob(Path(folder, "gone.pt"), 0, END, 7), 0, 8)] if dist.get_rank() else []
-    return changed, verdict(gone, folder)
+    changed = verdict([part(blob_of(0, folder), start, END if start else HALF, data)], [blob_of(0, folder)], folder)
+    blob = Blob(Path(folder, "gone.pt"), 0, END, 7)
+    return changed, verdict([part(blob, 0, 8)] if dist.get_rank() else [], [blob], folder)
 
 
 def test_a_rank_that_read_something_else(tmp_path: Path):
@@ -148,32 +150,21 @@ def test_a_rank_that_read_something_else(tmp_path: Path):
 # --- what is sent
 
 
-def check_sent(folder: str, num_records: int) -> list[tuple[str, int]]:
-    """The collectives of a check, with the bytes of what each rank receives."""
-    seen: list[tuple[str, int]] = []
-
-    def noted(name: str, function: Any) -> Any:
-        def call(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            seen.append((name, output.nbytes))
-            return function(output, *args, **kwargs)
-
-        return call
-
-    written(folder, num_records)
-    names = (ALL_GATHER, "all_to_all_single", "all_reduce")
+def check_sent(folder: str, num_records: int) -> list[int]:
+    """The bytes of each all-reduce of a check of sound records."""
     with (
-        mock.patch.multiple(dist, **{name: noted(name, getattr(dist, name)) for name in names}),
         mock.patch.object(content, "_ROUND_BYTES", 4096),
-        warnings.catch_warnings(),
+        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
+        mock.patch.object(dist, "all_gather_object", side_effect=AssertionError),
     ):
-        warnings.simplefilter("error", FutureWarning)  # of a name that this torch deprecates
-        check_shares(folder, num_records, None)
-    return seen
+        half = RECORD_BYTES // 2
+        start = dist.get_rank() * half
+        blobs = [*map(blob_of, range(num_records))]
+        assert verdict([part(blob, start, start + half) for blob in blobs], blobs, folder) == "0 unchecked"
+    return [call.args[0].nbytes for call in reduce.call_args_list]
 
 
 def test_what_is_sent_is_bounded(tmp_path: Path):
     """A thousand ranks had 141 MiB of each other's shares in memory; and an all-to-all has NCCL connect every two."""
     for seen in run_ranks(check_sent, 2, str(tmp_path), 300):
-        assert {name for name, _ in seen} == {ALL_GATHER, "all_reduce"}
-        assert max(num_bytes for _, num_bytes in seen) <= 4096
-        assert sum(num_bytes for name, num_bytes in seen if name == ALL_GATHER) >= 299 * 48 * 2
+        assert max(seen) <= 4096 and sum(seen) == 300 * 33 * 8 + 2 * 8

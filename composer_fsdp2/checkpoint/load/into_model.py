@@ -147,7 +147,7 @@ def load_inventory(
     bring(staging.files())
     with Reader() as reader:
         long_together(lambda: staging.read(reader), "reading a checkpoint")
-    unchecked_bytes = check_content(reader.parts, plan.inventory.path)
+    unchecked_bytes = check_content(reader, staging.records(), plan.inventory.path)
     if staging.has_copies:
         together(staging.check_copies)
     staging.share()
@@ -201,7 +201,7 @@ def other_entries(
                 entries["state"][root[1]] = value
             else:
                 entries[str(root[0])] = value
-    check_own_content(reader.parts, inventory.path)
+    check_own_content(reader, inventory.path)
     return entries
 
 

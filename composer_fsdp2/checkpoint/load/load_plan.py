@@ -182,6 +182,7 @@ def _contents(inventory: CheckpointInventory) -> int:
     """A CRC32 of the CRC32s that were read with the inventory."""
     found = inventory.metadata_crc32
     for record in inventory.tensors.values():
+        found = zlib.crc32(len(record.chunks).to_bytes(4, "little"), found)
         for chunk in record.chunks:
             if isinstance(chunk.source, Strided) and chunk.source.blob.crc32 is not None:
                 found = zlib.crc32(chunk.source.blob.crc32.to_bytes(4, "little"), found)

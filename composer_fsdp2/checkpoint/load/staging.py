@@ -145,6 +145,10 @@ class Staging:
         """What the user's loading code gets, on all ranks."""
         return [*(self.tensors if self._runs_own_loading else ()), *(self._states() if self._loads_early else ())]
 
+    def records(self) -> list[TensorRecord]:
+        """What ranks may read in parts; the same on all ranks."""
+        return [staged.record for staged in self._all()]
+
     def files(self) -> frozenset[Path]:
         """The files that ``read`` opens on this rank."""
         files: set[Path] = set()
