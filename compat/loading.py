@@ -76,7 +76,7 @@ def load_checkpoint(
     ):
         loading.read(inventory)
         loading.apply_algorithms(logger, exclude_algorithms, algorithm_passes)
-        loading.into_model(checkpoint.bring)
+        loading.into_model(checkpoint.prefetch)
         loading.into_state(logger)
     log.info("%s loaded from %s", "Model weights" if load_weights_only else "Trainer checkpoint", path)
     return loading.rng
@@ -124,7 +124,7 @@ class _Loading:
             # and left random weights on other ranks. Sharded first, each rank reads its own part.
             self.state._apply_fsdp()
 
-    def into_model(self, bring: Callable[[frozenset[Path]], None]) -> None:
+    def into_model(self, prefetch: Callable[[frozenset[Path]], None]) -> None:
         """Weights and optimizer state, all or nothing."""
         optimizer = self.optimizer()
         report = load_inventory(
@@ -134,7 +134,7 @@ class _Loading:
             strict=self.strict,
             weights_only=self.weights_only,
             ignored=self.ignored,
-            bring=bring,
+            prefetch=prefetch,
         )
         other_optimizers = {f"optimizer {contents.name}" for contents in self.inventory.optimizers}
         is_partial = report.cast or {*report.left_out} - other_optimizers or (report.kept and not self.strict)

@@ -18,7 +18,8 @@ from composer.utils.retrying import retry
 
 from composer_fsdp2.checkpoint.archive.inside import inside
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
-from composer_fsdp2.checkpoint.layouts import Layout, layouts, recognized
+from composer_fsdp2.checkpoint.layouts import LAYOUTS, recognized
+from composer_fsdp2.checkpoint.layouts.layout import Layout
 from composer_fsdp2.checkpoint.load.into_model import other_files
 from composer_fsdp2.checkpoint.locate import Located, NoCheckpointError, find
 from composer_fsdp2.checkpoint.open import (
@@ -111,7 +112,7 @@ class LocalCheckpoint:
         with opened_checkpoint(located, trust=trust) as opened:
             yield opened.inventory
 
-    def bring(self, files: frozenset[Path]) -> None:
+    def prefetch(self, files: frozenset[Path]) -> None:
         """Have the files there of which this rank will read something. Called on all ranks."""
 
 
@@ -149,10 +150,10 @@ class _RemoteDirectory(LocalCheckpoint):
         folder, read = self._remote.found.local, self._layout.read_metadata
         assert read is not None  # of a layout that has its metadata in one file
         inventory = together(lambda: read(folder, trust))
-        self.bring(other_files(inventory, wanted=wanted))
+        self.prefetch(other_files(inventory, wanted=wanted))
         yield together(lambda: read(folder, trust), lambda found: repr(list(found.tensors)))
 
-    def bring(self, files: frozenset[Path]) -> None:
+    def prefetch(self, files: frozenset[Path]) -> None:
         wanted = gather(files)
         of_node = frozenset[Path]().union(*(wanted[rank] for rank in self._remote.ranks))
         missing = sorted(of_node - self._brought)  # and not what is not a file yet: that changes while ranks download
@@ -299,7 +300,7 @@ def _object_or_folder(source: _Store, name: str, folder: Path, tried: list[str])
         return _Found(name=name, local=file, located=Located(file, layout), missing=tuple(sorted(others)))
 
     def as_folder() -> _Found | None:
-        for layout in layouts():
+        for layout in LAYOUTS:
             if layout.metadata:
                 tried.append(f"{name}/{layout.metadata}")
                 if source.download(tried[-1], local / layout.metadata):
@@ -317,7 +318,7 @@ def _listed_folder(source: _Store, name: str, local: Path) -> _Found | None:
     below = [below.removeprefix(f"{name}/") for below in source.names_below(name) if not below.endswith("/")]
     if not below:
         return None
-    if not any(layout.has_names(below) for layout in layouts()):
+    if not any(layout.has_names(below) for layout in LAYOUTS):
         links_first = sorted(below, key=lambda file: not file.endswith(_LINK))
         raise CheckpointError(
             f"{name} in {source}: a folder but not a checkpoint; name a checkpoint in it: {and_more(links_first, 8)}"

@@ -198,7 +198,7 @@ import torch
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.boxes import row_major
 from composer_fsdp2.checkpoint.inventory import MODEL, CheckpointInventory, Strided, TensorRecord
-from composer_fsdp2.checkpoint.layouts import Layout, LayoutWriter
+from composer_fsdp2.checkpoint.layouts.layout import Layout, LayoutWriter
 from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite
 
 
@@ -230,7 +230,6 @@ def _lay_out(request):
 
 LAYOUT = Layout(
     name="made up",
-    order=5,
     recognize=lambda path: (path / "tensors.json").is_file(),
     read=_read,
     written=LayoutWriter(word="madeup", lay_out=_lay_out, holds_only=MODEL),
@@ -255,11 +254,14 @@ for path in ("made", "again.pt"):
 """
 
 
-def test_a_layout_is_one_file(checkout: Checkout):
+def test_a_layout_is_one_file_and_its_place_in_the_order(checkout: Checkout):
     """A new layout is recognized, looked at, checked, loaded, converted from and converted to."""
+    list_of_layouts = "composer_fsdp2/checkpoint/layouts/__init__.py"
     checkout.add("composer_fsdp2/checkpoint/layouts/madeup.py", LAYOUT)
+    checkout.insert(list_of_layouts, "    madeup,\n", before="    monolithic,\n")
+    checkout.insert(list_of_layouts, "    madeup.LAYOUT,\n", before="    dcp.LAYOUT,\n")
     checkout.python(USE_LAYOUT)
-    assert len(checkout.named) == 1
+    assert checkout.named == {list_of_layouts, "composer_fsdp2/checkpoint/layouts/madeup.py"}
 
 
 SEAM = '''

@@ -267,9 +267,9 @@ def test_tests_mirror_the_rooms():
 
 def test_nothing_asks_for_a_layout_by_name():
     """A layout is a file that nothing else knows."""
-    from composer_fsdp2.checkpoint.layouts import layouts
+    from composer_fsdp2.checkpoint.layouts import LAYOUTS
 
-    names, wrong = {layout.name for layout in layouts()}, []
+    names, wrong = {layout.name for layout in LAYOUTS}, []
     for module, file in modules().items():
         if module.startswith("composer_fsdp2.checkpoint.layouts"):
             continue

@@ -142,7 +142,7 @@ def _remarks(inventory: CheckpointInventory) -> _Section:
     if inventory.flat:
         remarks.append("flat parameters, without names and shapes: loading and converting need the model")
     if inventory.compressed:
-        remarks.append("compressed: tensors are not read in place; the file is decompressed first")
+        remarks.append("packed: the file is unpacked before tensors are read")
     return _Section("notes" if remarks else "", tuple(f"- {remark}" for remark in remarks))
 
 

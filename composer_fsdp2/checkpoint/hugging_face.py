@@ -19,7 +19,6 @@ from composer_fsdp2.checkpoint.same_bytes import SameBytes
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.dtypes import dtype_name
 
-PREFIX = "model."  # the attribute of Composer's wrapper
 _CONFIG = "config.json"
 _BESIDE = (".json", ".txt", ".model", ".jinja")  # of config and tokenizer
 

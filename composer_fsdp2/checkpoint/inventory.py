@@ -85,14 +85,14 @@ class NestedArchive:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Bytes in a compressed file, which have no place until it is decompressed."""
+    """Bytes in a tar file or a compressed one, which have no place until it is unpacked."""
 
     path: Path
     place = None
 
     def locate(self, chunk: "Chunk", dtype: torch.dtype) -> NoReturn:
         raise CheckpointError(
-            f"{self.path}: compressed, so its tensors cannot be read in place; decompress it, or use "
+            f"{self.path}: packed, so its tensors cannot be read in place; unpack it, or use "
             "load_checkpoint or composer-fsdp2 checkpoint convert, which do so"
         )
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from composer_fsdp2.checkpoint.layouts import Layout, recognized
-from composer_fsdp2.checkpoint.unrecognized import listing, looks_like
+from composer_fsdp2.checkpoint.layouts import recognized
+from composer_fsdp2.checkpoint.layouts.layout import Layout
+from composer_fsdp2.checkpoint.unrecognized import listing, unrecognized
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 
@@ -85,7 +86,7 @@ def _located(existing: Path, in_folder: Callable[[Path], Located]) -> Located:
         return Located(found, layout)
     if found.is_dir():
         return in_folder(found)
-    raise NotACheckpointError(f"{found}: {looks_like(found)}")
+    raise NotACheckpointError(f"{found}: {unrecognized(found)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def _newest(folder: Path) -> Located | None:
     skipped: list[str] = []
     for candidate in sorted(_candidates(folder), reverse=True):
         path, layout = _first_rank_file(candidate.path)
-        reason = looks_like(path) if layout is None else layout.incomplete(path)
+        reason = unrecognized(path) if layout is None else layout.incomplete(path)
         if reason is None and layout is not None:
             return Located(path, layout, tuple(f"skipped a newer one: {text}" for text in skipped))
         skipped.append(f"{path.relative_to(folder)}: {reason}")
@@ -258,7 +259,7 @@ def _only(folder: Path) -> Located:
         return files[0]
     if files:
         raise NotACheckpointError(f"{folder}: holds {len(files)} checkpoints; name one: {listing(folder)}")
-    raise NotACheckpointError(f"{folder}: {looks_like(folder)}")
+    raise NotACheckpointError(f"{folder}: {unrecognized(folder)}")
 
 
 def _entries(folder: Path) -> list[Path]:

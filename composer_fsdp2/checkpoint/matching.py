@@ -8,15 +8,11 @@ from torch import nn
 from composer_fsdp2.checkpoint.differences import Difference, DifferenceKind, can_cast, listed
 from composer_fsdp2.checkpoint.flat import unflattened
 from composer_fsdp2.checkpoint.inventory import MODEL, CheckpointInventory, ObjectRecord, TensorRecord
-from composer_fsdp2.checkpoint.names import canonical
+from composer_fsdp2.checkpoint.names import PREFIXES, canonical
 from composer_fsdp2.checkpoint.same_bytes import same_content
 from composer_fsdp2.checkpoint.target import TensorTarget, model_target
 from composer_fsdp2.checkpoint.trees import EntryPath
 from composer_fsdp2.errors import CheckpointError
-
-# How all names in a file may differ from a model's: Composer's models hold the model as an attribute, DDP as
-# another. The first one that fits most names is taken.
-_PREFIXES = ("", "model.", "module.", "module.model.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +20,12 @@ class PlannedTensor:
     """One tensor of the model, and what is read into it.
 
     Args:
-        copies: The file's other entries for a shared parameter, of which only reading shows that they are equal.
+        duplicates: The file's other entries for a shared parameter, of which only reading shows that they are equal.
     """
 
     target: TensorTarget
     record: TensorRecord
-    copies: tuple[TensorRecord, ...] = ()
+    duplicates: tuple[TensorRecord, ...] = ()
 
 
 class ModelMatching:
@@ -114,7 +110,7 @@ class ModelMatching:
 
     def _match_tensor(self, tensor: TensorTarget, present: list[str]) -> None:
         """One tensor of the model, which the file has under these names."""
-        copies = self._check_ties(present)
+        duplicates = self._check_ties(present)
         record = self.file[present[0]]
         if not isinstance(record, TensorRecord):
             self._differ(DifferenceKind.TYPE, present[0], "no tensor", _describe(tensor))
@@ -124,11 +120,11 @@ class ModelMatching:
             if record.dtype != tensor.value.dtype:
                 kind = DifferenceKind.DTYPE if can_cast(record.dtype, tensor.value.dtype) else DifferenceKind.TYPE
                 self._differ(kind, present[0], record.dtype, tensor.value.dtype)
-            self.tensors.append(PlannedTensor(target=tensor, record=record, copies=copies))
+            self.tensors.append(PlannedTensor(target=tensor, record=record, duplicates=duplicates))
 
     def _check_ties(self, names: list[str]) -> tuple[TensorRecord, ...]:
-        """A parameter that the model shares was stored once or several times; copies must be equal."""
-        copies = []
+        """A parameter that the model shares was stored once or several times; all must be equal."""
+        duplicates = []
         for name in names[1:]:
             copy = self.file[name]
             alike = same_content(self.file[names[0]], copy)
@@ -140,8 +136,8 @@ class ModelMatching:
                     "one parameter, which the model shares",
                 )
             elif alike is None and isinstance(copy, TensorRecord):
-                copies.append(copy)
-        return tuple(copies)
+                duplicates.append(copy)
+        return tuple(duplicates)
 
 
 def explained(
@@ -176,7 +172,7 @@ def _renaming(file_names: Iterable[str], target_names: frozenset[str]) -> Callab
     """The change of prefix under which most names of the file are the model's."""
     names = list(file_names)
     ways: list[Callable[[str], str]] = []
-    for prefix in _PREFIXES:
+    for prefix in PREFIXES:
         ways.append(lambda name, prefix=prefix: f"{prefix}{canonical(name)}")  # type: ignore[misc]
         ways.append(lambda name, prefix=prefix: canonical(name).removeprefix(prefix))  # type: ignore[misc]
     return max(ways, key=lambda way: sum(way(name) in target_names for name in names))  # the first of the best

@@ -8,6 +8,10 @@ FLAT_PARAMETER = "_flat_param"
 # What FSDP1, activation checkpointing and torch.compile put into a module's path.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_orig_mod)\.")
 
+# What wrappers of a whole model put before all names: nothing, Composer's HuggingFaceModel, DDP, and DDP around it.
+MODEL_PREFIX = "model."
+PREFIXES = ("", MODEL_PREFIX, "module.", f"module.{MODEL_PREFIX}")
+
 
 def canonical(name: str) -> str:
     """``model._fsdp_wrapped_module.block._checkpoint_wrapped_module.weight`` as ``model.block.weight``."""

@@ -14,7 +14,7 @@ from composer_fsdp2.checkpoint.archive.packed import as_errors_of
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.layouts import recognized
 from composer_fsdp2.checkpoint.locate import Located, find
-from composer_fsdp2.checkpoint.unrecognized import looks_like
+from composer_fsdp2.checkpoint.unrecognized import unrecognized
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import agree, gather
 from composer_fsdp2.sharding.hosts import first_ranks_of_hosts
@@ -59,7 +59,7 @@ def unpacked_checkpoint(located: Located, folder: Path) -> Located:
     file = located.layout.unpack(located.path, folder)
     layout = recognized(file)
     if layout is None or layout.unpack is not None:
-        raise CheckpointError(f"{located.path}: holds no checkpoint; what is packed in it is {looks_like(file)}")
+        raise CheckpointError(f"{located.path}: what is packed in it is {unrecognized(file)}")
     return Located(file, layout, unpacked_from=located.path)
 
 
@@ -80,7 +80,7 @@ def opened_checkpoint(path: str | Path | Located, *, trust: bool = False) -> Ite
     Called on all ranks, or in one process without a group; gathers a word from each.
     """
     located = together(lambda: path if isinstance(path, Located) else find(path))
-    if all(gather(located.layout.reads_in_place)):
+    if all(gather(located.layout.unpack is None)):
         yield Opened(_together_read(located, trust), is_temporary=False)
         return
     firsts = first_ranks_of_hosts()
@@ -96,7 +96,7 @@ def read_together(located: Located, *, trust: bool = False) -> CheckpointInvento
         CheckpointError: on all ranks; see ``inventory_of``.
     Called on all ranks, or in one process without a group; gathers the inventory of a compressed file.
     """
-    if all(gather(located.layout.reads_in_place)):
+    if all(gather(located.layout.unpack is None)):
         return _together_read(located, trust)
     return once_per_host(lambda: inventory_of(located, trust=trust), _UNPACKING, first_ranks_of_hosts())
 

@@ -45,7 +45,7 @@ from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
 from composer_fsdp2.checkpoint.convert.optimizer_order import _only_matching
 from composer_fsdp2.checkpoint.convert.state import state_to_write
 from composer_fsdp2.checkpoint.hugging_face import without_ties
-from composer_fsdp2.checkpoint.layouts import compressed
+from composer_fsdp2.checkpoint.layouts import packed
 
 pytestmark = pytest.mark.any_torch
 
@@ -495,17 +495,17 @@ def test_two_ranks_share_the_work_and_fail_together(tmp_path: Path, source: Path
 def check_packed_on_two_ranks(folder: str) -> None:
     """Reading what is packed, and unpacking it, each takes longer than collectives wait."""
     path = Path(folder)
-    read, unpack = compressed.inventory_of, compressed.unpacked
+    read, unpack = packed.inventory_of, packed.unpacked
 
     def slow(function: Any) -> Any:
         return lambda *arguments: time.sleep(1.5) or function(*arguments)
 
-    layout = dataclasses.replace(compressed.LAYOUT, unpack=slow(unpack))
-    known = tuple(layout if each.name == layout.name else each for each in layouts.layouts())
+    layout = dataclasses.replace(packed.LAYOUT, unpack=slow(unpack))
+    known = tuple(layout if each.name == layout.name else each for each in layouts.LAYOUTS)
     with (
         impatient(1.0),
-        mock.patch.object(layouts, "layouts", return_value=known),
-        mock.patch.object(compressed, "inventory_of", slow(read)),
+        mock.patch.object(layouts, "LAYOUTS", known),
+        mock.patch.object(packed, "inventory_of", slow(read)),
     ):
         convert(path / "packed.pt.gz", path / "folder", "dcp", files=2)
 

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import os
-import pickle
 import stat
 import sys
 import tarfile
@@ -112,48 +111,35 @@ def write_script(path: Path) -> None:
 FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
     "legacy.pt": (
         lambda path: torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False),
-        r"torch\.save before 1\.6",
+        r"known layout; it begins with b'\\x80",
     ),
-    "plain.pkl": (write_bytes(pickle.dumps({"a": 1})), "plain pickle"),
-    "old.pkl": (write_bytes(pickle.dumps({"a": 1}, protocol=2)), "plain pickle"),
-    "arrays.npz": (lambda path: numpy.savez(path, a=numpy.ones(2)), r"NumPy arrays \(\.npz\)"),
-    "array.npy": (lambda path: numpy.save(path, numpy.ones(2)), "NumPy array"),
-    "scripted.pt": (write_script, "TorchScript"),
-    "model.gguf": (write_bytes(b"GGUF\3\0\0\0"), "GGUF"),
-    "model.onnx": (write_bytes(b"\x08\x07\x12\x07pytorch\xff"), "ONNX"),
-    "model.h5": (write_bytes(b"\x89HDF\r\n\x1a\n"), "HDF5"),
-    "lfs.safetensors.pt": (write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"), "git lfs pull"),
-    "run.yaml": (write_bytes(b"model:\n  name: mpt\n"), "text file.*model:"),
-    "größe.txt": (write_bytes("ü".encode() * 3000), "text file"),
-    "page.zip": (write_zip("a/b.txt", "c"), r"not of torch\.save.*a/b\.txt"),
+    "arrays.npz": (lambda path: numpy.savez(path, a=numpy.ones(2)), r"begins with b'PK"),
+    "scripted.pt": (write_script, r"begins with b'PK"),
+    "model.gguf": (write_bytes(b"GGUF\3\0\0\0"), "begins with b'GGUF"),
+    "model.h5": (write_bytes(b"\x89HDF\r\n\x1a\n"), r"begins with b'\\x89HDF"),
+    "lfs.safetensors.pt": (write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"), "git-lfs"),
+    "run.yaml": (write_bytes(b"model:\n  name: mpt\n"), r"b'model:"),
+    "page.zip": (write_zip("a/b.txt", "c"), r"b'PK.*a/b\.txt"),
     "empty.pt": (write_bytes(b""), "empty"),
-    "noise.pt": (write_bytes(bytes(range(128, 256))), "begins with the bytes 80 81 82"),
-    "model.safetensors.index.json": (write_bytes(b'{"weight_map": {}}'), "name the folder"),
     "nameless": (
         write_bytes((62).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}' + b" " * 12),
-        r"ends in \.safetensors",
+        "dtype",
     ),
     "pipe.pt": (os.mkfifo, "a pipe, a socket or a device"),
     "socket.pt": (lambda path: os.mknod(path, stat.S_IFSOCK | 0o600), "a pipe, a socket or a device"),
     "run": (write_pipe("ep0-ba3-rank0.pt"), "a pipe, a socket or a device"),
     "run of files": (write_pipe("ep0-ba3/ep0-ba3-rank0.pt"), "a pipe, a socket or a device"),
-    "nothing": (write_folder(), "empty folder"),
+    "nothing": (write_folder(), "holds nothing"),
     "source": (write_folder("a.py", "b.py"), r"holds a\.py, b\.py"),
-    "deepspeed": (write_folder("global_step3/mp_rank_00_model_states.pt"), "holds global_step3/"),
-    "global_step3": (
-        write_folder("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-        "DeepSpeed",
-    ),
-    "hub": (write_folder("pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"), "save_pretrained"),
-    "adapter": (write_folder("adapter_config.json", "adapter_model.bin"), "PEFT adapter"),
+    "global_step3": (write_folder("mp_rank_00_model_states.pt"), r"holds mp_rank_00_model_states\.pt"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", FOREIGN)
-def test_anything_else_is_called_what_it_looks_like(tmp_path: Path, name: str):
-    """Who points at the wrong thing learns what it is, and what to do where that is known."""
+def test_anything_else_is_refused_by_what_it_holds(tmp_path: Path, name: str):
+    """Who points at the wrong thing sees how it begins, or what is in the folder."""
     write, message = FOREIGN[name]
     write(tmp_path / name)
     with pytest.raises(NotACheckpointError, match=message) as caught:

@@ -34,7 +34,7 @@ from torch import nn
 from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.load.into_model import load_checkpoint
-from composer_fsdp2.checkpoint.verify import checksums, comparing
+from composer_fsdp2.checkpoint.verify import comparing
 from composer_fsdp2.checkpoint.verify.faults import FaultKind
 from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
@@ -97,23 +97,6 @@ def test_every_record_counts(tmp_path: Path):
         data = json.loads(json.dumps(report.to_json()))["faults"][number]
         assert data["file"] == str(damaged) and data["name"] == fault.name
         assert (data["expected"], data["found"]) == (fault.expected, fault.found) and "CRC32" in str(fault)
-
-
-@given(num_bytes=st.integers(0, 100), piece=st.integers(1, 40), chunk=st.integers(1, 40), threads=st.integers(1, 3))
-@examples(15)
-def test_pieces_and_threads(num_bytes: int, piece: int, chunk: int, threads: int):
-    """A record larger than one thread's piece is put together from the pieces of several."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.multiple(checksums, _PIECE_BYTES=piece, _SLICE_BYTES=chunk, _NUM_THREADS=threads),
-    ):
-        tensors = {"w": torch.arange(num_bytes, dtype=torch.uint8), "v": torch.ones(3)}
-        path = saved(Path(folder) / "file.pt", {"state": {"model": tensors}, "rng": []})
-        assert verify_checkpoint(path).ok
-        if num_bytes:
-            flip(path, record_at(path, "data/0")[1] + num_bytes - 1)
-            (fault,) = verify_checkpoint(path).faults
-            assert fault.kind is FaultKind.CONTENT and fault.name.startswith("state.model.w")
 
 
 def test_archive_without_crcs(tmp_path: Path):

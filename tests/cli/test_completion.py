@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_fsdp2.checkpoint.layouts import layouts
+from composer_fsdp2.checkpoint.layouts import LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
@@ -95,4 +95,4 @@ def test_the_layouts_that_are_offered_can_be_written():
     """Completion and help name them without torch, which the layouts' files import."""
     from composer_fsdp2.cli import checkpoint_convert
 
-    assert {*checkpoint_convert._LAYOUTS} == {layout.written.word for layout in layouts() if layout.written}
+    assert {*checkpoint_convert._LAYOUTS} == {layout.written.word for layout in LAYOUTS if layout.written}

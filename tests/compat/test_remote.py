@@ -128,7 +128,7 @@ def test_one_file_per_rank(folder: str):
             local_checkpoint(name, store, False) as checkpoint,
             checkpoint.opened(trust=False, wanted=lambda _: True) as inventory,
         ):
-            load_inventory(inventory, model, None, strict=name.startswith("sharded"), bring=checkpoint.bring)
+            load_inventory(inventory, model, None, strict=name.startswith("sharded"), prefetch=checkpoint.prefetch)
         loaded = full_parameters(model)
         assert_same(loaded, {f"model.{key}": values[key] for key in ("weight", "bias")}, name)
         kind = name.partition("-")[0]

@@ -1,7 +1,5 @@
 """Tar files and compressed files: ``.tar``, ``.tar.gz``, ``.pt.zst`` and the like, and what Composer puts into them.
 
-A plain tar file holds the ``.pt`` as it is, so its tensors are read in place. Anything compressed is unpacked first.
-
 [Note: small files that unpack to large ones] What a few bytes may cost is bounded: how much they unpack to, the headers
 of a tar file and how many there are.
 """
@@ -58,19 +56,6 @@ def compression_of(path: Path) -> str | None:
     return codec[0] if codec else None
 
 
-def member_of_tar(path: Path) -> tuple[int, int]:
-    """The place of Composer's states in a plain tar file: the first byte, and how many.
-
-    Raises:
-        CheckpointError: damaged, or not Composer's; says what it is instead.
-    """
-    with opened(path) as file, _opened_tar(file, path, mode="r:") as tar:
-        members = [member for member, _ in _states_in(tar, path)]
-    if len(members) > 1:
-        raise CheckpointError(f"{path}: holds {STATES} twice")
-    return members[0].offset_data, members[0].size
-
-
 def unpacked(path: Path, folder: Path) -> Path:
     """Write the ``.pt`` that is in a tar or compressed file into a folder, and say where it is.
 
@@ -123,12 +108,12 @@ def _is_tar(head: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def _opened_tar(file: Any, path: Path, mode: Any = "r|") -> Iterator[tarfile.TarFile]:
+def _opened_tar(file: Any, path: Path) -> Iterator[tarfile.TarFile]:
     class Member(_Member):
         max_bytes = _max_bytes(path)
 
     try:
-        with tarfile.open(fileobj=file, mode=mode, tarinfo=Member) as tar:
+        with tarfile.open(fileobj=file, mode="r|", tarinfo=Member) as tar:
             yield tar
     except CheckpointError:
         raise

@@ -130,7 +130,7 @@ def convert_checkpoint(
     if dry_run:
         return plan
     times = together(lambda: _times(inventory))
-    unpack = None if located.layout.reads_in_place else located.layout.unpack
+    unpack = located.layout.unpack
 
     def check_source() -> None:
         """What was read must be what is there, also where no CRC32 says so; of a packed file a copy was read."""

@@ -20,7 +20,7 @@ from composer_fsdp2.checkpoint.inventory import (
     Strided,
     TensorRecord,
 )
-from composer_fsdp2.checkpoint.layouts import Layout, dcp
+from composer_fsdp2.checkpoint.layouts import dcp
 from composer_fsdp2.checkpoint.layouts._composer import (
     missing_parts,
     nested_tensors,
@@ -28,6 +28,7 @@ from composer_fsdp2.checkpoint.layouts._composer import (
     with_records,
     writer_of,
 )
+from composer_fsdp2.checkpoint.layouts.layout import Layout
 from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor, contains_inert
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
@@ -174,7 +175,6 @@ def _tensor_in(search: _Search, value: Any, name: str) -> Any:
 
 LAYOUT = Layout(
     name=_NAME,
-    order=15,  # after DCP directories, which its parts may be
     recognize=_recognize,
     incomplete=_incomplete,
     read=_read,

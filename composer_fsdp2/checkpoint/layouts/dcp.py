@@ -34,8 +34,8 @@ from composer_fsdp2.checkpoint.inventory import (
     ObjectRecord,
     TensorRecord,
 )
-from composer_fsdp2.checkpoint.layouts import Layout, LayoutWriter
 from composer_fsdp2.checkpoint.layouts._composer import missing_parts, with_records, writer_of
+from composer_fsdp2.checkpoint.layouts.layout import Layout, LayoutWriter
 from composer_fsdp2.checkpoint.names import is_flat_parameter
 from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite, WriteRequest, num_files_for
 from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject
@@ -514,7 +514,6 @@ def _pickled_metadata(
 
 LAYOUT = Layout(
     name=_NAME,
-    order=10,
     recognize=_recognize,
     incomplete=_incomplete,
     read=read,

@@ -3,13 +3,12 @@
 from pathlib import Path
 
 from composer_fsdp2.checkpoint.archive.disk import opened
-from composer_fsdp2.checkpoint.archive.torch_archive import Archive
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive, zip_names
 from composer_fsdp2.checkpoint.archive.writer import plan_archive
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
-from composer_fsdp2.checkpoint.layouts import Layout, LayoutWriter
 from composer_fsdp2.checkpoint.layouts._composer import inventory_of, with_records
+from composer_fsdp2.checkpoint.layouts.layout import Layout, LayoutWriter
 from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite, WriteRequest
-from composer_fsdp2.checkpoint.unrecognized import other_archive
 from composer_fsdp2.errors import CheckpointError
 
 _NAME = "monolithic"
@@ -19,8 +18,13 @@ def _recognize(path: Path) -> bool:
     if not path.is_file():
         return False
     with opened(path) as file:
-        is_zip = file.read(4) == b"PK\x03\x04"
-    return is_zip and other_archive(path) is None
+        if file.read(4) != b"PK\x03\x04":
+            return False
+    try:
+        names = {name.partition("/")[2] for name in zip_names(path)}
+    except CheckpointError:
+        return True  # cut short, as reading it will say
+    return "data.pkl" in names and "constants.pkl" not in names  # which a TorchScript module has
 
 
 def _incomplete(path: Path) -> str | None:
@@ -51,7 +55,6 @@ def _lay_out(request: WriteRequest) -> Output:
 
 LAYOUT = Layout(
     name=_NAME,
-    order=50,  # after the per-rank layout, whose files look alike
     recognize=_recognize,
     incomplete=_incomplete,
     read=_read,

@@ -25,7 +25,6 @@ from composer_fsdp2.checkpoint.inventory import (
     TensorRecord,
     of_stored_tensor,
 )
-from composer_fsdp2.checkpoint.layouts import Layout
 from composer_fsdp2.checkpoint.layouts._composer import (
     file_sizes,
     missing_parts,
@@ -33,6 +32,7 @@ from composer_fsdp2.checkpoint.layouts._composer import (
     split_state,
     writer_of,
 )
+from composer_fsdp2.checkpoint.layouts.layout import Layout
 from composer_fsdp2.checkpoint.names import FLAT_PARAMETER, is_flat_parameter
 from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject, StoredTensor, contains_inert
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
@@ -368,7 +368,6 @@ def _at(files: list[_RankFile], entry: EntryPath) -> Iterator[Any]:
 
 LAYOUT = Layout(
     name=_NAME,
-    order=40,  # before the monolithic layout, whose files look alike
     recognize=_recognize,
     incomplete=_incomplete,
     read=_read,

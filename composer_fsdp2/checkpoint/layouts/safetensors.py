@@ -14,7 +14,6 @@ from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.archive.writer import Slot
 from composer_fsdp2.checkpoint.boxes import row_major
 from composer_fsdp2.checkpoint.hugging_face import (
-    PREFIX,
     HuggingFaceForm,
     form_of_folder,
     has_config,
@@ -29,8 +28,9 @@ from composer_fsdp2.checkpoint.inventory import (
     TensorRecord,
     Writer,
 )
-from composer_fsdp2.checkpoint.layouts import Layout, LayoutWriter
 from composer_fsdp2.checkpoint.layouts._composer import file_sizes
+from composer_fsdp2.checkpoint.layouts.layout import Layout, LayoutWriter
+from composer_fsdp2.checkpoint.names import MODEL_PREFIX
 from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite, WriteRequest, num_files_for
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted
 from composer_fsdp2.config.text import and_more
@@ -105,7 +105,7 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
         writer=Writer(sharding="not sharded"),
         remarks=("weights alone: no optimizer state, schedulers, timestamp or random states",),
         holds_only=MODEL,
-        name_prefix=PREFIX,
+        name_prefix=MODEL_PREFIX,
         hugging_face=folder if has_config(folder) else None,
     )
 
@@ -224,12 +224,17 @@ def _with_hugging_face_names(
     if form is None:
         remark = "the checkpoint records no Hugging Face model: names are kept, and no config.json is written"
         return None, weights, renamed, [remark]
-    if not all(name.startswith(PREFIX) for name in weights):
+    if not all(name.startswith(MODEL_PREFIX) for name in weights):
         return form, weights, renamed, []
     old_names = {new: old for old, new in renamed.items()}
-    weights = {name.removeprefix(PREFIX): slot for name, slot in weights.items()}
-    renamed = {old_names.get(PREFIX + name, PREFIX + name): name for name in weights}
-    return form, weights, renamed, [f"removes the prefix {PREFIX!r} of Composer's HuggingFaceModel from every name"]
+    weights = {name.removeprefix(MODEL_PREFIX): slot for name, slot in weights.items()}
+    renamed = {old_names.get(MODEL_PREFIX + name, MODEL_PREFIX + name): name for name in weights}
+    return (
+        form,
+        weights,
+        renamed,
+        [f"removes the prefix {MODEL_PREFIX!r} of Composer's HuggingFaceModel from every name"],
+    )
 
 
 def _dropped(request: WriteRequest) -> tuple[str, ...]:
@@ -299,9 +304,8 @@ def _output(name: str, weights: Mapping[str, Slot]) -> OutputFile:
 
 LAYOUT = Layout(
     name=_NAME,
-    order=20,
     recognize=_recognize,  # transformers writes the index last, and without it a folder of shards is not recognized
     read=_read,
     has_names=_has_names,
-    written=LayoutWriter(word="safetensors", lay_out=_lay_out, holds_only=MODEL, name_prefix=PREFIX),
+    written=LayoutWriter(word="safetensors", lay_out=_lay_out, holds_only=MODEL, name_prefix=MODEL_PREFIX),
 )

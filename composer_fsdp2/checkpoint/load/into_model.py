@@ -124,14 +124,14 @@ def load_inventory(
     strict: bool = True,
     weights_only: bool = False,
     ignored: frozenset[EntryPath] = frozenset(),
-    bring: Callable[[frozenset[Path]], None] = lambda _: None,
+    prefetch: Callable[[frozenset[Path]], None] = lambda _: None,
     started: float | None = None,
 ) -> LoadReport:
     """``load_checkpoint`` of an inventory; the same on every rank.
 
     Args:
         ignored: Weights and parameters' optimizer states that the caller has taken out; they are not missed.
-        bring: Called on all ranks, each with the files that it will read, before it opens them.
+        prefetch: Called on all ranks, each with the files that it will read, before it opens them.
     """
     started = time.perf_counter() if started is None else started
     reshard(model)
@@ -144,12 +144,12 @@ def load_inventory(
 
     plan = together(decide, lambda made: made.fingerprint)
     staging = Staging(plan, strict=strict)
-    bring(staging.files())
+    prefetch(staging.files())
     with Reader() as reader:
         long_together(lambda: staging.read(reader), "reading a checkpoint")
     unchecked_bytes = check_content(reader, staging.records(), plan.inventory.path)
-    if staging.has_copies:
-        together(staging.check_copies)
+    if staging.has_duplicates:
+        together(staging.check_duplicates)
     staging.share()
     _run_custom_load(staging)
     together(staging.commit)

@@ -79,7 +79,7 @@ class _Staged:
 
 
 class Staging:
-    """What a plan reads: ``read``, ``share``, ``check_copies``, ``run_custom_load``, ``commit``, in order.
+    """What a plan reads: ``read``, ``share``, ``check_duplicates``, ``run_custom_load``, ``commit``, in order.
 
     Model and optimizer are not touched before ``run_custom_load``, which can be undone. What several ranks hold alike
     is read by one of them, its owner, and broadcast by ``commit``, which has no reason left to fail: host memory for R
@@ -98,8 +98,8 @@ class Staging:
     def __init__(self, plan: LoadPlan, *, strict: bool = True) -> None:
         self.plan, self._strict = plan, strict
         self.tensors = [_Staged(planned.record, LocalBox.of(planned.target.value)) for planned in plan.tensors]
-        self._copies = [
-            [_Staged(copy, staged.box) for copy in planned.copies]
+        self._duplicates = [
+            [_Staged(copy, staged.box) for copy in planned.duplicates]
             for planned, staged in zip(plan.tensors, self.tensors, strict=True)
         ]
         self._custom: CustomLoading | None = plan.custom
@@ -130,16 +130,16 @@ class Staging:
         boxes = [(staged.box, staged.record.dtype.itemsize) for staged in tensors]
         for staged, owner in zip(tensors, owners(boxes), strict=True):
             staged.owner = owner
-        for staged, copies in zip(self.tensors, self._copies, strict=True):
-            for copy_of in copies:  # read by the same rank, which compares them
-                copy_of.owner = staged.owner
+        for staged, duplicates in zip(self.tensors, self._duplicates, strict=True):
+            for duplicate in duplicates:  # read by the same rank, which compares them
+                duplicate.owner = staged.owner
 
     def _states(self) -> list[_Staged]:
         return [value for state in self.states for value in state.values() if isinstance(value, _Staged)]
 
     def _all(self) -> list[_Staged]:
-        """Copies too."""
-        return [*self.tensors, *chain.from_iterable(self._copies), *self._states()]
+        """Duplicates too."""
+        return [*self.tensors, *chain.from_iterable(self._duplicates), *self._states()]
 
     def _early(self) -> list[_Staged]:
         """What the user's loading code gets, on all ranks."""
@@ -206,23 +206,25 @@ class Staging:
                 staged.owner = None
 
     @property
-    def has_copies(self) -> bool:
+    def has_duplicates(self) -> bool:
         """Whether the file holds something under several names; the same on all ranks."""
-        return any(self._copies)
+        return any(self._duplicates)
 
-    def check_copies(self) -> None:
+    def check_duplicates(self) -> None:
         """Compare what the file holds for one shared parameter under several names; communicates nothing.
 
         Raises:
             CheckpointError: they are not equal; names them.
         """
         unlike = [
-            f"{staged.record.name} = {copy_of.record.name}"
-            for staged, copies in zip(self.tensors, self._copies, strict=True)
-            for copy_of in copies
-            if staged.data is not None and copy_of.data is not None and bytes_of(staged.data) != bytes_of(copy_of.data)
+            f"{staged.record.name} = {duplicate.record.name}"
+            for staged, duplicates in zip(self.tensors, self._duplicates, strict=True)
+            for duplicate in duplicates
+            if staged.data is not None
+            and duplicate.data is not None
+            and bytes_of(staged.data) != bytes_of(duplicate.data)
         ]
-        self._copies = [[] for _ in self.tensors]
+        self._duplicates = [[] for _ in self.tensors]
         if unlike:
             raise CheckpointError(
                 f"{self.plan.inventory.path}: the model shares one parameter under several names, for which the file "

@@ -10,7 +10,7 @@ import torch
 from composer_fsdp2.checkpoint.archive.disk import read_at
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob, archive_start
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Chunk, NestedArchive, Strided
-from composer_fsdp2.checkpoint.layouts import layouts
+from composer_fsdp2.checkpoint.layouts import LAYOUTS
 from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.checkpoint.verify.faults import Fault, FaultKind
@@ -90,7 +90,7 @@ class Structure:
         size = file.stat().st_size
         if file in named:
             self._entries(file, size, named[file])
-        elif any(layout.holds_entries(file) for layout in layouts()):  # also one that was named without its folder
+        elif any(layout.holds_entries(file) for layout in LAYOUTS):  # also one that was named without its folder
             if inventory is not None:
                 self.fault(file, "", "no such file (.metadata does not name it)", f"{size} bytes")
             self._unnamed(file, 0, size, is_fault=False)

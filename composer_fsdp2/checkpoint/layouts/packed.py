@@ -1,24 +1,24 @@
-"""A monolithic checkpoint that is compressed, in a tar file or not: ``.pt.gz``, ``.tar.zst`` and the like."""
+"""A monolithic checkpoint in a tar file or a compressed one, ``.pt.gz``, ``.tar.zst``: unpacked before it is read."""
 
 import tempfile
 from pathlib import Path
 
-from composer_fsdp2.checkpoint.archive.packed import as_errors_of, compression_of, unpacked
+from composer_fsdp2.checkpoint.archive.packed import as_errors_of, compression_of, is_tar, unpacked
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Packed, TensorRecord
-from composer_fsdp2.checkpoint.layouts import Layout
 from composer_fsdp2.checkpoint.layouts._composer import (
     inventory_of,
     refuse_rank_file,
     with_records,
 )
+from composer_fsdp2.checkpoint.layouts.layout import Layout
 from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.checkpoint.trees import mapped
 from composer_fsdp2.errors import CheckpointError
 
 
 def _recognize(path: Path) -> bool:
-    return compression_of(path) is not None
+    return is_tar(path) or compression_of(path) is not None
 
 
 def _read(path: Path, trust: bool) -> CheckpointInventory:
@@ -34,7 +34,8 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
 
 
 def _title(path: Path) -> str:
-    return f"monolithic, compressed ({compression_of(path)})"
+    compression = compression_of(path)
+    return "monolithic, in a tar file" if compression is None else f"monolithic, compressed ({compression})"
 
 
 def _check(archive: Archive) -> None:
@@ -51,11 +52,9 @@ def _packed(value: object, path: Path) -> object:
 
 
 LAYOUT = Layout(
-    name="monolithic, compressed",
-    order=60,
+    name="monolithic, packed",
     title=_title,
     recognize=_recognize,
     read=_read,
     unpack=unpacked,
-    reads_in_place=False,
 )

@@ -1,0 +1,76 @@
+"""What a layout is: one form that a checkpoint has on disk, and how it is read and written."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory
+from composer_fsdp2.checkpoint.output import Output, WriteRequest
+from composer_fsdp2.checkpoint.trees import EntryPath
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutWriter:
+    """How ``convert_checkpoint`` writes a layout.
+
+    Args:
+        word: What its ``to`` says.
+        lay_out: Every byte's place; reads no tensor, and writes nothing. Raises CheckpointError.
+        max_files: More than so many ``files`` are refused; None where tensors are split over any number.
+        holds_only, name_prefix: As in the ``CheckpointInventory`` of what is written.
+        by_name: Optimizer state is stored by parameters' names, never by position.
+    """
+
+    word: str
+    lay_out: Callable[[WriteRequest], Output]
+    max_files: int | None = None
+    holds_only: EntryPath | None = None
+    name_prefix: str = ""
+    by_name: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One form that a checkpoint has on disk.
+
+    Args:
+        name: As ``inspect`` says it.
+        title: What reports call the layout of the checkpoint at a path, where that says more than ``name`` does
+            (``monolithic, compressed (gz)``); None where they show the name.
+        recognize: By names and first bytes; never raises for other files.
+        read: From a recognized path, and whether its pickles are trusted. Raises CheckpointError.
+        incomplete: Of a recognized path: why its save was cut short, at a glance; None if it was not.
+        unpack: Writes the checkpoint that is in a file into a folder, and gives its path; None where it lies open.
+        holds_entries: Whether a file of a folder holds archives, one after another, which the folder's metadata names.
+        files_beside: Of a recognized file: the files that belong to the same checkpoint, there or not.
+        has_names: Whether a folder with files of these names, relative to it, is a checkpoint of this layout.
+        metadata: The file of a folder that tells what the others are, where it alone can be read first; or ''.
+        read_metadata: As ``read``, where of the folder perhaps only ``metadata`` is there yet.
+        written: How it is written; None where nothing writes it any more.
+    """
+
+    name: str
+    recognize: Callable[[Path], bool]
+    read: Callable[[Path, bool], CheckpointInventory]
+    title: Callable[[Path], str] | None = None
+    incomplete: Callable[[Path], str | None] = lambda path: None
+    unpack: Callable[[Path, Path], Path] | None = None
+    holds_entries: Callable[[Path], bool] = lambda file: False
+    files_beside: Callable[[Path], Sequence[Path]] = lambda path: ()
+    has_names: Callable[[Collection[str]], bool] = lambda names: False
+    metadata: str = ""
+    read_metadata: Callable[[Path, bool], CheckpointInventory] | None = None
+    written: LayoutWriter | None = None
+
+    def title_of(self, path: Path) -> str:
+        return self.name if self.title is None else self.title(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_name, (self.name,)  # every rank has the same ones
+
+
+def _of_name(name: str) -> Layout:
+    from composer_fsdp2.checkpoint.layouts import LAYOUTS  # which lists those that are made of this class
+
+    return next(layout for layout in LAYOUTS if layout.name == name)
