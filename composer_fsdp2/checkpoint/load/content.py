@@ -1,4 +1,4 @@
-"""Whether what was read is what was written: each record's CRC32, put together from the parts that the ranks read."""
+"""Check the CRC32 of each record, computed from the parts that the ranks have read."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,18 +43,18 @@ class _Part:
 
 
 def check_content(reader: Reader, records: Iterable[TensorRecord], checkpoint: Path) -> int:
-    """Compare the CRC32 of every record of which a rank read a byte with what the file says.
+    """Compare the CRC32 of every record that was read, completely or in part, with the one in the file.
 
-    A record that one rank read completely is checked there. Of others the bytes and the CRC32s of all ranks' parts are
-    summed, each bit of a CRC32 for itself: the record's is their sum modulo 2. Where they do not add up, because nobody
-    read the rest (FSDP1's padding), or some of it twice (views), or because the record is damaged, one of the ranks
-    that read of it then reads what is missing, or all.
+    A record that one rank read completely is checked on that rank. Otherwise the sizes and CRC32s of all ranks' parts
+    are summed, the CRC32s bit by bit: the record's CRC32 is that sum modulo 2. The result is wrong if the record is
+    damaged, if no rank read some of it (FSDP1's padding) or if ranks read some of it twice (views). Then one of the
+    ranks reads the missing bytes, or the entire record.
 
     Args:
         records: Everything that ranks may have read in parts, in the same order on all ranks.
         checkpoint: The file or folder, as this rank sees it.
     Returns:
-        The number of bytes, of all ranks, that could not be checked, because the file says no CRC32 (safetensors).
+        The number of bytes read by all ranks from files without CRC32s (safetensors).
     Raises:
         CheckpointError: on all ranks, naming every damaged record.
     Called on all ranks (alone without a process group): all-reduces 264 bytes for each record, at most 16 MiB at a
@@ -79,14 +79,14 @@ def check_content(reader: Reader, records: Iterable[TensorRecord], checkpoint: P
 
 
 def check_own_content(reader: Reader, checkpoint: Path) -> int:
-    """Check the records that this rank read, by itself; see ``check_content``. Does not communicate."""
+    """Check the records that this rank read; see ``check_content``. Does not communicate."""
     _, damaged, unchecked = _own_parts(reader, {}, checkpoint)
     _raise_if(damaged, checkpoint)
     return unchecked
 
 
 def _numbers(records: Iterable[TensorRecord]) -> dict[tuple[Path, int], int]:
-    """The places where tensors lie, numbered."""
+    """Consecutive numbers for the places of all tensors in the files."""
     numbers: dict[tuple[Path, int], int] = {}
     for record in records:
         while record.flat is not None:
@@ -100,7 +100,7 @@ def _numbers(records: Iterable[TensorRecord]) -> dict[tuple[Path, int], int]:
 def _own_parts(
     reader: Reader, numbers: Mapping[tuple[Path, int], int], checkpoint: Path
 ) -> tuple[dict[int, _Part], dict[str, str], int]:
-    """What this rank read in parts, by number; what is wrong with other records; bytes without a CRC32."""
+    """Records of which this rank read a part, by number; damage of other records; bytes without a CRC32."""
     by_record, unchecked = ranges_by_record(reader.parts)
     parts: dict[int, _Part] = {}
     damaged: dict[str, str] = {}
@@ -125,7 +125,7 @@ def _joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 def _totals(parts: Mapping[int, _Part], num_records: int) -> Iterator[tuple[int, int, int]]:
-    """Number, bytes and CRC32 of all ranks' parts, of each record of which this rank read one. Called on all ranks."""
+    """Number, summed bytes and summed CRC32 of each record in ``parts``. Called on all ranks; all-reduces."""
     bits = torch.arange(_CRC_BITS)
     num_at_once = max(1, _ROUND_BYTES // ((1 + _CRC_BITS) * bits.element_size()))
     for first in range(0, num_records, num_at_once):
@@ -142,9 +142,9 @@ def _totals(parts: Mapping[int, _Part], num_records: int) -> Iterator[tuple[int,
 
 
 def _read_again(parts: Mapping[int, _Part], numbers: set[int], checkpoint: Path) -> dict[str, str]:
-    """What is wrong with records that do not add up, where this rank is the one that looks.
+    """Check the numbered records by reading them; each on one of the ranks that read a part of it.
 
-    Called on all ranks; gathers what they read of these records.
+    Called on all ranks; gathers the ranges that they have read of these records.
     """
     gathered = gather({number: parts[number].ranges for number in numbers})
     damaged: dict[str, str] = {}
@@ -165,6 +165,6 @@ def _raise_if(damaged: Mapping[str, str], checkpoint: Path) -> None:
 
 
 def _name(blob: Blob, checkpoint: Path) -> str:
-    """A record's, in the folder, of which ranks may have copies in different places."""
+    """A record's name, with a path relative to the checkpoint, which ranks may see under different paths."""
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
     return f"{os.path.relpath(blob.path, folder)}, the record at byte {blob.offset}"

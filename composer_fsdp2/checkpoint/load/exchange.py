@@ -1,4 +1,4 @@
-"""Ranks that hold the same part of a tensor read it once and send it to each other."""
+"""Replicas of the same part of a tensor read it once and broadcast it."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from composer_fsdp2.sharding.agree import device_of_group, sends_from_host
 
 # Below this many bytes a collective costs more than the read that it saves.
 _SMALL_BYTES = 1024
-# What goes through a device's memory at once, where the group cannot send from the host's.
+# Bytes on the device at once, if the group cannot send from host memory.
 _BUFFER_BYTES = 64 << 20
 
 
@@ -37,7 +37,7 @@ def owners(boxes: Sequence[tuple[LocalBox, int]]) -> list[int | None]:
 
 
 def replica_of(box: LocalBox) -> int:
-    """This rank's number among those that hold the box."""
+    """This rank's number among the replicas of the box."""
     if not isinstance(box.like, DTensor):
         return dist.get_rank() if dist.is_initialized() else 0
     number = 0

@@ -85,10 +85,10 @@ def load_checkpoint(
 ) -> LoadReport:
     """Load a checkpoint of any layout into ``model`` and its optimizer, whatever sharding wrote it.
 
-    Each rank reads the bytes of its own shards; what several ranks hold alike (``NO_SHARD``, HSDP, a DDP model) one of
-    them reads. They are staged in host memory and checked against the file's CRC32s, which the ranks put together,
-    before anything is changed; if it fails on one rank, all raise, and model and optimizer are as before. Then replicas
-    are broadcast, in pieces of 64 MiB, into their places.
+    Each rank reads the bytes of its own shards; of replicas (``NO_SHARD``, HSDP, a DDP model) one rank reads them. The
+    bytes are staged in host memory and checked against the CRC32s in the file before anything is changed; if that fails
+    on one rank, all raise, and model and optimizer are as before. Then replicas are broadcast into the model and the
+    optimizer, in pieces of 64 MiB.
 
     Args:
         path: A file or folder; see ``inspect_checkpoint``.
@@ -103,8 +103,8 @@ def load_checkpoint(
     Raises:
         CheckpointError: on all ranks; says what is damaged, missing or does not fit, and that nothing was changed.
 
-    Called on all ranks of the default process group, or in one process without a group. It compares plans, gathers
-    CRC32s and broadcasts what several ranks hold.
+    Called on all ranks of the default process group, or in one process without a group. It compares plans, sums CRC32s
+    and broadcasts replicas.
     """
     started = time.perf_counter()
     optimizer = the_optimizer(optimizers)

@@ -23,7 +23,7 @@ from composer_fsdp2.checkpoint.trees import fitted
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import device_of_group, gather
 
-# What is broadcast at once.
+# Bytes of one broadcast.
 _PIECE_BYTES = 64 << 20
 
 
@@ -65,7 +65,7 @@ class _Staged:
 
     @property
     def reads_here(self) -> bool:
-        """Whether this rank reads it, rather than another one that holds the same part."""
+        """Whether this rank reads it, and not another replica."""
         return self.owner is None or self.owner == replica_of(self.box)
 
     def allocate(self) -> torch.Tensor:
@@ -81,14 +81,14 @@ class _Staged:
 class Staging:
     """What a plan reads: ``read``, ``share``, ``check_duplicates``, ``run_custom_load``, ``commit``, in order.
 
-    Model and optimizer are not touched before ``run_custom_load``, which can be undone. What several ranks hold alike
-    is read by one of them, its owner, and broadcast by ``commit``, which has no reason left to fail: host memory for R
-    replicas of S bytes is S / R on each, and a piece of 64 MiB.
+    Model and optimizer are not touched before ``run_custom_load``, which can be undone. Replicas are read by one of
+    them, the owner, and broadcast by ``commit``, which does nothing that can fail. R replicas of S bytes take host
+    memory of S / R on each, and a piece of 64 MiB.
 
     [Note: the user's code] A module's ``set_extra_state``, and the ``load_state_dict`` of a model or an optimizer where
     it is overridden or has hooks, may raise, on one rank alone. So they run before anything else is changed, and what
     they changed is put back if they raise anywhere: of a model its tensors and extra state, not other attributes. The
-    state of such a model or optimizer is broadcast before, to memory of its own on every rank.
+    state of such a model or optimizer is broadcast before, into separate memory on every rank.
 
     Args:
         strict: Whether an entry that the model's own loading code refuses or leaves is an error.
@@ -167,7 +167,7 @@ class Staging:
         return frozenset(files)
 
     def read(self, reader: Reader) -> None:
-        """Read what is this rank's to read, and allocate everything that ``commit`` needs; communicates nothing."""
+        """Read this rank's part, and allocate everything that ``commit`` needs; communicates nothing."""
         early = {id(staged) for staged in self._early()}
         for staged in self._all():
             if staged.reads_here:
@@ -198,7 +198,7 @@ class Staging:
                     state[key] = materialized(value.value(), reader)
 
     def share(self) -> None:
-        """Give all ranks what the user's loading code gets. Called on all ranks; broadcasts shards."""
+        """Broadcast the arguments of the user's loading code. Called on all ranks."""
         for staged in self._early():
             if staged.owner is not None:
                 assert staged.data is not None
@@ -207,11 +207,11 @@ class Staging:
 
     @property
     def has_duplicates(self) -> bool:
-        """Whether the file holds something under several names; the same on all ranks."""
+        """Whether the file has tied parameters under several names; the same on all ranks."""
         return any(self._duplicates)
 
     def check_duplicates(self) -> None:
-        """Compare what the file holds for one shared parameter under several names; communicates nothing.
+        """Compare the values that the file has for one tied parameter under several names; communicates nothing.
 
         Raises:
             CheckpointError: they are not equal; names them.
@@ -312,7 +312,7 @@ class Staging:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Put everything into its place. Called on all ranks; broadcasts what several of them hold, piece by piece."""
+        """Copy everything into the model and the optimizer. Called on all ranks; broadcasts replicas piece by piece."""
         if self.plan.optimizer is not None and not self._loads_early:
             self._load_optimizer(self.plan.optimizer.optimizer, self.plan.optimizer.states)
         for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):

@@ -1,7 +1,7 @@
 """A sharded state as one file: all ranks send slices of their shards to rank 0, in rounds, and rank 0 writes them.
 
-See [Note: rounds] in shares.py. There is no message between two ranks alone where NCCL would keep a communicator for
-each of them.
+See [Note: rounds] in shares.py. With NCCL the ranks all-gather instead of sending to rank 0, because NCCL would keep a
+communicator for each pair of ranks.
 """
 
 import functools
@@ -43,10 +43,10 @@ from composer_fsdp2.sharding.agree import device_of_group, gather, sends_from_ho
 def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | None = None) -> None:
     """Write ``state`` as ``torch.save`` would write it with every DTensor unsharded, replacing ``path`` at the end.
 
-    Rank 0 writes beside ``path`` and renames. Beyond what the state holds, rank 0 needs host memory for two rounds: of
-    16 MiB a rank, of 128 MiB from 8 ranks on; and for 64 MiB of its own shards, if they lie on a device. Every other
-    rank needs it for a slice, which is its share of a round, and where its shard is not contiguous for a copy of that.
-    Where the group cannot send from the host's memory (NCCL), all need device memory for one round.
+    Rank 0 writes beside ``path`` and renames. Beyond the state, rank 0 needs host memory for two rounds, of 16 MiB a
+    rank and 128 MiB at most, and for 64 MiB of its own shards, if they are on a device. Every other rank needs host
+    memory for its slice of a round, and for a copy of a shard that is not contiguous. If the group cannot send from
+    host memory (NCCL), all ranks need device memory for one round.
 
     Args:
         state: Nested dicts, lists and tuples; the same DTensors in the same order on all ranks. All other values, plain
@@ -57,9 +57,8 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
         CheckpointError: on all ranks: the file cannot be written, a rank cannot read what it has, or ranks hold
             different tensors, or not all of one. Nothing is left of it then, and an existing file is unchanged.
 
-    Called on all ranks. Gathers what each holds of each tensor; then tensor by tensor a gather (an all-gather, if the
-    group cannot send from the host's memory) for each round, and one of the CRC32s; and four times whether a rank could
-    not go on.
+    Called on all ranks. Gathers each rank's part of each tensor; then for each round a gather (an all-gather, if the
+    group cannot send from host memory), for all CRC32s one more, and four times the errors of the ranks.
     """
     named = _dtensors(state)
     shards = [shard for _, shard in named]
@@ -96,7 +95,7 @@ def _dtensors(state: Any) -> list[tuple[str, DTensor]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who holds what
+# The ranks' parts
 
 
 def _all_shares(
@@ -128,7 +127,7 @@ def _all_shares(
 def _own_parts(shards: Sequence[DTensor], writer: int) -> list[Box | None]:
     """This rank's part of each tensor; None where the tensor's mesh is without the rank that writes.
 
-    Groups of ranks that train apart hold values of their own; the file has those of that rank's group.
+    Groups of ranks that train separately have different values; the file has those of rank 0's group.
     """
     boxes = [LocalBox.of(shard) if bool((shard.device_mesh.mesh == writer).any()) else None for shard in shards]
     return [None if box is None else Box(box.offsets, box.sizes) for box in boxes]
@@ -150,7 +149,7 @@ def _first_difference(described: Sequence[Sequence[str]]) -> str:
 class _ShardReader:
     """The bytes of this rank's shards, and of rank 0's plain tensors; and what they add to the tensors' CRC32s.
 
-    A CRC32 is taken where the bytes lie, so that it covers their way to the file, and no rank computes all of them.
+    CRC32s are computed by the rank that has the bytes: they cover the transfer, and ranks share the work.
     """
 
     def __init__(self, shards: Sequence[DTensor], plain: Sequence[torch.Tensor]) -> None:
@@ -165,7 +164,7 @@ class _ShardReader:
     def read(self, number: int, share: Share) -> torch.Tensor:
         """A share in host memory, a uint8 tensor of one dimension; it is read once."""
         if self._bytes is None or self._bytes[0] != number:
-            self._bytes = None  # where it is a copy, it goes before the next one is made
+            self._bytes = None  # free a copy before the next one is made
             local = local_tensor(self._tensors[number].detach()).resolve_conj().resolve_neg()
             self._bytes = number, local.contiguous().view(-1).view(torch.uint8)
         tensor, found = self._tensors[number], self._bytes[1][share.start : share.end].cpu()
@@ -181,7 +180,7 @@ _Round = tuple[int, Shares, bool]
 
 
 def _schedule(shares: Sequence[Shares], num_bytes: int) -> Iterator[_Round]:
-    """The rounds of all tensors. Others hear from rank 0 before it has written ``OWN_SLICE_BYTES`` by itself."""
+    """The rounds of all tensors. Ranks send at least once for each ``OWN_SLICE_BYTES`` that rank 0 writes."""
     own_bytes = 0
     for number, of_ranks in enumerate(shares):
         for round_ in rounds(of_ranks, num_bytes):
@@ -202,7 +201,7 @@ class _Work:
 
 
 class _Sender:
-    """Sends all that this rank has to rank 0: on all ranks but that one. What it needs is taken when it is made."""
+    """Sends this rank's shares to rank 0. Allocates its memory when it is constructed."""
 
     def __init__(self, work: _Work) -> None:
         work.source.require_bytes()
@@ -213,7 +212,7 @@ class _Sender:
     def run(self, schedule: Iterable[_Round]) -> None:
         for number, round_, is_sent in schedule:
             if is_sent:
-                # After an error the others go on, and so does this rank.
+                # An error is raised at the end: the other ranks continue to send.
                 self._work.errors.attempt(functools.partial(self._read, number, round_.get(self._rank)))
                 sizes = _sizes(round_, self._work.group)
                 _exchange(self._memory[: sizes[self._rank]], sizes, self._work.group)
@@ -224,7 +223,7 @@ class _Sender:
 
 
 class _Receiver:
-    """Writes all that the ranks have to the file: on rank 0. What it needs is taken when it is made."""
+    """Writes all ranks' shares to the file, on rank 0. Allocates its memory when it is constructed."""
 
     def __init__(self, work: _Work, file: StagedFile) -> None:
         self._work, self._file = work, file
@@ -250,7 +249,7 @@ class _Receiver:
 
 
 def _sizes(round_: Shares, group: dist.ProcessGroup | None) -> list[int]:
-    """What each rank sends in a round: a byte, where it has nothing, so that nobody waits for more than one write."""
+    """Bytes that each rank sends in a round: one at least, or it would wait for the writes of several rounds."""
     others = range(1, dist.get_world_size(group))
     return [0, *(round_[rank].num_bytes if rank in round_ else 1 for rank in others)]
 

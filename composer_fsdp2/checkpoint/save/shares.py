@@ -1,8 +1,8 @@
-"""Which bytes of a sharded tensor each rank sends to rank 0, and in which rounds; the same on all ranks.
+"""The bytes of a sharded tensor that each rank sends to rank 0, and in which rounds; the same on all ranks.
 
-[Note: rounds] Tensor by tensor, every rank sends a slice in every round, so that all are in the same few collectives
-and wait for one write at most. What several ranks hold is shared out among them, unless rank 0 is one of them: it
-writes what it holds from its own memory.
+[Note: rounds] Tensors are written one after the other, in rounds. In each round every rank sends a slice of its shard
+to rank 0: no rank waits in a collective for longer than one write. Replicas send equal shares of their part, except
+those of rank 0's own part: rank 0 writes that from its memory.
 """
 
 import math
@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from composer_fsdp2.checkpoint.boxes import Box, row_major
 
-# What all ranks send in a round, and what one of them sends, at most.
+# Bytes sent in a round by all ranks and by one rank, at most.
 ROUND_BYTES = 128 << 20
 SLICE_BYTES = 16 << 20
-# What rank 0 writes of its own in a round, which nobody sends.
+# Bytes of rank 0's own shards that it writes in a round.
 OWN_SLICE_BYTES = 64 << 20
 
 
