@@ -18,8 +18,7 @@ from composer.utils.retrying import retry
 
 from composer_fsdp2.checkpoint.archive.inside import inside
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
-from composer_fsdp2.checkpoint.layouts import LAYOUTS, recognized
-from composer_fsdp2.checkpoint.layouts.layout import Layout
+from composer_fsdp2.checkpoint.layouts import LAYOUTS, Layout, recognized
 from composer_fsdp2.checkpoint.load.into_model import other_files
 from composer_fsdp2.checkpoint.locate import Located, NoCheckpointError, find
 from composer_fsdp2.checkpoint.open import (

@@ -198,7 +198,7 @@ import torch
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.boxes import row_major
 from composer_fsdp2.checkpoint.inventory import MODEL, CheckpointInventory, Strided, TensorRecord
-from composer_fsdp2.checkpoint.layouts.layout import Layout, LayoutWriter
+from composer_fsdp2.checkpoint.layouts._layout import Layout, LayoutWriter
 from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import stat
 import sys
-import tarfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -31,15 +30,11 @@ pytestmark = pytest.mark.any_torch
 # --- only metadata
 
 
-@pytest.mark.parametrize("form", ["bare", "in a tar file"])
-def test_gigabytes_are_inspected_in_well_under_a_second(tmp_path: Path, form: str):
+def test_gigabytes_are_inspected_in_well_under_a_second(tmp_path: Path):
     """A checkpoint of any size is described from its directory: this one has 6 GiB of holes for tensors."""
-    path, num_bytes = tmp_path / "big.pt", 6 << 30 if form == "bare" else 8 << 20
+    path, num_bytes = tmp_path / "big.pt", 6 << 30
     with torch.serialization.skip_data():
         torch.save({"state": {"model": {"w": torch.empty(num_bytes // 4)}}}, path)
-    if form == "in a tar file":  # where holes would be bytes
-        with tarfile.open(path := tmp_path / "big.tar", "w") as tar:
-            tar.add(tmp_path / "big.pt", "composer_states.pt")
     started, before = time.process_time(), bytes_read()
     inventory = inspect_checkpoint(path)
     assert bytes_read() - before < 1_000_000 and time.process_time() - started < 1

@@ -93,7 +93,7 @@ def test_exit_code_says_whose_turn_it_is(ended: dict[str, Ended]):
     for name, (code, text) in {
         "damaged": (1, "__1_0.distcp: missing"),
         "not trusted": (1, "pathlib.PosixPath"),
-        "no checkpoint": (2, "text file"),
+        "no checkpoint": (2, "begins with"),
         "no such function": (2, "--model models.py:other"),  # not taken for a fault of the file
         "no such module": (2, "--model nowhere:other"),
         "no function": (2, "function"),

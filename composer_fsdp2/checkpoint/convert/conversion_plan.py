@@ -13,8 +13,7 @@ from composer_fsdp2.checkpoint.convert.copying import CHUNK_BYTES
 from composer_fsdp2.checkpoint.convert.state import ConversionState, state_to_write
 from composer_fsdp2.checkpoint.flat import unflattened
 from composer_fsdp2.checkpoint.inventory import OPTIMIZERS, CheckpointInventory
-from composer_fsdp2.checkpoint.layouts import written_layouts
-from composer_fsdp2.checkpoint.layouts.layout import LayoutWriter
+from composer_fsdp2.checkpoint.layouts import LayoutWriter, written_layouts
 from composer_fsdp2.checkpoint.output import OutputFile, WriteRequest
 from composer_fsdp2.checkpoint.trees import dotted, integer_keys
 from composer_fsdp2.config.text import and_more, human_bytes, lines_and_more

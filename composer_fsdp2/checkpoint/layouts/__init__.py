@@ -10,7 +10,9 @@ from composer_fsdp2.checkpoint.layouts import (
     per_rank,
     safetensors,
 )
-from composer_fsdp2.checkpoint.layouts.layout import Layout, LayoutWriter
+from composer_fsdp2.checkpoint.layouts._layout import Layout, LayoutWriter
+
+__all__ = ["LAYOUTS", "Layout", "LayoutWriter", "recognized", "written_layouts"]
 
 # In the order in which they are asked.
 LAYOUTS: tuple[Layout, ...] = (

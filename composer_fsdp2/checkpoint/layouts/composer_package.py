@@ -28,7 +28,7 @@ from composer_fsdp2.checkpoint.layouts._composer import (
     with_records,
     writer_of,
 )
-from composer_fsdp2.checkpoint.layouts.layout import Layout
+from composer_fsdp2.checkpoint.layouts._layout import Layout
 from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor, contains_inert
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped

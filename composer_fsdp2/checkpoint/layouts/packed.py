@@ -11,7 +11,7 @@ from composer_fsdp2.checkpoint.layouts._composer import (
     refuse_rank_file,
     with_records,
 )
-from composer_fsdp2.checkpoint.layouts.layout import Layout
+from composer_fsdp2.checkpoint.layouts._layout import Layout
 from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.checkpoint.trees import mapped
 from composer_fsdp2.errors import CheckpointError

@@ -32,7 +32,7 @@ from composer_fsdp2.checkpoint.layouts._composer import (
     split_state,
     writer_of,
 )
-from composer_fsdp2.checkpoint.layouts.layout import Layout
+from composer_fsdp2.checkpoint.layouts._layout import Layout
 from composer_fsdp2.checkpoint.names import FLAT_PARAMETER, is_flat_parameter
 from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject, StoredTensor, contains_inert
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped

@@ -30,6 +30,9 @@ class LayoutWriter:
     by_name: bool = False
 
 
+_known: dict[str, "Layout"] = {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """One form that a checkpoint has on disk.
@@ -63,6 +66,9 @@ class Layout:
     read_metadata: Callable[[Path, bool], CheckpointInventory] | None = None
     written: LayoutWriter | None = None
 
+    def __post_init__(self) -> None:
+        _known.setdefault(self.name, self)
+
     def title_of(self, path: Path) -> str:
         return self.name if self.title is None else self.title(path)
 
@@ -71,6 +77,4 @@ class Layout:
 
 
 def _of_name(name: str) -> Layout:
-    from composer_fsdp2.checkpoint.layouts import LAYOUTS  # which lists those that are made of this class
-
-    return next(layout for layout in LAYOUTS if layout.name == name)
+    return _known[name]
