@@ -1,14 +1,15 @@
 """A sharded state as one file: all ranks send slices of their shards to rank 0, in rounds, and rank 0 writes them.
 
-See [Note: rounds] in shares.py. With NCCL the ranks all-gather instead of sending to rank 0, because NCCL would keep a
-communicator for each pair of ranks.
+See [Note: rounds] in rounds.py. In each round a rank that waits for rank 0 waits for one write, whatever the size of
+the file, so that no watchdog ends the job; and there is no message between two ranks alone, for which NCCL would keep a
+communicator for each of them.
 """
 
 import functools
 import hashlib
+import itertools
 import threading
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,15 +25,7 @@ from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2.checkpoint.archive.crc import shifted
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.read import bytes_of
-from composer_fsdp2.checkpoint.save.shares import (
-    OWN_SLICE_BYTES,
-    Share,
-    Shares,
-    distinct,
-    rounds,
-    shares_of,
-    slice_bytes,
-)
+from composer_fsdp2.checkpoint.save.rounds import Piece, Routes, Timetable, cut, numbered
 from composer_fsdp2.checkpoint.save.staged_file import FirstError, StagedFile, require_plain_bytes
 from composer_fsdp2.checkpoint.target import LocalBox
 from composer_fsdp2.checkpoint.trees import dotted, leaves
@@ -43,10 +36,10 @@ from composer_fsdp2.sharding.agree import device_of_group, gather, sends_from_ho
 def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | None = None) -> None:
     """Write ``state`` as ``torch.save`` would write it with every DTensor unsharded, replacing ``path`` at the end.
 
-    Rank 0 writes beside ``path`` and renames. Beyond the state, rank 0 needs host memory for two rounds, of 16 MiB a
-    rank and 128 MiB at most, and for 64 MiB of its own shards, if they are on a device. Every other rank needs host
-    memory for its slice of a round, and for a copy of a shard that is not contiguous. If the group cannot send from
-    host memory (NCCL), all ranks need device memory for one round.
+    Rank 0 writes beside ``path`` and renames. Beyond what the state holds, rank 0 needs host memory for two rounds: of
+    16 MiB a rank, of 128 MiB from 8 ranks on; and for 64 MiB of its own shards, if they lie on a device. Every other
+    rank needs it for a slice, which is its share of a round, and where its shard is not contiguous for a copy of that.
+    Where the group cannot send from the host's memory (NCCL), all need device memory for one round.
 
     Args:
         state: Nested dicts, lists and tuples; the same DTensors in the same order on all ranks. All other values, plain
@@ -57,24 +50,24 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
         CheckpointError: on all ranks: the file cannot be written, a rank cannot read what it has, or ranks hold
             different tensors, or not all of one. Nothing is left of it then, and an existing file is unchanged.
 
-    Called on all ranks. Gathers each rank's part of each tensor; then for each round a gather (an all-gather, if the
-    group cannot send from host memory), for all CRC32s one more, and four times the errors of the ranks.
+    Called on all ranks. Gathers what each holds of each tensor; then a gather (an all-gather, if the group cannot send
+    from the host's memory) for each round, and one of the CRC32s; and four times whether a rank could not go on.
     """
     named = _dtensors(state)
     shards = [shard for _, shard in named]
-    shares = _all_shares(named, path, group)
+    routes = _routes(named, path, group)
     errors = FirstError()
     file = StagedFile(Path(path), state, shards, errors) if dist.get_rank(group) == 0 else None
     try:
-        [plain, *_] = gather([(tuple(each.shape), each.nbytes) for each in file.plain] if file else None, group)
+        [plain_bytes, *_] = gather(file.plain_bytes if file is not None else None, group)
         _require_none(errors, path, group)
-        shares += [{0: Share(Box.full(shape), 0, num_bytes)} for shape, num_bytes in plain]
+        timetable = Timetable(routes, plain_bytes)
         source = _ShardReader(shards, file.plain if file is not None else [])
-        work = _Work(source, slice_bytes(shares, dist.get_world_size(group)), errors, group)
-        exchange = errors.attempt(lambda: _Sender(work) if file is None else _Receiver(work, file))
+        work = _Work(source, routes, timetable, errors, group)
+        rounds = errors.attempt(lambda: _Sender(work) if file is None else _Receiver(work, file))
         _require_none(errors, path, group)
-        assert exchange is not None
-        exchange.run(_schedule(shares, work.slice_bytes))
+        assert rounds is not None
+        rounds.run()
         crcs = _all_crcs(source, len(shards), group)
         _require_none(errors, path, group)
         if file is not None:
@@ -95,12 +88,10 @@ def _dtensors(state: Any) -> list[tuple[str, DTensor]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The ranks' parts
+# Who holds what
 
 
-def _all_shares(
-    named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.ProcessGroup | None
-) -> list[Shares]:
+def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.ProcessGroup | None) -> Routes:
     """Called on all ranks; gathers four bytes for each tensor, and each part that differs from others.
 
     Raises:
@@ -111,23 +102,22 @@ def _all_shares(
         "\n".join(described).encode(errors="backslashreplace")
     ).digest()  # the names themselves are long
     parts = _own_parts([shard for _, shard in named], 0 if group is None else dist.get_global_rank(group, 0))
-    gathered = gather((digest, distinct(parts)), group)
+    gathered = gather((digest, numbered(parts)), group)
     if any(of_rank != digest for of_rank, _ in gathered):
         raise CheckpointError(f"{path}: not written: {_first_difference(gather(described, group))}")
-    shares = list(shares_of([parts for _, parts in gathered], [shard.element_size() for _, shard in named]))
-    for of_ranks, (_, shard), text in zip(shares, named, described, strict=True):
-        if sum(share.num_bytes for share in of_ranks.values()) != shard.numel() * shard.element_size():
-            raise CheckpointError(
-                f"{path}: not written: the ranks of this group do not hold all of {text}; save with a group of all "
-                "ranks of its mesh that includes rank 0"
-            )
-    return shares
+    routes = Routes([parts for _, parts in gathered], [shard.element_size() for _, shard in named])
+    if (number := routes.incomplete([shard.shape for _, shard in named])) is not None:
+        raise CheckpointError(
+            f"{path}: not written: the ranks of this group do not hold all of {described[number]}; save with a group "
+            "of all ranks of its mesh that includes rank 0"
+        )
+    return routes
 
 
 def _own_parts(shards: Sequence[DTensor], writer: int) -> list[Box | None]:
     """This rank's part of each tensor; None where the tensor's mesh is without the rank that writes.
 
-    Groups of ranks that train separately have different values; the file has those of rank 0's group.
+    Groups of ranks that train apart hold values of their own; the file has those of that rank's group.
     """
     boxes = [LocalBox.of(shard) if bool((shard.device_mesh.mesh == writer).any()) else None for shard in shards]
     return [None if box is None else Box(box.offsets, box.sizes) for box in boxes]
@@ -149,11 +139,12 @@ def _first_difference(described: Sequence[Sequence[str]]) -> str:
 class _ShardReader:
     """The bytes of this rank's shards, and of rank 0's plain tensors; and what they add to the tensors' CRC32s.
 
-    CRC32s are computed by the rank that has the bytes: they cover the transfer, and ranks share the work.
+    A CRC32 is taken where the bytes lie, so that it covers their way to the file, and no rank computes all of them.
     """
 
     def __init__(self, shards: Sequence[DTensor], plain: Sequence[torch.Tensor]) -> None:
         self._tensors: list[torch.Tensor] = [*shards, *plain]
+        self._num_shards = len(shards)
         self._bytes: tuple[int, torch.Tensor] | None = None  # of the tensor that is being read
         self.crcs = [0] * len(self._tensors)
 
@@ -161,33 +152,28 @@ class _ShardReader:
         for tensor in self._tensors:
             require_plain_bytes(tensor)
 
-    def read(self, number: int, share: Share) -> torch.Tensor:
-        """A share in host memory, a uint8 tensor of one dimension; it is read once."""
+    def plain_pieces(self) -> Iterator[Piece]:
+        for number, tensor in enumerate(self._tensors[self._num_shards :], self._num_shards):
+            full = Box.full(tuple(tensor.shape))
+            yield Piece(number, full, 0, tensor.numel() * tensor.element_size())
+
+    def read(self, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
+        """Each piece in host memory, a uint8 tensor of one dimension. A piece is read once."""
+        for piece in pieces:
+            tensor = self._tensors[piece.number]
+            found = self._bytes_of(piece.number)[piece.start : piece.end].cpu()
+            data, num_bytes, at = bytes_of(found), tensor.numel() * tensor.element_size(), 0
+            for first, count in piece.runs(tensor.shape, tensor.element_size()):
+                self.crcs[piece.number] ^= shifted(zlib.crc32(data[at : at + count]), num_bytes - first - count)
+                at += count
+            yield found
+
+    def _bytes_of(self, number: int) -> torch.Tensor:
         if self._bytes is None or self._bytes[0] != number:
-            self._bytes = None  # free a copy before the next one is made
+            self._bytes = None  # where it is a copy, it goes before the next one is made
             local = local_tensor(self._tensors[number].detach()).resolve_conj().resolve_neg()
             self._bytes = number, local.contiguous().view(-1).view(torch.uint8)
-        tensor, found = self._tensors[number], self._bytes[1][share.start : share.end].cpu()
-        data, num_bytes, at = bytes_of(found), tensor.numel() * tensor.element_size(), 0
-        for first, count in share.runs(tensor.shape, tensor.element_size()):
-            self.crcs[number] ^= shifted(zlib.crc32(data[at : at + count]), num_bytes - first - count)
-            at += count
-        return found
-
-
-# A tensor's number, what each rank has of it in a round, and whether the ranks send it to each other.
-_Round = tuple[int, Shares, bool]
-
-
-def _schedule(shares: Sequence[Shares], num_bytes: int) -> Iterator[_Round]:
-    """The rounds of all tensors. Ranks send at least once for each ``OWN_SLICE_BYTES`` that rank 0 writes."""
-    own_bytes = 0
-    for number, of_ranks in enumerate(shares):
-        for round_ in rounds(of_ranks, num_bytes):
-            own_bytes += round_[0].num_bytes if 0 in round_ else 0
-            is_sent = own_bytes >= OWN_SLICE_BYTES or any(round_)
-            own_bytes = 0 if is_sent else own_bytes
-            yield number, round_, is_sent
+        return self._bytes[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,70 +181,79 @@ class _Work:
     """What a rank has to do in the rounds, and with whom."""
 
     source: _ShardReader
-    slice_bytes: int
+    routes: Routes
+    timetable: Timetable
     errors: FirstError
     group: dist.ProcessGroup | None
 
 
 class _Sender:
-    """Sends this rank's shares to rank 0. Allocates its memory when it is constructed."""
+    """Sends all that this rank has to rank 0: on all ranks but that one. What it needs is taken when it is made."""
 
     def __init__(self, work: _Work) -> None:
         work.source.require_bytes()
         self._work = work
         self._rank = dist.get_rank(work.group)
-        self._memory = _host_memory(work.slice_bytes, work.group)
+        self._memory = _host_memory(work.timetable.sizes(0)[self._rank], work.group)
 
-    def run(self, schedule: Iterable[_Round]) -> None:
-        for number, round_, is_sent in schedule:
-            if is_sent:
-                # An error is raised at the end: the other ranks continue to send.
-                self._work.errors.attempt(functools.partial(self._read, number, round_.get(self._rank)))
-                sizes = _sizes(round_, self._work.group)
-                _exchange(self._memory[: sizes[self._rank]], sizes, self._work.group)
+    def run(self) -> None:
+        work, memory = self._work, self._memory
+        mine = cut(work.routes.pieces(self._rank), work.timetable.slice_bytes)
+        for number in range(work.timetable.num_rounds):
+            sizes, pieces = work.timetable.sizes(number), next(mine, [])
+            work.errors.attempt(functools.partial(self._read, pieces))  # the others go on, and so does this rank
+            _exchange(memory[: sizes[self._rank]], sizes, work.group)
 
-    def _read(self, number: int, share: Share | None) -> None:
-        if share is not None:
-            self._memory[: share.num_bytes] = self._work.source.read(number, share)
+    def _read(self, pieces: Sequence[Piece]) -> None:
+        at = 0
+        for data in self._work.source.read(pieces):
+            self._memory[at : at + len(data)] = data
+            at += len(data)
 
 
 class _Receiver:
-    """Writes all ranks' shares to the file, on rank 0. Allocates its memory when it is constructed."""
+    """Writes all that the ranks have to the file: on rank 0. What it needs is taken when it is made."""
 
     def __init__(self, work: _Work, file: StagedFile) -> None:
         self._work, self._file = work, file
         # While a round is written the next one is under way.
-        num_bytes = dist.get_world_size(work.group) * work.slice_bytes
+        num_bytes = _memory_bytes(work.timetable.sizes(0), work.group)
         self._memories = [_host_memory(num_bytes, work.group) for _ in range(2)]
         self._writer = ThreadPoolExecutor(1, threading.current_thread().name)
         self._writer.submit(int).result()  # its thread runs
 
-    def run(self, schedule: Iterable[_Round]) -> None:
-        work, written = self._work, deque[Future[None]]()
+    def run(self) -> None:
+        work, file = self._work, self._file
+        own = cut(itertools.chain(work.routes.pieces(0), work.source.plain_pieces()), work.timetable.own_slice_bytes)
+        others = [cut(work.routes.pieces(rank), work.timetable.slice_bytes) for rank in range(1, work.routes.num_ranks)]
+        written: list[Future[None]] = []
         with self._writer as writer:
-            for number, round_, is_sent in schedule:
-                if len(written) == 2:
-                    written.popleft().result()
-                self._memories.reverse()
-                received = _exchange(self._memories[0], _sizes(round_, work.group), work.group) if is_sent else []
-                data = [(round_[rank], row) for rank, row in enumerate(received, 1) if rank in round_]
-                if 0 in round_:
-                    own = work.errors.attempt(functools.partial(work.source.read, number, round_[0]))
-                    data += [] if own is None else [(round_[0], own)]
-                written.append(writer.submit(self._file.add, number, data))
+            for number in range(work.timetable.num_rounds):
+                if number >= 2:
+                    written[number - 2].result()
+                received = _exchange(self._memories[number % 2], work.timetable.sizes(number), work.group)
+                pieces = work.errors.attempt(functools.partial(self._read, next(own, []))) or []
+                for data, other in zip(received, others, strict=True):
+                    pieces += _apart(data, next(other, ()))
+                written.append(writer.submit(file.add, pieces))
+
+    def _read(self, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
+        return list(zip(pieces, self._work.source.read(pieces), strict=True))
 
 
-def _sizes(round_: Shares, group: dist.ProcessGroup | None) -> list[int]:
-    """Bytes that each rank sends in a round: one at least, or it would wait for the writes of several rounds."""
-    others = range(1, dist.get_world_size(group))
-    return [0, *(round_[rank].num_bytes if rank in round_ else 1 for rank in others)]
+def _apart(data: torch.Tensor, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """A slice as the pieces that it is made of."""
+    at = 0
+    for piece in pieces:
+        yield piece, data[at : at + piece.num_bytes]
+        at += piece.num_bytes
 
 
 def _exchange(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """One round. Called on all ranks.
 
     Args:
-        memory: What this rank sends; on rank 0, for what comes.
+        memory: What this rank sends; on rank 0, ``_memory_bytes`` for what comes.
         sizes: What each rank sends.
     Returns:
         On rank 0, what each other rank sent.
@@ -294,6 +289,11 @@ def _from_devices(memory: torch.Tensor, sizes: Sequence[int], group: dist.Proces
         return []
     memory = memory[: len(gathered)].copy_(gathered)
     return [row[:sent] for row, sent in zip(memory.split(size), sizes, strict=True)][1:]
+
+
+def _memory_bytes(sizes: Sequence[int], group: dist.ProcessGroup | None) -> int:
+    """What rank 0 needs for a round in which the ranks send so much."""
+    return sum(sizes) if sends_from_host(group) else len(sizes) * max(sizes)
 
 
 def _host_memory(num_bytes: int, group: dist.ProcessGroup | None) -> torch.Tensor:

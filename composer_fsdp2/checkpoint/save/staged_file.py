@@ -14,7 +14,7 @@ from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2.checkpoint.archive.disk import sync, sync_folder, write_all
 from composer_fsdp2.checkpoint.archive.writer import ArchivePlan, Slot, plan_archive
 from composer_fsdp2.checkpoint.read import bytes_of
-from composer_fsdp2.checkpoint.save.shares import Share
+from composer_fsdp2.checkpoint.save.rounds import Piece
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +72,13 @@ class StagedFile:
         self._file: IO[bytes] | None = None
         errors.attempt(lambda: self._open(state, shards))
 
-    def add(self, number: int, shares: Sequence[tuple[Share, torch.Tensor]]) -> None:
-        """Write some of a tensor: bytes in host memory."""
-        self._errors.attempt(lambda: self._add(number, shares))
+    @property
+    def plain_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.plain)
+
+    def add(self, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> None:
+        """Write pieces of the tensors: their bytes, in host memory."""
+        self._errors.attempt(lambda: self._add(pieces))
 
     def publish(self, crcs: Sequence[int]) -> None:
         """Give the file its name.
@@ -112,15 +116,15 @@ class StagedFile:
         self._file = open(self.staged, "wb")  # noqa: SIM115 - closed by publish
         self._file.truncate(self._plan.num_bytes)
 
-    def _add(self, number: int, shares: Sequence[tuple[Share, torch.Tensor]]) -> None:
-        slot = self._slots[number]
-        assert self._file is not None and slot is not None
-        for share, tensor in shares:
-            data, at = bytes_of(tensor), 0
-            for first, count in share.runs(slot.shape, slot.dtype.itemsize):
+    def _add(self, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> None:
+        assert self._file is not None
+        for piece, tensor in pieces:
+            slot, data, at = self._slots[piece.number], bytes_of(tensor), 0
+            assert slot is not None
+            for first, count in piece.runs(slot.shape, slot.dtype.itemsize):
                 write_all(self._file, data[at : at + count], self._plan.offset_of(slot) + first)
                 at += count
-            self._unsynced_bytes += share.num_bytes
+            self._unsynced_bytes += piece.num_bytes
         if self._unsynced_bytes >= _SYNC_BYTES:
             sync(self._file)
             self._unsynced_bytes = 0

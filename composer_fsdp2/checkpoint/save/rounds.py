@@ -1,0 +1,190 @@
+"""Which bytes of a sharded state go to rank 0, from whom and in which order; the same on all ranks, as plain numbers.
+
+[Note: rounds] Every rank sends a slice in every round, so that all ranks are in the same few collectives, however many
+tensors there are and however they are cut. What several ranks hold is shared out among them, unless rank 0 is one of
+them: it writes what it holds from its own memory. A slice does not end where a tensor does.
+"""
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from composer_fsdp2.checkpoint.boxes import Box, row_major
+
+# What all ranks send in a round, and what one of them sends, at most.
+ROUND_BYTES = 128 << 20
+SLICE_BYTES = 16 << 20
+# What rank 0 writes of its own in a round, which nobody sends.
+OWN_SLICE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some bytes of a rank's part of a tensor.
+
+    Args:
+        number: The tensor's.
+        start, end: Which bytes of the part, in row-major order.
+    """
+
+    number: int
+    box: Box
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+    def runs(self, shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
+        """The runs of these bytes in the full tensor of this shape: (first byte, number of bytes), in their order."""
+        # The last dimension counts bytes. Trailing ones that the part covers make one run with the one before them.
+        full = (*shape[:-1], shape[-1] * itemsize) if shape else (itemsize,)
+        sizes = (*self.box.sizes[:-1], self.box.sizes[-1] * itemsize) if shape else (itemsize,)
+        offsets = (*self.box.offsets[:-1], self.box.offsets[-1] * itemsize) if shape else (0,)
+        dim = len(full) - 1
+        while dim and sizes[dim] == full[dim]:
+            dim -= 1
+        length = math.prod(sizes[dim:])
+        strides = row_major(full)
+        at = self.start
+        while at < self.end:
+            row, within = divmod(at, length)
+            first = within + offsets[dim] * strides[dim]
+            for d in range(dim - 1, -1, -1):
+                row, index = divmod(row, sizes[d])
+                first += (offsets[d] + index) * strides[d]
+            count = min(length - within, self.end - at)
+            yield first, count
+            at += count
+
+
+# As ranks send them to each other: offsets and sizes.
+_Plain = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def numbered(parts: Sequence[Box | None]) -> tuple[list[_Plain | None], "array[int]"]:
+    """The parts in few bytes, as many tensors have the same one: each part once, and which one each tensor has."""
+    known = {part: number for number, part in enumerate(dict.fromkeys(parts))}
+    plain = [None if part is None else (part.offsets, part.sizes) for part in known]
+    return plain, array("I", [known[part] for part in parts])
+
+
+class Routes:
+    """What each rank sends.
+
+    Args:
+        parts: Of each rank, ``numbered``: its part of each tensor; None where it has none that rank 0's file is to
+            hold.
+        itemsizes: Of each tensor, bytes an element.
+    """
+
+    def __init__(
+        self, parts: Sequence[tuple[Sequence[_Plain | None], Sequence[int]]], itemsizes: Sequence[int]
+    ) -> None:
+        self.num_ranks = len(parts)
+        self._itemsizes = itemsizes
+        # Tensors that every rank has the same part of as of another tensor are cut alike.
+        known: dict[_Plain | None, int] = {}
+        by_rank = []
+        for distinct, numbers in parts:
+            places = [known.setdefault(part, len(known)) for part in distinct]
+            by_rank.append([places[number] for number in numbers])
+        of_tensors = list(zip(*by_rank, strict=True))
+        cuts = {of_ranks: number for number, of_ranks in enumerate(dict.fromkeys(of_tensors))}
+        found = [None if plain is None else Box(*plain) for plain in known]
+        self._senders = [_senders([found[number] for number in of_ranks]) for of_ranks in cuts]
+        self._held = [sum(part.numel for part in {found[number] for number in of_ranks} if part) for of_ranks in cuts]
+        self._cuts = [cuts[of_ranks] for of_ranks in of_tensors]
+
+    def incomplete(self, shapes: Sequence[Sequence[int]]) -> int | None:
+        """The number of the first tensor of which no rank has some element; None where there is none."""
+        return next(
+            (
+                number
+                for number, (cut_, shape) in enumerate(zip(self._cuts, shapes, strict=True))
+                if self._held[cut_] != math.prod(shape)
+            ),
+            None,
+        )
+
+    def pieces(self, rank: int) -> Iterator[Piece]:
+        """What a rank sends, in order; rank 0's are its own to write."""
+        for number, (cut_, itemsize) in enumerate(zip(self._cuts, self._itemsizes, strict=True)):
+            if rank in self._senders[cut_]:
+                part, place, num_places = self._senders[cut_][rank]
+                start, end = _share(part, place, num_places, itemsize)
+                if end > start:
+                    yield Piece(number, part, start, end)
+
+    def num_bytes(self) -> list[int]:
+        """What each rank sends altogether."""
+        totals = [0] * self.num_ranks
+        for (cut_, itemsize), count in Counter(zip(self._cuts, self._itemsizes, strict=True)).items():
+            for rank, (part, place, num_places) in self._senders[cut_].items():
+                start, end = _share(part, place, num_places, itemsize)
+                totals[rank] += count * (end - start)
+        return totals
+
+
+def _share(box: Box, place: int, num_places: int, itemsize: int) -> tuple[int, int]:
+    """Which of a box's bytes are for one of several ranks: (first, end)."""
+    num_bytes = box.numel * itemsize
+    return num_bytes * place // num_places, num_bytes * (place + 1) // num_places
+
+
+def _senders(parts: Sequence[Box | None]) -> dict[int, tuple[Box, int, int]]:
+    """The ranks that send some of a tensor: which part each, and its place among how many that share this part."""
+    holders: dict[Box, list[int]] = {}
+    for rank, part in enumerate(parts):
+        if part is not None and 0 not in part.sizes:
+            holders.setdefault(part, []).append(rank)
+    senders = {part: ranks[:1] if ranks[0] == 0 else ranks for part, ranks in holders.items()}
+    return {rank: (part, place, len(ranks)) for part, ranks in senders.items() for place, rank in enumerate(ranks)}
+
+
+def cut(pieces: Iterator[Piece], num_bytes: int) -> Iterator[list[Piece]]:
+    """The pieces cut into groups of ``num_bytes``, one for each round; the last one may have fewer."""
+    group: list[Piece] = []
+    room = num_bytes
+    for piece in pieces:
+        start = piece.start
+        while start < piece.end:
+            end = min(piece.end, start + room)
+            group.append(Piece(piece.number, piece.box, start, end))
+            room -= end - start
+            start = end
+            if not room:
+                yield group
+                group, room = [], num_bytes
+    if group:
+        yield group
+
+
+class Timetable:
+    """How much travels in each round.
+
+    Args:
+        plain_bytes: What rank 0 writes besides.
+    Attributes:
+        slice_bytes: What a rank sends in a round, until its last.
+        own_slice_bytes: What rank 0 writes of its own in a round.
+        num_rounds: Until everything is written.
+    """
+
+    def __init__(self, routes: Routes, plain_bytes: int) -> None:
+        self.slice_bytes = max(1, min(SLICE_BYTES, ROUND_BYTES // routes.num_ranks))
+        self.own_slice_bytes = OWN_SLICE_BYTES
+        self._num_bytes = routes.num_bytes()
+        of_others = -(-max(self._num_bytes[1:], default=0) // self.slice_bytes)
+        self.num_rounds = max(of_others, -(-(self._num_bytes[0] + plain_bytes) // self.own_slice_bytes))
+
+    def sizes(self, number: int) -> list[int]:
+        """What each rank sends in a round: a byte, where it has nothing left; rank 0 nothing.
+
+        So nobody waits for more than what is written in one round.
+        """
+        left = (num_bytes - number * self.slice_bytes for num_bytes in self._num_bytes[1:])
+        return [0, *(max(1, min(self.slice_bytes, num_bytes)) for num_bytes in left)]
