@@ -15,7 +15,7 @@ from composer_fsdp2.errors import CheckpointError
 def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trust: bool = False) -> CheckpointInventory:
     """What lies in a checkpoint of any layout, without reading tensor data or running a pickle.
 
-    A compressed file is unpacked to the folder for temporary files for that (``TMPDIR``), and removed again. Does not
+    A tar file or a compressed one is unpacked to the folder for temporary files for that (``TMPDIR``), and removed again. Does not
     communicate; any one rank can call it.
 
     Args:
@@ -23,7 +23,7 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trus
         model: Say in ``fit`` whether and how the weights load into it; it is looked at, not changed.
         trust: Let pickles import and run what they name; each name is told in a warning.
     Raises:
-        NotACheckpointError: there is nothing, or something else; says what it looks like.
+        NotACheckpointError: there is nothing, or no checkpoint of a known layout.
         CheckpointError: a checkpoint, but damaged, incomplete, or with more than plain data and not trusted.
     """
     inventory = inventory_of(find(path), trust=trust)
