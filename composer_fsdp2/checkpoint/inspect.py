@@ -15,8 +15,8 @@ from composer_fsdp2.errors import CheckpointError
 def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trust: bool = False) -> CheckpointInventory:
     """What lies in a checkpoint of any layout, without reading tensor data or running a pickle.
 
-    A tar file or a compressed one is unpacked to the folder for temporary files for that (``TMPDIR``), and removed again. Does not
-    communicate; any one rank can call it.
+    A tar file or a compressed one is unpacked to the folder for temporary files (``TMPDIR``) for that, and removed
+    again. Does not communicate; any one rank can call it.
 
     Args:
         path: A file, a folder, a link or pointer to one, or a run folder, in which the newest is found.
