@@ -146,8 +146,8 @@ class _RemoteDirectory(LocalCheckpoint):
 
     @contextlib.contextmanager
     def opened(self, *, trust: bool, wanted: Callable[[EntryPath], bool]) -> Iterator[CheckpointInventory]:
-        folder, read = self._remote.found.local, self._layout.read_metadata
-        assert read is not None  # of a layout that has its metadata in one file
+        assert self._layout.metadata is not None  # else all files were downloaded
+        folder, (_, read) = self._remote.found.local, self._layout.metadata
         inventory = together(lambda: read(folder, trust))
         self.prefetch(other_files(inventory, wanted=wanted))
         yield together(lambda: read(folder, trust), lambda found: repr(list(found.tensors)))
@@ -300,9 +300,10 @@ def _object_or_folder(source: _Store, name: str, folder: Path, tried: list[str])
 
     def as_folder() -> _Found | None:
         for layout in LAYOUTS:
-            if layout.metadata:
-                tried.append(f"{name}/{layout.metadata}")
-                if source.download(tried[-1], local / layout.metadata):
+            if layout.metadata is not None:
+                file, _ = layout.metadata
+                tried.append(f"{name}/{file}")
+                if source.download(tried[-1], local / file):
                     return _Found(name=name, local=local, layout=layout)
         return _listed_folder(source, name, local)
 

@@ -39,8 +39,6 @@ class Layout:
 
     Args:
         name: As ``inspect`` says it.
-        title: What reports call the layout of the checkpoint at a path, where that says more than ``name`` does
-            (``monolithic, compressed (gz)``); None where they show the name.
         recognize: By names and first bytes; never raises for other files.
         read: From a recognized path, and whether its pickles are trusted. Raises CheckpointError.
         incomplete: Of a recognized path: why its save was cut short, at a glance; None if it was not.
@@ -48,29 +46,24 @@ class Layout:
         holds_entries: Whether a file of a folder holds archives, one after another, which the folder's metadata names.
         files_beside: Of a recognized file: the files that belong to the same checkpoint, there or not.
         has_names: Whether a folder with files of these names, relative to it, is a checkpoint of this layout.
-        metadata: The file of a folder that tells what the others are, where it alone can be read first; or ''.
-        read_metadata: As ``read``, where of the folder perhaps only ``metadata`` is there yet.
+        metadata: The file that describes the others of a folder, and ``read`` for a folder with perhaps only this file;
+            None where it has no such file.
         written: How it is written; None where nothing writes it any more.
     """
 
     name: str
     recognize: Callable[[Path], bool]
     read: Callable[[Path, bool], CheckpointInventory]
-    title: Callable[[Path], str] | None = None
     incomplete: Callable[[Path], str | None] = lambda path: None
     unpack: Callable[[Path, Path], Path] | None = None
     holds_entries: Callable[[Path], bool] = lambda file: False
     files_beside: Callable[[Path], Sequence[Path]] = lambda path: ()
     has_names: Callable[[Collection[str]], bool] = lambda names: False
-    metadata: str = ""
-    read_metadata: Callable[[Path, bool], CheckpointInventory] | None = None
+    metadata: tuple[str, Callable[[Path, bool], CheckpointInventory]] | None = None
     written: LayoutWriter | None = None
 
     def __post_init__(self) -> None:
         _known.setdefault(self.name, self)
-
-    def title_of(self, path: Path) -> str:
-        return self.name if self.title is None else self.title(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _of_name, (self.name,)  # every rank has the same ones

@@ -48,7 +48,7 @@ _MAX_JSON_BYTES = 24 << 20
 
 
 def _recognize(path: Path) -> bool:
-    parts = [path / folder / name for folder, file in _PARTS for name in (file, dcp.LAYOUT.metadata)]
+    parts = [path / folder / name for folder, file in _PARTS for name in (file, dcp.METADATA)]
     return path.is_dir() and any(file.is_file() for file in (path / _RESUMPTION, path / _WRITTEN_LAST, *parts))
 
 

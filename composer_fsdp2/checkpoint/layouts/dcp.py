@@ -45,7 +45,7 @@ from composer_fsdp2.config.text import and_more, lines_and_more
 from composer_fsdp2.errors import CheckpointError
 
 _NAME = "DCP directory"
-_METADATA = ".metadata"
+METADATA = ".metadata"
 # Our own entry: the paths of empty dicts, which torch's flattening forgets.
 _EMPTY_DICTS: EntryPath = ("composer_fsdp2", "empty_dicts")
 
@@ -79,7 +79,7 @@ _METADATA_NAMES = frozenset(
 
 
 def _recognize(path: Path) -> bool:
-    return path.is_dir() and ((path / _METADATA).is_file() or any(path.glob("*.distcp")))
+    return path.is_dir() and ((path / METADATA).is_file() or any(path.glob("*.distcp")))
 
 
 def holds_entries(file: Path) -> bool:
@@ -88,8 +88,8 @@ def holds_entries(file: Path) -> bool:
 
 
 def _incomplete(path: Path) -> str | None:
-    metadata = path / _METADATA
-    return None if metadata.is_file() and metadata.stat().st_size else f"no {_METADATA}, which is written last"
+    metadata = path / METADATA
+    return None if metadata.is_file() and metadata.stat().st_size else f"no {METADATA}, which is written last"
 
 
 def read(path: Path, trust: bool, *, prefix: EntryPath = (), partial: bool = False) -> CheckpointInventory:
@@ -98,15 +98,15 @@ def read(path: Path, trust: bool, *, prefix: EntryPath = (), partial: bool = Fal
     Args:
         partial: Files beside ``.metadata`` may not be there yet (a remote checkpoint); those that are get checked.
     """
-    if not (path / _METADATA).is_file():
+    if not (path / METADATA).is_file():
         raise CheckpointError(
-            f"{path}: has .distcp files and no {_METADATA}, which is written last: the save was cut short, or the "
+            f"{path}: has .distcp files and no {METADATA}, which is written last: the save was cut short, or the "
             "file was not copied"
         )
-    data = read_at(path / _METADATA, 0, (path / _METADATA).stat().st_size)
+    data = read_at(path / METADATA, 0, (path / METADATA).stat().st_size)
     metadata = read_pickle(
         data,
-        where=str(path / _METADATA),
+        where=str(path / METADATA),
         trust=False,  # nothing but torch's own classes has any business there
         inert=_METADATA_NAMES,
     )
@@ -115,9 +115,7 @@ def read(path: Path, trust: bool, *, prefix: EntryPath = (), partial: bool = Fal
     except CheckpointError:
         raise
     except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
-        raise CheckpointError(
-            f"{path / _METADATA}: not what torch.distributed.checkpoint writes ({error!r})"
-        ) from error
+        raise CheckpointError(f"{path / METADATA}: not what torch.distributed.checkpoint writes ({error!r})") from error
 
 
 class _Directory:
@@ -125,7 +123,7 @@ class _Directory:
 
     def __init__(self, path: Path, metadata: Any, trust: bool, prefix: EntryPath, partial: bool) -> None:
         if not isinstance(metadata, InertObject) or metadata.kind.name != "Metadata":
-            raise CheckpointError(f"{path / _METADATA}: holds no torch.distributed.checkpoint Metadata")
+            raise CheckpointError(f"{path / METADATA}: holds no torch.distributed.checkpoint Metadata")
         self.path, self.trust, self.prefix, self.partial = path, trust, prefix, partial
         self.declared: Mapping[str, InertObject] = metadata.field("state_dict_metadata")
         self.paths: Mapping[str, EntryPath] = metadata.field("planner_data") or {}
@@ -142,7 +140,7 @@ class _Directory:
                 continue
             box = None if offset is None else tuple(offset)
             if box in self.entries.setdefault(name, {}):
-                self.problems.append(f"{path / _METADATA}: lists two locations for {name} at {box}")
+                self.problems.append(f"{path / METADATA}: lists two locations for {name} at {box}")
             self.entries[name][box] = entry
         self.check_overlaps()
 
@@ -165,7 +163,7 @@ class _Directory:
     def file_size(self, relative_path: Any) -> int | None:
         """The size of a file that the metadata names; it must lie in the folder."""
         try:
-            file = inside(self.path, relative_path, named_by=self.path / _METADATA)
+            file = inside(self.path, relative_path, named_by=self.path / METADATA)
         except CheckpointError as error:
             self.problems.append(str(error))
             return None
@@ -173,7 +171,7 @@ class _Directory:
             return file.stat().st_size
         if self.partial:
             return sys.maxsize
-        self.problems.append(f"{file}: missing; {_METADATA} names it")
+        self.problems.append(f"{file}: missing; {METADATA} names it")
         return None
 
     def check_overlaps(self) -> None:
@@ -185,12 +183,12 @@ class _Directory:
         )
         for (path, offset, num_bytes, name), (other_path, other_offset, _, other) in itertools.pairwise(placed):
             if path == other_path and offset + num_bytes > other_offset:
-                self.problems.append(f"{path}: {_METADATA} lists overlapping bytes for {name} and {other}")
+                self.problems.append(f"{path}: {METADATA} lists overlapping bytes for {name} and {other}")
 
     def inventory(self) -> CheckpointInventory:
         tensors, objects = self.records()
         for name in self.entries.keys() - self.declared.keys():
-            self.problems.append(f"{self.path / _METADATA}: gives a location for {name} but no description")
+            self.problems.append(f"{self.path / METADATA}: gives a location for {name} but no description")
         if self.problems:
             raise CheckpointError(lines_and_more(self.problems, 50))
         self.name_empty_dicts(objects)
@@ -227,7 +225,7 @@ class _Directory:
             elif (entry := self.entries.get(name, {}).get(None)) is not None:
                 objects[path] = self.object(name, entry)
             else:
-                self.problems.append(f"{self.path / _METADATA}: gives no usable location for {name}")
+                self.problems.append(f"{self.path / METADATA}: gives no usable location for {name}")
         return tensors, objects
 
     def roots(self) -> set[str | int]:
@@ -237,20 +235,20 @@ class _Directory:
 
     def files(self) -> tuple[tuple[Path, int], ...]:
         # What has come already of a remote checkpoint differs between machines, and their ranks compare inventories.
-        present = [self.path / _METADATA] if self.partial else sorted(self.path.iterdir())
+        present = [self.path / METADATA] if self.partial else sorted(self.path.iterdir())
         return tuple((file, file.stat().st_size) for file in present if file.is_file())
 
     def unnamed(self, files: Sequence[tuple[Path, int]]) -> list[str]:
         """A remark on files of entries that the metadata does not name."""
         names = [file.name for file, _ in files if holds_entries(file) and file.name not in self.file_sizes]
-        return [f"{_METADATA} does not name {', '.join(names)} (another save's?)"] if names else []
+        return [f"{METADATA} does not name {', '.join(names)} (another save's?)"] if names else []
 
     def composer_path(self, name: str) -> EntryPath:
         """The entry's path in Composer's state dict, with the optimizers where they are since torch 2.3."""
         # A name says not which of its parts are numbers, so it is not a path where the others have one.
         path: EntryPath = tuple(self.paths.get(name, ()) if self.paths else name.split("."))
         if not _is_path(path) or dotted(path) != name:
-            raise CheckpointError(f"{self.path / _METADATA}: the path of {name} is that of another entry, or missing")
+            raise CheckpointError(f"{self.path / METADATA}: the path of {name} is that of another entry, or missing")
         if self.prefix:
             return (*self.prefix, *path)
         return ("state", *path) if path[0] == "optimizers" else path
@@ -273,18 +271,18 @@ class _Directory:
             if chunk.numel * dtype.itemsize > entry.num_bytes:
                 self.problems.append(
                     f"{entry.path}: {name} at {offsets} needs {chunk.numel * dtype.itemsize} bytes ({dtype} of shape "
-                    f"{sizes}), {_METADATA} gives it {entry.num_bytes}"
+                    f"{sizes}), {METADATA} gives it {entry.num_bytes}"
                 )
             chunks.append(chunk)
         if missing:
             self.problems.append(
-                f"{self.path / _METADATA}: gives no usable location for {name} at {and_more(missing, 8)}"
+                f"{self.path / METADATA}: gives no usable location for {name} at {and_more(missing, 8)}"
             )
             return None
         ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offsets))
         record = TensorRecord(name=name, shape=shape, dtype=dtype, chunks=ordered)
         if (why := record.untiled()) is not None:
-            self.problems.append(f"{self.path / _METADATA}: {name} of shape {shape} is not complete: {why}")
+            self.problems.append(f"{self.path / METADATA}: {name} of shape {shape} is not complete: {why}")
         return record
 
     def object(self, name: str, entry: NestedArchive) -> ObjectRecord:
@@ -398,7 +396,7 @@ def _lay_out(request: WriteRequest) -> Output:
             add(number, key, Slot(box.sizes, slot.dtype, slot), box.offsets)
     paths = {key: path for key, (path, _) in entries.items()}
     output = [_output(_file_name(number), items) for number, items in enumerate(files) if items]
-    metadata = OutputFile.of_bytes(_METADATA, _pickled_metadata(tensors, objects, files, paths))
+    metadata = OutputFile.of_bytes(METADATA, _pickled_metadata(tensors, objects, files, paths))
     return Output(files=(*output, metadata), renamed=request.renamed)
 
 
@@ -518,7 +516,6 @@ LAYOUT = Layout(
     incomplete=_incomplete,
     read=read,
     holds_entries=holds_entries,
-    metadata=_METADATA,
-    read_metadata=functools.partial(read, partial=True),
+    metadata=(METADATA, functools.partial(read, partial=True)),
     written=LayoutWriter(word="dcp", lay_out=_lay_out, by_name=True),
 )

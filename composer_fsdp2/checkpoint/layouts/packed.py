@@ -16,6 +16,8 @@ from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.checkpoint.trees import mapped
 from composer_fsdp2.errors import CheckpointError
 
+_NAME = "monolithic, packed"
+
 
 def _recognize(path: Path) -> bool:
     return is_tar(path) or compression_of(path) is not None
@@ -30,12 +32,7 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
             refuse_rank_file(archive, path)
             root = mapped(with_records(archive.unpickle(trust=trust), archive), lambda part, _: _packed(part, path))
             _check(archive)
-    return inventory_of(root, path, _title(path))
-
-
-def _title(path: Path) -> str:
-    compression = compression_of(path)
-    return "monolithic, in a tar file" if compression is None else f"monolithic, compressed ({compression})"
+    return inventory_of(root, path, _NAME)
 
 
 def _check(archive: Archive) -> None:
@@ -52,8 +49,7 @@ def _packed(value: object, path: Path) -> object:
 
 
 LAYOUT = Layout(
-    name="monolithic, packed",
-    title=_title,
+    name=_NAME,
     recognize=_recognize,
     read=_read,
     unpack=unpacked,

@@ -178,7 +178,7 @@ def _read(located: Located, trust: bool, stack: ExitStack) -> _Read:
             for line in str(error).splitlines()
         )
         return _Read(located=opened, faults=tuple(faults))
-    layout = inventory.layout if opened is located else located.layout.title_of(located.path)
+    layout = inventory.layout if opened is located else located.layout.name
     return _Read(located=opened, layout=layout, inventory=inventory)
 
 
