@@ -232,7 +232,7 @@ LAYOUT = Layout(
     name="made up",
     recognize=lambda path: (path / "tensors.json").is_file(),
     read=_read,
-    written=LayoutWriter(word="madeup", lay_out=_lay_out, holds_only=MODEL),
+    written=LayoutWriter(name="madeup", lay_out=_lay_out, holds_only=MODEL),
 )
 '''
 USE_LAYOUT = """

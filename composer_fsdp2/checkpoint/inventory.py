@@ -269,7 +269,7 @@ class CheckpointInventory:
         optimizer_at_root: torch < 2.3 wrote ``optimizers`` beside ``state``.
         flat: The model is in FSDP1's flat parameters, without the parameters' names; only layouts that ranks wrote
             hold them.
-        holds_only: Where all lies that the layout has a place for, tensors alone; None where it has one for everything.
+        holds_only: The only entries that the layout can store, all tensors: those below this path; None for all.
         name_prefix: What Composer's models put before the model's names; '' where these are Composer's.
         hugging_face: The folder of a Hugging Face model, whose configuration lies beside these weights.
         metadata_crc32: Of metadata that every save writes anew, where records' own CRC32s are not read with it.

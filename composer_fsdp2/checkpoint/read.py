@@ -219,7 +219,7 @@ def _in_order_of_file(out: torch.Tensor, stride: tuple[int, ...]) -> tuple[torch
 
 
 def _runs(shape: tuple[int, ...], box: Box, out: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """A box of a contiguous tensor as runs of neighbouring elements: (first element's number, its part of ``out``)."""
+    """A box of a contiguous tensor as row-major contiguous runs: (first element's number, its part of ``out``)."""
     inner = math.prod(shape[1:])
     if box.sizes[1:] == shape[1:]:
         yield (box.offsets[0] * inner if shape else 0), out

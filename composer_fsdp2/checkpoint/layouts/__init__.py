@@ -31,5 +31,5 @@ def recognized(path: Path) -> Layout | None:
 
 
 def written_layouts() -> dict[str, LayoutWriter]:
-    """The layouts that ``convert_checkpoint`` writes, by their words."""
-    return {layout.written.word: layout.written for layout in LAYOUTS if layout.written is not None}
+    """The layouts that ``convert_checkpoint`` writes, by the names that its ``to`` takes."""
+    return {layout.written.name: layout.written for layout in LAYOUTS if layout.written is not None}

@@ -15,14 +15,14 @@ class LayoutWriter:
     """How ``convert_checkpoint`` writes a layout.
 
     Args:
-        word: What its ``to`` says.
+        name: The value of ``to``.
         lay_out: Every byte's place; reads no tensor, and writes nothing. Raises CheckpointError.
         max_files: More than so many ``files`` are refused; None where tensors are split over any number.
         holds_only, name_prefix: As in the ``CheckpointInventory`` of what is written.
         by_name: Optimizer state is stored by parameters' names, never by position.
     """
 
-    word: str
+    name: str
     lay_out: Callable[[WriteRequest], Output]
     max_files: int | None = None
     holds_only: EntryPath | None = None

@@ -517,5 +517,5 @@ LAYOUT = Layout(
     read=read,
     holds_entries=holds_entries,
     metadata=(METADATA, functools.partial(read, partial=True)),
-    written=LayoutWriter(word="dcp", lay_out=_lay_out, by_name=True),
+    written=LayoutWriter(name="dcp", lay_out=_lay_out, by_name=True),
 )

@@ -58,5 +58,5 @@ LAYOUT = Layout(
     recognize=_recognize,
     incomplete=_incomplete,
     read=_read,
-    written=LayoutWriter(word="monolithic", lay_out=_lay_out, max_files=1),
+    written=LayoutWriter(name="monolithic", lay_out=_lay_out, max_files=1),
 )

@@ -307,5 +307,5 @@ LAYOUT = Layout(
     recognize=_recognize,  # transformers writes the index last, and without it a folder of shards is not recognized
     read=_read,
     has_names=_has_names,
-    written=LayoutWriter(word="safetensors", lay_out=_lay_out, holds_only=MODEL, name_prefix=MODEL_PREFIX),
+    written=LayoutWriter(name="safetensors", lay_out=_lay_out, holds_only=MODEL, name_prefix=MODEL_PREFIX),
 )
