@@ -86,7 +86,8 @@ def opened_checkpoint(path: str | Path | Located, *, trust: bool = False) -> Ite
     firsts = first_ranks_of_hosts()
     with folder_per_host(firsts) as folder:
         copy = once_per_host(lambda: unpacked_checkpoint(located, folder), _UNPACKING, firsts)
-        yield Opened(_together_read(copy, trust), is_temporary=True)
+        with as_errors_of(located.path, copy.path):
+            yield Opened(_together_read(copy, trust), is_temporary=True)
 
 
 def read_together(located: Located, *, trust: bool = False) -> CheckpointInventory:

@@ -58,7 +58,7 @@ def damage_of(blob: Blob, ranges: Iterable[Range]) -> str | None:
                 return f"bytes {unlike[0]} to {unlike[1]} changed after they were read"
         else:
             crc32 = _joined(blob, found)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return f"cannot be checked: {error}"
     return blob.damage(crc32)
 

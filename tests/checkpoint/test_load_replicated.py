@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint import save as save_directory
 
 from composer_fsdp2 import CheckpointError, load_checkpoint
 from composer_fsdp2._torch.parts import local_tensor
-from composer_fsdp2.checkpoint.load import staging
+from composer_fsdp2.checkpoint.load import content, staging
 from tests.checkpoint.test_load import (
     composer_state,
     contents,
@@ -246,3 +247,31 @@ def test_a_rank_without_memory_for_its_state(folder: str) -> None:
         with pytest.raises(error, match="CUDA out of memory"):
             load_checkpoint(path, ours, own)
     assert_same(contents(ours, own), before, in_bits=True)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_fails_on_one_rank(folder: str) -> None:
+    """It is told on all ranks, which have sent each other everything before. (The error is made: no GPU.)"""
+    path, _ = checkpoint(f"{folder}/a.pt")
+    ours, own = untrained(Large, config=NO_SHARD)
+
+    def full(*arguments: Any, **named: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    error = torch.OutOfMemoryError if dist.get_rank() == 1 else CheckpointError
+    failing = mock.patch.object(torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(full))
+    with (
+        failing if dist.get_rank() == 1 else contextlib.nullcontext(),
+        pytest.raises(error, match="CUDA out of memory"),
+    ):
+        load_checkpoint(path, ours, own)
+
+
+@on_ranks(4)
+def test_small_parts_of_replicas_are_counted_once(folder: str) -> None:
+    """The CRC32 of an undamaged bias is computed without reading it again."""
+    path, expected = checkpoint(f"{folder}/a.pt")
+    ours, own = untrained(Large, config=HSDP_2X2)
+    with mock.patch.object(content, "_read_again", side_effect=AssertionError):
+        load_checkpoint(path, ours, own)
+    assert_same(contents(ours, own), expected, in_bits=True)

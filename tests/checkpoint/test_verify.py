@@ -9,6 +9,7 @@ import math
 import shutil
 import tarfile
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,11 @@ from support.comparing import assert_same
 from support.examples import examples
 from torch import nn
 
+from composer_fsdp2.checkpoint import records
 from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.load.into_model import load_checkpoint
-from composer_fsdp2.checkpoint.verify import comparing
+from composer_fsdp2.checkpoint.verify import comparing, verification
 from composer_fsdp2.checkpoint.verify.faults import FaultKind
 from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
@@ -97,6 +99,27 @@ def test_every_record_counts(tmp_path: Path):
         data = json.loads(json.dumps(report.to_json()))["faults"][number]
         assert data["file"] == str(damaged) and data["name"] == fault.name
         assert (data["expected"], data["found"]) == (fault.expected, fault.found) and "CRC32" in str(fault)
+
+
+def test_a_disk_that_cannot_be_read_is_a_fault(tmp_path: Path):
+    """Each record is named, as where its bytes are wrong."""
+    path = saved(tmp_path / "file.pt", composer_state())
+    with mock.patch.object(records, "opened", side_effect=OSError(5, "Input/output error")):
+        report = verify_checkpoint(path)
+    assert report.faults and all("Input/output error" in fault.found for fault in report.faults)
+
+
+def test_progress_that_raises_ends_the_reading(tmp_path: Path):
+    """Ctrl-C, for one: records that no thread has begun are not read."""
+    path = saved(tmp_path / "file.pt", {"state": {"model": {str(n): torch.ones(3) for n in range(50)}}, "rng": []})
+
+    def interrupt(*numbers: int) -> None:
+        raise KeyboardInterrupt
+
+    slow = mock.Mock(side_effect=lambda *arguments: time.sleep(0.02))
+    with mock.patch.object(verification, "damage_of", slow), pytest.raises(KeyboardInterrupt):
+        verify_checkpoint(path, progress=interrupt)
+    assert slow.call_count < 10
 
 
 def test_archive_without_crcs(tmp_path: Path):

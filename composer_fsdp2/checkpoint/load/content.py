@@ -47,8 +47,8 @@ def check_content(reader: Reader, records: Iterable[TensorRecord], checkpoint: P
 
     A record that one rank read completely is checked on that rank. Otherwise the sizes and CRC32s of all ranks' parts
     are summed, the CRC32s bit by bit: the record's CRC32 is that sum modulo 2. The result is wrong if the record is
-    damaged, if no rank read some of it (FSDP1's padding) or if ranks read some of it twice (views). Then one of the
-    ranks reads the missing bytes, or the entire record.
+    damaged, if no rank read some of it (FSDP1's padding) or if ranks read some of it twice (views, groups of ranks that
+    train separately). Then one of the ranks reads the missing bytes, or the entire record.
 
     Args:
         records: Everything that ranks may have read in parts, in the same order on all ranks.

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.checkpoint.target import LocalBox
 from composer_fsdp2.sharding.agree import device_of_group, sends_from_host
 
-# Below this many bytes a collective costs more than the read that it saves.
+# Below this many bytes a collective costs more than the read that it saves. Only tensors that are not split: replicas
+# that each read a part of a record would count it several times (``check_content``).
 _SMALL_BYTES = 1024
 # Bytes on the device at once, if the group cannot send from host memory.
 _BUFFER_BYTES = 64 << 20
@@ -25,10 +26,10 @@ def owners(boxes: Sequence[tuple[LocalBox, int]]) -> list[int | None]:
     chosen: list[int | None] = []
     for box, itemsize in boxes:
         num_bytes = box.numel * itemsize
-        if box.num_replicas == 1 or num_bytes <= _SMALL_BYTES:
+        if box.num_replicas == 1 or (num_bytes <= _SMALL_BYTES and box.numel == box.like.numel()):
             chosen.append(None)
             continue
-        key = (id(box.like.device_mesh), box.axes) if isinstance(box.like, DTensor) else None
+        key = (box.like.device_mesh, box.axes) if isinstance(box.like, DTensor) else None
         of_replicas = loads.setdefault(key, [0] * box.num_replicas)
         owner = of_replicas.index(min(of_replicas))
         loads[key][owner] += num_bytes

@@ -82,8 +82,8 @@ class Staging:
     """What a plan reads: ``read``, ``share``, ``check_duplicates``, ``run_custom_load``, ``commit``, in order.
 
     Model and optimizer are not touched before ``run_custom_load``, which can be undone. Replicas are read by one of
-    them, the owner, and broadcast by ``commit``, which does nothing that can fail. R replicas of S bytes take host
-    memory of S / R on each, and a piece of 64 MiB.
+    them, the owner, and broadcast by ``commit``: R replicas of S bytes take host memory of S / R on each rank, and a
+    piece of 64 MiB. Everything that ``commit`` needs is allocated by ``read``.
 
     [Note: the user's code] A module's ``set_extra_state``, and the ``load_state_dict`` of a model or an optimizer where
     it is overridden or has hooks, may raise, on one rank alone. So they run before anything else is changed, and what
@@ -312,13 +312,18 @@ class Staging:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Copy everything into the model and the optimizer. Called on all ranks; broadcasts replicas piece by piece."""
-        if self.plan.optimizer is not None and not self._loads_early:
-            self._load_optimizer(self.plan.optimizer.optimizer, self.plan.optimizer.states)
+        """Copy everything into the model and the optimizer. Called on all ranks; broadcasts replicas piece by piece.
+
+        All ranks have sent everything before the optimizer's own code runs, which may raise on one of them.
+        """
+        if not self._loads_early:
+            self.states = [{key: self._result(value) for key, value in state.items()} for state in self.states]
         for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
             if self._custom is None:  # else its own code did
                 self._fill(planned.target.local, staged)
             staged.data = None
+        if self.plan.optimizer is not None and not self._loads_early:
+            self._load_optimizer(self.plan.optimizer.optimizer, self.plan.optimizer.states)
 
     def _fill(self, place: torch.Tensor, staged: _Staged) -> None:
         """Copy this rank's part of a tensor into its place, from the owner's memory."""

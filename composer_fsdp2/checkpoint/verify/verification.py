@@ -190,13 +190,17 @@ def _content(records: list[ArchiveRecord], advance: Callable[[int], None]) -> li
     """Every record whose bytes are not those of its CRC32."""
     in_order = sorted(records, key=lambda record: (str(record.blob.path), record.blob.offset))
     faults = []
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+    threads = ThreadPoolExecutor(_NUM_THREADS)
+    try:
         damages = threads.map(lambda record: damage_of(record.blob, ()), in_order)
         for record, damage in zip(in_order, damages, strict=True):
             advance(record.blob.num_bytes)
             if damage is not None:
                 expected = f"CRC32 {record.blob.crc32:08x}"
-                faults.append(_fault(FaultKind.CONTENT, record.blob.path, record.name, expected, damage))
+                found = damage.removesuffix(f", the file says {record.blob.crc32:08x}")
+                faults.append(_fault(FaultKind.CONTENT, record.blob.path, record.name, expected, found))
+    finally:
+        threads.shutdown(cancel_futures=True)  # progress may raise, on Ctrl-C for one
     return faults
 
 
