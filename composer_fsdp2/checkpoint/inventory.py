@@ -41,7 +41,7 @@ class Strided:
 
     @property
     def place(self) -> tuple[Path, int]:
-        """The file and the first byte, which tell what lies apart."""
+        """The file and the first byte: the same for two views of one record."""
         return self.blob.path, self.blob.offset
 
     def locate(self, chunk: "Chunk", dtype: torch.dtype) -> "Strided":
@@ -63,6 +63,7 @@ class NestedArchive:
 
     @property
     def place(self) -> tuple[Path, int]:
+        """The file and the archive's first byte, known before the archive is opened."""
         return self.path, self.offset
 
     def locate(self, chunk: "Chunk", dtype: torch.dtype) -> Strided:

@@ -6,10 +6,10 @@ from composer_fsdp2.config.text import and_more
 
 
 def unrecognized(path: Path) -> str:
-    """What lies at a path that is no checkpoint."""
+    """A description of a path that is no checkpoint."""
     if path.is_dir():
         return f"no checkpoint of a known layout; the folder holds {listing(path)}"
-    if not path.is_file():  # who reads a pipe waits for what nobody writes
+    if not path.is_file():  # opening a pipe would block
         return "neither a file nor a folder, but a pipe, a socket or a device"
     with open(path, "rb") as file:
         head = file.read(40)

@@ -30,11 +30,6 @@ def members(mesh: MeshSpec, role: AxisRole, rank: int, world_size: int) -> tuple
     return tuple(sorted(ranks))
 
 
-def place_in(mesh: MeshSpec, role: AxisRole, rank: int, world_size: int) -> int:
-    """The number of ``rank`` among those along the axes of ``role``."""
-    return members(mesh, role, rank, world_size).index(rank)
-
-
 def link_of(ranks: Sequence[int], gpus_per_node: int) -> Link:
     """Whether all lie on one node, ranks being numbered node by node as every launcher does.
 

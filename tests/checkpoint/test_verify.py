@@ -203,6 +203,18 @@ def test_packed_file_that_holds_no_checkpoint(content: str, tmp_path: Path):
         assert str(raised.value).startswith(str(path))
 
 
+def test_damage_in_a_tar_file_names_the_users_file(tmp_path: Path):
+    """A tar file has no checksum; damage shows in the unpacked copy, which is removed when the error is raised."""
+    model = nn.Linear(64, 64, bias=False)
+    inner = saved(tmp_path / "inner.pt", {"state": {"model": {"weight": torch.ones(64, 64)}}})
+    flip(inner, record_at(inner, "data/0")[1] + 5)
+    path = _packed(inner, tmp_path / "bad", "tar")
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError, match="damaged content") as raised:
+        load_checkpoint(path, model)
+    assert str(raised.value).startswith(f"{path}: ") and torch.equal(model.weight, before)
+
+
 def _packed(inner: Path, folder: Path, container: str) -> Path:
     folder.mkdir()
     if container == "gz":

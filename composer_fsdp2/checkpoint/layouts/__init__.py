@@ -14,7 +14,7 @@ from composer_fsdp2.checkpoint.layouts._layout import Layout, LayoutWriter
 
 __all__ = ["LAYOUTS", "Layout", "LayoutWriter", "recognized", "written_layouts"]
 
-# In the order in which they are asked.
+# In the order in which ``recognized`` tries them.
 LAYOUTS: tuple[Layout, ...] = (
     dcp.LAYOUT,
     composer_package.LAYOUT,  # whose parts may be DCP directories

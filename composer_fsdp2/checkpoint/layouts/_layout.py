@@ -38,11 +38,11 @@ class Layout:
     """One form that a checkpoint has on disk.
 
     Args:
-        name: As ``inspect`` says it.
+        name: The text that ``inspect`` shows.
         recognize: By names and first bytes; never raises for other files.
         read: From a recognized path, and whether its pickles are trusted. Raises CheckpointError.
         incomplete: Of a recognized path: why its save was cut short, at a glance; None if it was not.
-        unpack: Writes the checkpoint that is in a file into a folder, and gives its path; None where it lies open.
+        unpack: Writes the checkpoint that is in a file into a folder, and returns its path; None if it is not packed.
         holds_entries: Whether a file of a folder holds archives, one after another, which the folder's metadata names.
         files_beside: Of a recognized file: the files that belong to the same checkpoint, there or not.
         has_names: Whether a folder with files of these names, relative to it, is a checkpoint of this layout.

@@ -23,7 +23,7 @@ def _recognize(path: Path) -> bool:
     try:
         names = {name.partition("/")[2] for name in zip_names(path)}
     except CheckpointError:
-        return True  # cut short, as reading it will say
+        return True  # truncated: ``read`` raises the error
     return "data.pkl" in names and "constants.pkl" not in names  # which a TorchScript module has
 
 

@@ -106,7 +106,7 @@ def _own_parts(
     damaged: dict[str, str] = {}
     for blob, ranges in by_record.items():
         part, number = _Part(blob, _joined(ranges)), numbers.get(reader.place_of(blob))
-        if number is not None and part.num_bytes < blob.num_bytes:
+        if number is not None and number not in parts and part.num_bytes < blob.num_bytes:
             parts[number] = part
         elif (problem := damage_of(blob, ranges)) is not None:
             damaged[_name(blob, checkpoint)] = problem
