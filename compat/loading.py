@@ -7,7 +7,6 @@ come here; Composer's own loader knew only the layout that the run itself would 
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +17,7 @@ from composer.utils.misc import partial_format
 from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory, ObjectRecord, TensorRecord
 from composer_fsdp2.checkpoint.load.into_model import load_inventory, other_entries
-from composer_fsdp2.checkpoint.open import together
+from composer_fsdp2.checkpoint.open import long_together, opened_checkpoint, together
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted, fitted
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
@@ -71,12 +70,12 @@ def load_checkpoint(
     loading = _Loading(state, load_weights_only, strict_model_weights, ignore_keys)
     path = partial_format(path, run_name=state.run_name)
     with (
-        local_checkpoint(path, object_store, progress_bar) as checkpoint,
-        checkpoint.opened(trust=_trusts(state), wanted=loading.wants) as inventory,
+        local_checkpoint(path, object_store, progress_bar) as located,
+        opened_checkpoint(located, trust=_trusts(state)) as inventory,
     ):
         loading.read(inventory)
         loading.apply_algorithms(logger, exclude_algorithms, algorithm_passes)
-        loading.into_model(checkpoint.prefetch)
+        loading.into_model()
         loading.into_state(logger)
     log.info("%s loaded from %s", "Model weights" if load_weights_only else "Trainer checkpoint", path)
     return loading.rng
@@ -106,7 +105,7 @@ class _Loading:
 
     def read(self, inventory: CheckpointInventory) -> None:
         """Everything but tensors, checked, before anything is changed."""
-        entries = together(lambda: other_entries(inventory, wanted=self.wants))
+        entries = long_together(lambda: other_entries(inventory, wanted=self.wants), "reading a checkpoint's entries")
         if not self.weights_only:
             together(lambda: _fit(entries["state"], self.state, inventory))
         _check_same_step(inventory, entries["state"].get("timestamp"))
@@ -124,7 +123,7 @@ class _Loading:
             # and left random weights on other ranks. Sharded first, each rank reads its own part.
             self.state._apply_fsdp()
 
-    def into_model(self, prefetch: Callable[[frozenset[Path]], None]) -> None:
+    def into_model(self) -> None:
         """Weights and optimizer state, all or nothing."""
         optimizer = self.optimizer()
         report = load_inventory(
@@ -134,7 +133,6 @@ class _Loading:
             strict=self.strict,
             weights_only=self.weights_only,
             ignored=self.ignored,
-            prefetch=prefetch,
         )
         other_optimizers = {f"optimizer {contents.name}" for contents in self.inventory.optimizers}
         is_partial = report.cast or {*report.left_out} - other_optimizers or (report.kept and not self.strict)

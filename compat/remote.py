@@ -1,12 +1,15 @@
 """Checkpoints in object stores and behind URLs: what the ranks of a machine need of one, in a folder that they share.
 
-Of a layout that has its metadata in one file, that comes first and then, as they are asked for, the files that a rank
-of this machine reads; of every other layout all files. The ranks of a machine share the downloads between them.
+Of a layout that has its metadata in one file, that is downloaded first, and each other file when a rank of this machine
+opens it; of every other layout all files are, by the ranks of a machine together.
 """
 
 import contextlib
+import fcntl
+import functools
+import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,18 +20,9 @@ from composer.utils.file_helpers import _get_file
 from composer.utils.retrying import retry
 
 from composer_fsdp2.checkpoint.archive.inside import inside
-from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.layouts import LAYOUTS, Layout, recognized
-from composer_fsdp2.checkpoint.load.into_model import other_files
 from composer_fsdp2.checkpoint.locate import Located, NoCheckpointError, find
-from composer_fsdp2.checkpoint.open import (
-    folder_per_host,
-    long_together,
-    once_per_host,
-    opened_checkpoint,
-    together,
-)
-from composer_fsdp2.checkpoint.trees import EntryPath
+from composer_fsdp2.checkpoint.open import folder_per_host, long_together, once_per_host, together
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
@@ -41,7 +35,7 @@ _DOWNLOADING = "downloading a checkpoint"
 
 
 @contextlib.contextmanager
-def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterator["LocalCheckpoint"]:
+def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterator[Located]:
     """A checkpoint, wherever it lies, for the length of a with block. Called on all ranks.
 
     Args:
@@ -56,19 +50,21 @@ def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterat
         object_store = maybe_create_object_store_from_uri(path)
         path = parse_uri(path)[2] if object_store is not None else path
     if object_store is None and not is_url:
-        yield LocalCheckpoint(_as_local_rank_0_finds_it(path))
+        local = _as_local_rank_0_finds_it(path)
+        located = together(lambda: local if isinstance(local, Located) else find(local))
+        long_together(lambda: _validate_share(located), "validating a checkpoint")
+        yield located
         return
-    source = _Store(object_store, progress_bar)
     firsts = _first_ranks_of_machines()
     with folder_per_host(firsts) as folder:
+        source = _Store(object_store, progress_bar, folder / "incomplete")
         found = once_per_host(lambda: _find(source, path, folder), _DOWNLOADING, firsts)
         together(lambda: found, lambda path: path.name)  # a link may have changed between two machines' reading
-        remote = _Remote(firsts, source, found)
+        long_together(functools.partial(_download_share, source, found), _DOWNLOADING)
         if found.layout is not None:
-            yield _RemoteDirectory(remote, found.layout)
+            yield Located(found.local, found.layout, fetch=functools.partial(_fetch, source, found))
         else:
-            remote.download(list(found.missing))
-            yield LocalCheckpoint(found.located or str(found.local), is_validated=True)
+            yield found.located or together(lambda: find(found.local))
 
 
 def _as_local_rank_0_finds_it(path: str) -> str | Located:
@@ -89,30 +85,6 @@ def _as_local_rank_0_finds_it(path: str) -> str | Located:
 def _first_ranks_of_machines() -> list[int]:
     """For each rank, the first one of its machine, as Composer's launcher counts them. Called on all ranks."""
     return gather(dist.get_global_rank() - dist.get_local_rank())
-
-
-class LocalCheckpoint:
-    """A checkpoint of which this machine's ranks have everything."""
-
-    def __init__(self, path: str | Located, *, is_validated: bool = False) -> None:
-        self._path, self._is_validated = path, is_validated
-
-    @contextlib.contextmanager
-    def opened(self, *, trust: bool, wanted: Callable[[EntryPath], bool]) -> Iterator[CheckpointInventory]:
-        """The checkpoint's contents, for the length of a with block. Called on all ranks.
-
-        Args:
-            wanted: As for ``other_entries``, which can be read then.
-        """
-        path = self._path
-        located = together(lambda: path if isinstance(path, Located) else find(path))
-        if not self._is_validated:
-            long_together(lambda: _validate_share(located), "validating a checkpoint")
-        with opened_checkpoint(located, trust=trust) as opened:
-            yield opened.inventory
-
-    def prefetch(self, files: frozenset[Path]) -> None:
-        """Have the files there of which this rank will read something. Called on all ranks."""
 
 
 def _validate_share(located: Located) -> None:
@@ -136,30 +108,6 @@ def _validate(file: Path) -> None:
         raise CheckpointError(f"CHECKPOINT_VALIDATION_FUNCTION: {error}") from error
 
 
-class _RemoteDirectory(LocalCheckpoint):
-    """A folder of which this machine has the metadata, and then what its ranks ask for."""
-
-    def __init__(self, remote: "_Remote", layout: Layout) -> None:
-        super().__init__(str(remote.found.local))
-        self._remote, self._layout = remote, layout
-        self._brought: set[Path] = set()
-
-    @contextlib.contextmanager
-    def opened(self, *, trust: bool, wanted: Callable[[EntryPath], bool]) -> Iterator[CheckpointInventory]:
-        assert self._layout.metadata is not None  # else all files were downloaded
-        folder, (_, read) = self._remote.found.local, self._layout.metadata
-        inventory = together(lambda: read(folder, trust))
-        self.prefetch(other_files(inventory, wanted=wanted))
-        yield together(lambda: read(folder, trust), lambda found: repr(list(found.tensors)))
-
-    def prefetch(self, files: frozenset[Path]) -> None:
-        wanted = gather(files)
-        of_node = frozenset[Path]().union(*(wanted[rank] for rank in self._remote.ranks))
-        missing = sorted(of_node - self._brought)  # and not what is not a file yet: that changes while ranks download
-        self._brought.update(missing)
-        self._remote.download(missing)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The store
 
@@ -167,8 +115,8 @@ class _RemoteDirectory(LocalCheckpoint):
 class _Store:
     """An object store or server that checkpoints are downloaded from."""
 
-    def __init__(self, object_store: Any, progress_bar: bool) -> None:
-        self._store, self._progress_bar = object_store, progress_bar
+    def __init__(self, object_store: Any, progress_bar: bool, incomplete: Path) -> None:
+        self._store, self._progress_bar, self._incomplete = object_store, progress_bar, incomplete
 
     def __str__(self) -> str:
         return type(self._store).__name__ if self._store is not None else "the server"
@@ -179,14 +127,18 @@ class _Store:
         Raises:
             CheckpointError: it could not be downloaded, also after five attempts, or the user's own check refused it.
         """
+        incomplete = self._folder_of(name) / file.name
         try:
-            is_there = self._download(name, file)
+            is_there = self._download(name, incomplete)
         except Exception as error:
             raise CheckpointError(
                 f"{name} could not be downloaded from {self}: {type(error).__name__}: {error}"
             ) from error
-        if is_there and file.name != _LINK_FILE:
-            _validate(file)
+        if is_there:
+            if file.name != _LINK_FILE:
+                _validate(incomplete)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            incomplete.replace(file)
         return is_there
 
     @retry(num_attempts=5)  # as Composer's download_object_or_file, but not where there is nothing
@@ -197,6 +149,18 @@ class _Store:
         except FileNotFoundError:
             return False
         return True
+
+    @contextlib.contextmanager
+    def locked(self, name: str) -> Iterator[None]:
+        """No other rank of this machine downloads the object within the block."""
+        (folder := self._folder_of(name)).mkdir(parents=True, exist_ok=True)
+        with open(folder / ".lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _folder_of(self, name: str) -> Path:
+        """Where an object is until it is complete; names may be longer than a file's may."""
+        return self._incomplete / hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()
 
     def names_below(self, folder: str) -> list[str]:
         """The objects whose names begin with a folder's; none where the store cannot list."""
@@ -231,30 +195,19 @@ class _Found:
         return str(PurePosixPath(self.name).with_name(file.name))
 
 
-@dataclass(frozen=True, slots=True)
-class _Remote:
-    """A checkpoint in a store, and this machine's copy of it."""
+def _download_share(source: _Store, found: _Found) -> None:
+    """This rank's share of the files that are needed before anything is read."""
+    for file in found.missing[dist.get_local_rank() :: dist.get_local_world_size()]:
+        _fetch(source, found, file)
 
-    firsts: list[int]
-    source: _Store
-    found: _Found
 
-    @property
-    def ranks(self) -> list[int]:
-        """Those of this machine."""
-        first = self.firsts[dist.get_global_rank()]
-        return [rank for rank, of_rank in enumerate(self.firsts) if of_rank == first]
-
-    def download(self, files: list[Path]) -> None:
-        """Fetch files of the copy. Called on all ranks, with the same files by all of a machine, which divide them."""
-
-        def mine() -> None:
-            for file in files[self.ranks.index(dist.get_global_rank()) :: len(self.ranks)]:
-                name = self.found.name_of(file)
-                if not self.source.download(name, file):
-                    raise NoCheckpointError(f"{self.source} has no {name}, which belongs to {self.found.name}")
-
-        long_together(mine, _DOWNLOADING)
+def _fetch(source: _Store, found: _Found, file: Path) -> None:
+    """Download a file, unless a rank of this machine has; the others that need it wait for the one that does."""
+    name = found.name_of(file)
+    if not file.exists():
+        with source.locked(name):
+            if not file.exists() and not source.download(name, file):
+                raise NoCheckpointError(f"{source} has no {name}, which belongs to {found.name}")
 
 
 def _find(source: _Store, path: str, folder: Path) -> _Found:

@@ -4,11 +4,13 @@ from pathlib import Path
 
 from torch import nn
 
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive
 from composer_fsdp2.checkpoint.differences import DifferenceKind, names_by
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, ModelFit
-from composer_fsdp2.checkpoint.locate import find
+from composer_fsdp2.checkpoint.locate import Located, find
 from composer_fsdp2.checkpoint.matching import ModelMatching, explained
-from composer_fsdp2.checkpoint.open import inventory_of
+from composer_fsdp2.checkpoint.open import inventory_of, unpacked
+from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.errors import CheckpointError
 
 
@@ -26,8 +28,18 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trus
         NotACheckpointError: there is nothing, or no checkpoint of a known layout.
         CheckpointError: a checkpoint, but damaged, incomplete, or with more than plain data and not trusted.
     """
-    inventory = inventory_of(find(path), trust=trust)
+    with unpacked(find(path)) as located:
+        inventory = inventory_of(located, trust=trust)
+        if inventory.compressed:
+            _check_content(located)
     return inventory if model is None else inventory.replaced(fit=_fit(inventory, model))
+
+
+def _check_content(located: Located) -> None:
+    """Each record against its CRC32: damage is not to be found out after a second unpacking."""
+    for name, blob in Archive.open(located.path).blobs.items():
+        if blob.crc32 is not None and (damage := damage_of(blob, ())) is not None:
+            raise CheckpointError(f"{located.unpacked_from}: record {name} is damaged ({damage})")
 
 
 def _fit(inventory: CheckpointInventory, model: nn.Module) -> ModelFit:

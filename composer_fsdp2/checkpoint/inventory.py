@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from composer_fsdp2.checkpoint.archive.disk import Folder
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
 from composer_fsdp2.checkpoint.boxes import Box, first_overlap
 from composer_fsdp2.checkpoint.names import is_flat_parameter
@@ -50,21 +51,25 @@ class Strided:
 
 @dataclass(frozen=True, slots=True)
 class NestedArchive:
-    """An archive of its own inside a file of a DCP directory, which holds one tensor or one object.
+    """An archive of its own inside a file of a DCP directory, which holds one tensor or one object."""
 
-    Args:
-        is_remote: The file comes to this machine when it is asked for, and perhaps never.
-    """
-
-    path: Path
+    folder: Folder
+    name: str
     offset: int
     num_bytes: int
-    is_remote: bool = False
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path / self.name
 
     @property
     def place(self) -> tuple[Path, int]:
         """The file and the archive's first byte, known before the archive is opened."""
         return self.path, self.offset
+
+    def open(self) -> Archive:
+        """Raises CheckpointError: damaged, or its file could not be fetched."""
+        return Archive.open(self.folder.file(self.name), self.offset, self.num_bytes)
 
     def locate(self, chunk: "Chunk", dtype: torch.dtype) -> Strided:
         """Open the archive and find the tensor, which must be as the metadata describes it.
@@ -72,7 +77,7 @@ class NestedArchive:
         Raises:
             CheckpointError: it is of another shape or dtype, or no tensor.
         """
-        archive = Archive.open(self.path, self.offset, self.num_bytes)
+        archive = self.open()
         stored = archive.unpickle(trust=False)
         if not isinstance(stored, StoredTensor):
             raise CheckpointError(f"{archive.where}: holds no tensor, where .metadata says {dtype} {chunk.sizes}")
@@ -82,20 +87,6 @@ class NestedArchive:
                 f"{chunk.sizes}"
             )
         return Strided(archive.storage(stored.storage.key), stored.dtype, stored.offset, stored.stride)
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Bytes in a tar file or a compressed one, which have no place until it is unpacked."""
-
-    path: Path
-    place = None
-
-    def locate(self, chunk: "Chunk", dtype: torch.dtype) -> NoReturn:
-        raise CheckpointError(
-            f"{self.path}: packed, so its tensors cannot be read in place; unpack it, or use "
-            "load_checkpoint or composer-fsdp2 checkpoint convert, which do so"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +101,7 @@ class InMemory:
 class Chunk(Box):
     """A part of a tensor, and where its bytes lie."""
 
-    source: Strided | NestedArchive | Packed | InMemory
+    source: Strided | NestedArchive | InMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +135,7 @@ class TensorRecord:
 
     @classmethod
     def in_one_chunk(
-        cls, name: str, shape: tuple[int, ...], dtype: torch.dtype, source: "Strided | Packed | InMemory"
+        cls, name: str, shape: tuple[int, ...], dtype: torch.dtype, source: "Strided | InMemory"
     ) -> "TensorRecord":
         """A tensor that is stored in one chunk, unsplit."""
         return cls(name=name, shape=shape, dtype=dtype, chunks=(Chunk((0,) * len(shape), shape, source),))
@@ -192,7 +183,7 @@ class ObjectRecord:
     """One entry that is not a tensor. Its value is plain data, in which tensors are ``TensorRecord``s.
 
     Args:
-        load: Reads the value; called once, when it is first needed. Ranks send records to each other: it must pickle.
+        load: Reads the value; called once, when it is first needed.
         num_bytes: On disk, where it lies apart; 0 where it is part of a pickle that was read anyway.
         source: Where it lies apart.
         is_flattened: Whether the file stores only its leaves; its containers are inferred until it is ``fitted``.
@@ -274,6 +265,7 @@ class CheckpointInventory:
         name_prefix: What Composer's models put before the model's names; '' where these are Composer's.
         hugging_face: The folder of a Hugging Face model, whose configuration lies beside these weights.
         metadata_crc32: Of metadata that every save writes anew, where records' own CRC32s are not read with it.
+        compressed: Of a tar or compressed file, whose tensors can be read only from an unpacked copy.
     """
 
     path: Path
@@ -290,6 +282,7 @@ class CheckpointInventory:
     name_prefix: str = ""
     hugging_face: Path | None = None
     metadata_crc32: int = 0
+    compressed: bool = False
     fit: "ModelFit | None" = None
 
     @property
@@ -300,11 +293,6 @@ class CheckpointInventory:
     def entries(self) -> Mapping[EntryPath, TensorRecord | ObjectRecord]:
         """All tensors, and then all others."""
         return {**self.tensors, **self.objects}
-
-    @cached_property
-    def compressed(self) -> bool:
-        """Whether tensors can be read only once the file is unpacked."""
-        return any(isinstance(chunk.source, Packed) for record in self.tensors.values() for chunk in record.chunks)
 
     @cached_property
     def model(self) -> dict[str, TensorRecord | ObjectRecord]:

@@ -36,12 +36,14 @@ class Located:
 
     Args:
         unpacked_from: The packed file that the user knows it by, where this is a copy that will be gone.
+        fetch: Gets a file of a folder that is perhaps not on this machine yet; None where all are.
     """
 
     path: Path
     layout: Layout
     remarks: tuple[str, ...] = ()
     unpacked_from: Path | None = None
+    fetch: Callable[[Path], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -4,16 +4,16 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from composer_fsdp2.checkpoint.archive.disk import Folder
 from composer_fsdp2.checkpoint.archive.packed import as_errors_of
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.layouts import recognized
-from composer_fsdp2.checkpoint.locate import Located, find
+from composer_fsdp2.checkpoint.locate import Located
 from composer_fsdp2.checkpoint.unrecognized import unrecognized
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import agree, gather
@@ -21,7 +21,7 @@ from composer_fsdp2.sharding.hosts import first_ranks_of_hosts
 from composer_fsdp2.sharding.long_work import long_work
 
 T = TypeVar("T")
-_UNPACKING = "unpacking a checkpoint"
+_PREFIX = "composer_fsdp2-"  # of temporary folders
 
 
 def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventory:
@@ -30,15 +30,22 @@ def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventor
     Raises:
         CheckpointError: damaged, incomplete, or with more than plain data and not trusted.
     """
-    with as_errors_of(located.unpacked_from or located.path, located.path):
+    packed = located.unpacked_from
+    with as_errors_of(packed or located.path, located.path):
         inventory = _read(located, trust)
         _refuse_repeats(inventory)
+    if packed is not None:
+        files = ((packed, packed.stat().st_size),)
+        inventory = inventory.replaced(path=packed, layout=f"{inventory.layout}, packed", files=files, compressed=True)
     return inventory.replaced(remarks=(*located.remarks, *inventory.remarks))
 
 
 def _read(located: Located, trust: bool) -> CheckpointInventory:
     try:
-        return located.layout.read(located.path, trust)
+        if located.fetch is None or located.layout.metadata is None:
+            return located.layout.read(located.path, trust)
+        _, read = located.layout.metadata
+        return read(Folder(located.path, located.fetch), trust)
     except CheckpointError:
         raise
     except (AttributeError, TypeError, KeyError, IndexError, ValueError, RecursionError, OverflowError) as error:
@@ -48,7 +55,7 @@ def _read(located: Located, trust: bool) -> CheckpointInventory:
         ) from error
 
 
-def unpacked_checkpoint(located: Located, folder: Path) -> Located:
+def unpack(located: Located, folder: Path) -> Located:
     """The checkpoint itself, or a copy in a folder where it is compressed or in a tar file; does not communicate.
 
     Raises:
@@ -60,50 +67,45 @@ def unpacked_checkpoint(located: Located, folder: Path) -> Located:
     layout = recognized(file)
     if layout is None or layout.unpack is not None:
         raise CheckpointError(f"{located.path}: what is packed in it is {unrecognized(file)}")
+    with as_errors_of(located.path, file):
+        if len(layout.files_beside(file)) > 1:
+            raise CheckpointError(
+                f"{file}: one rank's part of a checkpoint, packed; unpack the files of all ranks into one folder first"
+            )
     return Located(file, layout, unpacked_from=located.path)
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """An inventory, and whether its file is gone after the with block."""
-
-    inventory: CheckpointInventory
-    is_temporary: bool
+@contextlib.contextmanager
+def unpacked(located: Located) -> Iterator[Located]:
+    """``unpack`` into a temporary folder for the length of a with block; does not communicate."""
+    with contextlib.ExitStack() as stack:
+        if located.layout.unpack is not None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX))
+            located = unpack(located, Path(folder))
+        yield located
 
 
 @contextlib.contextmanager
-def opened_checkpoint(path: str | Path | Located, *, trust: bool = False) -> Iterator[Opened]:
+def opened_checkpoint(located: Located, *, trust: bool = False) -> Iterator[CheckpointInventory]:
     """A checkpoint whose tensors can be read; a compressed one is unpacked, once on each host, for the with block.
 
     Raises:
         CheckpointError: on all ranks; see ``inventory_of``.
     Called on all ranks, or in one process without a group; gathers a word from each.
     """
-    located = together(lambda: path if isinstance(path, Located) else find(path))
     if all(gather(located.layout.unpack is None)):
-        yield Opened(_together_read(located, trust), is_temporary=False)
+        yield _read_together(located, trust)
         return
     firsts = first_ranks_of_hosts()
     with folder_per_host(firsts) as folder:
-        copy = once_per_host(lambda: unpacked_checkpoint(located, folder), _UNPACKING, firsts)
+        copy = once_per_host(lambda: unpack(located, folder), "unpacking a checkpoint", firsts)
         with as_errors_of(located.path, copy.path):
-            yield Opened(_together_read(copy, trust), is_temporary=True)
+            yield _read_together(copy, trust)
 
 
-def read_together(located: Located, *, trust: bool = False) -> CheckpointInventory:
-    """The inventory on all ranks; a compressed file is unpacked for that by one rank of each host.
-
-    Raises:
-        CheckpointError: on all ranks; see ``inventory_of``.
-    Called on all ranks, or in one process without a group; gathers the inventory of a compressed file.
-    """
-    if all(gather(located.layout.unpack is None)):
-        return _together_read(located, trust)
-    return once_per_host(lambda: inventory_of(located, trust=trust), _UNPACKING, first_ranks_of_hosts())
-
-
-def _together_read(located: Located, trust: bool) -> CheckpointInventory:
-    return together(lambda: inventory_of(located, trust=trust), lambda found: found.layout)
+def _read_together(located: Located, trust: bool) -> CheckpointInventory:
+    found = long_together(lambda: inventory_of(located, trust=trust), "reading a checkpoint's metadata")
+    return together(lambda: found, lambda inventory: inventory.layout)
 
 
 def together(decide: Callable[[], T], fingerprint: Callable[[T], str] = lambda _: "") -> T:
@@ -114,9 +116,13 @@ def together(decide: Callable[[], T], fingerprint: Callable[[T], str] = lambda _
     return agree(_with_our_errors(decide), fingerprint, CheckpointError)
 
 
-def long_together(work: Callable[[], T], what: str, *, ranks: Collection[int] | None = None) -> T | None:
-    """``work`` that may take hours, on ``ranks``; if it raises on one, all raise CheckpointError. See ``long_work``."""
-    return long_work(_with_our_errors(work), what, ranks=ranks, error_type=CheckpointError)
+def long_together(work: Callable[[], T], what: str, *, ranks: Collection[int] | None = None) -> T:
+    """``work`` that may take hours, on ``ranks``; if it raises on one, all raise CheckpointError. See ``long_work``.
+
+    Returns:
+        What ``work`` returned; None on a rank that is not in ``ranks``.
+    """
+    return long_work(_with_our_errors(work), what, ranks=ranks, error_type=CheckpointError)  # type: ignore[return-value]
 
 
 def once_per_host(work: Callable[[], T], what: str, firsts: Sequence[int]) -> T:
@@ -140,7 +146,7 @@ def folder_per_host(firsts: Sequence[int]) -> Iterator[Path]:
     Raises:
         CheckpointError: on all ranks: a host cannot make one.
     """
-    folder = Path(once_per_host(lambda: tempfile.mkdtemp(prefix="composer_fsdp2-"), "making a folder", firsts))
+    folder = Path(once_per_host(lambda: tempfile.mkdtemp(prefix=_PREFIX), "making a folder", firsts))
     try:
         yield folder
         gather(None)  # until every rank has read
@@ -171,10 +177,10 @@ _MAX_REPEATED_BYTES, _MAX_REPEATS = 256 << 20, 8
 
 
 def _refuse_repeats(inventory: CheckpointInventory) -> None:
-    """Raise where tensors would take far more memory than the files have bytes; packed ones show once unpacked."""
+    """Raise where tensors would take far more memory than the files have bytes."""
     num_bytes = sum(record.num_bytes for record in (*inventory.tensors.values(), *inventory.nested.values()))
     most = _MAX_REPEATED_BYTES + _MAX_REPEATS * inventory.num_bytes
-    if num_bytes > most and not inventory.compressed:
+    if num_bytes > most:
         raise CheckpointError(
             f"{inventory.path}: its tensors are views of the same bytes and would take {num_bytes} bytes, but the "
             f"files have {inventory.num_bytes}; refused"

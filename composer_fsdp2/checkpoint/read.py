@@ -172,23 +172,6 @@ class Reader:
         self.parts.append(ReadRange(blob, start, start + len(out), crc))
 
 
-def files_of(record: TensorRecord, box: Box) -> Iterator[Path]:
-    """The files that ``Reader.read`` opens for a box of a tensor."""
-    if not box.numel:
-        return
-    if record.flat is not None:
-        strides = row_major(record.shape)
-        first = sum(offset * step for offset, step in zip(box.offsets, strides, strict=True))
-        numel = 1 + sum((size - 1) * step for size, step in zip(box.sizes, strides, strict=True))
-        yield from files_of(record.flat.flat, Box((record.flat.start + first,), (numel,)))
-    for chunk in record.chunks:
-        if box.overlap(chunk) is not None:
-            if isinstance(chunk.source, Strided):
-                yield chunk.source.blob.path
-            elif not isinstance(chunk.source, InMemory):
-                yield chunk.source.path
-
-
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; writing to it writes to the tensor, which must outlive it."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"

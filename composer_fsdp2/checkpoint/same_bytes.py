@@ -91,7 +91,7 @@ def _record_fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] 
     """What tells a chunk's content if it is all of its record, CRC32 first; None if no CRC32 is stored, or not here."""
     source = chunk.source
     assert isinstance(source, Strided | NestedArchive)
-    if isinstance(source, NestedArchive) and source.is_remote:
+    if isinstance(source, NestedArchive) and source.folder.fetch is not None:
         return None  # it may be here and not on another machine, whose ranks must come to the same result
     is_all_of_record = source.locate(chunk, dtype).blob.num_bytes == chunk.numel * dtype.itemsize
     return _fingerprint(chunk, dtype) if is_all_of_record else None

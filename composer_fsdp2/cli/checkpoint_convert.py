@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 
@@ -50,8 +50,7 @@ def convert(
 ) -> None:
     """Write a checkpoint in another layout: monolithic (one .pt), dcp (a sharded folder) or safetensors.
 
-    Needs a few megabytes of memory, whatever the size, and resumes if it was killed. With several processes, on a
-    shared file system: torchrun --nproc-per-node 8 -m composer_fsdp2 checkpoint convert ...
+    Needs a few megabytes of memory, whatever the size, and resumes if it was killed.
 
     Exit code: 1 if it could not be converted, 2 if there is no checkpoint or an option is wrong.
     """
@@ -69,26 +68,25 @@ def _convert(
     from composer_fsdp2.errors import CheckpointError, ConfigError
 
     logging.basicConfig(format="composer-fsdp2: %(message)s", level=logging.WARNING)
-    is_first = os.environ.get("RANK", "0") == "0"
+    if os.environ.get("RANK", "0") != "0":  # under torchrun one process converts, in threads
+        return
     code = 0
     try:
         options |= {"dtype": _dtype(dtype), "model": model_from(model)}
-        with _progress(is_first) as progress:
-            _join_ranks()
+        with _progress() as progress:
             done = convert_checkpoint(source, destination, progress=progress, **options)
-        if is_first and as_json:
+        if as_json:
             print(json.dumps(done.as_dict(), indent=2))
-        elif is_first and isinstance(done, ConversionReport):
+        elif isinstance(done, ConversionReport):
             print(f"{done.destination}: {done.num_tensors} tensors, {done.written_bytes} bytes, {done.seconds:.1f} s")
             if done.unchecked_bytes:
                 print(f"{done.unchecked_bytes} bytes have no CRC32 in the source that they could be checked against")
-        elif is_first:
+        else:
             print(done)
     except (CheckpointError, ConfigError) as error:
-        if is_first:
-            print(f"composer-fsdp2: {error}", file=sys.stderr)
+        print(f"composer-fsdp2: {error}", file=sys.stderr)
         code = 2 if isinstance(error, NotACheckpointError | ConfigError) else 1
-    _leave(code)
+    sys.exit(code)
 
 
 def _dtype(name: str | None) -> Any:
@@ -104,34 +102,14 @@ def _dtype(name: str | None) -> Any:
     return dtype
 
 
-def _join_ranks() -> None:
-    """Make a process group, under torchrun."""
-    import torch.distributed as dist
-
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")
-
-
-def _leave(code: int) -> NoReturn:
-    """Exit; of several ranks without ending the group, where one sometimes waits for ever (gloo, torch 2.7.0)."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
 @contextlib.contextmanager
-def _progress(is_first: bool) -> Iterator[Callable[[int, int], None]]:
+def _progress() -> Iterator[Callable[[int, int], None]]:
     """A bar with bytes and time left, on a terminal; else nothing."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    is_shown = console.is_terminal and is_first
-    with Progress(*columns, console=console, transient=True, disable=not is_shown) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("convert", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

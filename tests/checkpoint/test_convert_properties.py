@@ -93,18 +93,3 @@ def _safestrided() -> Any:
     except ImportError:
         return None
     return load_file
-
-
-@pytest.mark.any_torch
-@examples(40)
-@given(sizes=st.lists(st.integers(1, 1000), max_size=40), world_size=st.integers(1, 9))
-def test_shares_are_all_units_once(sizes: list[int], world_size: int):
-    """No rank leaves work to a rank that does not do it, and none has much more than its part."""
-    units = [
-        copying.CopyTask(number, 0, (copying.Segment(0, Box((0,), (size,)), 0, size, 0),))
-        for number, size in enumerate(sizes)
-    ]
-    shares = [copying.share_of(units, rank, world_size) for rank in range(world_size)]
-    assert [unit for share in shares for unit in share] == units
-    for share in shares:
-        assert sum(unit.num_bytes for unit in share) <= sum(sizes) / world_size + max(sizes, default=0)

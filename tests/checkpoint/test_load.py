@@ -1082,7 +1082,7 @@ def test_a_slow_disk(folder: str) -> None:
         torch.save({"state": {"model": expected}}, path.with_suffix(""))
         path.write_bytes(gzip.compress(path.with_suffix("").read_bytes()))
     dist.barrier()
-    read, unpack = Staging.read, opening.unpacked_checkpoint
+    read, unpack = Staging.read, opening.unpack
 
     def slow_read(self: Staging, reader: Any) -> None:
         time.sleep(1.5 * dist.get_rank())
@@ -1091,7 +1091,7 @@ def test_a_slow_disk(folder: str) -> None:
     prepare_fully_shard(model, None, {}, precision="fp32")
     with (
         impatient(1.0),
-        mock.patch.object(opening, "unpacked_checkpoint", lambda *args: time.sleep(1.5) or unpack(*args)),
+        mock.patch.object(opening, "unpack", lambda *args: time.sleep(1.5) or unpack(*args)),
         mock.patch.object(Staging, "read", slow_read),
     ):
         torch.nn.init.zeros_(next(model.parameters()).to_local())

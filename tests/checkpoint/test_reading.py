@@ -21,6 +21,7 @@ from support.examples import examples
 
 from composer_fsdp2.checkpoint import read, records
 from composer_fsdp2.checkpoint.archive.crc import shifted
+from composer_fsdp2.checkpoint.archive.disk import Folder
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.inventory import Chunk, FlatRange, NestedArchive, TensorRecord, of_stored_tensor
@@ -137,6 +138,10 @@ def tilings(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[tuple[int, ...], 
     return tensor, draw(st.permutations(tiles))
 
 
+def entry_at(file: Path, offset: int, num_bytes: int) -> NestedArchive:
+    return NestedArchive(Folder(file.parent), file.name, offset, num_bytes)
+
+
 def write_entries(path: Path, tensors: list[torch.Tensor]) -> list[NestedArchive]:
     """Archives end to end in one file, as DCP's writer leaves them."""
     entries = []
@@ -144,7 +149,7 @@ def write_entries(path: Path, tensors: list[torch.Tensor]) -> list[NestedArchive
         for tensor in tensors:
             start = file.tell()
             torch.save(tensor, file)
-            entries.append(NestedArchive(path, start, file.tell() - start))
+            entries.append(entry_at(path, start, file.tell() - start))
     return entries
 
 
@@ -183,7 +188,7 @@ def test_tilings_that_do_not_tile(tiled: tuple, data: st.DataObject):
         "missing": tiles[:number] + tiles[number + 1 :],
         "twice": [*tiles, tiles[number]],
     }.get(kind, [*tiles[:number], (tuple(moved[0]), tuple(moved[1])), *tiles[number + 1 :]])
-    entry = NestedArchive(Path("file"), 0, 0)
+    entry = entry_at(Path("file"), 0, 0)
     record = TensorRecord(
         name="w", shape=shape, dtype=tensor.dtype, chunks=tuple(Chunk(*tile, entry) for tile in changed)
     )
@@ -245,7 +250,7 @@ def test_entry_that_holds_something_else(held: object, text: str, tmp_path: Path
     """An entry of another shape, dtype or kind than .metadata says is an error that names the tensor and the file."""
     path = tmp_path / "__0_0.distcp"
     torch.save(held, path)
-    entry = NestedArchive(path, 0, path.stat().st_size)
+    entry = entry_at(path, 0, path.stat().st_size)
     record = TensorRecord(name="wte.weight", shape=(2,), dtype=torch.float32, chunks=(Chunk((0,), (2,), entry),))
     with Reader() as reader, pytest.raises(CheckpointError) as raised:
         reader.read_full(record)

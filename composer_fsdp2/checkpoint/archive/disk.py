@@ -2,12 +2,32 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from composer_fsdp2.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The files of a checkpoint: on this machine, or fetched to it when one is first opened.
+
+    Args:
+        fetch: Gets a file that is perhaps not there yet, and raises CheckpointError; None where all are there.
+    """
+
+    path: Path
+    fetch: Callable[[Path], None] | None = field(default=None, compare=False, repr=False)
+
+    def file(self, name: str) -> Path:
+        """A file of the folder, on this machine."""
+        file = self.path / name
+        if self.fetch is not None:
+            self.fetch(file)
+        return file
 
 
 def read_at(path: Path, offset: int, num_bytes: int) -> bytes:

@@ -1,18 +1,16 @@
-"""``convert_checkpoint``: a checkpoint of any layout as another, in memory for a chunk, restartable, on any ranks."""
+"""``convert_checkpoint``: a checkpoint of any layout as another, in memory for a chunk, restartable."""
 
 import functools
-import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from composer_fsdp2.checkpoint.archive.disk import sync, sync_folder, write_all
@@ -24,20 +22,17 @@ from composer_fsdp2.checkpoint.convert.copying import (
     check_sources,
     crcs_of_writes,
     is_written,
-    share_of,
     tasks_of,
 )
 from composer_fsdp2.checkpoint.convert.unfinished import Unfinished, writing
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.locate import Located, expanded, find
-from composer_fsdp2.checkpoint.open import inventory_of, long_together, read_together, together
+from composer_fsdp2.checkpoint.open import inventory_of, long_together, unpacked
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-Progress = Callable[[int, int], None]
+Progress: TypeAlias = Callable[[int, int], None]
+_Planner: TypeAlias = Callable[[CheckpointInventory], ConversionPlan]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +42,7 @@ class ConversionReport:
     Args:
         files: Of the destination.
         num_tensors: Written; one that is split over files counts once.
-        read_bytes, written_bytes: Tensor data read, and all bytes written, by all ranks in this call.
+        read_bytes, written_bytes: Tensor data read, and all bytes written, in this call.
         kept_bytes: Tensor data that an earlier call had written.
         unchecked_bytes: Tensor data whose source says no CRC32 to check it against (safetensors).
         dropped, renamed, remarks: As in the plan.
@@ -105,12 +100,12 @@ def convert_checkpoint(
             optimizer state.
         dry_run: Return the plan; print it to see what would be written. Changes nothing.
         trust: Unpickle classes that are not plain data, which can run any code; only for files whose author you trust.
-        progress: Called on each rank with the bytes done and the bytes to do of its own share.
+        progress: Called with the bytes done and the bytes to do, on the rank that converts.
     Raises:
         CheckpointError: on every rank. The source is damaged or of no known layout, the destination exists or cannot be
             written, there is too little space; nothing was published.
-    With a process group: called on all ranks, which share the work and a file system; gathers small values. Without
-    one: works alone.
+    With a process group: called on all ranks. Rank 0 converts, and the others wait for it outside of collectives; of a
+    dry run each rank makes the plan itself.
     """
     start = time.monotonic()
     target = expanded(destination).absolute()
@@ -124,42 +119,34 @@ def convert_checkpoint(
         files=files,
         include=include,
     )
-    located = together(lambda: _find(source, target))
-    inventory = read_together(located, trust=trust)
-    plan = together(lambda: plan_from(inventory), lambda plan: plan.fingerprint)
     if dry_run:
-        return plan
-    times = together(lambda: _times(inventory))
-    unpack = located.layout.unpack
+        return long_together(lambda: _planned(source, target, plan_from, trust), "planning a conversion")
+    report = long_together(
+        lambda: _convert(source, target, plan_from, trust, progress, start), "converting a checkpoint", ranks=[0]
+    )
+    of_first: ConversionReport = gather(report)[0]
+    return of_first
 
-    def check_source() -> None:
-        """What was read must be what is there, also where no CRC32 says so; of a packed file a copy was read."""
-        is_same = _times(inventory) == times
-        if is_same and unpack is None:
-            is_same = plan_from(inventory_of(located, trust=trust)).fingerprint == plan.fingerprint
-        if not is_same:
-            raise CheckpointError(f"{source}: changed during the conversion; run it again")
 
+def _planned(source: str | Path, target: Path, plan_from: _Planner, trust: bool) -> ConversionPlan:
+    with unpacked(_find(source, target)) as located:
+        return plan_from(inventory_of(located, trust=trust))
+
+
+def _convert(
+    source: str | Path, target: Path, plan_from: _Planner, trust: bool, progress: Progress | None, start: float
+) -> ConversionReport:
+    located = _find(source, target)
     staging = Unfinished(target)
-    with ExitStack() as stack:
-        _on_first_rank(lambda: stack.enter_context(staging.locked()))
-        _on_first_rank(lambda: _prepare(staging, plan))
-        read, final = inventory, plan
-        if unpack is not None:
-            _on_first_rank(lambda: _unpack(unpack, located.path, staging))
-            read = together(lambda: inventory_of(find(staging.unpacked_file()), trust=trust))
-            # Other files than planned: which weights are tied shows only now.
-            final = replace(together(lambda: plan_from(read), lambda plan: plan.fingerprint), source=located.path)
-        _on_first_rank(lambda: _make_files(staging, final))
-        return _Conversion(final, read, staging, progress, check_source).run(start)
-
-
-_WHAT = "converting a checkpoint"
-
-
-def _on_first_rank(work: Callable[[], T]) -> T | None:
-    """Do ``work`` on rank 0 alone, with its error on all ranks; returns None on the others."""
-    return long_together(work, _WHAT, ranks=[0])
+    with staging.locked():
+        with staging.discarded_unless_begun():
+            read = staging.unpacked(located)
+            inventory = inventory_of(read, trust=trust)
+            plan = plan_from(inventory)
+            _prepare(staging, plan)
+            sources = [file for file, _ in inventory.files]
+        read_files = sources if read is located else [read.path]
+        return _Conversion(plan, read_files, staging, progress).run(sources, start)
 
 
 def _find(source: str | Path, target: Path) -> Located:
@@ -172,83 +159,49 @@ def _find(source: str | Path, target: Path) -> Located:
     return found
 
 
-def _times(inventory: CheckpointInventory) -> list[tuple[int, int]]:
-    """The size of each file, and when it was written."""
-    return [(path.stat().st_size, path.stat().st_mtime_ns) for path, _ in inventory.files]
-
-
-def _rank() -> int:
-    return dist.get_rank() if _is_distributed() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if _is_distributed() else 1
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _prepare(staging: Unfinished, plan: ConversionPlan) -> None:
-    """Make the folder beside the destination, if there is space for what is still to write."""
+    """Make the files beside the destination, if there is space for what is still to write."""
     folder = staging.destination.parent
     with writing(staging.destination):
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.path.lexists(staging.destination):  # another process has finished it
-            raise CheckpointError(f"{staging.destination}: exists; remove it, or give another destination")
         staging.discard_others(plan.fingerprint)
         needed, free = staging.needed_bytes(plan.files), shutil.disk_usage(folder).free
         if needed > free:
             raise CheckpointError(f"{staging.destination}: needs {needed} bytes, {folder} has {free} free")
         staging.prepare(plan.fingerprint)
-
-
-def _make_files(staging: Unfinished, plan: ConversionPlan) -> None:
     with writing(staging.destination, staging.folder):
         staging.make_files(plan.files)
-
-
-def _unpack(unpack: Callable[[Path, Path], Path], packed: Path, staging: Unfinished) -> None:
-    if not staging.is_unpacked():
-        with writing(staging.destination, staging.folder):
-            staging.unpacked.mkdir(exist_ok=True)
-        unpack(packed, staging.unpacked)
 
 
 class _Conversion:
     """The work itself: copy, check, finish, publish."""
 
     def __init__(
-        self,
-        plan: ConversionPlan,
-        inventory: CheckpointInventory,
-        staging: Unfinished,
-        progress: Progress | None,
-        check_source: Callable[[], None],
+        self, plan: ConversionPlan, read_files: Sequence[Path], staging: Unfinished, progress: Progress | None
     ) -> None:
-        self.plan, self.staging, self.progress = plan, staging, progress
-        self.check_source = check_source
-        self.sources = [path for path, _ in inventory.files]
+        self.plan, self.read_files, self.staging, self.progress = plan, read_files, staging, progress
         self.tasks = tasks_of(plan.files)
-        self.read_bytes = self.written_bytes = self.kept_bytes = self.share_bytes = 0
+        self.total_bytes = sum(task.num_bytes for task in self.tasks)
+        self.read_bytes = self.written_bytes = self.kept_bytes = 0
 
-    def run(self, start: float) -> ConversionReport:
-        """Called on all ranks."""
-        earlier, number = gather(_on_first_rank(self.earlier))[0]
-        mine = long_together(lambda: self.copy_share(earlier, number + _rank()), _WHAT)
-        copied = {number: task for of_rank in gather(mine) for number, task in of_rank.items()}
-        unchecked = _on_first_rank(lambda: self.finish(copied))
-        counts = gather((self.read_bytes, self.written_bytes, self.kept_bytes, unchecked or 0))
-        read, written, kept, unchecked = (sum(column) for column in zip(*counts, strict=True))
+    def run(self, sources: Sequence[Path], start: float) -> ConversionReport:
+        """All of it; raises CheckpointError if one of ``sources`` changes meanwhile."""
+        before = _times(sources)
+        with writing(self.plan.destination, self.staging.folder):
+            copied = self.keep(self.staging.done(self.tasks, self.read_files))
+            copied |= self.copy([task for task in self.tasks if task.number not in copied])
+            unchecked = self.finish(copied)
+            if _times(sources) != before:
+                raise CheckpointError(f"{self.plan.source}: changed during the conversion; run it again")
+            self.staging.publish(self.plan.files)
         return ConversionReport(
             source=str(self.plan.source),
             destination=str(self.plan.destination),
             to=self.plan.to,
             files=tuple(str(file.path(self.plan.destination)) for file in self.plan.files),
             num_tensors=self.plan.num_tensors,
-            read_bytes=read,
-            written_bytes=written,
-            kept_bytes=kept,
+            read_bytes=self.read_bytes,
+            written_bytes=self.written_bytes,
+            kept_bytes=self.kept_bytes,
             unchecked_bytes=unchecked,
             seconds=time.monotonic() - start,
             dropped=self.plan.dropped,
@@ -256,61 +209,44 @@ class _Conversion:
             remarks=self.plan.remarks,
         )
 
-    def copy_share(self, earlier: Mapping[int, Copied], journal_number: int) -> dict[int, Copied]:
-        """This rank's tasks: those that an earlier run left are checked and kept."""
-        share = share_of(self.tasks, _rank(), _world_size())
-        self.share_bytes = sum(task.num_bytes for task in share)
-        with writing(self.plan.destination, self.staging.folder):
-            kept = self.keep(share, earlier)
-            return kept | self.copy([task for task in share if task.number not in kept], journal_number)
-
-    def keep(self, share: Iterable[CopyTask], earlier: Mapping[int, Copied]) -> dict[int, Copied]:
+    def keep(self, earlier: Mapping[int, Copied]) -> dict[int, Copied]:
         """What an earlier run left, as far as it is in its place."""
         kept: dict[int, Copied] = {}
-        for task in share:
+        for task in self.tasks:
             if task.number in earlier and is_written(task, earlier[task.number], self.path(task.file)):
                 kept[task.number] = earlier[task.number]
                 self.kept_bytes += task.num_bytes
-                self.tell_progress()
+                self.report_progress()
         return kept
 
-    def copy(self, tasks: Iterable[CopyTask], journal_number: int) -> dict[int, Copied]:
+    def copy(self, tasks: Sequence[CopyTask]) -> dict[int, Copied]:
         """Copy, and note in a journal what is done."""
-        places = {path: place for place, path in enumerate(self.sources)}
+        places = {path: place for place, path in enumerate(self.read_files)}
         copied: dict[int, Copied] = {}
-        outputs: dict[int, IO[bytes]] = {}
         with ExitStack() as stack:
-
-            def output(task: CopyTask) -> IO[bytes]:
-                if task.file not in outputs:
-                    outputs[task.file] = stack.enter_context(open(self.path(task.file), "r+b"))
-                return outputs[task.file]
-
-            journal = stack.enter_context(closing(self.staging.journal(journal_number)))
+            files = {task.file for task in tasks}
+            outputs = {file: stack.enter_context(open(self.path(file), "r+b")) for file in files}
+            journal = stack.enter_context(closing(self.staging.journal()))
             copier = stack.enter_context(Copier(self.plan.files))
-            for task, now in copier.copy(tasks, output):
+            for task, now in copier.copy(tasks, outputs):
                 journal.note(task, now, places)
                 copied[task.number] = now
                 self.written_bytes += task.num_bytes
                 self.read_bytes += sum(part.end - part.start for part in now.parts)
-                self.tell_progress()
+                self.report_progress()
             for out in outputs.values():
                 sync(out)
         return copied
 
-    def tell_progress(self) -> None:
+    def report_progress(self) -> None:
         if self.progress is not None:
-            self.progress(self.kept_bytes + self.written_bytes, self.share_bytes)
+            self.progress(self.kept_bytes + self.written_bytes, self.total_bytes)
 
     def path(self, file: int) -> Path:
         return self.staging.path(self.plan.files[file])
 
-    def earlier(self) -> tuple[dict[int, Copied], int]:
-        """What earlier runs finished, and the number of this run's first journal."""
-        return self.staging.done(self.tasks, self.sources), len(self.staging.journals())
-
     def finish(self, copied: Mapping[int, Copied]) -> int:
-        """Check what was read, write what follows from it, and publish. On one rank only.
+        """Check what was read, and write what follows from it.
 
         Returns:
             Bytes that could not be checked.
@@ -320,15 +256,17 @@ class _Conversion:
         except CheckpointError:
             self.staging.discard()  # it has the damage in it
             raise
-        with writing(self.plan.destination, self.staging.folder):
-            for number, file in enumerate(self.plan.files):
-                crcs = crcs_of_writes(number, self.plan.files, self.tasks, copied)
-                with open(self.path(number), "r+b") as out:
-                    for at, data in file.rest(crcs):
-                        write_all(out, data, at)
-                        self.written_bytes += len(data)
-                    sync(out)
-            sync_folder(self.staging.files)
-            self.check_source()
-            self.staging.publish(self.plan.files)
+        for number, file in enumerate(self.plan.files):
+            crcs = crcs_of_writes(number, self.plan.files, self.tasks, copied)
+            with open(self.path(number), "r+b") as out:
+                for at, data in file.rest(crcs):
+                    write_all(out, data, at)
+                    self.written_bytes += len(data)
+                sync(out)
+        sync_folder(self.staging.files)
         return unchecked
+
+
+def _times(files: Sequence[Path]) -> list[tuple[int, int]]:
+    """The size of each file, and when it was written."""
+    return [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.checkpoint.convert.copying import CHUNK_BYTES
+from composer_fsdp2.checkpoint.convert.copying import CHUNK_BYTES, NUM_THREADS
 from composer_fsdp2.checkpoint.convert.state import ConversionState, state_to_write
 from composer_fsdp2.checkpoint.flat import unflattened
 from composer_fsdp2.checkpoint.inventory import OPTIMIZERS, CheckpointInventory
@@ -55,7 +55,7 @@ class ConversionPlan:
     @property
     def peak_bytes(self) -> int:
         """Memory for buffers, an estimate; never all of a tensor that is larger than a chunk."""
-        return 3 * CHUNK_BYTES
+        return (NUM_THREADS + 1) * CHUNK_BYTES
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON holds it."""

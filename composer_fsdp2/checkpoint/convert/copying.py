@@ -1,19 +1,19 @@
 """Tensor bytes from a checkpoint into the places that a plan gives them, a few MiB at a time.
 
-[Note: copy tasks] The plan is cut into tasks of about ``CHUNK_BYTES``, the same on every rank and in every run: a
-task is read, cast and written by one rank, and noted in the journal once it is written. Memory is a task's, whatever
-the size of a tensor. CRC32s of a tensor's parts become the tensor's (``crc.py``), so it may be copied by many ranks.
+[Note: copy tasks] The plan is cut into tasks of about ``CHUNK_BYTES``, the same in every run: a task is read, cast and
+written, and noted in the journal once it is written. Memory is a task's, whatever the size of a tensor. CRC32s of a
+tensor's parts become the tensor's (``shifted``).
 """
 
-import itertools
+import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 import torch
 
@@ -29,7 +29,7 @@ from composer_fsdp2.config.text import lines_and_more
 from composer_fsdp2.errors import CheckpointError
 
 CHUNK_BYTES = 4 << 20
-_AHEAD = 2  # one task is written while the next is read
+NUM_THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,93 +103,74 @@ def _itemsize(write: TensorWrite) -> int:
     return max(write.slot.dtype.itemsize, write.record.dtype.itemsize)
 
 
-def share_of(tasks: Sequence[CopyTask], rank: int, world_size: int) -> list[CopyTask]:
-    """The tasks of one rank: a run of them, of about its part of the bytes."""
-    total = sum(task.num_bytes for task in tasks)
-    share: list[CopyTask] = []
-    at = 0
-    for task in tasks:
-        if at * world_size // max(total, 1) == rank:
-            share.append(task)
-        at += task.num_bytes
-    return share
-
-
 class Copier:
-    """Copies tasks: one thread reads and checks, the caller's writes. Use it in a with block."""
+    """Copies tasks, in threads. Use it in a with block."""
 
     def __init__(self, files: Sequence[OutputFile]) -> None:
         self._files = files
-        self._reader = Reader()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read")
-        self._buffers = itertools.cycle([_Buffer() for _ in range(_AHEAD)])
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="copy")
+        self._readers = [(Reader(), _Buffer()) for _ in range(NUM_THREADS)]  # those that no thread uses now
 
     def __enter__(self) -> "Copier":
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._thread.shutdown(cancel_futures=True)
-        self._reader.__exit__(*exception)
+        self._threads.shutdown(cancel_futures=True)
+        for reader, _ in self._readers:
+            reader.__exit__(*exception)
 
     def copy(
-        self, tasks: Iterable[CopyTask], outputs: Callable[[CopyTask], IO[bytes]]
+        self, tasks: Iterable[CopyTask], outputs: Mapping[int, IO[bytes]]
     ) -> Iterator[tuple[CopyTask, Copied]]:
-        """Read, cast and write; each task is yielded when it is written.
+        """Read, cast and write; each task is yielded when it is written, in the order of the tasks.
 
         Args:
-            outputs: The file that a task goes to, open for writing.
+            outputs: The tasks' files by number, open for writing.
         Raises:
             CheckpointError: the source is damaged or too short.
             OSError: the destination cannot be written.
         """
-        started: deque[tuple[CopyTask, Future[_Read]]] = deque()
+        started: deque[tuple[CopyTask, Future[Copied]]] = deque()
         for task in tasks:
-            started.append((task, self._thread.submit(self._read, task, next(self._buffers))))
-            if len(started) == _AHEAD:
-                yield self._write(*started.popleft(), outputs)
-        while started:
-            yield self._write(*started.popleft(), outputs)
+            started.append((task, self._threads.submit(self._copy, task, outputs[task.file])))
+            if len(started) > NUM_THREADS:
+                first, copied = started.popleft()
+                yield first, copied.result()
+        for task, copied in started:
+            yield task, copied.result()
 
-    def _write(
-        self, task: CopyTask, read: "Future[_Read]", outputs: Callable[[CopyTask], IO[bytes]]
-    ) -> tuple[CopyTask, Copied]:
-        tensors, copied = read.result()
-        for segment, tensor in zip(task.segments, tensors, strict=True):
-            write_all(outputs(task), bytes_of(tensor), segment.at)
-        return task, copied
-
-    def _read(self, task: CopyTask, buffer: "_Buffer") -> "_Read":
-        buffer.clear()
-        tensors: list[torch.Tensor] = []
-        crcs: list[int] = []
-        parts: list[ReadRange] = []
-        for segment in task.segments:
-            write = self._files[task.file].writes[segment.write]
-            tensor = buffer.tensor(segment.box.sizes, write.record.dtype)
-            self._reader.is_in_order = True
-            try:
-                self._reader.read(write.record, segment.box, tensor)
-            except OSError as error:
-                raise CheckpointError(f"{write.record.name}: cannot be read: {error.strerror or error}") from error
-            if write.record.dtype != write.slot.dtype:
-                tensor = tensor.to(write.slot.dtype)
-                crcs.append(zlib.crc32(bytes_of(tensor)))
-            elif self._is_one_run(segment):
-                crcs.append(self._reader.parts[0].crc32)
-            else:
-                crcs.append(zlib.crc32(bytes_of(tensor)))
-            tensors.append(tensor)
-            parts.extend(self._reader.parts)
-            self._reader.parts.clear()
-        return tensors, Copied(tuple(crcs), tuple(parts))
-
-    def _is_one_run(self, segment: Segment) -> bool:
-        """Whether what was read last lies in the source as it is written, so that both have one CRC32."""
-        parts = self._reader.parts
-        return self._reader.is_in_order and len(parts) == 1 and parts[0].end - parts[0].start == segment.num_bytes
+    def _copy(self, task: CopyTask, output: IO[bytes]) -> Copied:
+        reader, buffer = self._readers.pop()
+        try:
+            buffer.clear()
+            crcs: list[int] = []
+            parts: list[ReadRange] = []
+            for segment in task.segments:
+                write = self._files[task.file].writes[segment.write]
+                tensor, crc = _read(write, segment, reader, buffer)
+                write_all(output, bytes_of(tensor), segment.at)
+                crcs.append(crc)
+                parts.extend(reader.parts)
+            return Copied(tuple(crcs), tuple(parts))
+        finally:
+            self._readers.append((reader, buffer))
 
 
-_Read: TypeAlias = tuple[list[torch.Tensor], Copied]
+def _read(write: TensorWrite, segment: Segment, reader: Reader, buffer: "_Buffer") -> tuple[torch.Tensor, int]:
+    """What is written of a segment, and its CRC32."""
+    tensor = buffer.tensor(segment.box.sizes, write.record.dtype)
+    reader.parts.clear()
+    reader.is_in_order = True
+    try:
+        reader.read(write.record, segment.box, tensor)
+    except OSError as error:
+        raise CheckpointError(f"{write.record.name}: cannot be read: {error.strerror or error}") from error
+    parts = reader.parts
+    is_one_run = reader.is_in_order and len(parts) == 1 and parts[0].end - parts[0].start == segment.num_bytes
+    if is_one_run and write.record.dtype == write.slot.dtype:
+        return tensor, parts[0].crc32  # it lies in the source as it is written
+    tensor = tensor.to(write.slot.dtype)
+    return tensor, zlib.crc32(bytes_of(tensor))
 
 
 class _Buffer:

@@ -15,12 +15,15 @@ import socket
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from composer_fsdp2.checkpoint.archive.disk import sync_folder
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.convert.copying import Copied, CopyTask
+from composer_fsdp2.checkpoint.locate import Located, find
+from composer_fsdp2.checkpoint.open import unpack
 from composer_fsdp2.checkpoint.output import OutputFile
 from composer_fsdp2.checkpoint.records import ReadRange
 from composer_fsdp2.errors import CheckpointError
@@ -39,13 +42,12 @@ def writing(path: Path, staging: Path | None = None) -> Iterator[None]:
 
 
 class Unfinished:
-    """The folder beside a destination. Of a shared file system, if several processes write."""
+    """The folder beside a destination."""
 
     def __init__(self, destination: Path) -> None:
         self.destination = destination
         self.folder = destination.with_name(f".{destination.name}.converting")
         self.files = self.folder / "files"
-        self.unpacked = self.folder / "unpacked"
         self._owner = uuid.uuid4().hex
 
     def path(self, file: OutputFile) -> Path:
@@ -59,7 +61,7 @@ class Unfinished:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other process converts to this destination within the block. On one rank only.
+        """No other process converts to this destination within the block.
 
         Raises:
             CheckpointError: another one does now; names it.
@@ -68,6 +70,8 @@ class Unfinished:
         with writing(self.destination):
             self.destination.parent.mkdir(parents=True, exist_ok=True)
             file = _opened_lock(lock)
+            if os.path.lexists(self.destination):  # another process has finished it
+                raise CheckpointError(f"{self.destination}: exists; remove it, or give another destination")
         with file:
             try:
                 yield
@@ -77,21 +81,46 @@ class Unfinished:
     def is_of(self, fingerprint: str) -> bool:
         """Whether the next run would go on with what is there; a run that was killed may have published it."""
         try:
-            return (self.folder / "plan").read_text() == fingerprint and self.files.is_dir()
+            return (self.folder / _PLAN).read_text() == fingerprint and self.files.is_dir()
         except OSError:
             return False
+
+    @contextmanager
+    def discarded_unless_begun(self) -> Iterator[None]:
+        """What an error in the block leaves is removed, unless it is an earlier run's with finished tasks."""
+        try:
+            yield
+        except CheckpointError:
+            if not (self.folder / _PLAN).exists():
+                self.discard()
+            raise
+
+    def unpacked(self, located: Located) -> Located:
+        """The source, or of a packed one a copy in the folder, which an earlier run may have made."""
+        if located.layout.unpack is None:
+            return located
+        packed = located.path.stat()
+        folder = self.folder / f"{_UNPACKED}{packed.st_size}-{packed.st_mtime_ns}"
+        if not folder.is_dir():  # perhaps of another source
+            self.discard()
+        with writing(self.destination):
+            folder.mkdir(parents=True, exist_ok=True)
+        copy = next(folder.glob("*.pt"), None)
+        return unpack(located, folder) if copy is None else replace(find(copy), unpacked_from=located.path)
 
     def discard_others(self, fingerprint: str) -> None:
         """Remove what another plan left, or what is left of a finished one."""
         if self.folder.exists() and not self.is_of(fingerprint):
-            log.warning("%s: of another conversion, or of a source that changed since; removed", self.folder)
-            shutil.rmtree(self.folder)
+            others = [entry for entry in self.folder.iterdir() if not entry.name.startswith(_UNPACKED)]
+            if others:
+                log.warning("%s: of another conversion, or of a source that changed since; removed", self.folder)
+            for entry in others:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
     def prepare(self, fingerprint: str) -> None:
         """Make the folder, or keep that of an earlier run."""
-        if not self.folder.exists():
-            self.files.mkdir(parents=True)
-            (self.folder / "plan").write_text(fingerprint)  # last: without it, the next run begins from nothing
+        self.files.mkdir(parents=True, exist_ok=True)
+        (self.folder / _PLAN).write_text(fingerprint)  # after the folder: without it, the next run begins from nothing
         (self.folder / _OWNER).write_text(self._owner)
 
     def make_files(self, files: Sequence[OutputFile]) -> None:
@@ -99,13 +128,6 @@ class Unfinished:
         for file in files:
             self.path(file).touch()
             os.truncate(self.path(file), file.num_bytes)
-
-    def is_unpacked(self) -> bool:
-        return any(self.unpacked.glob("*.pt"))
-
-    def unpacked_file(self) -> Path:
-        """The source, where it was compressed."""
-        return next(self.unpacked.glob("*.pt"))
 
     def journals(self) -> list[Path]:
         return sorted(self.folder.glob("journal-*"))
@@ -126,11 +148,11 @@ class Unfinished:
                     break
         return found
 
-    def journal(self, number: int) -> "Journal":
-        return Journal(self.folder / f"journal-{number:06d}")
+    def journal(self) -> "Journal":
+        return Journal(self.folder / f"journal-{len(self.journals()):06d}")
 
     def publish(self, files: Sequence[OutputFile]) -> None:
-        """Give the destination its name. On one rank only, when all have written and synced."""
+        """Give the destination its name, when everything is written and synced."""
         if self.destination.exists():
             raise CheckpointError(
                 f"{self.destination}: was created by another process in the meantime; it was not replaced"
@@ -138,7 +160,8 @@ class Unfinished:
         if (self.folder / _OWNER).read_text() != self._owner:  # on a file system without locks
             raise CheckpointError(f"{self.destination}: another process converts to it, too; it was not written")
         is_one_file = not files[0].name
-        shutil.rmtree(self.unpacked, ignore_errors=True)  # before: a kill after the rename leaves only journals
+        for unpacked in self.folder.glob(f"{_UNPACKED}*"):  # before: a kill after the rename leaves only journals
+            shutil.rmtree(unpacked, ignore_errors=True)
         os.rename(self.path(files[0]) if is_one_file else self.files, self.destination)
         sync_folder(self.destination.parent)
         self.discard()
@@ -147,8 +170,8 @@ class Unfinished:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-# In the folder: who writes to it now.
-_OWNER = "owner"
+# In the folder: the plan's fingerprint, who writes to it now, and the copy of a packed source.
+_PLAN, _OWNER, _UNPACKED = "plan", "owner", "unpacked-"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -188,7 +211,7 @@ def _is_file_at(file: IO[str], path: Path) -> bool:
 
 
 class Journal:
-    """One rank's notes of one run."""
+    """One run's notes."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "w")  # noqa: SIM115 - closed by close()

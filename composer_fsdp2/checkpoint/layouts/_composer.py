@@ -158,11 +158,3 @@ def _bare(root: Mapping[Any, Any], path: Path) -> tuple[Mapping[Any, Any], tuple
         f"{path}: a torch.save file, but no checkpoint of Composer's and no state dict; its top-level keys are "
         f"{and_more(list(map(str, root)), 8)}"
     )
-
-
-def refuse_rank_file(archive: Archive, path: Path) -> None:
-    """Raise if ``path`` holds one rank's file (``sharded`` of Composer 0.13 to 0.15), which needs the other ranks'."""
-    if b"torch.distributed._shard.sharded_tensor" in archive.read("data.pkl"):
-        raise CheckpointError(
-            f"{path}: one rank's part of a checkpoint, packed; unpack the files of all ranks into one folder first"
-        )

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from composer_fsdp2.checkpoint.archive.disk import Folder
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.output import Output, WriteRequest
 from composer_fsdp2.checkpoint.trees import EntryPath
@@ -33,6 +34,10 @@ class LayoutWriter:
 _known: dict[str, "Layout"] = {}
 
 
+def _refuse_packed(path: Path, trust: bool) -> NoReturn:
+    raise AssertionError(f"{path} is read before it is unpacked")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """One form that a checkpoint has on disk.
@@ -46,20 +51,20 @@ class Layout:
         holds_entries: Whether a file of a folder holds archives, one after another, which the folder's metadata names.
         files_beside: Of a recognized file: the files that belong to the same checkpoint, there or not.
         has_names: Whether a folder with files of these names, relative to it, is a checkpoint of this layout.
-        metadata: The file that describes the others of a folder, and ``read`` for a folder with perhaps only this file;
-            None where it has no such file.
+        metadata: The file of a folder that describes the others, which are then fetched when they are opened, and
+            ``read`` for such a folder; None where no file does.
         written: How it is written; None where nothing writes it any more.
     """
 
     name: str
     recognize: Callable[[Path], bool]
-    read: Callable[[Path, bool], CheckpointInventory]
+    read: Callable[[Path, bool], CheckpointInventory] = _refuse_packed
     incomplete: Callable[[Path], str | None] = lambda path: None
     unpack: Callable[[Path, Path], Path] | None = None
     holds_entries: Callable[[Path], bool] = lambda file: False
     files_beside: Callable[[Path], Sequence[Path]] = lambda path: ()
     has_names: Callable[[Collection[str]], bool] = lambda names: False
-    metadata: tuple[str, Callable[[Path, bool], CheckpointInventory]] | None = None
+    metadata: tuple[str, Callable[[Folder, bool], CheckpointInventory]] | None = None
     written: LayoutWriter | None = None
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from composer_fsdp2.checkpoint.archive.disk import parsed_json, read_at, read_text
+from composer_fsdp2.checkpoint.archive.disk import Folder, parsed_json, read_at, read_text
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
 from composer_fsdp2.checkpoint.inventory import (
     MODEL,
@@ -98,7 +98,7 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
 def _read_part(folder: Path, name: str, prefix: EntryPath, *, trust: bool) -> CheckpointInventory | None:
     """The model or the optimizer; None where it was not saved."""
     if not (folder / name).is_file():
-        return dcp.read(folder, trust, prefix=prefix) if folder.is_dir() else None
+        return dcp.read(Folder(folder), trust, prefix=prefix) if folder.is_dir() else None
     archive = Archive.open(folder / name)
     value = with_records(archive.unpickle(trust=trust), archive, prefix)
     if contains_inert(value) or not isinstance(value, dict):

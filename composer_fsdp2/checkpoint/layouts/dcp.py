@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from composer_fsdp2._torch.private_names import storage_info
-from composer_fsdp2.checkpoint.archive.disk import read_at
+from composer_fsdp2.checkpoint.archive.disk import Folder, read_at
 from composer_fsdp2.checkpoint.archive.inside import inside
-from composer_fsdp2.checkpoint.archive.torch_archive import Archive
 from composer_fsdp2.checkpoint.archive.writer import Slot, plan_archive
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.inventory import (
@@ -92,12 +91,9 @@ def _incomplete(path: Path) -> str | None:
     return None if metadata.is_file() and metadata.stat().st_size else f"no {METADATA}, which is written last"
 
 
-def read(path: Path, trust: bool, *, prefix: EntryPath = (), partial: bool = False) -> CheckpointInventory:
-    """A folder with Composer's full state dict; with a prefix, one with the part that belongs there.
-
-    Args:
-        partial: Files beside ``.metadata`` may not be there yet (a remote checkpoint); those that are get checked.
-    """
+def read(folder: Folder, trust: bool, *, prefix: EntryPath = ()) -> CheckpointInventory:
+    """A folder with Composer's full state dict; with a prefix, one with the part that belongs there."""
+    path = folder.path
     if not (path / METADATA).is_file():
         raise CheckpointError(
             f"{path}: has .distcp files and no {METADATA}, which is written last: the save was cut short, or the "
@@ -111,7 +107,7 @@ def read(path: Path, trust: bool, *, prefix: EntryPath = (), partial: bool = Fal
         inert=_METADATA_NAMES,
     )
     try:
-        return _Directory(path, metadata, trust, prefix, partial).inventory().replaced(metadata_crc32=zlib.crc32(data))
+        return _Directory(folder, metadata, trust, prefix).inventory().replaced(metadata_crc32=zlib.crc32(data))
     except CheckpointError:
         raise
     except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
@@ -121,10 +117,11 @@ def read(path: Path, trust: bool, *, prefix: EntryPath = (), partial: bool = Fal
 class _Directory:
     """One ``.metadata``, read into an inventory."""
 
-    def __init__(self, path: Path, metadata: Any, trust: bool, prefix: EntryPath, partial: bool) -> None:
+    def __init__(self, folder: Folder, metadata: Any, trust: bool, prefix: EntryPath) -> None:
+        path = folder.path
         if not isinstance(metadata, InertObject) or metadata.kind.name != "Metadata":
             raise CheckpointError(f"{path / METADATA}: holds no torch.distributed.checkpoint Metadata")
-        self.path, self.trust, self.prefix, self.partial = path, trust, prefix, partial
+        self.folder, self.path, self.trust, self.prefix = folder, path, trust, prefix
         self.declared: Mapping[str, InertObject] = metadata.field("state_dict_metadata")
         self.paths: Mapping[str, EntryPath] = metadata.field("planner_data") or {}
         self.storage_meta = metadata.field("storage_meta")
@@ -158,7 +155,7 @@ class _Directory:
                 "(truncated, or another run's)"
             )
             return None
-        return NestedArchive(file, offset, num_bytes, self.partial)
+        return NestedArchive(self.folder, relative_path, offset, num_bytes)
 
     def file_size(self, relative_path: Any) -> int | None:
         """The size of a file that the metadata names; it must lie in the folder."""
@@ -167,10 +164,10 @@ class _Directory:
         except CheckpointError as error:
             self.problems.append(str(error))
             return None
+        if self.folder.fetch is not None:
+            return sys.maxsize  # it is checked once it is there
         if file.is_file():
             return file.stat().st_size
-        if self.partial:
-            return sys.maxsize
         self.problems.append(f"{file}: missing; {METADATA} names it")
         return None
 
@@ -209,7 +206,7 @@ class _Directory:
             optimizer_at_root="optimizers" in roots,
             flat=any(is_flat_parameter(path[-1]) for path in tensors if path[:2] == MODEL),
         )
-        metadata = None if self.partial else inventory.tree(("state", "metadata"))
+        metadata = None if self.folder.fetch else inventory.tree(("state", "metadata"))
         writer = writer_of(metadata, self.sharding(inventory), torch_version=self.torch_version())
         return inventory.replaced(writer=writer)
 
@@ -235,7 +232,7 @@ class _Directory:
 
     def files(self) -> tuple[tuple[Path, int], ...]:
         # What has come already of a remote checkpoint differs between machines, and their ranks compare inventories.
-        present = [self.path / METADATA] if self.partial else sorted(self.path.iterdir())
+        present = [self.path / METADATA] if self.folder.fetch else sorted(self.path.iterdir())
         return tuple((file, file.stat().st_size) for file in present if file.is_file())
 
     def unnamed(self, files: Sequence[tuple[Path, int]]) -> list[str]:
@@ -291,7 +288,7 @@ class _Directory:
     def name_empty_dicts(self, objects: dict[EntryPath, ObjectRecord]) -> None:
         """The empty dicts that our own entry lists, in its place."""
         listed = objects.get(_EMPTY_DICTS)
-        if listed is None or listed.source is None or not listed.source.path.is_file():
+        if listed is None:
             return
         paths = listed.value()
         if not isinstance(paths, list) or not all(isinstance(path, tuple) and _is_path(path) for path in paths):
@@ -325,7 +322,7 @@ class _Directory:
 
 
 def _unpickled(entry: NestedArchive, trust: bool) -> Any:
-    archive = Archive.open(entry.path, entry.offset, entry.num_bytes)
+    archive = entry.open()
     return with_records(archive.unpickle(trust=trust), archive)
 
 
@@ -514,8 +511,8 @@ LAYOUT = Layout(
     name=_NAME,
     recognize=_recognize,
     incomplete=_incomplete,
-    read=read,
+    read=lambda path, trust: read(Folder(path), trust),
     holds_entries=holds_entries,
-    metadata=(METADATA, functools.partial(read, partial=True)),
+    metadata=(METADATA, read),
     written=LayoutWriter(name="dcp", lay_out=_lay_out, by_name=True),
 )

@@ -1,6 +1,5 @@
 """Check the CRC32 of each record, computed from the parts that the ranks have read."""
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,4 +166,5 @@ def _raise_if(damaged: Mapping[str, str], checkpoint: Path) -> None:
 def _name(blob: Blob, checkpoint: Path) -> str:
     """A record's name, with a path relative to the checkpoint, which ranks may see under different paths."""
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    return f"{os.path.relpath(blob.path, folder)}, the record at byte {blob.offset}"
+    name = blob.path.relative_to(folder) if blob.path.is_relative_to(folder) else blob.path
+    return f"{name}, the record at byte {blob.offset}"

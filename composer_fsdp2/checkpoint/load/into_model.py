@@ -13,8 +13,9 @@ from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInv
 from composer_fsdp2.checkpoint.load.content import check_content, check_own_content
 from composer_fsdp2.checkpoint.load.load_plan import LoadPlan, plan_load
 from composer_fsdp2.checkpoint.load.staging import Staging
+from composer_fsdp2.checkpoint.locate import find
 from composer_fsdp2.checkpoint.open import long_together, opened_checkpoint, together
-from composer_fsdp2.checkpoint.read import Reader, files_of, materialized
+from composer_fsdp2.checkpoint.read import Reader, materialized
 from composer_fsdp2.checkpoint.trees import EntryPath
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
@@ -108,12 +109,10 @@ def load_checkpoint(
     """
     started = time.perf_counter()
     optimizer = the_optimizer(optimizers)
-    with opened_checkpoint(path, trust=trust) as opened:
-        report = load_inventory(
-            opened.inventory, model, optimizer, strict=strict, weights_only=weights_only, started=started
-        )
+    with opened_checkpoint(together(lambda: find(path)), trust=trust) as inventory:
+        report = load_inventory(inventory, model, optimizer, strict=strict, weights_only=weights_only, started=started)
         # What a temporary file holds has to be read now.
-        return replace(report, _entries=report.other_entries()) if opened.is_temporary else report
+        return replace(report, _entries=report.other_entries()) if inventory.compressed else report
 
 
 def load_inventory(
@@ -124,14 +123,12 @@ def load_inventory(
     strict: bool = True,
     weights_only: bool = False,
     ignored: frozenset[EntryPath] = frozenset(),
-    prefetch: Callable[[frozenset[Path]], None] = lambda _: None,
     started: float | None = None,
 ) -> LoadReport:
     """``load_checkpoint`` of an inventory; the same on every rank.
 
     Args:
         ignored: Weights and parameters' optimizer states that the caller has taken out; they are not missed.
-        prefetch: Called on all ranks, each with the files that it will read, before it opens them.
     """
     started = time.perf_counter() if started is None else started
     reshard(model)
@@ -142,9 +139,9 @@ def load_inventory(
         plan.refuse(strict=strict)
         return plan
 
-    plan = together(decide, lambda made: made.fingerprint)
+    plan = long_together(decide, "planning a load")
+    together(lambda: plan, lambda made: made.fingerprint)
     staging = Staging(plan, strict=strict)
-    prefetch(staging.files())
     with Reader() as reader:
         long_together(lambda: staging.read(reader), "reading a checkpoint")
     unchecked_bytes = check_content(reader, staging.records(), plan.inventory.path)
@@ -203,19 +200,6 @@ def other_entries(
                 entries[str(root[0])] = value
     check_own_content(reader, inventory.path)
     return entries
-
-
-def other_files(inventory: CheckpointInventory, *, wanted: Callable[[EntryPath], bool]) -> frozenset[Path]:
-    """The files that ``other_entries`` opens, and those that say what the optimizers' groups are."""
-    roots = _other_roots(inventory, wanted)
-    files: set[Path] = set()
-    for path, record in inventory.tensors.items():
-        if _root(path) in roots:
-            files.update(files_of(record, record.box))
-    for path, entry in inventory.objects.items():
-        if entry.source is not None and (_root(path) in roots or path[3:4] == ("param_groups",)):
-            files.add(entry.source.path)
-    return frozenset(files)
 
 
 def _other_roots(inventory: CheckpointInventory, wanted: Callable[[EntryPath], bool]) -> dict[EntryPath, None]:

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +12,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2._torch.private_names import has_custom_load_state_dict, state_dict_of
-from composer_fsdp2.checkpoint.inventory import ObjectRecord, TensorRecord, walk_tensors
+from composer_fsdp2.checkpoint.inventory import ObjectRecord, TensorRecord
 from composer_fsdp2.checkpoint.load.exchange import broadcast_replicas, owners, replica_of
 from composer_fsdp2.checkpoint.load.load_plan import CustomLoading, LoadPlan
 from composer_fsdp2.checkpoint.load.optimizer_state import ParameterState
-from composer_fsdp2.checkpoint.read import Reader, bytes_of, files_of, materialized
+from composer_fsdp2.checkpoint.read import Reader, bytes_of, materialized
 from composer_fsdp2.checkpoint.target import LocalBox
 from composer_fsdp2.checkpoint.trees import fitted
 from composer_fsdp2.errors import CheckpointError
@@ -148,23 +147,6 @@ class Staging:
     def records(self) -> list[TensorRecord]:
         """What ranks may read in parts; the same on all ranks."""
         return [staged.record for staged in self._all()]
-
-    def files(self) -> frozenset[Path]:
-        """The files that ``read`` opens on this rank."""
-        files: set[Path] = set()
-        for staged in self._all():
-            if staged.reads_here:
-                files.update(files_of(staged.record, staged.box))
-        others = [record for _, record in self.plan.extra.values()]
-        others += self._custom.others.values() if self._custom is not None else ()
-        others += [record for _, record in walk_tensors(self.groups)]
-        others += [value for state in self.states for value in state.values()]
-        for record in others:
-            if isinstance(record, TensorRecord):
-                files.update(files_of(record, record.box))
-            elif isinstance(record, ObjectRecord) and record.source is not None:
-                files.add(record.source.path)
-        return frozenset(files)
 
     def read(self, reader: Reader) -> None:
         """Read this rank's part, and allocate everything that ``commit`` needs; communicates nothing."""

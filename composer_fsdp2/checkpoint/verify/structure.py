@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.checkpoint.archive.disk import read_at
+from composer_fsdp2.checkpoint.archive.disk import Folder, read_at
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob, archive_start
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Chunk, NestedArchive, Strided
 from composer_fsdp2.checkpoint.layouts import LAYOUTS
@@ -36,6 +36,10 @@ class _Named:
     name: str
     chunk: Chunk | None = None
     dtype: torch.dtype | None = None
+
+
+def _entry(file: Path, offset: int, num_bytes: int) -> NestedArchive:
+    return NestedArchive(Folder(file.parent), file.name, offset, num_bytes)
 
 
 class _Everything(frozenset[str]):
@@ -70,7 +74,7 @@ class Structure:
             files = [located] if located.is_file() else _files_in(located)
             named: dict[Path, list[_Named]] = {}
         else:
-            files = [file for file, _ in inventory.files]
+            files = [located] if inventory.compressed else [file for file, _ in inventory.files]
             named = _named_entries(inventory)
             self._note_owners(inventory)
         without_checksum = [file for file in files if not self._look_at_file(file, named, inventory)]
@@ -95,7 +99,7 @@ class Structure:
                 self.fault(file, "", "no such file (.metadata does not name it)", f"{size} bytes")
             self._unnamed(file, 0, size, is_fault=False)
         elif size >= len(_ZIP_MAGIC) and read_at(file, 0, len(_ZIP_MAGIC)) == _ZIP_MAGIC:
-            self._archive(_Named(NestedArchive(file, 0, size), ""))
+            self._archive(_Named(_entry(file, 0, size), ""))
         else:
             return False
         return True
@@ -140,7 +144,7 @@ class Structure:
         """Note the records of an archive, and compare its pickle with its records and with the metadata."""
         entry = one.entry
         try:
-            archive = Archive.open(entry.path, entry.offset, entry.num_bytes)
+            archive = entry.open()
         except CheckpointError as error:
             self.fault(entry.path, one.name, "an archive as torch.save writes it", str(error))
             return
@@ -224,7 +228,7 @@ def _skeleton_of(archive: Archive) -> _Skeleton | None:
 
 def _skeleton(entry: NestedArchive) -> Any:
     try:
-        skeleton = _skeleton_of(Archive.open(entry.path, entry.offset, entry.num_bytes))
+        skeleton = _skeleton_of(entry.open())
     except CheckpointError as error:
         return error
     return skeleton.value if skeleton is not None else None
@@ -246,6 +250,6 @@ def _archives_between(file: Path, start: int, end: int) -> tuple[list[NestedArch
         begin = archive_start(file, start, end)
         if begin is None:
             break
-        found.append(NestedArchive(file, begin, end - begin))
+        found.append(_entry(file, begin, end - begin))
         end = begin
     return found[::-1], end - start

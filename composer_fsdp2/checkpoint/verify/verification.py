@@ -4,7 +4,6 @@
 torch writes a CRC32 for every record of every archive, so that an old checkpoint can be checked without a manifest.
 """
 
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from typing import Any
 
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.locate import Located, find
-from composer_fsdp2.checkpoint.open import inventory_of, unpacked_checkpoint
+from composer_fsdp2.checkpoint.open import inventory_of, unpacked
 from composer_fsdp2.checkpoint.pickles.trust import UntrustedError
 from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.checkpoint.verify.comparing import compare
@@ -110,7 +109,9 @@ def verify_checkpoint(
     started = time.perf_counter()
     located = find(path)
     with ExitStack() as stack:
-        other = inventory_of(_open(find(against), stack), trust=trust) if against is not None else None
+        other = None
+        if against is not None:
+            other = inventory_of(stack.enter_context(unpacked(find(against))), trust=trust)
         read = _read(located, trust, stack)
         inventory = read.inventory
         if inventory is not None and other is not None and inventory.flat != other.flat:
@@ -119,7 +120,7 @@ def verify_checkpoint(
                 "compare by; convert it first (convert_checkpoint(..., model=...))"
             )
         structure = Structure()
-        structure.look_at(inventory, located.path)
+        structure.look_at(inventory, read.located.path)
         unchecked = structure.unchecked
         content_bytes = sum(record.blob.num_bytes for record in structure.records)
         advance = _Advance(content_bytes + _compared_bytes(inventory, other), progress)
@@ -168,7 +169,7 @@ class _Read:
 def _read(located: Located, trust: bool, stack: ExitStack) -> _Read:
     opened = located
     try:
-        opened = _open(located, stack)
+        opened = stack.enter_context(unpacked(located))
         inventory = inventory_of(opened, trust=trust)
     except UntrustedError:
         raise
@@ -178,8 +179,7 @@ def _read(located: Located, trust: bool, stack: ExitStack) -> _Read:
             for line in str(error).splitlines()
         )
         return _Read(located=opened, faults=tuple(faults))
-    layout = inventory.layout if opened is located else located.layout.name
-    return _Read(located=opened, layout=layout, inventory=inventory)
+    return _Read(located=opened, layout=inventory.layout, inventory=inventory)
 
 
 def _fault(kind: FaultKind, file: Path, name: str, expected: str, found: str) -> Fault:
@@ -202,14 +202,6 @@ def _content(records: list[ArchiveRecord], advance: Callable[[int], None]) -> li
     finally:
         threads.shutdown(cancel_futures=True)  # progress may raise, on Ctrl-C for one
     return faults
-
-
-def _open(located: Located, stack: ExitStack) -> Located:
-    """The checkpoint itself, or an unpacked copy where it is compressed or in a tar file."""
-    if located.layout.unpack is None:
-        return located
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="composer-fsdp2-"))
-    return unpacked_checkpoint(located, Path(folder))
 
 
 def _compared_bytes(inventory: CheckpointInventory | None, other: CheckpointInventory | None) -> int:
