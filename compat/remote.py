@@ -19,7 +19,7 @@ from composer.utils.checkpoint import _ensure_valid_checkpoint
 from composer.utils.file_helpers import _get_file
 from composer.utils.retrying import retry
 
-from composer_fsdp2.checkpoint.archive.inside import inside
+from composer_fsdp2.checkpoint.archive.disk import inside
 from composer_fsdp2.checkpoint.layouts import LAYOUTS, Layout, recognized
 from composer_fsdp2.checkpoint.locate import Located, NoCheckpointError, find
 from composer_fsdp2.checkpoint.open import folder_per_host, long_together, once_per_host, together

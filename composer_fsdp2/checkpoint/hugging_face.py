@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.checkpoint.archive.inside import is_plain
+from composer_fsdp2.checkpoint.archive.disk import is_plain, read_json
 from composer_fsdp2.checkpoint.archive.writer import Slot
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
 from composer_fsdp2.checkpoint.same_bytes import SameBytes
@@ -102,10 +102,7 @@ def form_of_folder(folder: Path, dtype: torch.dtype | None) -> HuggingFaceForm:
     """
     names = [path for path in sorted(folder.iterdir()) if path.suffix in _BESIDE and path.is_file()]
     beside = {path.name: path.read_bytes() for path in names if not path.name.endswith(".safetensors.index.json")}
-    try:
-        config = json.loads(beside[_CONFIG])
-    except ValueError as error:
-        raise CheckpointError(f"{folder / _CONFIG}: damaged ({error})") from error
+    config = read_json(folder / _CONFIG)
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / _CONFIG}: holds no configuration")
     if dtype is not None:

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from composer_fsdp2.checkpoint.archive.disk import Folder
+from composer_fsdp2.checkpoint.archive.disk import Folder, damage_in
 from composer_fsdp2.checkpoint.archive.packed import as_errors_of
+from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.layouts import recognized
 from composer_fsdp2.checkpoint.locate import Located
@@ -32,27 +33,17 @@ def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventor
     """
     packed = located.unpacked_from
     with as_errors_of(packed or located.path, located.path):
-        inventory = _read(located, trust)
+        with damage_in(located.path, f"{located.layout.name} as its writers leave it"):
+            if located.fetch is not None and located.layout.metadata is not None:
+                _, read = located.layout.metadata
+                inventory = read(Folder(located.path, located.fetch), trust)
+            else:
+                inventory = located.layout.read(located.path, trust)
         _refuse_repeats(inventory)
     if packed is not None:
         files = ((packed, packed.stat().st_size),)
         inventory = inventory.replaced(path=packed, layout=f"{inventory.layout}, packed", files=files, compressed=True)
     return inventory.replaced(remarks=(*located.remarks, *inventory.remarks))
-
-
-def _read(located: Located, trust: bool) -> CheckpointInventory:
-    try:
-        if located.fetch is None or located.layout.metadata is None:
-            return located.layout.read(located.path, trust)
-        _, read = located.layout.metadata
-        return read(Folder(located.path, located.fetch), trust)
-    except CheckpointError:
-        raise
-    except (AttributeError, TypeError, KeyError, IndexError, ValueError, RecursionError, OverflowError) as error:
-        # A pickle may hold anything anywhere: a list where Composer has a dict, or itself.
-        raise CheckpointError(
-            f"{located.path}: {located.layout.name}, but not as Composer writes it ({error!r})"
-        ) from error
 
 
 def unpack(located: Located, folder: Path) -> Located:
@@ -171,17 +162,13 @@ def _with_our_errors(work: Callable[[], T]) -> Callable[[], T]:
     return attempt
 
 
-# A tensor may be a view that repeats what it is a view of (as the limit for one in ``pickles`` says), and several may
-# be views of the same; but all of a checkpoint is hardly more than its files.
-_MAX_REPEATED_BYTES, _MAX_REPEATS = 256 << 20, 8
+# A tensor may be a view that repeats what it is a view of, and several may be views of the same; but all of a checkpoint
+# is hardly more than its files.
+_REPEATS = 8
 
 
 def _refuse_repeats(inventory: CheckpointInventory) -> None:
     """Raise where tensors would take far more memory than the files have bytes."""
     num_bytes = sum(record.num_bytes for record in (*inventory.tensors.values(), *inventory.nested.values()))
-    most = _MAX_REPEATED_BYTES + _MAX_REPEATS * inventory.num_bytes
-    if num_bytes > most:
-        raise CheckpointError(
-            f"{inventory.path}: its tensors are views of the same bytes and would take {num_bytes} bytes, but the "
-            f"files have {inventory.num_bytes}; refused"
-        )
+    budget = Budget.of(inventory.path, more_bytes=_REPEATS * inventory.num_bytes)
+    budget.spend(f"its tensors, views of the same bytes, of {num_bytes} bytes", num_bytes=num_bytes)

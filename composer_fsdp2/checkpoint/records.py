@@ -1,12 +1,12 @@
 """Whether a record is what its CRC32 says, whatever parts of it were read, by whom and how often."""
 
+import functools
 import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from composer_fsdp2.checkpoint.archive.crc import shifted
 from composer_fsdp2.checkpoint.archive.disk import opened
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.errors import CheckpointError
@@ -100,3 +100,39 @@ def _slices(blob: Blob, start: int, end: int) -> Iterator[bytes]:
                 raise CheckpointError(f"{blob.path}: ends at byte {blob.offset + start}, needs {blob.end}")
             yield data
             start += len(data)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CRC32s of parts. The CRC of A followed by B is ``shifted(crc(A), len(B)) ^ crc(B)``: appending B multiplies A's
+# remainder by x^(8 len(B)) modulo the CRC's polynomial (Mark Adler, zlib's ``crc32_combine``). So each part adds one
+# number, whatever the order.
+
+_POLYNOMIAL = 0xEDB88320  # CRC-32 of zip and zlib, bits reflected: bit 31 is x^0
+_ONE = 1 << 31
+
+
+def shifted(crc: int, num_bytes: int) -> int:
+    """What a part's CRC32 adds to that of all, when ``num_bytes`` follow it."""
+    return _multiply(_power(num_bytes), crc) if num_bytes else crc
+
+
+@functools.lru_cache(maxsize=4096)
+def _power(num_bytes: int) -> int:
+    """x^(8 num_bytes) modulo the polynomial."""
+    result, square = _ONE, _ONE >> 8  # x^8
+    while num_bytes:
+        if num_bytes & 1:
+            result = _multiply(square, result)
+        square = _multiply(square, square)
+        num_bytes >>= 1
+    return result
+
+
+def _multiply(a: int, b: int) -> int:
+    """The product of two polynomials modulo the CRC's."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product

@@ -22,7 +22,7 @@ from support.checkpoints.samples import bytes_read, composer_state, leaves, valu
 
 from composer_fsdp2 import CheckpointError, convert_checkpoint, inspect_checkpoint, verify_checkpoint
 from composer_fsdp2.atomic import replacing
-from composer_fsdp2.checkpoint import open as opening
+from composer_fsdp2.checkpoint import budget
 from composer_fsdp2.checkpoint.archive import packed
 from composer_fsdp2.checkpoint.archive.packed import unpacked
 from composer_fsdp2.checkpoint.inventory import TensorRecord
@@ -263,7 +263,7 @@ def shrunk(tmp_path: Path) -> Path:
 
 def test_a_file_that_shrank_well_is_no_bomb(shrunk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An untrained model's checkpoint, or an optimizer's first state, would be refused as views of the same bytes."""
-    monkeypatch.setattr(opening, "_MAX_REPEATED_BYTES", 0)  # else it would have to be larger than 256 MiB
+    monkeypatch.setattr(budget, "BASE_BYTES", 2 << 20)  # else it would have to be larger than 384 MiB
     assert inspect_checkpoint(shrunk).tensors["state", "model", "weight"].num_bytes == 16 << 20
     assert verify_checkpoint(shrunk).ok
     convert_checkpoint(shrunk, tmp_path / "converted.pt", to="monolithic")

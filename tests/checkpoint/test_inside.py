@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from composer_fsdp2.checkpoint.archive.inside import inside
+from composer_fsdp2.checkpoint.archive.disk import inside
 from composer_fsdp2.errors import CheckpointError
 
 pytestmark = pytest.mark.any_torch

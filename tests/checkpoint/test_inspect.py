@@ -51,7 +51,7 @@ def test_what_no_layout_foresaw_is_our_error_too(error: Exception):
 
     found = find(LEGACY / "c172" / "full")
     layout = dataclasses.replace(found.layout, read=read)
-    with pytest.raises(CheckpointError, match=r"ep0-ba3-rank0\.pt: monolithic, but not as Composer writes it"):
+    with pytest.raises(CheckpointError, match=r"ep0-ba3-rank0\.pt: damaged, or not monolithic"):
         inventory_of(dataclasses.replace(found, layout=layout))
 
 

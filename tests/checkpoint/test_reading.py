@@ -20,7 +20,7 @@ from support.comparing import assert_same
 from support.examples import examples
 
 from composer_fsdp2.checkpoint import read, records
-from composer_fsdp2.checkpoint.archive.crc import shifted
+from composer_fsdp2.checkpoint.records import shifted
 from composer_fsdp2.checkpoint.archive.disk import Folder
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
 from composer_fsdp2.checkpoint.boxes import Box

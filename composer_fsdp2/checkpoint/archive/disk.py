@@ -5,9 +5,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.errors import CheckpointError
 
 
@@ -47,37 +48,38 @@ def read_at(path: Path, offset: int, num_bytes: int) -> bytes:
     return data
 
 
-def read_text(path: Path, *, max_bytes: int) -> str:
-    """A small text file.
+@contextmanager
+def damage_in(file: Path, what: str) -> Iterator[None]:
+    """What Python raises in the block, of a file that holds anything anywhere, as our error.
 
-    Raises:
-        CheckpointError: it is too large for what it should be, or not UTF-8 text.
+    Args:
+        what: The file's kind.
     """
-    with opened(path) as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise CheckpointError(f"{path}: larger than {max_bytes} bytes, the limit for such a file")
     try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: not UTF-8 text ({error})") from error
+        yield
+    except CheckpointError:
+        raise
+    except (AttributeError, TypeError, KeyError, IndexError, ValueError, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{file}: damaged, or not {what} ({error!r})") from error
 
 
-# A tenth of what 24 MiB of them would be; a model of 140,000 tensors in one file has 420,000.
-_MAX_CONTAINERS = 1_000_000
+_JSON_BYTES_PER_BYTE = 16  # of memory for each byte of a text
 
 
-def parsed_json(text: str | bytes, where: object) -> Any:
-    """The value that a JSON text of some MiB stands for.
+def read_json(path: Path, offset: int = 0, num_bytes: int | None = None) -> Any:
+    """The value of the JSON text in these bytes of a file (to its end, if no length is given).
 
     Raises:
-        CheckpointError: it has more lists and objects than fit in some hundred MiB.
-        ValueError: it is not JSON.
+        CheckpointError: it is damaged, or its lists and objects would fill the memory.
     """
-    braces: tuple[Any, Any] = ("{", "[") if isinstance(text, str) else (b"{", b"[")
-    if text.count(braces[0]) + text.count(braces[1]) > _MAX_CONTAINERS:
-        raise CheckpointError(f"{where}: more than {_MAX_CONTAINERS} lists and objects, the limit for such a file")
-    return json.loads(text)
+    if num_bytes is None:
+        num_bytes = path.stat().st_size - offset
+    budget = Budget.of(path)
+    budget.spend(f"a JSON text of {num_bytes} bytes", num_bytes=_JSON_BYTES_PER_BYTE * num_bytes)
+    text = read_at(path, offset, num_bytes)
+    budget.spend("its lists and objects", num_objects=text.count(b"{") + text.count(b"["))
+    with damage_in(path, "JSON"):
+        return json.loads(text)
 
 
 @contextmanager
@@ -111,3 +113,36 @@ def sync_folder(path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+# Names that somebody else wrote, in a listing, an index or an archive: a file in one folder each, or nothing.
+
+
+def inside(folder: Path, name: object, *, named_by: object, may_link: bool = False) -> Path:
+    """The path in ``folder`` that a name stands for.
+
+    Args:
+        named_by: Who says it, for the message.
+        may_link: The file itself may be a link to somewhere else, as in a Hugging Face cache; a user made it.
+    Raises:
+        CheckpointError: it is not a relative path without ``..``, or leads out of the folder over a link. Nothing was
+            opened or written.
+    """
+    if not isinstance(name, str):
+        raise CheckpointError(f"{named_by}: names a {type(name).__name__} as a file")
+    path = folder / name
+    if is_plain(name):
+        real = path.parent.resolve() / path.name if may_link else path.resolve()
+        if real.is_relative_to(folder.resolve()):
+            return path
+    raise CheckpointError(f"{named_by}: names {name!r}, which lies outside of the folder; it was not opened")
+
+
+def is_plain(name: str) -> bool:
+    """Whether this is a relative path, without ``..``, that every file system takes."""
+    path = PurePosixPath(name)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half a character
+        return False
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name

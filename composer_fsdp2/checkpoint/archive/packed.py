@@ -1,8 +1,4 @@
-"""Tar files and compressed files: ``.tar``, ``.tar.gz``, ``.pt.zst`` and the like, and what Composer puts into them.
-
-[Note: small files that unpack to large ones] What a few bytes may cost is bounded: how much they unpack to, the headers
-of a tar file and how many there are.
-"""
+"""Tar files and compressed files: ``.tar``, ``.tar.gz``, ``.pt.zst`` and the like, and what Composer puts into them."""
 
 import bz2
 import contextlib
@@ -21,16 +17,17 @@ from typing import IO, Any, NoReturn
 
 from composer_fsdp2.atomic import replacing
 from composer_fsdp2.checkpoint.archive.disk import opened
+from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 
 STATES = "composer_states.pt"  # Composer's name for the .pt in a tar file
 
 _SLICE_BYTES = 1 << 20
-# What a file may unpack to: this, and so many times its size. Weights are no smaller than half of themselves when
-# packed, and an optimizer's state that is all zero makes a file three times as small.
-_MAX_UNPACKED_BYTES, _MAX_RATIO = 512 << 20, 200
-_MAX_TAR_HEADER_BYTES, _MAX_TAR_MEMBERS = 1 << 20, 10_000
+# Weights are no smaller than half of themselves when packed, and an optimizer's state that is all zero makes a file
+# three times as small.
+_MAX_RATIO = 200
+_OBJECTS_PER_MEMBER = 100
 _ENDINGS = re.compile(r"(\.pt)?(\.(tar|tgz|gz|bz2|xz|lzma|zst|lz4|lzo))+$")
 
 # By the first bytes: the ending, and how to open it: in Python, or by the command that Composer uses too.
@@ -110,7 +107,7 @@ def _is_tar(head: bytes) -> bool:
 @contextlib.contextmanager
 def _opened_tar(file: Any, path: Path) -> Iterator[tarfile.TarFile]:
     class Member(_Member):
-        max_bytes = _max_bytes(path)
+        max_bytes, budget = _max_bytes(path), Budget.of(path)
 
     try:
         with tarfile.open(fileobj=file, mode="r|", tarinfo=Member) as tar:
@@ -128,12 +125,14 @@ class _Member(tarfile.TarInfo):
     block, also behind its end), a name or extended header as long as its writer likes, and sparse files.
     """
 
-    max_bytes: int
+    max_bytes: float
+    budget: Budget
 
     def _proc_member(self, tar: tarfile.TarFile) -> Any:
         is_extended = self.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, *_LONG_NAMES)
-        if not 0 <= self.size <= (_MAX_TAR_HEADER_BYTES if is_extended else self.max_bytes):
+        if self.size < 0:
             raise tarfile.ReadError(f"a header of {self.size} bytes")
+        self.budget.spend("its members", num_bytes=is_extended * self.size, num_objects=_OBJECTS_PER_MEMBER)
         member = super()._proc_member(tar)  # type: ignore[misc]
         if not 0 <= member.size <= self.max_bytes:
             raise tarfile.ReadError(f"a member of {member.size} bytes")
@@ -154,8 +153,6 @@ def _states_in(tar: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarIn
     for member in tar:
         name = posixpath.normpath(member.name)
         names.append(name)
-        if len(names) > _MAX_TAR_MEMBERS:
-            raise CheckpointError(f"{path}: a tar file of more than {_MAX_TAR_MEMBERS} members, so not Composer's")
         if name.split("/")[0] == "deepspeed":
             raise CheckpointError(
                 f"{path}: a DeepSpeed checkpoint (deepspeed_config, Composer before 0.28), with the weights in "
@@ -184,7 +181,7 @@ class _Decompressed(io.RawIOBase):
         max_bytes: After so many the file is refused.
     """
 
-    def __init__(self, file: Any, path: Path, max_bytes: int) -> None:
+    def __init__(self, file: Any, path: Path, max_bytes: float) -> None:
         self._file, self._path = file, path
         self._max_bytes, self._num_bytes = max_bytes, 0
 
@@ -199,7 +196,7 @@ class _Decompressed(io.RawIOBase):
         self._num_bytes += len(data)
         if self._num_bytes > self._max_bytes:
             raise CheckpointError(
-                f"{self._path}: unpacks to more than {self._max_bytes} bytes, which no checkpoint of its size does; if "
+                f"{self._path}: unpacks to more than {self._max_bytes:.0f} bytes, which no checkpoint of its size does; if "
                 "you know what it is, decompress it yourself"
             )
         buffer[: len(data)] = data
@@ -215,10 +212,10 @@ def _codec(head: bytes) -> tuple[str, Callable[[IO[bytes]], Any] | str] | None:
     return next((codec for magic, codec in _CODECS.items() if head.startswith(magic)), None)
 
 
-def _max_bytes(path: Path) -> int:
-    """How much may be in the file; see [Note: small files that unpack to large ones]."""
+def _max_bytes(path: Path) -> float:
+    """How much may be in the file; see [Note: budgets]."""
     num_bytes = path.stat().st_size
-    return num_bytes if _codec(_head(path)) is None else _MAX_UNPACKED_BYTES + _MAX_RATIO * num_bytes
+    return num_bytes if _codec(_head(path)) is None else Budget.of(path, more_bytes=_MAX_RATIO * num_bytes).num_bytes
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from composer_fsdp2.checkpoint.archive.disk import opened, read_at
+from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.errors import CheckpointError
 
@@ -84,7 +85,12 @@ class Archive:
         if "byteorder" in self.blobs and self.read("byteorder") != b"little":
             raise CheckpointError(f"{self.where}: written on a big-endian machine, which is not supported")
         return read_pickle(
-            self.read("data.pkl"), where=self.where, trust=trust, inert=inert, storages=self._storage_bytes
+            self.read("data.pkl"),
+            where=self.where,
+            trust=trust,
+            inert=inert,
+            storages=lambda key: self.storage(key).num_bytes,
+            disk_bytes=sum(blob.num_bytes for blob in self.blobs.values()),
         )
 
     def storage(self, key: str) -> Blob:
@@ -93,9 +99,6 @@ class Archive:
         if blob is None:
             raise CheckpointError(f"{self.where}: the record of storage {key} is missing")
         return blob
-
-    def _storage_bytes(self, key: str) -> int:
-        return self.storage(key).num_bytes
 
 
 class _Window:
@@ -130,8 +133,7 @@ class _Window:
         return data
 
 
-# 100,000 records and more; each takes ten times as much memory as its line in the directory.
-_MAX_DIRECTORY_BYTES = 16 << 20
+_BYTES_PER_BYTE = 24  # of memory for each byte of a directory
 _END, _LOCATOR_64, _END_64 = b"PK\5\6", b"PK\6\7", b"PK\6\6"
 _END_BYTES, _LOCATOR_BYTES, _END_64_BYTES = 22, 20, 56
 _ALL_ENDS_BYTES = _END_BYTES + _LOCATOR_BYTES + _END_64_BYTES
@@ -171,9 +173,6 @@ def _refuse_large_directory(window: _Window, where: str) -> None:
     """Before ``zipfile`` reads it: what the archive's last bytes say of its directory's length.
 
     They are looked for where ``zipfile`` looks: at the very end, and only behind a comment in more than that.
-
-    Raises:
-        CheckpointError: more than any checkpoint has.
     """
     tail = window.last(_ALL_ENDS_BYTES)
     end = _directory_end(tail, len(tail) - _END_BYTES) if tail.endswith(b"\0\0") else None
@@ -181,8 +180,8 @@ def _refuse_large_directory(window: _Window, where: str) -> None:
         tail = window.last(_MAX_COMMENT_BYTES + len(tail))
         end = _directory_end(tail, tail.rfind(_END))
     # Where there is none, zipfile will say so.
-    if end is not None and end[1] > _MAX_DIRECTORY_BYTES:
-        raise CheckpointError(f"{where}: its directory has {end[1]} bytes; the limit is {_MAX_DIRECTORY_BYTES}")
+    if end is not None:
+        Budget.of(where).spend(f"a directory of {end[1]} bytes", num_bytes=_BYTES_PER_BYTE * end[1])
 
 
 def zip_names(path: Path) -> list[str]:

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import torch
 
-from composer_fsdp2.checkpoint.archive.crc import shifted
+from composer_fsdp2.checkpoint.records import shifted
 from composer_fsdp2.checkpoint.archive.disk import read_at, write_all
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.boxes import Box

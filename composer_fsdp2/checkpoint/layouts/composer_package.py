@@ -10,8 +10,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from composer_fsdp2.checkpoint.archive.disk import Folder, parsed_json, read_at, read_text
+from composer_fsdp2.checkpoint.archive.disk import Folder, damage_in, read_at, read_json
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
+from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.checkpoint.inventory import (
     MODEL,
     OPTIMIZERS,
@@ -43,8 +44,6 @@ _PARTS: dict[tuple[str, str], EntryPath] = {
     ("model", "model.pt"): MODEL,
     ("optim", "optim.pt"): (*OPTIMIZERS, ""),
 }
-# With the tokenizer of a Hugging Face model, tens of MB; Python takes twenty times as much to read some JSON.
-_MAX_JSON_BYTES = 24 << 20
 
 
 def _recognize(path: Path) -> bool:
@@ -112,13 +111,9 @@ def _metadata(path: Path) -> dict[str, Any]:
     """``composer_metadata.json``, in the form of ``state.metadata``."""
     if not path.is_file():
         return {}
-    try:
-        entries = parsed_json(read_text(path, max_bytes=_MAX_JSON_BYTES), path)
+    entries = read_json(path)
+    with damage_in(path, "what Composer writes"):
         return {**entries, "composer_env_info": dict(entries), "world_size": entries.get("num_gpus")}
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged ({error!r})") from error
 
 
 def _resumption(path: Path, *, trust: bool) -> dict[EntryPath, ObjectRecord]:
@@ -141,25 +136,18 @@ def _resumption(path: Path, *, trust: bool) -> dict[EntryPath, ObjectRecord]:
 
 
 class _Search:
-    """Finds the bytes of a pickle's tensors in its file, one after the other: each search begins where the last
-    one ended, and is as long as the way to there."""
+    """Finds the bytes of a pickle's tensors in its file, one after the other."""
 
     def __init__(self, data: bytes, path: Path) -> None:
-        self.path = path
-        self._data = data
-        self._at = 0
-        self._left = 16 * len(data) + (1 << 30)
+        self.path, self._data, self._at = path, data, 0
+        self._budget = Budget.of(path, more_objects=len(data))
 
     def offset_of(self, wanted: bytes) -> int:
-        at = self._data.find(wanted, self._at)
-        self._left -= (at if at >= 0 else len(self._data)) - self._at
-        if at < 0:
-            at = self._data.index(wanted)
-            self._left -= at
-        if self._left < 0:
-            raise CheckpointError(f"{self.path}: its tensors are not stored in the order of its pickle")
-        self._at = at
-        return at
+        start, self._at = self._at, self._data.find(wanted, self._at)
+        if self._at < 0:  # not in the pickle's order
+            start, self._at = 0, self._data.index(wanted)
+        self._budget.spend("a search for its tensors", num_objects=1 + (self._at - start) // 1024)
+        return self._at
 
 
 def _tensor_in(search: _Search, value: Any, name: str) -> Any:

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from composer_fsdp2.checkpoint.archive.disk import damage_in
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive
+from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.checkpoint.inventory import (
     MODEL,
     OPTIMIZERS,
@@ -60,7 +62,6 @@ _NAMES = frozenset(
 )
 _RANK = re.compile(r"(.*rank)(\d+)(.*)", re.DOTALL)  # the last one in a name
 _OLD_FLAT = "flat_param"  # torch 1.13's name
-_MAX_RANKS = 1 << 16  # a file could say any number, and each is a file's name here
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +152,8 @@ def _read_file(path: Path, *, trust: bool) -> _RankFile:
         if isinstance(value, StoredTensor):
             return of_stored_tensor(value, archive, dotted(entry))
         if isinstance(value, InertObject) and str(value.kind) == _SHARDED_TENSOR:
-            try:
+            with damage_in(path, f"a ShardedTensor as torch pickles it at {dotted(entry)}"):
                 shards[entry] = _shards(value, archive, dotted(entry))
-            except CheckpointError:
-                raise
-            except (AttributeError, TypeError, ValueError, IndexError) as error:
-                raise CheckpointError(
-                    f"{path}: {dotted(entry)} is not a ShardedTensor as torch pickles it ({error!r})"
-                ) from error
             return shards[entry]
         return value
 
@@ -186,7 +181,7 @@ def _shards(value: InertObject, archive: Archive, name: str) -> _Shards:
     rank, world_size = group.field("global_rank"), group.field("global_world_size")
     numbers = (*shape, *(n for chunk in chunks for n in chunk.offsets), rank, world_size)
     are_counts = all(isinstance(n, int) and n >= 0 for n in numbers)
-    if not are_counts or not rank < world_size <= _MAX_RANKS or not isinstance(dtype, torch.dtype):
+    if not are_counts or not rank < world_size or not isinstance(dtype, torch.dtype):
         raise ValueError(f"shape {shape}, {dtype}, rank {rank} of {world_size}")
     return _Shards(shape, dtype, tuple(chunks), rank, world_size)
 
@@ -199,6 +194,7 @@ def _all_files(one: _RankFile) -> list[Path]:
             f"{one.path}: holds one rank's part of a checkpoint; its name must say which rank, as in ep0-ba1-rank0.pt"
         )
     world_size = next(iter(one.shards.values())).world_size
+    Budget.of(one.path).spend(f"the files of {world_size} ranks", num_objects=10 * world_size)
     return [one.path.with_name(f"{found[1]}{rank}{found[3]}") for rank in range(world_size)]
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.checkpoint.archive.disk import parsed_json, read_at, read_text
-from composer_fsdp2.checkpoint.archive.inside import inside
+from composer_fsdp2.checkpoint.archive.disk import damage_in, inside, read_at, read_json
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.archive.writer import Slot
 from composer_fsdp2.checkpoint.boxes import row_major
@@ -67,8 +66,6 @@ _DTYPES = {
     if hasattr(torch, attribute)
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# 100,000 tensors and more; the library's own limit is 100 MB, for which Python's reader takes gigabytes.
-_MAX_HEADER_BYTES = 24 << 20
 
 
 def _recognize(path: Path) -> bool:
@@ -125,15 +122,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def _index(path: Path) -> dict[str, str]:
-    try:
-        weights: Any = parsed_json(read_text(path / _INDEX, max_bytes=_MAX_HEADER_BYTES), path / _INDEX)["weight_map"]
-        if not all(isinstance(name, str) and isinstance(file, str) for name, file in weights.items()):
-            raise ValueError("weight_map is not from names to files")
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path / _INDEX}: damaged ({error!r})") from error
-    return dict(weights)
+    with damage_in(path / _INDEX, "an index of weights"):
+        return {str(name): str(file) for name, file in read_json(path / _INDEX)["weight_map"].items()}
 
 
 def read_header(path: Path) -> dict[str, TensorRecord]:
@@ -144,17 +134,13 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
     """
     size = path.stat().st_size
     header_bytes = int.from_bytes(read_at(path, 0, 8), "little")
-    if header_bytes > min(size - 8, _MAX_HEADER_BYTES):
+    if header_bytes > size - 8:
         raise CheckpointError(f"{path}: its header should have {header_bytes} bytes; no safetensors file, or truncated")
     start = 8 + header_bytes
-    try:
-        header = parsed_json(read_at(path, 8, header_bytes), path)
+    header = read_json(path, 8, header_bytes)
+    with damage_in(path, "a header of safetensors"):
         header.pop("__metadata__", None)
         tensors = {name: _tensor(path, name, entry, start) for name, entry in header.items()}
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged header ({error!r})") from error
     at = start
     for record in sorted(tensors.values(), key=lambda r: (_blob(r).offset, _blob(r).num_bytes)):
         if _blob(record).offset != at:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2.checkpoint.archive.crc import shifted
+from composer_fsdp2.checkpoint.records import shifted
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.inventory import TensorRecord
 from composer_fsdp2.checkpoint.read import Reader

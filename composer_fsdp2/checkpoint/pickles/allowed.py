@@ -5,6 +5,7 @@ See [Note: hostile pickles] in ``trust.py`` for what may be in these tables.
 
 import codecs
 import collections
+import contextvars
 import datetime
 import math
 import pickle
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.checkpoint.pickles.stand_ins import (
     FixedClass,
     GlobalName,
@@ -22,12 +24,14 @@ from composer_fsdp2.checkpoint.pickles.stand_ins import (
     UnsupportedPickleError,
     no_state,
     short,
-    spend,
 )
 
 _MAX_DIMS = 64  # NumPy's limit
-# A tensor that repeats its storage (stride 0) may be larger than it, but not without bound: reading it allocates it.
-_MAX_EXPANDED_BYTES = 256 << 20
+_OBJECTS_OF_A_CALL = 64  # beside its arguments, which it copies: a short pickle may have it do so again and again
+_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, collections.deque)
+
+# Of the pickle that is being read.
+budget: contextvars.ContextVar[Budget] = contextvars.ContextVar("budget")
 
 
 class Function:
@@ -39,7 +43,8 @@ class Function:
         self._call = call
 
     def __call__(self, *args: Any) -> Any:
-        spend(args)
+        num_objects = _OBJECTS_OF_A_CALL + 2 * sum(len(arg) for arg in args if isinstance(arg, _SIZED))
+        budget.get().spend("calls in the pickle", num_objects=num_objects)
         return self._call(*args)
 
     __setstate__ = no_state
@@ -65,10 +70,8 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> S
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if math.prod(shape) and last >= storage.numel:
         raise pickle.UnpicklingError(f"{described} does not fit its storage of {storage.numel}")
-    if math.prod(shape) * dtype.itemsize > max(storage.num_bytes, _MAX_EXPANDED_BYTES):
-        raise pickle.UnpicklingError(
-            f"{described} repeats a storage of {storage.numel} to more than {_MAX_EXPANDED_BYTES} bytes"
-        )
+    # One that repeats its storage (stride 0) may be larger: reading allocates it.
+    budget.get().spend(described, num_bytes=max(0, math.prod(shape) * dtype.itemsize - storage.num_bytes))
     requires_grad = bool(rest and rest[0] is True)
     return StoredTensor(storage, dtype, offset, shape, stride, requires_grad)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.checkpoint.pickles.allowed import Array, Dtype, Range, real_class
 from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject, StoredTensor, UnsupportedPickleError
 
@@ -22,8 +23,7 @@ class Finisher:
     pickle and 4096 lists to whoever walks through them; so each is walked once here, and its parts are counted.
     """
 
-    max_parts: int
-    max_array_bytes: int
+    budget: Budget
     # By id: the value (kept alive), the new one, the number of its parts, how deep they are nested.
     _done: dict[int, tuple[Any, Any, int, int]] = field(default_factory=dict)
     _depth: int = 0
@@ -52,8 +52,8 @@ class Finisher:
     def _check(self) -> None:
         if self._depth + self._height > _MAX_DEPTH:
             raise pickle.UnpicklingError(f"containers nested deeper than {_MAX_DEPTH}, or within themselves")
-        if self._num_parts > self.max_parts:
-            raise pickle.UnpicklingError("containers that expand without bound")
+        if self._num_parts > self.budget.num_objects:
+            self.budget.spend("containers in the pickle", num_objects=self._num_parts)
 
     def _finish_parts(self, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -90,18 +90,14 @@ class Finisher:
             raise pickle.UnpicklingError("a NumPy array without its values")
         version, shape, dtype, is_fortran, data = array.state
         array.state = version, shape, self.finish(dtype), is_fortran, data
-        self.max_array_bytes -= len(data) if isinstance(data, bytes) else 0
-        if self.max_array_bytes < 0:
-            raise pickle.UnpicklingError("NumPy arrays that repeat their bytes without end")
+        if isinstance(data, bytes):
+            self.budget.spend("arrays in the pickle", num_bytes=len(data))
         return array.value()
 
     def _finish_range(self, value: Range) -> range:
         """A range counts as many parts as its numbers, because a reader may copy it into a list."""
         numbers = value.value()
-        num_numbers = len(numbers[: self.max_parts + 1])
-        if num_numbers > self.max_parts:
-            raise UnsupportedPickleError(f"holds a range of more than {self.max_parts} numbers, which is not supported")
-        self._num_parts += num_numbers
+        self._num_parts += len(numbers[: 1 + int(self.budget.num_objects)])
         return numbers
 
     def _finish_hashed(self, parts: Iterable[Any]) -> None:

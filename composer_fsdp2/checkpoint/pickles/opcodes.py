@@ -3,10 +3,10 @@
 import pickle
 import re
 
+from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.checkpoint.pickles.stand_ins import UnsupportedPickleError
 
-# What reading a pickle may take beyond its own size: a byte of it may make a set of 216 bytes.
-_MAX_OBJECT_BYTES = 384 << 20
+# What an opcode makes: a byte may make a set of 216 bytes.
 _OBJECT_BYTES = {
     b"]": 72, b"}": 80, b"\x8f": 232, b"l": 72, b"d": 250, b"t": 64, b"\x85": 64, b"\x86": 72, b"\x87": 80,
     b"\x91": 232,
@@ -27,20 +27,18 @@ _LENGTH_BYTES = {
 _LINES = {**dict.fromkeys((b"I", b"F", b"L", b"S", b"V", b"P", b"g", b"p"), 1), b"c": 2, b"i": 2}
 
 
-def scan(data: bytes, at: int) -> None:
+def scan(data: bytes, at: int, budget: Budget) -> None:
     """Walk over a pickle's opcodes without carrying them out.
 
     Python below 3.14 makes a table as long as the highest memo number that a pickle names, so ten bytes could ask for
     32 GiB (CPython issue 115952). No writer numbers more objects than its pickle has bytes. Also refused: a pickle
     whose many small objects would fill the memory, and extension codes, which would name what is imported by a number.
     """
-    memo_number = object_bytes = 0
+    memo_number = 0
     while True:
         fixed = _FIXED.match(data, at)
         assert fixed is not None  # it matches nothing, too
-        object_bytes += _TEXT_BYTES + _bytes_of_objects(fixed.group())
-        if object_bytes > _MAX_OBJECT_BYTES:
-            raise pickle.UnpicklingError(f"objects that would take more than {_MAX_OBJECT_BYTES >> 20} MiB of memory")
+        budget.spend("its many objects", num_bytes=_TEXT_BYTES + _bytes_of_objects(fixed.group()))
         opcode, at = data[fixed.end() : fixed.end() + 1], fixed.end() + 1
         if opcode == b".":
             return

@@ -1,11 +1,9 @@
 """What a pickle's names become: inert values, which hold what the pickle says and do nothing."""
 
 import collections
-import contextlib
-import contextvars
 import math
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -24,36 +22,6 @@ class FixedClass(type):
 
     def __delattr__(cls, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"deletes {name} of a class")
-
-
-# What the functions of the pickle that is being read may still do, in parts of what they are given.
-_work_left: contextvars.ContextVar[int] = contextvars.ContextVar("_work_left")
-_CALL = 32  # what a call costs beside its arguments
-
-
-@contextlib.contextmanager
-def limited_work(amount: int) -> Iterator[None]:
-    """Limit what ``spend`` may be called for within the block."""
-    token = _work_left.set(amount)
-    try:
-        yield
-    finally:
-        _work_left.reset(token)
-
-
-def spend(args: Iterable[Any]) -> None:
-    """Note a call with these arguments, which copies them, as a short pickle may have it do again and again.
-
-    Raises:
-        UnpicklingError: the limit is reached.
-    """
-    left = _work_left.get() - _CALL - sum(len(arg) for arg in args if isinstance(arg, _SIZED))
-    _work_left.set(left)
-    if left < 0:
-        raise pickle.UnpicklingError("too many calls")
-
-
-_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, collections.deque)
 
 
 def no_state(self: Any, state: Any) -> NoReturn:

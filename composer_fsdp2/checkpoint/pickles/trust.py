@@ -8,8 +8,8 @@ arrays) are really built, and a class such as ``int`` is itself again in the fin
 
 [Note: hostile pickles] A pickle can also set attributes of what it names (BUILD). So a name becomes nothing that could
 be changed for the rest of the process: an immutable type of C, a class of ours that is fixed (``FixedClass``), or a
-value of ours that refuses a state. It can ask for memory and time without holding data; ``scan``, ``spend`` and
-``Finisher`` see that before it is given. What is left is to make hashing slow
+value of ours that refuses a state. It can ask for memory and time without holding data; ``scan``, ``Function``
+and ``Finisher`` spend a ``Budget`` before that. What is left is to make hashing slow
 or deep (a dict's key of nested tuples), which hangs or ends the process, as it does with ``torch.load``.
 """
 
@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from composer_fsdp2.checkpoint.budget import Budget, OverBudgetError
 from composer_fsdp2.checkpoint.pickles.allowed import (
     DATA,
     DTYPES,
@@ -33,6 +34,7 @@ from composer_fsdp2.checkpoint.pickles.allowed import (
     UNSUPPORTED,
     Function,
     NumpyDtypeClass,
+    budget,
 )
 from composer_fsdp2.checkpoint.pickles.finishing import Finisher
 from composer_fsdp2.checkpoint.pickles.opcodes import scan
@@ -41,17 +43,14 @@ from composer_fsdp2.checkpoint.pickles.stand_ins import (
     InertObject,
     Storage,
     UnsupportedPickleError,
-    limited_work,
     short,
 )
 from composer_fsdp2.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-# Beyond 32 for each byte of the pickle, which may hold one container many times.
-_MAX_PARTS = 1_000_000
-# Beyond 4 times the pickle, which may hold one array's bytes many times.
-_MAX_ARRAY_BYTES = 64 << 20
+# A pickle may hold one container many times.
+_OBJECTS_PER_BYTE = 32
 
 
 # Protocols 0 to 2 use Python 2's names of these modules and their contents: __builtin__.long is int.
@@ -174,7 +173,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _load(file: io.BytesIO, names: _Names, storages: Callable[[str], int] | None) -> Any:
     """The next pickle in a file."""
-    scan(file.getvalue(), file.tell())
+    scan(file.getvalue(), file.tell(), budget.get())
     return _Unpickler(file, names, storages).load()
 
 
@@ -185,6 +184,7 @@ def read_pickle(
     trust: bool = False,
     inert: frozenset[str] = frozenset(),
     storages: Callable[[str], int] | None = None,
+    disk_bytes: int = 0,
 ) -> Any:
     """What a pickle describes: plain data, ``StoredTensor`` for tensors, ``InertObject`` for the classes in ``inert``.
 
@@ -193,15 +193,17 @@ def read_pickle(
         trust: Import and call whatever else the pickle names, as ``pickle.load`` would; each is named in a warning.
         inert: Full names of further classes that may occur; their objects come back as ``InertObject``.
         storages: The number of bytes that the file has for a storage key, to check against; raises KeyError.
+        disk_bytes: Of what the pickle describes, for its ``Budget``.
     Raises:
         CheckpointError: the pickle names something else, or is damaged; nothing of it was run. Names what it named.
     """
     names = _Names(inert, trust, where)
+    token = budget.set(Budget.of(where, disk_bytes + len(data), more_objects=_OBJECTS_PER_BYTE * len(data)))
     try:
-        most = _MAX_PARTS + 32 * len(data)
-        with limited_work(most // 2):
-            value = _load(io.BytesIO(data), names, storages)
-        return Finisher(max_parts=most, max_array_bytes=_MAX_ARRAY_BYTES + 4 * len(data)).finish(value)
+        value = _load(io.BytesIO(data), names, storages)
+        return Finisher(budget.get()).finish(value)
+    except OverBudgetError:
+        raise
     except Exception as error:  # a damaged pickle raises anything
         if names.refused:
             raise UntrustedError(
@@ -213,3 +215,5 @@ def read_pickle(
             raise CheckpointError(f"{where}: {error}") from None
         text = str(error) or type(error).__name__
         raise CheckpointError(f"{where}: damaged pickle ({text})") from error
+    finally:
+        budget.reset(token)

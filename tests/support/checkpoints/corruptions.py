@@ -563,7 +563,7 @@ SAFETENSORS = [
     ),
     ("a key more in the index", _index(lambda files: files.update(x=SHARD)), FoundBy.INSPECT, "disagree about x"),
     ("a header's length", lambda path: flip(path / SHARD, 7), FoundBy.INSPECT, SHARD),
-    ("a header's brace", lambda path: flip(path / SHARD, 8, bit=6), FoundBy.INSPECT, rf"{SHARD}: damaged header"),
+    ("a header's brace", lambda path: flip(path / SHARD, 8, bit=6), FoundBy.INSPECT, rf"{SHARD}: damaged"),
     (
         "another shape",
         _header(lambda header: header[TENSOR].update(shape=[11, 7])),

@@ -1,0 +1,45 @@
+"""What it may cost to find out what lies in a checkpoint, so that a small file never takes hours or all memory.
+
+[Note: budgets] A pickle, a directory or a JSON text of a few MiB can describe gigabytes of objects. Each reader spends,
+before it makes them, from a budget that does not depend on what the file claims: a base, and more for each byte that
+is really on the disk. Objects stand for seconds as well: a limit in seconds would refuse healthy files on slow disks.
+"""
+
+from dataclasses import dataclass
+
+from composer_fsdp2.errors import CheckpointError
+
+BASE_BYTES = 384 << 20
+BASE_OBJECTS = 1_000_000
+_BYTES_PER_BYTE = 1 / 8  # a sharded checkpoint of 512 ranks: 2 GiB of objects for the metadata of some 100 GB
+
+
+class OverBudgetError(CheckpointError):
+    """Reading would take more memory or time than any checkpoint of that size needs."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """What is left for one reader.
+
+    Args:
+        where: The file, for the error.
+    """
+
+    where: str
+    num_bytes: float
+    num_objects: float
+
+    @classmethod
+    def of(cls, where: object, disk_bytes: int = 0, *, more_bytes: float = 0, more_objects: int = 0) -> "Budget":
+        """For a file or folder of so many bytes on the disk."""
+        return cls(
+            str(where), BASE_BYTES + _BYTES_PER_BYTE * disk_bytes + more_bytes, BASE_OBJECTS + more_objects
+        )
+
+    def spend(self, what: str, *, num_bytes: float = 0, num_objects: int = 0) -> None:
+        """Raises OverBudgetError: more than is left; names ``what``."""
+        self.num_bytes -= num_bytes
+        self.num_objects -= num_objects
+        if min(self.num_bytes, self.num_objects) < 0:
+            raise OverBudgetError(f"{self.where}: {what} would take more memory or time than a checkpoint's; refused")
