@@ -33,9 +33,7 @@ class Budget:
     @classmethod
     def of(cls, where: object, disk_bytes: int = 0, *, more_bytes: float = 0, more_objects: int = 0) -> "Budget":
         """For a file or folder of so many bytes on the disk."""
-        return cls(
-            str(where), BASE_BYTES + _BYTES_PER_BYTE * disk_bytes + more_bytes, BASE_OBJECTS + more_objects
-        )
+        return cls(str(where), BASE_BYTES + _BYTES_PER_BYTE * disk_bytes + more_bytes, BASE_OBJECTS + more_objects)
 
     def spend(self, what: str, *, num_bytes: float = 0, num_objects: int = 0) -> None:
         """Raises OverBudgetError: more than is left; names ``what``."""

@@ -5,10 +5,9 @@ from pathlib import Path
 from torch import nn
 
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive
-from composer_fsdp2.checkpoint.differences import DifferenceKind, names_by
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, ModelFit
+from composer_fsdp2.checkpoint.load.load_plan import plan_load
 from composer_fsdp2.checkpoint.locate import Located, find
-from composer_fsdp2.checkpoint.matching import ModelMatching, explained
 from composer_fsdp2.checkpoint.open import inventory_of, unpacked
 from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.errors import CheckpointError
@@ -44,13 +43,7 @@ def _check_content(located: Located) -> None:
 
 def _fit(inventory: CheckpointInventory, model: nn.Module) -> ModelFit:
     try:
-        found = ModelMatching(inventory, model)
-        optimizers = [f"optimizer {each.name}" for each in found.inventory.optimizers]
+        plan = plan_load(inventory, model)
     except CheckpointError as error:
         return ModelFit(fits=False, text=str(error))
-    left_out = [*names_by(DifferenceKind.SURPLUS, found.differences), *optimizers]
-    kept = [*names_by(DifferenceKind.MISSING, found.differences), *found.kept]
-    return ModelFit(
-        fits=not found.differences,
-        text=explained(found.tensors, found.renamed, left_out, kept, found.differences),
-    )
+    return ModelFit(fits=not plan.differences, text=plan.explain())

@@ -80,7 +80,10 @@ class TensorTarget:
     @property
     def local(self) -> torch.Tensor:
         """This rank's memory of it."""
-        return self.live.to_local() if isinstance(self.live, DTensor) else self.live
+        return local_tensor(self.live)
+
+    def __str__(self) -> str:
+        return f"{self.value.dtype} {self.shape}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

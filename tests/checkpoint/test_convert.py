@@ -20,7 +20,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.checkpoints.conversions import (
     Normed,
     contents,

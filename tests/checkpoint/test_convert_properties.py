@@ -20,7 +20,6 @@ from support.checkpoints.views import strided
 from support.comparing import assert_same
 from support.examples import examples
 
-from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.convert import copying
 from composer_fsdp2.checkpoint.layouts.safetensors import _DTYPES as SAFETENSORS_DTYPES
 

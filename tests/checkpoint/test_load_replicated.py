@@ -235,14 +235,14 @@ def test_a_rank_without_memory_for_its_state(folder: str) -> None:
     path, _ = checkpoint(f"{folder}/a.pt")
     ours, own = untrained(Large, config=NO_SHARD)
     before = contents(ours, own)
-    place = staging._StatePlace.local
+    allocate = staging._Staged.allocate
 
-    def full(self: staging._StatePlace) -> torch.Tensor:
+    def full(self: staging._Staged, *, is_staged: bool) -> None:
         if dist.get_rank() == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return place(self)
+        allocate(self, is_staged=is_staged)
 
-    with mock.patch.object(staging._StatePlace, "local", full):
+    with mock.patch.object(staging._Staged, "allocate", full):
         error = torch.OutOfMemoryError if dist.get_rank() == 1 else CheckpointError
         with pytest.raises(error, match="CUDA out of memory"):
             load_checkpoint(path, ours, own)

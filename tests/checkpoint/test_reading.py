@@ -20,13 +20,12 @@ from support.comparing import assert_same
 from support.examples import examples
 
 from composer_fsdp2.checkpoint import read, records
-from composer_fsdp2.checkpoint.records import shifted
 from composer_fsdp2.checkpoint.archive.disk import Folder
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.inventory import Chunk, FlatRange, NestedArchive, TensorRecord, of_stored_tensor
 from composer_fsdp2.checkpoint.read import Reader, bytes_of
-from composer_fsdp2.checkpoint.records import damage_of
+from composer_fsdp2.checkpoint.records import damage_of, shifted
 from composer_fsdp2.errors import CheckpointError
 
 pytestmark = pytest.mark.any_torch

@@ -17,14 +17,13 @@ from typing import IO, Any
 
 import torch
 
-from composer_fsdp2.checkpoint.records import shifted
 from composer_fsdp2.checkpoint.archive.disk import read_at, write_all
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.inventory import NestedArchive, Strided, TensorRecord
 from composer_fsdp2.checkpoint.output import OutputFile, TensorWrite
 from composer_fsdp2.checkpoint.read import Reader, bytes_of
-from composer_fsdp2.checkpoint.records import ReadRange, damage_of, ranges_by_record
+from composer_fsdp2.checkpoint.records import ReadRange, damage_of, ranges_by_record, shifted
 from composer_fsdp2.config.text import lines_and_more
 from composer_fsdp2.errors import CheckpointError
 
@@ -119,9 +118,7 @@ class Copier:
         for reader, _ in self._readers:
             reader.__exit__(*exception)
 
-    def copy(
-        self, tasks: Iterable[CopyTask], outputs: Mapping[int, IO[bytes]]
-    ) -> Iterator[tuple[CopyTask, Copied]]:
+    def copy(self, tasks: Iterable[CopyTask], outputs: Mapping[int, IO[bytes]]) -> Iterator[tuple[CopyTask, Copied]]:
         """Read, cast and write; each task is yielded when it is written, in the order of the tasks.
 
         Args:

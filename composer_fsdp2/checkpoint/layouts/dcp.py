@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from composer_fsdp2._torch.private_names import storage_info
-from composer_fsdp2.checkpoint.archive.disk import Folder, read_at
-from composer_fsdp2.checkpoint.archive.disk import damage_in, inside
+from composer_fsdp2.checkpoint.archive.disk import Folder, damage_in, inside, read_at
 from composer_fsdp2.checkpoint.archive.writer import Slot, plan_archive
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.inventory import (

@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2.checkpoint.records import shifted
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.inventory import TensorRecord
 from composer_fsdp2.checkpoint.read import Reader
-from composer_fsdp2.checkpoint.records import Range, damage_of, ranges_by_record
+from composer_fsdp2.checkpoint.records import Range, damage_of, ranges_by_record, shifted
 from composer_fsdp2.config.text import lines_and_more
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import device_of_group, gather

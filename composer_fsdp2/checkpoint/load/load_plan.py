@@ -1,14 +1,16 @@
 """How a checkpoint goes into a model: every tensor matched by name, everything that does not fit named."""
 
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from composer_fsdp2.checkpoint.differences import Difference, DifferenceKind, listed, names_by
+from composer_fsdp2.checkpoint.differences import Difference, DifferenceKind, can_cast, listed, names_by
+from composer_fsdp2.checkpoint.flat import unflattened
 from composer_fsdp2.checkpoint.inventory import (
+    MODEL,
     OPTIMIZERS,
     CheckpointInventory,
     ObjectRecord,
@@ -17,10 +19,25 @@ from composer_fsdp2.checkpoint.inventory import (
     TensorRecord,
 )
 from composer_fsdp2.checkpoint.load.optimizer_state import OptimizerPlan, plan_optimizer
-from composer_fsdp2.checkpoint.matching import ModelMatching, PlannedTensor, explained
+from composer_fsdp2.checkpoint.names import PREFIXES, canonical
+from composer_fsdp2.checkpoint.same_bytes import same_content
+from composer_fsdp2.checkpoint.target import ModelTarget, TensorTarget, model_target
 from composer_fsdp2.checkpoint.trees import EntryPath
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTensor:
+    """One tensor of the model, and what is read into it.
+
+    Args:
+        duplicates: The file's other entries for a shared parameter, of which only reading shows that they are equal.
+    """
+
+    target: TensorTarget
+    record: TensorRecord
+    duplicates: tuple[TensorRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,25 +45,26 @@ class LoadPlan:
     """What a load will read, rename and leave out, and what does not fit.
 
     Args:
+        inventory: The checkpoint, flat parameters taken apart.
         extra: Extra state by its name: the module that takes it, and the entry.
-        custom: Where ``model.load_state_dict`` runs more than torch's own code; it is called then.
+        others: Entries that a hook on ``state_dict`` added, for the modules' own loading code.
         renamed: From the file's names to the model's, where they differ by more than wrappers' prefixes.
         left_out: Entries of the file that nothing takes, in words.
         kept: What the model or optimizer keeps of its own, in words.
         differences: Everything that ``strict`` would refuse, and what is refused anyway.
-        contents: A number that differs where the files are of another save, as far as metadata shows.
     """
 
     inventory: CheckpointInventory
+    model: nn.Module
+    target: ModelTarget
     tensors: tuple[PlannedTensor, ...]
     extra: dict[str, tuple[nn.Module, TensorRecord | ObjectRecord]]
-    custom: "CustomLoading | None"
+    others: dict[str, TensorRecord | ObjectRecord]
     optimizer: OptimizerPlan | None
     renamed: dict[str, str]
     left_out: tuple[str, ...]
     kept: tuple[str, ...]
     differences: tuple[Difference, ...]
-    contents: int
 
     @property
     def fingerprint(self) -> str:
@@ -54,21 +72,31 @@ class LoadPlan:
         tensors = [(p.target.name, p.record.name, p.record.shape, str(p.record.dtype)) for p in self.tensors]
         states = [(s.name, list(s.entries)) for s in self.optimizer.states] if self.optimizer else []
         sizes = [(path.name, size) for path, size in self.inventory.files]
-        return repr((self.inventory.layout, sizes, self.contents, tensors, states, self.left_out))
+        return repr((self.inventory.layout, sizes, _contents(self.inventory), tensors, states, self.left_out))
+
+    @property
+    def own_loading(self) -> str:
+        """The modules whose hooks and overrides ``model.load_state_dict`` runs; '' where it is torch's own code."""
+        code = self.target.custom_loading.items()
+        return and_more([f"{path or 'the model'} ({names})" for path, names in code], 4)
 
     def refuse(self, *, strict: bool) -> None:
         """Raise CheckpointError with every difference that may not be."""
         refused = [d for d in self.differences if strict or d.kind.is_fatal]
         if not refused:
             return
-        can_relax = not any(d.kind.is_fatal for d in refused)
-        hint = self.custom.hint if self.custom is not None else ""
-        hint += (
-            "\nstrict=False (load_strict_model_weights: false in a Trainer) loads the rest, casts dtypes, and says "
-            "what it left out"
-            if can_relax
-            else ""
-        )
+        hint = ""
+        if self.own_loading:
+            hint += (
+                f"\nLoading hooks and overrides of {self.own_loading} run on this rank's shards, once names and shapes "
+                "fit. Those that rename or reshape entries of older files must run on the file before: load it with "
+                "torch.load, call load_state_dict of a model that is not sharded, and save that"
+            )
+        if not any(d.kind.is_fatal for d in refused):
+            hint += (
+                "\nstrict=False (load_strict_model_weights: false in a Trainer) loads the rest, casts dtypes, and says "
+                "what it left out"
+            )
         raise CheckpointError(
             f"{self.inventory.path} does not fit this model{' and optimizer' if self.optimizer else ''}; nothing was "
             f"changed:\n{listed(refused)}{hint}"
@@ -76,38 +104,14 @@ class LoadPlan:
 
     def explain(self) -> str:
         """Whether and how it loads, as text."""
-        num_states = None if self.optimizer is None else len(self.optimizer.states)
-        return explained(self.tensors, self.renamed, self.left_out, self.kept, self.differences, num_states=num_states)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CustomLoading:
-    """Loading code of the user's, and what it is called with.
-
-    Args:
-        code: Hooks and overrides by the path of their module.
-        others: Entries that are no parameter, buffer or extra state.
-        keys: From canonical names to those of the state dict.
-        versions: Of the modules, as their state dict has them.
-    """
-
-    model: nn.Module
-    code: dict[str, str]
-    others: dict[str, TensorRecord | ObjectRecord]
-    keys: dict[str, str]
-    versions: Any
-
-    @property
-    def hint(self) -> str:
-        """What to know where entries do not fit."""
-        return (
-            f"\nLoading hooks and overrides of {self} run on this rank's shards, once names and shapes fit. Those that "
-            "rename or reshape entries of older files must run on the file before: load it with torch.load, call "
-            "load_state_dict of a model that is not sharded, and save that"
-        )
-
-    def __str__(self) -> str:
-        return and_more([f"{path or 'the model'} ({names})" for path, names in self.code.items()], 4)
+        lines = [f"{len(self.tensors)} tensors of the model" + f", {len(self.renamed)} renamed" * bool(self.renamed)]
+        if self.optimizer is not None:
+            lines.append(f"optimizer state of {len(self.optimizer.states)} parameters")
+        lines += [f"left out: {name}" for name in self.left_out]
+        lines += [f"kept: {name}" for name in self.kept]
+        if self.differences:
+            lines.append(f"does not fit:\n{listed(self.differences)}")
+        return "\n".join(lines)
 
 
 def plan_load(
@@ -129,28 +133,28 @@ def plan_load(
         CheckpointError: the checkpoint has no weights, is damaged, or holds flat parameters of another model.
     Every rank must call this with the same arguments; it does not communicate.
     """
-    of_model = ModelMatching(inventory, model, ignored)
+    of_model = _ModelMatching(inventory, model, ignored)
     state, differences, left_out = None, of_model.differences, of_model.inventory.optimizers
     if optimizer is not None and not weights_only:
         state, of_optimizer, left_out = _matched_optimizer(of_model, optimizer, ignored)
         differences = [*differences, *of_optimizer]
-    kept = (*names_by(DifferenceKind.MISSING, differences), *of_model.kept, *(state.kept if state else ()))
     return LoadPlan(
         inventory=of_model.inventory,
+        model=model,
+        target=of_model.target,
         tensors=tuple(of_model.tensors),
         extra=of_model.extra,
-        custom=_custom_loading(of_model),
+        others=of_model.others,
         optimizer=state,
         renamed=of_model.renamed,
         left_out=(*names_by(DifferenceKind.SURPLUS, differences), *(f"optimizer {each.name}" for each in left_out)),
-        kept=kept,
+        kept=(*names_by(DifferenceKind.MISSING, differences), *of_model.kept, *(state.kept if state else ())),
         differences=tuple(differences),
-        contents=_contents(of_model.inventory),
     )
 
 
 def _matched_optimizer(
-    of_model: ModelMatching, optimizer: torch.optim.Optimizer, ignored: frozenset[EntryPath]
+    of_model: "_ModelMatching", optimizer: torch.optim.Optimizer, ignored: frozenset[EntryPath]
 ) -> tuple[OptimizerPlan | None, list[Difference], tuple[OptimizerContents, ...]]:
     """The plan for the optimizer's state, what does not fit, and the file's optimizers that nothing takes."""
     optimizers, name = of_model.inventory.optimizers, type(optimizer).__qualname__
@@ -165,21 +169,8 @@ def _matched_optimizer(
     return plan, differences, tuple(each for each in optimizers if each is not contents)
 
 
-def _custom_loading(of_model: ModelMatching) -> CustomLoading | None:
-    target = of_model.target
-    if not target.custom_loading:
-        return None
-    return CustomLoading(
-        model=of_model.model,
-        code=target.custom_loading,
-        others=of_model.others,
-        keys=target.keys,
-        versions=target.versions,
-    )
-
-
 def _contents(inventory: CheckpointInventory) -> int:
-    """A CRC32 of the CRC32s that were read with the inventory."""
+    """A CRC32 of the CRC32s that were read with the inventory: it differs where the files are of another save."""
     found = inventory.metadata_crc32
     for record in inventory.tensors.values():
         found = zlib.crc32(len(record.chunks).to_bytes(4, "little"), found)
@@ -187,3 +178,108 @@ def _contents(inventory: CheckpointInventory) -> int:
             if isinstance(chunk.source, Strided) and chunk.source.blob.crc32 is not None:
                 found = zlib.crc32(chunk.source.blob.crc32.to_bytes(4, "little"), found)
     return found
+
+
+class _ModelMatching:
+    """The model's tensors against the file's; see ``LoadPlan``.
+
+    Attributes:
+        rename: From a name in the file to the model's.
+    """
+
+    def __init__(self, inventory: CheckpointInventory, model: nn.Module, ignored: frozenset[EntryPath]) -> None:
+        self.inventory = unflattened(inventory, model)
+        if not self.inventory.model and not ignored:
+            raise CheckpointError(f"{inventory.path}: holds no model weights")
+        self.target = model_target(model)
+        self.rename = _renaming(map(canonical, self.inventory.model), frozenset(self.target.names()))
+        self.tensors: list[PlannedTensor] = []
+        self.extra: dict[str, tuple[nn.Module, TensorRecord | ObjectRecord]] = {}
+        self.others: dict[str, TensorRecord | ObjectRecord] = {}
+        self.renamed: dict[str, str] = {}
+        self.kept: list[str] = []
+        self.differences: list[Difference] = []
+        self.file: dict[str, TensorRecord | ObjectRecord] = {}
+        for name, record in self.inventory.model.items():
+            new = self.rename(name)
+            if new in self.file:
+                self._differ(DifferenceKind.SURPLUS, name, "a second entry under that name", "one")
+            self.file[new] = record
+            if new != canonical(name):
+                self.renamed[name] = new
+        self._match({self.rename(str(path[2])) for path in ignored if path[:2] == MODEL})
+
+    def _differ(self, kind: DifferenceKind, name: str, found: object, expected: object) -> None:
+        self.differences.append(Difference(kind, name, str(found), str(expected)))
+
+    def _match(self, ignored: set[str]) -> None:
+        target, used = self.target, set[str]()
+        for tensor in target.tensors:
+            present = [name for name in tensor.names if name in self.file]
+            used.update(present)
+            if present:
+                self._match_tensor(tensor, present)
+            elif ignored.intersection(tensor.names):
+                self.kept.append(f"{tensor.name} (ignored)")
+            else:
+                self._differ(DifferenceKind.MISSING, " = ".join(tensor.names), "nothing", tensor)
+        for name, module in target.extra.items():
+            if name in self.file:
+                self.extra[name] = (module, self.file[name])
+            elif name in target.leafless:
+                self.extra[name] = (module, ObjectRecord.of_value(name, {}, is_flattened=True))
+            else:
+                self._differ(DifferenceKind.MISSING, name, "nothing", "extra state")
+        for name in self.file:
+            if name in used or name in target.extra:
+                continue
+            if name in target.others and target.is_loadable(name):
+                self.others[name] = self.file[name]
+            elif name in target.others:
+                self._differ(
+                    DifferenceKind.SURPLUS,
+                    name,
+                    "an entry",
+                    "a parameter, a buffer or extra state: a state_dict hook or override added it, and no loading hook "
+                    "or override of a module takes it",
+                )
+            else:
+                self._differ(DifferenceKind.SURPLUS, name, "an entry", "nothing of that name in this model")
+
+    def _match_tensor(self, tensor: TensorTarget, present: list[str]) -> None:
+        """One tensor of the model, which the file has under these names."""
+        duplicates = self._check_ties(present)
+        name, record = present[0], self.file[present[0]]
+        if not isinstance(record, TensorRecord):
+            self._differ(DifferenceKind.TYPE, name, "no tensor", tensor)
+            return
+        if record.shape != tensor.shape:
+            self._differ(DifferenceKind.SHAPE, name, record.shape, tensor.shape)
+            return
+        if record.dtype != tensor.value.dtype:
+            kind = DifferenceKind.DTYPE if can_cast(record.dtype, tensor.value.dtype) else DifferenceKind.TYPE
+            self._differ(kind, name, record.dtype, tensor.value.dtype)
+        self.tensors.append(PlannedTensor(target=tensor, record=record, duplicates=duplicates))
+
+    def _check_ties(self, names: list[str]) -> tuple[TensorRecord, ...]:
+        """A parameter that the model shares was stored once or several times; all must be equal."""
+        duplicates = []
+        for name in names[1:]:
+            copy = self.file[name]
+            alike = same_content(self.file[names[0]], copy)
+            if alike is False:
+                pair = f"{names[0]} = {name}"
+                self._differ(DifferenceKind.TIED, pair, "different values", "one parameter, which the model shares")
+            elif alike is None and isinstance(copy, TensorRecord):
+                duplicates.append(copy)
+        return tuple(duplicates)
+
+
+def _renaming(file_names: Iterable[str], target_names: frozenset[str]) -> Callable[[str], str]:
+    """The change of prefix under which most names of the file are the model's."""
+    names = list(file_names)
+    changes: list[Callable[[str], str]] = []
+    for prefix in PREFIXES:
+        changes.append(lambda name, prefix=prefix: f"{prefix}{canonical(name)}")  # type: ignore[misc]
+        changes.append(lambda name, prefix=prefix: canonical(name).removeprefix(prefix))  # type: ignore[misc]
+    return max(changes, key=lambda change: sum(change(name) in target_names for name in names))  # the first of the best

@@ -1,7 +1,8 @@
 """What a load has read and not yet put into place."""
 
 import copy
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -14,10 +15,10 @@ from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2._torch.private_names import has_custom_load_state_dict, state_dict_of
 from composer_fsdp2.checkpoint.inventory import ObjectRecord, TensorRecord
 from composer_fsdp2.checkpoint.load.exchange import broadcast_replicas, owners, replica_of
-from composer_fsdp2.checkpoint.load.load_plan import CustomLoading, LoadPlan
+from composer_fsdp2.checkpoint.load.load_plan import LoadPlan
 from composer_fsdp2.checkpoint.load.optimizer_state import ParameterState
 from composer_fsdp2.checkpoint.read import Reader, bytes_of, materialized
-from composer_fsdp2.checkpoint.target import LocalBox
+from composer_fsdp2.checkpoint.target import LocalBox, TensorTarget
 from composer_fsdp2.checkpoint.trees import fitted
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import device_of_group, gather
@@ -27,38 +28,18 @@ _PIECE_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
-class _StatePlace:
-    """The place where a tensor of an optimizer's state will stay, which tells how it is sharded.
-
-    Args:
-        box: In the layout of the optimizer's own tensor or of the parameter.
-        value: The tensor: the optimizer's own, if what is read fits into it; else it is made when it is filled.
-    """
-
-    box: LocalBox
-    dtype: torch.dtype
-    value: torch.Tensor | None = None
-
-    def local(self) -> torch.Tensor:
-        """This rank's memory of it."""
-        if self.value is None:  # where its like is: with CPU offload, parts of a tensor on a GPU mesh lie on the host
-            self.value = torch.empty_like(self.box.like, dtype=self.dtype, memory_format=torch.contiguous_format)
-        return local_tensor(self.value)
-
-
-@dataclass(slots=True)
 class _Staged:
     """This rank's part of one tensor.
 
     Args:
-        place: Where it will stay, for optimizer state; the model's own tensors are copied into at the end.
+        value: The tensor that it is loaded into: the model's, the optimizer's own, or a new one, made by ``allocate``.
         owner: The replica that reads it and sends it to the others; None where each rank reads its own part.
         data: In host memory, from ``read`` to ``commit``, on a rank that reads it.
     """
 
     record: TensorRecord
     box: LocalBox
-    place: _StatePlace | None = None
+    value: torch.Tensor | None = None
     owner: int | None = None
     data: torch.Tensor | None = None
 
@@ -67,14 +48,15 @@ class _Staged:
         """Whether this rank reads it, and not another replica."""
         return self.owner is None or self.owner == replica_of(self.box)
 
-    def allocate(self) -> torch.Tensor:
-        """Memory to read it to: its final place, if that is host memory that nothing uses yet."""
-        is_new = self.place is not None and self.place.value is None
-        if is_new and self.place is not None and local_tensor(self.box.like).device.type == "cpu":
-            self.data = self.place.local()
-        else:
-            self.data = torch.empty(self.box.sizes, dtype=self.record.dtype)
-        return self.data
+    def allocate(self, *, is_staged: bool) -> None:
+        """Make ``value`` and, if it is staged, ``data``: one memory, if that is host memory that nothing uses yet."""
+        is_new = self.value is None
+        if self.value is None:  # where its like is: with CPU offload, parts of a tensor on a GPU mesh lie on the host
+            self.value = torch.empty_like(self.box.like, dtype=self.record.dtype, memory_format=torch.contiguous_format)
+        if is_staged:
+            local = local_tensor(self.value)
+            is_shared = is_new and local.device.type == "cpu"
+            self.data = local if is_shared else torch.empty(self.box.sizes, dtype=self.record.dtype)
 
 
 class Staging:
@@ -96,31 +78,25 @@ class Staging:
 
     def __init__(self, plan: LoadPlan, *, strict: bool = True) -> None:
         self.plan, self._strict = plan, strict
-        self.tensors = [_Staged(planned.record, LocalBox.of(planned.target.value)) for planned in plan.tensors]
-        self._duplicates = [
-            [_Staged(copy, staged.box) for copy in planned.duplicates]
-            for planned, staged in zip(plan.tensors, self.tensors, strict=True)
-        ]
-        self._custom: CustomLoading | None = plan.custom
-        self._runs_own_loading: bool = any(gather(plan.custom is not None))
+        self.tensors = [_staged(planned.record, planned.target) for planned in plan.tensors]
+        self._duplicates = [[_staged(copy, planned.target) for copy in planned.duplicates] for planned in plan.tensors]
+        self.groups: list[dict[str, Any]] = []
+        self.states: list[dict[str, Any]] = []  # tensors as _Staged
         self.extra: dict[str, Any] = {}
         self._others: dict[str, Any] = {}
-        self._tensors_before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._extra_before: list[tuple[nn.Module, Any]] = []
-        self.states: list[dict[str, Any]] = []  # tensors as _Staged
+        self._undo: list[Callable[[], object]] = []  # in the order of what is to be undone
         optimizer = plan.optimizer.optimizer if plan.optimizer else None
+        self._runs_own_loading: bool = any(gather(bool(plan.own_loading)))
         self._loads_early: bool = any(gather(optimizer is not None and has_custom_load_state_dict(optimizer)))
-        self._optimizer_before: _OptimizerBefore | None = None
         used = {_address(planned.target.local) for planned in plan.tensors}
         for state in plan.optimizer.states if plan.optimizer else ():
-            own = plan.optimizer.optimizer.state.get(state.parameter, {}) if plan.optimizer else {}
+            own = optimizer.state.get(state.parameter, {}) if optimizer else {}
             self.states.append(
                 {
                     key: _stage(record, state, own.get(key), used, in_place=not self._loads_early)
                     for key, record in state.entries.items()
                 }
             )
-        self.groups: list[dict[str, Any]] = list(plan.optimizer.groups) if plan.optimizer else []
         self._choose_owners()
         self._buffer = torch.empty(0, dtype=torch.uint8)  # a piece that is broadcast
 
@@ -152,32 +128,26 @@ class Staging:
         """Read this rank's part, and allocate everything that ``commit`` needs; communicates nothing."""
         early = {id(staged) for staged in self._early()}
         for staged in self._all():
+            staged.allocate(is_staged=staged.reads_here or id(staged) in early)
             if staged.reads_here:
-                reader.read(staged.record, staged.box, staged.allocate())
-            elif id(staged) in early:
-                staged.allocate()
-            if staged.place is not None:
-                staged.place.local()
+                assert staged.data is not None
+                reader.read(staged.record, staged.box, staged.data)
         sent = [s.box.numel * s.record.dtype.itemsize for s in self._all() if s.owner is not None]
         if sent:
             num_bytes = min(max(sent), _PIECE_BYTES)
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device_of_group())
-        self._read_values(reader)
-
-    def _read_values(self, reader: Reader) -> None:
-        """What is not part of a large tensor; each rank for itself."""
 
         def value_of(record: TensorRecord | ObjectRecord) -> Any:
             return materialized(record if isinstance(record, TensorRecord) else record.value(), reader)
 
+        # What is not part of a large tensor; each rank for itself.
         self.extra = {name: value_of(record) for name, (_, record) in self.plan.extra.items()}
-        if self._custom is not None:
-            self._others = {name: value_of(record) for name, record in self._custom.others.items()}
-        self.groups = [materialized(group, reader) for group in self.groups]
+        self._others = {name: value_of(record) for name, record in self.plan.others.items()}
+        self.groups = [
+            materialized(group, reader) for group in (self.plan.optimizer.groups if self.plan.optimizer else ())
+        ]
         for state in self.states:
-            for key, value in state.items():
-                if not isinstance(value, _Staged):
-                    state[key] = materialized(value.value(), reader)
+            state.update({key: value_of(value) for key, value in state.items() if not isinstance(value, _Staged)})
 
     def share(self) -> None:
         """Broadcast the arguments of the user's loading code. Called on all ranks."""
@@ -222,14 +192,14 @@ class Staging:
         Raises:
             CheckpointError: a module or the optimizer refused; names it.
         """
-        if self._custom is None:
-            self._set_extra_state()
+        if self.plan.own_loading:
+            self._load_model()
         else:
-            self._load_model(self._custom)
+            self._set_extra_state()
         if self.plan.optimizer is None or not self._loads_early:
             return
         optimizer = self.plan.optimizer.optimizer
-        self._optimizer_before = _OptimizerBefore.of(optimizer)
+        self._undo.append(_restoring(optimizer))
         try:
             self._load_optimizer(optimizer, self.plan.optimizer.states)
         except Exception as error:
@@ -241,26 +211,20 @@ class Staging:
     @torch.no_grad()
     def undo_custom_load(self) -> None:
         """Put back what ``run_custom_load`` changed, wherever it got to."""
-        if self._optimizer_before is not None:
-            self._optimizer_before.put_back()
-        for tensor, before in self._tensors_before:
-            local_tensor(tensor).copy_(before)  # not that of before: FSDP2's own load hook replaces a padded one
-        for module, before in reversed(self._extra_before):
-            module.set_extra_state(before)
+        for undo in reversed(self._undo):
+            undo()
 
-    def _load_model(self, custom: CustomLoading) -> None:
+    def _load_model(self) -> None:
         """``load_state_dict`` of the model, as torch calls it, with this rank's shards as DTensors."""
-        model = custom.model
-        self._tensors_before = [
-            (tensor, local_tensor(tensor).detach().to("cpu", copy=True))
-            for tensor in (*model.parameters(), *model.buffers())
-        ]
+        model, target = self.plan.model, self.plan.target
         values = {name: self._extra_of(name) for name in self.plan.extra} | self._others
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._undo.append(functools.partial(_put_back, tensor, local_tensor(tensor).detach().to("cpu", copy=True)))
         for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
             assert staged.data is not None
             value = staged.box.rebuilt(staged.data.to(planned.target.local.device))
             values.update(dict.fromkeys(planned.target.names, value))
-        state = state_dict_of({custom.keys[name]: value for name, value in values.items()}, custom.versions)
+        state = state_dict_of({target.keys[name]: value for name, value in values.items()}, target.versions)
         try:
             refused = model.load_state_dict(state, strict=False)
             # What the file does not have was refused, or is to stay.
@@ -271,7 +235,7 @@ class Staging:
         except Exception as error:
             raise CheckpointError(
                 f"{self.plan.inventory.path}: load_state_dict of {type(model).__name__} with the loading code of "
-                f"{custom} raised {type(error).__name__}: {error}; nothing was changed"
+                f"{self.plan.own_loading} raised {type(error).__name__}: {error}; nothing was changed"
             ) from error
 
     def _set_extra_state(self) -> None:
@@ -288,7 +252,7 @@ class Staging:
         """The argument of a module's ``set_extra_state``; its present state is recorded, for ``undo_custom_load``."""
         module, record = self.plan.extra[name]
         live = copy.deepcopy(module.get_extra_state())
-        self._extra_before.append((module, live))
+        self._undo.append(functools.partial(module.set_extra_state, live))
         is_flattened = isinstance(record, ObjectRecord) and record.is_flattened
         return fitted(self.extra[name], live) if is_flattened else self.extra[name]
 
@@ -300,16 +264,17 @@ class Staging:
         """
         if not self._loads_early:
             self.states = [{key: self._result(value) for key, value in state.items()} for state in self.states]
-        for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
-            if self._custom is None:  # else its own code did
-                self._fill(planned.target.local, staged)
+        for staged in self.tensors:
+            if not self.plan.own_loading:  # else that code did
+                self._fill(staged)
             staged.data = None
         if self.plan.optimizer is not None and not self._loads_early:
             self._load_optimizer(self.plan.optimizer.optimizer, self.plan.optimizer.states)
 
-    def _fill(self, place: torch.Tensor, staged: _Staged) -> None:
+    def _fill(self, staged: _Staged) -> None:
         """Copy this rank's part of a tensor into its place, from the owner's memory."""
-        data, itemsize = staged.data, staged.record.dtype.itemsize
+        assert staged.value is not None
+        place, data, itemsize = local_tensor(staged.value), staged.data, staged.record.dtype.itemsize
         is_there = data is not None and (data.data_ptr(), data.device) == (place.data_ptr(), place.device)
         if staged.owner is None:
             assert data is not None
@@ -329,10 +294,9 @@ class Staging:
         """A value of an optimizer's state, in its place."""
         if not isinstance(value, _Staged):
             return value
-        assert value.place is not None
-        self._fill(value.place.local(), value)
+        self._fill(value)
         value.data = None
-        return value.place.value
+        return value.value
 
     def _load_optimizer(self, optimizer: torch.optim.Optimizer, states: Sequence[ParameterState]) -> None:
         number_of = {
@@ -343,7 +307,10 @@ class Staging:
         # What the file does not have stays.
         stays = number_of.keys() - self.plan.optimizer.without_state
         state = {parameter: dict(own) for parameter, own in optimizer.state.items() if parameter in stays}
-        dtypes = {parameter: _dtypes(own) for parameter, own in state.items()}
+        dtypes = {
+            parameter: {key: value.dtype for key, value in own.items() if isinstance(value, torch.Tensor)}
+            for parameter, own in state.items()
+        }
         for planned, entries in zip(states, self.states, strict=True):
             state[planned.parameter] = {key: self._result(value) for key, value in entries.items()}
             dtypes[planned.parameter] = planned.dtypes
@@ -365,33 +332,29 @@ class Staging:
             loaded.update({key: value for key, value in entries.items() if isinstance(value, str)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OptimizerBefore:
-    """An optimizer's attributes, and what its state and groups held; the tensors are the same ones."""
+def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    local_tensor(tensor).copy_(before)  # not that of before: FSDP2's own load hook replaces a padded one
 
-    optimizer: torch.optim.Optimizer
-    attributes: dict[str, Any]
-    state: dict[Any, Any]
-    groups: list[dict[str, Any]]
 
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> "_OptimizerBefore":
-        return cls(
-            optimizer=optimizer,
-            attributes=dict(vars(optimizer)),
-            state={parameter: copy.copy(entries) for parameter, entries in optimizer.state.items()},
-            groups=[dict(group) for group in optimizer.param_groups],
-        )
+def _restoring(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A function that puts back an optimizer's attributes, and what its state and groups hold now."""
+    attributes = dict(vars(optimizer))
+    state = {parameter: copy.copy(entries) for parameter, entries in optimizer.state.items()}
+    groups = [dict(group) for group in optimizer.param_groups]
 
-    def put_back(self) -> None:
-        own = vars(self.optimizer)
-        own.clear()
-        own.update(self.attributes)
-        self.optimizer.state.clear()
-        self.optimizer.state.update(self.state)
-        for group, before in zip(self.optimizer.param_groups, self.groups, strict=True):
+    def restore() -> None:
+        for live, before in ((vars(optimizer), attributes), (attributes["state"], state)):
+            live.clear()
+            live.update(before)
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
-            group.update(before)
+            group.update(values)
+
+    return restore
+
+
+def _staged(record: TensorRecord, target: TensorTarget) -> _Staged:
+    return _Staged(record, LocalBox.of(target.value), target.live)
 
 
 def _stage(record: Any, state: ParameterState, own: Any, used: set[int], *, in_place: bool) -> Any:
@@ -405,12 +368,12 @@ def _stage(record: Any, state: ParameterState, own: Any, used: set[int], *, in_p
     if not isinstance(record, TensorRecord):
         return record
     like = _layout_of(record, state.parameter, own)
-    place = _StatePlace(LocalBox.of(like), record.dtype)
+    staged = _Staged(record, LocalBox.of(like))
     is_own = in_place and like is own and type(own) in (torch.Tensor, DTensor) and own.dtype == record.dtype
     if is_own and local_tensor(own).is_contiguous() and _address(local_tensor(own)) not in used:
         used.add(_address(local_tensor(own)))
-        place.value = own
-    return _Staged(record, place.box, place)
+        staged.value = own
+    return staged
 
 
 def _layout_of(record: TensorRecord, parameter: nn.Parameter, own: Any) -> torch.Tensor:
@@ -423,10 +386,6 @@ def _layout_of(record: TensorRecord, parameter: nn.Parameter, own: Any) -> torch
         replicated = [Replicate()] * parameter.device_mesh.ndim
         return DTensor.from_local(full, parameter.device_mesh, replicated, run_check=False)
     return torch.empty(record.shape, dtype=record.dtype)  # a step count
-
-
-def _dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    return {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.collectives import all_gather_single
 from composer_fsdp2._torch.parts import local_tensor
-from composer_fsdp2.checkpoint.records import shifted
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.read import bytes_of
+from composer_fsdp2.checkpoint.records import shifted
 from composer_fsdp2.checkpoint.save.rounds import Piece, Routes, Timetable, cut, numbered
 from composer_fsdp2.checkpoint.save.staged_file import FirstError, StagedFile, require_plain_bytes
 from composer_fsdp2.checkpoint.target import LocalBox
