@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -57,44 +58,22 @@ def row_major(shape: Shape) -> Shape:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-_MOST_PAIRWISE = 256
+_MAX_SPLIT_DIMS = 5  # more than meshes have axes that split one tensor
 
 
-def first_overlap(boxes: Sequence[Box]) -> tuple[Shape, Shape] | None:
-    """Offsets of two boxes that share an element, or that no sharding lays out so; found in a short time.
+def tile(shape: Shape, boxes: Sequence[Box]) -> bool:
+    """Whether boxes within a tensor cover each of its elements once.
 
-    Boxes of a sharding lie in a grid: along some dimension they fall apart into groups that do not meet, and each group
-    does so again. A few that do not are compared with each other; of many the first two are named.
+    A box is the sum of its corners, with signs that alternate from one to the next, as an interval [a, b) is the step
+    at a minus the step at b. So boxes tile the tensor exactly if all their corners add up to the tensor's own.
     """
-    work_left = 1_000_000 + 64 * len(boxes)
-    waiting = [boxes]
-    while waiting:
-        group = waiting.pop()
-        if len(group) < 2:
-            continue
-        if work_left < 0:
-            return group[0].offsets, group[1].offsets
-        for dim in range(len(group[0].offsets)):
-            work_left -= len(group)
-            if len(groups := _disjoint_groups(group, dim)) > 1:
-                waiting.extend(groups)
-                break
-        else:
-            if len(group) > _MOST_PAIRWISE:
-                return group[0].offsets, group[1].offsets
-            for one, other in itertools.combinations(group, 2):
-                if one.overlap(other) is not None:
-                    return one.offsets, other.offsets
-    return None
-
-
-def _disjoint_groups(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
-    """The groups of boxes that do not meet along a dimension."""
-    groups: list[list[Box]] = []
-    end = -1
-    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
-        if box.offsets[dim] >= end:
-            groups.append([])
-        groups[-1].append(box)
-        end = max(end, box.offsets[dim] + box.sizes[dim])
-    return groups
+    split = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
+    if len(split) > _MAX_SPLIT_DIMS:
+        return False
+    corners: Counter[Shape] = Counter()
+    for sign, each in ((1, boxes), (-1, [Box.full(shape)])):
+        for box in each:
+            edges = [((box.offsets[dim], 1), (box.offsets[dim] + box.sizes[dim], -1)) for dim in split]
+            for corner in itertools.product(*edges):
+                corners[tuple(at for at, _ in corner)] += sign * math.prod(direction for _, direction in corner)
+    return not any(corners.values())

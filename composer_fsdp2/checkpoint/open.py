@@ -162,8 +162,8 @@ def _with_our_errors(work: Callable[[], T]) -> Callable[[], T]:
     return attempt
 
 
-# A tensor may be a view that repeats what it is a view of, and several may be views of the same; but all of a checkpoint
-# is hardly more than its files.
+# A tensor may be a view that repeats what it is a view of, and several may be views of the same; but all of a
+# checkpoint is hardly more than its files.
 _REPEATS = 8
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from composer_fsdp2.checkpoint.boxes import Box
-from composer_fsdp2.checkpoint.save.rounds import OWN_SLICE_BYTES, ROUND_BYTES, Routes, Timetable, cut, numbered
+from composer_fsdp2.checkpoint.save.rounds import OWN_SLICE_BYTES, ROUND_BYTES, Routes, Timetable, cut
 
 pytestmark = pytest.mark.any_torch
 
@@ -36,7 +36,7 @@ def parts(shape: Shape, dim: int | None, num_shards: int, num_replicas: int) -> 
 
 def routes_of(cuts: list[list[Box | None]], itemsizes: list[int], num_ranks: int) -> Routes:
     """From each rank's part of each tensor."""
-    return Routes([numbered([of_ranks[rank] for of_ranks in cuts]) for rank in range(num_ranks)], itemsizes)
+    return Routes([[of_ranks[rank] for of_ranks in cuts] for rank in range(num_ranks)], itemsizes)
 
 
 @st.composite

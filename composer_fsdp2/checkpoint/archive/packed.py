@@ -196,8 +196,8 @@ class _Decompressed(io.RawIOBase):
         self._num_bytes += len(data)
         if self._num_bytes > self._max_bytes:
             raise CheckpointError(
-                f"{self._path}: unpacks to more than {self._max_bytes:.0f} bytes, which no checkpoint of its size does; if "
-                "you know what it is, decompress it yourself"
+                f"{self._path}: unpacks to more than {self._max_bytes:.0f} bytes, which no checkpoint of its size "
+                "does; if you know what it is, decompress it yourself"
             )
         buffer[: len(data)] = data
         return len(data)

@@ -343,9 +343,10 @@ def _restoring(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     groups = [dict(group) for group in optimizer.param_groups]
 
     def restore() -> None:
-        for live, before in ((vars(optimizer), attributes), (attributes["state"], state)):
-            live.clear()
-            live.update(before)
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        optimizer.state.clear()
+        optimizer.state.update(state)
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(values)

@@ -12,7 +12,6 @@ import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.read import bytes_of
 from composer_fsdp2.checkpoint.records import shifted
-from composer_fsdp2.checkpoint.save.rounds import Piece, Routes, Timetable, cut, numbered
+from composer_fsdp2.checkpoint.save.rounds import Piece, Routes, Timetable, cut
 from composer_fsdp2.checkpoint.save.staged_file import FirstError, StagedFile, require_plain_bytes
 from composer_fsdp2.checkpoint.target import LocalBox
 from composer_fsdp2.checkpoint.trees import dotted, leaves
@@ -63,11 +62,10 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
         _require_none(errors, path, group)
         timetable = Timetable(routes, plain_bytes)
         source = _ShardReader(shards, file.plain if file is not None else [])
-        work = _Work(source, routes, timetable, errors, group)
-        rounds = errors.attempt(lambda: _Sender(work) if file is None else _Receiver(work, file))
+        rounds = errors.attempt(lambda: _Rounds(source, routes, timetable, errors, group))
         _require_none(errors, path, group)
         assert rounds is not None
-        rounds.run()
+        rounds.send() if file is None else rounds.receive(file)
         crcs = _all_crcs(source, len(shards), group)
         _require_none(errors, path, group)
         if file is not None:
@@ -102,7 +100,7 @@ def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.
         "\n".join(described).encode(errors="backslashreplace")
     ).digest()  # the names themselves are long
     parts = _own_parts([shard for _, shard in named], 0 if group is None else dist.get_global_rank(group, 0))
-    gathered = gather((digest, numbered(parts)), group)
+    gathered = gather((digest, parts), group)
     if any(of_rank != digest for of_rank, _ in gathered):
         raise CheckpointError(f"{path}: not written: {_first_difference(gather(described, group))}")
     routes = Routes([parts for _, parts in gathered], [shard.element_size() for _, shard in named])
@@ -120,7 +118,9 @@ def _own_parts(shards: Sequence[DTensor], writer: int) -> list[Box | None]:
     Groups of ranks that train apart hold values of their own; the file has those of that rank's group.
     """
     boxes = [LocalBox.of(shard) if bool((shard.device_mesh.mesh == writer).any()) else None for shard in shards]
-    return [None if box is None else Box(box.offsets, box.sizes) for box in boxes]
+    parts = [None if box is None else Box(box.offsets, box.sizes) for box in boxes]
+    known = dict(zip(parts, parts, strict=True))
+    return [known[part] for part in parts]  # a pickle holds the same object once
 
 
 def _first_difference(described: Sequence[Sequence[str]]) -> str:
@@ -143,24 +143,20 @@ class _ShardReader:
     """
 
     def __init__(self, shards: Sequence[DTensor], plain: Sequence[torch.Tensor]) -> None:
-        self._tensors: list[torch.Tensor] = [*shards, *plain]
+        self.tensors: list[torch.Tensor] = [*shards, *plain]
         self._num_shards = len(shards)
         self._bytes: tuple[int, torch.Tensor] | None = None  # of the tensor that is being read
-        self.crcs = [0] * len(self._tensors)
-
-    def require_bytes(self) -> None:
-        for tensor in self._tensors:
-            require_plain_bytes(tensor)
+        self.crcs = [0] * len(self.tensors)
 
     def plain_pieces(self) -> Iterator[Piece]:
-        for number, tensor in enumerate(self._tensors[self._num_shards :], self._num_shards):
+        for number, tensor in enumerate(self.tensors[self._num_shards :], self._num_shards):
             full = Box.full(tuple(tensor.shape))
             yield Piece(number, full, 0, tensor.numel() * tensor.element_size())
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
         """Each piece in host memory, a uint8 tensor of one dimension. A piece is read once."""
         for piece in pieces:
-            tensor = self._tensors[piece.number]
+            tensor = self.tensors[piece.number]
             found = self._bytes_of(piece.number)[piece.start : piece.end].cpu()
             data, num_bytes, at = bytes_of(found), tensor.numel() * tensor.element_size(), 0
             for first, count in piece.runs(tensor.shape, tensor.element_size()):
@@ -171,82 +167,74 @@ class _ShardReader:
     def _bytes_of(self, number: int) -> torch.Tensor:
         if self._bytes is None or self._bytes[0] != number:
             self._bytes = None  # where it is a copy, it goes before the next one is made
-            local = local_tensor(self._tensors[number].detach()).resolve_conj().resolve_neg()
+            local = local_tensor(self.tensors[number].detach()).resolve_conj().resolve_neg()
             self._bytes = number, local.contiguous().view(-1).view(torch.uint8)
         return self._bytes[1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What a rank has to do in the rounds, and with whom."""
+class _Rounds:
+    """All rounds, as one rank takes part in them. What it needs is allocated here."""
 
-    source: _ShardReader
-    routes: Routes
-    timetable: Timetable
-    errors: FirstError
-    group: dist.ProcessGroup | None
-
-
-class _Sender:
-    """Sends all that this rank has to rank 0: on all ranks but that one. What it needs is taken when it is made."""
-
-    def __init__(self, work: _Work) -> None:
-        work.source.require_bytes()
-        self._work = work
-        self._rank = dist.get_rank(work.group)
-        self._memory = _host_memory(work.timetable.sizes(0)[self._rank], work.group)
-
-    def run(self) -> None:
-        work, memory = self._work, self._memory
-        mine = cut(work.routes.pieces(self._rank), work.timetable.slice_bytes)
-        for number in range(work.timetable.num_rounds):
-            sizes, pieces = work.timetable.sizes(number), next(mine, [])
-            work.errors.attempt(functools.partial(self._read, pieces))  # the others go on, and so does this rank
-            _exchange(memory[: sizes[self._rank]], sizes, work.group)
-
-    def _read(self, pieces: Sequence[Piece]) -> None:
-        at = 0
-        for data in self._work.source.read(pieces):
-            self._memory[at : at + len(data)] = data
-            at += len(data)
-
-
-class _Receiver:
-    """Writes all that the ranks have to the file: on rank 0. What it needs is taken when it is made."""
-
-    def __init__(self, work: _Work, file: StagedFile) -> None:
-        self._work, self._file = work, file
-        # While a round is written the next one is under way.
-        num_bytes = _memory_bytes(work.timetable.sizes(0), work.group)
-        self._memories = [_host_memory(num_bytes, work.group) for _ in range(2)]
+    def __init__(
+        self,
+        source: _ShardReader,
+        routes: Routes,
+        timetable: Timetable,
+        errors: FirstError,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        for tensor in source.tensors:
+            require_plain_bytes(tensor)
+        self._source, self._routes, self._timetable, self._errors, self._group = (
+            source,
+            routes,
+            timetable,
+            errors,
+            group,
+        )
+        self._rank, sizes = dist.get_rank(group), timetable.sizes(0)
+        # Rank 0 writes a round while it receives the next one.
+        num_bytes = [sizes[self._rank]] if self._rank else [_memory_bytes(sizes, group)] * 2
+        self._memories = [_host_memory(size, group) for size in num_bytes]
         self._writer = ThreadPoolExecutor(1, threading.current_thread().name)
         self._writer.submit(int).result()  # its thread runs
 
-    def run(self) -> None:
-        work, file = self._work, self._file
-        own = cut(itertools.chain(work.routes.pieces(0), work.source.plain_pieces()), work.timetable.own_slice_bytes)
-        others = [cut(work.routes.pieces(rank), work.timetable.slice_bytes) for rank in range(1, work.routes.num_ranks)]
+    def send(self) -> None:
+        """Send all that this rank has to rank 0."""
+        [memory], slice_bytes = self._memories, self._timetable.slice_bytes
+        mine = cut(self._routes.pieces(self._rank), slice_bytes)
+        for number in range(self._timetable.num_rounds):
+            sizes = self._timetable.sizes(number)
+            # After an error the others go on, and so does this rank.
+            self._errors.attempt(functools.partial(self._fill, memory, next(mine, [])))
+            _exchange(memory[: sizes[self._rank]], sizes, self._group)
+
+    def _fill(self, memory: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        at = 0
+        for data in self._source.read(pieces):
+            memory[at : at + len(data)] = data
+            at += len(data)
+
+    def receive(self, file: StagedFile) -> None:
+        """Write all that the ranks have to the file: on rank 0."""
+        routes, timetable = self._routes, self._timetable
+        own = cut(itertools.chain(routes.pieces(0), self._source.plain_pieces()), timetable.own_slice_bytes)
+        others = [cut(routes.pieces(rank), timetable.slice_bytes) for rank in range(1, routes.num_ranks)]
         written: list[Future[None]] = []
         with self._writer as writer:
-            for number in range(work.timetable.num_rounds):
+            for number in range(timetable.num_rounds):
                 if number >= 2:
                     written[number - 2].result()
-                received = _exchange(self._memories[number % 2], work.timetable.sizes(number), work.group)
-                pieces = work.errors.attempt(functools.partial(self._read, next(own, []))) or []
+                received = _exchange(self._memories[number % 2], timetable.sizes(number), self._group)
+                pieces = self._errors.attempt(functools.partial(self._read, next(own, []))) or []
                 for data, other in zip(received, others, strict=True):
-                    pieces += _apart(data, next(other, ()))
+                    of_rank = next(other, [])
+                    parts = data[: sum(piece.num_bytes for piece in of_rank)].split([p.num_bytes for p in of_rank])
+                    pieces += zip(of_rank, parts, strict=True)
                 written.append(writer.submit(file.add, pieces))
 
     def _read(self, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
-        return list(zip(pieces, self._work.source.read(pieces), strict=True))
-
-
-def _apart(data: torch.Tensor, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """A slice as the pieces that it is made of."""
-    at = 0
-    for piece in pieces:
-        yield piece, data[at : at + piece.num_bytes]
-        at += piece.num_bytes
+        return list(zip(pieces, self._source.read(pieces), strict=True))
 
 
 def _exchange(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:

@@ -6,10 +6,10 @@ them: it writes what it holds from its own memory. A slice does not end where a 
 """
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from composer_fsdp2.checkpoint.boxes import Box, row_major
 
@@ -61,72 +61,52 @@ class Piece:
             at += count
 
 
-# As ranks send them to each other: offsets and sizes.
-_Plain = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def numbered(parts: Sequence[Box | None]) -> tuple[list[_Plain | None], "array[int]"]:
-    """The parts in few bytes, as many tensors have the same one: each part once, and which one each tensor has."""
-    known = {part: number for number, part in enumerate(dict.fromkeys(parts))}
-    plain = [None if part is None else (part.offsets, part.sizes) for part in known]
-    return plain, array("I", [known[part] for part in parts])
-
-
 class Routes:
     """What each rank sends.
 
     Args:
-        parts: Of each rank, ``numbered``: its part of each tensor; None where it has none that rank 0's file is to
-            hold.
+        parts: Of each rank: its part of each tensor; None where it has none that rank 0's file is to hold.
         itemsizes: Of each tensor, bytes an element.
     """
 
-    def __init__(
-        self, parts: Sequence[tuple[Sequence[_Plain | None], Sequence[int]]], itemsizes: Sequence[int]
-    ) -> None:
+    def __init__(self, parts: Sequence[Sequence[Box | None]], itemsizes: Sequence[int]) -> None:
         self.num_ranks = len(parts)
-        self._itemsizes = itemsizes
-        # Tensors that every rank has the same part of as of another tensor are cut alike.
-        known: dict[_Plain | None, int] = {}
-        by_rank = []
-        for distinct, numbers in parts:
-            places = [known.setdefault(part, len(known)) for part in distinct]
-            by_rank.append([places[number] for number in numbers])
-        of_tensors = list(zip(*by_rank, strict=True))
-        cuts = {of_ranks: number for number, of_ranks in enumerate(dict.fromkeys(of_tensors))}
-        found = [None if plain is None else Box(*plain) for plain in known]
-        self._senders = [_senders([found[number] for number in of_ranks]) for of_ranks in cuts]
-        self._held = [sum(part.numel for part in {found[number] for number in of_ranks} if part) for of_ranks in cuts]
-        self._cuts = [cuts[of_ranks] for of_ranks in of_tensors]
+        known: dict[tuple[Box | None, ...], _Senders] = {}  # tensors that are split alike have the same
+        for boxes in dict.fromkeys(zip(*parts, strict=True)):
+            known[boxes] = _senders(boxes)
+        self._tensors = [
+            (known[boxes], itemsize) for boxes, itemsize in zip(zip(*parts, strict=True), itemsizes, strict=True)
+        ]
 
     def incomplete(self, shapes: Sequence[Sequence[int]]) -> int | None:
         """The number of the first tensor of which no rank has some element; None where there is none."""
-        return next(
-            (
-                number
-                for number, (cut_, shape) in enumerate(zip(self._cuts, shapes, strict=True))
-                if self._held[cut_] != math.prod(shape)
-            ),
-            None,
-        )
+        for number, ((senders, _), shape) in enumerate(zip(self._tensors, shapes, strict=True)):
+            if sum(part.numel for part in {part for part, _, _ in senders.values()}) != math.prod(shape):
+                return number
+        return None
 
     def pieces(self, rank: int) -> Iterator[Piece]:
         """What a rank sends, in order; rank 0's are its own to write."""
-        for number, (cut_, itemsize) in enumerate(zip(self._cuts, self._itemsizes, strict=True)):
-            if rank in self._senders[cut_]:
-                part, place, num_places = self._senders[cut_][rank]
-                start, end = _share(part, place, num_places, itemsize)
+        for number, (senders, itemsize) in enumerate(self._tensors):
+            if rank in senders:
+                part, *share = senders[rank]
+                start, end = _share(part, *share, itemsize)
                 if end > start:
                     yield Piece(number, part, start, end)
 
     def num_bytes(self) -> list[int]:
         """What each rank sends altogether."""
         totals = [0] * self.num_ranks
-        for (cut_, itemsize), count in Counter(zip(self._cuts, self._itemsizes, strict=True)).items():
-            for rank, (part, place, num_places) in self._senders[cut_].items():
-                start, end = _share(part, place, num_places, itemsize)
+        by_id = {id(senders): senders for senders, _ in self._tensors}
+        for (key, itemsize), count in Counter((id(senders), itemsize) for senders, itemsize in self._tensors).items():
+            for rank, (part, *share) in by_id[key].items():
+                start, end = _share(part, *share, itemsize)
                 totals[rank] += count * (end - start)
         return totals
+
+
+# By rank: which part it has, and its place among how many that share this part.
+_Senders: TypeAlias = dict[int, tuple[Box, int, int]]
 
 
 def _share(box: Box, place: int, num_places: int, itemsize: int) -> tuple[int, int]:
@@ -135,8 +115,8 @@ def _share(box: Box, place: int, num_places: int, itemsize: int) -> tuple[int, i
     return num_bytes * place // num_places, num_bytes * (place + 1) // num_places
 
 
-def _senders(parts: Sequence[Box | None]) -> dict[int, tuple[Box, int, int]]:
-    """The ranks that send some of a tensor: which part each, and its place among how many that share this part."""
+def _senders(parts: Sequence[Box | None]) -> _Senders:
+    """The ranks that send some of a tensor."""
     holders: dict[Box, list[int]] = {}
     for rank, part in enumerate(parts):
         if part is not None and 0 not in part.sizes:
