@@ -199,7 +199,7 @@ from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.boxes import row_major
 from composer_fsdp2.checkpoint.inventory import MODEL, CheckpointInventory, Strided, TensorRecord
 from composer_fsdp2.checkpoint.layouts._layout import Layout, LayoutWriter
-from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite
+from composer_fsdp2.checkpoint.layouts._layout import Output, OutputFile, TensorWrite
 
 
 def _read(path, trust):

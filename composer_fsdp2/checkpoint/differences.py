@@ -3,10 +3,12 @@
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from composer_fsdp2.config.text import lines_and_more
+from composer_fsdp2.config.value import Value
 
 
 class DifferenceKind(enum.Enum):
@@ -56,3 +58,30 @@ def names_by(kind: DifferenceKind, differences: Iterable[Difference]) -> list[st
 def listed(differences: Iterable[Difference]) -> str:
     """A line each, of many the first ones and how many more there are."""
     return lines_and_more([str(difference) for difference in differences], 50, "  ")
+
+
+class FaultKind(enum.Enum):
+    """The part of a checkpoint in which a fault shows."""
+
+    STRUCTURE = "structure"  # files, offsets, headers and the metadata contradict each other
+    CONTENT = "content"  # bytes contradict their CRC32
+    DIFFERENCE = "difference"  # from another checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault(Value):
+    """One fault.
+
+    Args:
+        name: The tensor, entry or record; '' where it is the file.
+    """
+
+    kind: FaultKind
+    file: Path
+    name: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        where = f"{self.file}: {self.name}" if self.name else str(self.file)
+        return f"{where}: expected {self.expected}, found {self.found}"

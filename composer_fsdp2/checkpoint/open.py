@@ -14,8 +14,8 @@ from composer_fsdp2.checkpoint.archive.packed import as_errors_of
 from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.layouts import recognized
+from composer_fsdp2.checkpoint.layouts.__init__ import unrecognized
 from composer_fsdp2.checkpoint.locate import Located
-from composer_fsdp2.checkpoint.unrecognized import unrecognized
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import agree, gather
 from composer_fsdp2.sharding.hosts import first_ranks_of_hosts

@@ -41,8 +41,7 @@ from composer_fsdp2 import CheckpointError, inspect_checkpoint
 from composer_fsdp2.checkpoint import layouts
 from composer_fsdp2.checkpoint.convert import conversion, copying
 from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
-from composer_fsdp2.checkpoint.convert.optimizer_order import _only_matching
-from composer_fsdp2.checkpoint.convert.state import state_to_write
+from composer_fsdp2.checkpoint.convert.state import _only_matching, state_to_write
 from composer_fsdp2.checkpoint.hugging_face import without_ties
 from composer_fsdp2.checkpoint.layouts import packed
 

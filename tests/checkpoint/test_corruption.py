@@ -11,8 +11,8 @@ from support.checkpoints.corruptions import CORRUPTIONS, Corruption, FoundBy, pr
 from support.checkpoints.samples import values_of
 from support.comparing import assert_same
 
+from composer_fsdp2.checkpoint.differences import FaultKind
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
-from composer_fsdp2.checkpoint.verify.faults import FaultKind
 from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from composer_fsdp2._torch.parts import with_local_tensor
-from composer_fsdp2.checkpoint.save import monolithic, rounds, staged_file
+from composer_fsdp2.checkpoint.save import monolithic, rounds
 from composer_fsdp2.checkpoint.save.monolithic import save_monolithic
 from composer_fsdp2.errors import CheckpointError
 
@@ -242,7 +242,7 @@ def test_errors_are_everybodys(folder: str) -> None:
         assert "too large" in refused(a_state(mesh), path)
     # The disk is full in the middle: later pieces fail, and the other rank goes on sending until the end.
     calls: list[int] = []
-    write_all = staged_file.write_all
+    write_all = monolithic.write_all
 
     def full(*args: Any) -> None:
         calls.append(1)
@@ -250,7 +250,7 @@ def test_errors_are_everybodys(folder: str) -> None:
             raise OSError(28, "No space left on device")
         write_all(*args)
 
-    with slices_of(256), mock.patch.object(staged_file, "write_all", full):
+    with slices_of(256), mock.patch.object(monolithic, "write_all", full):
         assert "No space left" in refused(a_state(mesh), path)
     if rank == 0:
         assert len(calls) == 21, "the error came before any piece or after all of them"
@@ -297,15 +297,15 @@ def test_what_one_rank_cannot_do(folder: str) -> None:
             "a sender's first read": (failing_on(1, monolithic, "bytes_of"), ["rank 1: MemoryError"]),
             "a sender's read in the midst": (failing_on(1, monolithic, "bytes_of", after=5), ["rank 1: MemoryError"]),
             "rank 0's second read": (failing_on(0, monolithic, "bytes_of", after=1), ["MemoryError"]),
-            "the file's last bytes": (failing_on(0, staged_file, "sync"), ["MemoryError"]),
+            "the file's last bytes": (failing_on(0, monolithic, "sync"), ["MemoryError"]),
             "its name": (failing_on(0, os, "replace"), ["MemoryError"]),
         },
     )
     # The folder became read-only, so that what was staged stays; or a network's file system does not sync folders.
     no_unlink = mock.patch.object(Path, "unlink", side_effect=PermissionError(1, "no"))
-    with failing_on(0, staged_file, "write_all"), no_unlink:
+    with failing_on(0, monolithic, "write_all"), no_unlink:
         assert "MemoryError" in refused(a_state(mesh), path)
-    with mock.patch.object(staged_file, "sync_folder", side_effect=OSError(22, "Invalid argument")):
+    with mock.patch.object(monolithic, "sync_folder", side_effect=OSError(22, "Invalid argument")):
         save_monolithic(a_state(mesh), path)
     dist.barrier()
     assert set(torch.load(path)) == {"w", "b"}, "it is written, and has its name"

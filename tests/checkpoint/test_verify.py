@@ -34,10 +34,10 @@ from torch import nn
 
 from composer_fsdp2.checkpoint import records
 from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
+from composer_fsdp2.checkpoint.differences import FaultKind
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.load.into_model import load_checkpoint
 from composer_fsdp2.checkpoint.verify import comparing, verification
-from composer_fsdp2.checkpoint.verify.faults import FaultKind
 from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
 

@@ -32,7 +32,7 @@ from support.saved import read
 from support.trainers import make_trainer
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from composer_fsdp2.checkpoint.save import staged_file
+from composer_fsdp2.checkpoint.save import monolithic
 
 NUM_RANKS = 2
 WAIT_S = 120
@@ -83,7 +83,7 @@ def steps_of(run: Run) -> Callback:
 @contextlib.contextmanager
 def writers_call(before: Callable[[], None]) -> Iterator[None]:
     """Every piece of a file, and every directory's last file, is written after a call of ``before``."""
-    write_all, finish = staged_file.write_all, FileSystemWriter.finish
+    write_all, finish = monolithic.write_all, FileSystemWriter.finish
 
     def after(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def writers_call(before: Callable[[], None]) -> Iterator[None]:
         return call
 
     with (
-        mock.patch.object(staged_file, "write_all", after(write_all)),
+        mock.patch.object(monolithic, "write_all", after(write_all)),
         mock.patch.object(FileSystemWriter, "finish", after(finish)),
     ):
         yield

@@ -14,7 +14,7 @@ from composer_fsdp2.checkpoint.convert.state import ConversionState, state_to_wr
 from composer_fsdp2.checkpoint.flat import unflattened
 from composer_fsdp2.checkpoint.inventory import OPTIMIZERS, CheckpointInventory
 from composer_fsdp2.checkpoint.layouts import LayoutWriter, written_layouts
-from composer_fsdp2.checkpoint.output import OutputFile, WriteRequest
+from composer_fsdp2.checkpoint.layouts._layout import OutputFile, WriteRequest
 from composer_fsdp2.checkpoint.trees import dotted, integer_keys
 from composer_fsdp2.config.text import and_more, human_bytes, lines_and_more
 from composer_fsdp2.errors import CheckpointError

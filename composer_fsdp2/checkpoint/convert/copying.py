@@ -21,7 +21,7 @@ from composer_fsdp2.checkpoint.archive.disk import read_at, write_all
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.inventory import NestedArchive, Strided, TensorRecord
-from composer_fsdp2.checkpoint.output import OutputFile, TensorWrite
+from composer_fsdp2.checkpoint.layouts._layout import OutputFile, TensorWrite
 from composer_fsdp2.checkpoint.read import Reader, bytes_of
 from composer_fsdp2.checkpoint.records import ReadRange, damage_of, ranges_by_record, shifted
 from composer_fsdp2.config.text import lines_and_more

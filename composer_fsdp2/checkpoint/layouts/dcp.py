@@ -33,9 +33,16 @@ from composer_fsdp2.checkpoint.inventory import (
     TensorRecord,
 )
 from composer_fsdp2.checkpoint.layouts._composer import missing_parts, with_records, writer_of
-from composer_fsdp2.checkpoint.layouts._layout import Layout, LayoutWriter
+from composer_fsdp2.checkpoint.layouts._layout import (
+    Layout,
+    LayoutWriter,
+    Output,
+    OutputFile,
+    TensorWrite,
+    WriteRequest,
+    num_files_for,
+)
 from composer_fsdp2.checkpoint.names import is_flat_parameter
-from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite, WriteRequest, num_files_for
 from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.checkpoint.trees import EntryPath, Parts, dotted, leaves

@@ -7,8 +7,14 @@ from composer_fsdp2.checkpoint.archive.torch_archive import Archive, zip_names
 from composer_fsdp2.checkpoint.archive.writer import plan_archive
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.layouts._composer import inventory_of, with_records
-from composer_fsdp2.checkpoint.layouts._layout import Layout, LayoutWriter
-from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite, WriteRequest
+from composer_fsdp2.checkpoint.layouts._layout import (
+    Layout,
+    LayoutWriter,
+    Output,
+    OutputFile,
+    TensorWrite,
+    WriteRequest,
+)
 from composer_fsdp2.errors import CheckpointError
 
 _NAME = "monolithic"

@@ -28,9 +28,16 @@ from composer_fsdp2.checkpoint.inventory import (
     Writer,
 )
 from composer_fsdp2.checkpoint.layouts._composer import file_sizes
-from composer_fsdp2.checkpoint.layouts._layout import Layout, LayoutWriter
+from composer_fsdp2.checkpoint.layouts._layout import (
+    Layout,
+    LayoutWriter,
+    Output,
+    OutputFile,
+    TensorWrite,
+    WriteRequest,
+    num_files_for,
+)
 from composer_fsdp2.checkpoint.names import MODEL_PREFIX
-from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite, WriteRequest, num_files_for
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError

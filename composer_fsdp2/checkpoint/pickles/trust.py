@@ -13,14 +13,16 @@ and ``Finisher`` spend a ``Budget`` before that. What is left is to make hashing
 or deep (a dict's key of nested tuples), which hangs or ends the process, as it does with ``torch.load``.
 """
 
+import collections
 import functools
 import importlib
 import io
 import logging
 import pickle
+import re
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,20 +34,184 @@ from composer_fsdp2.checkpoint.pickles.allowed import (
     STORAGES,
     TENSOR,
     UNSUPPORTED,
+    Array,
+    Dtype,
     Function,
     NumpyDtypeClass,
+    Range,
     budget,
+    real_class,
 )
-from composer_fsdp2.checkpoint.pickles.finishing import Finisher
-from composer_fsdp2.checkpoint.pickles.opcodes import scan
 from composer_fsdp2.checkpoint.pickles.stand_ins import (
     GlobalName,
     InertObject,
     Storage,
+    StoredTensor,
     UnsupportedPickleError,
     short,
 )
 from composer_fsdp2.errors import CheckpointError
+
+# What an opcode makes: a byte may make a set of 216 bytes.
+_OBJECT_BYTES = {
+    b"]": 72, b"}": 80, b"\x8f": 232, b"l": 72, b"d": 250, b"t": 64, b"\x85": 64, b"\x86": 72, b"\x87": 80,
+    b"\x91": 232,
+    b"N": 8, b"\x88": 8, b"\x89": 8, b")": 8, b"(": 8, b"2": 8,
+}  # fmt: skip
+_MAX_NUMBER_BYTES = 1024  # Python writes no number of more than 4,300 digits
+_TEXT_BYTES = 192  # a text, bytes or number with a length, beside what it holds; and a turn of the loop below
+
+# Opcodes by what follows them (pickletools): nothing or a fixed number of bytes; a length; lines of text.
+_FIXED = re.compile(
+    rb"(?:[(012NQRabd}elos\])tu\x81\x85-\x89\x8f-\x94]|[Khq\x80].|M..|[Jj]....|[G\x95].{8})*+", re.DOTALL
+)
+_LENGTH_BYTES = {
+    **dict.fromkeys((b"U", b"C", b"\x8c", b"\x8a"), 1),
+    **dict.fromkeys((b"T", b"B", b"X", b"\x8b"), 4),
+    **dict.fromkeys((b"\x8e", b"\x8d", b"\x96"), 8),
+}
+_LINES = {**dict.fromkeys((b"I", b"F", b"L", b"S", b"V", b"P", b"g", b"p"), 1), b"c": 2, b"i": 2}
+
+
+def scan(data: bytes, at: int, budget: Budget) -> None:
+    """Walk over a pickle's opcodes without carrying them out.
+
+    Python below 3.14 makes a table as long as the highest memo number that a pickle names, so ten bytes could ask for
+    32 GiB (CPython issue 115952). No writer numbers more objects than its pickle has bytes. Also refused: a pickle
+    whose many small objects would fill the memory, and extension codes, which would name what is imported by a number.
+    """
+    memo_number = 0
+    while True:
+        fixed = _FIXED.match(data, at)
+        assert fixed is not None  # it matches nothing, too
+        budget.spend("its many objects", num_bytes=_TEXT_BYTES + _bytes_of_objects(fixed.group()))
+        opcode, at = data[fixed.end() : fixed.end() + 1], fixed.end() + 1
+        if opcode == b".":
+            return
+        if opcode == b"r":
+            memo_number, at = int.from_bytes(data[at : at + 4], "little"), at + 4
+        elif opcode in _LENGTH_BYTES:
+            width = _LENGTH_BYTES[opcode]
+            length = int.from_bytes(data[at : at + width], "little")
+            if opcode == b"\x8b" and length > _MAX_NUMBER_BYTES:
+                raise UnsupportedPickleError(f"holds a number of {length} bytes, which is not supported")
+            at += width + length
+        elif opcode in _LINES:
+            for _ in range(_LINES[opcode]):
+                start, at = at, data.find(b"\n", at) + 1 or len(data)
+            if opcode == b"p":
+                memo_number = int(data[start:at])
+        elif opcode and at <= len(data):
+            raise pickle.UnpicklingError(f"an unsupported opcode {opcode!r}")
+        if at >= len(data):
+            raise pickle.UnpicklingError("truncated")
+        if memo_number > len(data):
+            raise pickle.UnpicklingError("a memo number beyond the pickle's length")
+
+
+def _bytes_of_objects(opcodes: bytes) -> int:
+    """What these make, at most: operands are counted as if they were opcodes."""
+    if len(opcodes) < 16:  # between two texts; most are shorter, and their objects few
+        return 32 * len(opcodes)
+    return sum(num_bytes * opcodes.count(opcode) for opcode, num_bytes in _OBJECT_BYTES.items())
+
+
+_MAX_DEPTH = 200  # what reads the value afterwards recurses
+_LEAVES = frozenset({str, int, float, bool, bytes, type(None), StoredTensor})  # most parts; seen without a call
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, InertObject)
+
+
+@dataclass(slots=True)
+class Finisher:
+    """Replaces stand-ins by NumPy's arrays and dtypes, ranges and classes; refuses values that are endless to walk.
+
+    Containers are changed in place: one may be in several others. A dozen lists, each twice in the next, are small in a
+    pickle and 4096 lists to whoever walks through them; so each is walked once here, and its parts are counted.
+    """
+
+    budget: Budget
+    # By id: the value (kept alive), the new one, the number of its parts, how deep they are nested.
+    _done: dict[int, tuple[Any, Any, int, int]] = field(default_factory=dict)
+    _depth: int = 0
+    # Of the value that is being finished, so far.
+    _num_parts: int = 0
+    _height: int = 0
+
+    def finish(self, value: Any) -> Any:
+        if type(value) in _LEAVES or not isinstance(value, _CONTAINERS):
+            return real_class(value)
+        if id(value) not in self._done:
+            outer = self._num_parts, self._height
+            self._depth += 1
+            self._check()
+            self._num_parts, self._height = (1 if isinstance(value, InertObject) else len(value)), 0
+            new = self._finish_parts(value)
+            self._depth -= 1
+            self._done[id(value)] = value, new, self._num_parts, self._height + 1
+            self._num_parts, self._height = outer
+        _, new, num_parts, height = self._done[id(value)]
+        self._num_parts += num_parts
+        self._height = max(self._height, height)
+        self._check()
+        return new
+
+    def _check(self) -> None:
+        if self._depth + self._height > _MAX_DEPTH:
+            raise pickle.UnpicklingError(f"containers nested deeper than {_MAX_DEPTH}, or within themselves")
+        if self._num_parts > self.budget.num_objects:
+            self.budget.spend("containers in the pickle", num_objects=self._num_parts)
+
+    def _finish_parts(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            if all(type(part) in _LEAVES for part in value):
+                return value
+            finished = tuple(map(self.finish, value))
+            is_same = all(new is old for new, old in zip(finished, value, strict=True))
+            return value if is_same else finished
+        if isinstance(value, set | frozenset):
+            self._finish_hashed(value)
+        elif isinstance(value, dict):
+            # A pickle may give an OrderedDict attributes; one called `items` would be walked through in its place.
+            getattr(value, "__dict__", {}).clear()
+            self._finish_hashed(value)
+            for key, part in value.items():
+                if type(part) not in _LEAVES:
+                    value[key] = self.finish(part)
+        elif isinstance(value, list | collections.deque):
+            for number, part in enumerate(value):
+                if type(part) not in _LEAVES:
+                    value[number] = self.finish(part)
+        elif isinstance(value, Array):
+            return self._finish_array(value)
+        elif isinstance(value, Dtype):
+            return value.value()
+        elif isinstance(value, Range):
+            return self._finish_range(value)
+        else:
+            value.args, value.state = self.finish(value.args), self.finish(value.state)
+        return value
+
+    def _finish_array(self, array: Array) -> Any:
+        if not isinstance(array.state, tuple) or len(array.state) != 5:
+            raise pickle.UnpicklingError("a NumPy array without its values")
+        version, shape, dtype, is_fortran, data = array.state
+        array.state = version, shape, self.finish(dtype), is_fortran, data
+        if isinstance(data, bytes):
+            self.budget.spend("arrays in the pickle", num_bytes=len(data))
+        return array.value()
+
+    def _finish_range(self, value: Range) -> range:
+        """A range counts as many parts as its numbers, because a reader may copy it into a list."""
+        numbers = value.value()
+        self._num_parts += len(numbers[: 1 + int(self.budget.num_objects)])
+        return numbers
+
+    def _finish_hashed(self, parts: Iterable[Any]) -> None:
+        """Keys and members stay as they are; where one is a value of ours, nothing could look it up."""
+        for part in parts:
+            if type(part) not in _LEAVES and self.finish(part) is not part:
+                raise UnsupportedPickleError("holds a NumPy value, a range or a class as a key, which is not supported")
+
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 
 import torch
 
+from composer_fsdp2.checkpoint.differences import Fault, FaultKind
 from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory, TensorRecord
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject
 from composer_fsdp2.checkpoint.read import Reader
 from composer_fsdp2.checkpoint.trees import EntryPath, Parts, dotted, leaves, parts_of
-from composer_fsdp2.checkpoint.verify.faults import Fault, FaultKind
 from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import CheckpointError
 

@@ -9,11 +9,11 @@ import torch
 
 from composer_fsdp2.checkpoint.archive.disk import Folder, read_at
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob, archive_start
+from composer_fsdp2.checkpoint.differences import Fault, FaultKind
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Chunk, NestedArchive, Strided
 from composer_fsdp2.checkpoint.layouts import LAYOUTS
 from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
-from composer_fsdp2.checkpoint.verify.faults import Fault, FaultKind
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from composer_fsdp2.checkpoint.differences import Fault, FaultKind
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.locate import Located, find
 from composer_fsdp2.checkpoint.open import inventory_of, unpacked
 from composer_fsdp2.checkpoint.pickles.trust import UntrustedError
 from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.checkpoint.verify.comparing import compare
-from composer_fsdp2.checkpoint.verify.faults import Fault, FaultKind
 from composer_fsdp2.checkpoint.verify.structure import ArchiveRecord, Structure
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import CheckpointError
