@@ -809,7 +809,7 @@ def test_modules_with_loading_code_of_their_own(folder: str) -> None:
         refused("refuses", path, ours, None, [r"RuntimeError: not this one; nothing was changed|rank 1"])
 
     cases = [*itertools.product([monolithic], CONFIGURATIONS), (directory, "sharded")]
-    with mock.patch("composer_fsdp2.checkpoint.load.exchange._SMALL_BYTES", 0):  # so that replicas share what they read
+    with mock.patch("composer_fsdp2.checkpoint.load.staging._SMALL_BYTES", 0):  # so that replicas share what they read
         for_each(check, {f"{case}": case for case in cases})
     left = composer_state(model)
     left["state"]["model"]["scaled.more"] = torch.ones(1)
@@ -907,7 +907,7 @@ def test_an_optimizer_with_code_of_its_users(folder: str) -> None:
         step(model, optimizer, 6)
 
     kinds = ("pre-hook", "post-hook", "subclass")
-    with mock.patch("composer_fsdp2.checkpoint.load.exchange._SMALL_BYTES", 0):  # so that replicas share what they read
+    with mock.patch("composer_fsdp2.checkpoint.load.staging._SMALL_BYTES", 0):  # so that replicas share what they read
         for action, places in (
             (check, ("whole", "replicated", "sharded")),
             (check_refusal, ("sharded", "whole", "replicated")),

@@ -136,7 +136,7 @@ def check_load(path: str, case: Case) -> None:
         for module in (model.first, model.second, model):
             fully_shard(module, shard_placement_fn=placement)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with mock.patch("composer_fsdp2.checkpoint.load.exchange._SMALL_BYTES", 0):  # so that replicas share what they read
+    with mock.patch("composer_fsdp2.checkpoint.load.staging._SMALL_BYTES", 0):  # so that replicas share what they read
         report = load_checkpoint(path, model, optimizer)
     assert (report.left_out, report.kept, report.cast) == ((), (), ()), str(report)
     assert report.unchecked_bytes == 0 or case.strided, str(report)  # of a larger storage nobody reads the rest

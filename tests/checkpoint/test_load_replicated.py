@@ -142,7 +142,7 @@ def check_equal(folder: str, config: dict[str, Any] | None) -> None:
         with (
             mock.patch.object(staging, "_PIECE_BYTES", piece_bytes),
             # Every tensor, the smallest too, which each rank reads for itself.
-            mock.patch("composer_fsdp2.checkpoint.load.exchange._SMALL_BYTES", 0),
+            mock.patch("composer_fsdp2.checkpoint.load.staging._SMALL_BYTES", 0),
         ):
             report = load_checkpoint(path, ours, own)
         assert_same(contents(ours, own), expected, in_bits=True)
