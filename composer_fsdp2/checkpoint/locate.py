@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from composer_fsdp2.checkpoint.layouts import Layout, recognized
-from composer_fsdp2.checkpoint.layouts.__init__ import listing, unrecognized
+from composer_fsdp2.checkpoint.layouts import Layout, listing, recognized, unrecognized
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 

@@ -13,8 +13,7 @@ from composer_fsdp2.checkpoint.archive.disk import Folder, damage_in
 from composer_fsdp2.checkpoint.archive.packed import as_errors_of
 from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
-from composer_fsdp2.checkpoint.layouts import recognized
-from composer_fsdp2.checkpoint.layouts.__init__ import unrecognized
+from composer_fsdp2.checkpoint.layouts import recognized, unrecognized
 from composer_fsdp2.checkpoint.locate import Located
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import agree, gather

@@ -341,7 +341,7 @@ def test_too_little_space_is_said_before_anything_is_written(
 ):
     """With both numbers. The disk is full by a fake ``shutil.disk_usage``."""
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
     before = contents(tmp_path)
     with pytest.raises(CheckpointError, match=r"needs \d{4,} bytes, .* has 100 free"):
         convert(source, tmp_path / "new.pt", "monolithic")

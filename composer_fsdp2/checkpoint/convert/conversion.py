@@ -2,7 +2,6 @@
 
 import functools
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -140,13 +139,10 @@ def _convert(
     staging = Unfinished(target)
     with staging.locked():
         with staging.discarded_unless_begun():
-            read = staging.unpacked(located)
-            inventory = inventory_of(read, trust=trust)
+            inventory = inventory_of(staging.unpacked(located), trust=trust)
             plan = plan_from(inventory)
-            _prepare(staging, plan)
-            sources = [file for file, _ in inventory.files]
-        read_files = sources if read is located else [read.path]
-        return _Conversion(plan, read_files, staging, progress).run(sources, start)
+            staging.begin(plan.fingerprint, plan.files)
+        return _Conversion(plan, staging, progress).run([file for file, _ in inventory.files], start)
 
 
 def _find(source: str | Path, target: Path) -> Located:
@@ -159,26 +155,11 @@ def _find(source: str | Path, target: Path) -> Located:
     return found
 
 
-def _prepare(staging: Unfinished, plan: ConversionPlan) -> None:
-    """Make the files beside the destination, if there is space for what is still to write."""
-    folder = staging.destination.parent
-    with writing(staging.destination):
-        staging.discard_others(plan.fingerprint)
-        needed, free = staging.needed_bytes(plan.files), shutil.disk_usage(folder).free
-        if needed > free:
-            raise CheckpointError(f"{staging.destination}: needs {needed} bytes, {folder} has {free} free")
-        staging.prepare(plan.fingerprint)
-    with writing(staging.destination, staging.folder):
-        staging.make_files(plan.files)
-
-
 class _Conversion:
     """The work itself: copy, check, finish, publish."""
 
-    def __init__(
-        self, plan: ConversionPlan, read_files: Sequence[Path], staging: Unfinished, progress: Progress | None
-    ) -> None:
-        self.plan, self.read_files, self.staging, self.progress = plan, read_files, staging, progress
+    def __init__(self, plan: ConversionPlan, staging: Unfinished, progress: Progress | None) -> None:
+        self.plan, self.staging, self.progress = plan, staging, progress
         self.tasks = tasks_of(plan.files)
         self.total_bytes = sum(task.num_bytes for task in self.tasks)
         self.read_bytes = self.written_bytes = self.kept_bytes = 0
@@ -187,7 +168,7 @@ class _Conversion:
         """All of it; raises CheckpointError if one of ``sources`` changes meanwhile."""
         before = _times(sources)
         with writing(self.plan.destination, self.staging.folder):
-            copied = self.keep(self.staging.done(self.tasks, self.read_files))
+            copied = self.keep(self.staging.done(self.tasks))
             copied |= self.copy([task for task in self.tasks if task.number not in copied])
             unchecked = self.finish(copied)
             if _times(sources) != before:
@@ -221,7 +202,6 @@ class _Conversion:
 
     def copy(self, tasks: Sequence[CopyTask]) -> dict[int, Copied]:
         """Copy, and note in a journal what is done."""
-        places = {path: place for place, path in enumerate(self.read_files)}
         copied: dict[int, Copied] = {}
         with ExitStack() as stack:
             files = {task.file for task in tasks}
@@ -229,7 +209,7 @@ class _Conversion:
             journal = stack.enter_context(closing(self.staging.journal()))
             copier = stack.enter_context(Copier(self.plan.files))
             for task, now in copier.copy(tasks, outputs):
-                journal.note(task, now, places)
+                journal.note(task, now)
                 copied[task.number] = now
                 self.written_bytes += task.num_bytes
                 self.read_bytes += sum(part.end - part.start for part in now.parts)

@@ -13,11 +13,11 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from composer_fsdp2.checkpoint.archive.disk import sync_folder
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
@@ -41,6 +41,10 @@ def writing(path: Path, staging: Path | None = None) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}{kept}") from error
 
 
+# In the folder: the plan's fingerprint, the mark of the process that writes to it now, the copy of a packed source.
+_PLAN, _OWNER, _UNPACKED = "plan", "owner", "unpacked-"
+
+
 class Unfinished:
     """The folder beside a destination."""
 
@@ -53,11 +57,6 @@ class Unfinished:
     def path(self, file: OutputFile) -> Path:
         """The path under which a file of the destination is written."""
         return self.files / (file.name or self.destination.name)
-
-    def needed_bytes(self, files: Sequence[OutputFile]) -> int:
-        """How much of the files is not on the disk yet."""
-        there = sum(path.stat().st_blocks * 512 for path in self.files.glob("*")) if self.files.is_dir() else 0
-        return max(0, sum(file.num_bytes for file in files) - there)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -77,13 +76,6 @@ class Unfinished:
                 yield
             finally:
                 lock.unlink(missing_ok=True)  # while it is held: whoever waited for it makes another
-
-    def is_of(self, fingerprint: str) -> bool:
-        """Whether the next run would go on with what is there; a run that was killed may have published it."""
-        try:
-            return (self.folder / _PLAN).read_text() == fingerprint and self.files.is_dir()
-        except OSError:
-            return False
 
     @contextmanager
     def discarded_unless_begun(self) -> Iterator[None]:
@@ -108,48 +100,47 @@ class Unfinished:
         copy = next(folder.glob("*.pt"), None)
         return unpack(located, folder) if copy is None else replace(find(copy), unpacked_from=located.path)
 
-    def discard_others(self, fingerprint: str) -> None:
-        """Remove what another plan left, or what is left of a finished one."""
-        if self.folder.exists() and not self.is_of(fingerprint):
-            others = [entry for entry in self.folder.iterdir() if not entry.name.startswith(_UNPACKED)]
-            if others:
-                log.warning("%s: of another conversion, or of a source that changed since; removed", self.folder)
-            for entry in others:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    def begin(self, fingerprint: str, files: Sequence[OutputFile]) -> None:
+        """Make the files at their full sizes, or keep those of an earlier run of the same plan.
 
-    def prepare(self, fingerprint: str) -> None:
-        """Make the folder, or keep that of an earlier run."""
-        self.files.mkdir(parents=True, exist_ok=True)
-        (self.folder / _PLAN).write_text(fingerprint)  # after the folder: without it, the next run begins from nothing
-        (self.folder / _OWNER).write_text(self._owner)
+        Raises:
+            CheckpointError: there is no space for what is still to write.
+        """
+        plan, parent = self.folder / _PLAN, self.destination.parent
+        with writing(self.destination):
+            if not plan.is_file() or plan.read_text() != fingerprint or not self.files.is_dir():
+                others = [each for each in self.folder.glob("*") if not each.name.startswith(_UNPACKED)]
+                if others:
+                    log.warning("%s: of another conversion, or of a source that changed since; removed", self.folder)
+                for other in others:
+                    shutil.rmtree(other) if other.is_dir() else other.unlink()
+            there = sum(path.stat().st_blocks * 512 for path in self.files.glob("*"))
+            needed, free = sum(file.num_bytes for file in files) - there, shutil.disk_usage(parent).free
+            if needed > free:
+                raise CheckpointError(f"{self.destination}: needs {needed} bytes, {parent} has {free} free")
+            self.files.mkdir(parents=True, exist_ok=True)
+            plan.write_text(fingerprint)  # after the folder: without it, the next run begins from nothing
+            (self.folder / _OWNER).write_text(self._owner)
+        with writing(self.destination, self.folder):
+            for file in files:
+                self.path(file).touch()
+                os.truncate(self.path(file), file.num_bytes)
 
-    def make_files(self, files: Sequence[OutputFile]) -> None:
-        """Make the files at their full sizes, or keep those of an earlier run."""
-        for file in files:
-            self.path(file).touch()
-            os.truncate(self.path(file), file.num_bytes)
-
-    def journals(self) -> list[Path]:
-        return sorted(self.folder.glob("journal-*"))
-
-    def done(self, tasks: Sequence[CopyTask], sources: Sequence[Path]) -> dict[int, Copied]:
+    def done(self, tasks: Sequence[CopyTask]) -> dict[int, Copied]:
         """What earlier runs finished, as far as they noted; a last line may be cut short."""
         found: dict[int, Copied] = {}
-        for journal in self.journals():
+        for journal in self.folder.glob("journal-*"):
             for line in journal.read_text().splitlines():
                 try:
                     number, crcs, parts = json.loads(line)
-                    read = tuple(
-                        ReadRange(Blob(sources[file], offset, size, crc), start, end, part)
-                        for file, offset, size, crc, start, end, part in parts
-                    )
+                    read = tuple(ReadRange(Blob(Path(path), *blob), *part) for path, blob, part in parts)
                     found[tasks[number].number] = Copied(tuple(crcs), read)
                 except (ValueError, TypeError, IndexError):
                     break
         return found
 
     def journal(self) -> "Journal":
-        return Journal(self.folder / f"journal-{len(self.journals()):06d}")
+        return Journal(self.folder / f"journal-{self._owner}")
 
     def publish(self, files: Sequence[OutputFile]) -> None:
         """Give the destination its name, when everything is written and synced."""
@@ -159,10 +150,9 @@ class Unfinished:
             )
         if (self.folder / _OWNER).read_text() != self._owner:  # on a file system without locks
             raise CheckpointError(f"{self.destination}: another process converts to it, too; it was not written")
-        is_one_file = not files[0].name
         for unpacked in self.folder.glob(f"{_UNPACKED}*"):  # before: a kill after the rename leaves only journals
             shutil.rmtree(unpacked, ignore_errors=True)
-        os.rename(self.path(files[0]) if is_one_file else self.files, self.destination)
+        os.rename(self.files if files[0].name else self.path(files[0]), self.destination)
         sync_folder(self.destination.parent)
         self.discard()
 
@@ -170,8 +160,6 @@ class Unfinished:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-# In the folder: the plan's fingerprint, who writes to it now, and the copy of a packed source.
-_PLAN, _OWNER, _UNPACKED = "plan", "owner", "unpacked-"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -216,9 +204,9 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._file = open(path, "w")  # noqa: SIM115 - closed by close()
 
-    def note(self, task: CopyTask, copied: Copied, sources: Mapping[Path, int]) -> None:
-        parts: list[Any] = [
-            (sources[p.blob.path], p.blob.offset, p.blob.num_bytes, p.blob.crc32, p.start, p.end, p.crc32)
+    def note(self, task: CopyTask, copied: Copied) -> None:
+        parts = [
+            (str(p.blob.path), (p.blob.offset, p.blob.num_bytes, p.blob.crc32), (p.start, p.end, p.crc32))
             for p in copied.parts
         ]
         self._file.write(json.dumps([task.number, copied.crcs, parts]) + "\n")

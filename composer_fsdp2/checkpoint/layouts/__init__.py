@@ -13,7 +13,7 @@ from composer_fsdp2.checkpoint.layouts import (
 from composer_fsdp2.checkpoint.layouts._layout import Layout, LayoutWriter
 from composer_fsdp2.config.text import and_more
 
-__all__ = ["LAYOUTS", "Layout", "LayoutWriter", "recognized", "written_layouts"]
+__all__ = ["LAYOUTS", "Layout", "LayoutWriter", "listing", "recognized", "unrecognized", "written_layouts"]
 
 # In the order in which ``recognized`` tries them.
 LAYOUTS: tuple[Layout, ...] = (

@@ -89,8 +89,8 @@ class Routes:
         """What a rank sends, in order; rank 0's are its own to write."""
         for number, (senders, itemsize) in enumerate(self._tensors):
             if rank in senders:
-                part, *share = senders[rank]
-                start, end = _share(part, *share, itemsize)
+                part, place, num_places = senders[rank]
+                start, end = _share(part, place, num_places, itemsize)
                 if end > start:
                     yield Piece(number, part, start, end)
 
@@ -99,8 +99,8 @@ class Routes:
         totals = [0] * self.num_ranks
         by_id = {id(senders): senders for senders, _ in self._tensors}
         for (key, itemsize), count in Counter((id(senders), itemsize) for senders, itemsize in self._tensors).items():
-            for rank, (part, *share) in by_id[key].items():
-                start, end = _share(part, *share, itemsize)
+            for rank, (part, place, num_places) in by_id[key].items():
+                start, end = _share(part, place, num_places, itemsize)
                 totals[rank] += count * (end - start)
         return totals
 

@@ -21,14 +21,6 @@ _ZIP_MAGIC = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
-class ArchiveRecord:
-    """A record of an archive, and whose it is."""
-
-    blob: Blob
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Named:
     """An archive within a file, as ``.metadata`` names it; a chunk of a tensor, or an object."""
 
@@ -56,12 +48,12 @@ class Structure:
     Args:
         faults: What contradicts something else.
         unchecked: What could not be checked, in words.
-        records: Everything whose content can be checked.
+        records: Everything whose content can be checked, with whose it is.
     """
 
     faults: list[Fault] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
-    records: list[ArchiveRecord] = field(default_factory=list)
+    records: list[tuple[Blob, str]] = field(default_factory=list)
     _owners: dict[tuple[Path, int], list[str]] = field(default_factory=dict)  # names of tensors, by their record
     _without_crc: list[str] = field(default_factory=list)
 
@@ -130,52 +122,49 @@ class Structure:
         """Bytes that no metadata speaks of: perhaps archives, whose content can be checked all the same."""
         archives, rest = _archives_between(file, start, end)
         for entry in archives:
-            value = _skeleton(entry)
+            value = self._archive(_Named(entry, f"the entry at byte {entry.offset}"), is_named=False)
             # A DTensor's empty part, of a rank beyond the last row, is written and has no chunk.
             is_empty = isinstance(value, StoredTensor) and 0 in value.shape
             if is_fault and not is_empty:
                 found = f"{entry.num_bytes} bytes, an archive of {_described(value)}"
                 self.fault(file, f"byte {entry.offset}", "the next entry that .metadata names", found)
-            self._archive(_Named(entry, f"the entry at byte {entry.offset}"), is_named=False)
         if rest:
             self.fault(file, f"byte {start}", "an entry", f"{rest} bytes that are no archive (truncated?)")
 
-    def _archive(self, one: _Named, *, is_named: bool = True) -> None:
-        """Note the records of an archive, and compare its pickle with its records and with the metadata."""
+    def _archive(self, one: _Named, *, is_named: bool = True) -> Any:
+        """Note the records of an archive, and compare its pickle with its records and with the metadata.
+
+        Returns:
+            What the pickle holds, every class inert; an error where it cannot be read.
+        """
         entry = one.entry
         try:
             archive = entry.open()
         except CheckpointError as error:
             self.fault(entry.path, one.name, "an archive as torch.save writes it", str(error))
-            return
+            return error
         for name, blob in archive.blobs.items():
-            owners = self._owners.get((blob.path, blob.offset), [])
-            owner = one.name or and_more(owners, 3)
-            self.records.append(ArchiveRecord(blob, f"{owner} (record {name})" if owner else f"record {name}"))
+            owner = one.name or and_more(self._owners.get((blob.path, blob.offset), []), 3)
+            self.records.append((blob, f"{owner} (record {name})" if owner else f"record {name}"))
         if all(blob.crc32 is None for blob in archive.blobs.values()):
             self._without_crc.append(one.name or entry.path.name)
-        skeleton = _skeleton_of(archive)
-        if skeleton is None:
-            return  # its content is damaged, which is reported as that
-        if isinstance(skeleton.value, CheckpointError):
+        value, unused = _skeleton(archive)
+        if isinstance(value, CheckpointError):
             if one.chunk is not None:
-                self.fault(entry.path, one.name, "a tensor", str(skeleton.value))
+                self.fault(entry.path, one.name, "a tensor", str(value))
             else:
-                self.unchecked.append(f"which records are used: {skeleton.value}")
-            return
-        for name in sorted(skeleton.unused):
+                self.unchecked.append(f"which records are used: {value}")
+        for name in sorted(unused):
             surplus = f"{archive.blobs[name].num_bytes} bytes that its pickle does not use"
             self.fault(entry.path, f"{one.name} record {name}".strip(), "no such record", surplus)
-        self._header(one, skeleton.value, is_named)
-
-    def _header(self, one: _Named, value: Any, is_named: bool) -> None:
-        if one.chunk is not None:
-            expected = f"{one.dtype} of shape {one.chunk.sizes}"
-            is_same = isinstance(value, StoredTensor) and (value.dtype, value.shape) == (one.dtype, one.chunk.sizes)
-            if not is_same:
-                self.fault(one.entry.path, one.name, expected, _described(value))
-        elif is_named and one.name and isinstance(value, StoredTensor):
-            self.fault(one.entry.path, one.name, "no tensor, as .metadata says", _described(value))
+        if value is None or isinstance(value, CheckpointError):
+            return value
+        is_tensor = isinstance(value, StoredTensor)
+        if one.chunk is None and is_named and one.name and is_tensor:
+            self.fault(entry.path, one.name, "no tensor, as .metadata says", _described(value))
+        if one.chunk is not None and not (is_tensor and (value.dtype, value.shape) == (one.dtype, one.chunk.sizes)):
+            self.fault(entry.path, one.name, f"{one.dtype} of shape {one.chunk.sizes}", _described(value))
+        return value
 
 
 def _named_entries(inventory: CheckpointInventory) -> dict[Path, list[_Named]]:
@@ -199,16 +188,11 @@ def _files_in(folder: Path) -> list[Path]:
     return [f for f in sorted(folder.rglob("*")) if f.is_file() and f.resolve().is_relative_to(root)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Skeleton:
-    """A pickle with every class inert: its value (or why it cannot be read), and the records that it does not use."""
+def _skeleton(archive: Archive) -> tuple[Any, set[str]]:
+    """What an archive's pickle holds with every class inert, and the records that it does not use.
 
-    value: Any
-    unused: set[str]
-
-
-def _skeleton_of(archive: Archive) -> _Skeleton | None:
-    """What an archive's pickle says of its records; None where the pickle's bytes are damaged."""
+    An error where it cannot be read, and None where its bytes are damaged, which is reported as that.
+    """
     used = set()
 
     def num_bytes(key: str) -> int:
@@ -218,20 +202,12 @@ def _skeleton_of(archive: Archive) -> _Skeleton | None:
     try:
         data = archive.read("data.pkl")
     except CheckpointError as error:
-        return None if "data.pkl" in archive.blobs else _Skeleton(error, set())
+        return None if "data.pkl" in archive.blobs else error, set()
     try:
         value = read_pickle(data, where=archive.where, inert=_Everything(), storages=num_bytes)
     except CheckpointError as error:
-        return _Skeleton(error, set())
-    return _Skeleton(value, {name for name in archive.blobs if name.startswith("data/")} - used)
-
-
-def _skeleton(entry: NestedArchive) -> Any:
-    try:
-        skeleton = _skeleton_of(entry.open())
-    except CheckpointError as error:
-        return error
-    return skeleton.value if skeleton is not None else None
+        return error, set()
+    return value, {name for name in archive.blobs if name.startswith("data/")} - used
 
 
 def _described(value: Any) -> str:

@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.differences import Fault, FaultKind
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.locate import Located, find
 from composer_fsdp2.checkpoint.open import inventory_of, unpacked
 from composer_fsdp2.checkpoint.pickles.trust import UntrustedError
 from composer_fsdp2.checkpoint.records import damage_of
-from composer_fsdp2.checkpoint.verify.comparing import compare
-from composer_fsdp2.checkpoint.verify.structure import ArchiveRecord, Structure
+from composer_fsdp2.checkpoint.verify.comparing import Comparison
+from composer_fsdp2.checkpoint.verify.structure import Structure
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import CheckpointError
 
@@ -122,13 +123,15 @@ def verify_checkpoint(
         structure = Structure()
         structure.look_at(inventory, read.located.path)
         unchecked = structure.unchecked
-        content_bytes = sum(record.blob.num_bytes for record in structure.records)
+        content_bytes = sum(blob.num_bytes for blob, _ in structure.records)
         advance = _Advance(content_bytes + _compared_bytes(inventory, other), progress)
         damaged = _content(structure.records, advance)
         differences: tuple[Fault, ...] = ()
         if inventory is not None and other is not None:
-            differences, notes = compare(inventory, other, rtol=rtol, atol=atol, advance=advance)
-            unchecked += notes
+            comparison = Comparison(found=inventory, expected=other, rtol=rtol, atol=atol, advance=advance)
+            comparison.run()
+            differences = tuple(comparison.faults)
+            unchecked += comparison.notes
         elif other is not None:
             unchecked.append(f"not compared with {against}: {located.path} cannot be read")
     return VerifyReport(
@@ -186,19 +189,18 @@ def _fault(kind: FaultKind, file: Path, name: str, expected: str, found: str) ->
     return Fault(kind=kind, file=file, name=name, expected=expected, found=found)
 
 
-def _content(records: list[ArchiveRecord], advance: Callable[[int], None]) -> list[Fault]:
+def _content(records: list[tuple[Blob, str]], advance: Callable[[int], None]) -> list[Fault]:
     """Every record whose bytes are not those of its CRC32."""
-    in_order = sorted(records, key=lambda record: (str(record.blob.path), record.blob.offset))
+    in_order = sorted(records, key=lambda record: (str(record[0].path), record[0].offset))
     faults = []
     threads = ThreadPoolExecutor(_NUM_THREADS)
     try:
-        damages = threads.map(lambda record: damage_of(record.blob, ()), in_order)
-        for record, damage in zip(in_order, damages, strict=True):
-            advance(record.blob.num_bytes)
+        damages = threads.map(lambda record: damage_of(record[0], ()), in_order)
+        for (blob, name), damage in zip(in_order, damages, strict=True):
+            advance(blob.num_bytes)
             if damage is not None:
-                expected = f"CRC32 {record.blob.crc32:08x}"
-                found = damage.removesuffix(f", the file says {record.blob.crc32:08x}")
-                faults.append(_fault(FaultKind.CONTENT, record.blob.path, record.name, expected, found))
+                found = damage.removesuffix(f", the file says {blob.crc32:08x}")
+                faults.append(_fault(FaultKind.CONTENT, blob.path, name, f"CRC32 {blob.crc32:08x}", found))
     finally:
         threads.shutdown(cancel_futures=True)  # progress may raise, on Ctrl-C for one
     return faults
