@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from composer_fsdp2.checkpoint.archive.disk import Folder, damage_in
-from composer_fsdp2.checkpoint.archive.packed import as_errors_of
 from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.layouts import recognized, unrecognized
@@ -22,6 +21,16 @@ from composer_fsdp2.sharding.long_work import long_work
 
 T = TypeVar("T")
 _PREFIX = "composer_fsdp2-"  # of temporary folders
+
+
+@contextlib.contextmanager
+def as_errors_of(path: Path, unpacked_file: Path) -> Iterator[None]:
+    """Errors that name the packed file, which the user knows, and not what was unpacked from it and is gone."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.args = (str(error).replace(str(unpacked_file), str(path)),)
+        raise
 
 
 def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventory:

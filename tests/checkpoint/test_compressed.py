@@ -23,9 +23,9 @@ from support.checkpoints.samples import bytes_read, composer_state, leaves, valu
 from composer_fsdp2 import CheckpointError, convert_checkpoint, inspect_checkpoint, verify_checkpoint
 from composer_fsdp2.atomic import replacing
 from composer_fsdp2.checkpoint import budget
-from composer_fsdp2.checkpoint.archive import packed
-from composer_fsdp2.checkpoint.archive.packed import unpacked
 from composer_fsdp2.checkpoint.inventory import TensorRecord
+from composer_fsdp2.checkpoint.layouts import packed
+from composer_fsdp2.checkpoint.layouts.packed import unpacked
 
 pytestmark = pytest.mark.any_torch
 

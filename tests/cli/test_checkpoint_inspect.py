@@ -18,7 +18,7 @@ from support.ranks import run_ranks
 from support.trainers import make_trainer
 
 from composer_fsdp2 import inspect_checkpoint
-from composer_fsdp2.checkpoint.archive.packed import unpacked
+from composer_fsdp2.checkpoint.layouts.packed import unpacked
 
 pytestmark = pytest.mark.composer
 
