@@ -122,28 +122,25 @@ class _Directory:
     """One ``.metadata``, read into an inventory."""
 
     def __init__(self, folder: Folder, metadata: Any, trust: bool, prefix: EntryPath) -> None:
-        path = folder.path
+        self.folder, self.path, self.trust, self.prefix = folder, folder.path, trust, prefix
+        self.where = self.path / METADATA
         if not isinstance(metadata, InertObject) or metadata.kind.name != "Metadata":
-            raise CheckpointError(f"{path / METADATA}: holds no torch.distributed.checkpoint Metadata")
-        self.folder, self.path, self.trust, self.prefix = folder, path, trust, prefix
+            raise CheckpointError(f"{self.where}: holds no torch.distributed.checkpoint Metadata")
         self.declared: Mapping[str, InertObject] = metadata.field("state_dict_metadata")
+        self.tensors = {name: d for name, d in self.declared.items() if d.kind.name == "TensorStorageMetadata"}
         self.paths: Mapping[str, EntryPath] = metadata.field("planner_data") or {}
         self.storage_meta = metadata.field("storage_meta")
         self.problems: list[str] = []
         self.file_sizes: dict[str, int | None] = {}  # by the path in the metadata; None for one that cannot be used
         self.entries: dict[str, dict[tuple[int, ...] | None, NestedArchive]] = {}
         for index, info in metadata.field("storage_data").items():
-            if info.field("transform_descriptors"):
-                raise CheckpointError(f"{path}: {index.field('fqn')} is compressed by a DCP extension; not supported")
             name, offset = index.field("fqn"), index.field("offset")
+            if info.field("transform_descriptors"):
+                raise CheckpointError(f"{self.path}: {name} is compressed by a DCP extension; not supported")
             entry = self.entry(name, info.field("relative_path"), info.field("offset"), info.field("length"))
-            if entry is None:
-                continue
             box = None if offset is None else tuple(offset)
-            if box in self.entries.setdefault(name, {}):
-                self.problems.append(f"{path / METADATA}: lists two locations for {name} at {box}")
-            self.entries[name][box] = entry
-        self.check_overlaps()
+            if entry is not None and self.entries.setdefault(name, {}).setdefault(box, entry) is not entry:
+                self.problems.append(f"{self.where}: lists two locations for {name} at {box}")
 
     def entry(self, name: str, relative_path: Any, offset: Any, num_bytes: Any) -> NestedArchive | None:
         """The location of an entry; None (and a problem) where that cannot be."""
@@ -152,11 +149,10 @@ class _Directory:
         size = self.file_sizes[relative_path]
         if size is None:
             return None
-        file = self.path / relative_path
         if not all(isinstance(n, int) and n >= 0 for n in (offset, num_bytes)) or offset + num_bytes > size:
             self.problems.append(
-                f"{file}: {name} should lie in {num_bytes} bytes at byte {offset}; the file has {size} bytes "
-                "(truncated, or another run's)"
+                f"{self.path / relative_path}: {name} should lie in {num_bytes} bytes at byte {offset}; the file has "
+                f"{size} bytes (truncated, or another run's)"
             )
             return None
         return NestedArchive(self.folder, relative_path, offset, num_bytes)
@@ -164,7 +160,7 @@ class _Directory:
     def file_size(self, relative_path: Any) -> int | None:
         """The size of a file that the metadata names; it must lie in the folder."""
         try:
-            file = inside(self.path, relative_path, named_by=self.path / METADATA)
+            file = inside(self.path, relative_path, named_by=self.where)
         except CheckpointError as error:
             self.problems.append(str(error))
             return None
@@ -175,44 +171,39 @@ class _Directory:
         self.problems.append(f"{file}: missing; {METADATA} names it")
         return None
 
-    def check_overlaps(self) -> None:
-        """No two entries share a byte: one of them would be read as the other."""
-        placed = sorted(
-            (str(entry.path), entry.offset, entry.num_bytes, name)
-            for name, boxes in self.entries.items()
-            for entry in boxes.values()
-        )
-        for (path, offset, num_bytes, name), (other_path, other_offset, _, other) in itertools.pairwise(placed):
-            if path == other_path and offset + num_bytes > other_offset:
-                self.problems.append(f"{path}: {METADATA} lists overlapping bytes for {name} and {other}")
-
     def inventory(self) -> CheckpointInventory:
         tensors, objects = self.records()
+        self.check_overlaps()
         for name in self.entries.keys() - self.declared.keys():
-            self.problems.append(f"{self.path / METADATA}: gives a location for {name} but no description")
+            self.problems.append(f"{self.where}: gives a location for {name} but no description")
         if self.problems:
             raise CheckpointError(lines_and_more(self.problems, 50))
         self.name_empty_dicts(objects)
-        roots = self.roots()
+        roots = {path[0] for path in self.paths.values() if path} or {name.split(".")[0] for name in self.declared}
         if "state" not in roots and not self.prefix:
             raise CheckpointError(
                 f"{self.path}: written by torch.distributed.checkpoint, but not by Composer, whose entries lie under "
                 f"'state'; its top-level keys are {and_more(sorted(map(str, roots)), 8)}"
             )
-        files = self.files()
+        # What has come already of a remote checkpoint differs between machines, and their ranks compare inventories.
+        present = [self.where] if self.folder.fetch else sorted(self.path.iterdir())
+        files = tuple((file, file.stat().st_size) for file in present if file.is_file())
+        unnamed = [file.name for file, _ in files if holds_entries(file) and file.name not in self.file_sizes]
+        remark = [f"{METADATA} does not name {', '.join(unnamed)} (another save's?)"] if unnamed else []
         inventory = CheckpointInventory(
             path=self.path,
             layout=_NAME,
             tensors=tensors,
             objects=objects,
             files=files,
-            remarks=(*missing_parts(tensors, objects), *self.unnamed(files)),
+            remarks=(*missing_parts(tensors, objects), *remark),
             optimizer_at_root="optimizers" in roots,
             flat=any(is_flat_parameter(path[-1]) for path in tensors if path[:2] == MODEL),
         )
         metadata = None if self.folder.fetch else inventory.tree(("state", "metadata"))
-        writer = writer_of(metadata, self.sharding(inventory), torch_version=self.torch_version())
-        return inventory.replaced(writer=writer)
+        return inventory.replaced(
+            writer=writer_of(metadata, self.sharding(inventory), torch_version=self.torch_version())
+        )
 
     def records(self) -> tuple[dict[EntryPath, TensorRecord], dict[EntryPath, ObjectRecord]]:
         """Everything that the metadata declares; what has no place is a problem."""
@@ -220,45 +211,45 @@ class _Directory:
         objects: dict[EntryPath, ObjectRecord] = {}
         for name, declared in self.declared.items():
             path = self.composer_path(name)
-            if declared.kind.name == "TensorStorageMetadata":
+            if name in self.tensors:
                 if (record := self.tensor(name, declared)) is not None:
                     tensors[path] = record
             elif (entry := self.entries.get(name, {}).get(None)) is not None:
-                objects[path] = self.object(name, entry)
+                load = functools.partial(_unpickled, entry, self.trust)
+                objects[path] = ObjectRecord(name, load, entry.num_bytes, entry)
             else:
-                self.problems.append(f"{self.path / METADATA}: gives no usable location for {name}")
+                self.problems.append(f"{self.where}: gives no usable location for {name}")
         return tensors, objects
 
-    def roots(self) -> set[str | int]:
-        """The state dict's top-level keys."""
-        named = {path[0] for path in self.paths.values() if path}
-        return named or {name.split(".")[0] for name in self.declared}
-
-    def files(self) -> tuple[tuple[Path, int], ...]:
-        # What has come already of a remote checkpoint differs between machines, and their ranks compare inventories.
-        present = [self.path / METADATA] if self.folder.fetch else sorted(self.path.iterdir())
-        return tuple((file, file.stat().st_size) for file in present if file.is_file())
-
-    def unnamed(self, files: Sequence[tuple[Path, int]]) -> list[str]:
-        """A remark on files of entries that the metadata does not name."""
-        names = [file.name for file, _ in files if holds_entries(file) and file.name not in self.file_sizes]
-        return [f"{METADATA} does not name {', '.join(names)} (another save's?)"] if names else []
+    def check_overlaps(self) -> None:
+        """No two entries share a byte: one of them would be read as the other."""
+        placed = sorted(
+            (entry.name, entry.offset, entry.num_bytes, name)
+            for name, boxes in self.entries.items()
+            for entry in boxes.values()
+        )
+        for (file, offset, num_bytes, name), (next_file, next_offset, _, other) in itertools.pairwise(placed):
+            if file == next_file and offset + num_bytes > next_offset:
+                text = f"{self.path / file}: {METADATA} lists overlapping bytes for {name} and {other}"
+                self.problems.append(text)
 
     def composer_path(self, name: str) -> EntryPath:
         """The entry's path in Composer's state dict, with the optimizers where they are since torch 2.3."""
         # A name says not which of its parts are numbers, so it is not a path where the others have one.
         path: EntryPath = tuple(self.paths.get(name, ()) if self.paths else name.split("."))
         if not _is_path(path) or dotted(path) != name:
-            raise CheckpointError(f"{self.path / METADATA}: the path of {name} is that of another entry, or missing")
+            raise CheckpointError(f"{self.where}: the path of {name} is that of another entry, or missing")
         if self.prefix:
             return (*self.prefix, *path)
         return ("state", *path) if path[0] == "optimizers" else path
 
     def tensor(self, name: str, declared: InertObject) -> TensorRecord | None:
         """What the metadata says of a tensor; None (and a problem) where that cannot be."""
-        dtype = _dtype(declared.field("properties"))
-        shape = _sizes(declared.field("size"))
-        entries = self.entries.get(name, {})
+        properties = declared.field("properties")  # pickled as (dtype, layout, requires_grad, memory format, ...)
+        dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.field("dtype")
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a tensor of dtype {type(dtype).__name__}")
+        shape, entries = _sizes(declared.field("size")), self.entries.get(name, {})
         chunks, missing = [], []
         for box in declared.field("chunks"):
             offsets, sizes = _sizes(box.field("offsets")), _sizes(box.field("sizes"))
@@ -268,61 +259,45 @@ class _Directory:
             if entry is None:
                 missing.append(str(offsets))
                 continue
-            chunk = Chunk(offsets, sizes, entry)
-            if chunk.numel * dtype.itemsize > entry.num_bytes:
+            chunks.append(Chunk(offsets, sizes, entry))
+            if (needed := chunks[-1].numel * dtype.itemsize) > entry.num_bytes:
                 self.problems.append(
-                    f"{entry.path}: {name} at {offsets} needs {chunk.numel * dtype.itemsize} bytes ({dtype} of shape "
-                    f"{sizes}), {METADATA} gives it {entry.num_bytes}"
+                    f"{entry.path}: {name} at {offsets} needs {needed} bytes ({dtype} of shape {sizes}), {METADATA} "
+                    f"gives it {entry.num_bytes}"
                 )
-            chunks.append(chunk)
         if missing:
-            self.problems.append(
-                f"{self.path / METADATA}: gives no usable location for {name} at {and_more(missing, 8)}"
-            )
+            self.problems.append(f"{self.where}: gives no usable location for {name} at {and_more(missing, 8)}")
             return None
         ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offsets))
         record = TensorRecord(name=name, shape=shape, dtype=dtype, chunks=ordered)
         if (why := record.untiled()) is not None:
-            self.problems.append(f"{self.path / METADATA}: {name} of shape {shape} is not complete: {why}")
+            self.problems.append(f"{self.where}: {name} of shape {shape} is not complete: {why}")
         return record
-
-    def object(self, name: str, entry: NestedArchive) -> ObjectRecord:
-        return ObjectRecord(name, functools.partial(_unpickled, entry, self.trust), entry.num_bytes, entry)
 
     def name_empty_dicts(self, objects: dict[EntryPath, ObjectRecord]) -> None:
         """The empty dicts that our own entry lists, in its place."""
-        listed = objects.get(_EMPTY_DICTS)
-        if listed is None:
-            return
-        paths = listed.value()
-        if not isinstance(paths, list) or not all(isinstance(path, tuple) and _is_path(path) for path in paths):
-            raise CheckpointError(f"{self.path}: {dotted(_EMPTY_DICTS)} should be a list of paths")
-        del objects[_EMPTY_DICTS]
-        # All lie where the list lies, so that whoever accounts for the file's bytes finds an owner for these.
-        objects |= {path: ObjectRecord(dotted(path), dict, source=listed.source) for path in paths}
+        if (listed := objects.pop(_EMPTY_DICTS, None)) is not None:
+            paths = listed.value()
+            if not isinstance(paths, list) or not all(isinstance(path, tuple) and _is_path(path) for path in paths):
+                raise CheckpointError(f"{self.path}: {dotted(_EMPTY_DICTS)} should be a list of paths")
+            # All lie where the list lies, so that whoever accounts for the file's bytes finds an owner for these.
+            objects |= {path: ObjectRecord(dotted(path), dict, source=listed.source) for path in paths}
 
-    def torch_version(self) -> str | None:
+    def torch_version(self) -> str:
         """The writer's torch version as the metadata's classes show it, where ``state.metadata`` does not say."""
-        properties = next(
-            (d.field("properties") for d in self.declared.values() if d.kind.name == "TensorStorageMetadata"), None
-        )
-        if properties is not None and properties.kind.module == _OLD:
+        if any(declared.field("properties").kind.module == _OLD for declared in self.tensors.values()):
             return "2.0 to 2.2"
-        if self.storage_meta is not None or any(path[-2:-1] == ("param_groups",) for path in self.paths.values()):
-            return "2.4 or later"
-        return "2.3 or later"
+        is_flattened = any(path[-2:-1] == ("param_groups",) for path in self.paths.values())
+        return "2.4 or later" if self.storage_meta is not None or is_flattened else "2.3 or later"
 
     def sharding(self, inventory: CheckpointInventory) -> str:
         if inventory.flat:
             return "FSDP1, flat parameters"
         widest = max((len(record.chunks) for record in inventory.tensors.values()), default=1)
         # ShardedTensor leaves no trace of empty parts; a DTensor does, but only a small tensor has any.
-        declared = (d for d in self.declared.values() if d.kind.name == "TensorStorageMetadata")
-        has_empty = any(
-            0 in box.field("sizes") for d in declared if 0 not in d.field("size") for box in d.field("chunks")
-        )
-        kind = "DTensor" if has_empty else "ShardedTensor or DTensor"
-        return f"{kind}, split into {widest}"
+        split = (declared for declared in self.tensors.values() if 0 not in declared.field("size"))
+        has_empty = any(0 in box.field("sizes") for declared in split for box in declared.field("chunks"))
+        return f"{'DTensor' if has_empty else 'ShardedTensor or DTensor'}, split into {widest}"
 
 
 def _unpickled(entry: NestedArchive, trust: bool) -> Any:
@@ -341,15 +316,6 @@ def _sizes(value: Any) -> tuple[int, ...]:
     if len(sizes) > 64 or not all(isinstance(size, int) and 0 <= size < 1 << 63 for size in sizes):
         raise ValueError("sizes or offsets that no tensor has")
     return sizes
-
-
-def _dtype(properties: InertObject) -> torch.dtype:
-    """TensorProperties are pickled as (dtype, layout, requires_grad, memory format, pin_memory)."""
-    state = properties.state
-    dtype = state[0] if isinstance(state, tuple) else properties.field("dtype")
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a tensor of dtype {type(dtype).__name__}")
-    return dtype
 
 
 # ---------------------------------------------------------------------------------------------------------------------
