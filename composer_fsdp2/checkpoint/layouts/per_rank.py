@@ -7,7 +7,7 @@ is on every rank, and the first rank's is taken, as FSDP1's gathered files do.
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from composer_fsdp2.checkpoint.layouts._composer import (
 from composer_fsdp2.checkpoint.layouts._layout import Layout
 from composer_fsdp2.checkpoint.names import FLAT_PARAMETER, is_flat_parameter
 from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject, StoredTensor, contains_inert
-from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
+from composer_fsdp2.checkpoint.trees import EntryPath, dotted, leaves, mapped
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 
@@ -83,6 +83,13 @@ class _RankFile:
     root: Mapping[Any, Any]
     shards: dict[EntryPath, _Shards]
 
+    def at(self, entry: EntryPath) -> Any:
+        """The value at a path; None where there is none."""
+        value: Any = self.root
+        for key in entry:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
 
 def _recognize(path: Path) -> bool:
     """A torch archive whose pickle names ShardedTensor."""
@@ -122,9 +129,11 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
     is_flat = any(map(_is_flat, full))
     if is_flat:
         _refuse_original_parameters(files)
-        tensors, objects = _flat_named(tensors, files), _flat_named(objects, files)
         _join_optimizer_state(tensors, files)
-    _join_random_states(objects, files)
+    # Composer gathers all ranks' random states into each file; where it did not, each file's own make the list.
+    each = [file.root.get("rng") for file in files]
+    if len(files) > 1 and all(isinstance(states, list) and len(states) == 1 for states in each):
+        objects["rng",] = ObjectRecord.of_value("rng", [states[0] for states in each if states])
     inventory = CheckpointInventory(
         path=paths[0],
         layout=_NAME,
@@ -146,23 +155,23 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
 
 def _read_file(path: Path, *, trust: bool) -> _RankFile:
     archive = Archive.open(path)
-    shards: dict[EntryPath, _Shards] = {}
 
     def leaf(value: Any, entry: EntryPath) -> Any:
         if isinstance(value, StoredTensor):
             return of_stored_tensor(value, archive, dotted(entry))
         if isinstance(value, InertObject) and str(value.kind) == _SHARDED_TENSOR:
-            with damage_in(path, f"a ShardedTensor as torch pickles it at {dotted(entry)}"):
-                shards[entry] = _shards(value, archive, dotted(entry))
-            return shards[entry]
+            return _shards(value, archive, dotted(entry))
         return value
 
-    root = mapped(archive.unpickle(trust=trust, inert=_NAMES), leaf)
-    if not isinstance(root, Mapping) or not isinstance(root.get("state"), Mapping):
-        raise CheckpointError(f"{path}: holds ShardedTensors, but not Composer's {{'state': ..., 'rng': ...}}")
-    if not shards or contains_inert(root):
-        raise CheckpointError(f"{path}: holds objects that are not plain data")
-    return _RankFile(path, root, shards)
+    with damage_in(path, "one rank's file as Composer and torch pickle it"):
+        root = mapped(archive.unpickle(trust=trust, inert=_NAMES), leaf)
+        if not isinstance(root, Mapping) or not isinstance(root.get("state"), Mapping):
+            raise CheckpointError(f"{path}: holds ShardedTensors, but not Composer's {{'state': ..., 'rng': ...}}")
+        _use_torch_2s_names(root["state"], path)
+        shards = {entry: part for entry, part in leaves(root) if isinstance(part, _Shards)}
+        if not shards or contains_inert(root):
+            raise CheckpointError(f"{path}: holds objects that are not plain data")
+        return _RankFile(path, root, shards)
 
 
 def _shards(value: InertObject, archive: Archive, name: str) -> _Shards:
@@ -250,25 +259,37 @@ def _merged(entry: EntryPath, files: list[_RankFile]) -> TensorRecord:
     return record
 
 
-def _join_random_states(objects: dict[EntryPath, ObjectRecord], files: list[_RankFile]) -> None:
-    """Composer gathers all ranks' into each file; where it did not, each file's own make the list."""
-    each = [file.root.get("rng") for file in files]
-    if len(files) > 1 and all(isinstance(states, list) and len(states) == 1 for states in each):
-        joined = [states[0] for states in each if states]
-        objects["rng",] = ObjectRecord.of_value("rng", joined)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Flat parameters
 
 
 def _is_flat(entry: EntryPath) -> bool:
-    return entry[:2] == MODEL and str(entry[-1]).split(".")[-1] in (_OLD_FLAT, FLAT_PARAMETER)
+    return entry[:2] == MODEL and is_flat_parameter(entry[-1])
 
 
-def _torch2_name(entry: EntryPath) -> str:
-    name = str(entry[-1])
-    return name if is_flat_parameter(name) else name.removesuffix(_OLD_FLAT) + FLAT_PARAMETER
+def _use_torch_2s_names(state: Any, path: Path) -> None:
+    """Flat parameters by torch 2's name, and their optimizer state by that name in place of the position.
+
+    Flat parameters are in the model's order, which is that of parameters() and so of the positions.
+    """
+
+    def named(name: str, part: Any) -> str:
+        is_old = isinstance(part, _Shards) and name.split(".")[-1] == _OLD_FLAT
+        return name.removesuffix(_OLD_FLAT) + FLAT_PARAMETER if is_old else name
+
+    state["model"] = {named(name, part): part for name, part in state["model"].items()}
+    flats = [name for name, part in state["model"].items() if isinstance(part, _Shards) and is_flat_parameter(name)]
+    for name, optimizer in (state.get("optimizers") or {}).items() if flats else ():
+        positions = sorted(key for key in optimizer.get("state", {}) if isinstance(key, int))
+        if positions and len(flats) != len(positions):
+            raise CheckpointError(
+                f"{path}: {name} has state for {len(positions)} parameters by position, the model has {len(flats)} "
+                "flat parameters: which is whose cannot be told; load the weights alone"
+            )
+        names = dict(zip(positions, flats, strict=False))
+        optimizer["state"] = {names.get(key, key): entries for key, entries in optimizer.get("state", {}).items()}
+        for group in optimizer.get("param_groups", ()):
+            group["params"] = [names.get(key, key) for key in group["params"]]
 
 
 def _blob(chunk: Chunk) -> Any:
@@ -289,58 +310,20 @@ def _refuse_original_parameters(files: list[_RankFile]) -> None:
                 )
 
 
-def _positions(optimizer: str, files: list[_RankFile]) -> dict[int, EntryPath]:
-    """Whose state is at which position: flat parameters are in the model's order, which is that of parameters()."""
-    state = files[0].root["state"]["optimizers"][optimizer].get("state", {})
-    positions = sorted(key for key in state if isinstance(key, int))
-    flats = [entry for entry in files[0].shards if _is_flat(entry)]
-    if positions and len(flats) != len(positions):
-        raise CheckpointError(
-            f"{files[0].path}: {optimizer} has state for {len(positions)} parameters by position, the model has "
-            f"{len(flats)} flat parameters: which is whose cannot be told; load the weights alone"
-        )
-    return dict(zip(positions, flats, strict=False))
-
-
-def _flat_named(records: dict[EntryPath, Any], files: list[_RankFile]) -> dict[EntryPath, Any]:
-    """Flat parameters by torch 2's name, and their optimizer state by that name in place of the position."""
-    named = {}
-    positions = {name: _positions(name, files) for name in files[0].root["state"].get("optimizers") or {}}
-    for path, record in records.items():
-        names = {at: _torch2_name(flat) for at, flat in positions.get(path[2], {}).items()} if len(path) > 3 else {}
-        if _is_flat(path):
-            path = (*path[:-1], _torch2_name(path))
-        elif path[:2] == OPTIMIZERS and path[3:4] == ("state",) and path[4] in names:
-            path = (*path[:4], names[path[4]], *path[5:])
-        elif path[:2] == OPTIMIZERS and path[3:] == ("param_groups",) and names:
-            record = _named_groups(record, names)
-        named[path] = record
-    return named
-
-
-def _named_groups(record: ObjectRecord, names: dict[int, str]) -> ObjectRecord:
-    groups = record.value()
-    if not isinstance(groups, list):
-        return record
-    named = [{**group, "params": [names.get(at, at) for at in group["params"]]} for group in groups]
-    return ObjectRecord.of_value(record.name, named)
-
-
 def _join_optimizer_state(tensors: dict[EntryPath, TensorRecord], files: list[_RankFile]) -> None:
-    """Vectors by position (torch 1.13) are each rank's own: its piece and its padding."""
-    for optimizer in files[0].root["state"].get("optimizers") or {}:
-        for at, flat in _positions(optimizer, files).items():
-            entry = (*OPTIMIZERS, optimizer, "state", at)
-            for key, record in next(_at(files, entry)).items():
-                if isinstance(record, TensorRecord) and len(record.shape) == 1:
-                    tensors[*entry[:4], _torch2_name(flat), key] = _joined_pieces(files, flat, (*entry, key))
+    """Vectors of flat parameters that are no ShardedTensors (torch 1.13) are each rank's own: its piece and padding."""
+    for entry, record in list(tensors.items()):
+        flat = (*MODEL, entry[4]) if entry[:2] == OPTIMIZERS and len(entry) == 6 else ()
+        if _is_flat(flat) and entry not in files[0].shards and len(record.shape) == 1:
+            tensors[entry] = _joined_pieces(files, flat, entry)
 
 
 def _joined_pieces(files: list[_RankFile], flat: EntryPath, entry: EntryPath) -> TensorRecord:
     """Each rank's vector, without its padding, at the place of its piece of the flat parameter."""
     boxes: dict[Any, Chunk] = {}
     dtype = None
-    for file, piece in zip(files, _at(files, entry), strict=True):
+    for file in files:
+        piece = file.at(entry)
         for chunk in file.shards[flat].chunks:
             if not isinstance(piece, TensorRecord) or len(piece.shape) != 1 or piece.numel < chunk.numel:
                 raise CheckpointError(
@@ -352,14 +335,6 @@ def _joined_pieces(files: list[_RankFile], flat: EntryPath, entry: EntryPath) ->
     assert dtype is not None  # a flat parameter has an element
     name, shape = dotted(entry), files[0].shards[flat].shape
     return TensorRecord(name=name, shape=shape, dtype=dtype, chunks=tuple(boxes[box] for box in sorted(boxes)))
-
-
-def _at(files: list[_RankFile], entry: EntryPath) -> Iterator[Any]:
-    for file in files:
-        value: Any = file.root
-        for key in entry:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        yield value
 
 
 LAYOUT = Layout(
