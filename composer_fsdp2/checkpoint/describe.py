@@ -3,8 +3,7 @@
 import datetime
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,24 +14,17 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.dtypes import dtype_name
 
 
-@dataclass(frozen=True, slots=True)
-class _Section:
-    """Some lines of the report under a heading, or without one."""
-
-    heading: str
-    lines: tuple[str, ...]
-
-
 def as_text(inventory: CheckpointInventory, *, max_tensors: int | None = None) -> str:
     """The report: what it is, its optimizers, notes, and its tensors, aligned.
 
     Args:
         max_tensors: List no more than these; None for all.
     """
-    sections = [_summary(inventory), *_optimizer_sections(inventory), _remarks(inventory), _fit(inventory)]
+    sections = [_summary(inventory), *_optimizer_sections(inventory), _remarks(inventory)]
+    if (fit := inventory.fit) is not None:
+        sections.append([f"into the model: {'it fits' if fit.fits else 'it does not fit'}", *fit.text.split("\n")])
     sections.append(_tensor_section(inventory, max_tensors))
-    blocks = ["\n".join([*([s.heading] if s.heading else []), *s.lines]) for s in sections if s.lines]
-    return "\n\n".join("\n".join(map(_printable, block.split("\n"))) for block in blocks)
+    return "\n\n".join("\n".join(map(_printable, section)) for section in sections if len(section) > 1)
 
 
 def as_data(inventory: CheckpointInventory) -> dict[str, Any]:
@@ -62,10 +54,10 @@ def as_data(inventory: CheckpointInventory) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sections
+# Sections: a heading and lines
 
 
-def _summary(inventory: CheckpointInventory) -> _Section:
+def _summary(inventory: CheckpointInventory) -> list[str]:
     writer = inventory.writer
     model = [record for record in inventory.model.values() if isinstance(record, TensorRecord)]
     dtypes = Counter(dtype_name(record.dtype) for record in model)
@@ -85,8 +77,7 @@ def _summary(inventory: CheckpointInventory) -> _Section:
         "also": ", ".join(_other_parts(inventory)) or "nothing",
     }
     width = max(map(len, fields)) + 2
-    lines = tuple(f"{name + ':':<{width}}{value}" for name, value in fields.items())
-    return _Section(str(inventory.path), lines)
+    return [str(inventory.path), *(f"{name + ':':<{width}}{value}" for name, value in fields.items())]
 
 
 def _step(inventory: CheckpointInventory) -> str:
@@ -107,35 +98,28 @@ def _other_parts(inventory: CheckpointInventory) -> list[str]:
     return [part for part in parts if part not in ("model", "optimizers", "timestamp", "metadata")]
 
 
-def _optimizer_sections(inventory: CheckpointInventory) -> list[_Section]:
-    sections = []
+def _optimizer_sections(inventory: CheckpointInventory) -> Iterator[list[str]]:
     for optimizer in inventory.optimizers:
         records = _tensors_of(optimizer)
         keys = Counter(key for entries in optimizer.state.values() for key in entries)
         lines = [
+            f"optimizer {optimizer.name or '(class not stored)'}",
             f"state of {len(optimizer.state)} parameters by {optimizer.keyed_by}: {', '.join(keys) or 'none'}; "
-            f"{human_bytes(sum(record.num_bytes for record in records))}"
+            f"{human_bytes(sum(record.num_bytes for record in records))}",
         ]
         groups = _read(partial(inventory.groups, optimizer.name), None)
         if groups is None:
             lines.append("param_groups cannot be read (see --trust)")
         for number, group in enumerate(groups or []):
-            values = ", ".join(f"{key} {_short(value)}" for key, value in group.items() if _is_set(key, value))
+            shown = {
+                key: value for key, value in group.items() if not (key == "params" or value is None or value is False)
+            }
+            values = ", ".join(f"{key} {_short(value)}" for key, value in shown.items())
             lines.append(f"group {number}: {len(group.get('params', []))} parameters; {values}")
-        sections.append(_Section(f"optimizer {optimizer.name or '(class not stored)'}", tuple(lines)))
-    return sections
+        yield lines
 
 
-def _fit(inventory: CheckpointInventory) -> _Section:
-    if inventory.fit is None:
-        return _Section("", ())
-    return _Section(
-        f"into the model: {'it fits' if inventory.fit.fits else 'it does not fit'}",
-        tuple(inventory.fit.text.split("\n")),
-    )
-
-
-def _remarks(inventory: CheckpointInventory) -> _Section:
+def _remarks(inventory: CheckpointInventory) -> list[str]:
     remarks = list(inventory.remarks)
     if inventory.optimizer_at_root:
         remarks.append("the optimizer lies beside 'state', as torch before 2.3 wrote it")
@@ -143,10 +127,10 @@ def _remarks(inventory: CheckpointInventory) -> _Section:
         remarks.append("flat parameters, without names and shapes: loading and converting need the model")
     if inventory.compressed:
         remarks.append("packed: the file is unpacked before tensors are read")
-    return _Section("notes" if remarks else "", tuple(f"- {remark}" for remark in remarks))
+    return ["notes", *(f"- {remark}" for remark in remarks)]
 
 
-def _tensor_section(inventory: CheckpointInventory, max_tensors: int | None) -> _Section:
+def _tensor_section(inventory: CheckpointInventory, max_tensors: int | None) -> list[str]:
     records = _all_tensors(inventory)
     shown = records if max_tensors is None else records[:max_tensors]
     rows = [
@@ -166,7 +150,7 @@ def _tensor_section(inventory: CheckpointInventory, max_tensors: int | None) -> 
     ]
     if len(records) > len(shown):
         lines.append(f"... and {len(records) - len(shown)} more (--tensors lists all)")
-    return _Section(f"{len(records)} tensors, {human_bytes(sum(record.num_bytes for record in records))}", tuple(lines))
+    return [f"{len(records)} tensors, {human_bytes(sum(record.num_bytes for record in records))}", *lines]
 
 
 def _all_tensors(inventory: CheckpointInventory) -> list[TensorRecord]:
@@ -231,10 +215,6 @@ def _read(what: Callable[[], Any], otherwise: Any) -> Any:
         return what()
     except CheckpointError:
         return otherwise
-
-
-def _is_set(key: str, value: Any) -> bool:
-    return key != "params" and value is not None and value is not False
 
 
 def _counted(number: int, noun: str) -> str:

@@ -235,26 +235,10 @@ def _default_dict(factory: Any = None, items: Any = ()) -> collections.defaultdi
     return collections.defaultdict(factory, items)
 
 
-@Function
-def _ordered_dict(items: Any = ()) -> collections.OrderedDict[Any, Any]:
-    return collections.OrderedDict(items)
-
-
-@Function
-def _deque(items: Any = (), maxlen: Any = None) -> collections.deque[Any]:
-    return collections.deque(items, maxlen)
-
-
-@Function
-def _set(members: Any = ()) -> set[Any]:
-    return set(members)
-
-
-@Function
-def _frozenset(members: Any = ()) -> frozenset[Any]:
-    return frozenset(members)
-
-
+_ordered_dict = Function(collections.OrderedDict)
+_deque = Function(collections.deque)
+_set = Function(set)
+_frozenset = Function(frozenset)
 _size = Function(torch.Size)
 
 
