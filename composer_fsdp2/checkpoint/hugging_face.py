@@ -16,6 +16,7 @@ from composer_fsdp2.checkpoint.archive.disk import is_plain, read_json
 from composer_fsdp2.checkpoint.archive.writer import Slot
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
 from composer_fsdp2.checkpoint.same_bytes import SameBytes
+from composer_fsdp2.checkpoint.trees import value_at
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.dtypes import dtype_name
 
@@ -53,21 +54,17 @@ def hugging_face_form(inventory: CheckpointInventory, dtype: torch.dtype | None)
     """
     integration = inventory.tree(("state", "integrations", "huggingface"))
     if integration is None:
-        integrations = inventory.tree(("state", "integrations"))
-        integration = integrations.get("huggingface") if isinstance(integrations, Mapping) else None
-    if not isinstance(integration, Mapping):
-        return None
-    model = integration.get("model")
-    entry = model.get("config") if isinstance(model, Mapping) else None
-    config = entry.get("content") if isinstance(entry, Mapping) else None
-    if not isinstance(entry, Mapping) or not isinstance(config, Mapping):
+        integration = value_at(inventory.tree(("state", "integrations")), ("huggingface",))
+    config = value_at(integration, ("model", "config", "content"))
+    if not isinstance(config, Mapping):
         return None
     config = dict(config)
-    if not config.get("architectures") and (name := _architecture(entry.get("class"))) is not None:
+    name = _architecture(value_at(integration, ("model", "config", "class")))
+    if not config.get("architectures") and name is not None:
         config["architectures"] = [name]
     beside = {_CONFIG: _as_json(config, dtype)}
     left_out = []
-    tokenizer = integration.get("tokenizer")
+    tokenizer = value_at(integration, ("tokenizer",))
     for name, file in (tokenizer if isinstance(tokenizer, Mapping) else {}).items():
         content = _content(name, file)
         if isinstance(content, str):

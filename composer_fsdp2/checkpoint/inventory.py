@@ -20,7 +20,7 @@ from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
 from composer_fsdp2.checkpoint.boxes import Box, tile
 from composer_fsdp2.checkpoint.names import is_flat_parameter
 from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor
-from composer_fsdp2.checkpoint.trees import EntryPath, as_tree, dotted, leaves
+from composer_fsdp2.checkpoint.trees import EntryPath, as_tree, dotted, leaves, value_at
 from composer_fsdp2.errors import CheckpointError
 
 MODEL: EntryPath = ("state", "model")
@@ -346,9 +346,7 @@ class CheckpointInventory:
     def timestamp(self) -> dict[str, Any]:
         """Epoch, batch, sample, token and so on, as numbers, where the checkpoint has them."""
         found = self.tree(("state", "timestamp"))
-        if not isinstance(found, Mapping):
-            return {}
-        inner = found.get("Timestamp", found)
+        inner = value_at(found, ("Timestamp",)) or found
         return dict(inner) if isinstance(inner, Mapping) else {}
 
     def replaced(self, **changes: Any) -> "CheckpointInventory":

@@ -25,6 +25,13 @@ def parts_of(value: Any) -> Parts:
     return enumerate(value) if isinstance(value, list | tuple) else None
 
 
+def value_at(value: Any, path: Iterable[str | int]) -> Any:
+    """The value at a path of keys of dicts; None where there is none."""
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
 def leaves(
     value: Any, path: EntryPath = (), parts: Callable[[Any], Parts] = parts_of
 ) -> Iterator[tuple[EntryPath, Any]]:

@@ -15,7 +15,7 @@ from composer_fsdp2.checkpoint.inventory import (
     walk_tensors,
 )
 from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject, StoredTensor, contains_inert
-from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
+from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped, value_at
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 
@@ -93,13 +93,13 @@ def missing_parts(
 
 def writer_of(metadata: Any, sharding: str | None, *, torch_version: str | None = None) -> Writer:
     """Who wrote the checkpoint, from ``state.metadata``, which Composer writes since 0.16."""
-    entries = metadata if isinstance(metadata, Mapping) else {}
-    environment = entries.get("composer_env_info")
-    composer = environment.get("composer_version") if isinstance(environment, Mapping) else None
-    world_size = entries.get("world_size")
+    composer, torch, world_size = (
+        value_at(metadata, path)
+        for path in (("composer_env_info", "composer_version"), ("torch_version",), ("world_size",))
+    )
     return Writer(
         composer_version=str(composer) if composer else None,
-        torch_version=str(entries["torch_version"]) if entries.get("torch_version") else torch_version,
+        torch_version=str(torch) if torch else torch_version,
         world_size=world_size if isinstance(world_size, int) else None,
         sharding=sharding,
     )

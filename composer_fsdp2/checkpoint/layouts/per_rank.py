@@ -37,7 +37,7 @@ from composer_fsdp2.checkpoint.layouts._composer import (
 from composer_fsdp2.checkpoint.layouts._layout import Layout
 from composer_fsdp2.checkpoint.names import FLAT_PARAMETER, is_flat_parameter
 from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject, StoredTensor, contains_inert
-from composer_fsdp2.checkpoint.trees import EntryPath, dotted, leaves, mapped
+from composer_fsdp2.checkpoint.trees import EntryPath, dotted, leaves, mapped, value_at
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 
@@ -82,13 +82,6 @@ class _RankFile:
     path: Path
     root: Mapping[Any, Any]
     shards: dict[EntryPath, _Shards]
-
-    def at(self, entry: EntryPath) -> Any:
-        """The value at a path; None where there is none."""
-        value: Any = self.root
-        for key in entry:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return value
 
 
 def _recognize(path: Path) -> bool:
@@ -323,7 +316,7 @@ def _joined_pieces(files: list[_RankFile], flat: EntryPath, entry: EntryPath) ->
     boxes: dict[Any, Chunk] = {}
     dtype = None
     for file in files:
-        piece = file.at(entry)
+        piece = value_at(file.root, entry)
         for chunk in file.shards[flat].chunks:
             if not isinstance(piece, TensorRecord) or len(piece.shape) != 1 or piece.numel < chunk.numel:
                 raise CheckpointError(

@@ -350,14 +350,12 @@ class _Matching:
         self, number: int, first: tuple[int, Mapping[str, Any]], second: tuple[int, Mapping[str, Any]]
     ) -> None:
         """Two of the file's groups that are one in the optimizer must have the same hyperparameters."""
-        one, two = first[1], second[1]
-        unlike = sorted(key for key in {*one, *two} if not _equal(one.get(key), two.get(key)))
-        if unlike:
+        if unlike := _unlike(first[1], second[1]):
             self.differ(
                 DifferenceKind.GROUPS,
                 f"group {number} takes parameters from the file's groups {first[0]} and {second[0]}, which differ in "
                 f"{', '.join(unlike)}",
-                ", ".join(f"{key} {one.get(key)!r} and {two.get(key)!r}" for key in unlike),
+                ", ".join(f"{key} {one!r} and {other!r}" for key, (one, other) in unlike.items()),
                 "equal ones, or the same groups as in the run that saved",
             )
 
@@ -365,13 +363,12 @@ class _Matching:
         self, first: tuple[int, Mapping[str, Any]], second: tuple[int, Mapping[str, Any]], place: int
     ) -> None:
         """Two groups that were one in the file get its hyperparameters, so they must not want to differ."""
-        unlike = [key for key, value in first[1].items() if not _equal(value, second[1].get(key))]
-        if unlike:
+        if unlike := _unlike(first[1], second[1]):
             self.differ(
                 DifferenceKind.GROUPS,
                 f"groups {first[0]} and {second[0]} take parameters from the file's group {place}",
                 "one value for both",
-                ", ".join(f"{key} {first[1][key]!r} and {second[1].get(key)!r}" for key in unlike),
+                ", ".join(f"{key} {one!r} and {other!r}" for key, (one, other) in unlike.items()),
             )
 
     def check_hyperparameters(self, number: int, own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -386,6 +383,12 @@ class _Matching:
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The hyperparameters that differ, with both values."""
+    pairs = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
+    return {key: pair for key, pair in pairs.items() if not _equal(*pair)}
 
 
 def _equal(a: Any, b: Any) -> bool:
