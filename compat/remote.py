@@ -21,8 +21,15 @@ from composer.utils.retrying import retry
 
 from composer_fsdp2.checkpoint.archive.disk import inside
 from composer_fsdp2.checkpoint.layouts import LAYOUTS, Layout, recognized
-from composer_fsdp2.checkpoint.locate import Located, NoCheckpointError, find
-from composer_fsdp2.checkpoint.open import folder_per_host, long_together, once_per_host, together
+from composer_fsdp2.checkpoint.open import (
+    Located,
+    NoCheckpointError,
+    find,
+    folder_per_host,
+    long_together,
+    once_per_host,
+    together,
+)
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather

@@ -7,8 +7,7 @@ from torch import nn
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, ModelFit
 from composer_fsdp2.checkpoint.load.load_plan import plan_load
-from composer_fsdp2.checkpoint.locate import Located, find
-from composer_fsdp2.checkpoint.open import inventory_of, unpacked
+from composer_fsdp2.checkpoint.open import Located, find, inventory_of, unpacked
 from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.errors import CheckpointError
 

@@ -1,23 +1,285 @@
 """A checkpoint: found and recognized once, unpacked where it must be, read into an inventory, on all ranks alike."""
 
 import contextlib
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
 
 from composer_fsdp2.checkpoint.archive.disk import Folder, damage_in
 from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
-from composer_fsdp2.checkpoint.layouts import recognized, unrecognized
-from composer_fsdp2.checkpoint.locate import Located
+from composer_fsdp2.checkpoint.layouts import Layout, listing, recognized, unrecognized
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import agree, gather
 from composer_fsdp2.sharding.hosts import first_ranks_of_hosts
 from composer_fsdp2.sharding.long_work import long_work
+
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_RANKS = re.compile(r"\{(rank|local_rank|node_rank)\}")
+_STEP = re.compile(r"ep(\d+)-ba(\d+)")
+_FILE = re.compile(r"(\.(pt|tar|tgz)(\.\w+)?|rank\d+)$")
+_FIRST_RANK = re.compile(r"rank0+(?!\d)")
+_LATER_RANK = re.compile(r"rank0*[1-9]\d*")
+_MAX_POINTER_BYTES = 4096
+_MAX_DEPTH = 5  # run name, checkpoints, ep0-ba3, file
+
+
+class NotACheckpointError(CheckpointError):
+    """There is nothing at a path, or something else than a checkpoint."""
+
+
+class NoCheckpointError(NotACheckpointError, FileNotFoundError):
+    """There is nothing at a path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A checkpoint: the file or folder that holds it, its layout, and what to know about how it was found.
+
+    Args:
+        unpacked_from: The packed file that the user knows it by, where this is a copy that will be gone.
+        fetch: Gets a file of a folder that is perhaps not on this machine yet; None where all are.
+    """
+
+    path: Path
+    layout: Layout
+    remarks: tuple[str, ...] = ()
+    unpacked_from: Path | None = None
+    fetch: Callable[[Path], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Candidate:
+    """One step's checkpoint in a run folder; a later one is greater."""
+
+    batch: int
+    epoch: int
+    modified_s: float
+    path: Path
+
+
+def find(path: str | Path) -> Located:
+    """The checkpoint behind a path.
+
+    Followed are links of the file system, Composer's ``.symlink`` files and other small files that hold a relative
+    path (which must stay in their folder), ``{rank}`` (the first rank's), ``file://``; in a run folder the newest
+    complete checkpoint is taken: by batch, then epoch, then time of writing; where no name says a step, what a pointer
+    to the latest leads to, or the only one.
+
+    Raises:
+        NotACheckpointError: nothing is there, or a pointer leads nowhere, in circles or out of its folder.
+    """
+    try:
+        return _located(
+            _existing(_local(path)), in_folder=lambda folder: _newest(folder) or _latest(folder) or _only(folder)
+        )
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:  # no permission, a name too long or with a NUL, a device
+        raise NotACheckpointError(f"{path}: {error}") from error
+
+
+def _located(existing: Path, in_folder: Callable[[Path], Located]) -> Located:
+    """The checkpoint that a path which is there leads to; ``in_folder`` finds it in a folder that is none itself."""
+    found = _follow(existing)
+    layout = recognized(found)
+    if layout is None and found.is_file() and (layout := recognized(existing)) is not None:
+        found = existing  # a link whose name says what it is: a Hugging Face cache keeps files under their hashes
+    if layout is not None:
+        return Located(found, layout)
+    if found.is_dir():
+        return in_folder(found)
+    raise NotACheckpointError(f"{found}: {unrecognized(found)}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def _local(path: str | Path) -> Path:
+    text = os.fspath(path)
+    if _URI.match(text) and not os.path.lexists(text):
+        parts = urlsplit(text)
+        if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+            raise NotACheckpointError(
+                f"{text}: not on this machine; load it with the Trainer's load_path, which fetches it, or download it "
+                "first"
+            )
+        text = unquote(parts.path)
+    return expanded(text)
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with the home folder in place of ``~``; a user whom nobody knows is a name like any other, as in a shell.
+
+    Raises:
+        NotACheckpointError: no file can be called so.
+    """
+    try:
+        os.fsencode(path)
+        found = Path(path).expanduser()
+    except UnicodeEncodeError as error:
+        raise NotACheckpointError(f"{str(path)!r}: not a valid path ({error.reason})") from error
+    except RuntimeError:
+        found = Path(path)
+    if "\0" in str(found):
+        raise NotACheckpointError(f"{str(path)!r}: not a valid path: it contains a NUL")
+    return found
+
+
+def _existing(path: Path) -> Path:
+    """The path with the first rank's number in place of ``{rank}``, or Composer's ``.symlink`` file of that name."""
+    if not os.path.lexists(path):
+        path = Path(_RANKS.sub("0", str(path)))
+    if os.path.lexists(path):
+        return path
+    pointer = path.with_name(path.name + ".symlink")
+    if path.name and pointer.is_file():
+        return pointer
+    if "{" in path.name:
+        raise NotACheckpointError(f"{path}: only {{rank}} is filled in; name the folder, and the newest in it is found")
+    if not path.parent.is_dir():
+        raise NoCheckpointError(f"{path}: no such file or folder; {path.parent} does not exist either")
+    raise NoCheckpointError(f"{path}: no such file or folder; {path.parent} holds {listing(path.parent)}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pointers
+
+
+def _follow(path: Path) -> Path:
+    """The path that links and pointer files lead to, however many there are."""
+    seen = set()
+    while True:
+        try:
+            found = path.resolve(strict=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, until Python 3.13
+            leads_to = f" -> {os.readlink(path)}" if path.is_symlink() else ""
+            raise NoCheckpointError(f"{path}{leads_to}: a broken or circular link ({error})") from error
+        target = _pointed_to(found)
+        if target is None:
+            return path if not path.is_symlink() else found
+        if found in seen:
+            raise NotACheckpointError(f"{path}: its pointer files form a cycle")
+        seen.add(found)
+        path = target
+
+
+def _pointed_to(file: Path) -> Path | None:
+    """What a pointer file leads to; None if it is none."""
+    is_declared = file.suffix == ".symlink"
+    if not file.is_file() or file.stat().st_size > _MAX_POINTER_BYTES:
+        return None
+    try:
+        text = file.read_text().strip()
+    except ValueError:
+        return None
+    if not text or len(text.splitlines()) != 1 or not text.isprintable():
+        if is_declared:
+            raise NotACheckpointError(f"{file}: a .symlink file that holds no path")
+        return None
+    if _URI.match(text):
+        raise NotACheckpointError(f"{file}: points to {text}, which is not on this machine")
+    target = _beside(file, Path(text).parts)
+    if target is None:
+        if is_declared:
+            raise NotACheckpointError(f"{file}: points to {text}, which is not beside it")
+        return None
+    if not target.resolve().is_relative_to(file.parent.resolve()):
+        raise NotACheckpointError(f"{file}: points to {text}, outside of its folder; name that checkpoint itself")
+    return target
+
+
+def _beside(file: Path, parts: tuple[str, ...]) -> Path | None:
+    """The target of a relative path, from its file's folder or from a folder above whose name it begins with.
+
+    Composer writes the object's name from the bucket's root: run/checkpoints/ep0-ba3, in run/checkpoints.
+    """
+    for skipped in range(len(parts)):
+        target = file.parent.joinpath(*parts[skipped:])
+        if (not skipped or file.parent.parts[-skipped:] == parts[:skipped]) and os.path.lexists(target):
+            return target
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Run folders
+
+
+def _newest(folder: Path) -> Located | None:
+    """The newest complete checkpoint in a run folder; None where no name says a step."""
+    skipped: list[str] = []
+    for candidate in sorted(_candidates(folder), reverse=True):
+        path, layout = _first_rank_file(candidate.path)
+        reason = unrecognized(path) if layout is None else layout.incomplete(path)
+        if reason is None and layout is not None:
+            return Located(path, layout, tuple(f"skipped a newer one: {text}" for text in skipped))
+        skipped.append(f"{path.relative_to(folder)}: {reason}")
+    if skipped:
+        raise NotACheckpointError(f"{folder}: no complete checkpoint in it; {and_more(skipped, 8, '; ')}")
+    return None
+
+
+def _candidates(folder: Path, depth: int = 0) -> Iterator[_Candidate]:
+    """Folders and files named after a step, in this folder and those below."""
+    for entry in sorted(_entries(folder)):
+        step = _STEP.search(entry.name)
+        if step is None:
+            if entry.is_dir() and not entry.is_symlink() and depth < _MAX_DEPTH:
+                yield from _candidates(entry, depth + 1)
+        elif entry.is_dir() or (_FILE.search(entry.name) and not _LATER_RANK.search(entry.name)):
+            epoch, batch = map(int, step.groups())
+            yield _Candidate(batch, epoch, entry.stat().st_mtime, entry)
+
+
+def _first_rank_file(entry: Path) -> tuple[Path, Layout | None]:
+    """Composer 0.15 wrote one file for each rank in a folder of the step's name."""
+    layout = recognized(entry)
+    if layout is None and entry.is_dir():
+        file = next((file for file in sorted(_entries(entry)) if _FIRST_RANK.search(file.name)), None)
+        if file is not None:
+            return file, recognized(file)
+    return entry, layout
+
+
+def _latest(folder: Path) -> Located | None:
+    """What a pointer to the latest checkpoint leads to; None where there is none."""
+    for pointer in sorted(folder.glob("latest*")):
+        if not _LATER_RANK.search(pointer.name) and _follow(pointer) != pointer:
+            # In a folder that it leads to no pointer is followed: it could lead back.
+            return _located(pointer, in_folder=lambda found: _newest(found) or _only(found))
+    return None
+
+
+def _only(folder: Path) -> Located:
+    """The one file in a folder that is a checkpoint."""
+    files = [
+        Located(file, layout)
+        for file in sorted(_entries(folder))
+        if file.is_file() and not _LATER_RANK.search(file.name) and (layout := recognized(file)) is not None
+    ]
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise NotACheckpointError(f"{folder}: holds {len(files)} checkpoints; name one: {listing(folder)}")
+    raise NotACheckpointError(f"{folder}: {unrecognized(folder)}")
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [entry for entry in folder.iterdir() if entry.exists()]
+    except OSError as error:
+        raise NotACheckpointError(f"{folder}: {error.strerror or error}") from error
+
 
 T = TypeVar("T")
 _PREFIX = "composer_fsdp2-"  # of temporary folders

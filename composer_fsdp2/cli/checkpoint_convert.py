@@ -64,7 +64,7 @@ def _convert(
 ) -> None:
     # Here and not above: torch takes seconds, which --help need not wait for.
     from composer_fsdp2.checkpoint.convert.conversion import ConversionReport, convert_checkpoint
-    from composer_fsdp2.checkpoint.locate import NotACheckpointError
+    from composer_fsdp2.checkpoint.open import NotACheckpointError
     from composer_fsdp2.errors import CheckpointError, ConfigError
 
     logging.basicConfig(format="composer-fsdp2: %(message)s", level=logging.WARNING)

@@ -34,7 +34,7 @@ def _inspect(path: str, *, tensors: bool, as_json: bool, model: str | None, trus
     # Here and not above: torch takes seconds, which --help need not wait for.
     from composer_fsdp2.checkpoint.describe import as_data, as_text
     from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
-    from composer_fsdp2.checkpoint.locate import NotACheckpointError
+    from composer_fsdp2.checkpoint.open import NotACheckpointError
     from composer_fsdp2.errors import CheckpointError, ConfigError
 
     logging.basicConfig(format="composer-fsdp2: %(message)s", level=logging.WARNING)  # what --trust runs

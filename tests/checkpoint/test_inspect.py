@@ -22,8 +22,7 @@ from support.checkpoints.samples import FIXTURES, LEGACY, bytes_read, leaves
 
 from composer_fsdp2 import CheckpointError, inspect_checkpoint, verify_checkpoint
 from composer_fsdp2.checkpoint.describe import as_data, as_text
-from composer_fsdp2.checkpoint.locate import NotACheckpointError, find
-from composer_fsdp2.checkpoint.open import inventory_of
+from composer_fsdp2.checkpoint.open import NotACheckpointError, find, inventory_of
 
 pytestmark = pytest.mark.any_torch
 

@@ -19,7 +19,7 @@ from composer_fsdp2 import (
     load_checkpoint,
     verify_checkpoint,
 )
-from composer_fsdp2.checkpoint.locate import NotACheckpointError, find
+from composer_fsdp2.checkpoint.open import NotACheckpointError, find
 
 pytestmark = pytest.mark.any_torch
 

@@ -25,8 +25,7 @@ from composer_fsdp2.checkpoint.convert.copying import (
 )
 from composer_fsdp2.checkpoint.convert.unfinished import Unfinished, writing
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
-from composer_fsdp2.checkpoint.locate import Located, expanded, find
-from composer_fsdp2.checkpoint.open import inventory_of, long_together, unpacked
+from composer_fsdp2.checkpoint.open import Located, expanded, find, inventory_of, long_together, unpacked
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
 

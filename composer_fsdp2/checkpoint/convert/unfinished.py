@@ -23,8 +23,7 @@ from composer_fsdp2.checkpoint.archive.disk import sync_folder
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.convert.copying import Copied, CopyTask
 from composer_fsdp2.checkpoint.layouts._layout import OutputFile
-from composer_fsdp2.checkpoint.locate import Located, find
-from composer_fsdp2.checkpoint.open import unpack
+from composer_fsdp2.checkpoint.open import Located, find, unpack
 from composer_fsdp2.checkpoint.records import ReadRange
 from composer_fsdp2.errors import CheckpointError
 

@@ -13,8 +13,7 @@ from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInv
 from composer_fsdp2.checkpoint.load.content import check_content, check_own_content
 from composer_fsdp2.checkpoint.load.load_plan import LoadPlan, plan_load
 from composer_fsdp2.checkpoint.load.staging import Staging
-from composer_fsdp2.checkpoint.locate import find
-from composer_fsdp2.checkpoint.open import long_together, opened_checkpoint, together
+from composer_fsdp2.checkpoint.open import find, long_together, opened_checkpoint, together
 from composer_fsdp2.checkpoint.read import Reader, materialized
 from composer_fsdp2.checkpoint.trees import EntryPath
 from composer_fsdp2.config.text import and_more

@@ -15,8 +15,7 @@ from typing import Any
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.differences import Fault, FaultKind
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
-from composer_fsdp2.checkpoint.locate import Located, find
-from composer_fsdp2.checkpoint.open import inventory_of, unpacked
+from composer_fsdp2.checkpoint.open import Located, find, inventory_of, unpacked
 from composer_fsdp2.checkpoint.pickles.trust import UntrustedError
 from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.checkpoint.verify.comparing import Comparison
