@@ -276,10 +276,12 @@ def test_a_wrong_option_is_an_error(tmp_path: Path, source: Path, case: str):
     model, options, says = WRONG[case]
     if isinstance(model, dict):
         torch.save({"state": {"model": {"a": torch.ones(1)} | model}}, source)
+    (tmp_path / "packed.pt.gz").write_bytes(gzip.compress(source.read_bytes()))
     before = contents(tmp_path)
-    with pytest.raises(CheckpointError, match=says):
-        convert_checkpoint(model if isinstance(model, Path) else source, tmp_path / "new", **options)
-    assert contents(tmp_path) == before
+    for path in (model,) if isinstance(model, Path) else (source, tmp_path / "packed.pt.gz"):
+        with pytest.raises(CheckpointError, match=says):
+            convert_checkpoint(path, tmp_path / "new", **options)
+        assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("to", ["monolithic", "dcp"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import os
 import shutil
@@ -104,10 +105,16 @@ def all_bytes(path: Path) -> dict[str, bytes]:
     return {file.name if path.is_dir() else "": file.read_bytes() for file in files}
 
 
-@pytest.mark.parametrize(("to", "files"), [("monolithic", None), ("dcp", 2), ("safetensors", 2)])
-def test_killed_at_any_point_it_goes_on(tmp_path: Path, to: str, files: int | None):
+@pytest.mark.parametrize(
+    ("to", "files", "is_packed"),
+    [("monolithic", None, False), ("dcp", 2, False), ("safetensors", 2, False), ("dcp", None, True)],
+)
+def test_killed_at_any_point_it_goes_on(tmp_path: Path, to: str, files: int | None, is_packed: bool):
     """No power cut or preemption costs more than the work since the last chunk, or leaves a checkpoint that lies."""
     source = make_source(tmp_path)
+    if is_packed:
+        source = tmp_path / "source.pt.gz"
+        source.write_bytes(gzip.compress((tmp_path / "source.pt").read_bytes()))
     before = source.read_bytes()
     count = count_of(source, tmp_path / "expected", to, files=files)
     expected = all_bytes(tmp_path / "expected")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import re
 import time
 import zipfile
@@ -18,7 +19,10 @@ from support.checkpoints.bombs import BOMBS, MIB, SCALE
 from support.examples import IS_THOROUGH
 
 from composer_fsdp2.checkpoint import budget
+from composer_fsdp2.checkpoint.budget import OverBudgetError
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
+from composer_fsdp2.checkpoint.layouts.dcp import _METADATA_NAMES
+from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
 
@@ -90,6 +94,57 @@ def test_what_a_hostile_file_may_cost(name: str, tmp_path: Path):
 def test_no_limit_is_beyond_what_a_laptop_has():
     """A limit of gigabytes would be none; what the bombs above show at a sixteenth holds at these sizes."""
     assert budget.BASE_BYTES <= 512 << 20 and budget.BASE_OBJECTS <= 1_000_000
+
+
+def metadata_of_ranks(num_ranks: int, num_tensors: int) -> tuple[bytes, int]:
+    """The ``.metadata`` of FSDP's shards, pickled, and the size of each rank's file."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    sizes, num_bytes = torch.Size((16, 8192)), 16 * 8192 * 4 + 1000
+    names = {f"state.model.transformer.blocks.{number}.attn.Wqkv.weight": number for number in range(num_tensors)}
+    offsets = [torch.Size((16 * rank, 0)) for rank in range(num_ranks)]
+    metadata = Metadata(
+        state_dict_metadata={
+            name: TensorStorageMetadata(
+                properties=TensorProperties(dtype=torch.float32),
+                size=torch.Size((16 * num_ranks, 8192)),
+                chunks=[ChunkStorageMetadata(offset, sizes) for offset in offsets],
+            )
+            for name in names
+        },
+        planner_data={name: ("state", "model", name.removeprefix("state.model.")) for name in names},
+        storage_data={
+            MetadataIndex(name, offset, rank): _StorageInfo(f"__{rank}_0.distcp", number * num_bytes, num_bytes)
+            for name, number in names.items()
+            for rank, offset in enumerate(offsets)
+        },
+    )
+    return pickle.dumps(metadata), num_tensors * num_bytes
+
+
+def test_a_large_checkpoint_may_have_large_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """70B parameters with Adam on 512 ranks have 152 MiB of it; a limit for all sizes refused what a run had saved."""
+    num_ranks, num_tensors = (512, 723 * 3) if IS_THOROUGH else (64, 60)
+    if not IS_THOROUGH:
+        monkeypatch.setattr(budget, "BASE_BYTES", 1 << 20)
+    data, num_bytes = metadata_of_ranks(num_ranks, num_tensors)
+    (tmp_path / ".metadata").write_bytes(data)
+    for rank in range(num_ranks):
+        with open(tmp_path / f"__{rank}_0.distcp", "wb") as file:
+            file.truncate(num_bytes)  # sparse
+    inventory = inspect_checkpoint(tmp_path)
+    assert len(inventory.tensors) == num_tensors
+    assert all(len(record.chunks) == num_ranks for record in inventory.tensors.values())
+    # The same claims without files of that size.
+    with pytest.raises(OverBudgetError, match="its many objects"):
+        read_pickle(data, where="alone", inert=_METADATA_NAMES)
 
 
 def test_data_that_looks_like_a_directorys_end(tmp_path: Path):
