@@ -1,4 +1,4 @@
-"""What it may cost to find out what lies in a checkpoint, so that a small file never takes hours or all memory.
+"""Limits on the memory and objects that reading a checkpoint's metadata may take, however small its files are.
 
 [Note: budgets] A pickle, a directory or a JSON text of a few MiB can describe gigabytes of objects. Each reader spends,
 before it makes them, from a budget that does not depend on what the file claims: a base, and more for each byte that
@@ -20,7 +20,7 @@ class OverBudgetError(CheckpointError):
 
 @dataclass(slots=True)
 class Budget:
-    """What is left for one reader.
+    """The rest of one reader's budget.
 
     Args:
         where: The file, for the error.

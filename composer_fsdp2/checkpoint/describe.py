@@ -15,7 +15,7 @@ from composer_fsdp2.sharding.dtypes import dtype_name
 
 
 def as_text(inventory: CheckpointInventory, *, max_tensors: int | None = None) -> str:
-    """The report: what it is, its optimizers, notes, and its tensors, aligned.
+    """The report: a summary, the optimizers, notes, and the tensors, aligned.
 
     Args:
         max_tensors: List no more than these; None for all.
@@ -28,7 +28,7 @@ def as_text(inventory: CheckpointInventory, *, max_tensors: int | None = None) -
 
 
 def as_data(inventory: CheckpointInventory) -> dict[str, Any]:
-    """Everything that the inventory says, as JSON can hold it."""
+    """The inventory as JSON data."""
     writer = inventory.writer
     return {
         "path": str(inventory.path),
@@ -89,7 +89,7 @@ def _step(inventory: CheckpointInventory) -> str:
 
 
 def _other_parts(inventory: CheckpointInventory) -> list[str]:
-    """What else there is, by Composer's names."""
+    """Further entries, under Composer's names."""
     paths = [*inventory.objects, *inventory.tensors]
     parts = dict.fromkeys(str(path[1]) for path in paths if path[0] == "state" and len(path) > 1)
     rng = _read(lambda: inventory.tree(("rng",)), None)
@@ -196,7 +196,7 @@ def _tensors_of(optimizer: OptimizerContents) -> list[TensorRecord]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it: durations in seconds, tensors by shape, the rest as text."""
+    """A value as JSON data: durations in seconds, tensors by shape, the rest as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -210,7 +210,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(what: Callable[[], Any], otherwise: Any) -> Any:
-    """An entry's value; another where it holds more than plain data, which is no reason to say nothing of the rest."""
+    """An entry's value; ``otherwise`` if it contains more than plain data: the rest is still described."""
     try:
         return what()
     except CheckpointError:

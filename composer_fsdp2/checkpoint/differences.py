@@ -56,7 +56,7 @@ def names_by(kind: DifferenceKind, differences: Iterable[Difference]) -> list[st
 
 
 def listed(differences: Iterable[Difference]) -> str:
-    """A line each, of many the first ones and how many more there are."""
+    """A line each; of many, the first ones and the number of the others."""
     return lines_and_more([str(difference) for difference in differences], 50, "  ")
 
 

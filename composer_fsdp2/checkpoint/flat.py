@@ -1,7 +1,7 @@
 """FSDP1's flat parameters (``state_dict_type: local``), taken apart along a model.
 
-Such a file holds one vector for each wrapped module, and neither names nor shapes of what it was made of. The vectors'
-own names say which modules were wrapped, and FSDP1 laid a module's parameters end to end in registration order (torch
+Such a file has one vector for each wrapped module, and neither names nor shapes of its parameters. The vectors'
+own names show which modules were wrapped, and FSDP1 laid a module's parameters end to end in registration order (torch
 ``_init_flat_param``): those of nested wrapped modules apart, shared ones once in each wrapped module.
 """
 
@@ -47,7 +47,7 @@ _Layout = dict[str, list[_Slice]]  # by the wrapped module's path
 
 
 def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointInventory:
-    """The checkpoint with the parameters' own names and shapes in place of flat parameters.
+    """The checkpoint with the parameters' own names and shapes instead of flat parameters.
 
     Args:
         model: The model that was saved; sharded or not, on any device. Parameters are looked up, not read.
@@ -133,7 +133,7 @@ def _flat_name(path: EntryPath) -> str | None:
 
 
 def _layout(model: nn.Module, units: dict[str, str], inventory: CheckpointInventory) -> _Layout:
-    """What lies where in each vector; ``units``: their names, by the wrapped modules' paths."""
+    """The place of each parameter in the vectors; ``units``: their names, by the wrapped modules' paths."""
     modules = {
         canonical(f"{path}.").rstrip("."): module for path, module in model.named_modules(remove_duplicate=False)
     }
@@ -149,7 +149,7 @@ def _layout(model: nn.Module, units: dict[str, str], inventory: CheckpointInvent
     layout: _Layout = {}
     for path in units:
         start, parts = 0, list[_Slice]()
-        taken: set[nn.Parameter] = set()  # of this unit: one that another shared, too, FSDP1 kept for each of them
+        taken: set[nn.Parameter] = set()  # by this unit; FSDP1 flattened a shared one into each of its units
         for name, parameter in _parameters(modules[path], path, nested):
             if parameter not in taken:
                 taken.add(parameter)
@@ -174,7 +174,7 @@ def _parameters(module: nn.Module, path: str, nested: set[nn.Module]) -> Iterato
 
 
 def _unit_of(name: str, units: Collection[str]) -> str | None:
-    """The innermost wrapped module that a parameter's name lies in."""
+    """The innermost wrapped module that contains a parameter's name."""
     within = [path for path in units if not path or name.startswith(f"{path}.")]
     return max(within, key=len, default=None)
 

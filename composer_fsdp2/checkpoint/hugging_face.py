@@ -1,4 +1,4 @@
-"""What a Composer checkpoint says of its Hugging Face model: config and tokenizer, and which weights are tied.
+"""The Hugging Face model in a Composer checkpoint: config and tokenizer, and which weights are tied.
 
 ``HuggingFaceModel`` keeps both as plain data in ``state.integrations.huggingface`` (Composer's
 ``HuggingFaceModel.get_metadata``), and the model itself as its attribute ``model``.
@@ -50,7 +50,7 @@ def hugging_face_form(inventory: CheckpointInventory, dtype: torch.dtype | None)
     """The form that ``state.integrations.huggingface`` describes; None where the checkpoint has no such model.
 
     Args:
-        dtype: What the weights are cast to, for the config; None leaves what it says.
+        dtype: Of the cast weights, for the config; None leaves the config unchanged.
     """
     integration = inventory.tree(("state", "integrations", "huggingface"))
     if integration is None:
@@ -147,8 +147,8 @@ def _encoded(text: str) -> bytes | str:
 def without_ties(weights: Mapping[str, Slot], config: Mapping[str, Any] | None) -> tuple[dict[str, Slot], list[str]]:
     """The weights with tied ones once, and the names that were left out, as ``a (tied to b)``.
 
-    Tied are names for one storage. Sharded checkpoints and FSDP's full ones hold a copy for each name; there an output
-    embedding that equals an earlier matrix bit for bit is tied, unless the config says no. Others stay: matrices of
+    Tied are names for one storage. Sharded checkpoints and FSDP's full ones have a copy for each name; there an output
+    embedding that equals an earlier matrix bit for bit is tied, unless the config denies it. Others stay: matrices of
     zeros or ones are equal as well.
     """
     may_tie = config is not None and config.get("tie_word_embeddings", True)

@@ -13,17 +13,17 @@ from composer_fsdp2.errors import CheckpointError
 
 
 def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trust: bool = False) -> CheckpointInventory:
-    """What lies in a checkpoint of any layout, without reading tensor data or running a pickle.
+    """The contents of a checkpoint of any layout, without reading tensor data or running a pickle.
 
     A tar file or a compressed one is unpacked to the folder for temporary files (``TMPDIR``) for that, and removed
     again. Does not communicate; any one rank can call it.
 
     Args:
         path: A file, a folder, a link or pointer to one, or a run folder, in which the newest is found.
-        model: Say in ``fit`` whether and how the weights load into it; it is looked at, not changed.
-        trust: Let pickles import and run what they name; each name is told in a warning.
+        model: Sets ``fit``: whether and how the weights load into this model, which is not changed.
+        trust: Let pickles import and run what they name; a warning lists each name.
     Raises:
-        NotACheckpointError: there is nothing, or no checkpoint of a known layout.
+        NotACheckpointError: the path does not exist, or is no checkpoint of a known layout.
         CheckpointError: a checkpoint, but damaged, incomplete, or with more than plain data and not trusted.
     """
     with unpacked(find(path)) as located:

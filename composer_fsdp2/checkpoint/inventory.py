@@ -1,4 +1,4 @@
-"""What lies in a checkpoint, as values: every tensor with the bytes that hold it, every other entry, who wrote it.
+"""The contents of a checkpoint, as values: every tensor with its place on disk, every other entry, its writer.
 
 An inventory has one shape for all layouts, the one of Composer's monolithic file: ``('state', 'model', FQN)``,
 ``('state', 'optimizers', class, 'state', FQN, key)``, ``('state', 'timestamp')``, ``('rng',)``.
@@ -28,7 +28,7 @@ OPTIMIZERS: EntryPath = ("state", "optimizers")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where the bytes of a tensor lie
+# Where the bytes of a tensor are
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Strided:
 
 @dataclass(frozen=True, slots=True)
 class NestedArchive:
-    """An archive of its own inside a file of a DCP directory, which holds one tensor or one object."""
+    """An archive inside a file of a DCP directory, with one tensor or one object."""
 
     folder: Folder
     name: str
@@ -99,7 +99,7 @@ class InMemory:
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Box):
-    """A part of a tensor, and where its bytes lie."""
+    """A part of a tensor, and the source of its bytes."""
 
     source: Strided | NestedArchive | InMemory
 
@@ -119,7 +119,7 @@ class TensorRecord:
     Args:
         name: As in the file.
         chunks: Boxes that tile it; one for a tensor that was saved unsharded.
-        flat: Where it is part of a flat parameter; then there are no chunks.
+        flat: The place in a flat parameter, for a tensor without chunks.
     """
 
     name: str
@@ -183,8 +183,8 @@ class ObjectRecord:
 
     Args:
         load: Reads the value; called once, when it is first needed.
-        num_bytes: On disk, where it lies apart; 0 where it is part of a pickle that was read anyway.
-        source: Where it lies apart.
+        num_bytes: On disk, if it is stored separately; 0 if it is part of a pickle that was read anyway.
+        source: Its archive, if it is stored separately.
         is_flattened: Whether the file stores only its leaves; its containers are inferred until it is ``fitted``.
     """
 
@@ -197,7 +197,7 @@ class ObjectRecord:
 
     @classmethod
     def of_value(cls, name: str, value: Any, *, is_flattened: bool = False) -> "ObjectRecord":
-        """A record of what was read already."""
+        """A record of a value that was read already."""
         return cls(name, _unread, is_flattened=is_flattened, _value=value)
 
     def value(self) -> Any:
@@ -223,7 +223,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFit:
-    """Whether the weights load into a model as they are, and how, in words."""
+    """Whether the weights load into a model as they are, and how, as text."""
 
     fits: bool
     text: str
@@ -234,7 +234,7 @@ class OptimizerContents:
     """One optimizer's entries.
 
     Args:
-        name: The class's qualified name, the key that Composer gives it; '' where the layout says none.
+        name: The class's qualified name, Composer's key; '' if the layout has none.
         keyed_by: 'name' (FQNs), 'id' (position in the writer's param_groups) or 'flat parameter'.
         state: By parameter, then by key; empty where the file has none. ``param_groups`` are no part of it:
             ``CheckpointInventory.groups`` reads them.
@@ -247,7 +247,7 @@ class OptimizerContents:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInventory:
-    """What is on disk, from metadata alone.
+    """The contents of a checkpoint, from metadata alone.
 
     Args:
         path: The checkpoint that was found: behind links, and the newest in a folder of several.
@@ -256,13 +256,13 @@ class CheckpointInventory:
         objects: Every other entry, by its path.
         nested: Tensors inside of other entries' values, where those were read anyway.
         files: All files that belong to it, with their sizes in bytes.
-        remarks: What is missing or odd; the user should know, and nothing fails.
+        remarks: Missing or odd parts that the user should know, and that are no error.
         optimizer_at_root: torch < 2.3 wrote ``optimizers`` beside ``state``.
-        flat: The model is in FSDP1's flat parameters, without the parameters' names; only layouts that ranks wrote
-            hold them.
+        flat: The model is in FSDP1's flat parameters, without the parameters' names; only in layouts that
+            ranks wrote.
         holds_only: The only entries that the layout can store, all tensors: those below this path; None for all.
         name_prefix: What Composer's models put before the model's names; '' where these are Composer's.
-        hugging_face: The folder of a Hugging Face model, whose configuration lies beside these weights.
+        hugging_face: The folder of a Hugging Face model, whose configuration is beside these weights.
         metadata_crc32: Of metadata that every save writes anew, where records' own CRC32s are not read with it.
         compressed: Of a tar or compressed file, whose tensors can be read only from an unpacked copy.
     """
@@ -337,7 +337,7 @@ class CheckpointInventory:
         return groups
 
     def tree(self, prefix: EntryPath) -> Any:
-        """The value below a path with its containers, tensors as ``TensorRecord``s; None where there is nothing."""
+        """The value below a path with its containers, tensors as ``TensorRecord``s; None without entries."""
         length = len(prefix)
         below = {path[length:]: record for path, record in self.entries.items() if path[:length] == prefix}
         return tree_of(below, prefix)

@@ -34,16 +34,16 @@ _MAX_DEPTH = 5  # run name, checkpoints, ep0-ba3, file
 
 
 class NotACheckpointError(CheckpointError):
-    """There is nothing at a path, or something else than a checkpoint."""
+    """A path that does not exist, or is no checkpoint."""
 
 
 class NoCheckpointError(NotACheckpointError, FileNotFoundError):
-    """There is nothing at a path."""
+    """A path that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A checkpoint: the file or folder that holds it, its layout, and what to know about how it was found.
+    """A checkpoint: the file or folder that holds it, its layout, and remarks on how it was found.
 
     Args:
         unpacked_from: The packed file that the user knows it by, where this is a copy that will be gone.
@@ -70,10 +70,10 @@ class _Candidate:
 def find(path: str | Path) -> Located:
     """The checkpoint behind a path.
 
-    Followed are links of the file system, Composer's ``.symlink`` files and other small files that hold a relative
+    Followed are links of the file system, Composer's ``.symlink`` files and other small files with a relative
     path (which must stay in their folder), ``{rank}`` (the first rank's), ``file://``; in a run folder the newest
-    complete checkpoint is taken: by batch, then epoch, then time of writing; where no name says a step, what a pointer
-    to the latest leads to, or the only one.
+    complete checkpoint is taken: by batch, then epoch, then time of writing; if no name has a step, the target of a
+    pointer to the latest, or the only one.
 
     Raises:
         NotACheckpointError: nothing is there, or a pointer leads nowhere, in circles or out of its folder.
@@ -93,7 +93,7 @@ def _located(existing: Path, in_folder: Callable[[Path], Located]) -> Located:
     found = _follow(existing)
     layout = recognized(found)
     if layout is None and found.is_file() and (layout := recognized(existing)) is not None:
-        found = existing  # a link whose name says what it is: a Hugging Face cache keeps files under their hashes
+        found = existing  # a link whose name shows its layout: a Hugging Face cache names files by their hashes
     if layout is not None:
         return Located(found, layout)
     if found.is_dir():
@@ -119,7 +119,7 @@ def _local(path: str | Path) -> Path:
 
 
 def expanded(path: str | Path) -> Path:
-    """A path with the home folder in place of ``~``; a user whom nobody knows is a name like any other, as in a shell.
+    """A path with ``~`` expanded; an unknown user is a name like any other, as in a shell.
 
     Raises:
         NotACheckpointError: no file can be called so.
@@ -137,7 +137,7 @@ def expanded(path: str | Path) -> Path:
 
 
 def _existing(path: Path) -> Path:
-    """The path with the first rank's number in place of ``{rank}``, or Composer's ``.symlink`` file of that name."""
+    """The path with ``{rank}`` replaced by the first rank's number, or Composer's ``.symlink`` file of that name."""
     if not os.path.lexists(path):
         path = Path(_RANKS.sub("0", str(path)))
     if os.path.lexists(path):
@@ -157,7 +157,7 @@ def _existing(path: Path) -> Path:
 
 
 def _follow(path: Path) -> Path:
-    """The path that links and pointer files lead to, however many there are."""
+    """The path that links and pointer files lead to, whatever their number."""
     seen = set()
     while True:
         try:
@@ -216,7 +216,7 @@ def _beside(file: Path, parts: tuple[str, ...]) -> Path | None:
 
 
 def _newest(folder: Path) -> Located | None:
-    """The newest complete checkpoint in a run folder; None where no name says a step."""
+    """The newest complete checkpoint in a run folder; None if no name has a step."""
     skipped: list[str] = []
     for candidate in sorted(_candidates(folder), reverse=True):
         path, layout = _first_rank_file(candidate.path)
@@ -252,7 +252,7 @@ def _first_rank_file(entry: Path) -> tuple[Path, Layout | None]:
 
 
 def _latest(folder: Path) -> Located | None:
-    """What a pointer to the latest checkpoint leads to; None where there is none."""
+    """The target of a pointer to the latest checkpoint; None without one."""
     for pointer in sorted(folder.glob("latest*")):
         if not _LATER_RANK.search(pointer.name) and _follow(pointer) != pointer:
             # In a folder that it leads to no pointer is followed: it could lead back.
@@ -287,7 +287,7 @@ _PREFIX = "composer_fsdp2-"  # of temporary folders
 
 @contextlib.contextmanager
 def as_errors_of(path: Path, unpacked_file: Path) -> Iterator[None]:
-    """Errors that name the packed file, which the user knows, and not what was unpacked from it and is gone."""
+    """Errors name the packed file, which the user knows, and not the temporary unpacked copy."""
     try:
         yield
     except CheckpointError as error:
@@ -296,7 +296,7 @@ def as_errors_of(path: Path, unpacked_file: Path) -> Iterator[None]:
 
 
 def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventory:
-    """What lies in a checkpoint, without reading tensor data or running a pickle; does not communicate.
+    """The contents of a checkpoint, without reading tensor data or running a pickle; does not communicate.
 
     Raises:
         CheckpointError: damaged, incomplete, or with more than plain data and not trusted.
@@ -320,7 +320,7 @@ def unpack(located: Located, folder: Path) -> Located:
     """The checkpoint itself, or a copy in a folder where it is compressed or in a tar file; does not communicate.
 
     Raises:
-        CheckpointError: damaged, or what is packed is no checkpoint; names the packed file.
+        CheckpointError: damaged, or its content is no checkpoint; names the packed file.
     """
     if located.layout.unpack is None:
         return located
@@ -352,7 +352,7 @@ def opened_checkpoint(located: Located, *, trust: bool = False) -> Iterator[Chec
 
     Raises:
         CheckpointError: on all ranks; see ``inventory_of``.
-    Called on all ranks, or in one process without a group; gathers a word from each.
+    Called on all ranks, or in one process without a group; gathers a bool from each.
     """
     if all(gather(located.layout.unpack is None)):
         yield _read_together(located, trust)
@@ -432,8 +432,8 @@ def _with_our_errors(work: Callable[[], T]) -> Callable[[], T]:
     return attempt
 
 
-# A tensor may be a view that repeats what it is a view of, and several may be views of the same; but all of a
-# checkpoint is hardly more than its files.
+# A tensor may be a view that repeats its storage, and several may be views of one storage; but all tensors of a
+# checkpoint are hardly larger than its files.
 _REPEATS = 8
 
 

@@ -1,4 +1,4 @@
-"""Any box of any tensor in a checkpoint, read as the bytes that hold it and no others."""
+"""Reads any box of any tensor in a checkpoint, and no other bytes."""
 
 import ctypes
 import math
@@ -20,7 +20,7 @@ from composer_fsdp2.checkpoint.records import ReadRange
 from composer_fsdp2.checkpoint.trees import mapped
 from composer_fsdp2.errors import CheckpointError
 
-# One read: large enough for the disk, small enough that its CRC is computed while it lies in the cache.
+# One read: large enough for the disk, small enough that its CRC is computed in the CPU's cache.
 SLICE_BYTES = 4 << 20
 # A strided tensor is read with its gaps, if that is less than this; else run by run.
 _GAP_BYTES = 1 << 20
@@ -28,12 +28,12 @@ _GAP_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class Reader:
-    """Reads boxes of tensors and notes what it read, so that it can be checked. Use it in a with block.
+    """Reads boxes of tensors and records the ranges that it read, which are checked later. Use it in a with block.
 
     Attributes:
         num_bytes: Tensor data read so far.
         parts: Every range read, with its CRC32.
-        is_in_order: False once a tensor was read that lies in its file in another order than row-major.
+        is_in_order: False once a tensor was read that is not row-major in its file.
     """
 
     num_bytes: int = 0
@@ -57,7 +57,7 @@ class Reader:
         Args:
             out: On the CPU, of the box's sizes and the record's dtype; contiguous, or a view of such a tensor.
         Raises:
-            CheckpointError: a file ends too early, or an entry is not what its metadata says.
+            CheckpointError: a file ends too early, or an entry contradicts its metadata.
         """
         assert out.shape == box.sizes and out.dtype == record.dtype and out.device.type == "cpu", record.name
         if not box.numel:
@@ -139,10 +139,10 @@ class Reader:
                 self._read_strided(blob, first + at * steps[0], steps[1:], out[at])
 
     def _read_with_gaps(self, blob: Blob, first: int, span: int, steps: tuple[int, ...], out: torch.Tensor) -> None:
-        """A small stretch of the file, with the elements between those that are asked for."""
+        """A small range of the file, with the elements between the requested ones."""
         self.is_in_order = False
         itemsize = out.element_size()
-        # Ranks that hold columns read overlapping ranges, which add up to no CRC32: so all of a small record.
+        # Ranks with column shards read overlapping ranges, which add up to no CRC32: so all of a small record.
         is_small = blob.num_bytes <= _GAP_BYTES and blob.num_bytes % itemsize == 0
         start, numel = (0, blob.num_bytes // itemsize) if is_small else (first, span)
         buffer = torch.empty(numel, dtype=out.dtype)
@@ -182,7 +182,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def materialized(value: Any, reader: Reader) -> Any:
-    """A nested value with tensors in place of its ``TensorRecord``s."""
+    """A nested value with its ``TensorRecord``s read as tensors."""
     return mapped(value, lambda part, _: reader.read_full(part) if isinstance(part, TensorRecord) else part)
 
 
@@ -191,9 +191,9 @@ def _is_row_major(stride: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
 
 
 def _in_order_of_file(out: torch.Tensor, stride: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """A view whose dimensions lie in the file from the widest steps to the smallest, and these steps.
+    """A view whose dimensions are ordered from the widest steps in the file to the smallest, and these steps.
 
-    Dimensions of one element say nothing about the order, and go.
+    Dimensions of one element do not affect the order, and are removed.
     """
     order = sorted((dim for dim in range(out.dim()) if out.shape[dim] > 1), key=lambda dim: -stride[dim])
     steps = tuple(stride[dim] for dim in order)

@@ -1,4 +1,4 @@
-"""Whether a record is what its CRC32 says, whatever parts of it were read, by whom and how often."""
+"""Whether a record matches its CRC32, whatever parts of it were read, by which ranks and how often."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ Range: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ReadRange:
-    """Some bytes of a record, counted from its start, and the CRC32 that they had when they were read."""
+    """Some bytes of a record, counted from its start, and their CRC32 when they were read."""
 
     blob: Blob
     start: int
@@ -26,7 +26,7 @@ class ReadRange:
 
 
 def ranges_by_record(ranges: Iterable[ReadRange]) -> tuple[dict[Blob, set[Range]], int]:
-    """What was read of each record that has a CRC32; and the number of bytes read of records that have none.
+    """The ranges read of each record with a CRC32, and the number of bytes read of records without one.
 
     Several tensors may be one run of bytes, as the step counts of FSDP1's flat parameters are; it counts once.
     """
@@ -41,9 +41,9 @@ _SLICE_BYTES = 4 << 20
 
 
 def damage_of(blob: Blob, ranges: Iterable[Range]) -> str | None:
-    """What is wrong with a record, or with what was read of it; None if both are what was written.
+    """The damage of a record, or of the ranges that were read of it; None if both are as written.
 
-    Where the ranges do not overlap, what lies between them is read here, and nothing twice. Else all of the record is,
+    Where the ranges do not overlap, the gaps between them are read here, and nothing twice. Else all of the record is,
     and every range is compared with it.
 
     Args:
@@ -76,7 +76,7 @@ def _joined(blob: Blob, ranges: Sequence[Range]) -> int:
 def _compared(blob: Blob, ranges: Sequence[Range]) -> tuple[int, Range | None]:
     """The record's CRC32 as it is now, and the first range that was read otherwise.
 
-    A range's CRC32 is told by those of the record up to its two ends: nothing is read, or kept, for each range.
+    A range's CRC32 follows from those of the record up to its two ends: nothing is read, or stored, for each range.
     """
     ends = sorted({0, blob.num_bytes}.union(*({start, end} for start, end, _ in ranges)))
     crc32, up_to = 0, {0: 0}

@@ -55,7 +55,7 @@ class SameBytes(Generic[T]):
 
 
 def same_content(a: object, b: object) -> bool | None:
-    """Whether two entries for one parameter are equal; None where only reading them can tell."""
+    """Whether two entries for one parameter are equal; None if that takes reading them."""
     if not isinstance(a, TensorRecord) or not isinstance(b, TensorRecord):
         return None
     if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -75,7 +75,7 @@ def same_content(a: object, b: object) -> bool | None:
 
 
 def _form(record: TensorRecord) -> Hashable | None:
-    """The shape, dtype and boxes, without which contents are not compared; None for what does not lie in files."""
+    """The shape, dtype and boxes, without which contents are not compared; None for tensors in memory."""
     if not record.chunks or not all(isinstance(chunk.source, Strided | NestedArchive) for chunk in record.chunks):
         return None
     return record.shape, record.dtype, tuple((chunk.offsets, chunk.sizes) for chunk in record.chunks)
@@ -88,7 +88,7 @@ def _content_key(record: TensorRecord) -> Hashable:
 
 
 def _record_fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] | None:
-    """What tells a chunk's content if it is all of its record, CRC32 first; None if no CRC32 is stored, or not here."""
+    """A chunk's fingerprint if it is all of its record, CRC32 first; None if no CRC32 is stored, or not here."""
     source = chunk.source
     assert isinstance(source, Strided | NestedArchive)
     if isinstance(source, NestedArchive) and source.folder.fetch is not None:
@@ -98,7 +98,7 @@ def _record_fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] 
 
 
 def _fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] | None:
-    """What tells a chunk's content; None where the file has no CRC32 for it."""
+    """Equal for chunks of equal content; None if the file has no CRC32 for it."""
     assert isinstance(chunk.source, Strided | NestedArchive)
     source = chunk.source.locate(chunk, dtype)
     blob = source.blob

@@ -23,7 +23,7 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True, slots=True)
 class LocalBox(Box):
-    """The part of a tensor that this rank holds, and the ranks that hold the same part.
+    """This rank's shard of a tensor, and the ranks with the same shard.
 
     Args:
         like: A DTensor or tensor that is laid out so.
@@ -39,12 +39,12 @@ class LocalBox(Box):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The axes of the mesh along which ranks hold the same part."""
+        """The axes of the mesh along which ranks are replicas."""
         return replicating_axes(self.like)
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks hold this part. A tensor that is not a DTensor lies unsharded on every rank."""
+        """The number of ranks with this shard. A tensor that is not a DTensor is unsharded on every rank."""
         if not isinstance(self.like, DTensor):
             return dist.get_world_size() if dist.is_initialized() else 1
         return math.prod(self.like.device_mesh.size(axis) for axis in self.axes)
@@ -122,7 +122,7 @@ class ModelTarget:
 
 
 def model_target(model: nn.Module) -> ModelTarget:
-    """Read what ``model`` would save, which is what it can load; call ``reshard`` before. Does not communicate."""
+    """Read the state dict of ``model``, whose entries it can load; call ``reshard`` before. Does not communicate."""
     state: dict[str, Any] = model.state_dict()
     tied = {canonical(name): tuple(map(canonical, names)) for names in tie_groups(model) for name in names}
     modules = {

@@ -10,11 +10,11 @@ EntryPath: TypeAlias = tuple[str | int, ...]
 
 
 def dotted(path: EntryPath) -> str:
-    """``('state', 'model', 'wte.weight')`` as ``state.model.wte.weight``, the key that DCP gives it."""
+    """``('state', 'model', 'wte.weight')`` as ``state.model.wte.weight``, DCP's key for it."""
     return ".".join(map(str, path))
 
 
-# A container's parts with their keys or numbers; None for what is a leaf.
+# A container's parts with their keys or numbers; None for a leaf.
 Parts: TypeAlias = Iterable[tuple[str | int, Any]] | None
 
 
@@ -26,7 +26,7 @@ def parts_of(value: Any) -> Parts:
 
 
 def value_at(value: Any, path: Iterable[str | int]) -> Any:
-    """The value at a path of keys of dicts; None where there is none."""
+    """The value at a path of keys of dicts; None without one."""
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
@@ -112,7 +112,7 @@ _TEXT_KEYS: tuple[EntryPath, ...] = (("state", "integrations"), ("state", "metad
 # MultiStepLR's, also within SequentialLR and ChainedScheduler, which call a Counter's methods.
 _SCHEDULERS: EntryPath = ("state", "schedulers")
 _COUNTERS = ("milestones",)
-_MAX_EMPTY = 1024  # in one list: a hostile position would ask for memory without end; beyond, a dict by position
+_MAX_EMPTY = 1024  # in one list: a hostile position would take unlimited memory; beyond, a dict by position
 
 
 def as_tree(found: Mapping[EntryPath, Any], path: EntryPath = ()) -> Any:

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: missing and short ones are our errors, and what is written can be waited for."""
+"""Files of a checkpoint: CheckpointErrors for missing and short ones, names that stay in a folder, and syncing."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def read_at(path: Path, offset: int, num_bytes: int) -> bytes:
 
 @contextmanager
 def damage_in(file: Path, what: str) -> Iterator[None]:
-    """What Python raises in the block, of a file that holds anything anywhere, as our error.
+    """Python's own errors in the block as a CheckpointError: a damaged file can have any type anywhere.
 
     Args:
         what: The file's kind.
@@ -67,7 +67,7 @@ _JSON_BYTES_PER_BYTE = 16  # of memory for each byte of a text
 
 
 def read_json(path: Path, offset: int = 0, num_bytes: int | None = None) -> Any:
-    """The value of the JSON text in these bytes of a file (to its end, if no length is given).
+    """The value of the JSON text in these bytes of a file (to its end without ``num_bytes``).
 
     Raises:
         CheckpointError: it is damaged, or its lists and objects would fill the memory.
@@ -107,7 +107,7 @@ def sync(file: IO[bytes]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder, so that names in it survive a power cut."""
+    """Sync a folder: names in it then survive a power cut."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -115,14 +115,14 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-# Names that somebody else wrote, in a listing, an index or an archive: a file in one folder each, or nothing.
+# Names from a listing, an index or an archive, which must be files in one folder.
 
 
 def inside(folder: Path, name: object, *, named_by: object, may_link: bool = False) -> Path:
     """The path in ``folder`` that a name stands for.
 
     Args:
-        named_by: Who says it, for the message.
+        named_by: The file with the name, for the message.
         may_link: The file itself may be a link to somewhere else, as in a Hugging Face cache; a user made it.
     Raises:
         CheckpointError: it is not a relative path without ``..``, or leads out of the folder over a link. Nothing was

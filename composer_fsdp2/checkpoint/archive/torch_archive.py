@@ -1,6 +1,6 @@
 """The zip archive that ``torch.save`` writes, as a table of uncompressed records in a file.
 
-A ``.pt`` is one such archive; a ``.distcp`` file holds one for each of its entries, one after the other. Records are
+A ``.pt`` is one such archive; a ``.distcp`` file has one for each of its entries, one after the other. Records are
 stored as they are, so a part of a tensor is a range of bytes in the file, and each has a CRC32.
 """
 
@@ -23,7 +23,7 @@ _LOCAL_HEADER_MAGIC = 0x04034B50
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A run of bytes in a file; ``crc32`` where the file says one."""
+    """A run of bytes in a file; ``crc32`` if the file has one."""
 
     path: Path
     offset: int
@@ -35,14 +35,14 @@ class Blob:
         return self.offset + self.num_bytes
 
     def damage(self, crc32: int) -> str | None:
-        """How bytes with this CRC32 are not what was written; None where they are, or where the file says none."""
+        """The difference of this CRC32 from the record's; None if they are equal, or the file has none."""
         is_damaged = self.crc32 is not None and crc32 != self.crc32
         return f"CRC32 {crc32:08x}, the file says {self.crc32:08x}" if is_damaged else None
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """One torch archive: where each record's bytes lie.
+    """One torch archive: the place of each record's bytes.
 
     Args:
         blobs: By record name without the archive's own folder: ``data.pkl``, ``data/0``, ``version``.
@@ -54,7 +54,7 @@ class Archive:
 
     @classmethod
     def open(cls, path: Path, offset: int = 0, num_bytes: int | None = None) -> "Archive":
-        """Read the directory of the archive in these bytes of a file (to its end, if no length is given).
+        """Read the directory of the archive in these bytes of a file (to its end without ``num_bytes``).
 
         Raises:
             CheckpointError: it is no such archive, or its directory contradicts the file.
@@ -81,7 +81,7 @@ class Archive:
         return data
 
     def unpickle(self, *, trust: bool, inert: frozenset[str] = frozenset()) -> Any:
-        """What was saved, with ``StoredTensor`` in place of tensors; see ``read_pickle``."""
+        """The saved value, with a ``StoredTensor`` for each tensor; see ``read_pickle``."""
         if "byteorder" in self.blobs and self.read("byteorder") != b"little":
             raise CheckpointError(f"{self.where}: written on a big-endian machine, which is not supported")
         return read_pickle(
@@ -141,10 +141,10 @@ _MAX_COMMENT_BYTES = 1 << 16
 
 
 def _directory_end(data: bytes, at: int) -> tuple[int, int, int] | None:
-    """Where a directory ends in ``data``, its length, and where it begins in its archive; None if there is none.
+    """Where a directory ends in ``data``, its length, and where it begins in its archive; None without one.
 
     Args:
-        at: Where the record lies that says so, the archive's last one.
+        at: Of the end record, the archive's last one.
     """
     if at < 0 or not data.startswith(_END, at):
         return None
@@ -170,7 +170,7 @@ def archive_start(path: Path, start: int, end: int) -> int | None:
 
 
 def _refuse_large_directory(window: _Window, where: str) -> None:
-    """Before ``zipfile`` reads it: what the archive's last bytes say of its directory's length.
+    """Before ``zipfile`` reads it: check the directory's length in the archive's last bytes.
 
     They are looked for where ``zipfile`` looks: at the very end, and only behind a comment in more than that.
     """
@@ -179,13 +179,13 @@ def _refuse_large_directory(window: _Window, where: str) -> None:
     if end is None:
         tail = window.last(_MAX_COMMENT_BYTES + len(tail))
         end = _directory_end(tail, tail.rfind(_END))
-    # Where there is none, zipfile will say so.
+    # Without one, zipfile raises.
     if end is not None:
         Budget.of(where).spend(f"a directory of {end[1]} bytes", num_bytes=_BYTES_PER_BYTE * end[1])
 
 
 def zip_names(path: Path) -> list[str]:
-    """What is in a zip file, whoever wrote it.
+    """The names in any zip file.
 
     Raises:
         CheckpointError: it is none.

@@ -45,7 +45,7 @@ _UTF8, _HAS_DESCRIPTOR = 1 << 11, 1 << 3
 class Slot:
     """A contiguous CPU tensor whose bytes come later; stands in a value where the tensor would.
 
-    The same slot in two places becomes one tensor in both.
+    The same slot in two places is one tensor in both.
 
     Args:
         source: For the caller: where the bytes come from.
@@ -71,7 +71,7 @@ class _Record:
 
     @property
     def header(self) -> bytes:
-        """The local header, padded so that the data begins at a multiple of 64 bytes."""
+        """The local header, padded to align the data to 64 bytes."""
         # miniz writes the sizes here before it knows the compressed one; torch keeps that.
         extra = self._zip64(self.num_bytes, 0)
         start = self.at + _LOCAL.size + len(self.name) + len(extra) + 4
@@ -107,7 +107,7 @@ class _Record:
         return _UTF8 | (_HAS_DESCRIPTOR if self.num_bytes else 0)
 
     def _zip64(self, size: int, compressed_size: int) -> bytes:
-        """The extra field for numbers of more than 32 bits; empty if there are none."""
+        """The extra field for numbers of more than 32 bits; empty without any."""
         numbers = [size, compressed_size] if self.num_bytes >= _MAX_32 else []
         if self.at >= _MAX_32:
             numbers.append(self.at)
@@ -119,7 +119,7 @@ class ArchivePlan:
     """The places of everything in an archive; all offsets are from the start of the archive.
 
     Attributes:
-        slots: In the order in which they lie in the file.
+        slots: In the order of the file.
         num_bytes: The size of the archive.
     """
 
@@ -170,9 +170,9 @@ def plan_archive(value: Any, *, slot_for: Callable[[torch.Tensor], Slot] | None 
 
     Args:
         value: Anything that pickles, with ``Slot``s for tensors.
-        slot_for: Gives the slot for each tensor in the value, however deep in an object it lies.
+        slot_for: Returns the slot for each tensor in the value, however deep in an object.
     Raises:
-        TypeError: a tensor is in the value, and no ``slot_for`` is given; give a ``Slot``.
+        TypeError: a tensor is in the value, without ``slot_for``; pass a ``Slot``.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, slot_for)
@@ -189,7 +189,7 @@ def plan_archive(value: Any, *, slot_for: Callable[[torch.Tensor], Slot] | None 
 
     def add(name: str, num_bytes: int, content: bytes | None) -> _Record:
         nonlocal at
-        # All lie in one folder; torch takes the file's name for it, or this one for a stream.
+        # All are in one folder; torch takes the file's name for it, or this one for a stream.
         records.append(_Record(f"archive/{name}".encode(), num_bytes, at, content))
         at = records[-1].end
         return records[-1]

@@ -1,1 +1,1 @@
-"""A checkpoint into another layout: what is written where, and the copying of it."""
+"""Converting a checkpoint into another layout: the plan, and the copying."""

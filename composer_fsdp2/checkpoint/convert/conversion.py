@@ -35,14 +35,14 @@ _Planner: TypeAlias = Callable[[CheckpointInventory], ConversionPlan]
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
-    """What was done.
+    """The result of a conversion.
 
     Args:
         files: Of the destination.
         num_tensors: Written; one that is split over files counts once.
         read_bytes, written_bytes: Tensor data read, and all bytes written, in this call.
-        kept_bytes: Tensor data that an earlier call had written.
-        unchecked_bytes: Tensor data whose source says no CRC32 to check it against (safetensors).
+        kept_bytes: Tensor data that an earlier call wrote.
+        unchecked_bytes: Tensor data from sources without CRC32s (safetensors).
         dropped, renamed, remarks: As in the plan.
     """
 
@@ -61,7 +61,7 @@ class ConversionReport:
     remarks: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON holds it."""
+        """The report as JSON data."""
         return asdict(self)
 
 
@@ -81,15 +81,15 @@ def convert_checkpoint(
 ) -> ConversionReport | ConversionPlan:
     """Write a checkpoint in another layout.
 
-    The source is left as it is. The output lies beside the destination (``.{name}.converting``) until it is complete
-    and on the disk, and a call that was killed goes on there when it is made again. Each record of the source is
-    checked against its CRC32. Memory is for a few chunks of 4 MiB and for what is not a tensor, whatever the sizes.
+    The source is not changed. The output is written beside the destination (``.{name}.converting``), synced and
+    renamed, and a call that was killed resumes there when it is repeated. Each record of the source is checked against
+    its CRC32. It takes memory for a few chunks of 4 MiB and for values that are no tensors, whatever the sizes.
 
     Args:
         to: ``"monolithic"`` (Composer's ``state_dict_type: full``: one .pt), ``"dcp"`` (``sharded``: a folder, as
             Composer 0.24 and later write it on torch 2.4 and later), or ``"safetensors"`` (a Hugging Face folder of the
             weights alone, with config.json and tokenizer where the checkpoint has them).
-        model: The model that was saved, for flat parameters (``local``), whose files hold no names; also where an
+        model: The model that was saved, for flat parameters (``local``), whose files have no names; also where an
             optimizer keyed by position needs names that the file leaves open.
         optimizer: False leaves out the optimizers' states and hyperparameters, and nothing else.
         dtype: Cast the model's floating-point tensors; optimizer states keep their dtype.
@@ -101,7 +101,7 @@ def convert_checkpoint(
         progress: Called with the bytes done and the bytes to do, on the rank that converts.
     Raises:
         CheckpointError: on every rank. The source is damaged or of no known layout, the destination exists or cannot be
-            written, there is too little space; nothing was published.
+            written, the disk has too little space; nothing was published.
     With a process group: called on all ranks. Rank 0 converts, and the others wait for it outside of collectives; of a
     dry run each rank makes the plan itself.
     """
@@ -200,7 +200,7 @@ class _Conversion:
         return kept
 
     def copy(self, tasks: Sequence[CopyTask]) -> dict[int, Copied]:
-        """Copy, and note in a journal what is done."""
+        """Copy, and record finished tasks in a journal."""
         copied: dict[int, Copied] = {}
         with ExitStack() as stack:
             files = {task.file for task in tasks}
@@ -225,7 +225,7 @@ class _Conversion:
         return self.staging.path(self.plan.files[file])
 
     def finish(self, copied: Mapping[int, Copied]) -> int:
-        """Check what was read, and write what follows from it.
+        """Check the ranges that were read, and write everything but tensor data.
 
         Returns:
             Bytes that could not be checked.

@@ -1,4 +1,4 @@
-"""What a conversion will do, decided from metadata alone: ``plan_conversion`` and what it prints."""
+"""The plan of a conversion, decided from metadata alone, and its text."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -24,10 +24,10 @@ _SHOWN = 12
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionPlan:
-    """Which bytes go where. ``print(plan)`` says it.
+    """The place of every byte; ``print(plan)`` shows it.
 
     Attributes:
-        files: Each with its name, its size and what is in it, in the order in which they are finished.
+        files: Each with its name, size and tensors, in the order in which they are finished.
         renamed: Parameters that get another name, by the name in the source.
         dropped: Keys of the source that the destination will not have; one key stands for all below it.
         remarks: What else the user should know.
@@ -58,7 +58,7 @@ class ConversionPlan:
         return (NUM_THREADS + 1) * CHUNK_BYTES
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as JSON holds it."""
+        """The plan as JSON data."""
         return {
             "source": str(self.source),
             "source_layout": self.source_layout,
@@ -110,11 +110,11 @@ def plan_conversion(
 
     Raises:
         CheckpointError: it cannot be done, and what helps.
-    Reads metadata and what is not a tensor; writes nothing; does not communicate.
+    Reads metadata and values that are no tensors; writes nothing; does not communicate.
     """
     written = _asked_for(to, files, dtype)
     inventory = _with_names(inventory, model)
-    # A folder without a configuration may hold any model's weights.
+    # A folder without a configuration may contain any model's weights.
     prefix = inventory.name_prefix if inventory.hugging_face is not None and not written.name_prefix else ""
     chosen = state_to_write(
         inventory,
@@ -194,7 +194,7 @@ def _fingerprint(inventory: CheckpointInventory, to: str, files: Sequence[Output
         digest.update(_encoded(f"{file.name} {file.num_bytes}"))
         for write in file.writes:
             digest.update(_encoded(f"{write.record.name} {write.box} {write.slot.dtype} {write.at}"))
-            digest.update(_encoded(f"{write.record.chunks} {write.record.flat}"))  # where it lies in the source
+            digest.update(_encoded(f"{write.record.chunks} {write.record.flat}"))  # its place in the source
         for offset, data in file.rest([0] * len(file.writes)):
             digest.update(_encoded(f"{offset}") + data)
     return digest.hexdigest()

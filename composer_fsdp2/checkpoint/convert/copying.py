@@ -1,8 +1,8 @@
-"""Tensor bytes from a checkpoint into the places that a plan gives them, a few MiB at a time.
+"""Copies tensor bytes from a checkpoint to their places in a plan, a few MiB at a time.
 
 [Note: copy tasks] The plan is cut into tasks of about ``CHUNK_BYTES``, the same in every run: a task is read, cast and
-written, and noted in the journal once it is written. Memory is a task's, whatever the size of a tensor. CRC32s of a
-tensor's parts become the tensor's (``shifted``).
+written, and noted in the journal once it is written. Memory is a task's, whatever the size of a tensor. The CRC32
+of a tensor is that of its parts, combined (``shifted``).
 """
 
 import os
@@ -33,11 +33,11 @@ NUM_THREADS = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A box of a write that lies in one run.
+    """A box of a write that is contiguous in the file.
 
     Args:
         write: Its number in the file.
-        at: Where it goes in the file.
+        at: Its first byte in the file.
         following: Bytes of the same write that come after it.
     """
 
@@ -154,7 +154,7 @@ class Copier:
 
 
 def _read(write: TensorWrite, segment: Segment, reader: Reader, buffer: "_Buffer") -> tuple[torch.Tensor, int]:
-    """What is written of a segment, and its CRC32."""
+    """A segment as it is written, and its CRC32."""
     tensor = buffer.tensor(segment.box.sizes, write.record.dtype)
     reader.parts.clear()
     reader.is_in_order = True
@@ -165,7 +165,7 @@ def _read(write: TensorWrite, segment: Segment, reader: Reader, buffer: "_Buffer
     parts = reader.parts
     is_one_run = reader.is_in_order and len(parts) == 1 and parts[0].end - parts[0].start == segment.num_bytes
     if is_one_run and write.record.dtype == write.slot.dtype:
-        return tensor, parts[0].crc32  # it lies in the source as it is written
+        return tensor, parts[0].crc32  # the same bytes as in the source
     tensor = tensor.to(write.slot.dtype)
     return tensor, zlib.crc32(bytes_of(tensor))
 
@@ -189,7 +189,7 @@ class _Buffer:
 
 
 def is_written(task: CopyTask, copied: Copied, path: Path) -> bool:
-    """Whether a file has what an earlier run says that it wrote."""
+    """Whether a file has the bytes that an earlier run recorded."""
     if len(copied.crcs) != len(task.segments):
         return False
     pairs = zip(task.segments, copied.crcs, strict=True)
@@ -209,10 +209,10 @@ def crcs_of_writes(
 
 
 def check_sources(parts: Iterable[ReadRange], files: Sequence[OutputFile]) -> int:
-    """Compare the source's records with their CRC32s, those that the file says.
+    """Compare the source's records with the CRC32s in the file.
 
     What of a record belongs to no tensor that was read (padding of a flat parameter, a neighbour in a shared storage)
-    is read here, so that the record can be checked.
+    is read here: a CRC32 is of the entire record.
 
     Returns:
         Bytes of records that have none.
@@ -235,7 +235,7 @@ def check_sources(parts: Iterable[ReadRange], files: Sequence[OutputFile]) -> in
 
 
 def _names(blobs: Mapping[Blob, Any], files: Sequence[OutputFile]) -> dict[Blob, list[str]]:
-    """The tensors that lie in records."""
+    """The tensors in records."""
     names: dict[Blob, list[str]] = {blob: [] for blob in blobs}
     for record in {id(write.record): write.record for file in files for write in file.writes}.values():
         for blob in _blobs(record):

@@ -1,4 +1,4 @@
-"""The state dict that a conversion writes: which entries of a checkpoint, under which names, of which dtype."""
+"""The state dict that a conversion writes: which entries of a checkpoint, under which names, and their dtypes."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from composer_fsdp2.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionState:
-    """What is to be written.
+    """The state to write.
 
     Args:
         state: ``{'state': {...}, 'rng': [...]}`` with a ``Slot`` for each tensor, its ``TensorRecord`` as the source.
@@ -55,12 +55,12 @@ def state_to_write(
     Args:
         optimizer: Keep the optimizers' states and hyperparameters.
         dtype: For the model's floating-point tensors; optimizer states keep theirs, which their precision is for.
-        include: Patterns (as a shell's) for names in the model; the optimizer state of the others goes, too.
+        include: Patterns (as a shell's) for names in the model; the optimizer state of the others is left out, too.
         named_optimizer: Optimizer states that are keyed by position get their parameters' names.
-        model: To tell parameters from buffers where positions become names.
+        model: Tells parameters from buffers where positions are replaced by names.
         prefix: Before every name in the model.
     Raises:
-        CheckpointError: a pattern matches nothing, names clash, or positions cannot become names.
+        CheckpointError: a pattern matches nothing, names clash, or positions cannot be replaced by names.
     """
     names = _names(inventory, prefix)
     _check_patterns(inventory, names, include)
@@ -106,7 +106,7 @@ def _check_patterns(inventory: CheckpointInventory, names: Mapping[str, str], in
 
 
 def _model(inventory: CheckpointInventory, kept: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, Any]:
-    """The model's entries that are kept, under the names to write."""
+    """The model's entries to write, under their new names."""
     shared: dict[Hashable, Slot] = {}
     return {
         kept[str(name)]: _with_slots(tree_of(entries), inventory, dtype=dtype, shared=shared)
@@ -132,7 +132,7 @@ def _with_slots(
     dtype: torch.dtype | None = None,
     shared: dict[Hashable, Slot] | None = None,
 ) -> Any:
-    """Slots in place of ``TensorRecord``s; with ``shared``, one for those that are the same bytes (tied weights)."""
+    """A value with slots for its ``TensorRecord``s; with ``shared``, one for those of the same bytes (tied weights)."""
 
     def leaf(part: Any, path: EntryPath) -> Any:
         if not isinstance(part, TensorRecord):
@@ -164,7 +164,7 @@ def _renaming(names: Mapping[str, str], kept: Mapping[str, str], positions: Mapp
 
 
 def _optimizer(inventory: CheckpointInventory, name: str, rename: _Rename) -> tuple[Any, list[str]]:
-    """The state and hyperparameters of one optimizer, and the keys of what is left out."""
+    """The state and hyperparameters of one optimizer, and the keys that are left out."""
     path = (*OPTIMIZERS, name)
     of_parameters = _by_key(inventory, (*path, "state"))
     names = {key: rename(key) for key in of_parameters}
@@ -190,12 +190,12 @@ def names_of_positions(
 ) -> Mapping[int, str]:
     """The name in the file's model for each position.
 
-    The optimizer was given ``model.parameters()``, whose order is that of the state dict: so the positions are its
+    The optimizer was built from ``model.parameters()``, whose order is that of the state dict: so the positions are its
     names in order, without buffers and second names of tied weights. Shapes must leave one way to match them.
 
     Raises:
-        CheckpointError: there are several groups, which may have been made in any order, or several ways, or none;
-            says what helps.
+        CheckpointError: several groups, which may have been made in any order, or several ways, or none; names a
+            way out.
     """
     where = f"{inventory.path}: the state of {contents.name} is keyed by position"
     groups = inventory.groups(contents.name)
@@ -218,7 +218,7 @@ def names_of_positions(
 
 
 def _candidates(inventory: CheckpointInventory, model: nn.Module | None) -> list[tuple[str, Shape]]:
-    """The model's parameters as far as can be told, in order."""
+    """The model's parameters as far as they are known, in order."""
     parameters = None if model is None else {canonical(name) for name, _ in model.named_parameters()}
     candidates: list[tuple[str, Shape]] = []
     known = SameBytes[str]()
@@ -233,7 +233,7 @@ def _candidates(inventory: CheckpointInventory, model: nn.Module | None) -> list
 
 
 def _shape(contents: OptimizerContents, position: int) -> Shape | None:
-    """The parameter's shape, from its moments; None where there is no state, or step counts alone."""
+    """The parameter's shape, from its moments; None without state, or with step counts alone."""
     entries = contents.state.get(position, {})
     shapes = [record.shape for record in entries.values() if isinstance(record, TensorRecord) and record.shape]
     if shapes:
@@ -242,7 +242,7 @@ def _shape(contents: OptimizerContents, position: int) -> Shape | None:
 
 
 def _only_matching(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) -> list[int] | str:
-    """Places of the candidates that fit in order, if there is one way; else 'there is no way', or 'several'.
+    """Places of the candidates that fit in order, if one way exists; else a text, that none or several do.
 
     Of all ways, one has each shape at its first possible place, and one at its last.
     """

@@ -1,8 +1,8 @@
-"""A checkpoint on its way: a folder beside the destination, what is done in a journal, renamed at the end.
+"""An unfinished conversion: a folder beside the destination, with a journal of finished tasks, renamed at the end.
 
-``.{name}.converting`` holds ``files/`` (the destination to be), ``plan`` (the plan's fingerprint) and journals: a line
-for each finished task. A process that was killed leaves it; the next call with the same plan goes on from there. While
-it is worked on, ``.{name}.converting.lock`` beside it is locked, so that no two conversions write to one destination.
+``.{name}.converting`` contains ``files/`` (the future destination), ``plan`` (the plan's fingerprint) and journals: a
+line for each finished task. A process that was killed leaves it; the next call with the same plan resumes there.
+Meanwhile ``.{name}.converting.lock`` beside it is locked: no two conversions write to one destination.
 """
 
 import errno
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def writing(path: Path, staging: Path | None = None) -> Iterator[None]:
-    """An ``OSError`` in the block as ours, naming the destination and what is kept."""
+    """An ``OSError`` in the block as a CheckpointError with the destination and the unfinished work."""
     try:
         yield
     except OSError as error:
@@ -74,7 +74,7 @@ class Unfinished:
             try:
                 yield
             finally:
-                lock.unlink(missing_ok=True)  # while it is held: whoever waited for it makes another
+                lock.unlink(missing_ok=True)  # while it is locked: a waiting process creates another
 
     @contextmanager
     def discarded_unless_begun(self) -> Iterator[None]:
@@ -103,7 +103,7 @@ class Unfinished:
         """Make the files at their full sizes, or keep those of an earlier run of the same plan.
 
         Raises:
-            CheckpointError: there is no space for what is still to write.
+            CheckpointError: no space for the rest of the files.
         """
         plan, parent = self.folder / _PLAN, self.destination.parent
         with writing(self.destination):
@@ -142,7 +142,7 @@ class Unfinished:
         return Journal(self.folder / f"journal-{self._owner}")
 
     def publish(self, files: Sequence[OutputFile]) -> None:
-        """Give the destination its name, when everything is written and synced."""
+        """Rename to the destination, when everything is written and synced."""
         if self.destination.exists():
             raise CheckpointError(
                 f"{self.destination}: was created by another process in the meantime; it was not replaced"
@@ -165,7 +165,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 def _opened_lock(path: Path) -> IO[str]:
     """The file, locked as long as it is open, which ends with the process at the latest."""
     while True:
-        file = open(path, "a+")  # noqa: SIM115 - closed by who asked for it
+        file = open(path, "a+")  # noqa: SIM115 - closed by the caller
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What all of Composer's layouts share: the state dict's shape, and what its ``metadata`` says."""
+"""Shared by all of Composer's layouts: the state dict's structure, and its ``metadata``."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped, value_at
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 
-# What a whole Composer checkpoint has; without these a run cannot go on where it was.
+# The parts of a complete Composer checkpoint; without these a run cannot resume.
 _PARTS = {
     ("state", "optimizers"): "no optimizer state",
     ("state", "schedulers"): "no schedulers",
@@ -86,7 +86,7 @@ def _split_optimizer(optimizer: Mapping[Any, Any], path: EntryPath, add: Any, ma
 def missing_parts(
     tensors: Mapping[EntryPath, TensorRecord], objects: Mapping[EntryPath, ObjectRecord]
 ) -> tuple[str, ...]:
-    """What a run would miss, in words."""
+    """The missing parts, as text."""
     there = {path[:2] for path in (*tensors, *objects)} | {path[:1] for path in (*tensors, *objects)}
     return tuple(text for part, text in _PARTS.items() if part not in there)
 
@@ -138,7 +138,7 @@ def inventory_of(root: Any, path: Path, layout: str) -> CheckpointInventory:
 
 
 def _writer(inventory: CheckpointInventory) -> Writer:
-    """Whether it was sharded shows in the optimizer: by position only without FSDP; by name (since 0.19) with both."""
+    """The optimizer shows whether it was sharded: keyed by position without FSDP alone, by FQN with both."""
     writer = writer_of(inventory.tree(("state", "metadata")), None)
     keyed_by = {optimizer.keyed_by for optimizer in inventory.optimizers if optimizer.state}
     if "id" in keyed_by or (keyed_by and writer.world_size == 1):

@@ -13,7 +13,7 @@ from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
 from composer_fsdp2.checkpoint.trees import EntryPath
 
-# Where nobody says how many files: Hugging Face's limit for a shard.
+# If the number of files is not set: Hugging Face's limit for a shard.
 _MAX_FILE_BYTES = 5 * 10**9
 
 
@@ -64,7 +64,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteRequest:
-    """What a layout is asked to lay out.
+    """The arguments of ``lay_out``.
 
     Args:
         inventory: The source.
@@ -89,7 +89,7 @@ class WriteRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """A layout's answer.
+    """The result of ``lay_out``.
 
     Args:
         renamed: As in the request, after the layout's own renaming.
@@ -116,7 +116,7 @@ class LayoutWriter:
         name: The value of ``to``.
         lay_out: Every byte's place; reads no tensor, and writes nothing. Raises CheckpointError.
         max_files: More than so many ``files`` are refused; None where tensors are split over any number.
-        holds_only, name_prefix: As in the ``CheckpointInventory`` of what is written.
+        holds_only, name_prefix: As in the ``CheckpointInventory`` of the output.
         by_name: Optimizer state is stored by parameters' names, never by position.
     """
 
@@ -145,7 +145,7 @@ class Layout:
         read: From a recognized path, and whether its pickles are trusted. Raises CheckpointError.
         incomplete: Of a recognized path: why its save was cut short, at a glance; None if it was not.
         unpack: Writes the checkpoint that is in a file into a folder, and returns its path; None if it is not packed.
-        holds_entries: Whether a file of a folder holds archives, one after another, which the folder's metadata names.
+        holds_entries: Whether a file of a folder contains archives, one after another, listed in its metadata.
         files_beside: Of a recognized file: the files that belong to the same checkpoint, there or not.
         has_names: Whether a folder with files of these names, relative to it, is a checkpoint of this layout.
         metadata: The file of a folder that describes the others, which are then fetched when they are opened, and

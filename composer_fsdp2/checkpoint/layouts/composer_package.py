@@ -1,7 +1,7 @@
 """The folder of Composer's newer ``composer.checkpoint`` package (0.23.5 on): each part of the state apart.
 
-``model/`` and ``optim/`` hold one ``.pt`` or a DCP directory, ``resumption.pkl`` the small rest, and
-``composer_metadata.json`` says who wrote it. Its state dicts are not nested under ``state``; here they are, as in a
+``model/`` and ``optim/`` have one ``.pt`` or a DCP directory, ``resumption.pkl`` the small rest, and
+``composer_metadata.json`` the writer's versions. Its state dicts are not nested under ``state``; here they are, as in a
 monolithic file. The optimizer's class is not stored: it is called ''.
 """
 
@@ -151,10 +151,10 @@ class _Search:
 
 
 def _tensor_in(search: _Search, value: Any, name: str) -> Any:
-    """A tensor whose bytes the pickle holds, as a range of the pickle's file."""
+    """A tensor whose bytes are in the pickle, as a range of the pickle's file."""
     if not isinstance(value, StoredTensor):
         return value
-    assert value.storage.data is not None  # a plain pickle can hold no others
+    assert value.storage.data is not None  # a plain pickle can have no others
     blob = Blob(search.path, search.offset_of(value.storage.data), value.storage.num_bytes)
     return TensorRecord.in_one_chunk(
         name, value.shape, value.dtype, Strided(blob, value.dtype, value.offset, value.stride)

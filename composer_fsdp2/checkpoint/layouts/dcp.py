@@ -2,7 +2,7 @@
 
 Composer's ``state_dict_type: sharded`` since 0.16 on torch 2, and ``local`` from 0.16 to 0.18. ShardedTensor, DTensor
 and FSDP2 leave the same files: boxes of plain tensors. What differs is how far the state dict was flattened, which
-``planner_data`` says for every key: torch <= 2.2 had ``optimizers`` at the root; until 2.3 ``param_groups`` and the
+``planner_data`` shows for every key: torch <= 2.2 had ``optimizers`` at the root; until 2.3 ``param_groups`` and the
 like were one entry each; from 2.4 on every leaf of every dict is an entry.
 """
 
@@ -88,7 +88,7 @@ def _recognize(path: Path) -> bool:
 
 
 def holds_entries(file: Path) -> bool:
-    """Whether a file of such a folder holds entries, by its name."""
+    """Whether a file of such a folder contains entries, from its suffix."""
     return file.suffix == ".distcp"
 
 
@@ -158,7 +158,7 @@ class _Directory:
         return NestedArchive(self.folder, relative_path, offset, num_bytes)
 
     def file_size(self, relative_path: Any) -> int | None:
-        """The size of a file that the metadata names; it must lie in the folder."""
+        """The size of a file that the metadata lists; it must be in the folder."""
         try:
             file = inside(self.path, relative_path, named_by=self.where)
         except CheckpointError as error:
@@ -235,7 +235,7 @@ class _Directory:
 
     def composer_path(self, name: str) -> EntryPath:
         """The entry's path in Composer's state dict, with the optimizers where they are since torch 2.3."""
-        # A name says not which of its parts are numbers, so it is not a path where the others have one.
+        # A name does not show which of its parts are numbers, so it is not a path if the others have one.
         path: EntryPath = tuple(self.paths.get(name, ()) if self.paths else name.split("."))
         if not _is_path(path) or dotted(path) != name:
             raise CheckpointError(f"{self.where}: the path of {name} is that of another entry, or missing")
@@ -244,7 +244,7 @@ class _Directory:
         return ("state", *path) if path[0] == "optimizers" else path
 
     def tensor(self, name: str, declared: InertObject) -> TensorRecord | None:
-        """What the metadata says of a tensor; None (and a problem) where that cannot be."""
+        """A tensor's record from the metadata; None (and a problem) if that cannot be."""
         properties = declared.field("properties")  # pickled as (dtype, layout, requires_grad, memory format, ...)
         dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.field("dtype")
         if not isinstance(dtype, torch.dtype):
@@ -280,11 +280,11 @@ class _Directory:
             paths = listed.value()
             if not isinstance(paths, list) or not all(isinstance(path, tuple) and _is_path(path) for path in paths):
                 raise CheckpointError(f"{self.path}: {dotted(_EMPTY_DICTS)} should be a list of paths")
-            # All lie where the list lies, so that whoever accounts for the file's bytes finds an owner for these.
+            # All have the list's source: ``verify`` needs an owner for these bytes.
             objects |= {path: ObjectRecord(dotted(path), dict, source=listed.source) for path in paths}
 
     def torch_version(self) -> str:
-        """The writer's torch version as the metadata's classes show it, where ``state.metadata`` does not say."""
+        """The writer's torch version as the metadata's classes show it, if ``state.metadata`` has none."""
         if any(declared.field("properties").kind.module == _OLD for declared in self.tensors.values()):
             return "2.0 to 2.2"
         is_flattened = any(path[-2:-1] == ("param_groups",) for path in self.paths.values())
@@ -324,7 +324,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One archive in a file: an object, or a box of a tensor (``offsets`` says which)."""
+    """One archive in a file: an object, or a box of a tensor (at ``offsets``)."""
 
     key: str
     value: Any
@@ -336,7 +336,7 @@ class _Item:
 def _lay_out(request: WriteRequest) -> Output:
     """The folder that ranks, as many as files, would write.
 
-    Every leaf of every dict is an entry, and each entry a ``torch.save`` archive of its own, as Composer writes them on
+    Every leaf of every dict is an entry, and each entry a separate ``torch.save`` archive, as Composer writes them on
     torch 2.4 and later. Tensors of the model and of optimizer states are split by rows over the files, as
     ``torch.chunk`` splits them over ranks; all else is in the first.
 

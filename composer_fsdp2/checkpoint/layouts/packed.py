@@ -49,12 +49,12 @@ def _recognize(path: Path) -> bool:
 
 
 def unpacked(path: Path, folder: Path) -> Path:
-    """Write the ``.pt`` that is in a tar or compressed file into a folder, and say where it is.
+    """Write the ``.pt`` that is in a tar or compressed file into a folder, and return its path.
 
     Its name is the file's own, without the endings of the compression. It appears once it is complete.
 
     Raises:
-        CheckpointError: damaged, no such checkpoint, or no space in ``folder``, which then holds nothing new.
+        CheckpointError: damaged, no such checkpoint, or no space in ``folder``, which is then unchanged.
     """
     target = folder / (_ENDINGS.sub("", path.name).removesuffix(".pt") + ".pt")
     if target.exists() and target.samefile(path):
@@ -63,7 +63,7 @@ def unpacked(path: Path, folder: Path) -> Path:
         content = stack.enter_context(_content(path))
         source: IO[bytes] = content
         states: Iterator[tuple[tarfile.TarInfo, IO[bytes]]] = iter(())
-        num_bytes = path.stat().st_size  # not stored; hardly less than what it was compressed to
+        num_bytes = path.stat().st_size  # not stored; hardly less than the compressed size
         if _is_tar(content.peek(tarfile.BLOCKSIZE)):
             states = _states_in(stack.enter_context(_opened_tar(content, path)), path)
             member, source = next(states)
@@ -104,7 +104,7 @@ def _opened_tar(file: Any, path: Path) -> Iterator[tarfile.TarFile]:
 
 
 class _Member(tarfile.TarInfo):
-    """A member as Composer writes one; what Python's reader goes on for ever with, or fills the memory, is refused.
+    """A member as Composer writes one; headers that hang Python's reader, or fill the memory, are refused.
 
     That is a size below zero (CVE-2025-8194), or of more bytes than the file has (a stream is read for them block by
     block, also behind its end), a name or extended header as long as its writer likes, and sparse files.
@@ -133,7 +133,7 @@ _LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 def _states_in(tar: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
-    """The member with Composer's states; goes through the whole tar file, and says what it is if it is not that."""
+    """The member with Composer's states; reads the whole tar file, and describes it in the error if that is missing."""
     names, num_found = [], 0
     for member in tar:
         name = posixpath.normpath(member.name)
@@ -160,7 +160,7 @@ def _states_in(tar: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarIn
 
 
 class _Decompressed(io.RawIOBase):
-    """What a decompressor gives; damage is our error.
+    """A decompressor's output; damage raises CheckpointError.
 
     Args:
         max_bytes: After so many the file is refused.
@@ -205,7 +205,7 @@ def _max_bytes(path: Path) -> float:
 
 @contextlib.contextmanager
 def _content(path: Path) -> Iterator[io.BufferedReader]:
-    """What is in the file, decompressed."""
+    """The file's content, decompressed."""
     opener = _opener(_head(path))
     with contextlib.ExitStack() as stack:
         file: Any = stack.enter_context(opened(path))

@@ -1,8 +1,8 @@
 """One ``.pt`` for each rank, of pickled ShardedTensors: ``sharded`` and ``local`` of Composer 0.13 to 0.15.
 
 And until 0.18 on torch 1.13. torch itself opens such a file only in a process group of the same size. Here all files
-are read in one process: each names its shards and where they belong. What is not a ShardedTensor (step counts, buffers)
-is on every rank, and the first rank's is taken, as FSDP1's gathered files do.
+are read in one process: each names its shards and where they belong. Values that are no ShardedTensors (step counts,
+buffers) are on every rank, and the first rank's are taken, as in FSDP1's gathered files.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ class _Shards:
 
 @dataclass(frozen=True, slots=True)
 class _RankFile:
-    """One rank's file: what was pickled, and every ShardedTensor in it by its path."""
+    """One rank's file: the pickled value, and every ShardedTensor in it by its path."""
 
     path: Path
     root: Mapping[Any, Any]
@@ -230,7 +230,7 @@ def _step(file: _RankFile) -> dict[str, Any]:
 
 
 def _merged(entry: EntryPath, files: list[_RankFile]) -> TensorRecord:
-    """The full tensor; replicas (HSDP) hold the same shards, of which the first is taken."""
+    """The full tensor; replicas (HSDP) have the same shards, and the first is taken."""
     parts = [file.shards[entry] for file in files]
     for file, part in zip(files, parts, strict=True):
         if (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
@@ -261,7 +261,7 @@ def _is_flat(entry: EntryPath) -> bool:
 
 
 def _use_torch_2s_names(state: Any, path: Path) -> None:
-    """Flat parameters by torch 2's name, and their optimizer state by that name in place of the position.
+    """Flat parameters by torch 2's name, and their optimizer state by that name instead of the position.
 
     Flat parameters are in the model's order, which is that of parameters() and so of the positions.
     """

@@ -185,10 +185,10 @@ def _blob(record: TensorRecord) -> Blob:
 def _lay_out(request: WriteRequest) -> Output:
     """The folder that ``from_pretrained`` reads: weights under Hugging Face's names; all else is dropped.
 
-    A tensor is never split, so there may be fewer shards than files were asked for.
+    A tensor is never split, so the number of shards may be below the requested number of files.
 
     Raises:
-        CheckpointError: there are no weights, or safetensors has no name for some dtype.
+        CheckpointError: no weights, or a dtype that safetensors does not know.
     """
     inventory, model = request.inventory, request.model
     weights = {name: slot for name, slot in model.items() if isinstance(slot, Slot)}
@@ -264,7 +264,7 @@ def _weight_files(weights: Mapping[str, Slot], num_files: int | None) -> list[Ou
 
 
 def _shards(weights: Mapping[str, Slot], total: int, num_shards: int) -> list[dict[str, Slot]]:
-    """Neighbours together; a tensor goes where its middle falls."""
+    """Consecutive tensors together; each in the shard of its middle byte."""
     shards: list[dict[str, Slot]] = [{} for _ in range(num_shards)]
     at = 0
     for name, slot in weights.items():
@@ -275,9 +275,9 @@ def _shards(weights: Mapping[str, Slot], total: int, num_shards: int) -> list[di
 
 
 def _output(name: str, weights: Mapping[str, Slot]) -> OutputFile:
-    # The widest dtypes first, as the library does, so that each tensor is aligned to its own.
+    # The widest dtypes first, as the library does: each tensor is aligned to its own.
     ordered = sorted(weights.items(), key=lambda item: -item[1].dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     at, places = 0, {}
     for tensor, slot in ordered:
         places[tensor] = at

@@ -1,1 +1,1 @@
-"""A checkpoint into a model: what fits, what is read, and whether it may be changed."""
+"""Loading a checkpoint into a model: the plan, reading and checking, and the change of the model."""

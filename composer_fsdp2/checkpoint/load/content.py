@@ -98,7 +98,7 @@ def _numbers(records: Iterable[TensorRecord]) -> dict[tuple[Path, int], int]:
 def _own_parts(
     reader: Reader, numbers: Mapping[tuple[Path, int], int], checkpoint: Path
 ) -> tuple[dict[int, _Part], dict[str, str], int]:
-    """Records of which this rank read a part, by number; damage of other records; bytes without a CRC32."""
+    """Records that this rank read in part, by number; damage of other records; bytes without a CRC32."""
     by_record, unchecked = ranges_by_record(reader.parts)
     parts: dict[int, _Part] = {}
     damaged: dict[str, str] = {}

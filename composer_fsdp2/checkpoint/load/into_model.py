@@ -1,4 +1,4 @@
-"""A checkpoint of any layout into a model of any sharding: each rank reads what it keeps."""
+"""A checkpoint of any layout into a model of any sharding: each rank reads its own shards."""
 
 import time
 from collections.abc import Callable
@@ -31,8 +31,8 @@ class LoadReport:
         loaded: Names of the model's tensors that were filled.
         optimizer_loaded: Names of parameters whose optimizer state was filled.
         renamed: From the file's names to the model's.
-        left_out: What the file holds and nothing took.
-        kept: What the model or optimizer kept of its own, because the file does not have it.
+        left_out: Entries of the file that nothing took.
+        kept: Values that model and optimizer keep, because the file does not have them.
         cast: Tensors whose dtype differed (``strict=False``).
         num_bytes: Tensor data that this rank read.
         unchecked_bytes: Read by any rank, without a CRC32 to check it against.
@@ -95,13 +95,13 @@ def load_checkpoint(
         model: Sharded by ``prepare_fully_shard`` or ``apply_plan``, by any plan; a plain or DDP model works too.
         optimizers: Over the model's parameters. None leaves the optimizer state out.
         strict: Refuse what is missing, surplus or of another dtype, all of it together. Otherwise the rest is loaded,
-            floating dtypes are cast, and the report names what was not. Shapes must fit in either case.
+            floating dtypes are cast, and the report lists the rest. Shapes must fit in either case.
         weights_only: Leave the optimizer alone.
         trust: Read entries that are more than plain data by running their pickle; each is named in a warning.
     Returns:
-        What was done; ``other_entries()`` reads schedulers, timestamp and random states.
+        A report; ``other_entries()`` reads schedulers, timestamp and random states.
     Raises:
-        CheckpointError: on all ranks; says what is damaged, missing or does not fit, and that nothing was changed.
+        CheckpointError: on all ranks; lists everything damaged, missing or unfitting. Nothing was changed.
 
     Called on all ranks of the default process group, or in one process without a group. It compares plans, sums CRC32s
     and broadcasts replicas.
@@ -110,7 +110,7 @@ def load_checkpoint(
     optimizer = the_optimizer(optimizers)
     with opened_checkpoint(together(lambda: find(path)), trust=trust) as inventory:
         report = load_inventory(inventory, model, optimizer, strict=strict, weights_only=weights_only, started=started)
-        # What a temporary file holds has to be read now.
+        # Entries of a temporary file must be read now.
         return replace(report, _entries=report.other_entries()) if inventory.compressed else report
 
 
@@ -184,7 +184,7 @@ def other_entries(
     """Everything but model and optimizers as plain values, in Composer's form.
 
     Args:
-        wanted: Asked for each root (``('state', 'timestamp')``, ``('rng',)``); the others are not read.
+        wanted: Called with each root (``('state', 'timestamp')``, ``('rng',)``); the others are not read.
     Raises:
         CheckpointError: an entry is damaged, or more than plain data.
     Does not communicate; every rank reads all of it.

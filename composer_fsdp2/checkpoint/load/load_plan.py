@@ -1,4 +1,4 @@
-"""How a checkpoint goes into a model: every tensor matched by name, everything that does not fit named."""
+"""The plan of a load: every tensor matched by its FQN, and everything that does not fit."""
 
 import zlib
 from collections.abc import Callable, Iterable
@@ -29,10 +29,10 @@ from composer_fsdp2.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTensor:
-    """One tensor of the model, and what is read into it.
+    """One tensor of the model, and the record that is read into it.
 
     Args:
-        duplicates: The file's other entries for a shared parameter, of which only reading shows that they are equal.
+        duplicates: The file's other entries for a shared parameter, whose equality only reading can show.
     """
 
     target: TensorTarget
@@ -49,9 +49,9 @@ class LoadPlan:
         extra: Extra state by its name: the module that takes it, and the entry.
         others: Entries that a hook on ``state_dict`` added, for the modules' own loading code.
         renamed: From the file's names to the model's, where they differ by more than wrappers' prefixes.
-        left_out: Entries of the file that nothing takes, in words.
-        kept: What the model or optimizer keeps of its own, in words.
-        differences: Everything that ``strict`` would refuse, and what is refused anyway.
+        left_out: Entries of the file that nothing takes, as text.
+        kept: Values that model and optimizer keep, as text.
+        differences: Everything that ``strict`` would refuse, and fatal differences.
     """
 
     inventory: CheckpointInventory
@@ -130,7 +130,7 @@ def plan_load(
             keep their own, and that is not a difference.
         optimizer: Over the model's present parameters. None leaves optimizer state out, as ``weights_only`` does.
     Raises:
-        CheckpointError: the checkpoint has no weights, is damaged, or holds flat parameters of another model.
+        CheckpointError: the checkpoint has no weights, is damaged, or has flat parameters of another model.
     Every rank must call this with the same arguments; it does not communicate.
     """
     of_model = _ModelMatching(inventory, model, ignored)
@@ -159,7 +159,7 @@ def _matched_optimizer(
     """The plan for the optimizer's state, what does not fit, and the file's optimizers that nothing takes."""
     optimizers, name = of_model.inventory.optimizers, type(optimizer).__qualname__
     by_name = {contents.name: contents for contents in optimizers}
-    contents = by_name.get(name, by_name.get(""))  # a file that says no class has one
+    contents = by_name.get(name, by_name.get(""))  # a file without classes has one
     if contents is None:
         found = ", ".join(each or "one without a name" for each in by_name) or "none"
         return None, [Difference(DifferenceKind.OPTIMIZER, "optimizers", found, name)], ()

@@ -40,7 +40,7 @@ def expected_state(
     """The state that the optimizer has for a parameter or makes in its first step; None if that cannot be found out.
 
     Args:
-        probes: What was found out for other parameters of the group.
+        probes: Results for other parameters of the group.
     """
     own = optimizer.state.get(parameter)
     if own:
@@ -60,7 +60,7 @@ def _probe(
 ) -> tuple[tuple[int, ...], Mapping[str, Any]] | None:
     """Step with a copy of the optimizer on a small parameter of other sizes, which no gradient moves.
 
-    The optimizer and its parameters are not touched. Sizes differ from each other, so that a state's shape shows which
+    The optimizer and its parameters are not touched. Sizes differ from each other: a state's shape then shows which
     of the parameter's it has (Adafactor's are (n, 1) and (1, m)).
     """
     if like.dim() > len(_PRIMES):
@@ -129,8 +129,8 @@ class OptimizerPlan:
     Args:
         states: In the order of the optimizer's parameters; those without state in the file are left out.
         groups: Hyperparameters for each of the optimizer's groups, without ``params``.
-        without_state: Parameters of the file's groups that had no state when it was saved, and get none.
-        kept: Hyperparameters that the file does not have; the optimizer keeps its own.
+        without_state: Parameters of the file's groups without state in the saving run, which get none.
+        kept: Hyperparameters missing in the file; the optimizer keeps its own.
     """
 
     optimizer: torch.optim.Optimizer
@@ -218,7 +218,7 @@ class _Matching:
         return {self.names[parameter][0]: key for parameter, key in zip(self.parameters, in_groups, strict=True)}
 
     def key_of(self, parameter: nn.Parameter) -> str | int | None:
-        """The parameter's key in the file, under any of its names; one that holds state is preferred."""
+        """The parameter's key in the file, under any of its names; one with state is preferred."""
         keys = [self.by_name[name] for name in self.names.get(parameter, ()) if name in self.by_name]
         with_state = [key for key in keys if key in self.contents.state]
         return next(iter([*with_state, *keys]), None)
@@ -268,7 +268,7 @@ class _Matching:
         self.check_entries(name, entries, template)
         if template is not None:
             if not template.keys() <= entries.keys():
-                return  # the optimizer could not go on from a part of it
+                return  # the optimizer could not resume from a part of it
             entries = {key: entries[key] for key in template}
         dtypes = {
             key: (template[key].dtype if template else None) or record.dtype

@@ -31,7 +31,7 @@ _BUFFER_BYTES = 64 << 20
 
 
 def owners(boxes: Sequence[tuple[LocalBox, int]]) -> list[int | None]:
-    """Which replica reads each box, so that all read about as much; None where each reads for itself.
+    """The replica that reads each box, balanced by bytes; None if each replica reads it.
 
     Args:
         boxes: Each with its element size in bytes; the same on all ranks that share a box.
@@ -122,7 +122,7 @@ class _Staged:
     def allocate(self, *, is_staged: bool) -> None:
         """Make ``value`` and, if it is staged, ``data``: one memory, if that is host memory that nothing uses yet."""
         is_new = self.value is None
-        if self.value is None:  # where its like is: with CPU offload, parts of a tensor on a GPU mesh lie on the host
+        if self.value is None:  # on its like's device: with CPU offload, shards of a tensor on a GPU mesh are on the host
             self.value = torch.empty_like(self.box.like, dtype=self.record.dtype, memory_format=torch.contiguous_format)
         if is_staged:
             local = local_tensor(self.value)
@@ -155,7 +155,7 @@ class Staging:
         self.states: list[dict[str, Any]] = []  # tensors as _Staged
         self.extra: dict[str, Any] = {}
         self._others: dict[str, Any] = {}
-        self._undo: list[Callable[[], object]] = []  # in the order of what is to be undone
+        self._undo: list[Callable[[], object]] = []  # in the order of the changes
         optimizer = plan.optimizer.optimizer if plan.optimizer else None
         self._runs_own_loading: bool = any(gather(bool(plan.own_loading)))
         self._loads_early: bool = any(gather(optimizer is not None and has_custom_load_state_dict(optimizer)))
@@ -211,7 +211,7 @@ class Staging:
         def value_of(record: TensorRecord | ObjectRecord) -> Any:
             return materialized(record if isinstance(record, TensorRecord) else record.value(), reader)
 
-        # What is not part of a large tensor; each rank for itself.
+        # Small values; each rank reads them itself.
         self.extra = {name: value_of(record) for name, (_, record) in self.plan.extra.items()}
         self._others = {name: value_of(record) for name, record in self.plan.others.items()}
         self.groups = [
@@ -256,7 +256,7 @@ class Staging:
 
     @torch.no_grad()
     def run_custom_load(self) -> None:
-        """Give modules their extra state, and model and optimizer their state, by code that may refuse it.
+        """Run the user's code that loads modules' extra state, the model's and the optimizer's state, and may raise.
 
         Communicates nothing itself; a module's code may, through DTensors. See [Note: the user's code].
 
@@ -391,7 +391,7 @@ class Staging:
             groups.append({**new, "params": numbers})
             first += len(numbers)
         self.states.clear()
-        # The optimizer's own, which its subclasses and hooks extend; tensors of the right dtype and device are kept.
+        # The optimizer's own, which subclasses and hooks extend; tensors of the right dtype and device are not copied.
         by_number = {number_of[parameter]: dict(entries) for parameter, entries in state.items()}
         optimizer.load_state_dict({"state": by_number, "param_groups": groups})
         # Except that torch casts a parameter's state to the parameter's dtype, and breaks text.
@@ -408,7 +408,7 @@ def _put_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
 
 
 def _restoring(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """A function that puts back an optimizer's attributes, and what its state and groups hold now."""
+    """A function that puts back an optimizer's attributes, and the present content of its state and groups."""
     attributes = dict(vars(optimizer))
     state = {parameter: copy.copy(entries) for parameter, entries in optimizer.state.items()}
     groups = [dict(group) for group in optimizer.param_groups]
@@ -434,7 +434,7 @@ def _stage(record: Any, state: ParameterState, own: Any, used: set[int], *, in_p
 
     Args:
         own: What the optimizer has there already.
-        used: Where the memory lies that takes something else; own tensors that are filled are added.
+        used: Addresses of memory that is filled with other tensors; own tensors that are filled are added.
         in_place: Whether ``own`` may be filled.
     """
     if not isinstance(record, TensorRecord):

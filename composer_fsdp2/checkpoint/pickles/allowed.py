@@ -1,4 +1,4 @@
-"""The allow-list: every name that a checkpoint's pickle may hold, and what each becomes.
+"""The allow-list: every name that a checkpoint's pickle may contain, and its stand-in.
 
 See [Note: hostile pickles] in ``trust.py`` for what may be in these tables.
 """
@@ -35,7 +35,7 @@ budget: contextvars.ContextVar[Budget] = contextvars.ContextVar("budget")
 
 
 class Function:
-    """A function that a pickle may call, so much and no more. An object, so that no pickle sets its attributes."""
+    """A function that a pickle may call, so much and no more. An object, whose attributes no pickle can set."""
 
     __slots__ = ("_call",)
 
@@ -52,12 +52,12 @@ class Function:
 
 @Function
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> StoredTensor:
-    """torch._utils._rebuild_tensor, _v2 and, with a dtype of its own, _v3."""
+    """torch._utils._rebuild_tensor, _v2 and, with a dtype, _v3."""
     dtype = next((value for value in rest if isinstance(value, torch.dtype)), None)
     if not isinstance(storage, Storage):
         raise pickle.UnpicklingError("a tensor without a storage")
     if rest and isinstance(rest[-1], dict) and any(value is True for value in rest[-1].values()):
-        # {'conj': True}: the storage holds other values than the tensor.
+        # {'conj': True}: the storage has other values than the tensor.
         raise UnsupportedPickleError("holds a tensor saved as a conjugated or negated view, which is not supported")
     dtype = dtype or storage.dtype
     shape, stride = tuple(shape), tuple(stride)
@@ -111,7 +111,7 @@ def _encode(text: Any, encoding: Any = "utf-8", *rest: Any) -> bytes:
 
 @Function
 def _bytes(value: Any = b"", *rest: Any) -> bytes:
-    """bytes and bytearray, without those of a given length: a pickle may not ask for memory."""
+    """bytes and bytearray, without those of a length alone: a pickle may not allocate memory."""
     if isinstance(value, str) and rest:
         return _encode(value, *rest)
     if not isinstance(value, bytes | bytearray | list | tuple):
@@ -141,7 +141,7 @@ def _array_from_buffer(data: Any, dtype: Any, shape: Any, order: Any, *rest: Any
 
 
 class Array(InertObject):
-    """A NumPy array between its making and its __setstate__; becomes an array once the whole pickle is read."""
+    """A NumPy array between its making and its __setstate__; converted to an array once the whole pickle is read."""
 
     kind = GlobalName("numpy", "ndarray")
 
@@ -226,7 +226,7 @@ def _counter(counts: Any = ()) -> collections.Counter[Any]:
     return collections.Counter(dict(counts))  # of pairs, which Counter itself would count
 
 
-# Not the classes themselves, whose calls nobody would count.
+# Not the classes themselves, whose calls would not be counted.
 @Function
 def _default_dict(factory: Any = None, items: Any = ()) -> collections.defaultdict[Any, Any]:
     factory = real_class(factory)
@@ -316,7 +316,7 @@ DATA: dict[str, Any] = {
     "numpy._core.numeric._frombuffer": _array_from_buffer,
 }
 
-# Harmless, and nothing that our own checkpoints could hold.
+# Harmless, and nothing that our own checkpoints could contain.
 UNSUPPORTED = {
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
     "torch._utils._rebuild_qtensor": "a quantized tensor",
@@ -329,7 +329,7 @@ UNSUPPORTED = {
 
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
-# Types and functions that a pickle may hold as values; they are not called.
+# Types and functions that a pickle may contain as values; they are not called.
 INERT = {
     *map(str, _BUILTINS),
     "torch.Tensor",

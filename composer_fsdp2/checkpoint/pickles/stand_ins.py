@@ -1,4 +1,4 @@
-"""What a pickle's names become: inert values, which hold what the pickle says and do nothing."""
+"""Stand-ins for the names in a pickle: inert values with the pickle's arguments, which run nothing."""
 
 import collections
 import math
@@ -11,7 +11,7 @@ import torch
 
 
 class UnsupportedPickleError(pickle.UnpicklingError):
-    """A pickle holds something harmless that this package does not handle."""
+    """A pickle contains something harmless that this package does not handle."""
 
 
 class FixedClass(type):
@@ -56,7 +56,7 @@ class InertObject(metaclass=FixedClass):
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """What it was called with, and what was put into it since."""
+        """The arguments of the call, and the values added since."""
         return tuple(self._args)
 
     @args.setter
@@ -67,7 +67,7 @@ class InertObject(metaclass=FixedClass):
         self.state = state
 
     def field(self, name: str, default: Any = None) -> Any:
-        """An attribute that the object would have, whether its class kept a ``__dict__`` or ``__slots__``."""
+        """An attribute that the object would have, whether its class has a ``__dict__`` or ``__slots__``."""
         state = self.state
         if isinstance(state, tuple) and len(state) == 2:  # (__dict__ or None, slots)
             state = {**(state[0] or {}), **(state[1] or {})}
@@ -95,7 +95,7 @@ class Storage:
     dtype: torch.dtype
     numel: int
     device: str = "cpu"
-    data: bytes | None = field(default=None, repr=False)  # where the pickle itself held them, outside of an archive
+    data: bytes | None = field(default=None, repr=False)  # if the pickle itself contains them, outside of an archive
     __setstate__ = no_state
 
     @property

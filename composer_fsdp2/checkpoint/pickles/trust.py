@@ -1,16 +1,16 @@
-"""Reading pickles without running them: what a checkpoint may name, and what each name becomes.
+"""Reading pickles without running them: which names a checkpoint may contain, and their stand-ins.
 
 A pickle calls whatever it names. torch's own loader of sharded checkpoints unpickles ``.metadata`` and every byte entry
 without a limit (pytorch#189308), so a checkpoint could run anything. Here a name that is not in the tables of
-``allowed.py`` is refused, and most of those that are become inert values of our own: ``GlobalName`` for a class or
-function, ``InertObject`` for what it would have made. Only types of plain data (``OrderedDict``, ``timedelta``, NumPy
-arrays) are really built, and a class such as ``int`` is itself again in the finished value.
+``allowed.py`` is refused, and most of those that are in them get inert stand-ins: ``GlobalName`` for a class or
+function, ``InertObject`` for the object that it would have made. Only types of plain data (``OrderedDict``,
+``timedelta``, NumPy arrays) are really built, and a class such as ``int`` is itself again in the finished value.
 
-[Note: hostile pickles] A pickle can also set attributes of what it names (BUILD). So a name becomes nothing that could
+[Note: hostile pickles] A pickle can also set attributes of what it names (BUILD). So no stand-in can
 be changed for the rest of the process: an immutable type of C, a class of ours that is fixed (``FixedClass``), or a
-value of ours that refuses a state. It can ask for memory and time without holding data; ``scan``, ``Function``
-and ``Finisher`` spend a ``Budget`` before that. What is left is to make hashing slow
-or deep (a dict's key of nested tuples), which hangs or ends the process, as it does with ``torch.load``.
+value of ours that refuses a state. It can take memory and time without any data; ``scan``, ``Function`` and
+``Finisher`` spend a ``Budget`` before that. It can still make hashing slow or deep (a dict's key of nested tuples),
+which hangs or ends the process, as it does with ``torch.load``.
 """
 
 import collections
@@ -59,7 +59,7 @@ _OBJECT_BYTES = {
     b"N": 8, b"\x88": 8, b"\x89": 8, b")": 8, b"(": 8, b"2": 8,
 }  # fmt: skip
 _MAX_NUMBER_BYTES = 1024  # Python writes no number of more than 4,300 digits
-_TEXT_BYTES = 192  # a text, bytes or number with a length, beside what it holds; and a turn of the loop below
+_TEXT_BYTES = 192  # a text, bytes or number with a length, beside its content; and a turn of the loop below
 
 # Opcodes by what follows them (pickletools): nothing or a fixed number of bytes; a length; lines of text.
 _FIXED = re.compile(
@@ -76,9 +76,9 @@ _LINES = {**dict.fromkeys((b"I", b"F", b"L", b"S", b"V", b"P", b"g", b"p"), 1), 
 def scan(data: bytes, at: int, budget: Budget) -> None:
     """Walk over a pickle's opcodes without carrying them out.
 
-    Python below 3.14 makes a table as long as the highest memo number that a pickle names, so ten bytes could ask for
+    Python below 3.14 makes a table as long as the highest memo number that a pickle names, so ten bytes could allocate
     32 GiB (CPython issue 115952). No writer numbers more objects than its pickle has bytes. Also refused: a pickle
-    whose many small objects would fill the memory, and extension codes, which would name what is imported by a number.
+    whose many small objects would fill the memory, and extension codes, which import by a number.
     """
     memo_number = 0
     while True:
@@ -126,11 +126,11 @@ class Finisher:
     """Replaces stand-ins by NumPy's arrays and dtypes, ranges and classes; refuses values that are endless to walk.
 
     Containers are changed in place: one may be in several others. A dozen lists, each twice in the next, are small in a
-    pickle and 4096 lists to whoever walks through them; so each is walked once here, and its parts are counted.
+    pickle and 4096 lists for a reader that walks through them; so each is walked once here, and its parts are counted.
     """
 
     budget: Budget
-    # By id: the value (kept alive), the new one, the number of its parts, how deep they are nested.
+    # By id: the value (to keep it alive), the new one, the number of its parts, how deep they are nested.
     _done: dict[int, tuple[Any, Any, int, int]] = field(default_factory=dict)
     _depth: int = 0
     # Of the value that is being finished, so far.
@@ -171,7 +171,7 @@ class Finisher:
         if isinstance(value, set | frozenset):
             self._finish_hashed(value)
         elif isinstance(value, dict):
-            # A pickle may give an OrderedDict attributes; one called `items` would be walked through in its place.
+            # A pickle may give an OrderedDict attributes; one called `items` would be walked through instead.
             getattr(value, "__dict__", {}).clear()
             self._finish_hashed(value)
             for key, part in value.items():
@@ -215,7 +215,7 @@ class Finisher:
 
 log = logging.getLogger(__name__)
 
-# A pickle may hold one container many times.
+# A pickle may refer to one container many times.
 _OBJECTS_PER_BYTE = 32
 
 
@@ -224,7 +224,7 @@ _PYTHON_2_MODULES = ("__builtin__", "copy_reg", "exceptions")
 
 
 class UntrustedError(CheckpointError):
-    """A pickle names what is not on the list; it opens with trust=True."""
+    """A pickle with a name that is not on the list; it opens with trust=True."""
 
 
 @dataclass(slots=True)
@@ -279,9 +279,9 @@ class _Names:
         return GlobalName(str(owner.kind), name)
 
     def _load_from_bytes(self, payload: Any) -> Storage:
-        """torch.storage._load_from_bytes: a storage within a plain pickle, in the form that torch.save had until 1.6.
+        """torch.storage._load_from_bytes: a storage within a plain pickle, in the form of torch.save until 1.6.
 
-        Pickles of a magic number, a version, the writer's word sizes, the storage and the keys; then the number of
+        Pickles of a magic number, a version, the writer's integer sizes, the storage and the keys; then the number of
         elements and the elements.
         """
         if not isinstance(payload, bytes):
@@ -361,7 +361,7 @@ def read_pickle(
         storages: The number of bytes that the file has for a storage key, to check against; raises KeyError.
         disk_bytes: Of what the pickle describes, for its ``Budget``.
     Raises:
-        CheckpointError: the pickle names something else, or is damaged; nothing of it was run. Names what it named.
+        CheckpointError: the pickle names something else, or is damaged; nothing of it was run. Lists these names.
     """
     names = _Names(inert, trust, where)
     token = budget.set(Budget.of(where, disk_bytes + len(data), more_objects=_OBJECTS_PER_BYTE * len(data)))

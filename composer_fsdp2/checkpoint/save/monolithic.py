@@ -1,7 +1,7 @@
 """A sharded state as one file: all ranks send slices of their shards to rank 0, in rounds, and rank 0 writes them.
 
 See [Note: rounds] in rounds.py. In each round a rank that waits for rank 0 waits for one write, whatever the size of
-the file, so that no watchdog ends the job; and there is no message between two ranks alone, for which NCCL would keep a
+the file, and no watchdog ends the job; and no message is between two ranks alone, for which NCCL would create a
 communicator for each of them.
 """
 
@@ -44,10 +44,10 @@ _SYNC_BYTES = 1 << 30
 
 
 class FirstError:
-    """What this rank could not do: kept until all ranks ask for it, because the others go on meanwhile.
+    """This rank's first error, stored until all ranks gather it, because the others continue meanwhile.
 
     Attributes:
-        text: In words; None where all went well.
+        text: Of the error; None without one.
     """
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class StagedFile:
         self._errors.attempt(lambda: self._add(pieces))
 
     def publish(self, crcs: Sequence[int]) -> None:
-        """Give the file its name.
+        """Rename the complete file.
 
         Args:
             crcs: The CRC32 of each tensor.
@@ -110,7 +110,7 @@ class StagedFile:
     def leave_nothing(self) -> None:
         """Remove the file if it was never published."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # what was to be told is told
+            with contextlib.suppress(OSError):  # the error is raised already
                 self._file.close()
             with contextlib.suppress(OSError):
                 self.staged.unlink(missing_ok=True)
@@ -163,8 +163,8 @@ class StagedFile:
 def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | None = None) -> None:
     """Write ``state`` as ``torch.save`` would write it with every DTensor unsharded, replacing ``path`` at the end.
 
-    Rank 0 writes beside ``path`` and renames. Beyond what the state holds, rank 0 needs host memory for two rounds: of
-    16 MiB a rank, of 128 MiB from 8 ranks on; and for 64 MiB of its own shards, if they lie on a device. Every other
+    Rank 0 writes beside ``path`` and renames. Beyond the state, rank 0 needs host memory for two rounds: of
+    16 MiB a rank, of 128 MiB from 8 ranks on; and for 64 MiB of its own shards, if they are on a device. Every other
     rank needs it for a slice, which is its share of a round, and where its shard is not contiguous for a copy of that.
     Where the group cannot send from the host's memory (NCCL), all need device memory for one round.
 
@@ -174,11 +174,11 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
         path: On rank 0's file system.
         group: Of all ranks; None is the default group. Its collectives must be free for the length of the call.
     Raises:
-        CheckpointError: on all ranks: the file cannot be written, a rank cannot read what it has, or ranks hold
+        CheckpointError: on all ranks: the file cannot be written, a rank cannot read its shards, or ranks have
             different tensors, or not all of one. Nothing is left of it then, and an existing file is unchanged.
 
-    Called on all ranks. Gathers what each holds of each tensor; then a gather (an all-gather, if the group cannot send
-    from the host's memory) for each round, and one of the CRC32s; and four times whether a rank could not go on.
+    Called on all ranks. Gathers the ranks' boxes of each tensor; then a gather (an all-gather, if the group cannot send
+    from the host's memory) for each round, and one of the CRC32s; and four times the ranks' errors.
     """
     named = _dtensors(state)
     shards = [shard for _, shard in named]
@@ -214,14 +214,14 @@ def _dtensors(state: Any) -> list[tuple[str, DTensor]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who holds what
+# The shards of the ranks
 
 
 def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.ProcessGroup | None) -> Routes:
     """Called on all ranks; gathers four bytes for each tensor, and each part that differs from others.
 
     Raises:
-        CheckpointError: on all ranks, if they hold different tensors, or not all of one.
+        CheckpointError: on all ranks, if they have different tensors, or not all of one.
     """
     described = [f"{name} {tuple(shard.shape)} {shard.dtype}" for name, shard in named]
     digest = hashlib.sha256(
@@ -243,12 +243,12 @@ def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.
 def _own_parts(shards: Sequence[DTensor], writer: int) -> list[Box | None]:
     """This rank's part of each tensor; None where the tensor's mesh is without the rank that writes.
 
-    Groups of ranks that train apart hold values of their own; the file has those of that rank's group.
+    Groups of ranks that train separately have different values; the file gets those of that rank's group.
     """
     boxes = [LocalBox.of(shard) if bool((shard.device_mesh.mesh == writer).any()) else None for shard in shards]
     parts = [None if box is None else Box(box.offsets, box.sizes) for box in boxes]
     known = dict(zip(parts, parts, strict=True))
-    return [known[part] for part in parts]  # a pickle holds the same object once
+    return [known[part] for part in parts]  # a pickle stores the same object once
 
 
 def _first_difference(described: Sequence[Sequence[str]]) -> str:
@@ -267,7 +267,7 @@ def _first_difference(described: Sequence[Sequence[str]]) -> str:
 class _ShardReader:
     """The bytes of this rank's shards, and of rank 0's plain tensors; and what they add to the tensors' CRC32s.
 
-    A CRC32 is taken where the bytes lie, so that it covers their way to the file, and no rank computes all of them.
+    A CRC32 is computed on the owner rank: it covers the transfer to the file, and no rank computes all of them.
     """
 
     def __init__(self, shards: Sequence[DTensor], plain: Sequence[torch.Tensor]) -> None:
@@ -294,14 +294,14 @@ class _ShardReader:
 
     def _bytes_of(self, number: int) -> torch.Tensor:
         if self._bytes is None or self._bytes[0] != number:
-            self._bytes = None  # where it is a copy, it goes before the next one is made
+            self._bytes = None  # a copy is freed before the next one is made
             local = local_tensor(self.tensors[number].detach()).resolve_conj().resolve_neg()
             self._bytes = number, local.contiguous().view(-1).view(torch.uint8)
         return self._bytes[1]
 
 
 class _Rounds:
-    """All rounds, as one rank takes part in them. What it needs is allocated here."""
+    """All rounds, as one rank takes part in them. Everything is allocated here."""
 
     def __init__(
         self,
@@ -333,7 +333,7 @@ class _Rounds:
         mine = cut(self._routes.pieces(self._rank), slice_bytes)
         for number in range(self._timetable.num_rounds):
             sizes = self._timetable.sizes(number)
-            # After an error the others go on, and so does this rank.
+            # After an error the others continue, and so does this rank.
             self._errors.attempt(functools.partial(self._fill, memory, next(mine, [])))
             _exchange(memory[: sizes[self._rank]], sizes, self._group)
 

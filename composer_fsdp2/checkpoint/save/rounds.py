@@ -1,8 +1,8 @@
 """Which bytes of a sharded state go to rank 0, from whom and in which order; the same on all ranks, as plain numbers.
 
-[Note: rounds] Every rank sends a slice in every round, so that all ranks are in the same few collectives, however many
-tensors there are and however they are cut. What several ranks hold is shared out among them, unless rank 0 is one of
-them: it writes what it holds from its own memory. A slice does not end where a tensor does.
+[Note: rounds] Every rank sends a slice in every round: all ranks are in the same few collectives, whatever the number
+of tensors and their sharding. Replicas share the bytes that they have in common, unless rank 0 is one of them: it
+writes its own shards from its own memory. A slice may end within a tensor.
 """
 
 import math
@@ -16,7 +16,7 @@ from composer_fsdp2.checkpoint.boxes import Box, row_major
 # What all ranks send in a round, and what one of them sends, at most.
 ROUND_BYTES = 128 << 20
 SLICE_BYTES = 16 << 20
-# What rank 0 writes of its own in a round, which nobody sends.
+# What rank 0 writes from its own memory in a round.
 OWN_SLICE_BYTES = 64 << 20
 
 
@@ -65,7 +65,7 @@ class Routes:
     """What each rank sends.
 
     Args:
-        parts: Of each rank: its part of each tensor; None where it has none that rank 0's file is to hold.
+        parts: Of each rank: its part of each tensor; None if it has none for rank 0's file.
         itemsizes: Of each tensor, bytes an element.
     """
 
@@ -79,7 +79,7 @@ class Routes:
         ]
 
     def incomplete(self, shapes: Sequence[Sequence[int]]) -> int | None:
-        """The number of the first tensor of which no rank has some element; None where there is none."""
+        """The number of the first tensor that has an element on no rank; None without one."""
         for number, ((senders, _), shape) in enumerate(zip(self._tensors, shapes, strict=True)):
             if sum(part.numel for part in {part for part, _, _ in senders.values()}) != math.prod(shape):
                 return number
@@ -150,7 +150,7 @@ class Timetable:
         plain_bytes: What rank 0 writes besides.
     Attributes:
         slice_bytes: What a rank sends in a round, until its last.
-        own_slice_bytes: What rank 0 writes of its own in a round.
+        own_slice_bytes: What rank 0 writes from its own memory in a round.
         num_rounds: Until everything is written.
     """
 
@@ -164,7 +164,7 @@ class Timetable:
     def sizes(self, number: int) -> list[int]:
         """What each rank sends in a round: a byte, where it has nothing left; rank 0 nothing.
 
-        So nobody waits for more than what is written in one round.
+        So no rank waits for more than one round's write.
         """
         left = (num_bytes - number * self.slice_bytes for num_bytes in self._num_bytes[1:])
         return [0, *(max(1, min(self.slice_bytes, num_bytes)) for num_bytes in left)]

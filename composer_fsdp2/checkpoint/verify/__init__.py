@@ -1,1 +1,1 @@
-"""What is wrong with a checkpoint, found and named."""
+"""Damage of a checkpoint, and differences from another one."""

@@ -35,7 +35,7 @@ class Comparison:
         advance: Called with the number of bytes read since.
     Attributes:
         faults: The differences.
-        notes: What was not compared, in words.
+        notes: Entries that were not compared, as text.
     """
 
     found: CheckpointInventory
@@ -48,7 +48,7 @@ class Comparison:
     _buffers: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Raises CheckpointError: an entry that holds no tensor needs trust."""
+        """Raises CheckpointError: an entry that is no tensor needs trust."""
         mine, other = map(self._leaves, self._comparable())
         for section in dict.fromkeys(map(_section, (*mine, *other))):
             sides = [{key: value for key, value in side.items() if _section(key) == section} for side in (mine, other)]
@@ -71,14 +71,14 @@ class Comparison:
         for part, layout in parts.items():
             self.notes.append(f"everything but the tensors of {dotted(part)}: {layout} has no place for anything else")
             pair = [_filtered(each, part, keeps=True).replaced(objects={}) for each in pair]
-        # Optimizer state by position and by name cannot be matched without the model.
+        # Optimizer state keyed by position and by FQN cannot be matched without the model.
         kinds = [{o.name: o.keyed_by for o in inventory.optimizers if o.state} for inventory in pair]
         for name in kinds[0].keys() & kinds[1].keys():
             if kinds[0][name] != kinds[1][name]:
                 expected, found = f"state by {kinds[1][name]}", f"state by {kinds[0][name]}"
                 self._differ((*map(str, OPTIMIZERS), name), expected, f"{found}, not comparable without the model")
                 pair = [_filtered(each, (*OPTIMIZERS, name), keeps=False) for each in pair]
-        # A layout's own names may be those within Composer's model, an attribute of which holds it.
+        # A layout's names may be those of a submodule of Composer's model.
         prefix = pair[0].name_prefix or pair[1].name_prefix
         if prefix and not pair[0].model.keys() & pair[1].model.keys():
             pair = [_without_prefix(prefix, each) for each in pair]
@@ -133,7 +133,7 @@ class Comparison:
             self._differ(key, "a readable tensor in both", str(error))
             return
         finally:
-            left.parts.clear()  # notes of what was read, which nobody asks for
+            left.parts.clear()  # ranges that were read, which are not needed
             right.parts.clear()
         if num_different:
             farthest = f"; the largest absolute difference is {largest:.6g}" if largest >= 0 else ""
@@ -180,7 +180,7 @@ def _section(key: _Key) -> _Key:
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
-    """Of the elements that differ: the absolute differences; -1 where the dtype holds no numbers."""
+    """Of the elements that differ: the absolute differences; -1 for a dtype without numbers."""
     a, b = a.reshape(-1), b.reshape(-1)
     is_exact = a.dtype == b.dtype and not rtol and not atol
     if a.dtype == b.dtype:
@@ -218,7 +218,7 @@ def _described(value: Any) -> str:
 
 
 def _filtered(inventory: CheckpointInventory, prefix: EntryPath, *, keeps: bool) -> CheckpointInventory:
-    """Only what lies below a path, or only the rest."""
+    """Only the entries below a path, or only the others."""
 
     def filtered(entries: Mapping[EntryPath, Any]) -> dict[EntryPath, Any]:
         return {path: entry for path, entry in entries.items() if (path[: len(prefix)] == prefix) == keeps}

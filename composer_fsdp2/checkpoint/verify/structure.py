@@ -47,7 +47,7 @@ class Structure:
 
     Args:
         faults: What contradicts something else.
-        unchecked: What could not be checked, in words.
+        unchecked: Parts that could not be checked, as text.
         records: Everything whose content can be checked, with whose it is.
     """
 
@@ -108,7 +108,7 @@ class Structure:
                     self._owners.setdefault((blob.path, blob.offset), []).append(record.name)
 
     def _entries(self, file: Path, size: int, named: list[_Named]) -> None:
-        """A file of a DCP directory: its entries, and what lies between them."""
+        """A file of a DCP directory: its entries, and the bytes between them."""
         at = 0
         for one in sorted(named, key=lambda one: one.entry.offset):
             if one.entry.offset > at:
@@ -135,7 +135,7 @@ class Structure:
         """Note the records of an archive, and compare its pickle with its records and with the metadata.
 
         Returns:
-            What the pickle holds, every class inert; an error where it cannot be read.
+            The value of the pickle, every class inert; an error if it cannot be read.
         """
         entry = one.entry
         try:
@@ -189,7 +189,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _skeleton(archive: Archive) -> tuple[Any, set[str]]:
-    """What an archive's pickle holds with every class inert, and the records that it does not use.
+    """The value of an archive's pickle with every class inert, and the records that it does not use.
 
     An error where it cannot be read, and None where its bytes are damaged, which is reported as that.
     """
@@ -217,9 +217,9 @@ def _described(value: Any) -> str:
 
 
 def _archives_between(file: Path, start: int, end: int) -> tuple[list[NestedArchive], int]:
-    """Archives that lie end to end in a range of a file, found from its end; and how many bytes at its start are none.
+    """Archives, end to end in a range of a file, found from its end; and the number of other bytes at its start.
 
-    A zip archive's last bytes say how long its directory is and where, from the archive's start, it begins.
+    A zip archive's last bytes contain the length of its directory and its offset from the archive's start.
     """
     found: list[NestedArchive] = []
     while end > start:

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is what was once written, and whether it equals another one.
+"""Whether a checkpoint is intact, and whether it equals another one.
 
 ``torch.load`` and DCP check neither: a flipped bit, or two entries swapped in ``.metadata``, load as wrong values. Yet
-torch writes a CRC32 for every record of every archive, so that an old checkpoint can be checked without a manifest.
+torch writes a CRC32 for every record of every archive, so an old checkpoint can be checked without a manifest.
 """
 
 import time
@@ -31,10 +31,10 @@ class VerifyReport(Value):
     """What ``verify_checkpoint`` found.
 
     Args:
-        layout: As ``inspect_checkpoint`` says it.
+        layout: As in ``inspect_checkpoint``.
         faults: Of the checkpoint itself: its structure and its content.
         differences: From the other one.
-        unchecked: What could not be checked, in words; it does not count against ``ok``.
+        unchecked: Parts that could not be checked, as text; they do not count against ``ok``.
         num_records: Records whose CRC32 was computed, and their bytes.
     """
 
@@ -79,24 +79,24 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Check a checkpoint of any layout: its structure, its content, and whether it equals another one.
 
-    Structure: every file is there, what the metadata says lies within it, chunks tile each tensor, each entry's own
-    header has the shape and dtype that ``.metadata`` says, nothing overlaps, and nothing is there that nobody names.
+    Structure: every file exists and contains the ranges of the metadata, chunks tile each tensor, each entry's own
+    header has the shape and dtype of ``.metadata``, nothing overlaps, and no bytes are unnamed.
     Content: the CRC32 of every record of every archive. All faults come together, as far as the damage leaves the rest
     readable. Memory is a few MiB, whatever the size of the checkpoint; compressed files and tar files are unpacked
     into the folder for temporary files (``TMPDIR``).
 
-    What nobody can find in a checkpoint alone, and ``against`` shows:
+    Faults that cannot be found in a checkpoint alone, and that ``against`` shows:
 
-    - Two entries of one shape and dtype, swapped in ``.metadata``, or a key renamed there: a DCP file does not say
-      whose bytes it holds, and ``.metadata`` has no checksum.
+    - Two entries of one shape and dtype, swapped in ``.metadata``, or a key renamed there: a DCP file does not
+      contain the names of its tensors, and ``.metadata`` has no checksum.
     - Changed tensor bytes in safetensors files, which have no checksums, and in archives that were saved after
       ``torch.serialization.set_crc32_options(False)``: there torch writes 0 for each CRC32. ``unchecked`` names them.
     - A change made together with its CRC32: this finds accidents, not forgers.
 
     Args:
-        against: A checkpoint of any layout. Tensors are matched by name, without FSDP1's and other wrappers' prefixes,
+        against: A checkpoint of any layout. Tensors are matched by FQN, without FSDP1's and other wrappers' prefixes,
             and compared as they are read, bit for bit or within the tolerance; so are optimizer state and all other
-            entries. Safetensors hold weights alone, so that only weights are compared with them. Only the structure of
+            entries. Safetensors have weights alone, so only weights are compared with them. Only the structure of
             the other checkpoint is checked.
         rtol, atol: As in ``torch.isclose``. A difference in dtype is a difference under any tolerance.
         trust: Unpickle what is not on the allow-list, where the layout or a comparison needs its value.
@@ -151,7 +151,7 @@ class _Read:
     """What could be made of a checkpoint.
 
     Args:
-        located: What was read: of a compressed or tar file a copy of its content, as far as it could be unpacked.
+        located: The checkpoint; for a compressed or tar file its unpacked copy, if it could be unpacked.
         inventory: None (and faults) where it is damaged.
     """
 
