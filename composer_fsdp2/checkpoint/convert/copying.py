@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +20,7 @@ from composer_fsdp2.checkpoint.archive.disk import read_at, write_all
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.inventory import NestedArchive, Strided, TensorRecord
-from composer_fsdp2.checkpoint.layouts._layout import OutputFile, TensorWrite
+from composer_fsdp2.checkpoint.layouts._layout import OutputFile
 from composer_fsdp2.checkpoint.read import Reader, bytes_of
 from composer_fsdp2.checkpoint.records import ReadRange, damage_of, ranges_by_record, shifted
 from composer_fsdp2.config.text import lines_and_more
@@ -32,15 +31,17 @@ NUM_THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class CopyTask:
     """A box of a write that is contiguous in the file.
 
     Args:
-        write: Its number in the file.
+        file, write: The numbers of the file, and of the write in it.
         at: Its first byte in the file.
         following: Bytes of the same write that come after it.
     """
 
+    number: int
+    file: int
     write: int
     box: Box
     at: int
@@ -49,23 +50,10 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyTask:
-    """Segments of one file that are copied together."""
-
-    number: int
-    file: int
-    segments: tuple[Segment, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(segment.num_bytes for segment in self.segments)
-
-
-@dataclass(frozen=True, slots=True)
 class Copied:
-    """A finished task: the CRC32 of each of its segments as written, and the source's parts that were read."""
+    """A finished task: its CRC32 as written, and the source's ranges that were read."""
 
-    crcs: tuple[int, ...]
+    crc32: int
     parts: tuple[ReadRange, ...]
 
 
@@ -73,33 +61,15 @@ def tasks_of(files: Sequence[OutputFile]) -> list[CopyTask]:
     """All work of a plan, in the order of the files."""
     tasks: list[CopyTask] = []
     for number, file in enumerate(files):
-        waiting: list[Segment] = []
-        waiting_bytes = 0
         for place, write in enumerate(file.writes):
-            for segment in _segments(place, write):
-                in_memory = segment.box.numel * _itemsize(write)
-                if waiting and waiting_bytes + in_memory > CHUNK_BYTES:
-                    tasks.append(CopyTask(len(tasks), number, tuple(waiting)))
-                    waiting, waiting_bytes = [], 0
-                waiting.append(segment)
-                waiting_bytes += in_memory
-        if waiting:
-            tasks.append(CopyTask(len(tasks), number, tuple(waiting)))
+            itemsize = write.slot.dtype.itemsize
+            at, end = write.at, write.at + write.num_bytes
+            # In memory before or after a cast, whichever is more.
+            for box in write.box.pieces(max(1, CHUNK_BYTES // max(itemsize, write.record.dtype.itemsize))):
+                if num_bytes := box.numel * itemsize:
+                    tasks.append(CopyTask(len(tasks), number, place, box, at, num_bytes, end - at - num_bytes))
+                    at += num_bytes
     return tasks
-
-
-def _segments(place: int, write: TensorWrite) -> Iterator[Segment]:
-    at, left = write.at, write.num_bytes
-    for box in write.box.pieces(max(1, CHUNK_BYTES // _itemsize(write))):
-        if num_bytes := box.numel * write.slot.dtype.itemsize:
-            left -= num_bytes
-            yield Segment(place, box, at, num_bytes, left)
-            at += num_bytes
-
-
-def _itemsize(write: TensorWrite) -> int:
-    """The bytes of an element in memory: before or after a cast, whichever is more."""
-    return max(write.slot.dtype.itemsize, write.record.dtype.itemsize)
 
 
 class Copier:
@@ -108,7 +78,8 @@ class Copier:
     def __init__(self, files: Sequence[OutputFile]) -> None:
         self._files = files
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="copy")
-        self._readers = [(Reader(), _Buffer()) for _ in range(NUM_THREADS)]  # those that no thread uses now
+        # Those that no thread uses now. Buffers are used again and again: fresh pages cost more than the copy.
+        self._readers = [(Reader(), torch.empty(CHUNK_BYTES, dtype=torch.uint8)) for _ in range(NUM_THREADS)]
 
     def __enter__(self) -> "Copier":
         return self
@@ -137,74 +108,40 @@ class Copier:
             yield task, copied.result()
 
     def _copy(self, task: CopyTask, output: IO[bytes]) -> Copied:
-        reader, buffer = self._readers.pop()
+        write, (reader, buffer) = self._files[task.file].writes[task.write], self._readers.pop()
         try:
-            buffer.clear()
-            crcs: list[int] = []
-            parts: list[ReadRange] = []
-            for segment in task.segments:
-                write = self._files[task.file].writes[segment.write]
-                tensor, crc = _read(write, segment, reader, buffer)
-                write_all(output, bytes_of(tensor), segment.at)
-                crcs.append(crc)
-                parts.extend(reader.parts)
-            return Copied(tuple(crcs), tuple(parts))
+            reader.parts.clear()
+            reader.is_in_order = True
+            num_bytes = task.box.numel * write.record.dtype.itemsize
+            tensor = buffer[:num_bytes].view(write.record.dtype).view(task.box.sizes)
+            try:
+                reader.read(write.record, task.box, tensor)
+            except OSError as error:
+                raise CheckpointError(f"{write.record.name}: cannot be read: {error.strerror or error}") from error
+            parts = tuple(reader.parts)
+            is_one_run = reader.is_in_order and len(parts) == 1 and parts[0].end - parts[0].start == task.num_bytes
+            data = bytes_of(tensor := tensor.to(write.slot.dtype))
+            write_all(output, data, task.at)
+            # The same bytes as in the source, or others.
+            is_same = is_one_run and write.record.dtype == write.slot.dtype
+            return Copied(parts[0].crc32 if is_same else zlib.crc32(data), parts)
         finally:
             self._readers.append((reader, buffer))
 
 
-def _read(write: TensorWrite, segment: Segment, reader: Reader, buffer: "_Buffer") -> tuple[torch.Tensor, int]:
-    """A segment as it is written, and its CRC32."""
-    tensor = buffer.tensor(segment.box.sizes, write.record.dtype)
-    reader.parts.clear()
-    reader.is_in_order = True
-    try:
-        reader.read(write.record, segment.box, tensor)
-    except OSError as error:
-        raise CheckpointError(f"{write.record.name}: cannot be read: {error.strerror or error}") from error
-    parts = reader.parts
-    is_one_run = reader.is_in_order and len(parts) == 1 and parts[0].end - parts[0].start == segment.num_bytes
-    if is_one_run and write.record.dtype == write.slot.dtype:
-        return tensor, parts[0].crc32  # the same bytes as in the source
-    tensor = tensor.to(write.slot.dtype)
-    return tensor, zlib.crc32(bytes_of(tensor))
-
-
-class _Buffer:
-    """Memory for one task, used again and again: fresh pages cost more than the copy."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-        self._used = 0
-
-    def clear(self) -> None:
-        self._used = 0
-
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        start = -(-self._used // 16) * 16  # the widest dtype
-        self._used = start + prod(shape) * dtype.itemsize
-        if self._used > self._bytes.numel():
-            return torch.empty(shape, dtype=dtype)
-        return self._bytes[start : self._used].view(dtype).view(shape)
-
-
 def is_written(task: CopyTask, copied: Copied, path: Path) -> bool:
     """Whether a file has the bytes that an earlier run recorded."""
-    if len(copied.crcs) != len(task.segments):
-        return False
-    pairs = zip(task.segments, copied.crcs, strict=True)
-    return all(zlib.crc32(read_at(path, segment.at, segment.num_bytes)) == crc for segment, crc in pairs)
+    return zlib.crc32(read_at(path, task.at, task.num_bytes)) == copied.crc32
 
 
 def crcs_of_writes(
     file: int, files: Sequence[OutputFile], tasks: Sequence[CopyTask], copied: Mapping[int, Copied]
 ) -> list[int]:
-    """The CRC32 of each write of a file, from those of its segments."""
+    """The CRC32 of each write of a file, from those of its tasks."""
     crcs = [0] * len(files[file].writes)
     for task in tasks:
         if task.file == file:
-            for segment, crc in zip(task.segments, copied[task.number].crcs, strict=True):
-                crcs[segment.write] ^= shifted(crc, segment.following)
+            crcs[task.write] ^= shifted(copied[task.number].crc32, task.following)
     return crcs
 
 

@@ -131,9 +131,9 @@ class Unfinished:
         for journal in self.folder.glob("journal-*"):
             for line in journal.read_text().splitlines():
                 try:
-                    number, crcs, parts = json.loads(line)
+                    number, crc32, parts = json.loads(line)
                     read = tuple(ReadRange(Blob(Path(path), *blob), *part) for path, blob, part in parts)
-                    found[tasks[number].number] = Copied(tuple(crcs), read)
+                    found[tasks[number].number] = Copied(crc32, read)
                 except (ValueError, TypeError, IndexError):
                     break
         return found
@@ -208,7 +208,7 @@ class Journal:
             (str(p.blob.path), (p.blob.offset, p.blob.num_bytes, p.blob.crc32), (p.start, p.end, p.crc32))
             for p in copied.parts
         ]
-        self._file.write(json.dumps([task.number, copied.crcs, parts]) + "\n")
+        self._file.write(json.dumps([task.number, copied.crc32, parts]) + "\n")
         self._file.flush()
 
     def close(self) -> None:

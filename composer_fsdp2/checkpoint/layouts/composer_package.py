@@ -10,15 +10,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from composer_fsdp2.checkpoint.archive.disk import Folder, damage_in, read_at, read_json
-from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
-from composer_fsdp2.checkpoint.budget import Budget
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive
 from composer_fsdp2.checkpoint.inventory import (
     MODEL,
     OPTIMIZERS,
     CheckpointInventory,
     ObjectRecord,
-    Strided,
     TensorRecord,
 )
 from composer_fsdp2.checkpoint.layouts import dcp
@@ -124,8 +124,7 @@ def _resumption(path: Path, *, trust: bool) -> dict[EntryPath, ObjectRecord]:
     value = read_pickle(data, where=str(path), trust=trust)
     if contains_inert(value) or not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds no dict of plain data")
-    search = _Search(data, path)
-    value = mapped(value, lambda part, entry: _tensor_in(search, part, dotted(entry)))
+    value = mapped(value, lambda part, entry: _tensor_in(part, dotted(entry)))
     if "timestamp" in value:
         value["timestamp"] = {"Timestamp": value["timestamp"]}
     objects: dict[EntryPath, ObjectRecord] = {}
@@ -135,30 +134,13 @@ def _resumption(path: Path, *, trust: bool) -> dict[EntryPath, ObjectRecord]:
     return objects
 
 
-class _Search:
-    """Finds the bytes of a pickle's tensors in its file, one after the other."""
-
-    def __init__(self, data: bytes, path: Path) -> None:
-        self.path, self._data, self._at = path, data, 0
-        self._budget = Budget.of(path, more_objects=len(data))
-
-    def offset_of(self, wanted: bytes) -> int:
-        start, self._at = self._at, self._data.find(wanted, self._at)
-        if self._at < 0:  # not in the pickle's order
-            start, self._at = 0, self._data.index(wanted)
-        self._budget.spend("a search for its tensors", num_objects=1 + (self._at - start) // 1024)
-        return self._at
-
-
-def _tensor_in(search: _Search, value: Any, name: str) -> Any:
-    """A tensor whose bytes are in the pickle, as a range of the pickle's file."""
+def _tensor_in(value: Any, name: str) -> Any:
+    """A tensor whose bytes are in the pickle."""
     if not isinstance(value, StoredTensor):
         return value
-    assert value.storage.data is not None  # a plain pickle can have no others
-    blob = Blob(search.path, search.offset_of(value.storage.data), value.storage.num_bytes)
-    return TensorRecord.in_one_chunk(
-        name, value.shape, value.dtype, Strided(blob, value.dtype, value.offset, value.stride)
-    )
+    data = value.storage.data
+    storage = torch.frombuffer(bytearray(data), dtype=value.dtype) if data else torch.empty(0, dtype=value.dtype)
+    return TensorRecord.of_tensor(storage.as_strided(value.shape, value.stride, value.offset), name)
 
 
 LAYOUT = Layout(

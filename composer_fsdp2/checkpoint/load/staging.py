@@ -122,7 +122,9 @@ class _Staged:
     def allocate(self, *, is_staged: bool) -> None:
         """Make ``value`` and, if it is staged, ``data``: one memory, if that is host memory that nothing uses yet."""
         is_new = self.value is None
-        if self.value is None:  # on its like's device: with CPU offload, shards of a tensor on a GPU mesh are on the host
+        if (
+            self.value is None
+        ):  # on its like's device: with CPU offload, shards of a tensor on a GPU mesh are on the host
             self.value = torch.empty_like(self.box.like, dtype=self.record.dtype, memory_format=torch.contiguous_format)
         if is_staged:
             local = local_tensor(self.value)
