@@ -4,7 +4,6 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -120,7 +119,7 @@ class _Staged:
         return self.owner is None or self.owner == replica_of(self.box)
 
     def allocate(self, *, is_staged: bool) -> None:
-        """Make ``value`` and, if it is staged, ``data``: one memory, if that is host memory that nothing uses yet."""
+        """Make ``value`` and, if it is staged, ``data``: the same memory, if that is unused host memory."""
         is_new = self.value is None
         if (
             self.value is None
@@ -152,7 +151,12 @@ class Staging:
     def __init__(self, plan: LoadPlan, *, strict: bool = True) -> None:
         self.plan, self._strict = plan, strict
         self.tensors = [_staged(planned.record, planned.target) for planned in plan.tensors]
-        self._duplicates = [[_staged(copy, planned.target) for copy in planned.duplicates] for planned in plan.tensors]
+        # A tied parameter's entry that is loaded, and each other entry for it.
+        self._duplicates = [
+            (staged, _staged(record, planned.target))
+            for planned, staged in zip(plan.tensors, self.tensors, strict=True)
+            for record in planned.duplicates
+        ]
         self.groups: list[dict[str, Any]] = []
         self.states: list[dict[str, Any]] = []  # tensors as _Staged
         self.extra: dict[str, Any] = {}
@@ -178,16 +182,15 @@ class Staging:
         boxes = [(staged.box, staged.record.dtype.itemsize) for staged in tensors]
         for staged, owner in zip(tensors, owners(boxes), strict=True):
             staged.owner = owner
-        for staged, duplicates in zip(self.tensors, self._duplicates, strict=True):
-            for duplicate in duplicates:  # read by the same rank, which compares them
-                duplicate.owner = staged.owner
+        for staged, duplicate in self._duplicates:  # read by the same rank, which compares them
+            duplicate.owner = staged.owner
 
     def _states(self) -> list[_Staged]:
         return [value for state in self.states for value in state.values() if isinstance(value, _Staged)]
 
     def _all(self) -> list[_Staged]:
         """Duplicates too."""
-        return [*self.tensors, *chain.from_iterable(self._duplicates), *self._states()]
+        return [*self.tensors, *(duplicate for _, duplicate in self._duplicates), *self._states()]
 
     def _early(self) -> list[_Staged]:
         """What the user's loading code gets, on all ranks."""
@@ -233,7 +236,7 @@ class Staging:
     @property
     def has_duplicates(self) -> bool:
         """Whether the file has tied parameters under several names; the same on all ranks."""
-        return any(self._duplicates)
+        return bool(self._duplicates)
 
     def check_duplicates(self) -> None:
         """Compare the values that the file has for one tied parameter under several names; communicates nothing.
@@ -243,13 +246,12 @@ class Staging:
         """
         unlike = [
             f"{staged.record.name} = {duplicate.record.name}"
-            for staged, duplicates in zip(self.tensors, self._duplicates, strict=True)
-            for duplicate in duplicates
+            for staged, duplicate in self._duplicates
             if staged.data is not None
             and duplicate.data is not None
             and bytes_of(staged.data) != bytes_of(duplicate.data)
         ]
-        self._duplicates = [[] for _ in self.tensors]
+        self._duplicates = []
         if unlike:
             raise CheckpointError(
                 f"{self.plan.inventory.path}: the model shares one parameter under several names, for which the file "

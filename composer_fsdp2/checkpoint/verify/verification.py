@@ -112,15 +112,22 @@ def verify_checkpoint(
         other = None
         if against is not None:
             other = inventory_of(stack.enter_context(unpacked(find(against))), trust=trust)
-        read = _read(located, trust, stack)
-        inventory = read.inventory
+        opened, inventory, faults = located, None, list[Fault]()
+        try:
+            opened = stack.enter_context(unpacked(located))
+            inventory = inventory_of(opened, trust=trust)
+        except UntrustedError:
+            raise
+        except CheckpointError as error:
+            lines = str(error).splitlines()
+            faults = [_fault(FaultKind.STRUCTURE, located.path, "", "a readable checkpoint", line) for line in lines]
         if inventory is not None and other is not None and inventory.flat != other.flat:
             raise CheckpointError(
                 f"{inventory.path if inventory.flat else other.path}: holds flat parameters, which have no names to "
                 "compare by; convert it first (convert_checkpoint(..., model=...))"
             )
         structure = Structure()
-        structure.look_at(inventory, read.located.path)
+        structure.look_at(inventory, opened.path)
         unchecked = structure.unchecked
         content_bytes = sum(blob.num_bytes for blob, _ in structure.records)
         advance = _Advance(content_bytes + _compared_bytes(inventory, other), progress)
@@ -136,8 +143,8 @@ def verify_checkpoint(
     return VerifyReport(
         path=located.path,
         against=Path(against) if against is not None else None,
-        layout=read.layout,
-        faults=tuple(read.with_user_path(fault) for fault in (*read.faults, *structure.faults, *damaged)),
+        layout=inventory.layout if inventory is not None else "unreadable",
+        faults=tuple(_with_user_path(fault, opened) for fault in (*faults, *structure.faults, *damaged)),
         differences=differences,
         unchecked=tuple(unchecked),
         num_records=len(structure.records),
@@ -146,42 +153,12 @@ def verify_checkpoint(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
-    """What could be made of a checkpoint.
-
-    Args:
-        located: The checkpoint; for a compressed or tar file its unpacked copy, if it could be unpacked.
-        inventory: None (and faults) where it is damaged.
-    """
-
-    located: Located
-    layout: str = "unreadable"
-    inventory: CheckpointInventory | None = None
-    faults: tuple[Fault, ...] = ()
-
-    def with_user_path(self, fault: Fault) -> Fault:
-        """A fault of the unpacked copy as one of the file that the user named."""
-        packed = self.located.unpacked_from
-        if packed is None:
-            return fault
-        return replace(fault, file=packed, found=fault.found.replace(str(self.located.path), str(packed)))
-
-
-def _read(located: Located, trust: bool, stack: ExitStack) -> _Read:
-    opened = located
-    try:
-        opened = stack.enter_context(unpacked(located))
-        inventory = inventory_of(opened, trust=trust)
-    except UntrustedError:
-        raise
-    except CheckpointError as error:
-        faults = (
-            _fault(FaultKind.STRUCTURE, located.path, "", "a readable checkpoint", line)
-            for line in str(error).splitlines()
-        )
-        return _Read(located=opened, faults=tuple(faults))
-    return _Read(located=opened, layout=inventory.layout, inventory=inventory)
+def _with_user_path(fault: Fault, located: Located) -> Fault:
+    """A fault of an unpacked copy as one of the file that the user named."""
+    packed = located.unpacked_from
+    if packed is None:
+        return fault
+    return replace(fault, file=packed, found=fault.found.replace(str(located.path), str(packed)))
 
 
 def _fault(kind: FaultKind, file: Path, name: str, expected: str, found: str) -> Fault:
