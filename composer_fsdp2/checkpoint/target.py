@@ -38,16 +38,26 @@ class LocalBox(Box):
         return LocalBox((0,) * tensor.dim(), tuple(tensor.shape), tensor)
 
     @property
-    def axes(self) -> tuple[int, ...]:
-        """The axes of the mesh along which ranks are replicas."""
-        return replicating_axes(self.like)
+    def replica_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of ranks with this shard, one for each axis of the mesh along which it is replicated.
+
+        A tensor that is not a DTensor is unsharded on every rank.
+        """
+        if not isinstance(self.like, DTensor):
+            return (dist.group.WORLD,) if dist.is_initialized() and dist.group.WORLD is not None else ()
+        return tuple(self.like.device_mesh.get_group(axis) for axis in replicating_axes(self.like))
 
     @property
     def num_replicas(self) -> int:
-        """The number of ranks with this shard. A tensor that is not a DTensor is unsharded on every rank."""
-        if not isinstance(self.like, DTensor):
-            return dist.get_world_size() if dist.is_initialized() else 1
-        return math.prod(self.like.device_mesh.size(axis) for axis in self.axes)
+        return math.prod(group.size() for group in self.replica_groups)
+
+    @property
+    def replica(self) -> int:
+        """This rank's number among the replicas."""
+        number = 0
+        for group in self.replica_groups:
+            number = number * group.size() + group.rank()
+        return number
 
     def rebuilt(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's part as a tensor of the same layout; does not communicate."""

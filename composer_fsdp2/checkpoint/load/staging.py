@@ -20,13 +20,13 @@ from composer_fsdp2.checkpoint.read import Reader, bytes_of, materialized
 from composer_fsdp2.checkpoint.target import LocalBox, TensorTarget
 from composer_fsdp2.checkpoint.trees import fitted
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import device_of_group, gather, sends_from_host
+from composer_fsdp2.sharding.agree import device_of_group, gather
 
 # Below this many bytes a collective costs more than the read that it saves. Only tensors that are not split: replicas
 # that each read a part of a record would count it several times (``check_content``).
 _SMALL_BYTES = 1024
-# Bytes on the device at once, if the group cannot send from host memory.
-_BUFFER_BYTES = 64 << 20
+# Bytes of one broadcast.
+_PIECE_BYTES = 64 << 20
 
 
 def owners(boxes: Sequence[tuple[LocalBox, int]]) -> list[int | None]:
@@ -42,59 +42,29 @@ def owners(boxes: Sequence[tuple[LocalBox, int]]) -> list[int | None]:
         if box.num_replicas == 1 or (num_bytes <= _SMALL_BYTES and box.numel == box.like.numel()):
             chosen.append(None)
             continue
-        key = (box.like.device_mesh, box.axes) if isinstance(box.like, DTensor) else None
-        of_replicas = loads.setdefault(key, [0] * box.num_replicas)
+        of_replicas = loads.setdefault(box.replica_groups, [0] * box.num_replicas)
         owner = of_replicas.index(min(of_replicas))
-        loads[key][owner] += num_bytes
+        of_replicas[owner] += num_bytes
         chosen.append(owner)
     return chosen
 
 
-def replica_of(box: LocalBox) -> int:
-    """This rank's number among the replicas of the box."""
-    if not isinstance(box.like, DTensor):
-        return dist.get_rank() if dist.is_initialized() else 0
-    number = 0
-    for axis in box.axes:
-        number = number * box.like.device_mesh.size(axis) + box.like.device_mesh.get_local_rank(axis)
-    return number
-
-
 def broadcast_replicas(local: torch.Tensor, box: LocalBox, owner: int) -> None:
-    """Fill ``local`` on every replica with the owner's; called on all of them, in the same order."""
-    if not isinstance(box.like, DTensor):
-        _broadcast(local, owner, dist.group.WORLD)
-        return
-    mesh = box.like.device_mesh
-    coordinates: list[int] = []
-    for axis in reversed(box.axes):
-        coordinates.insert(0, owner % mesh.size(axis))
-        owner //= mesh.size(axis)
-    for position, axis in enumerate(box.axes):
-        # First along the first axis, among the ranks that stand beside the owner; then each of them along the next.
-        later = zip(box.axes[position + 1 :], coordinates[position + 1 :], strict=True)
-        if all(mesh.get_local_rank(other) == coordinate for other, coordinate in later):
-            group = mesh.get_group(axis)
-            _broadcast(local, dist.get_global_rank(group, coordinates[position]), group)
+    """Fill ``local`` on every replica with the owner's; called on all of them, in the same order.
 
-
-def _broadcast(local: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
-    if local.numel() == 0:
-        return
-    if sends_from_host(group):
-        dist.broadcast(local.view(-1).view(torch.uint8), source, group)  # gloo knows no fp8
-        return
-    is_source, device = dist.get_rank() == source, device_of_group(group)
-    for part in local.view(-1).view(torch.uint8).split(_BUFFER_BYTES):
-        is_there = is_source or part.device.type == device.type
-        buffer = part.to(device) if is_there else torch.empty_like(part, device=device)
-        dist.broadcast(buffer, source, group)
-        if not is_there:
-            part.copy_(buffer)
-
-
-# Bytes of one broadcast.
-_PIECE_BYTES = 64 << 20
+    Args:
+        local: Contiguous, on the device of the groups.
+    """
+    groups, coordinates = box.replica_groups, list[int]()
+    for group in reversed(groups):
+        owner, coordinate = divmod(owner, group.size())
+        coordinates.insert(0, coordinate)
+    for position, group in enumerate(groups):
+        # First along the first axis, among the ranks beside the owner; then each of them along the next.
+        later = zip(groups[position + 1 :], coordinates[position + 1 :], strict=True)
+        if local.numel() and all(other.rank() == coordinate for other, coordinate in later):
+            source = dist.get_global_rank(group, coordinates[position])
+            dist.broadcast(local.view(-1).view(torch.uint8), source, group)  # gloo knows no fp8
 
 
 @dataclass(slots=True)
@@ -116,19 +86,23 @@ class _Staged:
     @property
     def reads_here(self) -> bool:
         """Whether this rank reads it, and not another replica."""
-        return self.owner is None or self.owner == replica_of(self.box)
+        return self.owner is None or self.owner == self.box.replica
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's memory of ``value``."""
+        assert self.value is not None
+        return local_tensor(self.value)
 
     def allocate(self, *, is_staged: bool) -> None:
         """Make ``value`` and, if it is staged, ``data``: the same memory, if that is unused host memory."""
         is_new = self.value is None
-        if (
-            self.value is None
-        ):  # on its like's device: with CPU offload, shards of a tensor on a GPU mesh are on the host
+        if self.value is None:
+            # On its like's device: with CPU offload, shards on a GPU mesh are on the host.
             self.value = torch.empty_like(self.box.like, dtype=self.record.dtype, memory_format=torch.contiguous_format)
         if is_staged:
-            local = local_tensor(self.value)
-            is_shared = is_new and local.device.type == "cpu"
-            self.data = local if is_shared else torch.empty(self.box.sizes, dtype=self.record.dtype)
+            is_shared = is_new and self.local.device.type == "cpu"
+            self.data = self.local if is_shared else torch.empty(self.box.sizes, dtype=self.record.dtype)
 
 
 class Staging:
@@ -230,7 +204,7 @@ class Staging:
         for staged in self._early():
             if staged.owner is not None:
                 assert staged.data is not None
-                broadcast_replicas(staged.data, staged.box, staged.owner)
+                self._fill(staged.data, staged)
                 staged.owner = None
 
     @property
@@ -341,15 +315,14 @@ class Staging:
             self.states = [{key: self._result(value) for key, value in state.items()} for state in self.states]
         for staged in self.tensors:
             if not self.plan.own_loading:  # else that code did
-                self._fill(staged)
+                self._fill(staged.local, staged)
             staged.data = None
         if self.plan.optimizer is not None and not self._loads_early:
             self._load_optimizer(self.plan.optimizer.optimizer, self.plan.optimizer.states)
 
-    def _fill(self, staged: _Staged) -> None:
+    def _fill(self, place: torch.Tensor, staged: _Staged) -> None:
         """Copy this rank's part of a tensor into its place, from the owner's memory."""
-        assert staged.value is not None
-        place, data, itemsize = local_tensor(staged.value), staged.data, staged.record.dtype.itemsize
+        data, itemsize = staged.data, staged.record.dtype.itemsize
         is_there = data is not None and (data.data_ptr(), data.device) == (place.data_ptr(), place.device)
         if staged.owner is None:
             assert data is not None
@@ -362,14 +335,14 @@ class Staging:
             if data is not None:
                 buffer.copy_(data[inside])
             broadcast_replicas(buffer, staged.box, staged.owner)
-            if not is_there:
+            if not (is_there and staged.reads_here):
                 place[inside].copy_(buffer)
 
     def _result(self, value: Any) -> Any:
         """A value of an optimizer's state, in its place."""
         if not isinstance(value, _Staged):
             return value
-        self._fill(value)
+        self._fill(value.local, value)
         value.data = None
         return value.value
 
