@@ -6,7 +6,6 @@ from torch import nn
 
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, ModelFit
-from composer_fsdp2.checkpoint.load.load_plan import plan_load
 from composer_fsdp2.checkpoint.open import Located, find, inventory_of, unpacked
 from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.errors import CheckpointError
@@ -41,6 +40,8 @@ def _check_content(located: Located) -> None:
 
 
 def _fit(inventory: CheckpointInventory, model: nn.Module) -> ModelFit:
+    from composer_fsdp2.checkpoint.load.load_plan import plan_load  # for a model only: the command starts without it
+
     try:
         plan = plan_load(inventory, model)
     except CheckpointError as error:
