@@ -15,8 +15,9 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2._torch.collectives import all_gather_single
 from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2.checkpoint.archive.disk import sync, sync_folder, write_all
-from composer_fsdp2.checkpoint.archive.writer import ArchivePlan, Slot, plan_archive
+from composer_fsdp2.checkpoint.archive.writer import Slot, plan_archive
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.read import bytes_of
 from composer_fsdp2.checkpoint.records import shifted
@@ -80,16 +81,33 @@ class StagedFile:
         plain: The tensors in the state that are not DTensors.
     """
 
-    def __init__(self, path: Path, state: Any, shards: Sequence[DTensor], errors: FirstError) -> None:
+    def __init__(self, path: Path, state: Any, shards: Sequence[DTensor]) -> None:
         self.path = path
-        self.staged = path.with_name(f".{path.name}.saving")
         self.plain: list[torch.Tensor] = []
-        self._errors = errors
         self._slots: list[Slot | None] = [None] * len(shards)  # by the tensor's number: shards, then plain ones
+        self._numbers = {id(shard): number for number, shard in enumerate(shards)}
         self._unsynced_bytes = 0
-        self._plan: ArchivePlan
-        self._file: IO[bytes] | None = None
-        errors.attempt(lambda: self._open(state, shards))
+        self._plan = plan_archive(state, slot_for=self._slot_for)
+        self._staged = path.with_name(f".{path.name}.saving")
+        self._staged.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._staged, "wb")  # noqa: SIM115 - closed by publish
+        try:
+            self._file.truncate(self._plan.num_bytes)
+        except OSError:
+            self.leave_nothing()
+            raise
+
+    def _slot_for(self, tensor: torch.Tensor) -> Slot:
+        require_plain_bytes(tensor)
+        slot = Slot(tuple(tensor.shape), tensor.dtype)
+        if not isinstance(tensor, DTensor):
+            self.plain.append(tensor)
+            self._slots.append(slot)
+        elif id(tensor) in self._numbers:
+            self._slots[self._numbers[id(tensor)]] = slot
+        else:
+            raise TypeError("a sharded tensor inside of an object; only dicts, lists and tuples may hold them")
+        return slot
 
     @property
     def plain_bytes(self) -> int:
@@ -97,46 +115,6 @@ class StagedFile:
 
     def add(self, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> None:
         """Write pieces of the tensors: their bytes, in host memory."""
-        self._errors.attempt(lambda: self._add(pieces))
-
-    def publish(self, crcs: Sequence[int]) -> None:
-        """Rename the complete file.
-
-        Args:
-            crcs: The CRC32 of each tensor.
-        """
-        self._errors.attempt(lambda: self._publish(crcs))
-
-    def leave_nothing(self) -> None:
-        """Remove the file if it was never published."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # the error is raised already
-                self._file.close()
-            with contextlib.suppress(OSError):
-                self.staged.unlink(missing_ok=True)
-
-    def _open(self, state: Any, shards: Sequence[DTensor]) -> None:
-        numbers = {id(shard): number for number, shard in enumerate(shards)}
-
-        def slot_for(tensor: torch.Tensor) -> Slot:
-            require_plain_bytes(tensor)
-            slot = Slot(tuple(tensor.shape), tensor.dtype)
-            if not isinstance(tensor, DTensor):
-                self.plain.append(tensor)
-                self._slots.append(slot)
-            elif id(tensor) in numbers:
-                self._slots[numbers[id(tensor)]] = slot
-            else:
-                raise TypeError("a sharded tensor inside of an object; only dicts, lists and tuples may hold them")
-            return slot
-
-        self._plan = plan_archive(state, slot_for=slot_for)
-        self.staged.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.staged, "wb")  # noqa: SIM115 - closed by publish
-        self._file.truncate(self._plan.num_bytes)
-
-    def _add(self, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> None:
-        assert self._file is not None
         for piece, tensor in pieces:
             slot, data, at = self._slots[piece.number], bytes_of(tensor), 0
             assert slot is not None
@@ -148,16 +126,27 @@ class StagedFile:
             sync(self._file)
             self._unsynced_bytes = 0
 
-    def _publish(self, crcs: Sequence[int]) -> None:
-        assert self._file is not None
+    def publish(self, crcs: Sequence[int]) -> None:
+        """Rename the complete file.
+
+        Args:
+            crcs: The CRC32 of each tensor.
+        """
         self._plan.finish(self._file, {slot: crc for slot, crc in zip(self._slots, crcs, strict=True) if slot})
         sync(self._file)
         self._file.close()
-        os.replace(self.staged, self.path)
+        os.replace(self._staged, self.path)
         try:
             sync_folder(self.path.parent)
         except OSError as error:  # the file is complete, and has its name
             log.warning("%s is written, but a power cut may still undo its name: %s", self.path, error)
+
+    def leave_nothing(self) -> None:
+        """Remove the file if it was never published."""
+        with contextlib.suppress(OSError):  # the error is raised already
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._staged.unlink(missing_ok=True)
 
 
 def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | None = None) -> None:
@@ -184,7 +173,8 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
     shards = [shard for _, shard in named]
     routes = _routes(named, path, group)
     errors = FirstError()
-    file = StagedFile(Path(path), state, shards, errors) if dist.get_rank(group) == 0 else None
+    is_writer = dist.get_rank(group) == 0
+    file = errors.attempt(lambda: StagedFile(Path(path), state, shards)) if is_writer else None
     try:
         [plain_bytes, *_] = gather(file.plain_bytes if file is not None else None, group)
         _require_none(errors, path, group)
@@ -197,7 +187,7 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
         crcs = _all_crcs(source, len(shards), group)
         _require_none(errors, path, group)
         if file is not None:
-            file.publish(crcs)
+            errors.attempt(functools.partial(file.publish, crcs))
         _require_none(errors, path, group)
     finally:
         if file is not None:
@@ -300,69 +290,64 @@ class _ShardReader:
         return self._bytes[1]
 
 
+@dataclass(slots=True)
 class _Rounds:
     """All rounds, as one rank takes part in them. Everything is allocated here."""
 
-    def __init__(
-        self,
-        source: _ShardReader,
-        routes: Routes,
-        timetable: Timetable,
-        errors: FirstError,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        for tensor in source.tensors:
+    source: _ShardReader
+    routes: Routes
+    timetable: Timetable
+    errors: FirstError
+    group: dist.ProcessGroup | None
+    memories: list[torch.Tensor] = field(init=False)
+    writer: ThreadPoolExecutor = field(init=False)
+
+    def __post_init__(self) -> None:
+        for tensor in self.source.tensors:
             require_plain_bytes(tensor)
-        self._source, self._routes, self._timetable, self._errors, self._group = (
-            source,
-            routes,
-            timetable,
-            errors,
-            group,
-        )
-        self._rank, sizes = dist.get_rank(group), timetable.sizes(0)
+        rank, sizes = dist.get_rank(self.group), self.timetable.sizes(0)
         # Rank 0 writes a round while it receives the next one.
-        num_bytes = [sizes[self._rank]] if self._rank else [_memory_bytes(sizes, group)] * 2
-        self._memories = [_host_memory(size, group) for size in num_bytes]
-        self._writer = ThreadPoolExecutor(1, threading.current_thread().name)
-        self._writer.submit(int).result()  # its thread runs
+        num_bytes = [sizes[rank]] if rank else [_memory_bytes(sizes, self.group)] * 2
+        self.memories = [_host_memory(size, self.group) for size in num_bytes]
+        self.writer = ThreadPoolExecutor(1, threading.current_thread().name)
+        self.writer.submit(int).result()  # its thread runs
 
     def send(self) -> None:
         """Send all that this rank has to rank 0."""
-        [memory], slice_bytes = self._memories, self._timetable.slice_bytes
-        mine = cut(self._routes.pieces(self._rank), slice_bytes)
-        for number in range(self._timetable.num_rounds):
-            sizes = self._timetable.sizes(number)
+        [memory], rank = self.memories, dist.get_rank(self.group)
+        mine = cut(self.routes.pieces(rank), self.timetable.slice_bytes)
+        for number in range(self.timetable.num_rounds):
+            sizes = self.timetable.sizes(number)
             # After an error the others continue, and so does this rank.
-            self._errors.attempt(functools.partial(self._fill, memory, next(mine, [])))
-            _exchange(memory[: sizes[self._rank]], sizes, self._group)
+            self.errors.attempt(functools.partial(self._fill, memory, next(mine, [])))
+            _exchange(memory[: sizes[rank]], sizes, self.group)
 
     def _fill(self, memory: torch.Tensor, pieces: Sequence[Piece]) -> None:
         at = 0
-        for data in self._source.read(pieces):
+        for data in self.source.read(pieces):
             memory[at : at + len(data)] = data
             at += len(data)
 
     def receive(self, file: StagedFile) -> None:
         """Write all that the ranks have to the file: on rank 0."""
-        routes, timetable = self._routes, self._timetable
-        own = cut(itertools.chain(routes.pieces(0), self._source.plain_pieces()), timetable.own_slice_bytes)
+        routes, timetable = self.routes, self.timetable
+        own = cut(itertools.chain(routes.pieces(0), self.source.plain_pieces()), timetable.own_slice_bytes)
         others = [cut(routes.pieces(rank), timetable.slice_bytes) for rank in range(1, routes.num_ranks)]
         written: list[Future[None]] = []
-        with self._writer as writer:
+        with self.writer as writer:
             for number in range(timetable.num_rounds):
                 if number >= 2:
                     written[number - 2].result()
-                received = _exchange(self._memories[number % 2], timetable.sizes(number), self._group)
-                pieces = self._errors.attempt(functools.partial(self._read, next(own, []))) or []
+                received = _exchange(self.memories[number % 2], timetable.sizes(number), self.group)
+                pieces = self.errors.attempt(functools.partial(self._read, next(own, []))) or []
                 for data, other in zip(received, others, strict=True):
                     of_rank = next(other, [])
                     parts = data[: sum(piece.num_bytes for piece in of_rank)].split([p.num_bytes for p in of_rank])
                     pieces += zip(of_rank, parts, strict=True)
-                written.append(writer.submit(file.add, pieces))
+                written.append(writer.submit(self.errors.attempt, functools.partial(file.add, pieces)))
 
     def _read(self, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
-        return list(zip(pieces, self._source.read(pieces), strict=True))
+        return list(zip(pieces, self.source.read(pieces), strict=True))
 
 
 def _exchange(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
