@@ -131,6 +131,7 @@ class _Directory:
         self.paths: Mapping[str, EntryPath] = metadata.field("planner_data") or {}
         self.storage_meta = metadata.field("storage_meta")
         self.problems: list[str] = []
+        self.lost: set[str] = set()  # names with an entry that cannot be used, which is a problem already
         self.file_sizes: dict[str, int | None] = {}  # by the path in the metadata; None for one that cannot be used
         self.entries: dict[str, dict[tuple[int, ...] | None, NestedArchive]] = {}
         for index, info in metadata.field("storage_data").items():
@@ -139,7 +140,9 @@ class _Directory:
                 raise CheckpointError(f"{self.path}: {name} is compressed by a DCP extension; not supported")
             entry = self.entry(name, info.field("relative_path"), info.field("offset"), info.field("length"))
             box = None if offset is None else tuple(offset)
-            if entry is not None and self.entries.setdefault(name, {}).setdefault(box, entry) is not entry:
+            if entry is None:
+                self.lost.add(name)
+            elif self.entries.setdefault(name, {}).setdefault(box, entry) is not entry:
                 self.problems.append(f"{self.where}: lists two locations for {name} at {box}")
 
     def entry(self, name: str, relative_path: Any, offset: Any, num_bytes: Any) -> NestedArchive | None:
@@ -217,7 +220,7 @@ class _Directory:
             elif (entry := self.entries.get(name, {}).get(None)) is not None:
                 load = functools.partial(_unpickled, entry, self.trust)
                 objects[path] = ObjectRecord(name, load, entry.num_bytes, entry)
-            else:
+            elif name not in self.lost:
                 self.problems.append(f"{self.where}: gives no usable location for {name}")
         return tensors, objects
 
@@ -266,7 +269,8 @@ class _Directory:
                     f"gives it {entry.num_bytes}"
                 )
         if missing:
-            self.problems.append(f"{self.where}: gives no usable location for {name} at {and_more(missing, 8)}")
+            if name not in self.lost:
+                self.problems.append(f"{self.where}: gives no usable location for {name} at {and_more(missing, 8)}")
             return None
         ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offsets))
         record = TensorRecord(name=name, shape=shape, dtype=dtype, chunks=ordered)
