@@ -111,7 +111,9 @@ class _Loading:
         _check_same_step(inventory, entries["state"].get("timestamp"))
         if self.ignore_keys:
             ignore = self.ignore_keys if callable(self.ignore_keys) else glob_filter(self.ignore_keys)
-            inventory, entries, self.ignored = together(lambda: without_ignored(inventory, entries, ignore))
+            inventory, entries, self.ignored = long_together(
+                lambda: without_ignored(inventory, entries, ignore), "reading a checkpoint's entries"
+            )
         self.inventory, self.entries = inventory, entries
 
     def apply_algorithms(self, logger: Any, exclude: list[str] | None, passes: Any) -> None:

@@ -96,11 +96,8 @@ def _first_ranks_of_machines() -> list[int]:
 
 def _validate_share(located: Located) -> None:
     """The user's own check of a checkpoint's files, which the ranks of a machine share between them."""
-    path = located.path
-    files = path.rglob("*") if path.is_dir() else located.layout.files_beside(path)
-    for file in sorted({path, *files})[dist.get_local_rank() :: dist.get_local_world_size()]:
-        if file.is_file():
-            _validate(file)
+    for file in located.files[dist.get_local_rank() :: dist.get_local_world_size()]:
+        _validate(file)
 
 
 def _validate(file: Path) -> None:

@@ -58,22 +58,25 @@ def row_major(shape: Shape) -> Shape:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-_MAX_SPLIT_DIMS = 5  # more than meshes have axes that split one tensor
+_MAX_CORNERS = 1 << 21  # 10,000 chunks along seven dimensions
 
 
-def tile(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Whether boxes within a tensor cover each of its elements once.
+def untiled(shape: Shape, boxes: Sequence[Box]) -> str | None:
+    """How boxes within a tensor fail to cover each of its elements once; None if they do.
 
     A box is the sum of its corners, with signs that alternate from one to the next, as an interval [a, b) is the step
     at a minus the step at b. So boxes tile the tensor exactly if all their corners add up to the tensor's own.
     """
     split = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
-    if len(split) > _MAX_SPLIT_DIMS:
-        return False
+    if len(boxes) << len(split) > _MAX_CORNERS:
+        return f"its {len(boxes)} chunks are split along {len(split)} dimensions, too many to check"
     corners: Counter[Shape] = Counter()
     for sign, each in ((1, boxes), (-1, [Box.full(shape)])):
         for box in each:
             edges = [((box.offsets[dim], 1), (box.offsets[dim] + box.sizes[dim], -1)) for dim in split]
             for corner in itertools.product(*edges):
                 corners[tuple(at for at, _ in corner)] += sign * math.prod(direction for _, direction in corner)
-    return not any(corners.values())
+    if not any(corners.values()):
+        return None
+    covered = sum(box.numel for box in boxes)
+    return f"its chunks hold {covered} of {math.prod(shape)} elements, with gaps or overlaps"

@@ -7,6 +7,7 @@ is really on the disk. Objects stand for seconds as well: a limit in seconds wou
 
 from dataclasses import dataclass
 
+from composer_fsdp2.config.text import human_bytes
 from composer_fsdp2.errors import CheckpointError
 
 BASE_BYTES = 384 << 20
@@ -24,20 +25,26 @@ class Budget:
 
     Args:
         where: The file, for the error.
+        total: The budget, for the error.
     """
 
     where: str
+    total: str
     num_bytes: float
     num_objects: float
 
     @classmethod
     def of(cls, where: object, disk_bytes: int = 0, *, more_bytes: float = 0, more_objects: int = 0) -> "Budget":
         """For a file or folder of so many bytes on the disk."""
-        return cls(str(where), BASE_BYTES + _BYTES_PER_BYTE * disk_bytes + more_bytes, BASE_OBJECTS + more_objects)
+        num_bytes, num_objects = BASE_BYTES + _BYTES_PER_BYTE * disk_bytes + more_bytes, BASE_OBJECTS + more_objects
+        return cls(str(where), f"{human_bytes(int(num_bytes))}, {num_objects} objects", num_bytes, num_objects)
 
     def spend(self, what: str, *, num_bytes: float = 0, num_objects: int = 0) -> None:
         """Raises OverBudgetError: more than is left; names ``what``."""
         self.num_bytes -= num_bytes
         self.num_objects -= num_objects
         if min(self.num_bytes, self.num_objects) < 0:
-            raise OverBudgetError(f"{self.where}: {what} would take more memory or time than a checkpoint's; refused")
+            raise OverBudgetError(
+                f"{self.where}: refused: {what} would take more memory or time than a checkpoint of its size needs "
+                f"({self.total})"
+            )

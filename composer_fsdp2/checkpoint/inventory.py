@@ -17,7 +17,7 @@ import torch
 
 from composer_fsdp2.checkpoint.archive.disk import Folder
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
-from composer_fsdp2.checkpoint.boxes import Box, tile
+from composer_fsdp2.checkpoint.boxes import Box, untiled
 from composer_fsdp2.checkpoint.names import is_flat_parameter
 from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor
 from composer_fsdp2.checkpoint.trees import EntryPath, as_tree, dotted, leaves, value_at
@@ -161,10 +161,7 @@ class TensorRecord:
                 o < 0 or o + s > n for o, s, n in zip(box.offsets, box.sizes, self.shape, strict=True)
             ):
                 return f"a chunk at {box.offsets} of shape {box.sizes} lies outside of shape {self.shape}"
-        if not self.numel or boxes == [self.box] or tile(self.shape, boxes):
-            return None
-        covered = sum(box.numel for box in boxes)
-        return f"its chunks hold {covered} of {self.numel} elements, with gaps or overlaps"
+        return None if not self.numel or boxes == [self.box] else untiled(self.shape, boxes)
 
 
 def of_stored_tensor(stored: StoredTensor, archive: Archive, name: str) -> TensorRecord:

@@ -56,6 +56,12 @@ class Located:
     unpacked_from: Path | None = None
     fetch: Callable[[Path], None] | None = None
 
+    @property
+    def files(self) -> list[Path]:
+        """The files at the path and, of a layout with several, beside it, without reading a folder's metadata."""
+        others = self.path.rglob("*") if self.path.is_dir() else self.layout.files_beside(self.path)
+        return [file for file in sorted({self.path, *others}) if file.is_file()]
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Candidate:
@@ -302,14 +308,14 @@ def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventor
         CheckpointError: damaged, incomplete, or with more than plain data and not trusted.
     """
     packed = located.unpacked_from
-    with as_errors_of(packed or located.path, located.path):
-        with damage_in(located.path, f"{located.layout.name} as its writers leave it"):
-            if located.fetch is not None and located.layout.metadata is not None:
-                _, read = located.layout.metadata
-                inventory = read(Folder(located.path, located.fetch), trust)
-            else:
-                inventory = located.layout.read(located.path, trust)
-        _refuse_repeats(inventory)
+    kind = f"{located.layout.name} as its writers leave it"
+    with as_errors_of(packed or located.path, located.path), damage_in(located.path, kind):
+        if located.fetch is not None and located.layout.metadata is not None:
+            _, read = located.layout.metadata
+            inventory = read(Folder(located.path, located.fetch), trust)
+        else:
+            inventory = located.layout.read(located.path, trust)
+            _refuse_repeats(inventory)
     if packed is not None:
         files = ((packed, packed.stat().st_size),)
         inventory = inventory.replaced(path=packed, layout=f"{inventory.layout}, packed", files=files, compressed=True)
@@ -324,7 +330,11 @@ def unpack(located: Located, folder: Path) -> Located:
     """
     if located.layout.unpack is None:
         return located
-    file = located.layout.unpack(located.path, folder)
+    return located_copy(located, located.layout.unpack(located.path, folder))
+
+
+def located_copy(located: Located, file: Path) -> Located:
+    """The unpacked copy of a packed checkpoint; raises CheckpointError as ``unpack`` does."""
     layout = recognized(file)
     if layout is None or layout.unpack is not None:
         raise CheckpointError(f"{located.path}: what is packed in it is {unrecognized(file)}")

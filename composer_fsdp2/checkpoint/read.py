@@ -24,6 +24,7 @@ from composer_fsdp2.errors import CheckpointError
 SLICE_BYTES = 4 << 20
 # A strided tensor is read with its gaps, if that is less than this; else run by run.
 _GAP_BYTES = 1 << 20
+_MAX_OPEN_FILES = 32
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class Reader:
             try:
                 self._located[key] = chunk.source.locate(chunk, record.dtype)
             except CheckpointError as error:
-                raise CheckpointError(f"{record.name}: {error}") from error
+                raise type(error)(f"{record.name}: {error}") from error
             assert chunk.source.place is not None, "found"
             self._places[self._located[key].blob] = chunk.source.place
         return self._located[key]
@@ -159,6 +160,8 @@ class Reader:
             )
         file = self._files.get(blob.path)
         if file is None:
+            if len(self._files) >= _MAX_OPEN_FILES:
+                self.__exit__()
             file = self._files[blob.path] = self._stack.enter_context(opened(blob.path))
         crc, at = 0, 0
         while at < len(out):

@@ -9,6 +9,7 @@ import gzip
 import itertools
 import json
 import os
+import resource
 import shutil
 import sys
 import time
@@ -39,6 +40,7 @@ from torch import nn
 
 from composer_fsdp2 import CheckpointError, inspect_checkpoint
 from composer_fsdp2.checkpoint import layouts
+from composer_fsdp2.checkpoint import read as reading
 from composer_fsdp2.checkpoint.convert import conversion, copying
 from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
 from composer_fsdp2.checkpoint.convert.state import _only_matching, state_to_write
@@ -280,7 +282,7 @@ def test_a_wrong_option_is_an_error(tmp_path: Path, source: Path, case: str):
     before = contents(tmp_path)
     for path in (model,) if isinstance(model, Path) else (source, tmp_path / "packed.pt.gz"):
         with pytest.raises(CheckpointError, match=says):
-            convert_checkpoint(path, tmp_path / "new", **options)
+            convert_checkpoint(path, tmp_path / "folder" / "new", **options)
         assert contents(tmp_path) == before
 
 
@@ -430,6 +432,53 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path, source: Path, ch
     with pytest.raises(CheckpointError, match=r"changed during the conversion|damaged|beside|disagree|ends at byte"):
         convert(folder / name, target, "dcp", progress=lambda *unused: changing(folder / name))
     assert not target.exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "source.pt.gz"])
+def test_a_source_that_changes_while_it_is_planned(tmp_path: Path, source: Path, name: str):
+    """What was unpacked or laid out is no longer there; without CRC32s nothing else shows it."""
+    convert(source, tmp_path / "weights", "safetensors")
+    (tmp_path / "weights" / "source.pt.gz").write_bytes(gzip.compress(source.read_bytes()))
+    file = tmp_path / "weights" / name
+    read = conversion.inventory_of
+
+    def reads_and_changes(*arguments: Any, **options: Any) -> Any:
+        inventory = read(*arguments, **options)
+        os.utime(file, (1, 1))
+        return inventory
+
+    with (
+        mock.patch.object(conversion, "inventory_of", reads_and_changes),
+        pytest.raises(CheckpointError, match="changed during the conversion"),
+    ):
+        convert(file, tmp_path / "new", "dcp")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_link_where_unfinished_conversions_are(tmp_path: Path, source: Path):
+    """The folder that it leads to is its user's."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    staging_of(tmp_path / "new").symlink_to(tmp_path / "mine")
+    with pytest.raises(CheckpointError, match="a link"):
+        convert(source, tmp_path / "new", "dcp")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
+
+
+def test_more_files_than_may_be_open(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
+    """Folders of 512 ranks convert under the usual limit of 1,024 open files, with eight threads."""
+    monkeypatch.setattr(copying, "NUM_THREADS", 4)
+    monkeypatch.setattr(reading, "_MAX_OPEN_FILES", 4)
+    torch.save({"state": {"model": {"w": torch.arange(400.0).view(100, 4)}}}, tmp_path / "wide.pt")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
+    try:
+        convert(tmp_path / "wide.pt", tmp_path / "folder", "dcp", files=100)
+        convert(tmp_path / "folder", tmp_path / "back.pt", "monolithic")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(list((tmp_path / "folder").iterdir())) == 101
+    assert_same(loaded(tmp_path / "back.pt"), loaded(tmp_path / "wide.pt"), in_bits=True)
 
 
 def test_a_destination_inside_of_the_source(tmp_path: Path):

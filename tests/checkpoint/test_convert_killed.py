@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.checkpoints.conversions import convert, loaded, staging_of
 from support.checkpoints.samples import bytes_of, composer_state
+from support.comparing import assert_same
 from support.examples import IS_THOROUGH
 
 from composer_fsdp2.checkpoint.convert import copying, unfinished
@@ -154,6 +155,20 @@ def test_what_was_written_is_checked_before_it_is_kept(tmp_path: Path):
     report = convert(source, target, "monolithic")
     assert target.read_bytes() == (tmp_path / "expected.pt").read_bytes()
     assert noted > 5 and 0 < report.read_bytes < 612
+
+
+def test_a_copy_that_was_cut_short_is_unpacked_again(tmp_path: Path):
+    """After a power cut the copy of a packed source may have no content; every further call failed on it."""
+    source, target = tmp_path / "source.pt.gz", tmp_path / "new.pt"
+    source.write_bytes(gzip.compress(make_source(tmp_path).read_bytes()))
+    assert killed(40, source, target, "monolithic")
+    [copy] = staging_of(target).glob("unpacked-*/*.pt")
+    for size in (1000, 0):
+        os.truncate(copy, size)
+        convert(source, target, "monolithic")
+        assert_same(loaded(target), loaded(tmp_path / "source.pt"), in_bits=True)
+        target.unlink()
+        assert killed(40, source, target, "monolithic")
 
 
 def test_a_source_that_changed_is_read_again(tmp_path: Path):

@@ -21,7 +21,8 @@ from support.examples import IS_THOROUGH
 from composer_fsdp2.checkpoint import budget
 from composer_fsdp2.checkpoint.budget import OverBudgetError
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
-from composer_fsdp2.checkpoint.layouts.dcp import _METADATA_NAMES
+from composer_fsdp2.checkpoint.layouts.dcp import _METADATA_NAMES, LAYOUT
+from composer_fsdp2.checkpoint.open import Located, inventory_of
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
@@ -142,9 +143,21 @@ def test_a_large_checkpoint_may_have_large_metadata(tmp_path: Path, monkeypatch:
     inventory = inspect_checkpoint(tmp_path)
     assert len(inventory.tensors) == num_tensors
     assert all(len(record.chunks) == num_ranks for record in inventory.tensors.values())
+    # Of a folder in an object store nothing else is here, and its tensors are no views of those bytes.
+    remote = inventory_of(Located(tmp_path, LAYOUT, fetch=lambda file: None))
+    assert remote.tensors.keys() == inventory.tensors.keys()
     # The same claims without files of that size.
     with pytest.raises(OverBudgetError, match="its many objects"):
         read_pickle(data, where="alone", inert=_METADATA_NAMES)
+
+
+def test_views_are_limited_together_by_the_size_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Masks that models expand from one row are no bomb beside weights of their size."""
+    monkeypatch.setattr(budget, "BASE_BYTES", 1 << 20)
+    masks = {f"mask{number}": torch.ones(1, dtype=torch.uint8).expand(800_000) for number in range(3)}
+    torch.save({"state": {"model": {"w": torch.randn(1 << 19), **masks}}}, tmp_path / "a.pt")
+    assert len(inspect_checkpoint(tmp_path / "a.pt").tensors) == 4
+    assert verify_checkpoint(tmp_path / "a.pt").ok
 
 
 def test_data_that_looks_like_a_directorys_end(tmp_path: Path):

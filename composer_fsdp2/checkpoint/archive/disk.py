@@ -60,7 +60,8 @@ def damage_in(file: Path, what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except (AttributeError, TypeError, KeyError, IndexError, ValueError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{file}: damaged, or not {what} ({error!r})") from error
+        text = f"{type(error).__name__}: {error}"[:300]
+        raise CheckpointError(f"{file}: damaged, or not {what} ({text})") from error
 
 
 _JSON_BYTES_PER_BYTE = 16  # of memory for each byte of a text
@@ -74,7 +75,7 @@ def read_json(path: Path, offset: int = 0, num_bytes: int | None = None) -> Any:
     """
     if num_bytes is None:
         num_bytes = path.stat().st_size - offset
-    budget = Budget.of(path)
+    budget = Budget.of(path, path.stat().st_size)
     budget.spend(f"a JSON text of {num_bytes} bytes", num_bytes=_JSON_BYTES_PER_BYTE * num_bytes)
     text = read_at(path, offset, num_bytes)
     budget.spend("its lists and objects", num_objects=text.count(b"{") + text.count(b"["))

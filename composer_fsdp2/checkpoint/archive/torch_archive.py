@@ -105,7 +105,7 @@ class _Window:
     """A part of a file as a file, for ``zipfile``."""
 
     def __init__(self, file: IO[bytes], offset: int, num_bytes: int) -> None:
-        self._file, self._offset, self._size = file, offset, num_bytes
+        self._file, self._offset, self.num_bytes = file, offset, num_bytes
         self._at = 0
 
     def seekable(self) -> bool:
@@ -115,18 +115,18 @@ class _Window:
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.num_bytes}[whence]
         if at < 0:
             raise OSError("seek before the start")  # as a file would
         self._at = at
         return at
 
     def last(self, size: int) -> bytes:
-        self.seek(max(0, self._size - size))
+        self.seek(max(0, self.num_bytes - size))
         return self.read()
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self._size - self._at)
+        left = max(0, self.num_bytes - self._at)
         self._file.seek(self._offset + self._at)
         data = self._file.read(left if size < 0 else min(size, left))
         self._at += len(data)
@@ -181,7 +181,7 @@ def _refuse_large_directory(window: _Window, where: str) -> None:
         end = _directory_end(tail, tail.rfind(_END))
     # Without one, zipfile raises.
     if end is not None:
-        Budget.of(where).spend(f"a directory of {end[1]} bytes", num_bytes=_BYTES_PER_BYTE * end[1])
+        Budget.of(where, window.num_bytes).spend(f"a directory of {end[1]} bytes", num_bytes=_BYTES_PER_BYTE * end[1])
 
 
 def zip_names(path: Path) -> list[str]:

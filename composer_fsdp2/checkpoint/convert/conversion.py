@@ -3,8 +3,8 @@
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from composer_fsdp2.checkpoint.archive.disk import sync, sync_folder, write_all
-from composer_fsdp2.checkpoint.convert.conversion_plan import ConversionPlan, plan_conversion
+from composer_fsdp2.checkpoint.convert.conversion_plan import ConversionPlan, check_options, plan_conversion
 from composer_fsdp2.checkpoint.convert.copying import (
     Copied,
     Copier,
@@ -30,6 +30,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
 
 Progress: TypeAlias = Callable[[int, int], None]
+_Time: TypeAlias = tuple[int, int]
 _Planner: TypeAlias = Callable[[CheckpointInventory], ConversionPlan]
 
 
@@ -106,6 +107,7 @@ def convert_checkpoint(
     dry run each rank makes the plan itself.
     """
     start = time.monotonic()
+    check_options(to, files, dtype)
     target = expanded(destination).absolute()
     plan_from = functools.partial(
         plan_conversion,
@@ -135,13 +137,15 @@ def _convert(
     source: str | Path, target: Path, plan_from: _Planner, trust: bool, progress: Progress | None, start: float
 ) -> ConversionReport:
     located = _find(source, target)
+    before = _times(located.files)
     staging = Unfinished(target)
     with staging.locked():
         with staging.discarded_unless_begun():
             inventory = inventory_of(staging.unpacked(located), trust=trust)
             plan = plan_from(inventory)
             staging.begin(plan.fingerprint, plan.files)
-        return _Conversion(plan, staging, progress).run([file for file, _ in inventory.files], start)
+        sources = {path: before.get(path) for path, _ in inventory.files}
+        return _Conversion(plan, staging, progress).run(sources, start)
 
 
 def _find(source: str | Path, target: Path) -> Located:
@@ -163,14 +167,17 @@ class _Conversion:
         self.total_bytes = sum(task.num_bytes for task in self.tasks)
         self.read_bytes = self.written_bytes = self.kept_bytes = 0
 
-    def run(self, sources: Sequence[Path], start: float) -> ConversionReport:
-        """All of it; raises CheckpointError if one of ``sources`` changes meanwhile."""
-        before = _times(sources)
+    def run(self, sources: Mapping[Path, _Time | None], start: float) -> ConversionReport:
+        """All of it.
+
+        Args:
+            sources: The source's files, with their times before anything of them was read.
+        """
         with writing(self.plan.destination, self.staging.folder):
             copied = self.keep(self.staging.done(self.tasks))
             copied |= self.copy([task for task in self.tasks if task.number not in copied])
             unchecked = self.finish(copied)
-            if _times(sources) != before:
+            if _times(sources) != sources:
                 raise CheckpointError(f"{self.plan.source}: changed during the conversion; run it again")
             self.staging.publish(self.plan.files)
         return ConversionReport(
@@ -202,19 +209,13 @@ class _Conversion:
     def copy(self, tasks: Sequence[CopyTask]) -> dict[int, Copied]:
         """Copy, and record finished tasks in a journal."""
         copied: dict[int, Copied] = {}
-        with ExitStack() as stack:
-            files = {task.file for task in tasks}
-            outputs = {file: stack.enter_context(open(self.path(file), "r+b")) for file in files}
-            journal = stack.enter_context(closing(self.staging.journal()))
-            copier = stack.enter_context(Copier(self.plan.files))
-            for task, now in copier.copy(tasks, outputs):
+        with closing(self.staging.journal()) as journal, Copier(self.plan.files) as copier:
+            for task, now in copier.copy(tasks, self.path):
                 journal.note(task, now)
                 copied[task.number] = now
                 self.written_bytes += task.num_bytes
                 self.read_bytes += sum(part.end - part.start for part in now.parts)
                 self.report_progress()
-            for out in outputs.values():
-                sync(out)
         return copied
 
     def report_progress(self) -> None:
@@ -246,6 +247,6 @@ class _Conversion:
         return unchecked
 
 
-def _times(files: Sequence[Path]) -> list[tuple[int, int]]:
+def _times(files: Iterable[Path]) -> dict[Path, _Time]:
     """The size of each file, and when it was written."""
-    return [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return {file: (file.stat().st_size, file.stat().st_mtime_ns) for file in files}

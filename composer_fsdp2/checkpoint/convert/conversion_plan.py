@@ -112,7 +112,7 @@ def plan_conversion(
         CheckpointError: it cannot be done, and what helps.
     Reads metadata and values that are no tensors; writes nothing; does not communicate.
     """
-    written = _asked_for(to, files, dtype)
+    written = check_options(to, files, dtype)
     inventory = _with_names(inventory, model)
     # A folder without a configuration may contain any model's weights.
     prefix = inventory.name_prefix if inventory.hugging_face is not None and not written.name_prefix else ""
@@ -144,8 +144,8 @@ def plan_conversion(
     )
 
 
-def _asked_for(to: str, files: int | None, dtype: torch.dtype | None) -> LayoutWriter:
-    """How the layout is written."""
+def check_options(to: str, files: int | None, dtype: torch.dtype | None) -> LayoutWriter:
+    """How the layout is written; raises CheckpointError for options that it does not have."""
     known = written_layouts()
     if to not in known:
         raise CheckpointError(f"to={to!r}: expected one of {', '.join(known)}")

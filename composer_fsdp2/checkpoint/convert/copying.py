@@ -8,11 +8,11 @@ of a tensor is that of its parts, combined (``shifted``).
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -89,25 +89,25 @@ class Copier:
         for reader, _ in self._readers:
             reader.__exit__(*exception)
 
-    def copy(self, tasks: Iterable[CopyTask], outputs: Mapping[int, IO[bytes]]) -> Iterator[tuple[CopyTask, Copied]]:
+    def copy(self, tasks: Iterable[CopyTask], path: Callable[[int], Path]) -> Iterator[tuple[CopyTask, Copied]]:
         """Read, cast and write; each task is yielded when it is written, in the order of the tasks.
 
         Args:
-            outputs: The tasks' files by number, open for writing.
+            path: Of a file, by its number.
         Raises:
             CheckpointError: the source is damaged or too short.
             OSError: the destination cannot be written.
         """
         started: deque[tuple[CopyTask, Future[Copied]]] = deque()
         for task in tasks:
-            started.append((task, self._threads.submit(self._copy, task, outputs[task.file])))
+            started.append((task, self._threads.submit(self._copy, task, path(task.file))))
             if len(started) > NUM_THREADS:
                 first, copied = started.popleft()
                 yield first, copied.result()
         for task, copied in started:
             yield task, copied.result()
 
-    def _copy(self, task: CopyTask, output: IO[bytes]) -> Copied:
+    def _copy(self, task: CopyTask, path: Path) -> Copied:
         write, (reader, buffer) = self._files[task.file].writes[task.write], self._readers.pop()
         try:
             reader.parts.clear()
@@ -121,7 +121,8 @@ class Copier:
             parts = tuple(reader.parts)
             is_one_run = reader.is_in_order and len(parts) == 1 and parts[0].end - parts[0].start == task.num_bytes
             data = bytes_of(tensor := tensor.to(write.slot.dtype))
-            write_all(output, data, task.at)
+            with open(path, "r+b") as output:
+                write_all(output, data, task.at)
             # The same bytes as in the source, or others.
             is_same = is_one_run and write.record.dtype == write.slot.dtype
             return Copied(parts[0].crc32 if is_same else zlib.crc32(data), parts)

@@ -14,8 +14,7 @@ import shutil
 import socket
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -23,7 +22,7 @@ from composer_fsdp2.checkpoint.archive.disk import sync_folder
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.convert.copying import Copied, CopyTask
 from composer_fsdp2.checkpoint.layouts._layout import OutputFile
-from composer_fsdp2.checkpoint.open import Located, find, unpack
+from composer_fsdp2.checkpoint.open import Located, located_copy, unpack
 from composer_fsdp2.checkpoint.records import ReadRange
 from composer_fsdp2.errors import CheckpointError
 
@@ -40,8 +39,8 @@ def writing(path: Path, staging: Path | None = None) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}{kept}") from error
 
 
-# In the folder: the plan's fingerprint, the mark of the process that writes to it now, the copy of a packed source.
-_PLAN, _OWNER, _UNPACKED = "plan", "owner", "unpacked-"
+# In the folder: the plan's fingerprint, and the mark of the process that writes to it now.
+_PLAN, _OWNER = "plan", "owner"
 
 
 class Unfinished:
@@ -52,6 +51,7 @@ class Unfinished:
         self.folder = destination.with_name(f".{destination.name}.converting")
         self.files = self.folder / "files"
         self._owner = uuid.uuid4().hex
+        self._copy: Path | None = None  # the folder with the copy of a packed source
 
     def path(self, file: OutputFile) -> Path:
         """The path under which a file of the destination is written."""
@@ -65,16 +65,22 @@ class Unfinished:
             CheckpointError: another one does now; names it.
         """
         lock = self.folder.with_name(f"{self.folder.name}.lock")
+        new_folders = [folder for folder in self.destination.parents if not folder.exists()]
         with writing(self.destination):
             self.destination.parent.mkdir(parents=True, exist_ok=True)
             file = _opened_lock(lock)
-            if os.path.lexists(self.destination):  # another process has finished it
-                raise CheckpointError(f"{self.destination}: exists; remove it, or give another destination")
         with file:
             try:
+                if self.folder.is_symlink():
+                    raise CheckpointError(f"{self.folder}: a link, where unfinished conversions are; remove it")
+                if os.path.lexists(self.destination):  # another process has finished it
+                    raise CheckpointError(f"{self.destination}: exists; remove it, or give another destination")
                 yield
             finally:
                 lock.unlink(missing_ok=True)  # while it is locked: a waiting process creates another
+                for folder in new_folders:
+                    with suppress(OSError):  # it is not empty
+                        folder.rmdir()
 
     @contextmanager
     def discarded_unless_begun(self) -> Iterator[None]:
@@ -91,13 +97,17 @@ class Unfinished:
         if located.layout.unpack is None:
             return located
         packed = located.path.stat()
-        folder = self.folder / f"{_UNPACKED}{packed.st_size}-{packed.st_mtime_ns}"
+        folder = self._copy = self.folder / f"unpacked-{packed.st_size}-{packed.st_mtime_ns}"
         if not folder.is_dir():  # perhaps of another source
             self.discard()
         with writing(self.destination):
             folder.mkdir(parents=True, exist_ok=True)
-        copy = next(folder.glob("*.pt"), None)
-        return unpack(located, folder) if copy is None else replace(find(copy), unpacked_from=located.path)
+        for file in folder.glob("*.pt"):
+            with suppress(CheckpointError):  # damaged since
+                copy = located_copy(located, file)
+                if copy.layout.incomplete(file) is None:
+                    return copy
+        return unpack(located, folder)
 
     def begin(self, fingerprint: str, files: Sequence[OutputFile]) -> None:
         """Make the files at their full sizes, or keep those of an earlier run of the same plan.
@@ -108,7 +118,7 @@ class Unfinished:
         plan, parent = self.folder / _PLAN, self.destination.parent
         with writing(self.destination):
             if not plan.is_file() or plan.read_text() != fingerprint or not self.files.is_dir():
-                others = [each for each in self.folder.glob("*") if not each.name.startswith(_UNPACKED)]
+                others = [each for each in self.folder.glob("*") if each != self._copy]
                 if others:
                     log.warning("%s: of another conversion, or of a source that changed since; removed", self.folder)
                 for other in others:
@@ -129,7 +139,7 @@ class Unfinished:
         """What earlier runs finished, as far as they noted; a last line may be cut short."""
         found: dict[int, Copied] = {}
         for journal in self.folder.glob("journal-*"):
-            for line in journal.read_text().splitlines():
+            for line in journal.read_text(errors="replace").splitlines():
                 try:
                     number, crc32, parts = json.loads(line)
                     read = tuple(ReadRange(Blob(Path(path), *blob), *part) for path, blob, part in parts)
@@ -149,8 +159,8 @@ class Unfinished:
             )
         if (self.folder / _OWNER).read_text() != self._owner:  # on a file system without locks
             raise CheckpointError(f"{self.destination}: another process converts to it, too; it was not written")
-        for unpacked in self.folder.glob(f"{_UNPACKED}*"):  # before: a kill after the rename leaves only journals
-            shutil.rmtree(unpacked, ignore_errors=True)
+        if self._copy is not None:  # before: a kill after the rename leaves only journals
+            shutil.rmtree(self._copy, ignore_errors=True)
         os.rename(self.files if files[0].name else self.path(files[0]), self.destination)
         sync_folder(self.destination.parent)
         self.discard()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from composer_fsdp2.atomic import replacing
-from composer_fsdp2.checkpoint.archive.disk import opened
+from composer_fsdp2.checkpoint.archive.disk import opened, sync
 from composer_fsdp2.checkpoint.budget import Budget
 from composer_fsdp2.checkpoint.layouts._layout import Layout
 from composer_fsdp2.config.text import and_more
@@ -76,6 +76,7 @@ def unpacked(path: Path, folder: Path) -> Path:
                 shutil.copyfileobj(source, out, _SLICE_BYTES)
                 for _ in states:  # to the end: what else is there?
                     raise CheckpointError(f"{path}: holds {STATES} twice")
+                sync(out)
         except OSError as error:
             raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
     return target

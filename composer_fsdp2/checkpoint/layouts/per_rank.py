@@ -152,19 +152,24 @@ def _read_file(path: Path, *, trust: bool) -> _RankFile:
     def leaf(value: Any, entry: EntryPath) -> Any:
         if isinstance(value, StoredTensor):
             return of_stored_tensor(value, archive, dotted(entry))
-        if isinstance(value, InertObject) and str(value.kind) == _SHARDED_TENSOR:
+        if _is_sharded(value):
             return _shards(value, archive, dotted(entry))
         return value
 
     with damage_in(path, "one rank's file as Composer and torch pickle it"):
-        root = mapped(archive.unpickle(trust=trust, inert=_NAMES), leaf)
+        root = archive.unpickle(trust=trust, inert=_NAMES)
         if not isinstance(root, Mapping) or not isinstance(root.get("state"), Mapping):
             raise CheckpointError(f"{path}: holds ShardedTensors, but not Composer's {{'state': ..., 'rng': ...}}")
         _use_torch_2s_names(root["state"], path)
+        root = mapped(root, leaf)
         shards = {entry: part for entry, part in leaves(root) if isinstance(part, _Shards)}
         if not shards or contains_inert(root):
             raise CheckpointError(f"{path}: holds objects that are not plain data")
         return _RankFile(path, root, shards)
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, InertObject) and str(value.kind) == _SHARDED_TENSOR
 
 
 def _shards(value: InertObject, archive: Archive, name: str) -> _Shards:
@@ -267,11 +272,11 @@ def _use_torch_2s_names(state: Any, path: Path) -> None:
     """
 
     def named(name: str, part: Any) -> str:
-        is_old = isinstance(part, _Shards) and name.split(".")[-1] == _OLD_FLAT
+        is_old = _is_sharded(part) and name.split(".")[-1] == _OLD_FLAT
         return name.removesuffix(_OLD_FLAT) + FLAT_PARAMETER if is_old else name
 
     state["model"] = {named(name, part): part for name, part in state["model"].items()}
-    flats = [name for name, part in state["model"].items() if isinstance(part, _Shards) and is_flat_parameter(name)]
+    flats = [name for name, part in state["model"].items() if _is_sharded(part) and is_flat_parameter(name)]
     for name, optimizer in (state.get("optimizers") or {}).items() if flats else ():
         positions = sorted(key for key in optimizer.get("state", {}) if isinstance(key, int))
         if positions and len(flats) != len(positions):

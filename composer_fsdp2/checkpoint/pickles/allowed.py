@@ -71,7 +71,8 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> S
     if math.prod(shape) and last >= storage.numel:
         raise pickle.UnpicklingError(f"{described} does not fit its storage of {storage.numel}")
     # One that repeats its storage (stride 0) may be larger: reading allocates it.
-    budget.get().spend(described, num_bytes=max(0, math.prod(shape) * dtype.itemsize - storage.num_bytes))
+    num_bytes = math.prod(shape) * dtype.itemsize
+    Budget.of(budget.get().where).spend(described, num_bytes=max(0, num_bytes - storage.num_bytes))
     requires_grad = bool(rest and rest[0] is True)
     return StoredTensor(storage, dtype, offset, shape, stride, requires_grad)
 

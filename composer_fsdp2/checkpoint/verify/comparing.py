@@ -4,6 +4,8 @@ Layouts cut a state dict up differently: torch 2.4 makes an entry of every leaf,
 monolithic file has one pickle. So both sides are flattened to their leaves first, which drops empty dicts and lists.
 """
 
+import collections
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -151,7 +153,9 @@ class Comparison:
         if isinstance(mine, float | int) and isinstance(other, float | int):
             if mine == other or (mine != mine and other != other):
                 return True
-            return bool(abs(mine - other) <= self.atol + self.rtol * abs(other))
+            with contextlib.suppress(OverflowError):  # an int that is no float
+                return bool(abs(mine - other) <= self.atol + self.rtol * abs(other))
+            return False
         if hasattr(mine, "dtype") and hasattr(other, "dtype"):  # NumPy's
             return _are_equal_arrays(mine, other, self.rtol, self.atol)
         return type(mine) is type(other) and bool(mine == other)
@@ -161,7 +165,7 @@ def _parts(value: Any) -> Parts:
     """Also those of an object that a pickle would have built."""
     if isinstance(value, InertObject):
         return {"class": str(value.kind), "args": value.args, "state": value.state}.items()
-    return parts_of(value)
+    return enumerate(value) if isinstance(value, collections.deque) else parts_of(value)
 
 
 def _key(path: Iterable[str | int]) -> _Key:
@@ -189,7 +193,7 @@ def _distances(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> to
         rows = [side.view(bits).view(-1, max(1, a.element_size() // 8)) for side in (a, b)]
         differs = (rows[0] != rows[1]).any(dim=1)
         a, b = (side[differs].reshape(-1).view(a.dtype) for side in rows)
-    wide = torch.complex128 if a.is_complex() else torch.float64
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     try:
         a, b = a.to(wide), b.to(wide)
     except (RuntimeError, NotImplementedError):
