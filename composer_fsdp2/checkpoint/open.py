@@ -1,6 +1,7 @@
 """A checkpoint: found and recognized once, unpacked where it must be, read into an inventory, on all ranks alike."""
 
 import contextlib
+import gc
 import os
 import re
 import shutil
@@ -301,6 +302,18 @@ def as_errors_of(path: Path, unpacked_file: Path) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """Without garbage collections, which take half of the time that millions of new objects take."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventory:
     """The contents of a checkpoint, without reading tensor data or running a pickle; does not communicate.
 
@@ -309,7 +322,7 @@ def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventor
     """
     packed = located.unpacked_from
     kind = f"{located.layout.name} as its writers leave it"
-    with as_errors_of(packed or located.path, located.path), damage_in(located.path, kind):
+    with _without_gc(), as_errors_of(packed or located.path, located.path), damage_in(located.path, kind):
         if located.fetch is not None and located.layout.metadata is not None:
             _, read = located.layout.metadata
             inventory = read(Folder(located.path, located.fetch), trust)

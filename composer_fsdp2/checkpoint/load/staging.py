@@ -137,7 +137,7 @@ class Staging:
         self._others: dict[str, Any] = {}
         self._undo: list[Callable[[], object]] = []  # in the order of the changes
         optimizer = plan.optimizer.optimizer if plan.optimizer else None
-        self._runs_own_loading: bool = any(gather(bool(plan.own_loading)))
+        self._runs_own_loading: bool = any(gather(bool(plan.target.custom_loading)))
         self._loads_early: bool = any(gather(optimizer is not None and has_custom_load_state_dict(optimizer)))
         used = {_address(planned.target.local) for planned in plan.tensors}
         for state in plan.optimizer.states if plan.optimizer else ():
@@ -241,7 +241,7 @@ class Staging:
         Raises:
             CheckpointError: a module or the optimizer refused; names it.
         """
-        if self.plan.own_loading:
+        if self.plan.target.custom_loading:
             self._load_model()
         else:
             self._set_extra_state()
@@ -314,7 +314,7 @@ class Staging:
         if not self._loads_early:
             self.states = [{key: self._result(value) for key, value in state.items()} for state in self.states]
         for staged in self.tensors:
-            if not self.plan.own_loading:  # else that code did
+            if not self.plan.target.custom_loading:  # else that code did
                 self._fill(staged.local, staged)
             staged.data = None
         if self.plan.optimizer is not None and not self._loads_early:
