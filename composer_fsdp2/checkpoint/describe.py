@@ -42,13 +42,32 @@ def as_data(inventory: CheckpointInventory) -> dict[str, Any]:
             "sharding": writer.sharding,
         },
         "timestamp": _plain(_read(lambda: inventory.timestamp, {})),
-        "optimizers": [_optimizer_data(inventory, optimizer) for optimizer in inventory.optimizers],
+        "optimizers": [
+            {
+                "class": optimizer.name,
+                "keyed_by": optimizer.keyed_by,
+                "num_parameters": len(optimizer.state),
+                "state_keys": sorted({key for entries in optimizer.state.values() for key in entries}),
+                "num_bytes": sum(record.num_bytes for record in _tensors_of(optimizer)),
+                "param_groups": _plain(_read(partial(inventory.groups, optimizer.name), None)),
+            }
+            for optimizer in inventory.optimizers
+        ],
         "optimizer_at_root": inventory.optimizer_at_root,
         "flat": inventory.flat,
         "compressed": inventory.compressed,
         "remarks": list(inventory.remarks),
         "fit": None if inventory.fit is None else {"fits": inventory.fit.fits, "text": inventory.fit.text},
-        "tensors": [_tensor_data(record) for record in _all_tensors(inventory)],
+        "tensors": [
+            {
+                "name": record.name,
+                "shape": list(record.shape),
+                "dtype": dtype_name(record.dtype),
+                "num_bytes": record.num_bytes,
+                "chunks": [{"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)} for chunk in record.chunks],
+            }
+            for record in _all_tensors(inventory)
+        ],
         "objects": [dotted(path) for path in inventory.objects],
     }
 
@@ -167,27 +186,6 @@ def _split(record: TensorRecord) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Plain data
-
-
-def _tensor_data(record: TensorRecord) -> dict[str, Any]:
-    return {
-        "name": record.name,
-        "shape": list(record.shape),
-        "dtype": dtype_name(record.dtype),
-        "num_bytes": record.num_bytes,
-        "chunks": [{"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)} for chunk in record.chunks],
-    }
-
-
-def _optimizer_data(inventory: CheckpointInventory, optimizer: OptimizerContents) -> dict[str, Any]:
-    return {
-        "class": optimizer.name,
-        "keyed_by": optimizer.keyed_by,
-        "num_parameters": len(optimizer.state),
-        "state_keys": sorted({key for entries in optimizer.state.values() for key in entries}),
-        "num_bytes": sum(record.num_bytes for record in _tensors_of(optimizer)),
-        "param_groups": _plain(_read(partial(inventory.groups, optimizer.name), None)),
-    }
 
 
 def _tensors_of(optimizer: OptimizerContents) -> list[TensorRecord]:

@@ -98,7 +98,9 @@ def _objects(inventory: CheckpointInventory, layout: _Layout) -> dict[EntryPath,
     for path, record in inventory.objects.items():
         flat_name = _flat_name(path)
         if path[:2] == OPTIMIZERS and path[3:] == ("param_groups",):
-            objects[path] = _unflattened_groups(record, layout)
+            objects[path] = ObjectRecord(
+                record.name, functools.partial(_with_names, record, layout), record.num_bytes, record.source
+            )
             continue
         if flat_name is None:
             objects[path] = record
@@ -108,12 +110,9 @@ def _objects(inventory: CheckpointInventory, layout: _Layout) -> dict[EntryPath,
     return objects
 
 
-def _unflattened_groups(record: ObjectRecord, layout: _Layout) -> ObjectRecord:
-    """``param_groups`` of the vectors' parameters; names of parameters stay."""
-    return ObjectRecord(record.name, functools.partial(_with_names, record, layout), record.num_bytes, record.source)
-
-
 def _with_names(record: ObjectRecord, layout: _Layout) -> list[dict[str, Any]]:
+    """``param_groups`` of the vectors' parameters; names of parameters stay."""
+
     def names(key: Any) -> list[Any]:
         path = _wrapped_path(str(key))
         return [part.name for part in layout[path]] if is_flat_parameter(key) and path in layout else [key]

@@ -5,7 +5,7 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,14 @@ def _file_name(name: str, file: Mapping[str, Any]) -> str:
     return name if name.endswith(extension) else name + extension
 
 
+# By the ending of a tokenizer file: the type of its content in a checkpoint, and its text, as Composer writes it back.
+_TEXTS: dict[str, tuple[type | None, Callable[[Any], str]]] = {
+    ".json": (object, lambda content: json.dumps(content, ensure_ascii=False)),
+    ".txt": (list, lambda lines: "\n".join(map(str, lines))),
+    ".jinja": (str, str),
+}
+
+
 def _content(name: Any, file: Any) -> bytes | str:
     """A tokenizer file's bytes, as Composer writes them back; or why not."""
     if not isinstance(name, str) or not isinstance(file, Mapping) or "content" not in file:
@@ -122,24 +130,15 @@ def _content(name: Any, file: Any) -> bytes | str:
     if file_name == _CONFIG or file_name.endswith((".safetensors", ".safetensors.index.json")):
         return "it has the name of the model's configuration, of its weights or of their index"
     content, extension = file["content"], file.get("file_extension")
-    match extension:
-        case ".json":
-            return _encoded(json.dumps(content, ensure_ascii=False))
-        case ".txt" if isinstance(content, list):
-            return _encoded("\n".join(map(str, content)))
-        case ".jinja" if isinstance(content, str):
-            return _encoded(content)
-        case ".model" if isinstance(content, bytes):
-            return content
-        case ".py":
-            return "code from a checkpoint is not written"
-    return f"a {extension} file of {type(content).__name__}"
-
-
-def _encoded(text: str) -> bytes | str:
-    """In UTF-8, or why not."""
+    if extension == ".model" and isinstance(content, bytes):
+        return content
+    if extension == ".py":
+        return "code from a checkpoint is not written"
+    kind, text_of = _TEXTS.get(str(extension), (None, str))
+    if kind is None or not isinstance(content, kind):
+        return f"a {extension} file of {type(content).__name__}"
     try:
-        return text.encode()
+        return text_of(content).encode()
     except UnicodeEncodeError as error:
         return f"it is not text ({error.reason})"
 

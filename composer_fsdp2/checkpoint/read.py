@@ -107,14 +107,10 @@ class Reader:
 
     def _read_flat(self, record: TensorRecord, flat: FlatRange, box: Box, out: torch.Tensor) -> None:
         for start, view in _runs(record.shape, box, out):
-            run = view.reshape(-1)  # a view: runs of a contiguous tensor are contiguous
-            of_vector = Box((flat.start + start,), (run.numel(),))
-            if run.data_ptr() == view.data_ptr():
-                self.read(flat.flat, of_vector, run)
-            else:
-                copy = torch.empty(run.numel(), dtype=run.dtype)
-                self.read(flat.flat, of_vector, copy)
-                view.copy_(copy.view_as(view))
+            run = view.reshape(-1)  # mostly a view: runs of a contiguous tensor are contiguous
+            self.read(flat.flat, Box((flat.start + start,), (run.numel(),)), run)
+            if run.data_ptr() != view.data_ptr():
+                view.copy_(run.view_as(view))
 
     def _read_strided(self, blob: Blob, first: int, stride: tuple[int, ...], out: torch.Tensor) -> None:
         """Elements of a blob, from ``first`` on with these strides, into ``out``."""

@@ -48,7 +48,7 @@ PATCHED = [
     (os, "unlink", os.unlink),
     (os, "rmdir", os.rmdir),
     (Path, "write_text", Path.write_text),
-    (unfinished.Journal, "note", unfinished.Journal.note),
+    (unfinished.Unfinished, "note", unfinished.Unfinished.note),
 ]
 
 

@@ -4,7 +4,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -209,9 +208,9 @@ class _Conversion:
     def copy(self, tasks: Sequence[CopyTask]) -> dict[int, Copied]:
         """Copy, and record finished tasks in a journal."""
         copied: dict[int, Copied] = {}
-        with closing(self.staging.journal()) as journal, Copier(self.plan.files) as copier:
+        with self.staging.journal() as journal, Copier(self.plan.files) as copier:
             for task, now in copier.copy(tasks, self.path):
-                journal.note(task, now)
+                self.staging.note(journal, task, now)
                 copied[task.number] = now
                 self.written_bytes += task.num_bytes
                 self.read_bytes += sum(part.end - part.start for part in now.parts)

@@ -148,8 +148,17 @@ class Unfinished:
                     break
         return found
 
-    def journal(self) -> "Journal":
-        return Journal(self.folder / f"journal-{self._owner}")
+    def journal(self) -> IO[str]:
+        """A file for ``note``, to which each line is written at once."""
+        return open(self.folder / f"journal-{self._owner}", "w", buffering=1)
+
+    def note(self, journal: IO[str], task: CopyTask, copied: Copied) -> None:
+        """Record a finished task."""
+        parts = [
+            (str(p.blob.path), (p.blob.offset, p.blob.num_bytes, p.blob.crc32), (p.start, p.end, p.crc32))
+            for p in copied.parts
+        ]
+        journal.write(json.dumps([task.number, copied.crc32, parts]) + "\n")
 
     def publish(self, files: Sequence[OutputFile]) -> None:
         """Rename to the destination, when everything is written and synced."""
@@ -205,21 +214,3 @@ def _is_file_at(file: IO[str], path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
-
-
-class Journal:
-    """One run's notes."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "w")  # noqa: SIM115 - closed by close()
-
-    def note(self, task: CopyTask, copied: Copied) -> None:
-        parts = [
-            (str(p.blob.path), (p.blob.offset, p.blob.num_bytes, p.blob.crc32), (p.start, p.end, p.crc32))
-            for p in copied.parts
-        ]
-        self._file.write(json.dumps([task.number, copied.crc32, parts]) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()

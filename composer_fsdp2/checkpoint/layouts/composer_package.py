@@ -6,7 +6,6 @@ monolithic file. The optimizer's class is not stored: it is called ''.
 """
 
 import zlib
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +48,6 @@ _PARTS: dict[tuple[str, str], EntryPath] = {
 def _recognize(path: Path) -> bool:
     parts = [path / folder / name for folder, file in _PARTS for name in (file, dcp.METADATA)]
     return path.is_dir() and any(file.is_file() for file in (path / _RESUMPTION, path / _WRITTEN_LAST, *parts))
-
-
-def _has_names(names: Collection[str]) -> bool:
-    return _WRITTEN_LAST in names
 
 
 def _incomplete(path: Path) -> str | None:
@@ -149,5 +144,5 @@ LAYOUT = Layout(
     incomplete=_incomplete,
     read=_read,
     holds_entries=dcp.holds_entries,
-    has_names=_has_names,
+    has_names=lambda names: _WRITTEN_LAST in names,
 )

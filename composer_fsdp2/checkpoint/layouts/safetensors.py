@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +79,6 @@ def _recognize(path: Path) -> bool:
     if path.is_dir():
         return (path / _INDEX).is_file() or (path / _SINGLE).is_file()
     return path.suffix == ".safetensors" and path.is_file()
-
-
-def _has_names(names: Collection[str]) -> bool:
-    return any(name.endswith(".safetensors") for name in names)
 
 
 def _read(path: Path, trust: bool) -> CheckpointInventory:
@@ -198,8 +194,9 @@ def _lay_out(request: WriteRequest) -> Output:
     weights, ties = without_ties(weights, form.config if form else None)
     remarks.extend(f"leaves out {tie}, which is the same bytes" for tie in ties)
     remarks.extend(f"leaves out {what}" for what in (form.left_out if form else ()))
+    beside = [OutputFile.of_bytes(name, content) for name, content in (form.beside if form else {}).items()]
     return Output(
-        files=(*_weight_files(weights, request.num_files), *_further_files(form)),
+        files=(*_weight_files(weights, request.num_files), *beside),
         renamed=renamed,
         dropped=_dropped(request),
         remarks=tuple(remarks),
@@ -238,10 +235,6 @@ def _dropped(request: WriteRequest) -> tuple[str, ...]:
         *(dotted((*MODEL, name)) for name, value in request.model.items() if not isinstance(value, Slot)),
         *(dotted(path[: 3 if path[:2] == OPTIMIZERS else 2 if path[0] == "state" else 1]) for path in others),
     )
-
-
-def _further_files(form: HuggingFaceForm | None) -> list[OutputFile]:
-    return [OutputFile.of_bytes(name, content) for name, content in (form.beside if form else {}).items()]
 
 
 def _weight_files(weights: Mapping[str, Slot], num_files: int | None) -> list[OutputFile]:
@@ -299,6 +292,6 @@ LAYOUT = Layout(
     name=_NAME,
     recognize=_recognize,  # transformers writes the index last, and without it a folder of shards is not recognized
     read=_read,
-    has_names=_has_names,
+    has_names=lambda names: any(name.endswith(".safetensors") for name in names),
     written=LayoutWriter(name="safetensors", lay_out=_lay_out, holds_only=MODEL, name_prefix=MODEL_PREFIX),
 )

@@ -190,8 +190,13 @@ def other_entries(
     Does not communicate; every rank reads all of it.
     """
     entries: dict[str, Any] = {"state": {}}
+    paths = (*inventory.objects, *inventory.tensors)
+    # Attributes of ``state`` and entries beside it, in the file's order.
+    roots = dict.fromkeys(path[:2] if path[0] == "state" else path[:1] for path in paths)
     with Reader() as reader:
-        for root in _other_roots(inventory, wanted):
+        for root in roots:
+            if root in (MODEL, OPTIMIZERS) or not wanted(root):
+                continue
             value = materialized(inventory.tree(root), reader)
             if len(root) == 2:
                 entries["state"][root[1]] = value
@@ -199,13 +204,3 @@ def other_entries(
                 entries[str(root[0])] = value
     check_own_content(reader, inventory.path)
     return entries
-
-
-def _other_roots(inventory: CheckpointInventory, wanted: Callable[[EntryPath], bool]) -> dict[EntryPath, None]:
-    """The paths of attributes of ``state`` and of entries beside it, in the file's order; no model, no optimizers."""
-    roots = dict.fromkeys(_root(path) for path in (*inventory.objects, *inventory.tensors))
-    return {root: None for root in roots if root not in (MODEL, OPTIMIZERS) and wanted(root)}
-
-
-def _root(path: EntryPath) -> EntryPath:
-    return path[:2] if path[0] == "state" else path[:1]
