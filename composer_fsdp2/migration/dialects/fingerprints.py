@@ -137,6 +137,14 @@ def _is_accelerates_without_fsdp(values: Values) -> bool:
     return isinstance(kind, str) and kind not in ("FSDP", "DEEPSPEED") and not is_sharded
 
 
+def _is_without_section(*names: str) -> Callable[[Values], bool]:
+    """Whether a file has these keys at its top, and no key of FSDP's or DeepSpeed's anywhere."""
+    return lambda values: (
+        all(name in values for name in names)
+        and not any(str(name).startswith(("fsdp", "deepspeed")) and value for name, value in _entries(values))
+    )
+
+
 _BY_HAND = "`composer-fsdp2 explain --all` has the keys of an fsdp_config to write by hand"
 
 # As a dialect's ``words``: with one of them begins a key of most of their files.
@@ -184,5 +192,22 @@ FOREIGN_SYSTEMS = (
         applies=_is_accelerates_without_fsdp,
         advice="with distributed_type: FSDP and an fsdp_config it is sharded, and the file can be migrated; where each "
         "GPU is to keep the whole model, Composer needs no fsdp_config at all",
+    ),
+    ForeignSystem(
+        name="axolotl without FSDP",
+        applies=lambda values: is_axolotl(values) and _is_without_section("base_model")(values),
+        advice="with fsdp_version: 2 and an fsdp_config axolotl trains with FSDP2, and the file can be migrated",
+    ),
+    ForeignSystem(
+        name="LLM Foundry without fsdp_config",
+        applies=_is_without_section("model", "max_duration", "global_train_batch_size"),
+        advice="each GPU keeps the whole model (DDP), and nothing of it is FSDP1's; with an fsdp_config it is sharded, "
+        "and the file can be migrated",
+    ),
+    ForeignSystem(
+        name="a Trainer of transformers without fsdp",
+        applies=_is_without_section("output_dir", "per_device_train_batch_size"),
+        advice="with fsdp: full_shard auto_wrap, or under accelerate's distributed_type: FSDP, it is sharded; an fsdp "
+        "that is given on the command line is part of the file for migrate once it stands there",
     ),
 )

@@ -55,7 +55,27 @@ distributed_type: MULTI_GPU
 mixed_precision: bf16
 num_processes: 8
 """,
+    "axolotl without FSDP": """
+base_model: some/model
+datasets: [{path: some/data, type: alpaca}]
+micro_batch_size: 1
+fsdp:
+deepspeed:
+""",
+    "LLM Foundry without fsdp_config": """
+max_seq_len: 2048
+model: {name: mpt_causal_lm, d_model: 64}
+max_duration: 10ba
+global_train_batch_size: 8
+""",
+    "a Trainer of transformers without fsdp": """
+output_dir: out
+per_device_train_batch_size: 1
+bf16: true
+""",
 }
+# No key of FSDP's or DeepSpeed's stands in them: in a folder they are never opened.
+NOT_OPENED = {"Lightning", "LLM Foundry without fsdp_config", "a Trainer of transformers without fsdp"}
 OTHERS = {
     "veRL": [
         "model: {strategy: fsdp, fsdp_config: {model_dtype: fp32, wrap_policy: {min_num_params: 0}}}",
@@ -117,8 +137,7 @@ def test_in_a_folder_they_are_told_of_and_end_nothing(tmp_path: Path) -> None:
     results = {Path(each.path).name: each for each in migrate_files(sources_of([tmp_path]), Destination())}
     assert max(each.exit_code for each in results.values()) == 0
     told = [each.error.partition(" of ")[2].partition(", which")[0] for each in results.values() if each.is_foreign]
-    # In Lightning's no key of FSDP's stands: they are never opened.
-    assert Counter(told) == {name: 1 + len(OTHERS.get(name, ())) for name in FILES if name != "Lightning"}
+    assert Counter(told) == {name: 1 + len(OTHERS.get(name, ())) for name in FILES if name not in NOT_OPENED}
     of_folder = run_here(tmp_path, "migrate", tmp_path, "--check")
     assert of_folder.code == 0 and "this is a configuration of veRL" in of_folder.err
     of_file = run_here(tmp_path, "migrate", tmp_path / "0.yaml", "--check")

@@ -249,6 +249,10 @@ def of_degree(finding: Finding, held: Held) -> Finding:
     return idle(finding, "1 has no effect") if finding.value == 1 else finding
 
 
+def of_shards(finding: Finding, held: Held) -> Finding:
+    return of_degree(finding, held) if held.reader.is_axolotl else finding
+
+
 # Of ZeRO 3 FSDP is the form by units; 1 and 2 keep parameters, of which SHARD_GRAD_OP keeps less. By stage: the target,
 # and the reason.
 _KEPT_PARAMETERS = "SHARD_GRAD_OP: reshard_after_forward=False on one mesh of all ranks"

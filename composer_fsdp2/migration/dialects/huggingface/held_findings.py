@@ -120,23 +120,27 @@ def _unread(usual: Finding, given: GivenKey, row: Row, held: Held) -> Finding:
     """A key that the system passed over: nothing is lost if it says what held anyway."""
     reader, is_doubled = held.reader, _is_doubled(given, row, held)
     reason = f"{held.key_of(row.name)} says it again" if is_doubled else f"{reader.value} does not read it here"
+    setting = _OF_SPEED.get(row.name, row.name)
     open_ = replace(usual, outcome=Outcome.NEEDS_DECISION, target="", hint="remove it")
     if given.value is None and reader.is_axolotl:
         return idle(usual, "it is empty")
+    problem, value = "", None
     try:
         value = row.takes.parse(given.value, reader)
     except ConfigError as error:
-        return replace(open_, reason=f"{reason}; {error}")
-    if row.name in WITHOUT_EFFECT or _is_in_effect(row, value, held):
+        problem = f"; {error}"
+    if not problem and (row.name in WITHOUT_EFFECT or _is_in_effect(setting, value, held)):
         return idle(usual, f"{reason}, and what it says held all the same")
+    way = row.instead.get(reader, "")
+    if row.name in _OF_SPEED:
+        reason = "axolotl does not pass it on" if reader.is_axolotl and not is_doubled else reason
+        reason = f"{reason}: the run went by {_word(held.settings[setting])}; no number depends on it"
+        hint = f"it is read as {way}" if way and not reader.is_axolotl else ""
+        return replace(usual, outcome=Outcome.APPROXIMATE, target="as it ran", reason=reason, hint=hint)
+    if problem:
+        return replace(open_, reason=reason + problem)
     if is_doubled:
         return replace(open_, reason=f"{reason}, and held", hint="as trained: remove it; as written: remove the other")
-    if reader.is_axolotl and row.name in _OF_SPEED:
-        reason = (
-            f"axolotl does not pass it on: the run went by {_word(held.settings[row.name])}; no number depends on it"
-        )
-        return replace(usual, outcome=Outcome.APPROXIMATE, target="as it ran", reason=reason, hint="")
-    way = row.instead.get(reader, "")
     how = f" (as {way})" if way else ""
     if reader is Reader.AXOLOTL_FSDP1 and row is SYNC_ROW:
         reason = "axolotl passes it on from 0.12 on; before"
@@ -147,8 +151,12 @@ def _unread(usual: Finding, given: GivenKey, row: Row, held: Held) -> Finding:
     )
 
 
-# What changes speed and memory only, so that the run is the same one without.
-_OF_SPEED = ("backward_prefetch", "forward_prefetch")
+# Keys that change speed and memory only, so that the run is the same without them; each with the setting that it is.
+_OF_SPEED = {
+    "backward_prefetch": "backward_prefetch",
+    "backward_prefetch_policy": "backward_prefetch",
+    "forward_prefetch": "forward_prefetch",
+}
 
 
 def _is_doubled(given: GivenKey, row: Row, held: Held) -> bool:
@@ -165,10 +173,10 @@ def _word(held: object) -> object:
     return held.value if isinstance(held, ShardingStrategy) else held
 
 
-def _is_in_effect(row: Row, value: Any, held: Held) -> bool:
+def _is_in_effect(setting: str, value: Any, held: Held) -> bool:
     settings = held.settings
     if not isinstance(value, ShardingStrategy):
-        return bool(value == settings[row.name])
+        return bool(value == settings[setting])
     if settings["sharding_strategy"] is not None:
         return value is settings["sharding_strategy"]
     is_plain = value in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)

@@ -193,7 +193,11 @@ def _contradictions(held: Held) -> None:
         settings["sync_module_states"] = True
     if settings["gradient_checkpointing"] and settings["activation_checkpointing"] and held.reader.is_trainer:
         for key in held.keys_of("activation_checkpointing"):
-            problems.setdefault(key, "it and gradient_checkpointing exclude each other; keep one")
+            problems.setdefault(
+                key,
+                "a Trainer stops at it beside gradient_checkpointing, which would recompute the layers twice; remove "
+                "gradient_checkpointing: activation_checkpointing recomputes them inside their units",
+            )
 
 
 def _refuses_to_load(held: Held) -> bool:

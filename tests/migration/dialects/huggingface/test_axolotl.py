@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.migration.dialects.huggingface import AxolotlDialect
-from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, UNSUPPORTED, Case, each_case
+from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, UNNEEDED, UNSUPPORTED, Case, each_case
 
 # What stands around the section in the files of its examples.
 AROUND = """\
@@ -219,6 +220,25 @@ CASES = {
         file=AROUND + OF_OLD.replace("strategy: FULL_SHARD", "strategy: SHARD_GRAD_OP"),
         told={"fsdp_config.fsdp_sharding_strategy": (NEEDS_DECISION, "FULL_SHARD")},
         blocking=["fsdp_config.fsdp_sharding_strategy"],
+    ),
+    **{
+        f"axolotl passes no size of 1 on: {sizes!r}": Case(
+            file=AROUND + sizes + OF_TODAY,
+            told=dict.fromkeys(re.findall(r"(\w+): 1", sizes), (UNNEEDED, "1 has no effect")),
+            run={"config.mesh.shard_degree": -1, "config.mesh.replicate_degree": replicas},
+            blocking=[],
+        )
+        for sizes, replicas in (
+            ("dp_shard_size: 1\n", 1),
+            ("dp_replicate_size: 1\n", 1),
+            ("dp_shard_size: 1\ndp_replicate_size: 1\n", 1),
+            ("dp_shard_size: 1\ndp_replicate_size: 2\n", 2),
+            ("dp_replicate_size: 2\n", 2),
+        )
+    },
+    "recomputing twice is refused with what to remove": Case(
+        file=AROUND + OF_OLD + "  fsdp_activation_checkpointing: true\ngradient_checkpointing: true\n",
+        told={"fsdp_config.fsdp_activation_checkpointing": (NEEDS_DECISION, "remove gradient_checkpointing")},
     ),
     "a prefetch, on which no number depends, is none": Case(
         file=AROUND + OF_OLD + "  fsdp_forward_prefetch: true\n",

@@ -376,7 +376,7 @@ CASES = {
         },
         told={
             CLASSES_KEY: (NEEDS_DECISION,),
-            "fsdp_config.fsdp_backward_prefetch": (NEEDS_DECISION,),
+            "fsdp_config.fsdp_backward_prefetch": (APPROXIMATE, "went by NO_PREFETCH", "no number depends on it"),
             "fsdp_config.fsdp_auto_wrap_policy": (NEEDS_DECISION, "as trained", "as written", "auto_wrap in fsdp"),
             "fsdp_config.fsdp_forward_prefetch": (UNNEEDED,),
             "fsdp_config.fsdp_state_dict_type": (UNNEEDED,),
@@ -487,6 +487,21 @@ training:
         says={"training.fsdp": "full_shard auto_wrap"},
         keeps=("config.mesh",),
     ),
+    **{
+        f"accelerate's older name of a prefetch, {value}, stops nothing": Case(
+            file=accelerate_file(sharding_strategy="FULL_SHARD", backward_prefetch_policy=value),
+            to="accelerate",
+            run={"config.prefetch.backward": 0},
+            told={"fsdp_config.fsdp_backward_prefetch_policy": (outcome, *words)},
+            blocking=[],
+            says={"fsdp_config.fsdp_backward_prefetch_policy": None},
+        )
+        for value, outcome, *words in (
+            ("BACKWARD_PRE", APPROXIMATE, "went by NO_PREFETCH", "fsdp_backward_prefetch"),
+            ("sometimes", APPROXIMATE, "no number depends on it"),
+            ("NO_PREFETCH", UNNEEDED, "held all the same"),
+        )
+    },
     "forward prefetch is read": Case(
         file=accelerate_file(forward_prefetch=True), to=None, run={"config.prefetch.forward": 1}
     ),
