@@ -106,7 +106,9 @@ def _unresolved(finding: Finding) -> Finding:
 def _rewritten(document: Document, of: Dialect, section: Section, reading: Reading, target: Dialect) -> Change:
     assert reading.run is not None
     findings = target.own_findings(reading)
-    dead = {path: each.key for each in findings if _is_dead(each) and (path := _path_of(each.key, section))}
+    dead: dict[Path, str] = {}
+    if not target.keeps_files:
+        dead = {path: each.key for each in findings if _is_dead(each) and (path := _path_of(each.key, section))}
     edits = _removing(dead, target.rewrite(section, reading))
     became = {
         ".".join(map(str, (*each.path[len(section.path) :], key))): new

@@ -145,6 +145,7 @@ class Dialect:
         interpolates: Whether its files are read by OmegaConf, for which ``${...}`` is no text.
         words: In small letters; with one of them begins a key of every file that has a section.
         keeps_implicit: Whether its FSDP2 does what FSDP1 did without being told, so that the report tells of that, too.
+        keeps_files: Whether its files, which train with FSDP2 already, stay byte for byte where it is the target.
         silent: Files that turn sharding on, and leave the rest to what is implicit.
         has_own_models: Whether its models are none of transformers', so that the classes in its files are not either.
     """
@@ -161,6 +162,7 @@ class Dialect:
     interpolates: bool = False
     words: Sequence[str] = ("fsdp",)
     keeps_implicit: bool = False
+    keeps_files: bool = False
     silent: Sequence[Section] = ()
     has_own_models: bool = False
 

@@ -55,6 +55,14 @@ def test_beside_axolotls_section_comes_its_version_alone(file: File) -> None:
     check_surroundings(file, "axolotl", migrated(file, "axolotl"))
 
 
+@pytest.mark.parametrize("system", ["roll", "torchtitan"])
+@examples(30)
+@given(st.data())
+def test_what_trains_on_fsdp2_stays_as_it_is(system: str, data: st.DataObject) -> None:
+    file = data.draw(EVERY[system])
+    assert migrated(file, system).after == file.text
+
+
 def check_surroundings(file: File, to: str, result: Migration) -> None:
     """What a user wrote about a setting is worth more than the setting, and elsewhere no byte changes."""
     after = result.after

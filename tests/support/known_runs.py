@@ -185,8 +185,6 @@ EMBEDDED, TITANS = ("model.model.embed_tokens", "model"), ("model.model.embed_to
 OTHERS = {
     ("accelerate/llama-full-fsdp1.yaml", "accelerate/llama-full-fsdp2.yaml"): of_llama(
         8, 32, 6_738_415_616, "llama 2 7b", recomputed=0, backward_prefetch=0,
-        # Hugging Face knows no such key; whether it was meant is not in the file.
-        decisions=frozenset({"fsdp_config.fsdp_backward_prefetch_policy"}),
     ),
     ("accelerate/llama-hybrid-fsdp1.yaml", "accelerate/llama-hybrid-fsdp2.yaml"): of_llama(
         16, 32, 6_738_415_616, "llama 2 7b", mesh=(2, 8)
@@ -200,7 +198,7 @@ OTHERS = {
         # Not read where they stand: as trained or as written is the user's to say.
         decisions=frozenset(
             f"fsdp_config.fsdp_{key}"
-            for key in ("auto_wrap_policy", "backward_prefetch", "min_num_params", "transformer_layer_cls_to_wrap")
+            for key in ("auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap")
         ),
     ),
     ("roll/text-qwen3-8b-roll.yaml", "roll/text-qwen3-8b-composer.yaml"): of_llama(

@@ -385,6 +385,18 @@ BAD = [
 SAVED = {"enable": True, "async_mode": "async"}
 OVER_EXPERTS = "[parallelism]\nexpert_parallel_degree = 4\nexpert_tensor_parallel_degree = 1\n"
 CASES = {
+    "names of earlier releases stay, and the report has those of the last one that reads TOML": Case(
+        file="[training]\ndata_parallel_shard_degree = 4\n[parallelism]\ntensor_parallel_degree = 1\n"
+        "[experimental]\ncontext_parallel_degree = 2\n",
+        name="run.toml",
+        to="torchtitan",
+        told={
+            "training.data_parallel_shard_degree": (EXACT, "v0.2.2", "calls it parallelism.data_parallel_shard_degree"),
+            "experimental.context_parallel_degree": (None, "calls it parallelism.context_parallel_degree"),
+        },
+        after="file",
+        blocking=[],
+    ),
     "a file that says nothing of sharding trained sharded over all ranks, in bfloat16, and clipped at 1": Case(
         file={"model": {"flavor": "debugmodel"}, "training": {"seq_len": 8}},
         to=None,

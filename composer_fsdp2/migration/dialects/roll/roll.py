@@ -53,6 +53,7 @@ class RollDialect(Dialect):
     rows = tuple(replace(row, group=_place(row.name).rpartition(".")[0] or "worker") for row in ROWS)
     lacks = LACKS
     interpolates = True  # Hydra's compose, and OmegaConf.to_container(resolve=True)
+    keeps_files = True
     words = ("strategy_args",)
     heads = (("strategy_args", (("strategy_name", "fsdp2_train"),)), ("strategy_config", ()))
     silent = (Section.at(_PATH, _FILE),)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.rows import Row
 from composer_fsdp2.config.sharding import LOW_PRECISION
 from composer_fsdp2.migration.dialect import (
@@ -45,7 +46,7 @@ class TorchTitanDialect(Dialect):
     rows = tuple(replace(row, group=row.name.rpartition(".")[0]) for row in ROWS)
     lacks = LACKS
     suffix = ".toml"
-    has_own_models = True
+    has_own_models = keeps_files = True
     words = ("parallelism", "activation_checkpoint", "mixed_precision_", "local_batch_size", "flavor")
     silent = (Section.at(("parallelism",), {"parallelism": {}}),)
 
@@ -63,6 +64,18 @@ class TorchTitanDialect(Dialect):
             findings=findings,
             aspects=deciding({file.short(key): row.aspect for key, row in file.rows()}, findings),
             rows={row.name: row for row in ROWS} | {file.short(key): row for key, row in file.rows()},
+            details=file,
+        )
+
+    def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
+        """As before; of a name of an earlier release, what the last one that reads such a file calls it."""
+        file: File = reading.details
+        new = {file.short(key): row.name for key, row in file.rows() if key != row.name}
+        return tuple(
+            replace(each, hint=f"v0.2.2, the last release that reads TOML, calls it {new[each.key]}")
+            if each.key in new and not each.outcome.blocks
+            else each
+            for each in super().own_findings(reading)
         )
 
     def express(self, run: RunConfig) -> Expression:
