@@ -9,9 +9,9 @@ from composer_fsdp2.config.rows import Aspect, idle
 from composer_fsdp2.migration.dialect import (
     Dialect,
     Expression,
-    Frame,
     MappingEdit,
     Reading,
+    ReplacedBlock,
     Section,
     Setting,
     splice,
@@ -245,24 +245,24 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
         if (row := own.get(each.key)) and row.aspect not in aspects
     )
     not_said = (*expression.findings, *lost)
-    frame = of.frame(section)
-    if frame is None or not target.heads or not document.takes_entries:
+    block = of.replaced_block(section)
+    if block is None or not target.heads or not document.takes_entries:
         source = document.name.replace("\\", "/").rpartition("/")[2]
         values = file_values(target, expression)
         text = file_text(target, values, source)
         return Change(findings=findings, text=text, values=values, lacks=not_said)
-    framed = _framed(frame, section, reading, target, expression)
-    parent = frame.entry[:-1]
+    replacement = _replacement(block, section, reading, target, expression)
+    parent = block.entry[:-1]
     edits = [
-        *document.replace_entry(frame.entry, framed.new, given=_mapping_at(section, parent)),
-        *_edits(document, section, framed.within),
+        *document.replace_entry(block.entry, replacement.new, given=_mapping_at(section, parent)),
+        *_edits(document, section, replacement.within),
     ]
-    into = {str(frame.entry[-1]): entries_of(framed.new), **framed.new.around}
+    into = {str(block.entry[-1]): entries_of(replacement.new), **replacement.new.around}
     return Change(
-        findings=(*findings, *_taken(framed, target), _left(of, target)),
+        findings=(*findings, *_taken(replacement, target), _left(of, target)),
         edits=tuple(edits),
-        meant=(MappingEdit(path=parent, replacements=into), *framed.within),
-        gone=(frame.entry, *((*parent, key) for key in framed.going)),
+        meant=(MappingEdit(path=parent, replacements=into), *replacement.within),
+        gone=(block.entry, *((*parent, key) for key in replacement.going)),
         come=tuple((*parent, key) for key in (target.heads[0][0], *(each.key for each in expression.beside))),
         place=(*parent, *(name for name, _ in target.heads)),
         lacks=not_said,
@@ -291,11 +291,11 @@ def _is_kept(finding: Finding) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Framed:
-    """The target's words in the place of a frame.
+class _Replacement:
+    """The target's keys in the place of a block.
 
     Args:
-        going: Keys beside the frame that go with it.
+        going: Keys beside the block that go with it.
         taken: Of names that stood there already, what they held and what they say now.
         within: Edits of those among them that are mappings, and stay as they are but for what is new.
     """
@@ -306,10 +306,12 @@ class _Framed:
     within: tuple[MappingEdit, ...]
 
 
-def _framed(frame: Frame, section: Section, reading: Reading, target: Dialect, expression: Expression) -> _Framed:
-    *parent, main = frame.entry
+def _replacement(
+    block: ReplacedBlock, section: Section, reading: Reading, target: Dialect, expression: Expression
+) -> _Replacement:
+    *parent, main = block.entry
     told = {finding.key.split(".")[0] for finding in reading.findings if finding.origin is Origin.KEY}
-    going = [key for key in frame.beside if key in told and key != main]
+    going = [key for key in block.beside if key in told and key != main]
     around, added = splice(expression.beside, going, reading.aspects)
     present = _mapping_at(section, tuple(parent)) or {}
     come = dict([*(each for into in around.values() for each in into), *added])
@@ -318,19 +320,19 @@ def _framed(frame: Frame, section: Section, reading: Reading, target: Dialect, e
         name for name, value in taken.items() if isinstance(value, Mapping) and isinstance(present[name], Mapping)
     }
     around = {key: [each for each in into if each[0] not in taken] for key, into in around.items()}
-    keys = list(_mapping_at(section, frame.inner) or ()) if frame.inner is not None else []
-    replacements, additions = splice(expression.settings, keys, reading.aspects, frame.prefix)
+    keys = list(_mapping_at(section, block.inner) or ()) if block.inner is not None else []
+    replacements, additions = splice(expression.settings, keys, reading.aspects, block.prefix)
     new = NewEntry(
         heads=target.heads,
         beside=[each for each in added if each[0] not in taken],
-        inner=frame.inner,
+        inner=block.inner,
         replacements=replacements,
         additions=additions,
         around=around | {name: [(name, value)] for name, value in taken.items() if name not in within},
     )
     edits = (_adding(taken[name], (*parent, name), present[name]) for name in within)
     before = {name: (present[name], value) for name, value in taken.items()}
-    return _Framed(new=new, going=going, taken=before, within=tuple(edits))
+    return _Replacement(new=new, going=going, taken=before, within=tuple(edits))
 
 
 def _left(of: Dialect, target: Dialect) -> Finding:
@@ -357,11 +359,11 @@ def _adding(entries: Mapping[str, Any], path: Path, present: Mapping[str, Any]) 
     )
 
 
-def _taken(framed: _Framed, target: Dialect) -> Iterator[Finding]:
+def _taken(replacement: _Replacement, target: Dialect) -> Iterator[Finding]:
     """Findings for keys beside the section that were not its system's, and are the target's now."""
     whose = f"it stood there already, and is a key of {target.title.split(':')[0]}'s"
-    within = {edit.path[-1] for edit in framed.within}
-    for key, (present, value) in framed.taken.items():
+    within = {edit.path[-1] for edit in replacement.within}
+    for key, (present, value) in replacement.taken.items():
         is_same = key in within or present == value
         yield Finding(
             key=key,

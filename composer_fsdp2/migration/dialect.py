@@ -14,9 +14,9 @@ from typing import Any
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.rows import Aspect, Row, idle
 from composer_fsdp2.migration.capabilities import Lack, lacking
+from composer_fsdp2.migration.patch import Patch, PatchStep, Unavailable
 from composer_fsdp2.migration.paths import Path, Settings, value_at, walk, without_path
 from composer_fsdp2.migration.run import RunConfig
-from composer_fsdp2.migration.wish import Answer, NoWord, Wish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +99,8 @@ class MappingEdit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """What another system's section comes in the place of.
+class ReplacedBlock:
+    """The part of a file that another system's section replaces.
 
     Args:
         entry: The path of the key that goes with all that it holds.
@@ -198,9 +198,9 @@ class Dialect:
         """The path of the section that a user means who names a mapping in it; the mapping itself, if it is one."""
         return path
 
-    def frame(self, section: Section) -> Frame | None:
+    def replaced_block(self, section: Section) -> ReplacedBlock | None:
         """What goes where another system's section comes; None where that has no place in such a file."""
-        return Frame(entry=section.path, inner=section.path)
+        return ReplacedBlock(entry=section.path, inner=section.path)
 
     def sections(self, values: Mapping[str, Any]) -> list[Path]:
         """The paths of this dialect's sections in a file with these values."""
@@ -219,9 +219,9 @@ class Dialect:
         systems that train with FSDP2 already."""
         return []
 
-    def answers(self, wish: Wish, section: Section, reading: Reading) -> Iterator[Answer]:
-        """Where a file of this dialect would say what is wished for."""
-        yield NoWord(reason=f"no file of {self.title.split(':')[0]} is changed here")
+    def patch_steps(self, patch: Patch, section: Section, reading: Reading) -> Iterator[PatchStep]:
+        """The keys of a file of this dialect that make the change."""
+        yield Unavailable(reason=f"no file of {self.title.split(':')[0]} is changed here")
 
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
         """What became of each key where a section stays in this dialect: by default all words hold as before."""

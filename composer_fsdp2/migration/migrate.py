@@ -291,10 +291,10 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[st
 
 def _outermost(file: _File, found: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
     """Drop sections inside the mapping that another section replaces: that section's system reads them as its keys."""
-    frames = {each: DIALECTS[each[0]].frame(Section.at(each[1], file.values_for(each[0]))) for each in found}
+    blocks = {each: DIALECTS[each[0]].replaced_block(Section.at(each[1], file.values_for(each[0]))) for each in found}
     kept = list(found)
     for inner in found:
-        entries = (frame.entry for each in kept if each != inner and (frame := frames[each]) is not None)
+        entries = (block.entry for each in kept if each != inner and (block := blocks[each]) is not None)
         if any(entry and inner[1][: len(entry)] == entry for entry in entries):
             kept.remove(inner)
     return kept

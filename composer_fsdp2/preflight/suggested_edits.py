@@ -22,9 +22,9 @@ from composer_fsdp2.estimate.settings import (
 )
 from composer_fsdp2.estimate.step import Kind
 from composer_fsdp2.estimate.suggest import Subject, Suggestions, cost_of, suggest_settings
-from composer_fsdp2.migration.fulfil import Fulfilled, fulfil
 from composer_fsdp2.migration.migrate import find_sections
-from composer_fsdp2.migration.wish import Degrees, Microbatches, Recomputation, Wish
+from composer_fsdp2.migration.patch import Degrees, Microbatches, Patch, Recomputation
+from composer_fsdp2.migration.patched_file import PatchedFile, apply_patch
 from composer_fsdp2.preflight.left_alone import left_alone
 from composer_fsdp2.preflight.planned import Questions, counted_optimizer, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
@@ -79,7 +79,7 @@ def suggest_edits(
         memory_bytes: What an estimate may take of a rank's device.
         host_bytes: What it may take of its host's memory; None: as much.
         decided: By a setting's name, who decides it; it is left as it is.
-        dialect, at: Which section of the file is meant, as ``fulfil`` takes them.
+        dialect, at: Which section of the file is meant, as ``apply_patch`` takes them.
     Raises:
         ConfigError: the file has no section that says how a run is sharded, or its model cannot be traced.
     """
@@ -243,14 +243,14 @@ class _Editor:
         if other is None:
             return values
         changed = replace(present, **{lever: other})
-        found = self._fulfilled(changed)
+        found = self._patched(changed)
         why = self.decided.get(lever) or "".join(found.missing[:1]) or self._read_anew(changed, found)
         if isinstance(why, str):
             self.unsaid[what] = why
             return ()
         return values
 
-    def _read_anew(self, settings: Settings, found: Fulfilled) -> PreflightRun | str:
+    def _read_anew(self, settings: Settings, found: PatchedFile) -> PreflightRun | str:
         """The run that the changed file asks for, or why it is not the one that was meant."""
         try:
             run = self.replan(found.after)
@@ -260,7 +260,7 @@ class _Editor:
             return _OTHER_BATCH
         return run if present_settings(run.plan, run.microbatch_size) == settings else _SOMETHING_ELSE
 
-    def _planned_anew(self, settings: Settings, found: Fulfilled) -> PlannedStep | str:
+    def _planned_anew(self, settings: Settings, found: PatchedFile) -> PlannedStep | str:
         run = self._read_anew(settings, found)
         if isinstance(run, str):
             return run
@@ -276,7 +276,7 @@ class _Editor:
         if other is None or present.activations.recompute:
             return
         changed = replace(present, activations=other)
-        found = self._fulfilled(changed)
+        found = self._patched(changed)
         run = "" if found.missing else self._read_anew(changed, found)
         if isinstance(run, str):
             return
@@ -289,7 +289,7 @@ class _Editor:
         """Whether the file can say it, and a plan of what it says then is what was meant, and fits as well."""
         if settings in self.had:
             return True
-        found, fits = self._fulfilled(settings), peak_bytes <= self.memory_bytes
+        found, fits = self._patched(settings), peak_bytes <= self.memory_bytes
         if found.missing:
             return False
         if self.num_planned[fits] == MAX_PLANNED:
@@ -306,7 +306,7 @@ class _Editor:
         self.had[settings] = self._suggestion(settings, found, planned)
         return True
 
-    def _suggestion(self, settings: Settings, found: Fulfilled, planned: PlannedStep) -> Suggestion:
+    def _suggestion(self, settings: Settings, found: PatchedFile, planned: PlannedStep) -> Suggestion:
         changed = settings.changed_from(self.subject.present)
         levers = [lever for lever in LEVERS if lever.name in changed and lever.numbers is not Numbers.SAME]
         estimate, trace = planned.estimate, planned.trace
@@ -326,11 +326,11 @@ class _Editor:
             diff=found.diff(),
         )
 
-    def _fulfilled(self, settings: Settings) -> Fulfilled:
-        found = fulfil(self.text, self.name, self._wish(settings), dialect=self.dialect, at=self.at)
+    def _patched(self, settings: Settings) -> PatchedFile:
+        found = apply_patch(self.text, self.name, self._patch(settings), dialect=self.dialect, at=self.at)
         return replace(found, missing=(_MIGRATED,)) if found.is_migrated else found
 
-    def _wish(self, settings: Settings) -> Wish:
+    def _patch(self, settings: Settings) -> Patch:
         subject, changed = self.subject, settings.changed_from(self.subject.present)
         mesh, rows = subject.plan.mesh, settings.microbatch_size
         shards = mesh.shard_degree * mesh.replicate_degree // settings.replicas
@@ -339,7 +339,7 @@ class _Editor:
             number=subject.num_microbatches(settings),
             global_rows=subject.rows * subject.num_data_ranks,
         )
-        return Wish(
+        return Patch(
             reshard_after_forward=settings.reshard_after_forward if "reshard_after_forward" in changed else None,
             degrees=Degrees(shards=shards, replicas=settings.replicas) if "replicas" in changed else None,
             activations=_recomputation(subject, settings.activations) if "activations" in changed else None,

@@ -8,7 +8,7 @@ from composer_fsdp2.config.text import human_bytes, printable
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.estimate.settings import Numbers
 from composer_fsdp2.estimate.suggest import Cost
-from composer_fsdp2.migration.fulfil import KeyChange
+from composer_fsdp2.migration.patched_file import KeyChange
 
 _WIDTH = 96
 

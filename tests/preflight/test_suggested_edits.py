@@ -14,8 +14,8 @@ from support.foundry_runs import YAML
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.planned_step import PlannedStep
-from composer_fsdp2.migration.fulfil import fulfil
-from composer_fsdp2.migration.wish import Microbatches, Wish
+from composer_fsdp2.migration.patch import Microbatches, Patch
+from composer_fsdp2.migration.patched_file import apply_patch
 from composer_fsdp2.preflight.left_alone import left_alone
 from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
@@ -242,7 +242,7 @@ def test_torchtitan_s_batch_stays(words: str, tmp_path: Path):
     file.write_text(TITAN.replace("local_batch_size = 2\nglobal_batch_size = 16", words))
     run = read_run(file, **how(tmp_path, file.name))
     assert (run.microbatch_size, run.num_microbatches, run.batch_rows) == (8, 1, 8)
-    wish = Wish(microbatches=Microbatches(rows=2, number=4, global_rows=64))
-    diff = fulfil(file.read_text(), file.name, wish).diff()
+    patch = Patch(microbatches=Microbatches(rows=2, number=4, global_rows=64))
+    diff = apply_patch(file.read_text(), file.name, patch).diff()
     assert "+local_batch_size = 2\n" in diff and "+global_batch_size = 64\n" in diff
     assert diff.count("-batch_size") == words.startswith("batch_size")

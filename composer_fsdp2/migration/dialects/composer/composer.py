@@ -15,10 +15,10 @@ from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.migration.dialect import (
     Dialect,
     Expression,
-    Frame,
     MappingEdit,
     Question,
     Reading,
+    ReplacedBlock,
     Section,
     Setting,
 )
@@ -29,7 +29,7 @@ from composer_fsdp2.migration.dialects.composer.beside_section import (
     tensor_degree,
 )
 from composer_fsdp2.migration.dialects.composer.composer_lacks import LACKS
-from composer_fsdp2.migration.dialects.composer.composer_wishes import answers_to
+from composer_fsdp2.migration.dialects.composer.composer_patch import patch_steps
 from composer_fsdp2.migration.dialects.composer.composer_words import (
     WORDS,
     fields_of_our_own,
@@ -47,9 +47,9 @@ from composer_fsdp2.migration.dialects.composer.surroundings import (
 from composer_fsdp2.migration.dialects.composer.unread import contradictions_of, unknown_keys
 from composer_fsdp2.migration.dialects.composer.unsaid import implicit_findings
 from composer_fsdp2.migration.dialects.fingerprints import is_hugging_face
+from composer_fsdp2.migration.patch import Patch, PatchStep
 from composer_fsdp2.migration.paths import Path, value_at
 from composer_fsdp2.migration.run import RunConfig
-from composer_fsdp2.migration.wish import Answer, Wish
 
 _PLACES = ("fsdp_config", "parallelism_config.fsdp", "parallelism_config.fsdp2")
 _ELSEWHERE = {row.name: row.elsewhere for row in KEYS if row.elsewhere} | {
@@ -154,8 +154,8 @@ class ComposerDialect(Dialect):
                 replacements[name] = new
         return [MappingEdit(path=section.path, replacements=replacements)] if replacements else []
 
-    def answers(self, wish: Wish, section: Section, reading: Reading) -> Iterator[Answer]:
-        yield from answers_to(wish, section)
+    def patch_steps(self, patch: Patch, section: Section, reading: Reading) -> Iterator[PatchStep]:
+        yield from patch_steps(patch, section)
 
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
         """The reading's: it is about this very target."""
@@ -169,11 +169,11 @@ class ComposerDialect(Dialect):
     def keeps(self, key: str) -> bool:
         return key in KEYS_BY_NAME and KEYS_BY_NAME[key].rewrite is None
 
-    def frame(self, section: Section) -> Frame:
+    def replaced_block(self, section: Section) -> ReplacedBlock:
         """``parallelism_config`` goes as a whole, if sharding is all that it has."""
         holder = value_at(section.around, section.path[:-1])
         is_alone = section.path[-2:-1] == ("parallelism_config",) and len(holder) == 1
-        return Frame(entry=section.path[:-1] if is_alone else section.path, inner=section.path)
+        return ReplacedBlock(entry=section.path[:-1] if is_alone else section.path, inner=section.path)
 
     def places(self, row: Row) -> tuple[str, ...]:
         if row.group == BESIDE:

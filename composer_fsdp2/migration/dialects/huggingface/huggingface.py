@@ -11,10 +11,10 @@ from composer_fsdp2.fsdp1.parsing import ShardingStrategy
 from composer_fsdp2.migration.capabilities import lacking
 from composer_fsdp2.migration.dialect import (
     Dialect,
-    Frame,
     MappingEdit,
     Question,
     Reading,
+    ReplacedBlock,
     Section,
     Setting,
     deciding,
@@ -32,6 +32,7 @@ from composer_fsdp2.migration.dialects.huggingface.given_keys import OF_TRAINERS
 from composer_fsdp2.migration.dialects.huggingface.held import Held
 from composer_fsdp2.migration.dialects.huggingface.held_findings import as_own, findings_of, keeps_own_values
 from composer_fsdp2.migration.dialects.huggingface.held_run import run_of
+from composer_fsdp2.migration.dialects.huggingface.huggingface_patch import patch_steps
 from composer_fsdp2.migration.dialects.huggingface.places import (
     BESIDE,
     DEEPSPEED,
@@ -47,10 +48,9 @@ from composer_fsdp2.migration.dialects.huggingface.readers import A1, A2, AD, NO
 from composer_fsdp2.migration.dialects.huggingface.reading import held_by
 from composer_fsdp2.migration.dialects.huggingface.rewriting import rewritten
 from composer_fsdp2.migration.dialects.huggingface.table import ROWS, SEQUENCE_DTYPE, SEQUENCES
-from composer_fsdp2.migration.dialects.huggingface.wishes import answers_to
+from composer_fsdp2.migration.patch import Patch, PatchStep
 from composer_fsdp2.migration.paths import Path, merged, nested
 from composer_fsdp2.migration.run import RunConfig
-from composer_fsdp2.migration.wish import Answer, Wish
 
 # A file that says it already has this finding at its own key.
 _TRAINER_FSDP2 = Finding(
@@ -174,8 +174,8 @@ class HuggingFaceDialect(Dialect):
             return []
         return rewritten(section, held, reading.run)
 
-    def answers(self, wish: Wish, section: Section, reading: Reading) -> Iterator[Answer]:
-        yield from answers_to(wish, section, reading.details)
+    def patch_steps(self, patch: Patch, section: Section, reading: Reading) -> Iterator[PatchStep]:
+        yield from patch_steps(patch, section, reading.details)
 
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
         """The reading's, and what Hugging Face's FSDP2 has no word for or does otherwise than its FSDP1."""
@@ -192,14 +192,14 @@ class HuggingFaceDialect(Dialect):
             of_run += lacks
         return (*findings, *of_run, *([_TRAINER_FSDP2] if held.reader.is_trainer else []))
 
-    def frame(self, section: Section) -> Frame | None:
+    def replaced_block(self, section: Section) -> ReplacedBlock | None:
         """What is FSDP's own goes, and so does what decides the precision; of a file that is nothing else, all."""
         if is_bare(section.given):
             return None
         names = ("fsdp_config", "deepspeed_config", "fsdp", "distributed_type")
         main = next((name for name in names if section.given.get(name)), "fsdp_config")
         is_nested = isinstance(section.given.get("fsdp_config"), Mapping)
-        return Frame(
+        return ReplacedBlock(
             entry=(*section.path, main),
             inner=(*section.path, "fsdp_config") if is_nested and main == "fsdp_config" else None,
             prefix="fsdp_config.",

@@ -6,17 +6,26 @@ from typing import Any
 
 from composer_fsdp2.config.rows import Aspect, Row
 from composer_fsdp2.config.sharding import GradientSync
-from composer_fsdp2.migration.dialect import Dialect, Expression, Frame, Question, Reading, Section, Setting, deciding
+from composer_fsdp2.migration.dialect import (
+    Dialect,
+    Expression,
+    Question,
+    Reading,
+    ReplacedBlock,
+    Section,
+    Setting,
+    deciding,
+)
 from composer_fsdp2.migration.dialects.roll.roll_lacks import LACKS, has_open_replicas, tiles_of
-from composer_fsdp2.migration.dialects.roll.roll_wishes import answers_to
+from composer_fsdp2.migration.dialects.roll.roll_patch import patch_steps
 from composer_fsdp2.migration.dialects.roll.roll_words import STRATEGIES, word_of
 from composer_fsdp2.migration.dialects.roll.worker import Worker
 from composer_fsdp2.migration.dialects.roll.worker_findings import findings_of, norm_problem, problem_of
 from composer_fsdp2.migration.dialects.roll.worker_keys import BY_NAME, ROWS
 from composer_fsdp2.migration.dialects.roll.worker_run import run_of
+from composer_fsdp2.migration.patch import Patch, PatchStep
 from composer_fsdp2.migration.paths import Path, merged, nested
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
-from composer_fsdp2.migration.wish import Answer, Wish
 
 
 def _wrap_policy(wrap: Wrap) -> dict[str, Any]:
@@ -100,17 +109,17 @@ class RollDialect(Dialect):
             if is_needed:
                 yield Setting(aspect=aspect, key=key, value=value)
 
-    def answers(self, wish: Wish, section: Section, reading: Reading) -> Iterator[Answer]:
-        yield from answers_to(wish, section)
+    def patch_steps(self, patch: Patch, section: Section, reading: Reading) -> Iterator[PatchStep]:
+        yield from patch_steps(patch, section)
 
     def keeps(self, key: str) -> bool:
         return True
 
-    def frame(self, section: Section) -> Frame:
+    def replaced_block(self, section: Section) -> ReplacedBlock:
         """The worker's ``strategy_args`` goes as a whole."""
         has_name = "strategy_args" in section.path
         entry = section.path[: section.path.index("strategy_args") + 1] if has_name else section.path
-        return Frame(entry=entry, inner=section.path)
+        return ReplacedBlock(entry=entry, inner=section.path)
 
     def places(self, row: Row) -> tuple[str, ...]:
         return (_place(row.name),)

@@ -23,10 +23,10 @@ from composer_fsdp2.migration.dialects.torchtitan.toml_findings import findings_
 from composer_fsdp2.migration.dialects.torchtitan.toml_keys import BY_NAME, NAMES, ROWS
 from composer_fsdp2.migration.dialects.torchtitan.toml_run import PARALLELISMS, run_of
 from composer_fsdp2.migration.dialects.torchtitan.torchtitan_lacks import LACKS, shards_of
-from composer_fsdp2.migration.dialects.torchtitan.torchtitan_wishes import answers_to
+from composer_fsdp2.migration.dialects.torchtitan.torchtitan_patch import patch_steps
+from composer_fsdp2.migration.patch import Patch, PatchStep
 from composer_fsdp2.migration.paths import Path, merged, nested
 from composer_fsdp2.migration.run import RunConfig
-from composer_fsdp2.migration.wish import Answer, Wish
 
 OWN_WORDS = (
     "model.flavor",
@@ -110,8 +110,8 @@ class TorchTitanDialect(Dialect):
             if is_needed:
                 yield Setting(aspect=BY_NAME[key].aspect, key=key, value=value)
 
-    def answers(self, wish: Wish, section: Section, reading: Reading) -> Iterator[Answer]:
-        yield from answers_to(wish, File.of(section, NAMES))
+    def patch_steps(self, patch: Patch, section: Section, reading: Reading) -> Iterator[PatchStep]:
+        yield from patch_steps(patch, File.of(section, NAMES))
 
     def defaults(self, row: Row) -> Mapping[str, Any]:
         """TOML has no null: a default of None decides nothing."""

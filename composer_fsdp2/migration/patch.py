@@ -1,7 +1,7 @@
-"""What is wished for of a run that a file describes already, and what the file would have to say for it.
+"""A change of the run that a file configures, and the keys of the file that make it.
 
-A dialect answers a ``Wish`` with ``Asked`` values: where its words for it stand. What it has no word for it says as a
-``NoWord``. ``fulfil`` writes them into the text.
+``Dialect.patch_steps`` turns a ``Patch`` into an ``Assignment`` for each key, or into ``Unavailable`` where its system
+has no key for it. ``apply_patch`` writes them into the text.
 """
 
 from collections.abc import Mapping
@@ -53,8 +53,8 @@ class Microbatches(Value):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish(Value):
-    """What a run is to have; None leaves it as it is."""
+class Patch(Value):
+    """New values of a run's settings; None leaves one as it is."""
 
     reshard_after_forward: bool | int | None = None
     degrees: Degrees | None = None
@@ -64,8 +64,8 @@ class Wish(Value):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A key that is to have a value.
+class Assignment:
+    """A key and its new value.
 
     Args:
         path: From the top of the file.
@@ -79,18 +79,18 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoWord:
-    """Why a system cannot be told of it in this file.
+class Unavailable:
+    """Why no key of this file sets it.
 
     Args:
-        until_migrated: Whether the file's words for FSDP2 have one.
+        until_migrated: Whether a key of the migrated file does.
     """
 
     reason: str
     until_migrated: bool = False
 
 
-Answer = Asked | NoWord
+PatchStep = Assignment | Unavailable
 
 
 def holder_of(values: Mapping[str, Any], path: Path, key: str) -> Path | None:
@@ -103,8 +103,8 @@ def holder_of(values: Mapping[str, Any], path: Path, key: str) -> Path | None:
 
 
 def accumulated(
-    values: Mapping[str, Any], path: Path, wish: Microbatches, *, beside: str = "training_args"
-) -> tuple[Answer, ...]:
+    values: Mapping[str, Any], path: Path, patch: Microbatches, *, beside: str = "training_args"
+) -> tuple[PatchStep, ...]:
     """In transformers' words, which other systems took over: rows of a microbatch, and microbatches of a batch."""
     rows, steps = "per_device_train_batch_size", "gradient_accumulation_steps"
     places = (*(path[:depth] for depth in range(len(path), -1, -1)),)
@@ -115,7 +115,7 @@ def accumulated(
             continue
         if isinstance(here, Mapping) and rows in here:
             return (
-                Asked(path=(*place, rows), value=wish.rows),
-                Asked(path=(*place, steps), value=wish.number),
+                Assignment(path=(*place, rows), value=patch.rows),
+                Assignment(path=(*place, steps), value=patch.number),
             )
-    return (NoWord(reason="the rows of a microbatch stand in the training script"),)
+    return (Unavailable(reason="the rows of a microbatch stand in the training script"),)

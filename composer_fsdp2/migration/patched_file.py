@@ -1,4 +1,4 @@
-"""A file's text with what is wished for of its run, in its own words; writes no file. Called by ``plan --suggest``."""
+"""A file's text with a patch of its run, in its own keys; writes no file. Called by ``plan --suggest``."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Dialect, MappingEdit, Reading, Section
 from composer_fsdp2.migration.documents import Document, differences, open_document, with_entries
 from composer_fsdp2.migration.migrate import Migration, find_sections, migrate_text
+from composer_fsdp2.migration.patch import Assignment, Patch, Unavailable
 from composer_fsdp2.migration.paths import Path, Settings, has_path, nested, value_at
 from composer_fsdp2.migration.run import RunConfig
-from composer_fsdp2.migration.wish import Asked, NoWord, Wish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,12 @@ def _word(value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fulfilled:
-    """The text with the wish, or why there is none.
+class PatchedFile:
+    """The text with the patch, or why there is none.
 
     Args:
         after: The same as ``before`` where there is none.
-        is_migrated: Whether the text is in FSDP2's words now, because FSDP1's have none for the wish.
+        is_migrated: Whether the text is in FSDP2's words now, because FSDP1's have none for the patch.
         missing: What the file's system has no word for, each a reason.
     """
 
@@ -57,8 +57,10 @@ class Fulfilled:
         return Migration(name=self.name, before=self.before, after=self.after, sections=(), suffix="").diff()
 
 
-def fulfil(text: str, name: str, wish: Wish, *, dialect: str | None = None, at: str | None = None) -> Fulfilled:
-    """Write a wish into the one section of a file that is meant.
+def apply_patch(
+    text: str, name: str, patch: Patch, *, dialect: str | None = None, at: str | None = None
+) -> PatchedFile:
+    """Write a patch into one section of a file.
 
     Args:
         dialect, at: As ``migrate_text`` takes them; where several sections are found, the first is meant.
@@ -68,31 +70,31 @@ def fulfil(text: str, name: str, wish: Wish, *, dialect: str | None = None, at: 
     document, sections = find_sections(text, name, dialect=dialect, at=at)
     of, section = sections[0]
     reading = of.read(section)
-    answers = list(of.answers(wish, section, reading))
-    missing = [answer for answer in answers if isinstance(answer, NoWord)]
+    patch_steps = list(of.patch_steps(patch, section, reading))
+    missing = [answer for answer in patch_steps if isinstance(answer, Unavailable)]
     if any(each.until_migrated for each in missing):
         migrated = migrate_text(text, name, to=of.target, dialect=of.name, at=section.place or None)
         if migrated.is_changed and not migrated.is_new_file and not migrated.blocking:
-            found = fulfil(migrated.after, name, wish, dialect=of.name, at=section.place or None)
+            found = apply_patch(migrated.after, name, patch, dialect=of.name, at=section.place or None)
             if not found.missing:
                 return replace(found, before=text, is_migrated=True)
-            missing = [NoWord(reason=each) for each in found.missing]
+            missing = [Unavailable(reason=each) for each in found.missing]
     if missing:
-        return Fulfilled(name=name, before=text, after=text, missing=tuple(each.reason for each in missing))
-    asked = [each for each in answers if isinstance(each, Asked) and _asks(document, each)]
+        return PatchedFile(name=name, before=text, after=text, missing=tuple(each.reason for each in missing))
+    asked = [each for each in patch_steps if isinstance(each, Assignment) and _asks(document, each)]
     edits = list(_edits_of(document, section, asked))
     after = _edited(document, section, edits)
-    problem = _SHARED if after is None else _unlike(of, section, after, name, reading, wish)
+    problem = _SHARED if after is None else _unlike(of, section, after, name, reading, patch)
     if after is None or problem:
-        return Fulfilled(name=name, before=text, after=text, missing=(problem,))
-    return Fulfilled(name=name, before=text, after=after, changes=tuple(_changes(section, asked)))
+        return PatchedFile(name=name, before=text, after=text, missing=(problem,))
+    return PatchedFile(name=name, before=text, after=after, changes=tuple(_changes(section, asked)))
 
 
-def _asks(document: Document, asked: Asked) -> bool:
+def _asks(document: Document, asked: Assignment) -> bool:
     return asked.value is not None or has_path(document.values, asked.path)
 
 
-def _changes(section: Section, asked: Iterable[Asked]) -> Iterator[KeyChange]:
+def _changes(section: Section, asked: Iterable[Assignment]) -> Iterator[KeyChange]:
     for each in asked:
         before = value_at(section.around, each.path) if has_path(section.around, each.path) else None
         if before != each.value or type(before) is not type(each.value):
@@ -107,7 +109,7 @@ def _changes(section: Section, asked: Iterable[Asked]) -> Iterator[KeyChange]:
 # Edits
 
 
-def _edits_of(document: Document, section: Section, asked: Iterable[Asked]) -> Iterator[MappingEdit]:
+def _edits_of(document: Document, section: Section, asked: Iterable[Assignment]) -> Iterator[MappingEdit]:
     """One for each mapping; what has no mapping yet is added, nested, to the nearest that there is."""
     replacements: dict[Path, dict[str, Settings]] = {}
     additions: dict[Path, dict[str, Any]] = {}
@@ -140,7 +142,7 @@ def _mapping_at(section: Section, path: Path) -> Mapping[str, Any] | None:
     return values if isinstance(values, Mapping) else None
 
 
-def _nearest(section: Section, asked: Asked) -> tuple[Path, tuple[str, Any]]:
+def _nearest(section: Section, asked: Assignment) -> tuple[Path, tuple[str, Any]]:
     depth = next(depth for depth in range(len(asked.path) - 1, -1, -1) if _mapping_at(section, asked.path[:depth]))
     names = ".".join(map(str, asked.path[depth + 1 :]))
     return asked.path[:depth], (str(asked.path[depth]), nested(names, asked.value))
@@ -168,8 +170,8 @@ def _edited(document: Document, section: Section, edits: Sequence[MappingEdit]) 
 _SHARED = "what would be changed stands for something else in the file as well, by an alias or an interpolation"
 
 
-def _unlike(of: Dialect, section: Section, after: str, name: str, before: Reading, wish: Wish) -> str:
-    """What the new text asks for that was not wished, or not that was; "" if it is as wished."""
+def _unlike(of: Dialect, section: Section, after: str, name: str, before: Reading, patch: Patch) -> str:
+    """What the new text asks for that was not wanted, or not that was; "" if it is as wanted."""
     _, sections = find_sections(after, name, dialect=of.name, at=section.place or None)
     reading = of.read(sections[0][1])
     run, blocking = reading.run, {each.key for each in before.findings if each.outcome.blocks}
@@ -179,39 +181,42 @@ def _unlike(of: Dialect, section: Section, after: str, name: str, before: Readin
         return found.reason
     if run is None:
         return "its words contradict each other then"
-    if _without_wishes(run, wish) != _without_wishes(before.run, wish):
+    if _without_patched(run, patch) != _without_patched(before.run, patch):
         return "it would change something else as well"
-    return "" if all(_as_wished(run, wish)) else "it would not do it"
+    return "" if all(_is_applied(run, patch)) else "it would not do it"
 
 
-def _without_wishes(run: RunConfig, wish: Wish) -> RunConfig:
+def _without_patched(run: RunConfig, patch: Patch) -> RunConfig:
     config, plain = run.config, ShardingConfig()
-    recomputed = plain.activation_checkpointing if wish.activations else config.activation_checkpointing
+    recomputed = plain.activation_checkpointing if patch.activations else config.activation_checkpointing
     config = replace(
         config,
-        mesh=MeshSpec() if wish.degrees else config.mesh,
-        reshard_after_forward=True if wish.reshard_after_forward is not None else config.reshard_after_forward,
+        mesh=MeshSpec() if patch.degrees else config.mesh,
+        reshard_after_forward=True if patch.reshard_after_forward is not None else config.reshard_after_forward,
         activation_checkpointing=recomputed,
-        cpu_offload=False if wish.cpu_offload is not None else config.cpu_offload,
+        cpu_offload=False if patch.cpu_offload is not None else config.cpu_offload,
         # A Trainer with one microbatch puts nothing off.
-        accumulation=Accumulation() if wish.microbatches else config.accumulation,
+        accumulation=Accumulation() if patch.microbatches else config.accumulation,
     )
-    selective = None if wish.activations else run.selective_checkpointing
+    selective = None if patch.activations else run.selective_checkpointing
     return replace(run, config=config, selective_checkpointing=selective)
 
 
-def _as_wished(run: RunConfig, wish: Wish) -> Iterator[bool]:
+def _is_applied(run: RunConfig, patch: Patch) -> Iterator[bool]:
     config, recomputes = run.config, run.config.activation_checkpointing
-    if wish.reshard_after_forward is not None:
-        yield config.reshard_after_forward is wish.reshard_after_forward or (
-            type(config.reshard_after_forward) is int and config.reshard_after_forward == wish.reshard_after_forward
+    if patch.reshard_after_forward is not None:
+        yield config.reshard_after_forward is patch.reshard_after_forward or (
+            type(config.reshard_after_forward) is int and config.reshard_after_forward == patch.reshard_after_forward
         )
-    if wish.degrees is not None:
-        mesh = config.mesh.resolve(wish.degrees.shards * wish.degrees.replicas)
-        yield (mesh.shard_degree, mesh.replicate_degree) == (wish.degrees.shards, wish.degrees.replicas)
-    if wish.activations is not None and wish.activations.every:
-        yield (recomputes.checkpoint, recomputes.cpu_offload) == (wish.activations.recompute, wish.activations.offload)
-    elif wish.activations is not None:
+    if patch.degrees is not None:
+        mesh = config.mesh.resolve(patch.degrees.shards * patch.degrees.replicas)
+        yield (mesh.shard_degree, mesh.replicate_degree) == (patch.degrees.shards, patch.degrees.replicas)
+    if patch.activations is not None and patch.activations.every:
+        yield (recomputes.checkpoint, recomputes.cpu_offload) == (
+            patch.activations.recompute,
+            patch.activations.offload,
+        )
+    elif patch.activations is not None:
         yield not recomputes.enabled
-    if wish.cpu_offload is not None:
-        yield config.cpu_offload is wish.cpu_offload
+    if patch.cpu_offload is not None:
+        yield config.cpu_offload is patch.cpu_offload
