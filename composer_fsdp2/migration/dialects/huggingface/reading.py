@@ -80,10 +80,7 @@ def _zero(held: Held) -> None:
         held.problems[key] = "nvme: FSDP2 keeps nothing on a disk; write cpu, which needs the host memory, or none"
     other_file = held.key_of("deepspeed_config_file")
     if other_file is not None and held.value_of(other_file):
-        held.problems[other_file] = (
-            "the settings are in another file, which is not read here; write its zero_optimization.stage here as "
-            "zero_stage, what it offloads as offload_optimizer_device and offload_param_device, and remove this"
-        )
+        held.problems[other_file] = "the settings are in another file, which is not read here"
 
 
 def _fsdp_words(held: Held) -> None:
