@@ -41,10 +41,11 @@ def _recorded(migrate_text: Any, path: Path) -> Any:
         except ConfigError as error:
             _append(path, {"call": call, "error": str(error)})
             raise
-        sections = {
-            section.place: {each.key: [each.outcome.value, str(each)] for each in section.findings}
-            for section in migration.sections
-        }
+        sections: dict[str, dict[str, list[str]]] = {}
+        for section in migration.sections:
+            told = sections.setdefault(section.place, {})
+            for each in section.findings:  # several may have one key
+                told.setdefault(each.key, []).append(f"{each.outcome.value}: {each}")
         _append(path, {"call": call, "sections": sections, "after": migration.after})
         return migration
 

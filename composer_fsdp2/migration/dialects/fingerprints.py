@@ -138,7 +138,7 @@ def _is_accelerates_without_fsdp(values: Values) -> bool:
 
 
 def _is_without_section(*names: str) -> Callable[[Values], bool]:
-    """Whether a file has these keys at its top, and no key of FSDP's or DeepSpeed's anywhere."""
+    """Tells whether a file has these keys at its top, and no key of FSDP's or DeepSpeed's anywhere."""
     return lambda values: (
         all(name in values for name in names)
         and not any(str(name).startswith(("fsdp", "deepspeed")) and value for name, value in _entries(values))
@@ -207,7 +207,7 @@ FOREIGN_SYSTEMS = (
     ForeignSystem(
         name="a Trainer of transformers without fsdp",
         applies=_is_without_section("output_dir", "per_device_train_batch_size"),
-        advice="with fsdp: full_shard auto_wrap, or under accelerate's distributed_type: FSDP, it is sharded; an fsdp "
-        "that is given on the command line is part of the file for migrate once it stands there",
+        advice="with fsdp: full_shard auto_wrap, or under accelerate's distributed_type: FSDP, it is sharded; --fsdp "
+        "of the command line is not in the file: write it there, and the file can be migrated",
     ),
 )

@@ -133,10 +133,7 @@ def _unread(usual: Finding, given: GivenKey, row: Row, held: Held) -> Finding:
         return idle(usual, f"{reason}, and what it says held all the same")
     way = row.instead.get(reader, "")
     if row.name in _OF_SPEED:
-        reason = "axolotl does not pass it on" if reader.is_axolotl and not is_doubled else reason
-        reason = f"{reason}: the run went by {_word(held.settings[setting])}; no number depends on it"
-        hint = f"it is read as {way}" if way and not reader.is_axolotl else ""
-        return replace(usual, outcome=Outcome.APPROXIMATE, target="as it ran", reason=reason, hint=hint)
+        return _unread_prefetch(usual, reason, held.settings[setting], "" if reader.is_axolotl else way)
     if problem:
         return replace(open_, reason=reason + problem)
     if is_doubled:
@@ -149,6 +146,13 @@ def _unread(usual: Finding, given: GivenKey, row: Row, held: Held) -> Finding:
         reason=f"{reason}: the run went by {_word(held.settings[row.name])}",
         hint=f"as trained: remove it; as written: say it where it is read{how}",
     )
+
+
+def _unread_prefetch(usual: Finding, reason: str, value: object, way: str) -> Finding:
+    """A prefetch that was not read: the same numbers, at another speed, so that nothing is left to decide."""
+    reason = f"{reason}: the run went by {_word(value)}; no number depends on it"
+    hint = f"it is read as {way}" if way else ""
+    return replace(usual, outcome=Outcome.APPROXIMATE, target="as it ran", reason=reason, hint=hint)
 
 
 # Keys that change speed and memory only, so that the run is the same without them; each with the setting that it is.

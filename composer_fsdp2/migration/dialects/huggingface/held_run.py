@@ -110,9 +110,12 @@ def _mesh(held: Held) -> MeshSpec:
     if strategy is ShardingStrategy.NO_SHARD:
         return MeshSpec().without_shards()
     replicate, shard = settings["dp_replicate_size"], settings["dp_shard_size"]
-    if held.reader.is_axolotl and shard == 1 < replicate:  # it passes on no size of 1: the ranks of a replica are left
-        return MeshSpec.of_degrees(-1, replicate)
-    if held.key_of("dp_replicate_size", "dp_shard_size") is not None and not (held.reader.is_axolotl and shard == 1):
+    is_given = held.key_of("dp_replicate_size", "dp_shard_size") is not None
+    if held.reader.is_axolotl and shard == 1:  # axolotl passes on no size of 1: the ranks that are left shard
+        if replicate > 1:
+            return MeshSpec.of_degrees(-1, replicate)
+        is_given = False
+    if is_given:
         shard *= settings["cp_size"] * settings["sp_size"]  # parameters are sharded over the ranks of a sequence, too
         if shard == 1:
             raise ConfigError("dp_shard_size is 1, which is no sharding; give the number of ranks of one replica")

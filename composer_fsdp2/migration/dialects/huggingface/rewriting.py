@@ -16,7 +16,6 @@ GONE = frozenset(
     (
         "sharding_strategy",
         "backward_prefetch",
-        "backward_prefetch_policy",
         "forward_prefetch",
         "sync_module_states",
         "use_orig_params",
