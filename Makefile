@@ -38,7 +38,8 @@ demo: venv ## from FSDP1 to FSDP2 on CPU, start to end
 test: test-engine venv ## all tests but the slow ones, on both stacks; ARGS="-k name" selects on the official one
 	$(PY) $(PYTEST) -m "not slow and not others" $(ARGS)
 
-test-others: venv ## how torch, Composer and FSDP1 behave by themselves: for a change of a pinned version
+test-others: venv ## how torch, Composer and others behave by themselves, and read migrated files: for a change of a pinned version
+	$(PY) tests/support/other_releases.py
 	$(PY) $(PYTEST) -m others $(ARGS)
 
 test-engine: venv-engine ## the engine's tests without Composer, on a newer torch
@@ -109,6 +110,6 @@ venv-newest: ## .venv-newest: the newest torch that pip finds, no Composer
 	@$(PYTHON) tools/make_venv.py newest
 
 clean: ## remove the environments, builds and caches
-	rm -rf .venv .venv-engine .venv-newest .venv.log .venv-engine.log .venv-newest.log build dist composer_fsdp2.egg-info
+	rm -rf .venv .venv-engine .venv-newest .venv.log .venv-engine.log .venv-newest.log .others build dist composer_fsdp2.egg-info
 	rm -rf .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

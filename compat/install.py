@@ -78,7 +78,7 @@ def train_from_yaml(yaml_path: str, overrides: Sequence[str] = ()) -> Any:
         overrides: ``key=value`` each, merged into the YAML.
     Raises:
         IncompatibleVersionError: LLM Foundry is missing, or Composer is of a version that was not tested.
-        ConfigError: ``freeze`` on one rank, where LLM Foundry leaves the whole section out.
+        ConfigError: ``freeze`` or ``train_only`` on one rank, where LLM Foundry leaves the whole section out.
 
     Called on all ranks.
     """
@@ -103,12 +103,13 @@ def _refuse_freeze_alone(yaml_path: str, overrides: Sequence[str]) -> None:
         return
     given = OmegaConf.merge(OmegaConf.load(yaml_path), OmegaConf.from_cli(list(overrides)))
     section = given.get("fsdp_config") if isinstance(given, DictConfig) else None
-    if section is not None and section.get("freeze"):
+    key = next((each for each in ("freeze", "train_only") if section is not None and section.get(each)), None)
+    if key is not None:
         raise ConfigError(
-            f"{yaml_path}: fsdp_config.freeze on one rank: LLM Foundry shards nothing there and leaves the section "
+            f"{yaml_path}: fsdp_config.{key} on one rank: LLM Foundry shards nothing there and leaves the section "
             "out, so that all parameters would be trained; launch two ranks (composer -n 2 ...), or freeze with its "
             "callback layer_freezing",
-            keys=("freeze",),
+            keys=(key,),
         )
 
 

@@ -74,8 +74,9 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 KEY = """
-    Row(name="label", takes=TEXT, default="", group=KeyGroup.OURS, outcome=_EXACT, target="an attribute of the model",
-        neutral=("",), sets="label", meaning="what the model is called", reason="so that logs can say it"),
+    Key(name="label", takes=TEXT, default="", group=KeyGroup.OURS, outcome=_EXACT, target="an attribute of the model",
+        neutral=("",), fields=("label",), sets=True,
+        meaning="what the model is called", reason="so that logs can say it"),
 """
 USE_KEY = """
 import torch, torch.distributed as dist
@@ -105,8 +106,8 @@ def test_a_key_is_named_in_four_files_with_its_test(checkout: Checkout):
     keys, sharding, apply = (
         f"composer_fsdp2/{name}.py" for name in ("fsdp1/keys", "config/sharding", "sharding/apply")
     )
-    checkout.insert(keys, KEY, before=")\n# fmt: on\n\nKEYS: tuple[Row, ...]")
-    checkout.insert(keys, "TEXT, ", before="Aspect, Row, idle")
+    checkout.insert(keys, KEY, before=")\n# fmt: on\n\nKEYS: tuple[Key, ...]")
+    checkout.insert(keys, "TEXT, ", before="Row, idle")
     checkout.insert(sharding, '    label: str = ""\n', before="    shard_below_unwrapped: bool")
     checkout.insert(
         apply,
@@ -124,10 +125,10 @@ DIALECT = '''
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
-from composer_fsdp2.config.rows import POSITIVE_INT, Aspect, Row, finding_of, one_of
-from composer_fsdp2.config.sharding import MixedPrecision, ShardingConfig
-from composer_fsdp2.migration.capabilities import Lack
-from composer_fsdp2.migration.dialect import Dialect, Question, Reading, Section, Setting
+from composer_fsdp2.config.rows import POSITIVE_INT, finding_of, one_of
+from composer_fsdp2.migration.dialect import Dialect, Reading, Section
+from composer_fsdp2.migration.effective import Effective
+from composer_fsdp2.migration.lens import Lens, limits, unless
 from composer_fsdp2.migration.run import RunConfig
 
 
@@ -135,32 +136,30 @@ class MadeUpDialect(Dialect):
     name = target = "madeup"
     title = "Made up"
     rows = (
-        Row(name="shards", takes=POSITIVE_INT, default=1, aspect=Aspect.MESH, outcome=Outcome.EXACT,
+        Lens(name="shards", takes=POSITIVE_INT, default=1, outcome=Outcome.EXACT,
+            read={"mesh": lambda value, settings: MeshSpec.of_degrees(shard=value)},
+            write=lambda run: run.config.mesh.shard_degree,
             meaning="over how many", target="a mesh", reason="it shards"),
-        Row(name="bits", takes=one_of(16, 32), default=32, aspect=Aspect.PRECISION, outcome=Outcome.EXACT,
+        Lens(name="bits", takes=one_of(16, 32), default=32, outcome=Outcome.EXACT,
+            read={"mixed_precision.param_dtype": lambda value, settings: "bfloat16" if value == 16 else None},
+            write=lambda run: 16 if run.config.mixed_precision.param_dtype else None,
             meaning="how wide", target="param_dtype", reason="it computes"),
     )
-    lacks = (Lack(asked="async_save", outcome=Outcome.UNSUPPORTED, reason="made up"),)
+    limits = (limits(Outcome.UNSUPPORTED, "async_save", reason="made up"),)
     heads = (("made_up", ()),)
+    silent = (Section.at(("made_up",), {"made_up": {}}),)
 
     def find(self, path, values, parent):
         return path if path[-1:] == ("made_up",) else None
 
     def read(self, section):
         rows = {row.name: row for row in self.rows}
-        findings = tuple(finding_of(rows[name], name, value) for name, value in section.given.items())
-        config = ShardingConfig(
-            mesh=MeshSpec.of_degrees(shard=section.given.get("shards", 1)),
-            mixed_precision=MixedPrecision(param_dtype="bfloat16" if section.given.get("bits") == 16 else None),
-        )
-        run = RunConfig(config=config)
-        return Reading(run=run, findings=findings, aspects={row.name: row.aspect for row in self.rows})
+        given = Effective(given=section.given, rows=rows, around=section.around)
+        findings = tuple(given.findings(self.rows, str, lambda key, value: None))
+        return Reading(run=RunConfig.of_fields(given.fields(self.rows)), findings=findings, rows=rows)
 
-    def settings(self, run):
-        yield Setting(aspect=Aspect.MESH, key="shards", value=run.config.mesh.shard_degree)
-
-    def questions(self, row, value):
-        yield Question(section=Section.at(("made_up",), {"made_up": {row.name: value}}), key=row.name)
+    def places(self, row):
+        return (f"made_up.{row.name}",)
 '''
 
 

@@ -1,13 +1,13 @@
 """``composer-fsdp2 explain KEY|VALUE|--all``: what it did under FSDP1 and is under FSDP2, in every dialect."""
 
-import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from composer_fsdp2.cli.options import Command, schema_option
+from composer_fsdp2.cli.printing import print_json, refuse
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.text import printable
 from composer_fsdp2.migration import explain as explaining
@@ -17,55 +17,49 @@ from composer_fsdp2.migration.explain import Answer, Explanation
 if TYPE_CHECKING:
     from rich.table import Table
 
-_NAMES = " or ".join(", ".join(DIALECTS).rsplit(", ", 1))
 
-
-def _dialects(incomplete: str) -> list[str]:
-    return [name for name in DIALECTS if name.startswith(incomplete)]
-
-
-def _print_schema(is_asked: bool) -> None:
-    if is_asked:
-        print(explaining.SCHEMA.read_text(), end="")
-        raise typer.Exit
-
-
-def explain(
-    context: typer.Context,
-    asked: str = typer.Argument(
-        None,
-        metavar="KEY|VALUE",
-        autocompletion=explaining.beginning_with,
-        help="As it stands in a file: KEY, PATH.KEY, a VALUE such as HYBRID_SHARD, or KEY=VALUE.",
-    ),
-    everything: bool = typer.Option(False, "--all", help="Every key of every dialect."),
-    dialect: str = typer.Option(None, "--dialect", help=f"Only this dialect: {_NAMES}.", autocompletion=_dialects),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
-    json_schema: bool = typer.Option(
-        False, "--json-schema", callback=_print_schema, is_eager=True, help="Print the JSON schema of that object."
-    ),
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explain(Command):
     """Print what a key or a value of a configuration did under FSDP1, and what it is under FSDP2.
 
     Exit code: 0, or 2 if no dialect knows it.
     """
-    if (asked is None) != everything:
-        raise typer.BadParameter("give a KEY or a VALUE, or --all")
-    context.obj.append(partial(_explain, asked, dialect, as_json=as_json))
 
+    asked: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="KEY|VALUE",
+            autocompletion=explaining.beginning_with,
+            help="As it stands in a file: KEY, PATH.KEY, a VALUE such as HYBRID_SHARD, or KEY=VALUE.",
+        ),
+    ] = None
+    everything: Annotated[bool, typer.Option("--all", help="Every key of every dialect.")] = False
+    dialect: Annotated[
+        str | None,
+        typer.Option(
+            "--dialect",
+            help=f"Only this dialect: {' or '.join(', '.join(DIALECTS).rsplit(', ', 1))}.",
+            autocompletion=lambda: DIALECTS,
+        ),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+    json_schema: Annotated[bool, schema_option("composer_fsdp2.migration.explain")] = False
 
-def _explain(asked: str | None, dialect: str | None, *, as_json: bool) -> None:
-    answer = _answer(asked, dialect)
-    if as_json:
-        print(json.dumps(answer.to_json(), indent=2, default=str))
-    elif asked is not None:
-        print("\n\n".join(map(str, answer.keys)), end="\n" if answer.keys else "")
-    else:
-        _show_all(answer.keys, answer.implicit)
-    print(end="", flush=True)  # here, where somebody who has seen enough is expected
-    if answer.error:
-        print(f"composer-fsdp2: {answer.error}", file=sys.stderr)
-    sys.exit(2 if answer.error else 0)
+    def __post_init__(self) -> None:
+        if (self.asked is None) != self.everything:
+            raise typer.BadParameter("give a KEY or a VALUE, or --all")
+
+    def __call__(self) -> None:
+        answer = _answer(self.asked, self.dialect)
+        if self.as_json:
+            print_json(answer.to_json())
+        elif self.asked is not None:
+            print("\n\n".join(map(str, answer.keys)), end="\n" if answer.keys else "")
+        else:
+            _show_all(answer.keys, answer.implicit)
+        print(end="", flush=True)  # here, where somebody who has seen enough is expected
+        if answer.error:
+            refuse(answer.error)
 
 
 def _answer(asked: str | None, dialect: str | None) -> Answer:

@@ -10,10 +10,12 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from composer_fsdp2.cli.options import typer_function
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """A verb, or a group of verbs, in a file of this folder that has it under its own name.
+    """A verb, and the file of this folder with its ``Command``, a class of its name.
 
     Args:
         settings: How typer is to take it, as in ``Typer.command``.
@@ -25,17 +27,12 @@ class Verb:
 
     def command(self) -> Any:
         """What runs it; the type is click's, which newer releases of typer carry under a private name."""
-        found = getattr(importlib.import_module(f"{__package__}.{self.file}"), self.name)
-        if not isinstance(found, typer.Typer):
-            alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            alone.command(self.name, help=_paragraphs(found), **self.settings)(found)
-            found = alone
-        return typer.main.get_command(found)
-
-
-def _paragraphs(function: Any) -> str:
-    """A docstring with each paragraph on one line, for typer to break, which keeps what breaks it finds."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")
+        command = getattr(importlib.import_module(f"{__package__}.{self.file}"), self.name.capitalize())
+        # Each paragraph on one line, for typer to break, which keeps what breaks it finds.
+        text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        alone.command(self.name, help=text, **self.settings)(typer_function(command))
+        return typer.main.get_command(alone)
 
 
 def lazy_typer(*verbs: Verb, **settings: Any) -> typer.Typer:
@@ -44,7 +41,7 @@ def lazy_typer(*verbs: Verb, **settings: Any) -> typer.Typer:
 
     class Group(TyperGroup):
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            return by_name[cmd_name].command() if cmd_name in by_name else None
+            return by_name[cmd_name].command() if cmd_name in by_name else super().get_command(ctx, cmd_name)
 
     made = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, **settings)
     for name in by_name:  # typer lists these, and looks for a mistyped name among them

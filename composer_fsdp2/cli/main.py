@@ -12,6 +12,7 @@ import typer
 
 import composer_fsdp2
 from composer_fsdp2.cli.lazy import Verb, lazy_typer
+from composer_fsdp2.cli.printing import refuse
 from composer_fsdp2.errors import IncompatibleVersionError
 
 # Everything after SCRIPT or YAML belongs to the script, its --help included.
@@ -26,11 +27,19 @@ app = lazy_typer(
     Verb(name="migrate", file="migrate"),
     Verb(name="explain", file="explain"),
     Verb(name="plan", file="plan"),
-    Verb(name="checkpoint", file="checkpoint"),
     name="composer-fsdp2",
     help="Run training written for FSDP1 on FSDP2; migrate its configurations; plan a step before there is a machine; "
     "inspect, convert and verify checkpoints.",
 )
+checkpoint = lazy_typer(
+    Verb(name="convert", file="checkpoint_convert"),
+    Verb(name="inspect", file="checkpoint_inspect"),
+    Verb(name="verify", file="checkpoint_verify"),
+    name="checkpoint",
+    help="Inspect, convert and verify checkpoints.",
+    add_completion=False,
+)
+app.add_typer(checkpoint)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -74,18 +83,16 @@ def main() -> None:
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) and error.filename is None
         is_over = isinstance(error, BrokenPipeError)
-        if sys.argv[1:2] not in (["checkpoint"], ["migrate"], ["explain"], ["plan"]) or not (is_over or is_full):
-            raise  # a script's own
+        if is_of_script or not (is_over or is_full):
+            raise
         # `checkpoint inspect ... | head` has seen enough; Python would complain once more while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if is_full:
-            print(f"composer-fsdp2: standard output cannot be written: {error.strerror}", file=sys.stderr)
-        sys.exit(2 if is_full else 128 + signal.SIGPIPE)
+            refuse(f"standard output cannot be written: {error.strerror}")
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
         if is_of_script:
             raise
-        print("composer-fsdp2: interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        refuse("interrupted", 128 + signal.SIGINT)
     except IncompatibleVersionError as error:
-        print(f"composer-fsdp2: {error}", file=sys.stderr)
-        sys.exit(2)
+        refuse(error)

@@ -1,4 +1,4 @@
-"""What the verbs of ``checkpoint`` have in common: a model that a command line names, and trust."""
+"""Options that several verbs have: a checkpoint, trust, and a model that a command line names."""
 
 import importlib
 import importlib.util
@@ -6,10 +6,24 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-TRUST_HELP = "Unpickle classes that are not plain data, which can run any code; only for files whose author you trust."
+import typer
+
+from composer_fsdp2.config.text import one_line
+from composer_fsdp2.errors import ConfigError
+
 MODEL_HELP = "A function that builds the model: module:function or path.py:function."
+CheckpointPath = Annotated[
+    str, typer.Argument(metavar="PATH", help="A file, a folder, a link to one, or a run folder (its newest).")
+]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="Unpickle classes that are not plain data, which can run any code; only for files whose author you trust.",
+    ),
+]
 
 
 def model_from(name: str | None) -> Any:
@@ -18,8 +32,6 @@ def model_from(name: str | None) -> Any:
     Raises:
         ConfigError: there is no such function.
     """
-    from composer_fsdp2.errors import ConfigError
-
     if name is None:
         return None
     try:
@@ -34,9 +46,6 @@ def function_from(name: str) -> Callable[[], Any]:
     Raises:
         ConfigError: there is no such function.
     """
-    from composer_fsdp2.config.text import one_line
-    from composer_fsdp2.errors import ConfigError
-
     place, colon, function = name.rpartition(":")
     if not colon:
         raise ConfigError(f"--model {name}: expected module:function or path.py:function")

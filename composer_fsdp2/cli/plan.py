@@ -7,17 +7,18 @@ import enum
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from composer_fsdp2.atomic import replacing
 from composer_fsdp2.cli.models import MODEL_HELP, function_from
+from composer_fsdp2.cli.options import Command, schema_option
 from composer_fsdp2.cli.others_code import interruptible, quietly
+from composer_fsdp2.cli.printing import refuse
 from composer_fsdp2.config.sizes import Reserve, parse_bandwidth, parse_bytes, parse_flops, parse_reserve
 from composer_fsdp2.config.text import printable
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
@@ -28,50 +29,110 @@ if TYPE_CHECKING:
     from composer_fsdp2.preflight.preflight_run import PreflightRun
     from composer_fsdp2.preflight.suggestion import SuggestedEdits
 
-# typer shows an enum's values as the choices.
-Gpu = enum.Enum("Gpu", {name: name for name in GPUS})  # type: ignore[misc]
-Device = enum.Enum("Device", {name: name for name in ("cuda", "cpu")})  # type: ignore[misc]
+# typer shows an enum's values as the choices; its older releases take defaults that are strings.
+Gpu = enum.StrEnum("Gpu", {name: name for name in GPUS})  # type: ignore[misc]
+Device = enum.StrEnum("Device", {name: name for name in ("cuda", "cpu")})  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of one run of the verb, as they were typed."""
+class Plan(Command):
+    """Say what one training step takes of a rank's memory and what it sends, before there is a machine.
 
-    world_size: int
-    gpus_per_node: int
-    microbatch: int | None
-    sequence: int | None
-    model_config: str | None
-    model: str | None
-    device: str
-    memory: str | None
-    reserve: str | None
-    gpu: str | None
-    intra: str | None
-    inter: str | None
-    flops: str | None
-    no_activations: bool
-    against_fsdp1: bool
-    suggest: bool
-    host_memory: str | None
-    as_json: bool
-    html: Path | None
-    trace: Path | None
+    Needs no GPU, no network, no weights and one process. State and collectives are those of real steps to the byte;
+    what is modelled, and what nobody knows, is said.
+
+    Exit code:
+
+    0: the step fits, or no --memory was given.
+
+    1: it does not fit, or a finding asks for a decision.
+
+    2: the file cannot be used, or an option is wrong; nothing is written then.
+    """
+
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A training file of LLM Foundry, or of another system.")]
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="Values in place of the file's.")
+    ] = None
+    world_size: Annotated[int, typer.Option("--world-size", help="The number of ranks.")]
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="How many of them share a node.")] = 8
+    microbatch: Annotated[int | None, typer.Option("--microbatch", help="Rows of a microbatch of one rank.")] = None
+    sequence: Annotated[int | None, typer.Option("--sequence", help="Tokens of a row.")] = None
+    model_config: Annotated[
+        str | None,
+        typer.Option("--model-config", metavar="PATH", help="A model's config.json, or a folder that has one."),
+    ] = None
+    model: Annotated[str | None, typer.Option("--model", metavar="MODULE:FUNCTION", help=MODEL_HELP)] = None
+    device: Annotated[Device, typer.Option("--device", help="The device that the run is for.")] = Device["cuda"]
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="80GiB", help="Of each device; does the step fit?")
+    ] = None
+    reserve: Annotated[
+        str | None,
+        typer.Option(
+            "--reserve", metavar="6%+2GiB", help="What of it stays free for what is not modelled; default: 6%+2GiB."
+        ),
+    ] = None
+    gpu: Annotated[Gpu | None, typer.Option("--gpu", help="Whose peak numbers bound the step's time.")] = None
+    intra: Annotated[
+        str | None, typer.Option("--intra-gbps", metavar="450GB/s", help="From a rank to others of its node.")
+    ] = None
+    inter: Annotated[
+        str | None, typer.Option("--inter-gbps", metavar="400Gb/s", help="From a rank to other nodes.")
+    ] = None
+    flops: Annotated[
+        str | None, typer.Option("--flops", metavar="989TFLOPS", help="The most that a device computes.")
+    ] = None
+    no_activations: Annotated[bool, typer.Option("--no-activations", help="Leave out what the model computes.")] = False
+    against_fsdp1: Annotated[
+        bool, typer.Option("--against-fsdp1", help="Say what changes against FSDP1, by a model.")
+    ] = False
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="The cheapest settings that fit, as diffs of the file.")
+    ] = False
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--host-memory",
+            metavar="256GiB",
+            help="Of the host, for each rank: what --suggest may offload; 0: nothing.",
+        ),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+    json_schema: Annotated[bool, schema_option("composer_fsdp2.estimate.planned_step")] = False
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page to look at, which needs no network.")
+    ] = None
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace that ui.perfetto.dev opens.")
+    ] = None
+
+    def __call__(self) -> None:
+        try:
+            with interruptible(), quietly():
+                text, exit_code = _answer(self)
+        except ComposerFSDP2Error as error:
+            _refuse(str(error))
+        except OSError as error:
+            _refuse(f"{error.filename or self.file}: {error.strerror or error}")
+        except KeyboardInterrupt:
+            refuse("interrupted; nothing was written")
+        print(text, flush=True)
+        sys.exit(exit_code)
 
     def machine(self) -> Machine | None:
         """What is given of speeds; a number of one's own takes the place of the table's."""
-        given = Machine(
-            flops=parse_flops(self.flops, "--flops") if self.flops is not None else None,
-            intra_bytes_per_s=parse_bandwidth(self.intra, "--intra-gbps") if self.intra is not None else None,
-            inter_bytes_per_s=parse_bandwidth(self.inter, "--inter-gbps") if self.inter is not None else None,
-        )
-        of_gpu = GPUS[self.gpu] if self.gpu else Machine()
+        of_gpu = GPUS[self.gpu.value] if self.gpu else Machine()
         machine = replace(
             of_gpu,
-            flops=given.flops or of_gpu.flops,
-            fp8_flops=None if given.flops else of_gpu.fp8_flops,
-            intra_bytes_per_s=given.intra_bytes_per_s or of_gpu.intra_bytes_per_s,
-            inter_bytes_per_s=given.inter_bytes_per_s or of_gpu.inter_bytes_per_s,
+            flops=of_gpu.flops if self.flops is None else parse_flops(self.flops, "--flops"),
+            fp8_flops=of_gpu.fp8_flops if self.flops is None else None,
+            intra_bytes_per_s=of_gpu.intra_bytes_per_s
+            if self.intra is None
+            else parse_bandwidth(self.intra, "--intra-gbps"),
+            inter_bytes_per_s=of_gpu.inter_bytes_per_s
+            if self.inter is None
+            else parse_bandwidth(self.inter, "--inter-gbps"),
         )
         return machine if machine.says_anything else None
 
@@ -87,7 +148,7 @@ class Options:
             raise ConfigError("--host-memory is for --suggest")
         return parse_bytes(self.host_memory, "--host-memory", may_be_none=True)
 
-    def reading(self, overrides: Sequence[str]) -> dict[str, Any]:
+    def reading(self) -> dict[str, Any]:
         """How the file is read, as ``read_run`` takes it."""
         return {
             "world_size": self.world_size,
@@ -96,130 +157,33 @@ class Options:
             "model": function_from(self.model) if self.model is not None else None,
             "microbatch": self.microbatch,
             "sequence": self.sequence,
-            "device": self.device,
-            "overrides": overrides,
+            "device": self.device.value,
+            "overrides": tuple(self.overrides or ()),
         }
 
 
-def _print_schema(is_asked: bool) -> None:
-    if is_asked:
-        from composer_fsdp2.estimate.planned_step import SCHEMA
-
-        print(SCHEMA.read_text(), end="")
-        raise typer.Exit
+def _refuse(why: str) -> NoReturn:
+    refuse(printable(" ".join(why.split())))
 
 
-def plan(
-    context: typer.Context,
-    file: str = typer.Argument(metavar="FILE", help="A training file of LLM Foundry, or of another system."),
-    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE ...]", help="Values in place of the file's."),
-    world_size: int = typer.Option(..., "--world-size", help="The number of ranks."),
-    gpus_per_node: int = typer.Option(8, "--gpus-per-node", help="How many of them share a node."),
-    microbatch: int = typer.Option(None, "--microbatch", help="Rows of a microbatch of one rank."),
-    sequence: int = typer.Option(None, "--sequence", help="Tokens of a row."),
-    model_config: str = typer.Option(
-        None, "--model-config", metavar="PATH", help="A model's config.json, or a folder that has one."
-    ),
-    model: str = typer.Option(None, "--model", metavar="MODULE:FUNCTION", help=MODEL_HELP),
-    device: Device = typer.Option("cuda", "--device", help="The device that the run is for."),
-    memory: str = typer.Option(None, "--memory", metavar="80GiB", help="Of each device; does the step fit?"),
-    reserve: str = typer.Option(
-        None, "--reserve", metavar="6%+2GiB", help="What of it stays free for what is not modelled; default: 6%+2GiB."
-    ),
-    gpu: Gpu = typer.Option(None, "--gpu", help="Whose peak numbers bound the step's time."),
-    intra: str = typer.Option(None, "--intra-gbps", metavar="450GB/s", help="From a rank to others of its node."),
-    inter: str = typer.Option(None, "--inter-gbps", metavar="400Gb/s", help="From a rank to other nodes."),
-    flops: str = typer.Option(None, "--flops", metavar="989TFLOPS", help="The most that a device computes."),
-    no_activations: bool = typer.Option(False, "--no-activations", help="Leave out what the model computes."),
-    against_fsdp1: bool = typer.Option(False, "--against-fsdp1", help="Say what changes against FSDP1, by a model."),
-    suggest: bool = typer.Option(False, "--suggest", help="The cheapest settings that fit, as diffs of the file."),
-    host_memory: str = typer.Option(
-        None,
-        "--host-memory",
-        metavar="256GiB",
-        help="Of the host, for each rank: what --suggest may offload; 0: nothing.",
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
-    json_schema: bool = typer.Option(
-        False, "--json-schema", callback=_print_schema, is_eager=True, help="Print the JSON schema of that object."
-    ),
-    html: Path = typer.Option(None, "--html", metavar="FILE", help="Write a page to look at, which needs no network."),
-    trace: Path = typer.Option(None, "--trace", metavar="FILE", help="Write a trace that ui.perfetto.dev opens."),
-) -> None:
-    """Say what one training step takes of a rank's memory and what it sends, before there is a machine.
-
-    Needs no GPU, no network, no weights and one process. State and collectives are those of real steps to the byte;
-    what is modelled, and what nobody knows, is said.
-
-    Exit code:
-
-    0: the step fits, or no --memory was given.
-
-    1: it does not fit, or a finding asks for a decision.
-
-    2: the file cannot be used, or an option is wrong; nothing is written then.
-    """
-    options = Options(
-        world_size=world_size,
-        gpus_per_node=gpus_per_node,
-        microbatch=microbatch,
-        sequence=sequence,
-        model_config=model_config,
-        model=model,
-        device=device.value,
-        memory=memory,
-        reserve=reserve,
-        gpu=gpu.value if gpu else None,
-        intra=intra,
-        inter=inter,
-        flops=flops,
-        no_activations=no_activations,
-        against_fsdp1=against_fsdp1,
-        suggest=suggest,
-        host_memory=host_memory,
-        as_json=as_json,
-        html=html,
-        trace=trace,
-    )
-    context.obj.append(partial(_plan, file, tuple(overrides or ()), options))
-
-
-def _plan(file: str, overrides: Sequence[str], options: Options) -> None:
-    try:
-        with interruptible(), quietly():
-            text, exit_code = _answer(file, overrides, options)
-    except ComposerFSDP2Error as error:
-        _refuse(str(error))
-    except OSError as error:
-        _refuse(f"{error.filename or file}: {error.strerror or error}")
-    except KeyboardInterrupt:
-        _refuse("interrupted; nothing was written")
-    print(text, flush=True)
-    sys.exit(exit_code)
-
-
-def _refuse(why: str) -> None:
-    print(f"composer-fsdp2: {printable(' '.join(why.split()))}", file=sys.stderr)
-    sys.exit(2)
-
-
-def _answer(file: str, overrides: Sequence[str], options: Options) -> tuple[str, int]:
+def _answer(options: Plan) -> tuple[str, int]:
     """What is printed, and the exit code; the files that were asked for are there by then, all or none."""
     memory = parse_bytes(options.memory, "--memory") if options.memory is not None else None
     if options.reserve is not None and memory is None:
         raise ConfigError("--reserve is a part of the memory; give that as well, as in --memory 80GiB")
     reserve = parse_reserve(options.reserve, "--reserve") if options.reserve is not None else Reserve()
     machine, host_bytes = options.machine(), options.host_bytes()
-    _keep_what_is_read(file, options)
-    with _written(options) as write:
+    _keep_what_is_read(options)
+    with contextlib.ExitStack() as files:  # that they can be written is seen before any work is done
+        html, trace = (path and files.enter_context(_file(path)) for path in (options.html, options.trace))
         # Here and not above: a wrong option is answered before torch is there.
         from composer_fsdp2.estimate.plan_text import plan_text
         from composer_fsdp2.estimate.planned_step import Memory
         from composer_fsdp2.preflight.planned import Questions, plan_step
         from composer_fsdp2.preflight.read_run import read_run
 
-        how = options.reading(overrides)
-        run = read_run(file, **how)
+        how = options.reading()
+        run = read_run(options.file, **how)
         questions = Questions(
             gpus_per_node=options.gpus_per_node,
             memory=Memory(given_bytes=memory, reserve=reserve) if memory is not None else None,
@@ -227,10 +191,18 @@ def _answer(file: str, overrides: Sequence[str], options: Options) -> tuple[str,
             counts_activations=not options.no_activations,
             against_fsdp1=options.against_fsdp1,
         )
-        step = plan_step(run, file, questions)
-        edits = _suggested(run, step, step.memory, file, how, host_bytes) if options.suggest and step.memory else None
+        step = plan_step(run, options.file, questions)
+        given = step.memory if options.suggest else None
+        edits = _suggested(run, step, given, options.file, how, host_bytes) if given else None
         said = edits.explain() if edits is not None else ""
-        write(step, said)
+        if html is not None:
+            from composer_fsdp2.estimate.html import plan_page
+
+            html.write_text(plan_page(step, said), encoding="utf-8")
+        if trace is not None:
+            from composer_fsdp2.estimate.chrome_trace import chrome_trace
+
+            trace.write_text(json.dumps(chrome_trace(step)), encoding="utf-8")
         answer = step.to_json() | {"suggestions": edits and edits.to_json()}
         text = json.dumps(answer, indent=2) if options.as_json else "\n".join(filter(None, (plan_text(step), said)))
     return text, step.exit_code
@@ -257,10 +229,10 @@ def _suggested(
         )
 
 
-def _keep_what_is_read(file: str, options: Options) -> None:
+def _keep_what_is_read(options: Plan) -> None:
     """Refuse to write over a file that is read, or the page and the trace to one name."""
     config = options.model_config
-    read = (file, *((config, f"{config}/config.json") if config else ()))
+    read = (options.file, *((config, f"{config}/config.json") if config else ()))
     taken = {os.path.realpath(path): path for path in read}
     for path in (options.html, options.trace):
         if path is None:
@@ -268,27 +240,6 @@ def _keep_what_is_read(file: str, options: Options) -> None:
         if (real := os.path.realpath(path)) in taken:
             raise ConfigError(f"{path} cannot be written, because it is {taken[real]} as well; give another name")
         taken[real] = str(path)
-
-
-@contextlib.contextmanager
-def _written(options: Options) -> Iterator[Callable[[PlannedStep, str], None]]:
-    """A function that writes the files that were asked for; that they can be is seen before any work is done."""
-    with contextlib.ExitStack() as files:
-        html, trace = (
-            files.enter_context(_file(path)) if path is not None else None for path in (options.html, options.trace)
-        )
-
-        def write(step: PlannedStep, suggestions: str) -> None:
-            if html is not None:
-                from composer_fsdp2.estimate.html import plan_page
-
-                html.write_text(plan_page(step, suggestions), encoding="utf-8")
-            if trace is not None:
-                from composer_fsdp2.estimate.chrome_trace import chrome_trace
-
-                trace.write_text(json.dumps(chrome_trace(step)), encoding="utf-8")
-
-        yield write
 
 
 @contextlib.contextmanager

@@ -1,25 +1,28 @@
 """``composer-fsdp2 train run.yaml [overrides...]``: LLM Foundry's training from a YAML, on FSDP2."""
 
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
+from composer_fsdp2.cli.options import Command
 
-def train(
-    context: typer.Context,
-    yaml: str = typer.Argument(metavar="YAML [KEY=VALUE]...", help="An LLM Foundry training YAML."),
-) -> None:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train(Command):
     """Train from an LLM Foundry YAML; what follows it (key=value) overrides the YAML's keys.
 
     With several ranks: composer -n 8 -m composer_fsdp2 train YAML OVERRIDES.
     """
-    if not Path(yaml).is_file():
-        raise typer.BadParameter(f"no such file: {yaml}", param_hint="YAML")
-    context.obj.append(partial(_train, yaml, context.args))
 
+    yaml: Annotated[str, typer.Argument(metavar="YAML [KEY=VALUE]...", help="An LLM Foundry training YAML.")]
 
-def _train(yaml: str, overrides: list[str]) -> None:
-    from composer_fsdp2.compat.install import train_from_yaml  # here and not above: --help need not wait for torch
+    def __post_init__(self) -> None:
+        if not Path(self.yaml).is_file():
+            raise typer.BadParameter(f"no such file: {self.yaml}", param_hint="YAML")
 
-    train_from_yaml(yaml, overrides)
+    def __call__(self) -> None:
+        from composer_fsdp2.compat.install import train_from_yaml  # here and not above: --help need not wait for torch
+
+        train_from_yaml(self.yaml, self.context.args)

@@ -3,9 +3,8 @@
 Reading, documentation and tests walk these tables; a new key is a new row in one of them.
 """
 
-import enum
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Outcome
@@ -71,88 +70,42 @@ POSITIVE_INT = takes_if("an integer from 1 on", lambda value: _is_int(value) and
 TEXT = takes_if("a string", lambda value: isinstance(value, str))
 
 
-class Aspect(enum.Enum):
-    """What of a run a key decides; a target's key for it goes where the old key stood."""
-
-    MESH = "mesh"
-    RESHARD = "reshard_after_forward"
-    PRECISION = "mixed_precision"
-    OFFLOAD = "cpu_offload"
-    CHECKPOINTING = "activation_checkpointing"
-    BACKWARD_PREFETCH = "prefetch in backward"
-    FORWARD_PREFETCH = "prefetch in forward"
-    GRADIENT_SYNC = "gradient_sync"
-    SYNC = "sync_module_states"
-    WRAP = "wrap"
-    FREEZE = "freeze"
-    CONTEXT = "context parallelism"
-    TILING = "tiled MLP"
-    EXPERTS = "idle experts"
-    STATE_DICT = "state_dict_type"
-    ASYNC_SAVE = "async_save"
-    OTHER = "other"  # each its own: no key of a dialect stands for another's
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One key of a system: what it means there, and its usual outcome. A value can have another; ``decide`` says it.
+    """One key of a system: its meaning there, and its usual outcome under FSDP2.
 
     Args:
         name: With dots, from where the system reads it.
-        default: What the system takes if the file does not say it.
-        defaults: The same, by who reads the file, where readers differ.
+        meaning: In its system.
         takes: How a value is parsed.
-        outcome: Of a value that asks for something.
+        default: The value in effect where a file does not set the key.
         neutral: Values that ask for nothing.
-        decide: Where the value decides the outcome: from the usual finding, and what the system's reader knows of the
-            whole section, to the finding that holds.
-        aspect: What of a run the key decides.
-        detail_of: The aspect whose key it stands by, as a detail of it; alone it decides none.
-        tells_default: Whether a file without it asks for something all the same, by its default.
-        only_with: The key without which the system does not read this one.
-        aliases: Other names of the key, such as those of earlier releases.
+        aliases: Other names, such as those of earlier releases.
         nested: Keys of its value, where that may be a mapping.
-        instead_of: Keys that say the same in other words; one only can be given.
-        of_modules: What becomes of the key in the settings of a single module; None where it is not known there.
-        group: Which part of the system's table it belongs to.
-        read_by: Who reads it, if not everyone; for all others it is a word without effect.
-        checked_by: Who stops at a bad value, and does nothing with a good one.
-        instead: By a reader that passes over it, what does the same there.
-        capability: What of a run the key asks a target for, by its name in ``migration/capabilities.py``; what the
-            target makes of it is told of the key.
-        elsewhere: What the system's own FSDP2 does with it.
-        sets: The field of a ``ShardingConfig`` that holds the parsed value, with dots, if one does.
-        rewrite: From the row, the value and the whole section to the entries of the system's own FSDP2 words that come
-            in its place; None keeps it as it is.
+        only_with: The key, or ``key = value or value``, without which the system does not read this one.
+        group: The part of the system's table that it belongs to.
+        fields: The fields of a run that it decides, by dotted names or prefixes of them, the most important first.
+        outcome: Of a value that asks for something; with ``target``, ``reason`` and ``hint``.
+        decide: From the usual finding, and the system's effective configuration, to the finding of this value.
+        elsewhere: What the system's own FSDP2 does with the key.
     """
 
     name: str
     meaning: str = ""
-    default: Any = None
-    defaults: Mapping[Any, Any] = field(default_factory=dict)
     takes: Takes = ANY
+    default: Any = None
+    neutral: tuple[Any, ...] = ()
+    aliases: tuple[str, ...] = ()
+    nested: tuple[str, ...] = ()
+    only_with: str = ""
+    group: str = ""
+    fields: tuple[str, ...] = ()
     outcome: Outcome
     target: str = ""
     reason: str = ""
     hint: str = ""
-    neutral: tuple[Any, ...] = ()
     decide: Callable[[Finding, Any], Finding] | None = None
-    aspect: Aspect = Aspect.OTHER
-    detail_of: Aspect = Aspect.OTHER
-    tells_default: bool = False
-    only_with: str = ""
-    aliases: tuple[str, ...] = ()
-    nested: tuple[str, ...] = ()
-    instead_of: tuple[str, ...] = ()
-    of_modules: Outcome | None = None
-    group: str = ""
-    read_by: Collection[Any] = ()
-    checked_by: Collection[Any] = ()
-    instead: Mapping[Any, str] = field(default_factory=dict)
-    capability: str = ""
     elsewhere: str = ""
-    sets: str = ""
-    rewrite: Callable[["Row", Any, Mapping[str, Any]], list[tuple[str, Any]]] | None = None
 
     def is_neutral(self, value: Any) -> bool:
         return _is_among(value, self.neutral)

@@ -103,6 +103,7 @@ class ShardingConfig(Value):
     ``sync_module_states`` None: rank 0's values go out only where some ranks have none.
     ``collective_guard``: for how many seconds ranks wait for each other before a collective; None: they do not compare.
     ``freeze``: paths; parameters there and below are not trained.
+    ``train_only``: regular expressions of the names of the parameters that are trained, if any are given.
     ``expert_parallel_degree``: over how many ranks the experts of a layer are split.
     ``context_parallel_degree``: over how many ranks the sequences of a batch are divided.
     ``check_data``: whether ranks that share a batch compare it; None: yes.
@@ -125,6 +126,7 @@ class ShardingConfig(Value):
     collective_guard: float | None = None
     sync_module_states: bool | None = False
     freeze: tuple[str, ...] = ()
+    train_only: tuple[str, ...] = ()
     expert_parallel_degree: int = 1
     context_parallel_degree: int = 1
     check_data: bool | None = None

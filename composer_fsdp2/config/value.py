@@ -3,9 +3,11 @@
 import enum
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Value:
@@ -19,6 +21,13 @@ class Value:
     def to_json(self) -> dict[str, Any]:
         values: dict[str, Any] = plain(self)
         return values
+
+
+def with_field(value: T, name: str, new: Any) -> T:
+    """The dataclass with another value of one field; of a nested field by its dotted name."""
+    first, _, rest = name.partition(".")
+    inner = with_field(getattr(value, first), rest, new) if rest else new
+    return replace(value, **{first: inner})  # type: ignore[type-var]
 
 
 def plain(value: object) -> Any:

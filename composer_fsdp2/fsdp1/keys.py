@@ -1,20 +1,20 @@
 """THE TABLE: one row per key that an ``fsdp_config`` may hold: how it is read, and what becomes of it under FSDP2.
 
 The translation, the documentation and the tests read this table. A new key is a new row here; one that decides a field
-of the configuration by itself says in ``sets`` which. Meanings and defaults: Composer 0.32.1
+of the configuration by itself says in ``fields`` which. Meanings and defaults: Composer 0.32.1
 (``composer/utils/parallelism.py``, ``composer/distributed/dist_strategy.py``), and Composer's history for the legacy
 keys.
 """
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.parallel import IdleExperts
-from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, Aspect, Row, idle, takes_by, takes_if
+from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, Row, idle, takes_by, takes_if
 from composer_fsdp2.config.sharding import GradientDtype, GradientSync, MixedPrecision
 from composer_fsdp2.fsdp1.parallel_words import (
     TILED_KEYS,
@@ -46,6 +46,7 @@ from composer_fsdp2.fsdp1.policy_words import (
     WRAP_KEYS,
     parse_checkpointed_classes,
     parse_freeze,
+    parse_train_only,
     parse_wrap_policy,
 )
 
@@ -57,6 +58,26 @@ class KeyGroup(enum.StrEnum):
     FSDP2 = "Composer's FSDP2Config, or fully_shard itself"
     LEGACY = "a Composer release before 0.32"
     OURS = "composer_fsdp2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key(Row):
+    """A key of an ``fsdp_config``.
+
+    Args:
+        defaults: The default of readers for which it is another one.
+        sets: Whether the parsed value is the value of its field of a ``ShardingConfig``.
+        instead_of: Keys that say the same in other words; one only can be given.
+        of_modules: What becomes of the key in the settings of a single module; None where it is not known there.
+        rewrite: From the row, the value and the whole section to the entries of FSDP2's keys that replace it; None
+            keeps it as it is.
+    """
+
+    defaults: Mapping[Any, Any] = field(default_factory=dict)
+    sets: bool = False
+    instead_of: tuple[str, ...] = ()
+    of_modules: Outcome | None = None
+    rewrite: Callable[[Row, Any, Mapping[str, Any]], list[tuple[str, Any]]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +293,7 @@ _TILED_MLP = takes_by("a mapping of classes and chunks, or null", parse_tiled_ml
 _IDLE_EXPERTS = takes_by("in_order, or null", parse_idle_experts, tuple(each.value for each in IdleExperts))
 _IDLE_TOWERS = takes_by("auto, a list of modules' paths, or null", parse_idle_towers, (AUTO,))
 _PREFIXES = takes_by("a list of prefixes of parameters' names, or null", parse_freeze)
+_PATTERNS = takes_by("a list of regular expressions of parameters' names, or null", parse_train_only)
 
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 _KEPT = "Composer reads it from the same configuration object, as before"
@@ -280,256 +302,245 @@ IGNORED_BY_COMPOSER = _IGNORED = "plain Composer 0.32.1 ignores it under FSDP2, 
 _READ = "plain Composer 0.32.1 reads it as well"
 
 # fmt: off
-_ROWS: tuple[Row, ...] = (
-    Row(name="activation_checkpointing", capability="activation_checkpointing",
-        takes=BOOL, default=False, outcome=_EXACT,
-        target="checkpoint_wrapper, applied before fully_shard", aspect=Aspect.CHECKPOINTING,
-        sets="activation_checkpointing.checkpoint",
-        meaning="recompute the activations of the modules that the model's hooks choose",
+_ROWS: tuple[Key, ...] = (
+    Key(name="activation_checkpointing", takes=BOOL, default=False, outcome=_EXACT,
+        target="checkpoint_wrapper, applied before fully_shard", fields=("activation_checkpointing.checkpoint",),
+        sets=True, meaning="recompute the activations of the modules that the model's hooks choose",
         reason="the same wrapper inside the unit, as FSDP1 had it: FSDP(AC(block))",
         elsewhere=f"{_READ}, and wraps the other way round"),
-    Row(name="activation_checkpointing_reentrant", capability="reentrant checkpointing",
-        detail_of=Aspect.CHECKPOINTING, takes=BOOL, default=True,
+    Key(name="activation_checkpointing_reentrant", takes=BOOL, default=True,
         outcome=_EXACT,
-        target="CheckpointImpl.REENTRANT or NO_REENTRANT", sets="activation_checkpointing.reentrant",
+        target="CheckpointImpl.REENTRANT or NO_REENTRANT", fields=("activation_checkpointing.reentrant",), sets=True,
         meaning="which of torch's two implementations recomputes",
         reason="both implementations run inside a fully_shard unit", elsewhere=f"{_IGNORED}: it never reenters",
         defaults={FSDP2_READER: False}),
-    Row(name="activation_cpu_offload", capability="activation offloading",
-        detail_of=Aspect.CHECKPOINTING, takes=BOOL, default=False, outcome=_EXACT,
-        target="offload_wrapper, applied before fully_shard", sets="activation_checkpointing.cpu_offload",
-        meaning="keep the chosen modules' saved activations in host memory",
+    Key(name="activation_cpu_offload", takes=BOOL, default=False, outcome=_EXACT,
+        target="offload_wrapper, applied before fully_shard", fields=("activation_checkpointing.cpu_offload",),
+        sets=True, meaning="keep the chosen modules' saved activations in host memory",
         reason="the same wrapper, around the checkpointing one", elsewhere=_READ),
-    Row(name="auto_wrap", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_unless_default,
+    Key(name="auto_wrap", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_unless_default,
         meaning="only gates load_monolith_rank0_only; wrapping itself never read it",
         reason=f"it decides nothing about sharding; {_KEPT}"),
-    Row(name="backward_prefetch", capability="prefetch in backward", default="BACKWARD_POST", outcome=_APPROXIMATE,
+    Key(name="backward_prefetch", fields=("prefetch.backward",), default="BACKWARD_POST", outcome=_APPROXIMATE,
         target="set_modules_to_backward_prefetch; BACKWARD_POST as BACKWARD_PRE", takes=_BACKWARD_PREFETCH,
-        aspect=Aspect.BACKWARD_PREFETCH, decide=_backward_prefetch, rewrite=_rewrite_backward_prefetch,
+        decide=_backward_prefetch, rewrite=_rewrite_backward_prefetch,
         of_modules=_EXACT,
         meaning="when backward gathers the next unit: NONE, BACKWARD_PRE or BACKWARD_POST",
         reason="FSDP2 gathers before the gradient computation (PRE) by itself; NONE is an explicit empty choice; "
         "nothing gathers after it (POST): one more unit in memory at the peak"),
-    Row(name="backward_prefetch_limit", capability="prefetch in backward",
-        detail_of=Aspect.BACKWARD_PREFETCH, default=1, outcome=_APPROXIMATE,
+    Key(name="backward_prefetch_limit", fields=("prefetch.backward",), default=1, outcome=_APPROXIMATE,
         target="set_modules_to_backward_prefetch, lists of that length", takes=POSITIVE_INT, neutral=(1,),
         rewrite=_unless_default, meaning="how many units backward prefetches",
         reason="the lists follow the order of registration; FSDP1 followed the order of execution that it recorded"),
-    Row(name="cpu_offload", default=False, outcome=_EXACT, target="CPUOffloadPolicy", takes=_OFFLOAD,
-        aspect=Aspect.OFFLOAD, rewrite=_unless_default, of_modules=_EXACT,
+    Key(name="cpu_offload", fields=("cpu_offload",), default=False, outcome=_EXACT, target="CPUOffloadPolicy",
+        takes=_OFFLOAD, rewrite=_unless_default, of_modules=_EXACT,
         meaning="keep parameters, gradients and optimizer state in host memory",
         reason="works here; Composer refused it under FSDP1 and dropped it under its own FSDP2",
         elsewhere=f"{_IGNORED}: parameters stay on the GPU"),
-    Row(name="data_parallel_shard_degree", takes=INT, default=-1, outcome=_EXACT, target="the mesh's shard axis",
-        aspect=Aspect.MESH, decide=_degree, rewrite=_rewrite_degree,
+    Key(name="data_parallel_shard_degree", fields=("mesh",), takes=INT, default=-1, outcome=_EXACT,
+        target="the mesh's shard axis", decide=_degree, rewrite=_rewrite_degree,
         meaning="over how many ranks a parameter is sharded; -1 for what the world size leaves",
         reason="the same device mesh", elsewhere=f"{_IGNORED}: it shards over all ranks"),
-    Row(name="data_parallel_replicate_degree", takes=_OPTIONAL_INT, default=None, outcome=_EXACT,
-        target="the mesh's replicate axis (HSDP)", aspect=Aspect.MESH, decide=_degree, rewrite=_rewrite_degree,
+    Key(name="data_parallel_replicate_degree", fields=("mesh",), takes=_OPTIONAL_INT, default=None, outcome=_EXACT,
+        target="the mesh's replicate axis (HSDP)", decide=_degree, rewrite=_rewrite_degree,
         meaning="how many replicas of the sharded model there are", reason="the same device mesh",
         elsewhere=f"{_IGNORED}: it shards over all ranks, without replicas"),
-    Row(name="forward_prefetch", capability="prefetch in forward", takes=BOOL, default=False, outcome=_APPROXIMATE,
-        target="set_modules_to_forward_prefetch", aspect=Aspect.FORWARD_PREFETCH, neutral=(False,),
+    Key(name="forward_prefetch", fields=("prefetch.forward",), takes=BOOL, default=False, outcome=_APPROXIMATE,
+        target="set_modules_to_forward_prefetch", neutral=(False,),
         rewrite=_unless_default, of_modules=_EXACT, meaning="gather the next unit explicitly during forward",
         reason="the lists follow the order of registration; FSDP1 followed the order of execution that it recorded"),
-    Row(name="forward_prefetch_limit", capability="prefetch in forward",
-        detail_of=Aspect.FORWARD_PREFETCH, default=1, outcome=_APPROXIMATE,
+    Key(name="forward_prefetch_limit", fields=("prefetch.forward",), default=1, outcome=_APPROXIMATE,
         target="set_modules_to_forward_prefetch, lists of that length", takes=POSITIVE_INT, neutral=(1,),
         rewrite=_unless_default, meaning="how many units forward_prefetch prefetches",
         reason="the lists follow the order of registration; FSDP1 followed the order of execution that it recorded"),
-    Row(name="ignored_modules", capability="ignored_modules",
-        default=None, outcome=_EXACT, target="ignored_params, for everything below them",
-        takes=_MODULES, sets="ignored_modules", decide=_ignored_modules, rewrite=_unless_default,
+    Key(name="ignored_modules", default=None, outcome=_EXACT, target="ignored_params, for everything below them",
+        takes=_MODULES, fields=("ignored_modules",), sets=True, decide=_ignored_modules, rewrite=_unless_default,
         of_modules=_UNSUPPORTED,
         meaning="modules whose parameters and buffers FSDP leaves alone",
         reason="unsharded and left alone on all ranks, gradients not averaged; clipping and loss scaling include them",
         elsewhere=f"{_IGNORED}: all modules are sharded"),
-    Row(name="keep_low_precision_grads", capability="keep_low_precision_grads",
-        detail_of=Aspect.PRECISION, takes=BOOL, default=False, outcome=_EXACT,
-        target="parameters whose own dtype is reduce_dtype", decide=_low_precision_grads, rewrite=_unless_default,
-        meaning="leave gradients in the dtype they were reduced in",
+    Key(name="keep_low_precision_grads", fields=("mixed_precision.gradients",), takes=BOOL, default=False,
+        outcome=_EXACT, target="parameters whose own dtype is reduce_dtype", decide=_low_precision_grads,
+        rewrite=_unless_default, meaning="leave gradients in the dtype they were reduced in",
         reason="fully_shard casts gradients to the parameter's own dtype: where that is not the dtype they are reduced "
-        "in, the plan raises and names the parameter",
-        elsewhere=f"{_IGNORED}: gradients have their parameters' dtype"),
-    Row(name="limit_all_gathers", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_removed,
+        "in, the plan raises and names the parameter", elsewhere=f"{_IGNORED}: gradients have their parameters' dtype"),
+    Key(name="limit_all_gathers", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_removed,
         of_modules=_UNNEEDED,
         meaning="wait on the CPU so that too many gathers do not pile up in GPU memory",
         reason="FSDP2's memory is freed without that wait"),
-    Row(name="load_monolith_rank0_only", takes=BOOL, default=False, outcome=_EXACT,
+    Key(name="load_monolith_rank0_only", takes=BOOL, default=False, outcome=_EXACT,
         target="load_checkpoint, once the model is sharded",
         meaning="read a monolithic checkpoint on rank 0 and send it to the others",
         reason="each rank reads its own part of the file: no rank holds the whole model, and nothing is sent",
         elsewhere=_READ),
-    Row(name="load_planner", default=None, outcome=_EXACT, target="", meaning="the DCP planner for loading",
+    Key(name="load_planner", default=None, outcome=_EXACT, target="", meaning="the DCP planner for loading",
         reason=_KEPT),
-    Row(name="mixed_precision", default="DEFAULT", outcome=_EXACT,
+    Key(name="mixed_precision", fields=("mixed_precision",), default="DEFAULT", outcome=_EXACT,
         target="MixedPrecisionPolicy, and casts of the buffers", takes=_MIXED_PRECISION,
-        nested=(*DTYPE_KEYS, UNREAD_DTYPE_KEY), aspect=Aspect.PRECISION, of_modules=_EXACT,
+        nested=(*DTYPE_KEYS, UNREAD_DTYPE_KEY), of_modules=_EXACT,
         meaning="DEFAULT, PURE, FULL, or a dict of param_dtype, reduce_dtype, buffer_dtype",
         reason="same dtypes; inputs are cast at roots only, batch norms stay in fp32, as FSDP1 did",
         elsewhere=f"{_READ}, without the buffers, and casts the inputs of all units"),
-    Row(name="process_group", default=None, outcome=_EXACT, target="a device mesh over each group of ranks",
-        takes=_GROUPS, neutral=(None,), aspect=Aspect.MESH, rewrite=_unless_default, of_modules=_EXACT,
+    Key(name="process_group", fields=("mesh",), default=None, outcome=_EXACT,
+        target="a device mesh over each group of ranks", takes=_GROUPS, neutral=(None,), rewrite=_unless_default,
+        of_modules=_EXACT,
         meaning="which ranks share a unit, instead of the mesh: self, node, local_rank_across_nodes, setK, modK, "
         "ranks, a ProcessGroup, or a pair of these",
         reason="gradients are averaged within a group only, as under FSDP1",
         elsewhere=f"{_IGNORED}: it shards over all ranks"),
-    Row(name="save_planner", default=None, outcome=_EXACT, target="", meaning="the DCP planner for saving",
+    Key(name="save_planner", default=None, outcome=_EXACT, target="", meaning="the DCP planner for saving",
         reason=_KEPT),
-    Row(name="sharded_ckpt_prefix_dir", takes=_OPTIONAL_TEXT, default="ep{epoch}-ba{batch}", outcome=_EXACT, target="",
+    Key(name="sharded_ckpt_prefix_dir", takes=_OPTIONAL_TEXT, default="ep{epoch}-ba{batch}", outcome=_EXACT, target="",
         meaning="the folder of each sharded checkpoint", reason=_KEPT),
-    Row(name="sharding_strategy", default="FULL_SHARD", outcome=_EXACT, target="the mesh and reshard_after_forward",
-        takes=_STRATEGY, aspect=Aspect.RESHARD, decide=_strategy, rewrite=_rewrite_strategy, of_modules=_EXACT,
-        meaning="FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or _HYBRID_SHARD_ZERO2",
+    Key(name="sharding_strategy", fields=("reshard_after_forward", "mesh"), default="FULL_SHARD", outcome=_EXACT,
+        target="the mesh and reshard_after_forward", takes=_STRATEGY, decide=_strategy, rewrite=_rewrite_strategy,
+        of_modules=_EXACT, meaning="FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or _HYBRID_SHARD_ZERO2",
         reason="FULL_SHARD frees parameters after forward, SHARD_GRAD_OP keeps them, HYBRID is a 2-D mesh, NO_SHARD a "
         "2-D mesh with one rank on its shard axis", elsewhere=f"{_IGNORED}: it shards fully"),
-    Row(name="state_dict_type", capability="state_dict_type",
-        default="full", outcome=_EXACT, target="", takes=_STATE_DICT_TYPE,
-        aspect=Aspect.STATE_DICT, meaning="what a checkpoint is: full (one file) or sharded (a DCP folder)",
+    Key(name="state_dict_type", fields=("state_dict_type",), default="full", outcome=_EXACT, target="",
+        takes=_STATE_DICT_TYPE, meaning="what a checkpoint is: full (one file) or sharded (a DCP folder)",
         reason="the same form of checkpoint as before; FSDP1's default, full, stays",
         elsewhere=f"{_READ}; its own default is sharded"),
-    Row(name="sync_module_states", capability="sync_module_states", takes=BOOL, default=False, outcome=_EXACT,
-        target="a broadcast per unit before it is sharded", aspect=Aspect.SYNC, rewrite=_rewrite_sync,
+    Key(name="sync_module_states", fields=("sync_module_states",), takes=BOOL, default=False, outcome=_EXACT,
+        target="a broadcast per unit before it is sharded", rewrite=_rewrite_sync,
         defaults={FSDP2_READER: None}, of_modules=_UNSUPPORTED,
         meaning="every rank begins with rank 0's parameters and buffers",
         reason="parameters and buffers, non-persistent ones included, go out from rank 0",
         elsewhere=f"{_IGNORED}: ranks that were initialized differently train different models"),
-    Row(name="te_checkpoint_wrapper", capability="Transformer Engine",
-        detail_of=Aspect.CHECKPOINTING, takes=BOOL, default=False, outcome=_UNNEEDED,
-        target="", decide=_te_checkpoint,
-        rewrite=_unless_default, meaning="Transformer Engine's checkpointing, under amp_fp8 only",
+    Key(name="te_checkpoint_wrapper", fields=("activation_checkpointing.transformer_engine",), takes=BOOL,
+        default=False, outcome=_UNNEEDED, target="", decide=_te_checkpoint, rewrite=_unless_default,
+        meaning="Transformer Engine's checkpointing, under amp_fp8 only",
         reason="FSDP1 read it under precision amp_fp8 only; there it is the same wrapper, of Transformer Engine"),
-    Row(name="te_shard_fp8_weight", takes=BOOL, default=False, outcome=_UNNEEDED, target="", decide=_te_weight,
+    Key(name="te_shard_fp8_weight", takes=BOOL, default=False, outcome=_UNNEEDED, target="", decide=_te_weight,
         rewrite=_unless_default, meaning="shard Transformer Engine's fp8 weights, under amp_fp8 only",
         reason="FSDP1 read it under precision amp_fp8 only; there it is unsupported"),
-    Row(name="use_orig_params", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_removed,
+    Key(name="use_orig_params", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_removed,
         of_modules=_UNNEEDED,
         meaning="show the original parameters (true) or one flat parameter per unit (false)",
         reason="fully_shard always keeps the parameters apart; what false forbade (parameter groups, subsets) works"),
-    Row(name="verbose", capability="verbose",
-        takes=BOOL, default=False, outcome=_EXACT, target="", meaning="log what was done",
-        reason="logs the translation and the plan", elsewhere=_READ),
+    Key(name="verbose", fields=("verbose",), takes=BOOL, default=False, outcome=_EXACT, target="",
+        meaning="log what was done", reason="logs the translation and the plan", elsewhere=_READ),
     # FSDP2's own words.
-    Row(name="reshard_after_forward", takes=_RESHARD, default=True, group=KeyGroup.FSDP2, outcome=_EXACT,
-        target="reshard_after_forward", aspect=Aspect.RESHARD, of_modules=_EXACT,
+    Key(name="reshard_after_forward", fields=("reshard_after_forward",), takes=_RESHARD, default=True,
+        group=KeyGroup.FSDP2, outcome=_EXACT, target="reshard_after_forward", of_modules=_EXACT,
         meaning="free a unit's parameters after forward: true, false, or the size of the group to keep them in",
         reason="the same argument; a root keeps its parameters until backward, as under FSDP1", elsewhere=_READ),
-    Row(name="device_mesh", default=None, group=KeyGroup.FSDP2, outcome=_EXACT, target="the mesh", of_modules=_EXACT,
-        instead_of=("data_parallel_shard_degree", "data_parallel_replicate_degree"),
+    Key(name="device_mesh", fields=("mesh",), default=None, group=KeyGroup.FSDP2, outcome=_EXACT, target="the mesh",
+        of_modules=_EXACT, instead_of=("data_parallel_shard_degree", "data_parallel_replicate_degree"),
         meaning="a DeviceMesh, 1-D or 2-D", reason="the same ranks on the same axes"),
-    Row(name="mp_policy", default=None, group=KeyGroup.FSDP2, outcome=_EXACT, target="mp_policy", takes=_MP_POLICY,
-        aspect=Aspect.PRECISION, of_modules=_EXACT, instead_of=("mixed_precision",),
+    Key(name="mp_policy", fields=("mixed_precision",), default=None, group=KeyGroup.FSDP2, outcome=_EXACT,
+        target="mp_policy", takes=_MP_POLICY, of_modules=_EXACT, instead_of=("mixed_precision",),
         meaning="a MixedPrecisionPolicy", reason="the same argument"),
-    Row(name="offload_policy", default=None, group=KeyGroup.FSDP2, outcome=_EXACT, target="offload_policy",
-        takes=_OFFLOAD, aspect=Aspect.OFFLOAD, of_modules=_EXACT, instead_of=("cpu_offload",),
-        meaning="an OffloadPolicy",
-        reason="the same argument; memory is pinned only where there is an accelerator"),
+    Key(name="offload_policy", fields=("cpu_offload",), default=None, group=KeyGroup.FSDP2, outcome=_EXACT,
+        target="offload_policy", takes=_OFFLOAD, of_modules=_EXACT, instead_of=("cpu_offload",),
+        meaning="an OffloadPolicy", reason="the same argument; memory is pinned only where there is an accelerator"),
     # What older Composer releases accepted.
-    Row(name="min_params", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="", rewrite=_removed,
+    Key(name="min_params", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="", rewrite=_removed,
         meaning="wrap modules above this size (until 0.15)", reason="Composer has ignored it since 0.16"),
-    Row(name="flatten_parameters", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="", rewrite=_removed,
+    Key(name="flatten_parameters", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="", rewrite=_removed,
         meaning="flatten a unit's parameters (until 0.17)",
         reason="Composer has ignored it since; FSDP2 has no flat parameter"),
-    Row(name="load_fsdp_monolith_rank0_only", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="",
+    Key(name="load_fsdp_monolith_rank0_only", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="",
         rewrite=_removed, meaning="the old name of load_monolith_rank0_only",
         reason="Composer ignores it since 0.24; set load_monolith_rank0_only instead"),
     # Ours.
-    Row(name="activation_checkpointing_policy", capability="recomputed modules",
-        detail_of=Aspect.CHECKPOINTING, default=None, group=KeyGroup.OURS,
+    Key(name="activation_checkpointing_policy", default=None, group=KeyGroup.OURS,
         outcome=_EXACT, target="checkpoint_wrapper on each module of these classes", takes=_CHECKPOINTED,
-        neutral=(None,), sets="activation_checkpointing.classes",
+        neutral=(None,), fields=("activation_checkpointing.classes",), sets=True,
         meaning="the classes of the modules that activation_checkpointing and activation_cpu_offload are for, in the "
         "place of the model's activation_checkpointing_fn; auto: the model's _no_split_modules, or else those of "
         "wrap_policy",
         reason="the modules of these classes are chosen by name"),
-    Row(name="async_save", capability="async_save", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
-        target="a background thread with a gloo group of its own", aspect=Aspect.ASYNC_SAVE,
+    Key(name="async_save", fields=("async_save",), takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
+        target="a background thread with a gloo group of its own",
         meaning="training goes on while a Trainer's checkpoint is written from a copy in host memory",
         reason="read by the Trainer's checkpoint saver; needs host memory for one more shard, pinned beside a GPU"),
-    Row(name="broadcast_batch", capability="broadcast_batch", takes=_BROADCAST_BATCH, default=None,
-        group=KeyGroup.OURS, outcome=_EXACT, target="a broadcast or a gather of each batch, over gloo", neutral=(None,),
-        sets="broadcast_batch",
+    Key(name="broadcast_batch", takes=_BROADCAST_BATCH, default=None, group=KeyGroup.OURS, outcome=_EXACT,
+        target="a broadcast or a gather of each batch, over gloo", neutral=(None,), fields=("broadcast_batch",),
+        sets=True,
         meaning="how ranks that share a batch (a tensor or context axis above 1) come to have the same one: false "
         "(their loaders give it to each of them), first (the first rank's goes to all), gather (they take the rows of "
         "all of them); without the key gather where sequences are divided, else false",
         reason="false is what Composer did; under first the other ranks' samples are read and not trained on, under "
         "gather no sample is lost"),
-    Row(name="check_data", capability="check_data", takes=_CHECK_DATA, default=None, group=KeyGroup.OURS,
-        outcome=_EXACT,
-        target="a hash of the first batch of each epoch and evaluation", neutral=(None,), sets="check_data",
+    Key(name="check_data", takes=_CHECK_DATA, default=None, group=KeyGroup.OURS, outcome=_EXACT,
+        target="a hash of the first batch of each epoch and evaluation", neutral=(None,), fields=("check_data",),
+        sets=True,
         meaning="whether ranks that share a batch compare it, and raise where it differs; without the key they do",
         reason="under FSDP1 such ranks trained on parts of different samples, with finite losses and no error"),
-    Row(name="collective_guard", capability="collective_guard", default=None, group=KeyGroup.OURS, outcome=_EXACT,
+    Key(name="collective_guard", default=None, group=KeyGroup.OURS, outcome=_EXACT,
         target="the connections of the votes: local sockets, and one gloo group of the nodes' first ranks",
-        takes=_SECONDS, neutral=(None,), sets="collective_guard",
+        takes=_SECONDS, neutral=(None,), fields=("collective_guard",), sets=True,
         meaning="for how many seconds ranks wait for each other before each collective, where they compare what they "
         "are about to do",
         reason="ranks that run different modules raise on all of them and name the place, instead of hanging; each "
         "collective costs a small one more"),
-    Row(name="context_parallel_degree", capability="context parallelism", takes=POSITIVE_INT, default=1,
+    Key(name="context_parallel_degree", takes=POSITIVE_INT, default=1,
         group=KeyGroup.OURS, outcome=_EXACT, target="attention that exchanges heads for sequence (Ulysses)",
-        neutral=(1,), aspect=Aspect.CONTEXT, sets="context_parallel_degree",
+        neutral=(1,), fields=("context_parallel_degree",), sets=True,
         meaning="over how many ranks the sequences of a batch are divided; these ranks share one batch",
         reason="each rank computes all but attention on its part of the sequence; parameters are sharded over all "
         "ranks, as without it"),
-    Row(name="expert_parallel_degree", capability="split experts", takes=POSITIVE_INT, default=1,
+    Key(name="expert_parallel_degree", takes=POSITIVE_INT, default=1,
         group=KeyGroup.OURS, outcome=_EXACT, target="experts that lie on different ranks, to which tokens travel",
-        neutral=(1,), sets="expert_parallel_degree",
+        neutral=(1,), fields=("expert_parallel_degree",), sets=True,
         meaning="over how many ranks the experts of a layer are split, where one weight holds them all (torch_dmoe); "
         "fully_shard shards each part over the other ranks",
         reason="tokens travel to the ranks of their experts and back; everything else is sharded over all ranks, each "
         "of which has its own batch"),
-    Row(name="freeze", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="requires_grad_(False), before the "
-        "model is sharded", takes=_PREFIXES, neutral=(None,), aspect=Aspect.FREEZE, sets="freeze",
-        capability="frozen parameters",
+    Key(name="freeze", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="requires_grad_(False), before the "
+        "model is sharded", takes=_PREFIXES, neutral=(None,), fields=("freeze",), sets=True,
         meaning="prefixes of the names of parameters that are not trained; they end at dots",
         reason="frozen before the units are planned; the optimizer leaves them as they are"),
-    Row(name="fsdp1_metric_names", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
+    Key(name="fsdp1_metric_names", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
         target="_fsdp_wrapped_module and _checkpoint_wrapped_module in logged names", decide=_metric_names,
         meaning="OptimizerMonitor and ActivationMonitor log under the names that they had in FSDP1's runs",
         reason="for dashboards that compare old runs with new ones; the values are the full parameters' either way"),
-    Row(name="gradient_sync", capability="gradient_sync", default="every", group=KeyGroup.OURS, outcome=_EXACT,
-        target="set_requires_gradient_sync, set_requires_all_reduce", takes=_GRADIENT_SYNC, aspect=Aspect.GRADIENT_SYNC,
-        sets="accumulation.gradient_sync", decide=_gradient_sync,
+    Key(name="gradient_sync", default="every", group=KeyGroup.OURS, outcome=_EXACT,
+        target="set_requires_gradient_sync, set_requires_all_reduce", takes=_GRADIENT_SYNC,
+        fields=("accumulation.gradient_sync",), sets=True, decide=_gradient_sync,
         meaning="in which microbatches of a batch gradients are communicated: every, last, or defer_replica (over "
         "replicas in the last one only)",
         reason="every is what FSDP1 did under Composer; last keeps unsharded gradients in memory, defer_replica does "
         "not"),
-    Row(name="idle_experts", capability="idle experts", aspect=Aspect.EXPERTS, default=None,
-        group=KeyGroup.OURS, outcome=_EXACT, sets="idle_experts", takes=_IDLE_EXPERTS, neutral=(None,),
+    Key(name="idle_experts", default=None,
+        group=KeyGroup.OURS, outcome=_EXACT, fields=("idle_experts",), sets=True, takes=_IDLE_EXPERTS, neutral=(None,),
         target="hooks on each block of experts, after the model is sharded",
         meaning="in_order: where experts are units of their own, every rank runs each of them once a forward, in the "
         "order of registration, on no rows where none of its tokens chose it",
         reason="all ranks gather the same experts in one order; no rows cost no floating point work, and their "
         "gradients are exactly zero"),
-    Row(name="idle_towers", capability="idle towers", default=None, group=KeyGroup.OURS, outcome=_EXACT,
+    Key(name="idle_towers", default=None, group=KeyGroup.OURS, outcome=_EXACT,
         target="hooks on each tower and beside it, after the model is sharded", takes=_IDLE_TOWERS, neutral=(None,),
-        sets="idle_towers",
+        fields=("idle_towers",), sets=True,
         meaning="parts with units that a batch may not enter, as a vision tower: auto for those of transformers' "
         "models, or a list of modules' paths; a rank whose batch does not enter one runs it on an example, where "
         "another rank enters it",
         reason="ranks ask each other, through small messages between their hosts, before each part that all run; the "
         "example's gradients are exactly zero"),
-    Row(name="reshard_after_backward", capability="reshard_after_backward",
-        takes=BOOL, default=True, group=KeyGroup.OURS, outcome=_EXACT,
-        target="set_reshard_after_backward", sets="accumulation.reshard_after_backward",
+    Key(name="reshard_after_backward", takes=BOOL, default=True, group=KeyGroup.OURS, outcome=_EXACT,
+        target="set_reshard_after_backward", fields=("accumulation.reshard_after_backward",), sets=True,
         meaning="free a unit's parameters after each microbatch's backward (true), or after the last one's (false)",
         reason="true is what FSDP1 did; false gathers less often and keeps the gathered parameters in memory"),
-    Row(name="strict", takes=BOOL, default=True, group=KeyGroup.OURS, outcome=_UNNEEDED, target="",
+    Key(name="strict", takes=BOOL, default=True, group=KeyGroup.OURS, outcome=_UNNEEDED, target="",
         meaning="refuse what cannot be carried over (true), or warn and go on (false)", rewrite=_removed,
         reason="deprecated: what cannot be carried over is refused whatever it says, by the key that is to be changed"),
-    Row(name="tiled_mlp", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="tile_mlp, before the model is "
-        "sharded", takes=_TILED_MLP, neutral=(None,), nested=TILED_KEYS, aspect=Aspect.TILING,
-        sets="tiled_mlp", capability="tiled MLP",
+    Key(name="tiled_mlp", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="tile_mlp, before the model is "
+        "sharded", takes=_TILED_MLP, neutral=(None,), nested=TILED_KEYS, fields=("tiled_mlp",), sets=True,
         meaning="the MLPs (classes: a list) that are computed in pieces of the sequence (chunks: how many)",
         reason="one piece's activations are in memory at a time; each piece is computed once more in backward"),
-    Row(name="trust_checkpoint", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
+    Key(name="train_only", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="requires_grad_(False) on all "
+        "other parameters, before the model is sharded", takes=_PATTERNS, neutral=(None,), fields=("train_only",),
+        sets=True,
+        meaning="regular expressions of the names of the parameters that are trained, matched from a name's beginning; "
+        "all others are frozen",
+        reason="frozen before the units are planned; the optimizer leaves them as they are"),
+    Key(name="trust_checkpoint", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
         target="load_checkpoint(trust=True) for the Trainer's load_path",
         meaning="load entries of a checkpoint that are more than plain data, by running their pickle",
         reason="such a pickle can run anything; each class that it names is in a warning"),
-    Row(name="wrap_policy", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="fully_shard on each of these "
-        "modules", takes=_WRAP_POLICY, neutral=(None,), nested=WRAP_KEYS, aspect=Aspect.WRAP, sets="wrap",
-        capability="units",
+    Key(name="wrap_policy", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="fully_shard on each of these "
+        "modules", takes=_WRAP_POLICY, neutral=(None,), nested=WRAP_KEYS, fields=("wrap",), sets=True,
         meaning="which modules below the roots become units, in the place of the model's fsdp_wrap_fn: by class "
         "(transformer_layer_cls_to_wrap: a list, auto for the model's _no_split_modules, or [] for none; and "
         "wrap_embeddings, wrap_lm_output, moe_experts), or by size (min_num_params), as FSDP1's policies",
@@ -537,18 +548,18 @@ _ROWS: tuple[Row, ...] = (
 )
 # fmt: on
 
-KEYS: tuple[Row, ...] = tuple(
+KEYS: tuple[Key, ...] = tuple(
     replace(row, elsewhere=_IGNORED) if row.group == KeyGroup.FSDP1 and not row.elsewhere else row
     for row in (replace(row, group=row.group or KeyGroup.FSDP1) for row in _ROWS)
 )
-KEYS_BY_NAME: dict[str, Row] = {row.name: row for row in KEYS}
+KEYS_BY_NAME: dict[str, Key] = {row.name: row for row in KEYS}
 # What a module's own settings may hold: FSDP1's and fully_shard's arguments, of which three are no keys of a model.
-KEYS_OF_MODULES: dict[str, Row] = {
+KEYS_OF_MODULES: dict[str, Key] = {
     row.name: row
     for row in (
         *(row for row in KEYS if row.of_modules is not None),
-        Row(name="mesh", outcome=_EXACT, of_modules=_EXACT),
-        Row(name="param_init_fn", outcome=_UNSUPPORTED, of_modules=_UNSUPPORTED),
-        Row(name="device_id", outcome=_UNSUPPORTED, of_modules=_UNSUPPORTED),
+        Key(name="mesh", outcome=_EXACT, of_modules=_EXACT),
+        Key(name="param_init_fn", outcome=_UNSUPPORTED, of_modules=_UNSUPPORTED),
+        Key(name="device_id", outcome=_UNSUPPORTED, of_modules=_UNSUPPORTED),
     )
 }

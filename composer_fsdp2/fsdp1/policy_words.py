@@ -4,6 +4,7 @@ The words of ``wrap_policy`` are ROLL's (``strategy_config.wrap_policy``), and `
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,6 +148,22 @@ def parse_freeze(value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path.removesuffix(".") for path in paths))
 
 
+def parse_train_only(value: object) -> tuple[str, ...]:
+    """Regular expressions of names of parameters, each once."""
+    if value is None:
+        return ()
+    patterns = [value] if isinstance(value, str) else value
+    problem = f"{short(value)}; give a list of regular expressions of parameters' names, such as ['lm_head\\.']"
+    if not isinstance(patterns, Sequence) or isinstance(patterns, bytes):
+        raise ConfigError(problem)
+    for each in patterns:
+        try:
+            re.compile(each)
+        except (re.error, TypeError) as error:
+            raise ConfigError(f"{problem}: {error}") from error
+    return tuple(dict.fromkeys(patterns))
+
+
 def freeze_words(frozen: tuple[str, ...]) -> list[str] | None:
-    """The value of ``freeze`` that means this."""
+    """The value of ``freeze`` or ``train_only`` that means this."""
     return list(frozen) or None

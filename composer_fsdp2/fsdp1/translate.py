@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from composer_fsdp2.config.findings import Finding, Outcome, format_findings
 from composer_fsdp2.config.mesh import MeshSpec
-from composer_fsdp2.config.rows import Row, idle
+from composer_fsdp2.config.rows import idle
 from composer_fsdp2.config.sharding import (
     ActivationCheckpointing,
     GradientDtype,
@@ -18,9 +18,9 @@ from composer_fsdp2.config.sharding import (
     check_split_sequences,
 )
 from composer_fsdp2.config.text import did_you_mean, short
-from composer_fsdp2.config.value import Value
+from composer_fsdp2.config.value import Value, with_field
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.keys import FSDP2_READER, KEYS, KEYS_BY_NAME, UNREAD_DTYPE_REASON, Context
+from composer_fsdp2.fsdp1.keys import FSDP2_READER, KEYS, KEYS_BY_NAME, UNREAD_DTYPE_REASON, Context, Key
 from composer_fsdp2.fsdp1.parsing import (
     UNREAD_DTYPE_KEY,
     BackwardPrefetch,
@@ -190,13 +190,13 @@ class _Values(Mapping[str, Any]):
                 problems.errors.append(error)
                 self._errors[row.name] = error
 
-    def _value(self, row: Row) -> Any:
+    def _value(self, row: Key) -> Any:
         value = self._given[row.name]
         if value is None and self._is_left_open(row) and not row.takes.fits(None):
             return None
         return row.parse(value, "fsdp_config.")
 
-    def _is_left_open(self, row: Row) -> bool:
+    def _is_left_open(self, row: Key) -> bool:
         """Whether None says nothing: as FSDP2Config's own default, or beside a key that says it instead."""
         others = (other.name for other in KEYS if row.name in other.instead_of)
         given = self._given.given
@@ -224,12 +224,9 @@ def _known(name: str) -> None:
 def _with_fields(config: ShardingConfig, values: Mapping[str, Any]) -> ShardingConfig:
     """The configuration with the values of the keys that decide one field by themselves."""
     for row in KEYS:
-        holder, _, name = row.sets.rpartition(".")
-        if holder:
-            inner = replace(getattr(config, holder), **{name: values[row.name]})
-            config = replace(config, **{holder: inner})
-        elif name:
-            config = replace(config, **{name: values[row.name]})
+        if row.sets:
+            (field,) = row.fields
+            config = with_field(config, field, values[row.name])
     return config
 
 
@@ -411,7 +408,7 @@ def _findings(context: Context) -> Iterator[Finding]:
         )
 
 
-def _finding(row: Row, context: Context) -> Finding:
+def _finding(row: Key, context: Context) -> Finding:
     value = context.given.get(row.name, row.default)
     usual = replace(row.usual(row.name, value), where=f"$.fsdp_config.{row.name}")
     if row.is_neutral(value):

@@ -1,11 +1,12 @@
 """What is to be changed in a file for one of its sections: edits of its text, or a text of its own, and findings."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.rows import Aspect, idle
+from composer_fsdp2.config.rows import Row, idle
 from composer_fsdp2.migration.dialect import (
     Dialect,
     Expression,
@@ -13,16 +14,20 @@ from composer_fsdp2.migration.dialect import (
     Reading,
     ReplacedBlock,
     Section,
-    Setting,
+    meets,
     splice,
-    told_once,
+    with_losses,
 )
 from composer_fsdp2.migration.documents import Document, Edit, NewEntry, entries_of
 from composer_fsdp2.migration.documents.yaml import flow_text
 from composer_fsdp2.migration.interpolated import has_interpolation
+from composer_fsdp2.migration.lens import Loss, covers, decides
 from composer_fsdp2.migration.paths import Path, Settings, has_path, value_at
 from composer_fsdp2.migration.run import RunConfig
-from composer_fsdp2.migration.targets import file_text, file_values
+from composer_fsdp2.migration.targets import file_text
+from composer_fsdp2.migration.training import is_of_training
+
+Tell = Callable[[Sequence[Loss]], tuple[Finding, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +35,17 @@ class Change:
     """What one section needs.
 
     Args:
+        tell: The findings, from what the new text loses of the run.
         meant: What the edits are to make of the values.
         text: A whole file, where the target cannot stand in the source's.
         values: What that holds.
         gone: Paths that are no longer there.
         come: Paths that were not there, or hold something else.
         run: What the section asks for, where a text is written for it.
-        lacks: What the target's words lack of it, or say otherwise.
         place: Where the new section is; None where it is a file of its own.
     """
 
-    findings: tuple[Finding, ...]
+    tell: Tell
     edits: tuple[Edit, ...] = ()
     meant: tuple[MappingEdit, ...] = ()
     text: str | None = None
@@ -48,27 +53,33 @@ class Change:
     gone: tuple[Path, ...] = ()
     come: tuple[Path, ...] = ()
     run: RunConfig | None = None
-    lacks: tuple[Finding, ...] = ()
     place: Path | None = None
 
 
 def change_section(document: Document, of: Dialect, section: Section, target: Dialect) -> Change:
-    """The section of a dialect in the target's words."""
+    """The section of a dialect as the target's keys."""
     reading = of.read(section)
-    unresolved = [each for each in reading.findings if of.interpolates and has_interpolation(each.value)]
+    unresolved = [
+        each
+        for each in reading.findings
+        if of.interpolates and has_interpolation(each.value) and not is_of_training(reading.rows.get(each.key))
+    ]
     passing: tuple[Finding, ...] = ()
     if unresolved and all(_passes(each, of, section, target) for each in unresolved):
         passing = tuple(_passing(each, of) for each in unresolved)
         reading, unresolved = of.read(section.without(each.key for each in passing)), []
     if reading.run is None or unresolved:
-        told = target.own_findings(reading) if of is target else reading.findings
+        told = _of_sharding(reading, target.own_findings(reading, ()) if of is target else reading.findings)
         is_open = {each.key for each in unresolved}
-        return Change(findings=(*passing, *(_unresolved(each) if each.key in is_open else each for each in told)))
-    change = _rewritten if of is target else _translated
-    found = change(document, of, section, reading, target)
+        found = (*passing, *(_unresolved(each) if each.key in is_open else each for each in told))
+        return Change(tell=lambda lost: found)
+    change = (_rewritten if of is target else _translated)(document, of, section, reading, target)
+    return replace(change, tell=partial(_with_passing, passing, change.tell), run=reading.run)
+
+
+def _with_passing(passing: Sequence[Finding], tell: Tell, lost: Sequence[Loss]) -> tuple[Finding, ...]:
     given = {each.key for each in passing}
-    told = (*passing, *(each for each in found.findings if each.key not in given))
-    return replace(found, findings=told, run=reading.run)
+    return (*passing, *(each for each in tell(lost) if each.key not in given))
 
 
 def _passes(finding: Finding, of: Dialect, section: Section, target: Dialect) -> bool:
@@ -89,6 +100,11 @@ def _passing(finding: Finding, of: Dialect) -> Finding:
     return replace(finding, outcome=Outcome.EXACT, target="as it is", reason=reason, hint="")
 
 
+def _of_sharding(reading: Reading, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Without keys of training, which a file keeps that stays in its system, or stays as it is."""
+    return (each for each in findings if not is_of_training(reading.rows.get(each.key)))
+
+
 def _unresolved(finding: Finding) -> Finding:
     return replace(
         finding,
@@ -104,12 +120,12 @@ def _unresolved(finding: Finding) -> Finding:
 
 
 def _rewritten(document: Document, of: Dialect, section: Section, reading: Reading, target: Dialect) -> Change:
-    assert reading.run is not None
-    findings = target.own_findings(reading)
     dead: dict[Path, str] = {}
     if not target.keeps_files:
-        dead = {path: each.key for each in findings if _is_dead(each) and (path := _path_of(each.key, section))}
-    edits = _removing(dead, target.rewrite(section, reading))
+        keys = (each.key for each in target.own_findings(reading, ()) if _is_dead(each))
+        dead = {path: key for key in keys if (path := _path_of(key, section))}
+    rewriting = target.rewrite(section, reading)
+    edits = _removing(dead, rewriting)
     became = {
         ".".join(map(str, (*each.path[len(section.path) :], key))): new
         for each in edits
@@ -118,26 +134,28 @@ def _rewritten(document: Document, of: Dialect, section: Section, reading: Readi
     unchanged: dict[str, Settings] = {
         key: [(str(key), value)] for key, value in section.given.items() if key not in became
     }
-    is_gone = {*dead.values()}
-    return Change(
-        findings=tuple(
+
+    def tell(lost: Sequence[Loss]) -> tuple[Finding, ...]:
+        return tuple(
             replace(each, target="removed", hint="")
-            if each.key in is_gone
-            else _with_words(each, became | unchanged, target)
-            for each in findings
-        ),
-        edits=tuple(_edits(document, section, edits)),
+            if each.key in dead.values()
+            else _with_keys(each, became | unchanged, target)
+            for each in _of_sharding(reading, target.own_findings(reading, lost if rewriting else ()))
+        )
+
+    return Change(
+        tell=tell,
+        edits=tuple(edits_of(document, section, edits)),
         meant=tuple(edits),
         gone=tuple(_gone(edits)),
         come=tuple(each.path for each in edits),
         place=section.path,
-        lacks=() if target.keeps_implicit else (*findings, *target.differences(reading.run)),
     )
 
 
-def _edits(document: Document, section: Section, meant: Iterable[MappingEdit]) -> Iterator[Edit]:
+def edits_of(document: Document, section: Section, meant: Iterable[MappingEdit]) -> Iterator[Edit]:
     for each in meant:
-        given = _mapping_at(section, each.path)
+        given = mapping_at(section, each.path)
         yield from document.edit_mapping(each.path, each.replacements, each.additions, given=given)
 
 
@@ -154,7 +172,7 @@ def _path_of(key: str, section: Section) -> Path | None:
     for above in (section.path, ()):
         *outer, last = key.split(".")
         for parent, name in (((*above,), key), ((*above, *outer), last)):
-            values = _mapping_at(section, parent)
+            values = mapping_at(section, parent)
             if values is not None and name in values:
                 return (*parent, name)
     return None
@@ -173,7 +191,7 @@ def _removing(dead: Iterable[Path], edits: Sequence[MappingEdit]) -> list[Mappin
     return list(by_path.values())
 
 
-def _mapping_at(section: Section, path: Path) -> Mapping[str, Any] | None:
+def mapping_at(section: Section, path: Path) -> Mapping[str, Any] | None:
     """The mapping there; None where the file has none, which an edit adds."""
     values = value_at(section.around, path) if has_path(section.around, path) else None
     return values if isinstance(values, Mapping) else None
@@ -186,7 +204,7 @@ def _gone(edits: Iterable[MappingEdit]) -> Iterable[Path]:
                 yield (*each.path, key)
 
 
-def _with_words(finding: Finding, became: Mapping[str, Settings], target: Dialect) -> Finding:
+def _with_keys(finding: Finding, became: Mapping[str, Settings], target: Dialect) -> Finding:
     """The finding with the words that the file has now, and what their system makes of them without composer_fsdp2."""
     new = became.get(finding.key) if finding.origin is Origin.KEY else None
     if finding.outcome.blocks or new is None:
@@ -215,74 +233,88 @@ def _elsewhere(new: Settings, target: Dialect) -> Iterator[str]:
 def _translated(document: Document, of: Dialect, section: Section, reading: Reading, target: Dialect) -> Change:
     assert reading.run is not None
     expression = target.express(reading.run)
-    by_aspect: dict[Aspect, list[Setting]] = {}
-    for setting in (*expression.beside, *expression.settings):
-        by_aspect.setdefault(setting.aspect, []).append(setting)
-    became = {
-        key: [(setting.key, setting.value) for setting in by_aspect[aspect]]
-        for aspect, key in _deciding(reading).items()
-        if aspect in by_aspect
-    }
-    # Of what a target does by itself, its own findings tell, unless it keeps to what FSDP1 did.
-    told = [each for each in reading.findings if target.keeps_implicit or not _is_kept(each)]
-    once, lacks = told_once(told, expression.findings, reading, target)
-    answered = {*became, *(finding.key for finding in expression.findings)}
-    # Source-specific keys that the target neither writes nor names in a finding.
-    own = {
-        each.key: row
-        for each in told
-        if of.is_own(each) and (row := of.row_of(each.key)) and answered.isdisjoint((each.key, row.capability))
-    }
-    findings = (
-        *(_dropped(each, target) if each.key in own else _with_words(each, became, target) for each in once),
-        *lacks,
-    )
-    # Such a key may go where the target has no key of its aspect; elsewhere the writer has to write it.
-    aspects = {row.aspect for row in target.rows} - {Aspect.OTHER}
-    lost = (
-        replace(_dropped(each, target), key=row.sets or row.name, origin=Origin.LACKING)
-        for each in once
-        if (row := own.get(each.key)) and row.aspect not in aspects
-    )
-    not_said = (*expression.findings, *lost)
     block = of.replaced_block(section)
     if block is None or not target.heads or not document.takes_entries:
         source = document.name.replace("\\", "/").rpartition("/")[2]
-        values = file_values(target, expression)
+        values = target.file_values(expression)
         text = file_text(target, values, source)
-        return Change(findings=findings, text=text, values=values, lacks=not_said)
+        beside = tuple(target.unfinished(list(values)))
+        return Change(tell=partial(_told, of, target, reading, expression, beside), text=text, values=values)
     replacement = _replacement(block, section, reading, target, expression)
     parent = block.entry[:-1]
     edits = [
-        *document.replace_entry(block.entry, replacement.new, given=_mapping_at(section, parent)),
-        *_edits(document, section, replacement.within),
+        *document.replace_entry(block.entry, replacement.new, given=mapping_at(section, parent)),
+        *edits_of(document, section, replacement.within),
     ]
     into = {str(block.entry[-1]): entries_of(replacement.new), **replacement.new.around}
+    rest = [str(key) for key in mapping_at(section, parent) or () if key not in (block.entry[-1], *replacement.going)]
+    unfinished = target.unfinished([*rest, *(each.key for each in expression.beside)])
+    beside = (*_taken(replacement, target), _left(of, target), *unfinished)
     return Change(
-        findings=(*findings, *_taken(replacement, target), _left(of, target)),
+        tell=partial(_told, of, target, reading, expression, beside),
         edits=tuple(edits),
         meant=(MappingEdit(path=parent, replacements=into), *replacement.within),
         gone=(block.entry, *((*parent, key) for key in replacement.going)),
         come=tuple((*parent, key) for key in (target.heads[0][0], *(each.key for each in expression.beside))),
         place=(*parent, *(name for name, _ in target.heads)),
-        lacks=not_said,
     )
 
 
-def _deciding(reading: Reading) -> dict[Aspect, str]:
-    """The key that decided each aspect of the run: the most important that asks for something."""
-    asking = {finding.key for finding in reading.findings if finding.asks and not finding.outcome.blocks}
-    first: dict[Aspect, str] = {}
-    for key, aspect in reading.aspects.items():
-        if key in asking and aspect is not Aspect.OTHER:
-            first.setdefault(aspect, key)
-    return first
+def _told(
+    of: Dialect,
+    target: Dialect,
+    reading: Reading,
+    expression: Expression,
+    beside: Sequence[Finding],
+    lost: Sequence[Loss],
+) -> tuple[Finding, ...]:
+    """The findings of a section in another system's keys."""
+    # Of what a target does by itself its own losses tell, unless it keeps to what FSDP1 did.
+    told = [each for each in reading.findings if target.keeps_implicit or not _is_kept(each)]
+    told = [each for each in told if not _stays(each.key, reading, expression)]
+    if not target.keeps_implicit:  # hints of a reading are about composer_fsdp2
+        told = [each if each.outcome.blocks else replace(each, hint="") for each in told]
+    own = {each.key: decides(reading.rows[each.key]) for each in told if of.is_own(each)}
+    of_own = [name for names in own.values() for name in names]
+    lost = [
+        _dropped_with(each, target) if each.is_fault and covers(of_own, next(iter(each.fields), "")) else each
+        for each in lost
+    ]
+    once, rest = with_losses(told, lost, reading, target)
+    became = _became(reading, expression)
+    return (
+        *(_dropped(each, target) if own.get(each.key) == () else _with_keys(each, became, target) for each in once),
+        *rest,
+        *beside,
+    )
+
+
+def _stays(key: str, reading: Reading, expression: Expression) -> bool:
+    """Whether a key is of training, and the target has none for it: the file keeps it, and a loss tells of it."""
+    row = reading.rows.get(key)
+    settings = (*expression.settings, *expression.beside)
+    return is_of_training(row) and not any(meets(decides(row), each.fields) for each in settings)
+
+
+def _became(reading: Reading, expression: Expression) -> dict[str, list[tuple[str, Any]]]:
+    """The target's keys by the old key that decided the same, if that asks for something."""
+    asking = {each.key for each in reading.findings if each.asks and not each.outcome.blocks}
+    keys: dict[str, Row] = {key: row for key, row in reading.deciding.items() if key in asking}
+    became: dict[str, list[tuple[str, Any]]] = {}
+    for setting in (*expression.beside, *expression.settings):
+        if (key := setting.place_in(keys)) is not None:
+            became.setdefault(key, []).append((setting.key, setting.value))
+    return became
 
 
 def _dropped(finding: Finding, target: Dialect) -> Finding:
     """A key that only its own system has; the run trains without what it asks for."""
     reason = f"a key of composer_fsdp2's own, and {target.title.split(':')[0]} has none like it"
     return replace(finding, outcome=Outcome.APPROXIMATE, target="", reason=reason, hint="")
+
+
+def _dropped_with(loss: Loss, target: Dialect) -> Loss:
+    return replace(loss, finding=replace(_dropped(loss.finding, target), origin=Origin.LACKING), is_fault=False)
 
 
 def _is_kept(finding: Finding) -> bool:
@@ -311,17 +343,17 @@ def _replacement(
 ) -> _Replacement:
     *parent, main = block.entry
     told = {finding.key.split(".")[0] for finding in reading.findings if finding.origin is Origin.KEY}
-    going = [key for key in block.beside if key in told and key != main]
-    around, added = splice(expression.beside, going, reading.aspects)
-    present = _mapping_at(section, tuple(parent)) or {}
+    going = [key for key in block.beside if key in told and key != main and not _stays(key, reading, expression)]
+    around, added = splice(expression.beside, going, reading.deciding)
+    present = mapping_at(section, tuple(parent)) or {}
     come = dict([*(each for into in around.values() for each in into), *added])
     taken = {name: value for name, value in come.items() if name in present and name not in (main, *going)}
     within = {
         name for name, value in taken.items() if isinstance(value, Mapping) and isinstance(present[name], Mapping)
     }
     around = {key: [each for each in into if each[0] not in taken] for key, into in around.items()}
-    keys = list(_mapping_at(section, block.inner) or ()) if block.inner is not None else []
-    replacements, additions = splice(expression.settings, keys, reading.aspects, block.prefix)
+    keys = list(mapping_at(section, block.inner) or ()) if block.inner is not None else []
+    replacements, additions = splice(expression.settings, keys, reading.deciding, block.prefix)
     new = NewEntry(
         heads=target.heads,
         beside=[each for each in added if each[0] not in taken],

@@ -1,22 +1,23 @@
-"""What all dialects have in common: a section of a file, the run that it asks for, and how a target says it.
+"""What all dialects have in common: a section of a file, the run that it describes, and how a target writes it.
 
 A dialect *reads* a section into a ``RunConfig``, with a finding for every key: with what its system does with the key,
-which may be nothing. A target *expresses* a run: settings, each for one aspect of the run, and findings for what it has
-no word for. ``splice`` puts each setting where the old key stood that had decided the same aspect.
+which may be nothing. A target *expresses* a run: keys with their values, and losses, the fields of the run that its
+own reader does not find in them. ``splice`` puts each key where the old key stood that had decided the same field.
 
 Imported by the dialects and ``migrate``; nothing here communicates.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.rows import Aspect, Row, idle
-from composer_fsdp2.migration.capabilities import Lack, lacking
-from composer_fsdp2.migration.patch import Patch, PatchStep, Unavailable
-from composer_fsdp2.migration.paths import Path, Settings, value_at, walk, without_path
-from composer_fsdp2.migration.run import RunConfig
+from composer_fsdp2.config.rows import Row, idle
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.migration.lens import Lens, Limitation, Loss, covers, decides, decides_alone, fault, kind_of, losses
+from composer_fsdp2.migration.paths import Path, Settings, merged, nested, value_at, walk, without_path
+from composer_fsdp2.migration.run import RunConfig, changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,41 +53,65 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a section asks for: a run, unless something stands in the way, and a finding for each key.
+    """The run that a section describes, unless something stands in the way, and a finding for each key.
 
     Args:
-        aspects: Which keys of the section decided which aspect, the most important first; none that asks for nothing.
-        rows: Of the keys that findings name, for what depends on the target: what the row's ``capability`` becomes.
-        details: What the dialect's own other methods need to know of the section.
+        rows: Of the keys that findings name.
+        kept: Keys that do nothing, and whose place in the file a target's key may take all the same.
+        details: For the dialect's own other methods.
     """
 
     run: RunConfig | None
     findings: tuple[Finding, ...]
-    aspects: Mapping[str, Aspect] = field(default_factory=dict)
     rows: Mapping[str, Row] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
     details: Any = None
+
+    @property
+    def deciding(self) -> dict[str, Row]:
+        """The keys that decide a field of the run, in the order of the table."""
+        idle_keys = {
+            each.key for each in self.findings if not each.asks or each.outcome is Outcome.UNNEEDED
+        } - self.kept
+        return {key: row for key, row in self.rows.items() if decides(row) and key not in idle_keys}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A key of a target, with its value, for one aspect of the run."""
+    """A key of a target with its value, and the fields of the run that it decides there."""
 
-    aspect: Aspect
     key: str
     value: Any
+    fields: tuple[str, ...] = ()
+
+    def place_in(self, keys: Mapping[str, Row]) -> str | None:
+        """The first of these keys that decides the same field before all else, or else the same kind; None if none."""
+        first, kind = self.fields[:1], [kind_of(name) for name in self.fields[:1]]
+        same = (key for key, row in keys.items() if meets(first, decides(row)[:1]))
+        alike = (key for key, row in keys.items() if kind == [kind_of(name) for name in decides(row)[:1]])
+        return next(chain(same, alike), None)
+
+
+def meets(some: Iterable[str], others: Sequence[str]) -> bool:
+    """Whether a field of the first is one of the second, or nested in one, or the other way round."""
+    return any(covers(others, each) or any(covers((each,), other) for other in others) for each in some)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expression:
-    """A run in a target's words, and findings for what the target cannot say or does otherwise.
+    """A run as a target's keys, and what the target loses of it or does otherwise.
 
     Args:
-        beside: What stands beside the section, not in it.
+        beside: Keys beside the section.
     """
 
     settings: tuple[Setting, ...]
-    findings: tuple[Finding, ...] = ()
     beside: tuple[Setting, ...] = ()
+    losses: tuple[Loss, ...] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return tuple(each.finding for each in self.losses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,19 +140,6 @@ class ReplacedBlock:
     beside: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """The smallest file that has one key, and as which key the report names it.
-
-    Args:
-        reader: Who would read such a file; "" if there is one only.
-    """
-
-    section: Section
-    key: str
-    reader: str = ""
-
-
 class Dialect:
     """One system's words.
 
@@ -135,35 +147,39 @@ class Dialect:
         name: That users choose it by.
         title: Of its table in the documents.
         rows: Its keys.
-        lacks: What its FSDP2 has no word for.
+        limits: What its FSDP2 cannot configure, or does in its own way.
         target: That ``--to`` chooses its FSDP2 by.
         suffix: Of its files.
         heads: The keys that a section of its own stands under, outermost first, each with what comes before in its
             mapping. Empty, if a section is a file of its own.
         elsewhere: What the system makes of a key without composer_fsdp2; "" if it is told nowhere.
+        unfinished: Findings for what a file that was another system's lacks, by the keys beside its new section.
         readers: Who may read a file, where there are several.
         interpolates: Whether its files are read by OmegaConf, for which ``${...}`` is no text.
         words: In small letters; with one of them begins a key of every file that has a section.
         keeps_implicit: Whether its FSDP2 does what FSDP1 did without being told, so that the report tells of that, too.
         keeps_files: Whether its files, which train with FSDP2 already, stay byte for byte where it is the target.
         silent: Files that turn sharding on, and leave the rest to what is implicit.
+        companions: By key, the others that must stand beside it for it to mean something.
         has_own_models: Whether its models are none of transformers', so that the classes in its files are not either.
     """
 
     name: str
     title: str
     rows: Sequence[Row]
-    lacks: Sequence[Lack] = ()
+    limits: Sequence[Limitation] = ()
     target: str
     suffix: str = ".yaml"
     heads: tuple[tuple[str, Settings], ...] = ()
     elsewhere: Callable[[str], str] = staticmethod(lambda key: "")
+    unfinished: Callable[[Sequence[str]], Iterable[Finding]] = staticmethod(lambda keys: ())
     readers: Sequence[str] = ()
     interpolates: bool = False
     words: Sequence[str] = ("fsdp",)
     keeps_implicit: bool = False
     keeps_files: bool = False
     silent: Sequence[Section] = ()
+    companions: Mapping[str, Mapping[str, Any]] = {}
     has_own_models: bool = False
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
@@ -175,11 +191,17 @@ class Dialect:
         raise NotImplementedError
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
-        """A run in this dialect's FSDP2 words."""
-        raise NotImplementedError
+        """A run as this dialect's FSDP2 keys."""
+        for row in self.rows:
+            if isinstance(row, Lens) and (value := row.write(run)) is not None:
+                yield Setting(key=row.name, value=value, fields=row.decides)
+
+    def beside(self, run: RunConfig) -> Iterator[Setting]:
+        """Those that stand beside the section."""
+        return iter(())
 
     def is_own(self, finding: Finding) -> bool:
-        """Whether a key has no counterpart in other systems, unless a target's ``lacks`` or settings tell of it."""
+        """Whether a key has no counterpart in other systems, unless a target's keys or losses do."""
         return False
 
     def keeps(self, key: str) -> bool:
@@ -189,10 +211,6 @@ class Dialect:
     def row_of(self, key: str) -> Row | None:
         """The row of a key as a report names it."""
         return next((row for row in self.rows if key in (row.name, *row.aliases)), None)
-
-    def row_for(self, capability: str) -> Row | None:
-        """The key that asks for it."""
-        return next((row for row in self.rows if row.capability == capability), None) if capability else None
 
     def holder(self, path: Path) -> Path:
         """The path of the section that a user means who names a mapping in it; the mapping itself, if it is one."""
@@ -207,26 +225,56 @@ class Dialect:
         return list(walk(values, self.find))
 
     def express(self, run: RunConfig) -> Expression:
-        """A run in this dialect's FSDP2 words, and what they lack."""
-        return Expression(settings=tuple(self.settings(run)), findings=tuple(self.differences(run)))
+        """A run as this dialect's FSDP2 keys, and what a file with them loses of it."""
+        new = Expression(settings=tuple(self.settings(run)), beside=tuple(self.beside(run)))
+        values = self.file_values(new)
+        path = next(iter(self.sections(values)), ())
+        return replace(new, losses=self.losses(run, self.read(Section.at(path, values))))
 
-    def differences(self, run: RunConfig) -> Iterator[Finding]:
-        """What this dialect's FSDP2 cannot say, or does otherwise."""
-        yield from lacking(self.lacks, run)
+    def file_values(self, new: Expression) -> dict[str, Any]:
+        """The values of a file with this section only."""
+        values: dict[str, Any] = {}
+        for setting in new.settings:
+            values = merged(values, nested(setting.key, setting.value))
+        for name, first in reversed(self.heads):
+            values = {name: {**dict(first), **values}}
+        return {setting.key: setting.value for setting in new.beside} | values
+
+    def losses(self, run: RunConfig, again: Reading) -> tuple[Loss, ...]:
+        """What became of the run in a file of this dialect.
+
+        Args:
+            again: Of that file.
+        """
+        if again.run is not None:
+            return tuple(losses(self.limits, run, changed(run, again.run)))
+        refused = [str(each) for each in again.findings if each.outcome.blocks]
+        reason = f"its own reader refuses it: {and_more(refused, 3)}"
+        return (Loss(fields=(), finding=fault("the new text", "", reason), is_fault=True),)
 
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
         """A section of this very dialect in its FSDP2 words, with as few changes as possible; nothing by default, for
         systems that train with FSDP2 already."""
         return []
 
-    def patch_steps(self, patch: Patch, section: Section, reading: Reading) -> Iterator[PatchStep]:
-        """The keys of a file of this dialect that make the change."""
-        yield Unavailable(reason=f"no file of {self.title.split(':')[0]} is changed here")
+    def settings_in(self, reading: Reading, run: RunConfig) -> Iterator[Setting]:
+        """A run as keys of a file that was read, which its system reads, under the names that the file has for them."""
+        names = {row.name: key for key, row in reversed([*reading.rows.items()])}
+        return (replace(each, key=names.get(each.key, each.key)) for each in self.settings(run))
 
-    def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
-        """What became of each key where a section stays in this dialect: by default all words hold as before."""
+    def path_of(self, section: Section, key: str) -> Path:
+        """Where a key stands in a file with this section, or would stand."""
+        return (*section.path, *key.split("."))
+
+    def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
+        """What became of each key where a section stays in this dialect: by default all keys hold as before.
+
+        Args:
+            lost: What the new text loses; nothing if it is the old one.
+        """
         told = (finding for finding in reading.findings if finding.origin is Origin.KEY)
-        return tuple(self._as_before(finding, reading.rows.get(finding.key)) for finding in told)
+        kept = (self._as_before(finding, reading.rows.get(finding.key)) for finding in told)
+        return (*kept, *(each.finding for each in lost))
 
     def _as_before(self, finding: Finding, row: Row | None) -> Finding:
         """Only what no value of a key would settle, or this value does not, is left to decide."""
@@ -251,7 +299,7 @@ class Dialect:
 
     def defaults(self, row: Row) -> Mapping[str, Any]:
         """What holds where a file says nothing, by who reads it; "" is everyone."""
-        return {str(reader): value for reader, value in row.defaults.items()} or {"": row.default}
+        return {"": row.default}
 
     def aliases(self, row: Row) -> tuple[str, ...]:
         """Other names of a key, such as those of earlier releases."""
@@ -259,15 +307,28 @@ class Dialect:
 
     def read_by(self, row: Row) -> tuple[str, ...]:
         """Who reads it; empty if there is one reader only."""
-        return tuple(map(str, row.read_by))
+        return ()
 
     def instead(self, row: Row) -> Mapping[str, str]:
         """What does the same for each reader that passes over the key."""
-        return {str(reader): way for reader, way in row.instead.items()}
+        return {}
 
-    def questions(self, row: Row, value: Any) -> Iterator[Question]:
-        """The smallest files with this value of a key."""
-        raise NotImplementedError
+    def files(self, row: Row, value: Any) -> Mapping[str, Section]:
+        """The smallest files in which a key means something, by reader; "" if there is one only."""
+        return {"": self.silent[0]}
+
+    def place(self, row: Row, section: Section) -> str:
+        """The place of a key in such a file, with dots."""
+        return self.places(row)[0]
+
+    def with_key(self, row: Row, value: Any, section: Section) -> Section:
+        """Such a file with this value of a key, and with those keys without which it is not read."""
+        given = {**self.companions.get(row.name, {}), **self.switched_on(row)}
+        beside = [(each, given[each.name]) for each in self.rows if each.name in given]
+        values = section.around
+        for each, its_value in (*beside, (row, value)):
+            values = merged(values, nested(self.place(each, section), its_value))
+        return Section.at(section.path, values)
 
     def switched_on(self, row: Row) -> dict[str, Any]:
         """The key without which ``row`` is not read, with a value that asks for something."""
@@ -291,48 +352,76 @@ def implicit(name: str, outcome: Outcome, reason: str, hint: str = "", *, value:
     )
 
 
-def deciding(aspects: Mapping[str, Aspect], findings: Iterable[Finding]) -> dict[str, Aspect]:
-    """The keys, with their aspects, that a target's words can replace: not those that ask for nothing."""
-    unneeded = {finding.key for finding in findings if finding.outcome is Outcome.UNNEEDED}
-    return {key: aspect for key, aspect in aspects.items() if aspect is not Aspect.OTHER and key not in unneeded}
-
-
-def told_once(
-    told: Sequence[Finding], lacks: Sequence[Finding], reading: Reading, target: Dialect
+def with_losses(
+    told: Sequence[Finding], found: Sequence[Loss], reading: Reading, target: Dialect
 ) -> tuple[tuple[Finding, ...], list[Finding]]:
-    """What a target makes of what a key asks for is told of that key, and no detail of it stands in the way as well.
+    """A key's finding with what the target loses of the fields that it decides.
 
     Returns:
-        The findings of the section, and those of the target that no key stands for.
+        The findings of the section, and those of losses that no key alone decides.
     """
-    of_keys: list[Finding] = []
-    settled = []
-    for finding in told:
-        row = reading.rows.get(finding.key)
-        if row is None or not finding.asks or (finding.outcome.blocks and finding.outcome is not row.outcome):
-            settled.append(finding)  # also where its value is what needs a decision, whatever the target has
-            continue
-        lack = next((each for each in lacks if each.key in _asked_by(row)), None)
-        if lack is not None:
-            of_keys.append(lack)
-            finding = _by_target(finding, lack)
-        elif finding.outcome.blocks and (same := target.row_for(row.capability)):
-            reason = f"{same.meaning or same.name}, there as here"
-            finding = replace(finding, outcome=Outcome.EXACT, target=same.name, reason=reason, hint="")
-        settled.append(finding)
+    rows = {
+        each.key: row for each in told if (row := reading.rows.get(each.key)) and decides(row) and _is_usual(each, row)
+    }
+    # Details of what another key turns on come last.
+    alone = dict(
+        sorted(
+            ((key, row) for key, row in rows.items() if decides_alone(row)), key=lambda each: bool(each[1].only_with)
+        )
+    )
+    owners = _owners(found, alone)
+    settled = [_settled(each, rows.get(each.key), found, owners) for each in told]
     by_name = {row.name: finding for finding in settled if (row := reading.rows.get(finding.key)) is not None}
-    details = tuple(_as_detail(each, reading.rows.get(each.key), by_name, target) for each in settled)
-    return details, [each for each in lacks if each not in of_keys]
+    details = tuple(
+        each if each.key in owners else _as_detail(each, reading.rows.get(each.key), by_name, target)
+        for each in settled
+    )
+    return details, [each.finding for each, owner in zip(found, owners, strict=True) if owner is None]
 
 
-def _asked_by(row: Row) -> tuple[str, ...]:
-    """The questions that a key answers: one of units may name embeddings and the output beside the layers."""
-    return (row.capability, "further units") if row.capability == "units" else (row.capability,)
+def _owners(found: Sequence[Loss], alone: Mapping[str, Row]) -> list[str | None]:
+    """The keys whose findings losses are told with, one a key: those that stop the user first."""
+    owners: dict[int, str] = {}
+    for number in sorted(range(len(found)), key=lambda number: not found[number].finding.outcome.blocks):
+        key = _owner(found[number], alone)
+        if key is not None and key not in owners.values():
+            owners[number] = key
+    return [owners.get(number) for number in range(len(found))]
 
 
-def _by_target(finding: Finding, lack: Finding) -> Finding:
-    hint = lack.hint or (finding.hint if lack.outcome.blocks else "")  # no way out is worse than its system's own
-    return replace(finding, outcome=lack.outcome, target=lack.target, reason=lack.reason, hint=hint)
+def _owner(loss: Loss, alone: Mapping[str, Row]) -> str | None:
+    """The key that decides the first field of a loss and no other, or before all others, or at all."""
+    first = loss.fields[:1]
+    exact = (key for key, row in alone.items() if decides(row) == first)
+    main = (key for key, row in alone.items() if meets(first, decides(row)[:1]))
+    any_ = (key for key, row in alone.items() if meets(loss.fields, decides(row)))
+    return next(chain(exact, main, any_), None)
+
+
+def _is_usual(finding: Finding, row: Row) -> bool:
+    """Whether a key asks for something, and a target decides what becomes of it, not its value."""
+    return finding.asks and (not finding.outcome.blocks or finding.outcome is row.outcome)
+
+
+def _settled(finding: Finding, row: Row | None, found: Sequence[Loss], owners: Sequence[str | None]) -> Finding:
+    if row is None:
+        return finding
+    if finding.key in owners:
+        loss = found[owners.index(finding.key)].finding
+        hint = loss.hint or (finding.hint if loss.outcome.blocks else "")  # no way out is worse than its system's own
+        return replace(finding, outcome=loss.outcome, target=loss.target, reason=loss.reason, hint=hint)
+    others = [
+        owner or each.finding.name
+        for each, owner in zip(found, owners, strict=True)
+        if meets((*each.fields, *each.covered), decides(row))
+    ]
+    if others and finding.outcome is Outcome.EXACT:
+        hint = "; ".join(filter(None, (finding.hint, f"see {', '.join(dict.fromkeys(others))}")))
+        return replace(finding, outcome=Outcome.APPROXIMATE, hint=hint)
+    if finding.outcome.blocks and not others:
+        reason = f"{row.meaning or row.name}, there as here"
+        return replace(finding, outcome=Outcome.EXACT, target="", reason=reason, hint="")
+    return finding
 
 
 def _as_detail(finding: Finding, row: Row | None, by_name: Mapping[str, Finding], target: Dialect) -> Finding:
@@ -347,24 +436,24 @@ def _as_detail(finding: Finding, row: Row | None, by_name: Mapping[str, Finding]
 
 
 def splice(
-    settings: Iterable[Setting], keys: Iterable[str], aspects: Mapping[str, Aspect], prefix: str = ""
+    settings: Iterable[Setting], keys: Iterable[str], deciding: Mapping[str, Row], prefix: str = ""
 ) -> tuple[dict[str, list[tuple[str, Any]]], list[tuple[str, Any]]]:
-    """Each setting in the place of the first old key of its aspect, the others at the end; all old keys go.
+    """Each setting in the place of the first old key that decides the same, the others at the end; all old keys go.
 
     Args:
         keys: The old ones, of one mapping.
-        aspects: A reading's.
-        prefix: What a key has in ``aspects`` before its name in ``keys``.
+        deciding: A reading's.
+        prefix: What a key has in ``deciding`` before its name in ``keys``.
     """
     replacements: dict[str, list[tuple[str, Any]]] = {key: [] for key in keys}
-    places: dict[Aspect, str] = {}
-    for key, aspect in aspects.items():
-        name = key.removeprefix(prefix).split(".")[0]
-        # Others have nothing to do with each other.
-        if key.startswith(prefix) and name in replacements and aspect is not Aspect.OTHER:
-            places.setdefault(aspect, name)
+    named = {
+        key: row
+        for key, row in deciding.items()
+        if key.startswith(prefix) and key.removeprefix(prefix).split(".")[0] in replacements
+    }
     additions: list[tuple[str, Any]] = []
     for setting in settings:
-        place = places.get(setting.aspect)
-        (additions if place is None else replacements[place]).append((setting.key, setting.value))
+        key = setting.place_in(named)
+        place = additions if key is None else replacements[key.removeprefix(prefix).split(".")[0]]
+        place.append((setting.key, setting.value))
     return replacements, additions

@@ -33,11 +33,6 @@ class Fate:
     finding: Finding
     readers: tuple[str, ...]
 
-    @property
-    def looks(self) -> tuple[object, ...]:
-        found = self.finding
-        return (found.outcome, found.target, found.reason, found.hint)
-
     def to_json(self) -> dict[str, object]:
         told = self.finding.to_json()
         names = ("outcome", "target", "reason", "hint")
@@ -67,12 +62,13 @@ class Explanation:
 
     def default_text(self, quote: str = "") -> str:
         """The default, or the defaults with their readers where these differ."""
-        readers: dict[str, list[str]] = {}
-        for reader, value in self.dialect.defaults(self.row).items():
-            readers.setdefault(f"{quote}{value_text(value)}{quote}", []).append(reader)
+        texts = {
+            reader: f"{quote}{value_text(value)}{quote}" for reader, value in self.dialect.defaults(self.row).items()
+        }
+        readers = {text: [reader for reader, its_text in texts.items() if its_text == text] for text in texts.values()}
         if len(readers) < 2:
             return "".join(readers)
-        return ", ".join(f"{value} ({'; '.join(names)})" for value, names in readers.items())
+        return ", ".join(f"{text} ({'; '.join(names)})" for text, names in readers.items())
 
     def to_json(self) -> dict[str, object]:
         dialect, row = self.dialect, self.row
@@ -98,34 +94,28 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        first, *_ = self.places
-        lines = [f"{self.dialect.name}: {first}" + (f" = {self.word}" if self.word else "")]
-        for name, text in self._of_word() if self.word else self._of_key():
-            lines += textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:<9}", subsequent_indent=_INDENT)
+        first, *others = self.places
+        row, dialect = self.row, self.dialect
+        instead = [("instead", f"{way} ({reader})") for reader, way in dialect.instead(row).items()]
+        values = [("value", self._fate_text(each)) for each in self.fates]
+        common = [("read by", "; ".join(self.read_by)), ("with", row.only_with), ("meant", row.meaning)]
+        of_key = [
+            ("or", ", ".join(others)),
+            ("parts", ", ".join(row.nested)),
+            ("default", self.default_text()),
+            ("takes", row.takes.text),
+            *common,
+            ("FSDP2", f"{row.outcome.value}: {row.target}" if row.target else row.outcome.value),
+            ("", row.reason + (f" ({row.hint})" if row.hint else "")),
+            *instead,
+            ("", row.elsewhere),
+            *values,
+        ]
+        # Of a value: what the key says of its other values would only stand in the way.
+        lines = [f"{dialect.name}: {first}" + (f" = {self.word}" if self.word else "")]
+        for name, text in [*common, *values, *instead] if self.word else of_key:
+            lines += textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:<9}", subsequent_indent=" " * 11)
         return "\n".join(lines)
-
-    def _of_key(self) -> Iterator[tuple[str, str]]:
-        row, (_, *others) = self.row, self.places
-        yield "or", ", ".join(others)
-        yield "parts", ", ".join(row.nested)
-        yield "default", self.default_text()
-        yield "takes", row.takes.text
-        yield "read by", "; ".join(self.read_by)
-        yield "with", row.only_with
-        yield "meant", row.meaning
-        yield "FSDP2", f"{row.outcome.value}: {row.target}" if row.target else row.outcome.value
-        yield "", row.reason + (f" ({row.hint})" if row.hint else "")
-        yield from (("instead", f"{way} ({reader})") for reader, way in self.dialect.instead(row).items())
-        yield "", row.elsewhere
-        yield from (("value", self._fate_text(each)) for each in self.fates)
-
-    def _of_word(self) -> Iterator[tuple[str, str]]:
-        """What the key says of its other values would only stand in the way."""
-        yield "read by", "; ".join(self.read_by)
-        yield "with", self.row.only_with
-        yield "meant", self.row.meaning
-        yield from (("value", self._fate_text(each)) for each in self.fates)
-        yield from (("instead", f"{way} ({reader})") for reader, way in self.dialect.instead(self.row).items())
 
     def _fate_text(self, fate: Fate) -> str:
         found = fate.finding
@@ -160,18 +150,17 @@ class Answer:
 
 
 _WIDTH = 110
-_INDENT = " " * 11
 
 
 def value_text(value: Any) -> str:
     """As YAML says it."""
     value = plain(value)
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict) and value:
         return "{" + ", ".join(f"{key}: {value_text(each)}" for key, each in value.items()) + "}"
-    return {"[]": "none", "": "''"}.get(str(value), str(value))
+    return _TEXTS.get(repr(value), str(value))
 
+
+_TEXTS = {"None": "null", "True": "true", "False": "false", "[]": "none", "'[]'": "none", "''": "''"}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Asking
@@ -188,18 +177,14 @@ def explain(asked: str, *, dialect: str | None = None) -> list[Explanation]:
     """
     name, value = _key_and_value(asked)
     parts = _parts(name)
-    rows = [(dialect_of, row, _depth(dialect_of, row, parts)) for dialect_of, row in _rows(dialect)]
-    # An entire path beats a last name that is the same elsewhere.
-    deepest_counts = any(depth > 1 for *_, depth in rows) and len(parts) > 1
-    found = [(of, row) for of, row, depth in rows if depth > (1 if deepest_counts else 0)]
+    depths = [(of, row, _depth(of, row, parts)) for of, row in _rows(dialect)]
+    least = 2 if any(depth > 1 for *_, depth in depths) else 1  # a path beats a last name that is the same elsewhere
+    found = [(of, row) for of, row, depth in depths if depth >= least]
     if value is not None:
-        return [
-            Explanation(dialect=of, row=row, fates=_fates(of, row, [_read(value, row, parts[-1])])) for of, row in found
-        ]
-    return [
-        *(Explanation(dialect=of, row=row, fates=_telling(of, row)) for of, row in found),
-        *_taking(_plain(name), dialect),
-    ]
+        read = ((of, row, _read(value, row, parts[-1])) for of, row in found)
+        return [Explanation(dialect=of, row=row, fates=_fates(of, row, [each])) for of, row, each in read]
+    of_keys = (Explanation(dialect=of, row=row, fates=_telling(of, row)) for of, row in found)
+    return [*of_keys, *_taking(name, dialect)]
 
 
 def _taking(word: str, dialect: str | None) -> Iterator[Explanation]:
@@ -213,17 +198,15 @@ def _taking(word: str, dialect: str | None) -> Iterator[Explanation]:
 
 def _values_of(dialect: Dialect, row: Row, word: str) -> list[Any]:
     """The word as values of the row, in a case that its system takes: the row's own, or one for each part of it."""
-    own = [value for value in dialect.values(row) if word.lower() in map(str.lower, _texts_in(value))]
+    texts = ((value, value.values() if isinstance(value, Mapping) else (value,)) for value in dialect.values(row))
+    own = [
+        value for value, each in texts if any(isinstance(text, str) and text.lower() == word.lower() for text in each)
+    ]
     if not own and any(isinstance(choice, bool) for choice in row.takes.choices):
         return []  # of a switch, "on" and "off" say nothing
     if _is_word_of(dialect, row, word):
         return [word]
     return own[:1] or [{part: word} for part in row.nested if _is_word_of(dialect, row, word, part)]
-
-
-def _texts_in(value: Any) -> list[str]:
-    each = value.values() if isinstance(value, Mapping) else (value,)
-    return [text for text in each if isinstance(text, str)]
 
 
 def _is_word_of(dialect: Dialect, row: Row, word: str, part: str = "") -> bool:
@@ -249,52 +232,48 @@ def nearest(asked: str, *, dialect: str | None = None) -> dict[str, list[str]]:
     parts = _parts(name)
     near: dict[str, list[str]] = {}
     for of in _dialects(dialect):
-        keys, words = _known(of, with_values=value is None)
-        matches = [
-            *(keys[match] for match in nearest_names(".".join(parts), keys, 3)),
-            *(keys[match] for match in nearest_names(parts[-1] if parts else "", keys, 3)),
-        ]
+        keys, words = _keys(of), {} if value is not None else _words(of)
+        spelled = (".".join(parts), *parts[-1:])
+        matches = dict.fromkeys(keys[match] for each in spelled for match in nearest_names(each, keys, 3))
         # Of words there are many, so that a key is like one of them sooner than like the key that was meant.
-        of_words = [words[match] for match in nearest_names(_plain(name), words, 3, likeness=0.75)]
-        if matches or of_words:
-            near[of.name] = [*list(dict.fromkeys(matches))[:3], *of_words]
-    return near
+        of_words = [words[match] for match in nearest_names(name, words, 3, likeness=0.75)]
+        near[of.name] = [*list(matches)[:3], *of_words]
+    return {name: names for name, names in near.items() if names}
 
 
 def beginning_with(incomplete: str) -> list[str]:
     """The keys and the words of all dialects that begin so, as a shell completes them; keys by their last name."""
-    known = (name for of in DIALECTS.values() for names in _known(of, with_values=True) for name in names)
+    known = (name for of in DIALECTS.values() for name in (*_keys(of), *_words(of)))
     return sorted({name for name in known if name.startswith(incomplete) and "." not in name})
 
 
-def _known(dialect: Dialect, *, with_values: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Every name of a key, and every word that is a value, each with how it is asked for."""
-    keys: dict[str, str] = {}
+def _keys(dialect: Dialect) -> dict[str, str]:
+    """Every name of a key, with its usual place."""
+    places = ((place, dialect.places(row)[0]) for row in dialect.rows for place in _named(dialect, row))
+    return {name: usual for place, usual in places for name in (place, place.rpartition(".")[2])}
+
+
+def _words(dialect: Dialect) -> dict[str, str]:
+    """Every word that is a value, as KEY=VALUE of the first key that takes it."""
     words: dict[str, str] = {}
     for row in dialect.rows:
-        usual, *_ = dialect.places(row)
-        for place in _named(dialect, row):
-            keys |= dict.fromkeys((place, place.rpartition(".")[2]), usual)
-        for value in dialect.values(row) if with_values else ():
-            if isinstance(value, str) and value:
-                words.setdefault(value, f"{usual}={value}")
-    return keys, words
+        new = (value for value in dialect.values(row) if isinstance(value, str) and value and value not in words)
+        words |= {text: f"{dialect.places(row)[0]}={text}" for text in new}
+    return words
 
 
 def implicit_settings(dialect: str | None = None) -> dict[str, list[Finding]]:
     """What a run does that no key asks for, by dialect; what a key's default asks for is told by its row."""
-    found = {}
-    for of in _dialects(dialect):
-        keys = {row.name for row in of.rows}
-        told = {
+    found = {
+        of.name: {
             finding.key: finding
             for section in of.silent
             for finding in of.read(section).findings
-            if finding.origin is Origin.IMPLICIT and finding.key not in keys
+            if finding.origin is Origin.IMPLICIT and all(row.name != finding.key for row in of.rows)
         }
-        if told:
-            found[of.name] = list(told.values())
-    return found
+        for of in _dialects(dialect)
+    }
+    return {name: list(told.values()) for name, told in found.items() if told}
 
 
 def _read(text: str, row: Row, name: str) -> Any:
@@ -315,65 +294,58 @@ def _rows(dialect: str | None) -> Iterator[tuple[Dialect, Row]]:
 
 
 def _key_and_value(asked: str) -> tuple[str, str | None]:
-    """``KEY=VALUE``, or a line as it stands in a file, ``KEY: VALUE``."""
+    """``KEY=VALUE``, or a line as it stands in a file, ``KEY: VALUE``; the key as it was copied."""
     name, *values = re.split(r"\s*=\s*|:\s+", asked.strip(), maxsplit=1)
-    return name, values[0] if values else None
-
-
-def _plain(name: str) -> str:
-    return name.strip().strip("\"'`:,")
+    return name.strip().strip("\"'`:,"), next(iter(values), None)
 
 
 def _parts(name: str) -> list[str]:
     """Options (``--fsdp-size``), keys with their colon and environment variables are keys as well."""
-    plain_name = _plain(name).lstrip("-").replace("-", "_").lower()
-    return [part for part in plain_name.removeprefix("$.").split(".") if part]
+    parts = name.lstrip("-").replace("-", "_").lower().removeprefix("$.").split(".")
+    return [part for part in parts if part]
 
 
-def _named(dialect: Dialect, row: Row) -> Iterator[str]:
+def _named(dialect: Dialect, row: Row) -> list[str]:
     """Every path that leads to the row."""
-    for place in dialect.places(row):
-        yield place
-        yield from (f"{place}.{part}" for part in row.nested)
+    return [name for place in dialect.places(row) for name in (place, *(f"{place}.{part}" for part in row.nested))]
 
 
 def _depth(dialect: Dialect, row: Row, parts: list[str]) -> int:
     """How many parts of the name and of a place of the row are the same, if one is the other's end; else 0."""
-    depths = [0]
-    for place in _named(dialect, row):
-        own = place.lower().split(".")
-        length = min(len(own), len(parts))
-        if length and own[-length:] == parts[-length:]:
-            depths.append(length)
-    return max(depths)
+    places = (place.lower().split(".") for place in _named(dialect, row))
+    pairs = ((own[-length:], length) for own in places if (length := min(len(own), len(parts))))
+    return max((length for end, length in pairs if end == parts[-length:]), default=0)
 
 
 def _telling(dialect: Dialect, row: Row) -> tuple[Fate, ...]:
     """The fates of the row's values, if it is the value that decides; true and false only if the outcomes differ."""
     fates = _fates(dialect, row, dialect.values(row))
     if all(isinstance(fate.value, bool) for fate in fates):
-        return fates if {fate.finding.outcome for fate in fates} - {row.outcome} else ()
-    return fates if {fate.looks for fate in fates} - {(row.outcome, row.target, row.reason, row.hint)} else ()
+        return fates if any(fate.finding.outcome is not row.outcome for fate in fates) else ()
+    return fates if any(_looks(fate.finding) != _looks(row) for fate in fates) else ()
+
+
+def _looks(of: Finding | Row) -> tuple[object, ...]:
+    return (of.outcome, of.target, of.reason, of.hint)
 
 
 def _fates(dialect: Dialect, row: Row, values: Iterable[Any]) -> tuple[Fate, ...]:
     """One for each value, or several where the readers of a dialect differ."""
-    fates: list[Fate] = []
-    for value in values:
-        alike: dict[tuple[object, ...], Fate] = {}
+    fates: dict[object, Fate] = {}
+    for number, value in enumerate(values):
         for fate in _asked(dialect, row, value):
-            same = alike.get(fate.looks)
-            alike[fate.looks] = fate if same is None else replace(same, readers=same.readers + fate.readers)
-        fates += alike.values()
-    return tuple(fates)
+            same = fates.setdefault((number, _looks(fate.finding)), replace(fate, readers=()))
+            fates[number, _looks(fate.finding)] = replace(same, readers=same.readers + fate.readers)
+    return tuple(fates.values())
 
 
 def _asked(dialect: Dialect, row: Row, value: Any) -> Iterator[Fate]:
-    for question in dialect.questions(row, value):
-        # Composer's reader names the section where a value is wrong, others each key of a value that is a mapping.
-        keys = (question.key, *map(str, question.section.path[-1:]))
-        readers = (question.reader,) if question.reader else ()
-        for finding in dialect.read(question.section).findings:
-            is_own = finding.key in keys or finding.key.startswith(f"{question.key}.")
-            if is_own and finding.origin is Origin.KEY:
-                yield Fate(value=value, finding=finding, readers=readers)
+    """The fates of a value, by what each reader makes of the smallest file with it."""
+    for reader, file in dialect.files(row, value).items():
+        parts = dialect.place(row, file).split(".")
+        ends = [".".join(parts[number:]) for number in range(len(parts))]  # a report has as much of a path as it needs
+        for found in dialect.read(dialect.with_key(row, value, file)).findings:
+            # Composer's reader names the section where a value is wrong, others each key of a value that is a mapping.
+            is_own = any(f"{found.key}.".startswith(f"{end}.") for end in (*ends, *map(str, file.path[-1:])))
+            if is_own and found.origin is Origin.KEY:
+                yield Fate(value=value, finding=found, readers=(reader,) if reader else ())

@@ -6,6 +6,7 @@ import enum
 import itertools
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.atomic import replacing
+from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.text import printable
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.dialect import Dialect
 from composer_fsdp2.migration.documents import SUFFIXES, format_of, suffix_for
 from composer_fsdp2.migration.migrate import (
     ForeignSystemError,
@@ -24,36 +25,28 @@ from composer_fsdp2.migration.migrate import (
     may_configure,
     migrate_text,
 )
-from composer_fsdp2.migration.targets import TARGETS
 
 _PARALLEL_FROM = 20  # files; below it starting processes takes longer than it saves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """A file, and the folder that its place in an output folder is taken from.
+    """A file to migrate.
 
     Args:
-        is_named: Whether it was asked for, and not only found in a folder.
-        standard_input: What came from there, where that is the file.
+        place: Its path in an output folder, but for the ending.
+        is_named: Whether the user named it, rather than a folder that holds it.
+        content: What standard input held, where that is the file.
     """
 
     file: Path
-    base: Path
+    place: Path
     is_named: bool
-    standard_input: bytes | None = None
-
-    @property
-    def is_standard_input(self) -> bool:
-        return self.standard_input is not None
-
-    def read(self) -> bytes:
-        return self.file.read_bytes() if self.standard_input is None else self.standard_input
+    content: bytes | None = None
 
 
 STANDARD_INPUT = Path("<stdin>")
 _ENDINGS = ", ".join(SUFFIXES)
-_PASSED_OVER = "nothing here configures sharding; passed over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,51 +57,32 @@ class Destination:
     output: Path | None = None
     force: bool = False
 
-    def check(self, sources: Sequence[SourceFile], target: Dialect) -> None:
-        """Refuse what may write two results to one file, before anything is written.
+    def folder(self, sources: Sequence[SourceFile]) -> Path | None:
+        """The output, unless it is the file for the result of a single named source."""
+        is_one = len(sources) == 1 and sources[0].is_named
+        if self.output is None or (is_one and not self.output.is_dir() and self.output.suffix.lower() in SUFFIXES):
+            return None
+        return self.output
+
+    def check(self, sources: Sequence[SourceFile]) -> None:
+        """Refuse what no text could make right, before anything is read.
 
         Raises:
             ConfigError: names the file.
         """
-        if any(source.is_standard_input for source in sources):
-            self._check_standard_input(sources)
-        if self.output is None:
-            return
-        if not self.is_folder(sources):
-            if _is_at(self.output, sources[0].file):
-                raise ConfigError(f"{_name(self.output)} is the file itself; --write changes it, and keeps a copy")
-            return
-        if self.output.is_file():
-            fault = f"there are {len(sources)} results" if len(sources) > 1 else f"its name ends in none of {_ENDINGS}"
-            raise ConfigError(f"{_name(self.output)} is a file, and {fault}; give a folder")
-        folds = _folds_case(self.output)
-        inputs = {
-            _place(path, folds): each.file
-            for each in sources
-            for path in (each.file, Path(os.path.realpath(each.file)))
-        }
-        for source in sources:
-            path = self.output / _result_name(source, target)
-            for result in (path, path.with_suffix(target.suffix)):  # a new file may have another ending
-                taken = inputs.get(_place(result, folds))
-                if taken is not None:
-                    whose = "" if taken == source.file else f" by the result of {_name(source.file)}"
-                    raise ConfigError(
-                        f"{_name(taken)} would be overwritten{whose}; --write changes files in place, and keeps copies"
-                    )
-
-    def _check_standard_input(self, sources: Sequence[SourceFile]) -> None:
-        if self.in_place:
+        folder = self.folder(sources)
+        has_standard_input = any(source.content is not None for source in sources)
+        if has_standard_input and self.in_place:
             raise ConfigError("- is standard input, which --write cannot change; -o FILE writes the new text")
-        if self.output is not None and self.is_folder(sources):
+        if has_standard_input and folder is not None:
             raise ConfigError(
-                f"{self.output}: what comes from standard input has no name in a folder; give it alone, with -o FILE"
+                f"{folder}: what comes from standard input has no name in a folder; give it alone, with -o FILE"
             )
-
-    def is_folder(self, sources: Sequence[SourceFile]) -> bool:
-        assert self.output is not None
-        is_one = len(sources) == 1 and sources[0].is_named
-        return not is_one or self.output.is_dir() or self.output.suffix.lower() not in SUFFIXES
+        if folder is None and self.output is not None and _is_at(self.output, sources[0].file):
+            raise ConfigError(f"{_name(self.output)} is the file itself; --write changes it, and keeps a copy")
+        if folder is not None and folder.is_file():
+            fault = f"there are {len(sources)} results" if len(sources) > 1 else f"its name ends in none of {_ENDINGS}"
+            raise ConfigError(f"{_name(folder)} is a file, and {fault}; give a folder")
 
 
 def _name(path: Path) -> str:
@@ -120,28 +94,6 @@ def _is_at(path: Path, file: Path) -> bool:
     return path.exists() and file.exists() and path.samefile(file)
 
 
-def _place(path: Path, folds_case: bool) -> str:
-    """The path that a write to ``path`` changes: links among its folders are followed, and a final link is replaced."""
-    place = os.path.join(os.path.realpath(path.parent), path.name)
-    return place.casefold() if folds_case else place
-
-
-def _folds_case(folder: Path) -> bool:
-    """Whether names there that differ in upper and lower case are one file."""
-    above = Path(os.path.realpath(folder))
-    named = next(
-        (each for each in (above, *above.parents) if each.exists() and each.name.swapcase() != each.name), None
-    )
-    return named is not None and _is_at(named.with_name(named.name.swapcase()), named)
-
-
-def _result_name(source: SourceFile, target: Dialect) -> Path:
-    """A file's place in an output folder, as far as it is known before the file is read."""
-    place = source.file.relative_to(source.base)
-    keeps_format = bool(target.heads) and format_of(place.name).takes_entries
-    return place if keeps_format else place.with_suffix(target.suffix)
-
-
 class State(enum.Enum):
     """Where a file is on its way to FSDP2."""
 
@@ -149,10 +101,6 @@ class State(enum.Enum):
     NEEDS_DECISION = "needs decision"
     UNUSABLE = "unusable"
     UNCONFIGURED = "unconfigured"
-
-    @property
-    def exit_code(self) -> int:
-        return {State.NEEDS_DECISION: 1, State.UNUSABLE: 2}.get(self, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +129,7 @@ class FileResult:
 
     @property
     def exit_code(self) -> int:
-        return self.state.exit_code
+        return {State.NEEDS_DECISION: 1, State.UNUSABLE: 2}.get(self.state, 0)
 
     @property
     def is_changed(self) -> bool:
@@ -210,26 +158,24 @@ class FileResult:
                 "",
                 "| key | outcome | becomes | why | line |",
                 "|---|---|---|---|---|",
-            ]
-            lines += [
-                _row(
-                    f"`{finding.key}: {finding.value}`",
-                    finding.outcome.value,
-                    finding.target or "-",
-                    finding.reason + (f" ({finding.hint})" if finding.hint else ""),
-                    finding.where.rpartition(":")[2],
-                )
-                for finding in section.findings
+                *map(_row, section.findings),
             ]
         return "\n".join(lines)
 
 
-def _row(*cells: str) -> str:
+def _row(finding: Finding) -> str:
+    cells = (
+        f"`{finding.key}: {finding.value}`",
+        finding.outcome.value,
+        finding.target or "-",
+        finding.reason + (f" ({finding.hint})" if finding.hint else ""),
+        finding.where.rpartition(":")[2],
+    )
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def sources_of(
-    paths: Sequence[Path], *, output: Path | None = None, standard_input: Callable[[], bytes] = bytes
+    paths: Sequence[Path], *, output: Path | None = None, standard_input: bytes | None = None
 ) -> list[SourceFile]:
     """The files, and those in the folders, each once.
 
@@ -237,25 +183,25 @@ def sources_of(
 
     Args:
         output: A folder whose files are results of an earlier run, and no sources of this one.
-        standard_input: Reads what STANDARD_INPUT stands for.
+        standard_input: The content of STANDARD_INPUT.
     Raises:
         ConfigError: there is no file at all.
     """
     found: dict[str, SourceFile] = {}
     for path in paths:
-        if path is STANDARD_INPUT:
-            if str(path) not in found:
-                content = standard_input()
-                found[str(path)] = SourceFile(file=path, base=Path(), is_named=True, standard_input=content)
-            continue
         is_folder = path.is_dir()
         for file in _files(path, output) if is_folder else [path]:
-            source = SourceFile(file=file, base=path if is_folder else path.parent, is_named=not is_folder)
+            source = SourceFile(
+                file=file,
+                place=file.relative_to(path if is_folder else path.parent),
+                is_named=not is_folder,
+                content=standard_input if file is STANDARD_INPUT else None,
+            )
             real = os.path.realpath(file)  # of links in a circle, too, which resolve() refuses
             if real not in found or (source.is_named and not found[real].is_named):
                 found[real] = source
     if not found:
-        raise ConfigError(f"{', '.join(map(str, paths))}: no file ends in {', '.join(SUFFIXES)}")
+        raise ConfigError(f"{', '.join(map(str, paths))}: no file ends in {_ENDINGS}")
     return list(found.values())
 
 
@@ -263,14 +209,13 @@ def _files(folder: Path, output: Path | None) -> list[Path]:
     """The configurations below a folder, and folders that cannot be read."""
     results = os.path.realpath(output) if output is not None and not _is_at(output, folder) else ""
     found: list[Path] = []
-    unreadable: list[OSError] = []
-    for above, folders, files in os.walk(folder, onerror=unreadable.append):
+    for above, folders, files in os.walk(folder, onerror=lambda error: found.append(Path(error.filename))):
         folders[:] = [
             name for name in folders if name[0] != "." and os.path.realpath(os.path.join(above, name)) != results
         ]
         each = (Path(above, name) for name in files)
-        found += [file for file in each if file.suffix.lower() in SUFFIXES and file.is_file()]
-    return sorted([*found, *(Path(error.filename) for error in unreadable)])
+        found.extend(file for file in each if file.suffix.lower() in SUFFIXES and file.is_file())
+    return sorted(found)
 
 
 def migrate_files(
@@ -286,64 +231,86 @@ def migrate_files(
 ) -> Iterator[FileResult]:
     """Each file's result, in order; a bad file does not end the others.
 
-    Where results may get one name, which their texts decide, those files are migrated twice: once to see.
-
     Args:
         suffix: The ending of the format of files that were named; "" goes by their names.
         allow_unconfigured: Whether a file that was named need not have a section.
         jobs: Processes for many files; 0 for one a core.
     Raises:
-        ConfigError: two results would be written to one file.
+        ConfigError: at the call; a result would be written over a source or another result.
     """
-    destination.check(sources, TARGETS[to])
-    is_folder = destination.output is not None and destination.is_folder(sources)
-    look = partial(
+    destination.check(sources)
+    folder = destination.folder(sources)
+    work = partial(
         _migrate_file,
+        destination=destination,
+        folder=folder,
         suffix=suffix,
         allow_unconfigured=allow_unconfigured,
         words={"to": to, "dialect": dialect, "at": at},
     )
-    if is_folder:
-        _refuse_doubled(sources, destination, partial(look, destination=Destination(), is_folder=False))
-    work = partial(look, destination=destination, is_folder=is_folder)
+    if folder is not None:
+        _refuse_taken(sources, folder, partial(work, destination=Destination()), force=destination.force)
     if len(sources) < _PARALLEL_FROM or jobs == 1:
-        yield from map(work, sources)
-        return
+        return map(work, sources)
     from composer_fsdp2.migration.processes import in_processes  # here and not above: one file needs none
 
-    yield from in_processes(work, sources, num_processes=jobs or None, killed=_killed)
+    return in_processes(work, sources, num_processes=jobs or None, killed=_killed)
 
 
-def _refuse_doubled(
-    sources: Sequence[SourceFile], destination: Destination, look: Callable[[SourceFile], FileResult]
+def _refuse_taken(
+    sources: Sequence[SourceFile], folder: Path, look: Callable[[SourceFile], FileResult], *, force: bool
 ) -> None:
-    """Raise where two results would be one file: names that differ in their endings only may do so.
+    """Raise where a result would take the place of an input or of another result.
+
+    Its text decides how the name of a result ends; only files whose names are equal but for that are migrated here.
 
     Args:
         look: Migrates a file, and writes nothing.
     """
-    output = destination.output or Path()
-    folds = _folds_case(output)
-    alike: dict[str, list[SourceFile]] = {}
-    for source in sources:
-        path = output / source.file.relative_to(source.base).with_suffix("")
-        alike.setdefault(_place(path, folds), []).append(source)
-    found: dict[str, tuple[Path, list[Path]]] = {}
-    for source in (each for group in alike.values() if len(group) > 1 for each in group):
+    folds = _folds_case(folder)
+    inputs = {
+        _place(path, folds): each.file for each in sources for path in (each.file, Path(os.path.realpath(each.file)))
+    }
+    stems = [os.path.splitext(_place(folder / each.place, folds))[0] for each in sources]
+    near = Counter([*stems, *(os.path.splitext(place)[0] for place in inputs)])
+    results: dict[str, tuple[Path, list[Path]]] = {}
+    for source in (source for source, stem in zip(sources, stems, strict=True) if near[stem] > 1):
         migration = look(source).migration
-        if migration is not None and (migration.exit_code == 0 or destination.force):
-            target = _target(migration, source, destination, is_folder=True)
-            found.setdefault(_place(target, folds), (target, []))[1].append(source.file)
+        if migration is None or (migration.exit_code and not force):
+            continue
+        target = _target(migration, source, folder)
+        place = _place(target, folds)
+        if place in inputs:
+            whose = "" if inputs[place] == source.file else f" by the result of {_name(source.file)}"
+            raise ConfigError(
+                f"{_name(inputs[place])} would be overwritten{whose}; --write changes files in place, and keeps copies"
+            )
+        results.setdefault(place, (target, []))[1].append(source.file)
     doubled = [
-        f"{_name(path.relative_to(output))} of {' and '.join(map(_name, files))}"
-        for path, files in found.values()
-        if files[1:]
+        f"{_name(target.relative_to(folder))} of {' and '.join(map(_name, files))}"
+        for target, files in results.values()
+        if len(files) > 1
     ]
     if doubled:
         raise ConfigError(
-            f"{_name(output)} would get several files of one name: {', '.join(doubled)}; rename "
+            f"{_name(folder)} would get several files of one name: {', '.join(doubled)}; rename "
             "one, or migrate them into different folders"
         )
+
+
+def _place(path: Path, folds_case: bool) -> str:
+    """The path that a write to ``path`` changes: links among its folders are followed, and a final link is replaced."""
+    place = os.path.join(os.path.realpath(path.parent), path.name)
+    return place.casefold() if folds_case else place
+
+
+def _folds_case(folder: Path) -> bool:
+    """Whether names there that differ in upper and lower case are one file."""
+    above = Path(os.path.realpath(folder))
+    named = next(
+        (each for each in (above, *above.parents) if each.exists() and each.name.swapcase() != each.name), None
+    )
+    return named is not None and _is_at(named.with_name(named.name.swapcase()), named)
 
 
 def _killed(source: SourceFile) -> FileResult:
@@ -354,7 +321,7 @@ def _migrate_file(
     source: SourceFile,
     *,
     destination: Destination,
-    is_folder: bool,
+    folder: Path | None,
     suffix: str,
     allow_unconfigured: bool,
     words: Mapping[str, Any],
@@ -362,38 +329,54 @@ def _migrate_file(
     path, content = _name(source.file), b""
     may_pass = allow_unconfigured or not source.is_named
     try:
-        content = source.read()
+        content = source.file.read_bytes() if source.content is None else source.content
         if may_pass and words["at"] is None and not may_configure(content):
             raise NothingToMigrateError(f"{path}:1:1: nothing here configures sharding")
         text = _decoded(content, path)
-        migration = migrate_text(text, path, suffix=_suffix_of(source, suffix, text), **words)
-        done = _write(migration, content, source, destination, is_folder=is_folder)
-    except NothingToMigrateError as error:
-        done = _PASSED_OVER if may_pass else "nothing was written"
-        kept = content if source.is_named else b""
+        of_input = suffix_for(text) if source.content is not None else ""
+        migration = migrate_text(
+            text,
+            path,
+            suffix=(suffix if source.is_named else "") or of_input,
+            read=partial(read_named, source.file.parent),
+            alone=source.is_named,
+            **words,
+        )
+        done = _write(migration, content, source, destination, folder)
+        return FileResult(path=path, migration=migration, done=printable(done))
+    except Exception as error:  # whatever it is: the other files have their results
+        told = printable(_told(error, path))
+        if not (may_pass and isinstance(error, NothingToMigrateError)):
+            return FileResult(path=path, error=told)
         is_foreign = isinstance(error, ForeignSystemError)
-        done = f"{error}; passed over" if may_pass and is_foreign else done
         return FileResult(
             path=path,
-            error=printable(str(error)),
-            is_skipped=may_pass,
+            error=told,
+            is_skipped=True,
             is_foreign=is_foreign,
-            content=kept,
-            done=printable(done),
+            content=content if source.is_named else b"",
+            done=f"{told if is_foreign else 'nothing here configures sharding'}; passed over",
         )
-    except ConfigError as error:
-        return FileResult(path=path, error=printable(str(error)))
-    except OSError as error:
-        return FileResult(path=path, error=printable(f"{path}: {error.strerror or error}"))
-    except Exception as error:  # whatever it is: the other files have their results
-        return FileResult(path=path, error=printable(f"{path}: {_unexpected(error)}"))
-    return FileResult(path=path, migration=migration, done=printable(done))
 
 
-def _suffix_of(source: SourceFile, given: str, text: str) -> str:
-    if given and source.is_named:
-        return given
-    return suffix_for(text) if source.is_standard_input else ""
+def _told(error: Exception, path: str) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or path}: {error.strerror or error}"
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"{path}: {type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {error}; this is a fault of "
+        "composer-fsdp2's: please report it with the file"
+    )
+
+
+def read_named(folder: Path, path: str) -> str | None:
+    """The file that a file in a folder names: from the working directory, as accelerate reads it, else from there."""
+    with contextlib.suppress(OSError, ValueError):
+        found = next((each for each in (Path(path), folder / path) if each.is_file()), None)
+        return None if found is None else found.read_text(encoding="utf-8")
+    return None
 
 
 def _decoded(content: bytes, path: str) -> str:
@@ -402,48 +385,42 @@ def _decoded(content: bytes, path: str) -> str:
     try:
         return content.decode()  # not read_text, which changes line ends
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        column = error.start - content.rfind(b"\n", 0, error.start)
-        raise ConfigError(f"{path}:{line}:{column}: no UTF-8: {error.reason}") from error
-
-
-def _unexpected(error: Exception) -> str:
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {error}; this is a fault of "
-        "composer-fsdp2's: please report it with the file"
-    )
+        *lines, last = content[: error.start].split(b"\n")
+        raise ConfigError(f"{path}:{len(lines) + 1}:{len(last) + 1}: no UTF-8: {error.reason}") from error
 
 
 def _write(
-    migration: Migration, content: bytes, source: SourceFile, destination: Destination, *, is_folder: bool
+    migration: Migration, content: bytes, source: SourceFile, destination: Destination, folder: Path | None
 ) -> str:
     """Write the new text where it is to go, if it may; says what was done.
 
     Args:
         content: Of the file, as it was read.
+        folder: Of the destination, unless that is a file.
     Raises:
         ConfigError: it cannot be written there, or the file is another one by now.
     """
     if not destination.in_place and destination.output is None:
-        if migration.exit_code:
-            return "something needs a decision"
-        return "would change" if migration.is_changed else "nothing to change"
+        would = "would change" if migration.is_changed else "nothing to change"
+        return "something needs a decision" if migration.exit_code else would
     if destination.in_place and migration.is_new_file:
         raise ConfigError(
             f"{source.file}: the new configuration is a file of its own, which -o PATH writes; --write cannot"
         )
     if migration.exit_code and not destination.force:
         return "nothing was written: something needs a decision (--force writes all the same)"
-    if destination.in_place:
+    if destination.output is None:
         return _write_in_place(migration, content, source.file.resolve())  # a link stays one
-    target = _target(migration, source, destination, is_folder=is_folder)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from error
-    _replace(target, migration.after, like=None if source.is_standard_input else source.file)
+    target = destination.output if folder is None else _target(migration, source, folder)
+    if format_of(target.name) is not format_of(migration.suffix):
+        raise ConfigError(f"{target}: the new text is {migration.suffix[1:].upper()}; let its name end so")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _replace(target, migration.after, like=source.file if source.content is None else None)
     return f"written to {target}"
+
+
+def _target(migration: Migration, source: SourceFile, folder: Path) -> Path:
+    return (folder / source.place).with_suffix(migration.suffix)
 
 
 def _write_in_place(migration: Migration, content: bytes, file: Path) -> str:
@@ -462,19 +439,9 @@ def _write_in_place(migration: Migration, content: bytes, file: Path) -> str:
 
 
 def _free_name(file: Path) -> Path:
-    """FILE.bak, or the first of FILE.bak2 ... that is nobody's."""
-    names = itertools.chain([".bak"], (f".bak{number}" for number in itertools.count(2)))
-    return next(path for path in (Path(f"{file}{name}") for name in names) if not path.exists())
-
-
-def _target(migration: Migration, source: SourceFile, destination: Destination, *, is_folder: bool) -> Path:
-    output = destination.output
-    assert output is not None
-    if is_folder:
-        return (output / source.file.relative_to(source.base)).with_suffix(migration.suffix)
-    if format_of(output.name) is not format_of(migration.suffix):
-        raise ConfigError(f"{output}: the new text is {migration.suffix[1:].upper()}; let its name end so")
-    return output
+    """FILE.bak, or the first of FILE.bak2 ... that does not exist."""
+    names = (Path(f"{file}.bak{number if number > 1 else ''}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _replace(path: Path, text: str, *, like: Path | None) -> None:

@@ -13,11 +13,13 @@ def has_interpolation(value: Any) -> bool:
 
 def interpolations(value: Any, path: Path) -> Iterator[tuple[str, Path]]:
     """Each text with one, in a value or below it, and where it is; ``path`` is the value's own."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from interpolations(each, (*path, key))
-    elif isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from interpolations(each, (*path, number))
-    elif isinstance(value, str) and "${" in value:
+    return ((leaf, where) for leaf, where in leaves(value, path) if isinstance(leaf, str) and "${" in leaf)
+
+
+def leaves(value: Any, path: Path) -> Iterator[tuple[Any, Path]]:
+    """Each value that is neither a mapping nor a list, and where it is."""
+    if not isinstance(value, Mapping | list):
         yield value, path
+        return
+    for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+        yield from leaves(each, (*path, key))

@@ -1,36 +1,33 @@
-"""OmegaConf's ``${...}``: resolved where that can be done here, found where it cannot, and kept out of reports.
+"""OmegaConf's ``${...}``: resolved where that can be done here, found where it cannot.
 
 Composer's, LLM Foundry's and ROLL's files are read by OmegaConf (``Dialect.interpolates``); in any other file it is
 text.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
-from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import references_in
-from composer_fsdp2.migration.documents.yaml import flow_text
-from composer_fsdp2.migration.interpolated import interpolations
+from composer_fsdp2.migration.interpolated import interpolations, leaves
 from composer_fsdp2.migration.paths import Path, has_path, value_at
 
-# Where values are an environment variable's: what the file has there, and the value.
-Environment = Mapping[Path, tuple[str, Any]]
-
 _MOST = 50_000  # texts to resolve in one file; OmegaConf resolves each as often as it is referred to
-_ENVIRONMENT = "oc.env"
-_NOBODY = "composer_fsdp2.nobody"  # no resolver
+_register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # before OmegaConf 2.4
 _HERE = "composer_fsdp2: here"  # a key of nobody's
-_UNRESOLVED = object()
+_SCALARS = bool | int | float | str | bytes  # that OmegaConf holds
 _RELATIVE = re.compile(r"\$\{(\.+)")
 _FIRST_NAME = re.compile(r"\$\{\s*([^\s.:\[\]{}$]+)")
 # Of a resolver: its arguments may name any part of the file.
 _OTHER_RESOLVER = re.compile(r"\$\{\s*(?!oc\.env\b|oc\.decode\b)[\w.]+\s*:")
+_PUBLIC = 3  # characters of a value that tells nothing
+_OPEN = "$·{"  # no interpolation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,29 +36,76 @@ class Resolved:
 
     Args:
         values: With interpolations resolved; those that cannot be resolved here stay as they are written.
+        written: With what the file has in the place of environment variables' values.
+        public: Without those values of environment variables that may be secrets: a text for ``as_written``.
     """
 
     values: Any
-    environment: Environment = field(default_factory=dict)
+    written: Any
+    public: Any
 
 
-def resolve(values: Any) -> Resolved:
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """A value that an environment variable decides, and what the file has there."""
+
+    written: str
+    value: Any
+
+    def public(self, words: Collection[str]) -> Any:
+        is_public = len(str(self.value)) <= _PUBLIC or str(self.value).lower() in words
+        return self.value if is_public else self.written.replace("${", _OPEN)
+
+
+def as_written(text: str) -> str:
+    """A text that was made from ``Resolved.public``, with the file's references."""
+    return text.replace(_OPEN, "${")
+
+
+def resolve(values: Any, words: Collection[str] = (), *, place: str = "") -> Resolved:
     """The values with interpolations resolved.
 
-    What comes from the environment is what changes when nothing there can be resolved, by whichever way it came.
+    Args:
+        words: In small letters, what keys take: no secrets.
+        place: What a message begins with.
+    Raises:
+        ConfigError: interpolations stand for too much.
     """
     texts = list(interpolations(values, ()))
     if not texts:
-        return Resolved(values=values)
-    _check_size(values, texts)
-    resolved = _resolved(values, (), _Resolver(values, texts))
-    if not any(_ENVIRONMENT in text for text, _ in texts):
-        return Resolved(values=resolved)
-    without = _resolved(values, (), _Resolver(values, texts, hides_environment=True))
-    return Resolved(values=resolved, environment=dict(_from_environment(values, resolved, without, ())))
+        return Resolved(values=values, written=values, public=values)
+    _check_size(values, texts, place)
+    resolver = _Resolver(_config(values, texts))
+    _register("oc.env", resolver.env, replace=True)
+    try:
+        found = _mapped(values, resolver.value_of)
+    finally:
+        _register("oc.env", oc.env, replace=True)
+    return Resolved(
+        values=_without_notes(found, lambda note: note.value),
+        written=_without_notes(found, lambda note: note.written),
+        public=_without_notes(found, lambda note: note.public(words)),
+    )
 
 
-def _check_size(values: Any, texts: Iterable[tuple[str, Path]]) -> None:
+def _without_notes(found: Any, of: Callable[[_Note], Any]) -> Any:
+    return _mapped(found, lambda leaf, _: of(leaf) if isinstance(leaf, _Note) else leaf)
+
+
+def _mapped(value: Any, of: Callable[[Any, Path], Any], path: Path = (), keys: Any = object) -> Any:
+    """The value with what ``of`` makes of each leaf at its path.
+
+    Args:
+        keys: The types of keys; others are left out.
+    """
+    if isinstance(value, Mapping):
+        return {key: _mapped(each, of, (*path, key), keys) for key, each in value.items() if isinstance(key, keys)}
+    if isinstance(value, list):
+        return [_mapped(each, of, (*path, number), keys) for number, each in enumerate(value)]
+    return of(value, path)
+
+
+def _check_size(values: Any, texts: Iterable[tuple[str, Path]], place: str) -> None:
     """Refuse texts that stand for others that stand for others: forty lines can ask for a terabyte.
 
     Raises:
@@ -69,176 +113,87 @@ def _check_size(values: Any, texts: Iterable[tuple[str, Path]]) -> None:
     """
     known: dict[Path, int] = {}
 
-    def below(value: Any, path: Path) -> int:
-        if isinstance(value, str):
-            absolute = _absolute(value, path) if "${" in value else ""
-            return 1 + sum(at(other) for other, _ in references_in(absolute))
-        each = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-        return sum((at((*path, key)) for key, _ in each), start=1)
-
-    def at(path: Path) -> int:
+    def size(path: Path) -> int:
         if path not in known:
             known[path] = 0  # also while it is being counted: one that leads to itself is OmegaConf's to refuse
-            known[path] = below(value_at(values, path), path) if has_path(values, path) else 1
+            below = leaves(value_at(values, path), path) if has_path(values, path) else [("", path)]
+            known[path] = sum(1 + sum(size(other) for other, _ in references_in(_absolute(*each))) for each in below)
         return known[path]
 
     try:
-        count = sum(at(path) for _, path in texts)
+        count = sum(size(path) for _, path in texts)
     except RecursionError as error:
-        raise ConfigError("interpolations refer to each other too deep") from error
+        raise ConfigError(f"{place}interpolations refer to each other too deep") from error
     if count > _MOST:
-        raise ConfigError(f"interpolations stand for {count} others, and {_MOST} are the most that is resolved")
+        raise ConfigError(f"{place}interpolations stand for {count} others, and {_MOST} are the most that is resolved")
 
 
-def _absolute(text: str, path: Path) -> str:
-    """``${.x}`` and ``${..x}`` as seen from the top of the file."""
+def _absolute(text: Any, path: Path) -> str:
+    """``${.x}`` and ``${..x}`` as seen from the top of the file; "" for what has no interpolation."""
 
     def above(found: re.Match[str]) -> str:
         return "${" + "".join(f"{key}." for key in path[: max(len(path) - len(found[1]), 0)])
 
-    return _RELATIVE.sub(above, text)
+    return _RELATIVE.sub(above, text) if isinstance(text, str) and "${" in text else ""
 
 
-def _resolved(value: Any, path: Path, resolver: "_Resolver") -> Any:
-    if isinstance(value, Mapping):
-        return {key: _resolved(each, (*path, key), resolver) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_resolved(each, (*path, number), resolver) for number, each in enumerate(value)]
-    return resolver.value_of(value, path) if isinstance(value, str) and "${" in value else value
+def _config(values: Any, texts: Iterable[tuple[str, Path]]) -> DictConfig:
+    """Those parts of a file that its texts refer to."""
+    absolute = [_absolute(*each) for each in texts]
+    names = {name for text in absolute for name in _FIRST_NAME.findall(text)}
+    needs_all = any(map(_OTHER_RESOLVER.search, absolute))
+    around = values if isinstance(values, Mapping) else {}
+    held = {key: each for key, each in around.items() if needs_all or str(key) in names}
+    try:
+        return OmegaConf.create(_mapped(held, _held, keys=_SCALARS))
+    except (OmegaConfBaseException, RecursionError):
+        return OmegaConf.create({})
+
+
+def _held(value: Any, path: Path) -> Any:
+    """The value as OmegaConf can hold it: its YAML reader takes a date for text, and no broken interpolation."""
+    if not (absolute := _absolute(value, path)):
+        return value if isinstance(value, _SCALARS | None) else str(value)
+    try:
+        OmegaConf.create([absolute])
+    except OmegaConfBaseException:
+        return None
+    return absolute
 
 
 class _Resolver:
-    """Resolves texts of one file, each once, beside those parts of the file that texts refer to.
+    """Resolves texts of one file, each once, and notes which of them read the environment, by whichever way."""
 
-    Args:
-        texts: All of the file's.
-        hides_environment: Resolve as if no variable could be had.
-    """
+    def __init__(self, config: DictConfig) -> None:
+        self._config = config
+        self._known: dict[tuple[str, str], Any] = {}
+        self._has_read = False
 
-    def __init__(self, values: Any, texts: list[tuple[str, Path]], *, hides_environment: bool = False) -> None:
-        self._hides = hides_environment
-        self._known: dict[str, Any] = {}
-        absolute = [_absolute(*each) for each in texts]
-        names = {name for text in absolute for name in _FIRST_NAME.findall(text)}
-        needs_all = any(map(_OTHER_RESOLVER.search, absolute))
-        around = values if isinstance(values, Mapping) else {}
-        held = {key: self._holdable(each, (key,)) for key, each in around.items() if needs_all or str(key) in names}
+    def env(self, *arguments: Any) -> str | None:
+        """In the place of OmegaConf's ``oc.env``."""
+        self._has_read = True
+        return oc.env(*arguments)
+
+    def value_of(self, text: Any, path: Path) -> Any:
+        """The text's value; the text itself, if it cannot be resolved or has nothing to resolve."""
+        asked = str(text), _absolute(text, path)
+        if asked[1] and asked not in self._known:
+            self._known[asked] = text  # also while it is being resolved: it may lie in what it stands for
+            self._known[asked] = self._found(*asked, path)
+        return self._known.get(asked, text)
+
+    def _found(self, text: str, absolute: str, path: Path) -> Any:
+        self._has_read = False
         try:
-            self._config = OmegaConf.create(_with_fit_keys(held))
-        except (OmegaConfBaseException, RecursionError):
-            self._config = OmegaConf.create({})
-
-    def value_of(self, text: str, path: Path) -> Any:
-        """The text's value; the text itself, if it cannot be resolved."""
-        asked = self._asked(text, path)
-        if asked not in self._known:
-            self._known[asked] = _UNRESOLVED  # also while it is being resolved: it may lie in what it stands for
-            self._known[asked] = self._found(asked, path)
-        found = self._known[asked]
-        return text if found is _UNRESOLVED else found
-
-    def _found(self, asked: str, path: Path) -> Any:
-        try:
-            self._config[_HERE] = asked
+            self._config[_HERE] = absolute
             found = self._config[_HERE]
         except (OmegaConfBaseException, RecursionError):
-            return _UNRESOLVED
-        # Each value of a mapping may be resolved or not.
-        return _resolved(OmegaConf.to_container(found), path, self) if OmegaConf.is_config(found) else found
-
-    def _asked(self, text: str, path: Path) -> str:
-        absolute = _absolute(text, path)
-        return absolute.replace(_ENVIRONMENT, _NOBODY) if self._hides else absolute
-
-    def _holdable(self, value: Any, path: Path) -> Any:
-        """The value as OmegaConf can hold it: its YAML reader takes a date for text, and no broken interpolation."""
-        if isinstance(value, Mapping):
-            return _with_fit_keys({key: self._holdable(each, (*path, key)) for key, each in value.items()})
-        if isinstance(value, list):
-            return [self._holdable(each, (*path, number)) for number, each in enumerate(value)]
-        if isinstance(value, str) and "${" in value:
-            asked = self._asked(value, path)
-            try:
-                OmegaConf.create([asked])
-            except OmegaConfBaseException:
-                return None
-            return asked
-        return value if isinstance(value, bool | int | float | str | bytes | None) else str(value)
-
-
-def _with_fit_keys(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in values.items() if isinstance(key, bool | int | float | str | bytes)}
-
-
-def _from_environment(raw: Any, resolved: Any, without: Any, path: Path) -> Iterator[tuple[Path, tuple[str, Any]]]:
-    if isinstance(raw, Mapping):
-        for key, each in raw.items():
-            yield from _from_environment(each, resolved[key], without[key], (*path, key))
-    elif isinstance(raw, list):
-        for number, each in enumerate(raw):
-            yield from _from_environment(each, resolved[number], without[number], (*path, number))
-    elif isinstance(resolved, Mapping):  # an interpolation that stands for a mapping
-        for key, each in resolved.items():
-            other = without.get(key) if isinstance(without, Mapping) else None
-            own = other.replace(_NOBODY, _ENVIRONMENT) if isinstance(other, str) and "${" in other else raw
-            yield from _from_environment(own, each, other, (*path, key))
-    elif resolved != without and resolved != raw:
-        yield path, (raw, resolved)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reports, which may be shown to anybody
-
-
-def shown(finding: Finding, path: Path | None, environment: Environment, words: Collection[str]) -> Finding:
-    """The finding with references in the place of values that come from environment variables.
-
-    Args:
-        path: Of its key in the file; None if it has none.
-        words: In small letters, what keys take: no secrets, and the report's own words.
-    """
-    if not environment:
-        return finding
-    each = [(text, value) for text, value in environment.values() if isinstance(value, str)]
-    each += [environment[path]] if path is not None and path in environment else []
-    secrets = {_pattern(value, words): text for text, value in each}
-    value = finding.value if path is None else _shown_value(finding.value, path, environment)
-
-    def without(text: str) -> str:
-        for secret, reference in secrets.items():
-            text = re.sub(secret, lambda found: reference, text, flags=re.IGNORECASE)  # noqa: B023
-        return text
-
-    return replace(
-        finding,
-        value=without(value) if isinstance(value, str) and "${" not in value else value,
-        target=without(finding.target),
-        reason=without(finding.reason),
-        hint=without(finding.hint),
-    )
-
-
-def _shown_value(value: Any, path: Path, environment: Environment) -> Any:
-    if path in environment:
-        return environment[path][0]
-    if isinstance(value, Mapping):
-        return {key: _shown_value(each, (*path, key), environment) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_shown_value(each, (*path, number), environment) for number, each in enumerate(value)]
-    return value
-
-
-_CUT = 60  # messages cut long values
-
-
-_TELLING = 4  # characters; what is shorter is found in quotes only
-
-
-def _pattern(value: Any, words: Collection[str]) -> str:
-    """Finds a value in a text: as it is, or as it is quoted there."""
-    text = str(value)
-    if len(text) < _TELLING or text.lower() in words:
-        return rf"(?<!\w){re.escape(repr(value))}" if isinstance(value, str) else r"(?!)"
-    forms = dict.fromkeys((text, repr(text)[1:-1], flow_text(value).strip('"')))
-    each = (re.escape(form[:_CUT]) + (r"\S*" if len(form) > _CUT else r"(?!\w)") for form in forms)
-    return rf"(?<!\w)(?:{'|'.join(each)})"
+            return text
+        has_read = self._has_read
+        if OmegaConf.is_config(found):  # each value of a mapping may be resolved or not
+            found = _mapped(OmegaConf.to_container(found), self.value_of, path)
+        return (
+            _mapped(_without_notes(found, lambda note: note.value), lambda leaf, _: _Note(text, leaf))
+            if has_read
+            else found
+        )

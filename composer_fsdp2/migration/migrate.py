@@ -7,7 +7,8 @@ import codecs
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +20,13 @@ from composer_fsdp2.migration.changes import Change, change_section
 from composer_fsdp2.migration.dialect import Dialect, Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_WORDS, foreign_system
-from composer_fsdp2.migration.documents import Document, differences, open_document, referred
-from composer_fsdp2.migration.interpolated import has_interpolation
-from composer_fsdp2.migration.interpolation import Resolved, resolve, shown
+from composer_fsdp2.migration.dialects.huggingface.deepspeed_file import ReadsFile, with_settings
+from composer_fsdp2.migration.documents import Document, nearest_line, open_document, referred
+from composer_fsdp2.migration.interpolated import has_interpolation, leaves
+from composer_fsdp2.migration.interpolation import Resolved, as_written, resolve
+from composer_fsdp2.migration.lens import Loss, fault
 from composer_fsdp2.migration.paths import Path, has_path, value_at, walk
-from composer_fsdp2.migration.read_back import lost_findings
-from composer_fsdp2.migration.references import not_as_meant, shared_findings, with_shared
+from composer_fsdp2.migration.references import read_again, with_shared
 from composer_fsdp2.migration.targets import TARGETS
 
 
@@ -126,6 +128,8 @@ def migrate_text(
     dialect: str | None = None,
     at: str | None = None,
     suffix: str = "",
+    read: ReadsFile = lambda path: None,
+    alone: bool = True,
 ) -> Migration:
     """Migrate a text to FSDP2, and report what became of each key.
 
@@ -136,48 +140,42 @@ def migrate_text(
         to: The system whose words the new text is in; a name of ``TARGETS``.
         dialect: Of its sections; None finds out.
         at: The path of its section, or of what the sections lie in, with dots; None finds all.
+        read: Reads the other files that it names; by default none.
+        alone: Whether a file of DeepSpeed's, which others name, is migrated by itself.
     Raises:
         ConfigError: it is no such file, or has no section (NothingToMigrateError); names file, line and column.
     """
-    document = open_document(text, name, suffix)
-    file = _File.of(document)
+    file = given = _File.of(open_document(text, name, suffix))
+    deepspeed = with_settings(file.document, read, to=to, alone=alone)
+    if deepspeed is not None:
+        suffix = deepspeed.suffix or suffix
+        file = _File.of(open_document(deepspeed.text, name, suffix))
     target = TARGETS[to]
-    sections = _sections_of(file, dialect, at)
-    _check(file, sections, target)
-    changes = [change_section(document, of, section, target) for of, section in sections]
-    paths = [section.path for _, section in sections]
-    changes = [with_shared(document, path, paths, change) for path, change in zip(paths, changes, strict=True)]
-    whole = next((change for change in changes if change.text is not None), None)
-    edits = [edit for change in changes for edit in change.edits]
-    after = document.edited(edits) if whole is None or whole.text is None else whole.text
-    suffix = _suffix(suffix or name, target, whole is not None)
-    again = _as_meant(document, after, [section for _, section in sections], changes, whole, suffix)
-    shared: tuple[Finding, ...] = ()
-    if again is not None and whole is None:
-        shared = tuple(shared_findings(document, again.values, [section for _, section in sections], changes))
-    if again is not None:
-        written = _File.of(again)
-        changes = [replace(each, findings=(*each.findings, *_lost(written, target, each))) for each in changes]
-    reports = [
+    found = _sections(file, dialect, at)
+    _check(file, found, target)
+    new = _new_text(file, found, target, suffix)
+    findings = new.findings
+    if file.resolved.public != file.resolved.values:
+        public = _new_text(replace(file, is_public=True), found, target, suffix)
+        findings = tuple(map(_publicly, new.findings, public.findings))
+    in_own_keys = deepspeed.told if deepspeed is not None else iter
+    reports = (
         SectionReport(
             dialect=of.name,
             to=target.target,
-            place=printable(section.place),
-            line=_line_of(document, section.path),
-            findings=tuple(
-                _placed(finding, file, section.path, after)
-                for finding in (*change.findings, *(shared if number == 0 else ()))
-            ),
+            place=printable(".".join(map(str, path))),
+            line=nearest_line(given.document, path),
+            findings=tuple(in_own_keys(_placed(each, given, path, new.text) for each in told)),
         )
-        for number, ((of, section), change) in enumerate(zip(sections, changes, strict=True))
-    ]
+        for (of, path), told in zip(found, findings, strict=True)
+    )
     return Migration(
         name=name,
         before=text,
-        after=after,
+        after=text if new.text == file.document.original else new.text,
         sections=tuple(reports),
-        suffix=suffix,
-        is_new_file=whole is not None,
+        suffix=new.suffix,
+        is_new_file=new.is_file or (deepspeed is not None and deepspeed.suffix != ""),
     )
 
 
@@ -185,218 +183,37 @@ def find_sections(
     text: str, name: str = "<text>", *, dialect: str | None = None, at: str | None = None, suffix: str = ""
 ) -> tuple[Document, list[tuple[Dialect, Section]]]:
     """The document of a text, and what ``migrate_text`` would take for its sections, with the same arguments."""
-    document = open_document(text, name, suffix)
-    return document, _sections_of(_File.of(document), dialect, at)
-
-
-def _sections_of(file: "_File", dialect: str | None, at: str | None) -> list[tuple[Dialect, Section]]:
-    found = _sections(file, dialect, at)
-    return [(DIALECTS[of], Section.at(path, file.values_for(of))) for of, path in found]
-
-
-def _suffix(name: str, target: Dialect, is_new_file: bool) -> str:
-    return target.suffix if is_new_file else f".{name.rpartition('.')[2]}"
-
-
-def _as_meant(
-    document: Document,
-    after: str,
-    sections: Sequence[Section],
-    changes: Sequence[Change],
-    whole: Change | None,
-    suffix: str,
-) -> Document | None:
-    """The new text, read again; None if it is the old one.
-
-    Raises:
-        ConfigError: read again, it does not say what it was meant to, so that nobody may get it.
-    """
-    if whole is None and after == document.original:
-        return None
-    try:
-        again = open_document(after, document.name, suffix)
-    except ConfigError as error:
-        raise not_as_meant(document, (), sections[0]) from error
-    _refuse_doubled(document, again, changes)
-    wrong = None if whole is None else next(differences(whole.values, again.values), None)
-    if wrong is not None:
-        raise not_as_meant(document, wrong, sections[0])
-    return again
-
-
-def _lost(again: "_File", target: Dialect, change: Change) -> Iterator[Finding]:
-    """Findings for what the new text's own reader does not find in it, of what the old one asked for."""
-    if change.run is None:
-        return
-    values = again.values_for(target.name)
-    place = next(iter(target.sections(values)), ()) if change.place is None else change.place
-    yield from lost_findings(change.run, target, Section.at(place, values), change.lacks)
-
-
-def _refuse_doubled(document: Document, again: Document, changes: Sequence[Change]) -> None:
-    """Raise for a key that the new text has twice, and the old one had once: not every reader refuses such a file."""
-    for path in (edit.path for change in changes for edit in change.meant):
-        if has_path(again.values, path) and (twice := again.duplicate(path)) and not document.duplicate(path):
-            raise ConfigError(f"{twice} (of the new text); rename or remove the key that was there")
+    file = _File.of(open_document(text, name, suffix))
+    return file.document, [(of, file.section(of, path)) for of, path in _sections(file, dialect, at)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A document, and its values as those systems see them that resolve interpolations."""
+    """A document, and its values as those systems see them that resolve interpolations.
+
+    Args:
+        is_public: Whether without what environment variables hold.
+    """
 
     document: Document
     resolved: Resolved
+    is_public: bool = False
 
     @classmethod
-    def of(cls, document: Document) -> "_File":
-        try:
-            return cls(document=document, resolved=resolve(document.values))
-        except ConfigError as error:
-            raise ConfigError(f"{document.name}:1:1: {error}") from error
+    def of(cls, document: Document, *, is_public: bool = False) -> "_File":
+        resolved = resolve(document.values, _words(), place=f"{document.name}:1:1: ")
+        return cls(document=document, resolved=resolved, is_public=is_public)
 
-    def values_for(self, dialect: str) -> Any:
-        return self.resolved.values if DIALECTS[dialect].interpolates else self.document.values
+    def values_for(self, dialect: Dialect) -> Any:
+        resolved = self.resolved.public if self.is_public else self.resolved.values
+        return resolved if dialect.interpolates else self.document.values
 
+    def section(self, dialect: Dialect, path: Path) -> Section:
+        return Section.at(path, self.values_for(dialect))
 
-def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[str, Path]]:
-    document, names = file.document, [dialect] if dialect else list(DIALECTS)
-    other = None if dialect else foreign_system(file.document.values)
-    if other is not None:
-        raise ForeignSystemError(
-            f"{document.name}:1:1: this is a configuration of {other.name}, which is not read here: {other.advice}"
-        )
-    found = [(name, path) for name in names for path in DIALECTS[name].sections(file.values_for(name))]
-    if at is not None and not document.problem:
-        found = _sections_at(file, found, dialect, at)
-    else:
-        found = _outermost(file, found)
-    if not found:
-        _refuse_unreadable(file, names)
-        raise NothingToMigrateError(
-            document.problem
-            or f"{document.name}:1:1: nothing here configures sharding in the words of {_one_of(names)}; where a "
-            "section stands under another name, --at PATH and --dialect NAME say where, and whose it is"
-        )
-    if document.problem:
-        raise ConfigError(document.problem)
-    here = [(name, path) for name, path in found if not path or has_path(document.values, path)]
-    if not here:  # what it stands for is no section where it is written
-        path = next(path for _, path in found)
-        raise ConfigError(
-            f"{document.name}:{_line_of(document, path)}:1: {'.'.join(map(str, path))} stands behind an interpolation; "
-            "write it out there"
-        )
-    return here
-
-
-def _outermost(file: _File, found: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    """Drop sections inside the mapping that another section replaces: that section's system reads them as its keys."""
-    blocks = {each: DIALECTS[each[0]].replaced_block(Section.at(each[1], file.values_for(each[0]))) for each in found}
-    kept = list(found)
-    for inner in found:
-        entries = (block.entry for each in kept if each != inner and (block := blocks[each]) is not None)
-        if any(entry and inner[1][: len(entry)] == entry for entry in entries):
-            kept.remove(inner)
-    return kept
-
-
-def _one_of(names: Sequence[str]) -> str:
-    return " or ".join(", ".join(names).rsplit(", ", 1))
-
-
-def _refuse_unreadable(file: _File, dialects: Sequence[str]) -> None:
-    """Raise for a section that the file has, and of which nothing can be known here: an interpolation that nothing
-    here resolves, or no mapping."""
-    heads = {head for name in dialects if DIALECTS[name].interpolates for head, _ in DIALECTS[name].heads}
-
-    def is_unreadable(path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
-        return next(((*path, key) for key in values.keys() & heads if isinstance(values[key], str | list)), None)
-
-    for path in walk(file.resolved.values, is_unreadable):
-        written = value_at(file.resolved.values, path)
-        problem = (
-            f"{written}, which cannot be resolved here; write the section in this file"
-            if has_interpolation(written)
-            else f"{short(written)}, and takes a mapping of settings"
-        )
-        place = f"{file.document.name}:{_line_of(file.document, path)}:1"
-        raise ConfigError(f"{place}: {'.'.join(map(str, path))} is {problem}")
-
-
-def _sections_at(file: _File, found: list[tuple[str, Path]], dialect: str | None, at: str) -> list[tuple[str, Path]]:
-    document = file.document
-    path: Path = tuple(int(part) if part.isdecimal() else part for part in at.split(".") if part)
-    try:
-        value = value_at(file.resolved.values, path)
-    except (KeyError, IndexError, TypeError) as error:
-        raise ConfigError(f"{document.name}:1:1: there is no {at}") from error
-    below = [(name, each) for name, each in found if each[: len(path)] == path]
-    if below:
-        return below
-    around = [(name, each) for name, each in found if each != path and DIALECTS[name].holder(path) == each]
-    if around:
-        return around
-    where = f"{document.name}:{_line_of(document, path)}:1: {at}"
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} is not a mapping")
-    if dialect is None:
-        raise ConfigError(f"{where} could be any system's; say --dialect {', '.join(DIALECTS)}")
-    return [(dialect, DIALECTS[dialect].holder(path))]
-
-
-def _check(file: _File, sections: list[tuple[Dialect, Section]], target: Dialect) -> None:
-    """Raise for what cannot be migrated whatever it says."""
-    document, environment = file.document, file.resolved.environment
-    for _, section in sections:
-        above = (document.duplicate(section.path[:depth], key) for depth, key in enumerate(section.path))
-        if problem := next(filter(None, above), "") or document.duplicate(section.path):
-            raise ConfigError(problem)
-        written = value_at(document.values, section.path)
-        is_below = any(path[: len(section.path)] == section.path for path in environment)
-        if isinstance(written, str) and is_below and referred(document.values, written) is None:
-            raise ConfigError(
-                f"{document.name}:{document.line_of(section.path)}:1: {section.place} is {written}; migrate what that "
-                "holds"
-            )
-    is_new_file = any(of is not target and not (target.heads and document.takes_entries) for of, _ in sections)
-    if is_new_file and len(sections) > 1:
-        places = ", ".join(section.place for _, section in sections)
-        raise ConfigError(
-            f"{document.name}:1:1: a file for {target.target} holds one section, and here are {len(sections)}: "
-            f"{places}; choose one with --at"
-        )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Where findings are, and what they may show
-
-
-def _line_of(document: Document, path: Path) -> int:
-    """The line of ``path``, or of the nearest above it that is written in the file."""
-    for depth in range(len(path), -1, -1):
-        try:
-            return document.line_of(path[:depth])
-        except (KeyError, IndexError):
-            continue
-    return 1
-
-
-def _placed(finding: Finding, file: _File, section: Path, after: str) -> Finding:
-    """The finding with file and line; a key that stands beside the section is found there."""
-    key = tuple(finding.key.split("."))
-    places = ((*section[:depth], *key) for depth in range(len(section), -1, -1))
-    path = next((each for each in places if has_path(file.resolved.values, each)), None)
-    line = _line_of(file.document, section if path is None else path)
-    finding = shown(_settled(finding, path, file, after), path, file.resolved.environment, _words())
-    return replace(
-        finding,
-        key=printable(finding.key),
-        value=printable(finding.value) if isinstance(finding.value, str) else finding.value,
-        target=printable(finding.target),
-        reason=printable(finding.reason),
-        hint=printable(finding.hint),
-        where=f"{file.document.name}:{line}",
-    )
+    def error(self, path: Path, text: str) -> ConfigError:
+        """Of what is at the path."""
+        return ConfigError(f"{self.document.name}:{nearest_line(self.document, path)}:1: {text}")
 
 
 @functools.cache
@@ -406,14 +223,216 @@ def _words() -> frozenset[str]:
     return frozenset(str(choice).lower() for row in rows for choice in row.takes.choices)
 
 
-def _settled(finding: Finding, path: Path | None, file: _File, after: str) -> Finding:
-    """The finding, with a word where the new text no longer goes by an environment variable that the old one read."""
-    if path is None or finding.outcome is not Outcome.EXACT:
-        return finding
+# ---------------------------------------------------------------------------------------------------------------------
+# The new text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NewText:
+    """A text, and what became of the keys of each section.
+
+    Args:
+        suffix: Of a file with the text.
+        is_file: Whether it cannot take the place of the old one.
+    """
+
+    text: str
+    findings: Sequence[tuple[Finding, ...]]
+    suffix: str
+    is_file: bool
+
+
+def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect, suffix: str) -> _NewText:
+    document, paths = file.document, [path for _, path in found]
+    sections = [file.section(of, path) for of, path in found]
+    changes = [
+        with_shared(document, section.path, paths, change_section(document, of, section, target))
+        for (of, _), section in zip(found, sections, strict=True)
+    ]
+    whole = next((change for change in changes if change.text is not None), None)
+    edits = [edit for change in changes for edit in change.edits]
+    after = document.edited(edits) if whole is None or whole.text is None else whole.text
+    suffix = target.suffix if whole is not None else f".{(suffix or document.name).rpartition('.')[2]}"
+    again: _File | None = None
+    shared: tuple[Finding, ...] = ()
+    if whole is not None or after != document.original:
+        new, shared = read_again(document, after, suffix, sections, changes)
+        again = _File.of(new, is_public=file.is_public)
+    findings = [each.tell(_lost(again, target, each)) for each in changes]
+    findings[0] += shared
+    return _NewText(text=after, findings=findings, suffix=suffix, is_file=whole is not None)
+
+
+def _lost(again: _File | None, target: Dialect, change: Change) -> Sequence[Loss]:
+    """What the new text's own reader does not find in it of what the old one asked for."""
+    if change.run is None or again is None:
+        return ()
+    values = again.values_for(target)
+    place = next(iter(target.sections(values)), ()) if change.place is None else change.place
+    section = Section.at(place, values)
+    unknown = [key for key, value in section.given.items() if target.interpolates and has_interpolation(value)]
+    section = section.without(unknown)
+    reading = target.read(section)
+    if reading.run is not None and target.rewrite(section, reading):
+        finding = fault("the new text", "", "its own reader does not take it for FSDP2's")
+        return (Loss(fields=(), finding=finding, is_fault=True),)
+    return target.losses(change.run, reading)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The sections of a file
+
+
+def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[Dialect, Path]]:
+    document, dialects = file.document, [DIALECTS[dialect]] if dialect else list(DIALECTS.values())
+    other = None if dialect else foreign_system(document.values)
+    if other is not None:
+        raise ForeignSystemError(
+            f"{document.name}:1:1: this is a configuration of {other.name}, which is not read here: {other.advice}"
+        )
+    found = [(of, path) for of in dialects for path in of.sections(file.values_for(of))]
+    is_placed = at is not None and not document.problem
+    found = _sections_at(file, found, dialect, str(at)) if is_placed else _outermost(file, found)
+    if not found:
+        _refuse_unreadable(file, dialects)
+        names = " or ".join(", ".join(of.name for of in dialects).rsplit(", ", 1))
+        raise NothingToMigrateError(
+            document.problem
+            or f"{document.name}:1:1: nothing here configures sharding in the words of {names}; where a section "
+            "stands under another name, --at PATH and --dialect NAME say where, and whose it is"
+        )
+    if document.problem:
+        raise ConfigError(document.problem)
+    here = [(of, path) for of, path in found if has_path(document.values, path)]
+    if not here:  # what it stands for is no section where it is written
+        place = ".".join(map(str, found[0][1]))
+        raise file.error(found[0][1], f"{place} stands behind an interpolation; write it out there")
+    return here
+
+
+def _outermost(file: _File, found: list[tuple[Dialect, Path]]) -> list[tuple[Dialect, Path]]:
+    """Drop sections inside the mapping that another section replaces: that section's system reads them as its keys."""
+    kept = list(found)
+    for inner in found:
+        blocks = (of.replaced_block(file.section(of, path)) for of, path in kept if (of, path) != inner)
+        if any(each is not None and each.entry and inner[1][: len(each.entry)] == each.entry for each in blocks):
+            kept.remove(inner)
+    return kept
+
+
+def _refuse_unreadable(file: _File, dialects: Sequence[Dialect]) -> None:
+    """Raise for a section that the file has, and of which nothing can be known here: an interpolation that nothing
+    here resolves, or no mapping."""
+    heads = {head for of in dialects if of.interpolates for head, _ in of.heads}
+
+    def is_unreadable(path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
+        return next(((*path, key) for key in values.keys() & heads if isinstance(values[key], str | list)), None)
+
+    for path in walk(file.resolved.values, is_unreadable):
+        written = value_at(file.resolved.written, path)
+        problem = (
+            f"{written}, which cannot be resolved here; write the section in this file"
+            if has_interpolation(value_at(file.resolved.values, path))
+            else f"{short(written)}, and takes a mapping of settings"
+        )
+        raise file.error(path, f"{'.'.join(map(str, path))} is {problem}")
+
+
+def _sections_at(
+    file: _File, found: list[tuple[Dialect, Path]], dialect: str | None, at: str
+) -> list[tuple[Dialect, Path]]:
+    path: Path = tuple(int(part) if part.isdecimal() else part for part in at.split(".") if part)
+    if not has_path(file.resolved.values, path):
+        raise ConfigError(f"{file.document.name}:1:1: there is no {at}")
+    below = [(of, each) for of, each in found if each[: len(path)] == path]
+    if below or (below := [(of, each) for of, each in found if each != path and of.holder(path) == each]):
+        return below
+    if not isinstance(value_at(file.resolved.values, path), dict):
+        raise file.error(path, f"{at} is not a mapping")
+    if dialect is None:
+        raise file.error(path, f"{at} could be any system's; say --dialect {', '.join(DIALECTS)}")
+    return [(DIALECTS[dialect], DIALECTS[dialect].holder(path))]
+
+
+def _check(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect) -> None:
+    """Raise for what cannot be migrated whatever it says."""
+    document = file.document
+    for _, path in found:
+        above = (document.duplicate(path[:depth], key) for depth, key in enumerate(path))
+        if problem := next(filter(None, above), "") or document.duplicate(path):
+            raise ConfigError(problem)
+        written = value_at(document.values, path)
+        if (
+            isinstance(written, str)
+            and value_at(file.resolved.written, path) != value_at(file.resolved.values, path)
+            and referred(document.values, written) is None
+        ):
+            raise file.error(path, f"{'.'.join(map(str, path))} is {written}; migrate what that holds")
+    is_new_file = any(of is not target and not (target.heads and document.takes_entries) for of, _ in found)
+    if is_new_file and len(found) > 1:
+        places = ", ".join(".".join(map(str, path)) for _, path in found)
+        raise ConfigError(
+            f"{document.name}:1:1: a file for {target.target} holds one section, and here are {len(found)}: "
+            f"{places}; choose one with --at"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where findings are, and what they may show
+
+
+_NOT_SHOWN = "it depends on an environment variable, whose value no report has"
+
+
+def _publicly(found: Sequence[Finding], public: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The findings, told as without what environment variables hold; a report may be shown to anybody.
+
+    Args:
+        public: Of the same file, with other values in the place of these.
+    """
+    told: defaultdict[object, list[Finding]] = defaultdict(list)
+    for each in public:
+        told[each.key, each.origin, each.outcome].append(each)
+    return tuple(
+        alike.pop(0)
+        if (alike := told[each.key, each.origin, each.outcome])
+        else replace(each, value="", target="", reason=_NOT_SHOWN, hint="")
+        for each in found
+    )
+
+
+def _placed(finding: Finding, file: _File, section: Path, after: str) -> Finding:
+    """The finding with file and line; a key that stands beside the section is found there."""
+    key = tuple(finding.key.split("."))
+    places = ((*section[:depth], *key) for depth in range(len(section), -1, -1))
+    path = next((each for each in places if has_path(file.resolved.values, each)), None)
+    if path is not None:
+        finding = _with_references(finding, file, path, after)
+
+    def text(each: str) -> str:
+        return printable(as_written(each))
+
+    return replace(
+        finding,
+        key=printable(finding.key),
+        value=text(finding.value) if isinstance(finding.value, str) else finding.value,
+        target=text(finding.target),
+        reason=text(finding.reason),
+        hint=text(finding.hint),
+        where=f"{file.document.name}:{nearest_line(file.document, section if path is None else path)}",
+    )
+
+
+def _with_references(finding: Finding, file: _File, path: Path, after: str) -> Finding:
+    """The finding with the references that its key has in the file, and a word on those that the new text lacks."""
+    written, values = (value_at(each, path) for each in (file.resolved.written, file.resolved.values))
+    if written != values or finding.reason is _NOT_SHOWN:
+        finding = replace(finding, value=written)
     before = file.document.original
-    read = (text for each, (text, _) in file.resolved.environment.items() if each[: len(path)] == path)
+    pairs = zip(leaves(written, ()), leaves(values, ()), strict=True)
+    read = [text for (text, _), (value, _) in pairs if text is not value]
     gone = next((text for text in read if after.count(text) < before.count(text)), None)
-    if gone is None:
+    if gone is None or finding.outcome is not Outcome.EXACT:
         return finding
     hint = f"the value that {gone} has here is written out, and the variable is read no more"
     return replace(finding, outcome=Outcome.APPROXIMATE, hint="; ".join(filter(None, (finding.hint, hint))))

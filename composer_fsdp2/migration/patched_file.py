@@ -1,19 +1,43 @@
-"""A file's text with a patch of its run, in its own keys; writes no file. Called by ``plan --suggest``."""
+"""A file's text with a patch of its run, in its own keys; writes no file. Called by ``plan --suggest``.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+The patched run is written as keys and read again. The first set of keys that gives exactly this run counts.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
 from typing import Any
 
-from composer_fsdp2.config.mesh import MeshSpec
-from composer_fsdp2.config.sharding import Accumulation, ShardingConfig
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.dialect import Dialect, MappingEdit, Reading, Section
+from composer_fsdp2.migration.changes import edits_of, mapping_at
+from composer_fsdp2.migration.dialect import Dialect, MappingEdit, Reading, Section, meets
 from composer_fsdp2.migration.documents import Document, differences, open_document, with_entries
+from composer_fsdp2.migration.documents.yaml import flow_text
+from composer_fsdp2.migration.lens import decides, kind_of, title_of
 from composer_fsdp2.migration.migrate import Migration, find_sections, migrate_text
-from composer_fsdp2.migration.patch import Assignment, Patch, Unavailable
-from composer_fsdp2.migration.paths import Path, Settings, has_path, nested, value_at
-from composer_fsdp2.migration.run import RunConfig
+from composer_fsdp2.migration.paths import Path, Settings, has_path, merged, nested, value_at
+from composer_fsdp2.migration.run import OF_TRAINING, RunConfig, changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch(Value):
+    """What of a run is to change.
+
+    Args:
+        fields: The new values of its fields, by name.
+        keys: New values of keys that decide no field, by path from the top of the file; None removes a key.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[Path, Any] = field(default_factory=dict)
+
+    def leaves_open(self, name: str) -> bool:
+        """Whether a system may decide a field by itself: how it recomputes, when other microbatches are reduced."""
+        kind = kind_of(name)
+        is_detail = kind == "activation_checkpointing" and kind in map(kind_of, self.fields)
+        is_of_batches = name in OF_TRAINING or name.startswith("accumulation.")
+        return name == "num_ranks" or is_detail or (bool(self.keys) and is_of_batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +51,8 @@ class KeyChange(Value):
     def __str__(self) -> str:
         if self.after is None:
             return f"without {self.key}"
-        was = "" if self.before is None else f" (was {_word(self.before)})"
-        return f"{self.key}: {_word(self.after)}{was}"
-
-
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        was = "" if self.before is None else f" (was {flow_text(self.before)})"
+        return f"{self.key}: {flow_text(self.after)}{was}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +61,8 @@ class PatchedFile:
 
     Args:
         after: The same as ``before`` where there is none.
-        is_migrated: Whether the text is in FSDP2's words now, because FSDP1's have none for the patch.
-        missing: What the file's system has no word for, each a reason.
+        is_migrated: Whether the text is in FSDP2's keys now, because FSDP1's have none for the patch.
+        missing: Why there is none.
     """
 
     name: str
@@ -50,7 +70,7 @@ class PatchedFile:
     after: str
     changes: tuple[KeyChange, ...] = ()
     is_migrated: bool = False
-    missing: tuple[str, ...] = ()
+    missing: str = ""
 
     def diff(self) -> str:
         """A unified diff; empty if nothing changes."""
@@ -60,7 +80,7 @@ class PatchedFile:
 def apply_patch(
     text: str, name: str, patch: Patch, *, dialect: str | None = None, at: str | None = None
 ) -> PatchedFile:
-    """Write a patch into one section of a file.
+    """Write a patch into one section of a file, migrated within its own system where its FSDP1 keys cannot hold it.
 
     Args:
         dialect, at: As ``migrate_text`` takes them; where several sections are found, the first is meant.
@@ -69,154 +89,150 @@ def apply_patch(
     """
     document, sections = find_sections(text, name, dialect=dialect, at=at)
     of, section = sections[0]
-    reading = of.read(section)
-    patch_steps = list(of.patch_steps(patch, section, reading))
-    missing = [answer for answer in patch_steps if isinstance(answer, Unavailable)]
-    if any(each.until_migrated for each in missing):
+    found = _patched(document, of, section, patch)
+    if found.missing:
         migrated = migrate_text(text, name, to=of.target, dialect=of.name, at=section.place or None)
         if migrated.is_changed and not migrated.is_new_file and not migrated.blocking:
-            found = apply_patch(migrated.after, name, patch, dialect=of.name, at=section.place or None)
-            if not found.missing:
-                return replace(found, before=text, is_migrated=True)
-            missing = [Unavailable(reason=each) for each in found.missing]
-    if missing:
-        return PatchedFile(name=name, before=text, after=text, missing=tuple(each.reason for each in missing))
-    asked = [each for each in patch_steps if isinstance(each, Assignment) and _asks(document, each)]
-    edits = list(_edits_of(document, section, asked))
-    after = _edited(document, section, edits)
-    problem = _SHARED if after is None else _unlike(of, section, after, name, reading, patch)
-    if after is None or problem:
-        return PatchedFile(name=name, before=text, after=text, missing=(problem,))
-    return PatchedFile(name=name, before=text, after=after, changes=tuple(_changes(section, asked)))
+            again = apply_patch(migrated.after, name, patch, dialect=of.name, at=section.place or None)
+            return found if again.missing else replace(again, before=text, is_migrated=True)
+    return found
 
 
-def _asks(document: Document, asked: Assignment) -> bool:
-    return asked.value is not None or has_path(document.values, asked.path)
+def _patched(document: Document, of: Dialect, section: Section, patch: Patch) -> PatchedFile:
+    """With the first keys that give the patched run."""
+    found = PatchedFile(name=document.name, before=document.original, after=document.original)
+    before = of.read(section)
+    if before.run is None:
+        return replace(found, missing="what the section asks for is not known")
+    try:
+        asked = before.run.with_fields(patch.fields)
+        candidates = [*_candidates(of, section, before, asked, patch.fields)]
+    except ConfigError as error:
+        return replace(found, missing=str(error))
+    for assigned, _ in groupby(candidates):
+        try:
+            after = _edited(document, section, {**assigned, **_set(patch.keys)})
+            _, sections = find_sections(after, document.name, dialect=of.name, at=section.place or None)
+        except ConfigError as error:
+            found = replace(found, missing=str(error))
+            continue
+        again = sections[0][1]
+        found = replace(found, missing=_unlike(of, asked, before, of.read(again), patch))
+        if not found.missing:
+            return replace(found, after=after, changes=tuple(_changes(section.around, again.around)))
+    return found
 
 
-def _changes(section: Section, asked: Iterable[Assignment]) -> Iterator[KeyChange]:
-    for each in asked:
-        before = value_at(section.around, each.path) if has_path(section.around, each.path) else None
-        if before != each.value or type(before) is not type(each.value):
-            yield KeyChange(key=".".join(map(str, each.path)), before=before, after=each.value)
-        for other in each.instead:
-            path = (*each.path[:-1], other)
-            if has_path(section.around, path):
-                yield KeyChange(key=".".join(map(str, path)), before=value_at(section.around, path), after=None)
+def _changes(before: Any, after: Any) -> Iterator[KeyChange]:
+    for path in differences(before, after):
+        old, new = (value_at(each, path) if has_path(each, path) else None for each in (before, after))
+        yield KeyChange(key=".".join(map(str, path)), before=old, after=new)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Keys that make the patch
+
+# By the path of a key, from the top of the file, the entries in its place; a key that the file lacks is added.
+_Assigned = dict[Path, Settings]
+
+
+def _set(values: Mapping[Path, Any]) -> _Assigned:
+    """Keys with their new values; None removes one."""
+    return {path: [] if value is None else [(str(path[-1]), value)] for path, value in values.items()}
+
+
+def _candidates(
+    of: Dialect, section: Section, before: Reading, asked: RunConfig, fields: Mapping[str, Any]
+) -> Iterator[_Assigned]:
+    """Keys to try, fewest changes first: of the file, then new ones, then all that decide the fields, written anew."""
+    assert before.run is not None
+    old = {of.path_of(section, each.key): each for each in of.settings_in(before, before.run.without_training())}
+    new = {of.path_of(section, each.key): each for each in of.settings_in(before, asked.without_training())}
+    rows = {of.path_of(section, key): row for key, row in before.deciding.items()}
+    rows = {path: row for path, row in rows.items() if has_path(section.around, path)}
+
+    def place_of(path: Path) -> Path:
+        """Of a key that the file lacks, where one stands in the same mapping that decides the same first."""
+        first, others = new[path].fields[:1], (each for each in rows if each not in old | new)
+        same = (each for each in others if each[:-1] == path[:-1] and decides(rows[each])[:1] == first)
+        return path if has_path(section.around, path) else next(same, path)
+
+    def written(paths: Iterable[Path]) -> _Assigned:
+        found: dict[Path, list[tuple[str, Any]]] = {}
+        for path in paths:
+            found.setdefault(place_of(path), []).append((str(path[-1]), new[path].value))
+        return {**found}
+
+    other = [path for path, each in new.items() if each != old.get(path)]
+    own = written(path for path in other if has_path(section.around, path))
+    idle = [path for path in rows if path in old and path not in new and meets(old[path].fields, [*fields])]
+    first = {new[path].fields[:1]: path for path in reversed(other)}
+    yield {}
+    if new != old:
+        yield own
+        yield own | _set({path: rows[path].default for path in idle})
+        yield written(path for path in other if path in first.values())
+        yield written(other)
+        names = [*fields, *changed(before.run, asked)]
+        if not asked.config.activation_checkpointing.enabled:
+            names.append("activation_checkpointing")  # how and where, too
+        gone = [path for path, row in rows.items() if path not in new and meets(decides(row), names)]
+        names += chain.from_iterable(decides(rows[path]) for path in gone)
+        yield _set(dict.fromkeys(gone)) | written(path for path, each in new.items() if meets(each.fields, names))
+
+
+def _unlike(of: Dialect, asked: RunConfig, before: Reading, after: Reading, patch: Patch) -> str:
+    """Why the new text does not give the patched run; "" if it does."""
+    known = {each.key for each in before.findings if each.outcome.blocks}
+    if found := next((each for each in after.findings if each.outcome.blocks and each.key not in known), None):
+        return found.reason
+    if after.run is None:
+        return "its keys contradict each other then"
+    lost = [name for name in changed(asked, after.run) if name in patch.fields or not patch.leaves_open(name)]
+    if not lost:
+        return ""
+    lacking = (each for each in of.express(asked).losses if not (each.is_kept or each.is_fault))
+    reasons = (each.finding.reason for each in lacking if meets(each.fields, lost))
+    return next(reasons, f"such a file has no key for it ({title_of(lost[0])})")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Edits
 
 
-def _edits_of(document: Document, section: Section, asked: Iterable[Assignment]) -> Iterator[MappingEdit]:
-    """One for each mapping; what has no mapping yet is added, nested, to the nearest that there is."""
-    replacements: dict[Path, dict[str, Settings]] = {}
-    additions: dict[Path, dict[str, Any]] = {}
-    for each in asked:
-        parent, key = each.path[:-1], str(each.path[-1])
-        here = _mapping_at(section, parent)
-        if here is None and document.takes_entries:
-            place, new = _nearest(section, each)
-            key = str(new[0])
-            if has_path(section.around, (*place, key)):  # there is something else than a mapping
-                replacements.setdefault(place, {})[key] = [new]
-            else:
-                added = additions.setdefault(place, {})
-                added[key] = {**added.get(key, {}), **new[1]}
-            continue
-        old = [other for other in (key, *each.instead) if other in (here or {})]
-        entry: Settings = [] if each.value is None else [(key, each.value)]
-        if old:
-            replacements.setdefault(parent, {}).update({old[0]: entry, **{other: [] for other in old[1:]}})
-        else:
-            additions.setdefault(parent, {})[key] = each.value
-    for place in dict.fromkeys((*replacements, *additions)):
-        yield MappingEdit(
-            path=place, replacements=replacements.get(place, {}), additions=list(additions.get(place, {}).items())
-        )
+def _edited(document: Document, section: Section, assigned: _Assigned) -> str:
+    """The new text.
+
+    Raises:
+        ConfigError: its values are not as meant.
+    """
+    meant = list(_edits_of(document, section, assigned))
+    after = document.edited(edits_of(document, section, meant))
+    values = document.values
+    for each in meant:
+        values = with_entries(values, each.path, each.replacements, each.additions)
+    if next(differences(values, open_document(after, document.name).values), None) is not None:
+        what = "what would be changed stands for something else in the file as well"
+        raise ConfigError(f"{what}, by an alias or an interpolation")
+    return after
 
 
-def _mapping_at(section: Section, path: Path) -> Mapping[str, Any] | None:
-    values = value_at(section.around, path) if has_path(section.around, path) else None
-    return values if isinstance(values, Mapping) else None
-
-
-def _nearest(section: Section, asked: Assignment) -> tuple[Path, tuple[str, Any]]:
-    depth = next(depth for depth in range(len(asked.path) - 1, -1, -1) if _mapping_at(section, asked.path[:depth]))
-    names = ".".join(map(str, asked.path[depth + 1 :]))
-    return asked.path[:depth], (str(asked.path[depth]), nested(names, asked.value))
-
-
-def _edited(document: Document, section: Section, edits: Sequence[MappingEdit]) -> str | None:
-    """The new text; None if it does not say what was meant."""
-    meant = document.values
-    changes = []
-    for edit in edits:
-        meant = with_entries(meant, edit.path, edit.replacements, edit.additions)
-        given = _mapping_at(section, edit.path)
-        changes += document.edit_mapping(edit.path, edit.replacements, edit.additions, given=given)
-    try:
-        after = document.edited(changes)
-        again = open_document(after, document.name)
-    except ConfigError:
-        return None
-    return None if next(differences(meant, again.values), None) is not None else after
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the new text asks for
-
-_SHARED = "what would be changed stands for something else in the file as well, by an alias or an interpolation"
-
-
-def _unlike(of: Dialect, section: Section, after: str, name: str, before: Reading, patch: Patch) -> str:
-    """What the new text asks for that was not wanted, or not that was; "" if it is as wanted."""
-    _, sections = find_sections(after, name, dialect=of.name, at=section.place or None)
-    reading = of.read(sections[0][1])
-    run, blocking = reading.run, {each.key for each in before.findings if each.outcome.blocks}
-    if before.run is None:
-        return "what the section asks for is not known"
-    if found := next((each for each in reading.findings if each.outcome.blocks and each.key not in blocking), None):
-        return found.reason
-    if run is None:
-        return "its words contradict each other then"
-    if _without_patched(run, patch) != _without_patched(before.run, patch):
-        return "it would change something else as well"
-    return "" if all(_is_applied(run, patch)) else "it would not do it"
-
-
-def _without_patched(run: RunConfig, patch: Patch) -> RunConfig:
-    config, plain = run.config, ShardingConfig()
-    recomputed = plain.activation_checkpointing if patch.activations else config.activation_checkpointing
-    config = replace(
-        config,
-        mesh=MeshSpec() if patch.degrees else config.mesh,
-        reshard_after_forward=True if patch.reshard_after_forward is not None else config.reshard_after_forward,
-        activation_checkpointing=recomputed,
-        cpu_offload=False if patch.cpu_offload is not None else config.cpu_offload,
-        # A Trainer with one microbatch puts nothing off.
-        accumulation=Accumulation() if patch.microbatches else config.accumulation,
-    )
-    selective = None if patch.activations else run.selective_checkpointing
-    return replace(run, config=config, selective_checkpointing=selective)
-
-
-def _is_applied(run: RunConfig, patch: Patch) -> Iterator[bool]:
-    config, recomputes = run.config, run.config.activation_checkpointing
-    if patch.reshard_after_forward is not None:
-        yield config.reshard_after_forward is patch.reshard_after_forward or (
-            type(config.reshard_after_forward) is int and config.reshard_after_forward == patch.reshard_after_forward
-        )
-    if patch.degrees is not None:
-        mesh = config.mesh.resolve(patch.degrees.shards * patch.degrees.replicas)
-        yield (mesh.shard_degree, mesh.replicate_degree) == (patch.degrees.shards, patch.degrees.replicas)
-    if patch.activations is not None and patch.activations.every:
-        yield (recomputes.checkpoint, recomputes.cpu_offload) == (
-            patch.activations.recompute,
-            patch.activations.offload,
-        )
-    elif patch.activations is not None:
-        yield not recomputes.enabled
-    if patch.cpu_offload is not None:
-        yield config.cpu_offload is patch.cpu_offload
+def _edits_of(document: Document, section: Section, assigned: _Assigned) -> Iterator[MappingEdit]:
+    """One for each mapping; what has no mapping yet is added, nested, to the nearest one."""
+    replaced: dict[Path, dict[str, Settings]] = {}
+    added: dict[Path, dict[str, Any]] = {}
+    for path, entries in assigned.items():
+        *above, key = path
+        if not has_path(section.around, path):
+            depths = range(len(above), -1, -1) if document.takes_entries else [len(above)]
+            depth = next((depth for depth in depths if mapping_at(section, path[:depth]) is not None), depths[0])
+            for _, value in entries:
+                entry = nested(".".join(map(str, path[depth:])), value)
+                added[path[:depth]] = merged(added.get(path[:depth], {}), entry)
+        elif repr(entries) != repr([(key, value_at(section.around, path))]):
+            replaced.setdefault(tuple(above), {})[str(key)] = entries
+    for path in dict.fromkeys((*replaced, *added)):
+        new = added.get(path, {})
+        here = {key: [(key, new[key])] for key in new if has_path(section.around, (*path, key))}  # was no mapping
+        additions = [(key, value) for key, value in new.items() if key not in here]
+        yield MappingEdit(path=path, replacements=replaced.get(path, {}) | here, additions=additions)

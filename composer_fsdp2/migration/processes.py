@@ -26,14 +26,14 @@ def in_processes(
         num_processes: None for one a core.
         killed: The result of a value whose process was killed, as by a machine without memory.
     """
-    left = list(values)
+    num_done = 0
     try:
         with ProcessPoolExecutor(num_processes, initializer=_end_with_parent) as pool:
             for result in pool.map(work, values, chunksize=8):
-                left.pop(0)
+                num_done += 1
                 yield result
     except BrokenProcessPool:  # one value a process tells which it was
-        yield from (_alone(work, value, killed) for value in left)
+        yield from (_alone(work, value, killed) for value in values[num_done:])
 
 
 def _alone(work: Callable[[Given], Result], value: Given, killed: Callable[[Given], Result]) -> Result:

@@ -1,4 +1,6 @@
-"""What else in a file depends on the text of a section: aliases of its anchor, and interpolations that refer to it."""
+"""Whether a new text is as it was meant, and what else in a file depends on the text of a section: aliases of its
+anchor, and interpolations that refer to it.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,8 +10,8 @@ from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.changes import Change
 from composer_fsdp2.migration.dialect import Section
-from composer_fsdp2.migration.documents import Document, differences, with_entries
-from composer_fsdp2.migration.paths import Path, value_at
+from composer_fsdp2.migration.documents import Document, differences, open_document, with_entries
+from composer_fsdp2.migration.paths import Path, has_path, value_at
 
 
 def with_shared(document: Document, path: Path, sections: Sequence[Path], change: Change) -> Change:
@@ -31,17 +33,50 @@ def with_shared(document: Document, path: Path, sections: Sequence[Path], change
         hint="remove that, if nothing else uses it",
         origin=Origin.WRITING,
     )
-    return replace(change, findings=(*change.findings, finding))
+    return replace(change, tell=lambda lost: (*change.tell(lost), finding))
 
 
-def shared_findings(
-    document: Document, new_values: Any, sections: Sequence[Section], changes: Sequence[Change]
-) -> Iterator[Finding]:
-    """Findings for what stands outside of the sections and would mean something else with the new values.
+def read_again(
+    document: Document, after: str, suffix: str, sections: Sequence[Section], changes: Sequence[Change]
+) -> tuple[Document, tuple[Finding, ...]]:
+    """The new text as a document, and findings for what stands outside of the sections and means something else there.
 
     Raises:
-        ConfigError: what was written is not what was meant; names file and line.
+        ConfigError: it does not say what it was meant to, so that nobody may get it; names file and line.
     """
+    try:
+        again = open_document(after, document.name, suffix)
+    except ConfigError as error:
+        raise _not_as_meant(document, (), sections[0]) from error
+    for path in (edit.path for change in changes for edit in change.meant):  # not every reader refuses such a file
+        if has_path(again.values, path) and (twice := again.duplicate(path)) and not document.duplicate(path):
+            raise ConfigError(f"{twice} (of the new text); rename or remove the key that was there")
+    wrong = list(differences(_meant(document, sections, changes), again.values))
+    own = [
+        *(() if change.text is not None else section.path for section, change in zip(sections, changes, strict=True)),
+        *(path for change in changes for path in (*change.gone, *change.come)),
+    ]
+    bad = next((path for path in wrong if not document.has_aliases or any(path[: len(o)] == o for o in own)), None)
+    if bad is not None:
+        raise _not_as_meant(document, bad, sections[0])
+    return again, tuple(_shared_findings(document, changes, changes_elsewhere=bool(wrong)))
+
+
+def _meant(document: Document, sections: Sequence[Section], changes: Sequence[Change]) -> Any:
+    """What the new text is to hold."""
+    meant = document.values
+    for section, change in zip(sections, changes, strict=True):
+        if change.text is not None:
+            return change.values
+        if change.meant and isinstance(value_at(meant, section.path), str):  # an interpolation, to be written out
+            *above, key = section.path
+            meant = with_entries(meant, tuple(above), {str(key): [(str(key), section.given)]})
+        for edit in change.meant:
+            meant = with_entries(meant, edit.path, edit.replacements, edit.additions)
+    return meant
+
+
+def _shared_findings(document: Document, changes: Sequence[Change], *, changes_elsewhere: bool) -> Iterator[Finding]:
     gone = {path for change in changes for path in change.gone}
     usual = Finding(key="", value="", outcome=Outcome.NEEDS_DECISION, reason="", origin=Origin.WRITING)
     for path, line in document.references():
@@ -54,7 +89,7 @@ def shared_findings(
                 reason=f"line {line} refers to a key that is not there any more",
                 hint="write the value there",
             )
-    if _changes_elsewhere(document, new_values, sections, changes):
+    if changes_elsewhere:
         yield replace(
             usual,
             key="anchor",
@@ -63,33 +98,7 @@ def shared_findings(
         )
 
 
-def _changes_elsewhere(
-    document: Document, new_values: Any, sections: Sequence[Section], changes: Sequence[Change]
-) -> bool:
-    """Whether the edits changed something else, too, which is an alias of what they changed.
-
-    Raises:
-        ConfigError: they changed something otherwise than they were meant to.
-    """
-    meant = document.values
-    for section, change in zip(sections, changes, strict=True):
-        if change.meant and isinstance(value_at(meant, section.path), str):  # an interpolation, to be written out
-            *above, key = section.path
-            meant = with_entries(meant, tuple(above), {str(key): [(str(key), section.given)]})
-        for edit in change.meant:
-            meant = with_entries(meant, edit.path, edit.replacements, edit.additions)
-    wrong = list(differences(meant, new_values))
-    own = [
-        *(section.path for section in sections),
-        *(path for change in changes for path in (*change.gone, *change.come)),
-    ]
-    bad = next((path for path in wrong if not document.has_aliases or any(path[: len(o)] == o for o in own)), None)
-    if bad is not None:
-        raise not_as_meant(document, bad, sections[0])
-    return bool(wrong)
-
-
-def not_as_meant(document: Document, path: Path, section: Section) -> ConfigError:
+def _not_as_meant(document: Document, path: Path, section: Section) -> ConfigError:
     """For a text that came out wrong, which nobody gets."""
     way_out = (
         "write out what stands in the file as an alias of something in the section"

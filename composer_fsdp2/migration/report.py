@@ -1,12 +1,11 @@
 """What became of several files, for everyone who asks: a program, a reviewer, a CI, and who sits before the screen."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.text import and_more, lines_and_more
 from composer_fsdp2.migration.files import FileResult, State
 
@@ -83,14 +82,10 @@ class Report:
         return [*of_files, self.error] if self.error else of_files
 
     def decisions(self) -> str:
-        """What is left to decide, each once, with its places; "" if there is nothing."""
+        """What is left to decide, each once, with its places, below a heading; "" if there is nothing."""
         places: dict[str, list[str]] = {}
-        for finding in self._blocking():
+        migrations = (result.migration for result in self.results if result.migration is not None)
+        for finding in (finding for migration in migrations for finding in migration.blocking):
             places.setdefault(str(replace(finding, where="")), []).append(finding.where)
         texts = [f"{text}\n      {and_more(where, _SHOWN_PLACES)}" for text, where in places.items()]
-        return lines_and_more(texts, _SHOWN_DECISIONS, indent="  ")
-
-    def _blocking(self) -> Iterator[Finding]:
-        for result in self.results:
-            if result.migration is not None:
-                yield from result.migration.blocking
+        return f"to decide:\n{lines_and_more(texts, _SHOWN_DECISIONS, indent='  ')}" if texts else ""

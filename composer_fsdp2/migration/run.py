@@ -1,9 +1,13 @@
-"""What a configuration of any dialect asks for, independent of any framework's key names."""
+"""The run that a configuration of any dialect describes, independent of any framework's key names, and its fields."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
-from composer_fsdp2.config.sharding import ShardingConfig
-from composer_fsdp2.config.value import Value
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.parallel import TiledMLP
+from composer_fsdp2.config.sharding import ActivationCheckpointing, ShardingConfig
+from composer_fsdp2.config.value import Value, with_field
 from composer_fsdp2.config.wrap import Wrap as Wrap
 from composer_fsdp2.config.wrap import WrapKind as WrapKind
 from composer_fsdp2.errors import ConfigError
@@ -11,28 +15,33 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(Value):
-    """What a section asks for.
+    """A run.
 
     Args:
-        config: With -1 for what the number of ranks leaves.
+        config: With -1 for a degree that the number of ranks decides.
         precision: Composer's; ``amp_...`` runs the forward under torch.autocast.
-        stored_dtype: In which the system stores trained parameters, and with them the optimizer's state, whatever they
-            were created in; None: in that dtype.
-        state_dict_type: "full" or "sharded", what checkpoints hold.
+        stored_dtype: The dtype in which the system stores trained parameters, and with them the optimizer's state,
+            whatever they were created in; None: the dtype of their creation.
+        state_dict_type: "full" or "sharded", the form of checkpoints.
         verbose: As in an ``fsdp_config``.
-        async_save: Whether checkpoints are written while training goes on.
+        async_save: Whether checkpoints are written while training continues.
         save_only_model: Whether they lack the optimizer.
-        max_grad_norm: To which norm gradients are clipped.
-        other_clipping: How they are clipped where it is not to a norm, with its threshold: ``value 0.5``.
-        num_ranks, num_nodes: Of the run, where its file tells.
-        tensor_parallel, pipeline_parallel, expert_parallel: Over how many ranks, beside those of the mesh.
-        has_expert_axis: Whether the ranks of experts are not among those that share a batch's shards, but an axis of
-            their own.
-        tiled_chunks: Into how many pieces of the sequence MLPs are cut whose classes the file does not name.
+        max_grad_norm: The norm to which gradients are clipped.
+        other_clipping: How they are clipped otherwise, with the threshold: ``value 0.5``.
+        num_ranks, num_nodes: Of the run, where its file has them.
+        tensor_parallel, pipeline_parallel, expert_parallel: Numbers of ranks, beside those of the mesh.
+        has_expert_axis: Whether the ranks of experts are an axis of their own, beside the shards.
+        tiled_chunks: The number of pieces in which MLPs are computed whose classes the file does not name.
         selective_checkpointing: Which of the checkpointed modules are recomputed: every n-th, or by operator.
         compile: Whether the model is compiled.
         adapter: The adapter, such as ``lora``, that is trained instead of the model's parameters; the code creates it.
         has_fp8_layers: Whether a converter replaces layers by fp8 ones, at any precision.
+        microbatch_size: Rows of a rank's microbatch.
+        num_microbatches: Of a rank, for one step of the optimizer.
+        global_batch_size: Rows of all ranks, for one step of the optimizer.
+        max_duration: Composer's: ``1000ba`` steps of the optimizer, ``3ep`` epochs.
+        optimizer: Its name and torch's options, as in ``training.py``.
+        undecayed: The parameters without the decay that all others have.
     """
 
     config: ShardingConfig
@@ -55,6 +64,28 @@ class RunConfig(Value):
     compile: bool = False
     adapter: str | None = None
     has_fp8_layers: bool = False
+    microbatch_size: int | None = None
+    num_microbatches: int | None = None
+    global_batch_size: int | None = None
+    max_duration: str | None = None
+    optimizer: Mapping[str, Any] | None = None
+    undecayed: str | None = None
+
+    @classmethod
+    def of_fields(cls, values: Mapping[str, Any]) -> "RunConfig":
+        """The run with these fields, by name; those of ``config`` without that name before them, nested ones with dots.
+
+        Raises:
+            ConfigError: they contradict each other.
+        """
+        return cls(config=ShardingConfig()).with_fields(values)
+
+    def with_fields(self, values: Mapping[str, Any]) -> "RunConfig":
+        """With other values of some fields, named as for ``of_fields``."""
+        run = self
+        for name, value in values.items():
+            run = with_field(run, name if name.partition(".")[0] in _OF_RUN else f"config.{name}", value)
+        return run
 
     @property
     def wrap(self) -> Wrap:
@@ -63,21 +94,127 @@ class RunConfig(Value):
 
     @property
     def context_parallel(self) -> int:
-        """Over how many ranks sequences are divided; parameters are sharded over these ranks as well."""
+        """The number of ranks over which sequences are divided; parameters are sharded over these ranks as well."""
         return self.config.context_parallel_degree
 
     @property
     def mlp_chunks(self) -> int | None:
-        """Into how many pieces of the sequence MLPs are cut."""
+        """The number of pieces of the sequence in which MLPs are computed."""
         return self.tiled_chunks if self.config.tiled_mlp is None else self.config.tiled_mlp.chunks
 
+    @property
+    def other_axes(self) -> int:
+        """The number of ranks beside each rank of the mesh."""
+        return self.tensor_parallel * self.pipeline_parallel * (self.expert_parallel if self.has_expert_axis else 1)
+
     def with_degrees(self) -> "RunConfig":
-        """With the degree that was left open, where the number of ranks tells it; else as it is."""
-        others = self.tensor_parallel * self.pipeline_parallel * (self.expert_parallel if self.has_expert_axis else 1)
-        if self.num_ranks is None or others != 1:
+        """With the open degree of the mesh, where the number of ranks decides it; else as it is."""
+        if self.num_ranks is None or self.other_axes != 1:
             return self
         try:
             mesh = self.config.mesh.resolve(self.num_ranks)
-        except ConfigError:  # these ranks cannot be divided so; the target's own words say what is open
+        except ConfigError:  # the mesh does not fit these ranks; the target's own keys leave it open
             return self
         return replace(self, config=replace(self.config, mesh=mesh))
+
+    def without_training(self) -> "RunConfig":
+        """With the fields of ``OF_TRAINING`` unset."""
+        unset: dict[str, Any] = dict.fromkeys(OF_TRAINING)
+        return replace(self, **unset)
+
+    def with_batches(self) -> "RunConfig":
+        """With the global batch and a rank's number of microbatches, where the number of ranks gives one by the other.
+
+        Ranks that share a batch leave both as they are.
+        """
+        rows, ranks, count, batch = (
+            self.microbatch_size,
+            _num_ranks(self),
+            self.num_microbatches,
+            self.global_batch_size,
+        )
+        if rows is None or ranks is None or self.other_axes * self.context_parallel != 1:
+            return self
+        if batch is None and count is not None:
+            batch = rows * ranks * count
+        elif batch is not None and batch % (rows * ranks) == 0:
+            count = batch // (rows * ranks)
+        return replace(self, num_microbatches=count, global_batch_size=batch)
+
+
+_OF_RUN = frozenset(field.name for field in fields(RunConfig))
+# Of the model's code, or of the launcher.
+NOT_CONFIGURED = ("num_nodes", "adapter", "has_fp8_layers")
+_NOT_COMPARED = (*NOT_CONFIGURED, "config", "mesh", "tiled_mlp", "tiled_chunks")  # the last four by their parts
+# What decides nothing of how a run is sharded; None where the file does not set it.
+_BATCHES = ("microbatch_size", "num_microbatches", "global_batch_size")
+OF_TRAINING = (*_BATCHES, "max_duration", "optimizer", "undecayed")
+# What is nothing where no activation is recomputed or offloaded.
+_HOW_RECOMPUTED = {f"activation_checkpointing.{each}" for each in ("reentrant", "classes", "transformer_engine")}
+# A target may add these: they change no result, or nothing that the file sets.
+_MORE = ("wrap.embeddings", "wrap.output", *_BATCHES, "max_duration", "optimizer")
+
+
+def fields_of(run: RunConfig) -> dict[str, Any]:
+    """The fields of a run by name, options of disabled features left out."""
+    config = run.config
+    checkpointing, precision, wrap = config.activation_checkpointing, config.mixed_precision, config.wrap
+    if not checkpointing.enabled:
+        checkpointing = ActivationCheckpointing()
+    elif checkpointing.classes == wrap.classes and wrap.kind is WrapKind.CLASSES:  # the model's own, named or not
+        checkpointing = replace(checkpointing, classes=())
+    if precision.param_dtype is None:  # nothing to cast to
+        precision = replace(precision, cast_forward_inputs=False, cast_root_inputs=True)
+    elif precision.cast_forward_inputs:  # the root is a unit as well
+        precision = replace(precision, cast_root_inputs=True)
+    if precision.reduce_dtype is None:  # as they are computed
+        precision = replace(precision, reduce_dtype=precision.param_dtype)
+    config = replace(config, activation_checkpointing=checkpointing, mixed_precision=precision)
+    mesh = _without_replicas_of_one(config.mesh)
+    tiled = config.tiled_mlp
+    found = {
+        "mesh.groups": mesh.groups,
+        "mesh.shards": mesh.shard_degree,
+        "mesh.replicas": mesh.replicate_degree if mesh.has_replicas else None,
+        **_flat(config),
+        **_flat(run.with_batches()),
+        "tiled_mlp.chunks": run.mlp_chunks,
+        "tiled_mlp.classes": () if tiled is None else tiled.classes,
+        "num_ranks": _num_ranks(run),
+    }
+    return {name: value for name, value in found.items() if name not in _NOT_COMPARED}
+
+
+def _without_replicas_of_one(mesh: MeshSpec) -> MeshSpec:
+    is_idle = not mesh.is_grouped and mesh.has_replicas and mesh.replicate_degree == 1
+    return MeshSpec.of_degrees(mesh.shard_degree, tensor=mesh.tensor_degree) if is_idle else mesh.data_parallel
+
+
+def _flat(value: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in fields(value):
+        inner = getattr(value, field.name)
+        if is_dataclass(inner) and not isinstance(inner, MeshSpec | TiledMLP | ShardingConfig):
+            found |= {f"{field.name}.{name}": each for name, each in _flat(inner).items()}
+        else:
+            found[field.name] = inner
+    return found
+
+
+def changed(before: RunConfig, after: RunConfig) -> dict[str, Any]:
+    """The fields in which two runs differ on as many ranks, each with its value after."""
+    asked = replace(before, num_ranks=_num_ranks(before)).with_degrees()
+    found = replace(after, num_ranks=asked.num_ranks)
+    old = fields_of(asked)
+    new = fields_of(found.with_degrees() if asked.with_degrees() is not asked else found)
+    new["num_ranks"] = _num_ranks(after)
+    passed = {name for name in _MORE if new[name] and not old[name]}
+    if not new["activation_checkpointing.checkpoint"] and not new["activation_checkpointing.cpu_offload"]:
+        passed |= _HOW_RECOMPUTED
+    return {name: new[name] for name in old if old[name] != new[name] and name not in passed}
+
+
+def _num_ranks(run: RunConfig) -> int | None:
+    mesh = run.config.mesh
+    is_decided = run.num_ranks is None and not mesh.is_grouped and mesh.is_resolved
+    return mesh.size * run.other_axes if is_decided else run.num_ranks

@@ -3,22 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from composer_fsdp2.migration.dialect import Dialect, Expression
+from composer_fsdp2.migration.dialect import Dialect
 from composer_fsdp2.migration.dialects import DIALECTS
-from composer_fsdp2.migration.paths import merged, nested
 
 # By the word that ``--to`` takes.
 TARGETS: dict[str, Dialect] = {dialect.target: dialect for dialect in DIALECTS.values()}
-
-
-def file_values(target: Dialect, expression: Expression) -> dict[str, Any]:
-    """What a file holds that has this section only."""
-    values: dict[str, Any] = {}
-    for setting in expression.settings:
-        values = merged(values, nested(setting.key, setting.value))
-    for name, first in reversed(target.heads):
-        values = {name: {**dict(first), **values}}
-    return {setting.key: setting.value for setting in expression.beside} | values
 
 
 def file_text(target: Dialect, values: Mapping[str, Any], source: str) -> str:

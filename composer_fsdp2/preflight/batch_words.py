@@ -8,7 +8,7 @@ from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Section
-from composer_fsdp2.migration.paths import has_path, value_at
+from composer_fsdp2.migration.paths import Path, has_path, value_at
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice
 from composer_fsdp2.preflight.run_file import assumed
 
@@ -34,6 +34,7 @@ class BatchWords:
 
 _LENGTHS = ("max_seq_length", "max_length", "sequence_length", "max_seq_len", "cutoff_len", "model_max_length")
 _ADAM = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
+_OF_COMPOSER = "device_train_microbatch_size"
 _TRAINER = BatchWords(
     microbatch=("per_device_train_batch_size",),
     accumulation=("gradient_accumulation_steps",),
@@ -46,7 +47,7 @@ BATCH_WORDS: Mapping[str, BatchWords] = {
     # Beside a section that was migrated stands what the other system's file had there.
     "composer": BatchWords(
         microbatch=(
-            "device_train_microbatch_size",
+            _OF_COMPOSER,
             "per_device_train_batch_size",
             "training_args.per_device_train_batch_size",
             "micro_batch_size",
@@ -119,7 +120,8 @@ def read_batches(
     words, findings = BATCH_WORDS[dialect], list[Finding]()
 
     def number(field: str, given: int | None = None) -> Any:
-        key, value = next(_found(section, getattr(words, field)), ("", None)) if given is None else ("", given)
+        path, value = next(_found(section, getattr(words, field)), ((), None)) if given is None else ((), given)
+        key = ".".join(map(str, path))
         if value == "auto":
             value = None
         if value is None:
@@ -132,7 +134,8 @@ def read_batches(
         return value if field == "optimizer" else _whole(key, value)
 
     rows, tokens = number("microbatch", microbatch), number("sequence", _lengths(section, sequence))
-    key, batch = next(_found(section, words.global_batch), ("", None))
+    path, batch = next(_found(section, words.global_batch), ((), None))
+    key = ".".join(map(str, path))
     if batch not in (None, "auto", -1):  # -1 is TorchTitan's word for what the microbatches come to
         batch = _whole(key, batch)
         if batch % num_data_ranks:
@@ -169,11 +172,32 @@ def _lengths(section: Section, given: int | None) -> int | None:
     return sum(parts) if given is None and is_whole else given
 
 
-def _found(section: Section, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def batch_keys(dialect: str, section: Section, *, rows: int, number: int, global_rows: int) -> dict[Path, Any]:
+    """By path the keys that cut the same batch into other microbatches; none where no key has their rows.
+
+    Args:
+        rows: Of one microbatch.
+        number: Of microbatches in a rank's batch.
+        global_rows: Of the batch of all ranks.
+    """
+    words = BATCH_WORDS[dialect]
+    if dialect == "torchtitan":  # without the last it would take a batch of so many rows on each rank
+        keys = {"batch_size": None, "local_batch_size": rows, "global_batch_size": global_rows}
+        return {("training", key): value for key, value in keys.items()}
+    path = next((path for path, _ in _found(section, (*words.microbatch, *words.global_batch))), None)
+    if path is None:
+        return {}
+    *above, key = path
+    if key == _OF_COMPOSER or key in words.global_batch:
+        return {(*above, _OF_COMPOSER): rows}
+    return {path: rows, (*above, "gradient_accumulation_steps"): number}
+
+
+def _found(section: Section, names: tuple[str, ...]) -> Iterator[tuple[Path, Any]]:
     """The first key that is given, from the section itself outwards."""
     for name in names:
         for depth in range(len(section.path), -1, -1):
             path = (*section.path[:depth], *name.split("."))
             if has_path(section.around, path) and value_at(section.around, path) is not None:
-                yield ".".join(map(str, path)), value_at(section.around, path)
+                yield path, value_at(section.around, path)
                 return

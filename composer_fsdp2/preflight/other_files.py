@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.rows import Aspect
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.dialect import Dialect, Expression, Reading, Section, told_once
+from composer_fsdp2.migration.dialect import Dialect, Expression, Reading, Section, meets, with_losses
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.dialects.composer.beside_section import findings_beside, tensor_degree
 from composer_fsdp2.migration.dialects.composer.surroundings import around_of, precision_of
 from composer_fsdp2.migration.dialects.fingerprints import foreign_system
+from composer_fsdp2.migration.lens import decides
 from composer_fsdp2.migration.paths import has_path, value_at
 from composer_fsdp2.preflight.batch_words import read_batches
 from composer_fsdp2.preflight.model_config import (
@@ -200,7 +200,7 @@ def _of_run(file: RunFile, dialect: Dialect, section: Section, world_size: int) 
         text = "\n".join(map(str, blocking)) or "no run can be read from it"
         raise ConfigError(f"{file.path}: {text}", keys=tuple(each.key for each in blocking))
     run = reading.run
-    expression = _COMPOSER.express(run)
+    expression = _COMPOSER.express(run.without_training())  # batches are read in batch_words.py
     told = [
         *_undecided(reading, expression),
         *(each for each in expression.findings if each.outcome is not Outcome.EXACT),
@@ -221,14 +221,14 @@ def _of_run(file: RunFile, dialect: Dialect, section: Section, world_size: int) 
 
 def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
     """What needs a decision whatever Composer has, or changes how the run is sharded, beside what Composer lacks."""
-    told, _ = told_once(reading.findings, expression.findings, reading, _COMPOSER)
-    lacks = {each.key for each in expression.findings}
+    told, _ = with_losses(reading.findings, expression.losses, reading, _COMPOSER)
+    lost = {name for each in expression.losses if not each.is_kept for name in each.fields[:1]}
     found = []
     for each in told:
         row = reading.rows.get(each.key)
-        is_lack = row is not None and row.capability in lacks
-        changes = row is not None and row.aspect is not Aspect.OTHER and each.outcome is Outcome.APPROXIMATE
-        if not is_lack and (each.outcome.blocks or (changes and each.origin is Origin.KEY)):
+        is_lost = row is not None and meets(lost, decides(row))
+        changes = row is not None and bool(decides(row)) and each.outcome is Outcome.APPROXIMATE
+        if not is_lost and (each.outcome.blocks or (changes and each.origin is Origin.KEY)):
             found.append(each)
     return found
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from omegaconf import OmegaConf
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.text import one_line, short
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.dialects.huggingface.deepspeed_file import WithSettings, with_settings
 from composer_fsdp2.migration.documents import SUFFIXES, Document, open_document
+from composer_fsdp2.migration.files import read_named
 from composer_fsdp2.migration.interpolation import resolve
 from composer_fsdp2.migration.paths import has_path
 
@@ -20,14 +23,18 @@ class RunFile:
     """A file that was read.
 
     Args:
+        document: With the settings of the DeepSpeed file that it names or is.
+        written: As it stands there.
         values: With interpolations resolved where that can be done, and the command line's changes.
         overrides: The command line's changes (KEY=VALUE), as they were written.
     """
 
     path: Path
     document: Document
+    written: Document
     values: Mapping[str, Any]
     overrides: tuple[str, ...] = ()
+    deepspeed: WithSettings | None = None
 
     @classmethod
     def read(cls, path: Path, overrides: Iterable[str] = ()) -> "RunFile":
@@ -41,19 +48,28 @@ class RunFile:
                 "configures sharding, and the function that builds its model (--model module:function)"
             )
         try:
-            document = open_document(path.read_text(encoding="utf-8"), str(path))
+            document = written = open_document(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
         if document.problem:
             raise ConfigError(document.problem)
         if not isinstance(document.values, Mapping):
             raise ConfigError(f"{path}:1:1: this is {short(document.values)}, and no configuration")
-        values = resolve(document.values).values
-        return cls(path=path, document=document, values=_overridden(values, overrides), overrides=overrides)
+        deepspeed = with_settings(document, partial(read_named, path.parent), to="composer", alone=True)
+        if deepspeed is not None:
+            document = open_document(deepspeed.text, str(path), deepspeed.suffix)
+        values = _overridden(resolve(document.values).values, overrides)
+        return cls(
+            path=path, document=document, written=written, values=values, overrides=overrides, deepspeed=deepspeed
+        )
 
     def placed(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
         """The findings with file and line; those of keys that are not in the file with the file alone."""
-        return tuple(replace(each, where=self._place(each)) for each in findings)
+        placed = (replace(each, where=self._place(each)) for each in findings)
+        if self.deepspeed is None:
+            return tuple(placed)
+        told = self.deepspeed.told(placed)
+        return tuple(each for each in told if each.outcome not in (Outcome.UNNEEDED, Outcome.EXACT))
 
     def _place(self, finding: Finding) -> str:
         key = finding.key
@@ -61,8 +77,8 @@ class RunFile:
             return "the command line"
         parts = tuple(key.split("."))
         for depth in range(len(parts), 0, -1):
-            if has_path(self.document.values, parts[:depth]):
-                return f"{self.path}:{self.document.line_of(parts[:depth])}"
+            if has_path(self.written.values, parts[:depth]):
+                return f"{self.path}:{self.written.line_of(parts[:depth])}"
         return str(self.path)
 
 

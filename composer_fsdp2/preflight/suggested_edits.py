@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.text import one_line
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.estimate.planned_step import PlannedStep
@@ -22,9 +23,11 @@ from composer_fsdp2.estimate.settings import (
 )
 from composer_fsdp2.estimate.step import Kind
 from composer_fsdp2.estimate.suggest import Subject, Suggestions, cost_of, suggest_settings
+from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.migrate import find_sections
-from composer_fsdp2.migration.patch import Degrees, Microbatches, Patch, Recomputation
-from composer_fsdp2.migration.patched_file import PatchedFile, apply_patch
+from composer_fsdp2.migration.patched_file import Patch, PatchedFile, apply_patch
+from composer_fsdp2.migration.paths import Path as KeyPath
+from composer_fsdp2.preflight.batch_words import batch_keys
 from composer_fsdp2.preflight.left_alone import left_alone
 from composer_fsdp2.preflight.planned import Questions, counted_optimizer, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
@@ -99,6 +102,7 @@ def suggest_edits(
         memory_bytes=memory_bytes,
         decided=left_alone(run) | dict(decided or {}),
         dialect=sections[0][0].name,
+        section=sections[0][1],
         at=at,
     )
     space = editor.space()
@@ -159,6 +163,7 @@ _OFFLOADING = "activations in the host's memory"
 _EVERY = "every so many blocks recomputed"
 _SOMETHING_ELSE = "the changed file is not planned as it was meant: something else, here or typed, stands above it"
 _OTHER_BATCH = "the file does not say how many rows a batch has, so that the batch would be another one"
+_IN_SCRIPT = "the rows of a microbatch stand in the training script"
 _MIGRATED = "the file has no words for it before `composer-fsdp2 migrate`"
 _CACHE = (
     "recomputed layers must fill no cache of keys and values, or they fail or train on wrong gradients: this package "
@@ -182,7 +187,8 @@ class _Editor:
     replan: Replan
     memory_bytes: int
     decided: Mapping[str, str]
-    dialect: str | None = None
+    dialect: str
+    section: Section
     at: str | None = None
     num_planned: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # that fit, and that do not
     had: dict[Settings, Suggestion] = field(default_factory=dict)
@@ -244,7 +250,7 @@ class _Editor:
             return values
         changed = replace(present, **{lever: other})
         found = self._patched(changed)
-        why = self.decided.get(lever) or "".join(found.missing[:1]) or self._read_anew(changed, found)
+        why = self.decided.get(lever) or found.missing or self._read_anew(changed, found)
         if isinstance(why, str):
             self.unsaid[what] = why
             return ()
@@ -327,39 +333,37 @@ class _Editor:
         )
 
     def _patched(self, settings: Settings) -> PatchedFile:
-        found = apply_patch(self.text, self.name, self._patch(settings), dialect=self.dialect, at=self.at)
-        return replace(found, missing=(_MIGRATED,)) if found.is_migrated else found
+        patch = self._patch(settings)
+        found = apply_patch(self.text, self.name, patch, dialect=self.dialect, at=self.at)
+        if settings.microbatch_size != self.subject.present.microbatch_size and not patch.keys:
+            return replace(found, missing=_IN_SCRIPT)
+        return replace(found, missing=_MIGRATED if found.is_migrated else found.missing)
 
     def _patch(self, settings: Settings) -> Patch:
         subject, changed = self.subject, settings.changed_from(self.subject.present)
-        mesh, rows = subject.plan.mesh, settings.microbatch_size
-        shards = mesh.shard_degree * mesh.replicate_degree // settings.replicas
-        microbatches = Microbatches(
-            rows=rows,
-            number=subject.num_microbatches(settings),
-            global_rows=subject.rows * subject.num_data_ranks,
-        )
-        return Patch(
-            reshard_after_forward=settings.reshard_after_forward if "reshard_after_forward" in changed else None,
-            degrees=Degrees(shards=shards, replicas=settings.replicas) if "replicas" in changed else None,
-            activations=_recomputation(subject, settings.activations) if "activations" in changed else None,
-            microbatches=microbatches if "microbatch_size" in changed else None,
-            cpu_offload=settings.cpu_offload if "cpu_offload" in changed else None,
-        )
+        same: tuple[str, ...] = ("reshard_after_forward", "cpu_offload")
+        fields = {name: getattr(settings, name) for name in same if name in changed}
+        keys: dict[KeyPath, Any] = {}
+        if "replicas" in changed:
+            replicas, mesh = settings.replicas, subject.plan.mesh
+            shards = mesh.shard_degree * mesh.replicate_degree // replicas
+            fields["mesh"] = MeshSpec.of_degrees(shards, replicas if replicas > 1 else None)
+        if "activations" in changed:
+            every = settings.activations.every
+            fields["activation_checkpointing.checkpoint"] = settings.activations.recompute
+            fields["activation_checkpointing.cpu_offload"] = settings.activations.offload
+            blocks = range(len(blocks_of(subject.plan)[0]))[every - 1 :: every] if every > 1 else None
+            model = self.section.around.get("model")
+            if every and isinstance(model, Mapping) and model.get("name") == "mpt_causal_lm":
+                keys["model", "activation_checkpointing_target"] = blocks and {"mptblock": [*blocks]}
+            else:
+                fields["selective_checkpointing"] = blocks and str(every)
+        if "microbatch_size" in changed:
+            number, global_rows = subject.num_microbatches(settings), subject.rows * subject.num_data_ranks
+            batch = {"rows": settings.microbatch_size, "number": number, "global_rows": global_rows}
+            keys |= batch_keys(self.dialect, self.section, **batch)
+        return Patch(fields=fields, keys=keys)
 
 
 def _unique(present: Any, *values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple({repr(each): each for each in (*chain.from_iterable(values), present)}.values())
-
-
-def _recomputation(subject: Subject, activations: Activations) -> Recomputation:
-    row = blocks_of(subject.plan)[0]
-    numbers = range(len(row))
-    every = activations.every
-    return Recomputation(
-        every=every,
-        recompute=activations.recompute,
-        offload=activations.offload,
-        blocks=tuple(numbers[every - 1 :: every]) if every > 0 else (),
-        num_blocks=len(row),
-    )

@@ -62,7 +62,7 @@ def decide_sharding(
     Every rank must call this with the same model; it does not communicate and needs no process group.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    ignored, frozen = ignored_modules(modules, config), choose_frozen(model, config.freeze)
+    ignored, frozen = ignored_modules(modules, config), choose_frozen(model, config.freeze, config.train_only)
     low_precision = _has_low_precision(config.mixed_precision)
     selection = select_units(model, choices, low_precision=low_precision, ignored_modules=ignored.values())
     configs = _own_configs(selection.units, config)

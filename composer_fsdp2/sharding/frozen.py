@@ -1,5 +1,6 @@
-"""Which parameters are not trained, by the beginnings of their names."""
+"""Which parameters are not trained, by the beginnings of their names, or by patterns of the others' names."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -22,19 +23,21 @@ class Frozen:
     notes: tuple[str, ...] = ()
 
 
-def choose_frozen(model: nn.Module, prefixes: Sequence[str]) -> Frozen:
-    """The parameters at or under one of ``prefixes``, in the order of registration.
+def choose_frozen(model: nn.Module, prefixes: Sequence[str], train_only: Sequence[str] = ()) -> Frozen:
+    """The parameters at or under one of ``prefixes``, and those that ``train_only`` leaves, in order of registration.
 
     A prefix is the path of a module or a parameter: in ``model``, or else in the one direct child that has it, because
     a ComposerModel keeps the model that its user knows in a child. A tied parameter is frozen under all of its names.
+    A pattern is matched from the beginning of a name, of the whole one or of that in a direct child; a tied parameter
+    is trained if one of its names matches.
 
     Raises:
-        PlanError: nothing is under a prefix, or several children have it; with what it may stand for. Or no parameter
-            would be left to train.
+        PlanError: nothing is under a prefix, or several children have it; with what it may stand for. A pattern matches
+            no name. Or no parameter would be left to train.
 
     Only reads.
     """
-    if not prefixes:
+    if not prefixes and not train_only:
         return Frozen()
     uses = parameter_uses(model)
     if not uses:
@@ -43,17 +46,30 @@ def choose_frozen(model: nn.Module, prefixes: Sequence[str]) -> Frozen:
     known = dict.fromkeys(path for name in names for path in reversed(ancestors_or_self(name)))  # outer ones first
     found = {prefix: _paths_of(without_wrappers(prefix), model, known) for prefix in prefixes}
     problems = [_not_one(prefix, paths, known) for prefix, paths in found.items() if len(paths) != 1]
+    problems += [
+        f"train_only: no parameter's name matches {pattern!r} from its beginning; names begin as {names[0]}"
+        for pattern in train_only
+        if not any(_matches(name, [pattern]) for name in names)
+    ]
     if problems:
         raise PlanError("\n".join(problems))
     paths = {path for (path,) in found.values()}
-    frozen = [use for use in uses if any(_is_under(name, paths) for name in _own_names(use))]
+    frozen = [
+        use
+        for use in uses
+        if any(_is_under(name, paths) for name in _own_names(use))
+        or (train_only and not any(_matches(name, train_only) for name in _own_names(use)))
+    ]
     trained = {use.parameter for use in uses if use.parameter.requires_grad}
     if not trained:
         raise PlanError(f"freeze leaves nothing to train: no parameter of {type(model).__name__} requires gradients")
     if trained <= {use.parameter for use in frozen}:
         raise PlanError(
-            f"freeze leaves nothing to train: all {len(trained)} parameters of {type(model).__name__} that require "
-            f"gradients have names that begin with {' or '.join(prefixes)}; give longer prefixes"
+            f"freeze and train_only leave nothing to train: all {len(trained)} parameters of {type(model).__name__} "
+            f"that require gradients have names that begin with {' or '.join(prefixes)}, or match no pattern"
+            if train_only
+            else f"freeze leaves nothing to train: all {len(trained)} parameters of {type(model).__name__} that "
+            f"require gradients have names that begin with {' or '.join(prefixes)}; give longer prefixes"
         )
     notes = (*_notes_of_ties(frozen, paths), *_notes_of_statistics(model, frozen, paths))
     return Frozen(names=tuple(use.name for use in frozen), notes=notes)
@@ -68,6 +84,11 @@ def freeze(parameters: Iterable[nn.Parameter]) -> None:
 
 def _own_names(use: ParameterUse) -> list[str]:
     return [without_wrappers(name) for name in use.names]
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    in_child = name.partition(".")[2]
+    return any(re.match(pattern, each) for pattern in patterns for each in (name, in_child) if each)
 
 
 def _is_under(name: str, paths: Set[str]) -> bool:
@@ -96,7 +117,7 @@ def _notes_of_ties(frozen: Sequence[ParameterUse], paths: Set[str]) -> Iterator[
     for use in frozen:
         under = [name for name in _own_names(use) if _is_under(name, paths)]
         other = [name for name in _own_names(use) if not _is_under(name, paths)]
-        if other:
+        if under and other:
             yield f"freeze: {under[0]} is frozen, and {' and '.join(other)} with it, which is the same parameter"
 
 

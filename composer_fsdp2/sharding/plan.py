@@ -221,7 +221,8 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
     for left in plan.left_out:
         yield f"  left out: {and_more(left.names)} [{left.reason}]: {unsharded}"
     if plan.frozen:
-        yield f"  frozen: {and_more(plan.frozen)} [{', '.join(plan.config.freeze)}]"
+        trained = (f"all but {each}" for each in plan.config.train_only)
+        yield f"  frozen: {and_more(plan.frozen)} [{', '.join((*plan.config.freeze, *trained))}]"
     if plan.exchanging:
         yield (
             f"  context parallelism: {plan.config.context_parallel_degree} ranks share a batch, each computes a part "

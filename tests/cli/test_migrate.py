@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import tty
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -448,15 +450,38 @@ def test_no_result_takes_the_place_of_another_input(tmp_path: Path):
         assert done.code == 2 and "c/x.yaml would be overwritten" in done.err, done.err
     done = run(tmp_path, "q/y.yaml", "r", "-o", "r", "--to", "torchtitan")
     assert done.code == 2 and "r/y.toml would be overwritten by the result of q/y.yaml" in done.err
+    write(tmp_path, {"c/x.yaml": TO_DECIDE})  # of which there is no result, so that the decision is told
+    done = run(tmp_path, "c", "-o", "c")
+    assert done.code == 1 and "nothing was written: something needs a decision" in done.out and not done.err
+    write(tmp_path, {"c/x.yaml": text})
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 
-def test_a_redirected_text_is_utf_8_in_any_locale(tmp_path: Path):
-    """`migrate f > g` wrote the name of a model's folder as an escape, which the training script took literally."""
-    text = "name: 学\nfsdp_config: {limit_all_gathers: true, verbose: true}\n"
-    (tmp_path / "f.yaml").write_text(text, encoding="utf-8")
-    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [*ALONE, "migrate", "f.yaml", "--report", "r.md", "--diff"]
-    done = subprocess.run(command, cwd=tmp_path, env=ascii_only, capture_output=True, check=True)
-    assert "学".encode() in done.stdout and b"u5b66" not in done.stdout
+ASCII_ONLY = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+
+
+def test_a_text_is_printed_as_it_would_be_written(tmp_path: Path):
+    """`migrate f > g` wrote the name of a model's folder as an escape, which the training script took literally; so
+    did a text that was copied from a terminal. In a container without a locale that is every run."""
+    kept, passed_over = "name: 学\r\nfsdp_config:\r\n  verbose: true\r\n".encode(), "a: é\r\nb: 学\n".encode()
+    (tmp_path / "f.yaml").write_bytes(kept + b"  limit_all_gathers: true\r\n")
+    (tmp_path / "other.yaml").write_bytes(passed_over)
+
+    def printed(*arguments: str, to: int = subprocess.PIPE) -> bytes:
+        command, variables = [*ALONE, *arguments], os.environ | ASCII_ONLY
+        done = subprocess.run(command, cwd=tmp_path, env=variables, stdout=to, stderr=subprocess.PIPE, check=True)
+        return done.stdout
+
+    assert printed("migrate", "f.yaml") == kept
+    assert printed("migrate", "other.yaml", "--allow-unconfigured") == passed_over
+    lines = printed("migrate", "f.yaml", "--report", "r.md", "--diff").split(b"\n")
+    assert {" name: 学\r".encode(), b"-  limit_all_gathers: true\r"} < {*lines}
     assert (tmp_path / "r.md").read_bytes().decode()
+    assert json.loads(printed("migrate", "f.yaml", "--json"))["files"][0]["changed"]
+    assert json.loads(printed("explain", "fsdp_size", "--json"))["keys"]
+    above, terminal = pty.openpty()
+    tty.setraw(terminal)  # which changes no line ends
+    printed("migrate", "f.yaml", to=terminal)
+    assert os.read(above, 10_000) == kept
+    os.close(above)
+    os.close(terminal)

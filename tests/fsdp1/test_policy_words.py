@@ -112,6 +112,10 @@ def test_prefixes_of_frozen_parameters():
         assert config_of({"freeze": written}).freeze == meant
     for wrong in ("", ".", "a..b", [""], [3], " a", True, {"a": 1}):
         assert "give a list of prefixes" in refused({"freeze": wrong})
+    for written, meant in ((r"lm_head\.", (r"lm_head\.",)), (["a", "b", "a"], ("a", "b")), ([], ()), (None, ())):
+        assert config_of({"train_only": written}).train_only == meant
+    for wrong in ("a(", [3], True, {"a": 1}):
+        assert "give a list of regular expressions" in refused({"train_only": wrong})
 
 
 NAMES = st.lists(st.sampled_from(["A", "Block", "LlamaDecoderLayer"]), unique=True).map(tuple)

@@ -12,12 +12,13 @@ import yaml
 
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.keys import KEYS_BY_NAME
 from composer_fsdp2.fsdp1.translate import translate
 from composer_fsdp2.migration.dialect import Expression, Reading, Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.migrate import SectionReport, find_sections, migrate_text
-from composer_fsdp2.migration.paths import Path
+from composer_fsdp2.migration.paths import Path, merged, nested
 
 EXACT, APPROXIMATE, UNNEEDED = Outcome.EXACT, Outcome.APPROXIMATE, Outcome.UNNEEDED
 UNSUPPORTED, NEEDS_DECISION = Outcome.UNSUPPORTED, Outcome.NEEDS_DECISION
@@ -112,6 +113,30 @@ def asked_of_runtime(text: str, num_ranks: int) -> ShardingConfig | None:
     ).config
 
 
+# Of an error that names nothing else, it is the number of ranks that does not fit.
+MESH_KEYS = {
+    "data_parallel_shard_degree",
+    "data_parallel_replicate_degree",
+    "tensor_parallel_degree",
+    "process_group",
+    "reshard_after_forward",
+}
+
+
+def asked_at(text: str, num_ranks: int) -> ShardingConfig | None:
+    """What the runtime makes of a Composer file on so many ranks; None where the mesh does not fit them.
+
+    Raises:
+        ConfigError: it refuses the section for another reason.
+    """
+    try:
+        return asked_of_runtime(text, num_ranks)
+    except ConfigError as error:
+        if error.keys and {*error.keys} <= MESH_KEYS:
+            return None
+        raise
+
+
 def value_at_path(values: Any, path: str) -> Any:
     for key in path.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
@@ -129,7 +154,10 @@ def finding(said: Reading | SectionReport, key: str) -> Finding:
 
 
 def settings_of(expression: Expression) -> dict[str, Any]:
-    return {setting.key: setting.value for setting in expression.settings}
+    values: dict[str, Any] = {}
+    for setting in expression.settings:
+        values = merged(values, nested(setting.key, setting.value))
+    return values
 
 
 def tables_of(expression: Expression) -> dict[Path, dict[str, Any]]:

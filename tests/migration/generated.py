@@ -404,7 +404,8 @@ def accelerate_files(draw: st.DrawFn) -> File:
     text += "fsdp_config:\n" + draw(block(values, "  ", comments))
     if draw(st.integers(0, 3)) == 0:
         shards, replicas = draw(st.sampled_from([(8, 1), (4, 2), (2, 2), (3, 2)]))  # of 8 ranks or of others
-        text += f"parallelism_config: {{dp_shard_size: {shards}, dp_replicate_size: {replicas}}}\n"
+        prefix = draw(st.sampled_from(["parallelism_config_", "parallelism_config_", ""]))  # nobody reads the last
+        text += f"parallelism_config: {{{prefix}dp_shard_size: {shards}, {prefix}dp_replicate_size: {replicas}}}\n"
     return File("", text, "", tuple(f"fsdp_config.{key}" for key in values), ("# here", *comments))
 
 

@@ -1,45 +1,64 @@
-"""What transformers and accelerate themselves make of a section: cases as JSON on stdin, their settings on stdout.
+"""What transformers, accelerate and axolotl themselves make of a section: cases as JSON on stdin, their settings on
+stdout.
 
-Run as a script, in a process of its own: both go by the environment, and leave their mark on it. ``ask`` runs it.
+Run as a script, in a process of its own: they go by the environment, and leave their mark on it. ``ask`` runs it, with
+the installed releases or with others of `support.other_releases`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
-def ask(cases: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What transformers ("trainer") and accelerate's launcher ("accelerate") make of each; one process for all."""
+def ask(cases: Sequence[tuple[str, dict[str, Any]]], *releases: str) -> list[dict[str, Any]]:
+    """What transformers ("trainer"), accelerate's launcher ("accelerate") and axolotl make of each; one process for
+    all.
+
+    Args:
+        releases: Those that take the place of the installed ones.
+    """
     from support.forked_scripts import run_script
+    from support.other_releases import run_with
     from support.ranks import WITH_COMPOSER
 
-    written = json.dumps([{"system": system, "said": written} for system, written in cases])
-    done = run_script(WITH_COMPOSER, Path(__file__), stdin=written)
+    written = json.dumps([{"system": system, "said": written} for system, written in cases], default=str)
+    if releases:
+        done = run_with(releases, Path(__file__), stdin=written)
+    else:
+        done = run_script(WITH_COMPOSER, Path(__file__), stdin=written)
     assert done.returncode == 0, done.stderr
     answers: list[dict[str, Any]] = json.loads(done.stdout)
     return answers
 
 
+Read = tuple[Any, str, set[str]]  # a plugin, its mixed precision, and keys that nothing reads
+_VARIABLES = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
+
+
 def settings_of(case: dict[str, Any]) -> dict[str, Any]:
     """The plugin's settings, or why there is none."""
     for name in list(os.environ):
-        if name.startswith(("FSDP_", "ACCELERATE_")):
+        if name.startswith(_VARIABLES):
             del os.environ[name]
+    readers = {"trainer": _trainer, "accelerate": _launcher, "axolotl": _axolotl}
     try:
-        return _of_plugin(*(_trainer if case["system"] == "trainer" else _launcher)(case["said"]))
+        plugin, mixed_precision, unread = readers[case["system"]](case["said"])
+        return {**_of_plugin(plugin, mixed_precision), "unread": sorted(unread)}
     except Exception as error:  # whatever they raise is the answer
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _trainer(written: dict[str, Any]) -> tuple[Any, str]:
+def _trainer(written: dict[str, Any]) -> Read:
     from accelerate import FullyShardedDataParallelPlugin
     from transformers import TrainingArguments
 
@@ -52,10 +71,10 @@ def _trainer(written: dict[str, Any]) -> tuple[Any, str]:
         setattr(plugin, name, arguments.fsdp_config.get(name, getattr(plugin, name)))
     if plugin.activation_checkpointing and arguments.gradient_checkpointing:
         raise ValueError("both kinds of checkpointing")
-    return plugin, os.environ["ACCELERATE_MIXED_PRECISION"]
+    return plugin, os.environ["ACCELERATE_MIXED_PRECISION"], set()
 
 
-def _launcher(written: dict[str, Any]) -> tuple[Any, str]:
+def _launcher(written: dict[str, Any]) -> Read:
     import yaml
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -65,14 +84,60 @@ def _launcher(written: dict[str, Any]) -> tuple[Any, str]:
         path = os.path.join(folder, "config.yaml")
         with open(path, "w") as file:
             yaml.safe_dump(written, file)
-        arguments, _, _ = _validate_launch_command(
-            launch_command_parser().parse_args(["--config_file", path, "script.py"])
-        )
+        given = launch_command_parser().parse_args(["--config_file", path, "script.py"])
+        options = {*vars(given)}
+        arguments, _, _ = _validate_launch_command(given)
+        # Of a key that it does not know, the launcher makes an attribute that nothing reads.
+        unread = {*vars(arguments)} - options - _NO_OPTIONS
     environment = prepare_multi_gpu_env(arguments)
     if environment.get("ACCELERATE_USE_FSDP") != "true":
         raise ValueError("FSDP is off")
-    os.environ.update({key: value for key, value in environment.items() if key.startswith(("FSDP_", "ACCELERATE_"))})
-    return FullyShardedDataParallelPlugin(), os.environ["ACCELERATE_MIXED_PRECISION"]
+    os.environ.update({key: str(value) for key, value in environment.items() if key.startswith(_VARIABLES)})
+    plugin = FullyShardedDataParallelPlugin()
+    _check_sizes(plugin, arguments.num_processes)
+    return plugin, os.environ["ACCELERATE_MIXED_PRECISION"], unread
+
+
+# Fields of a cluster's file that are no options of ``accelerate launch``.
+_NO_OPTIONS = frozenset(["command_file", "commands", "tpu_env", "tpu_name", "tpu_vm", "tpu_zone", "use_cpu"])
+
+
+def _check_sizes(plugin: Any, num_processes: int) -> None:
+    """As Accelerator does; a release before 1.10 has no such sizes."""
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+        from accelerate.parallelism_config import ParallelismConfig
+
+        accelerator: Any = SimpleNamespace(
+            num_processes=num_processes,
+            multi_device=False,
+            is_fsdp2=plugin.fsdp_version == 2,
+            distributed_type="FSDP",
+            is_main_process=True,
+        )
+        ParallelismConfig()._validate_accelerator(accelerator)
+
+
+def _axolotl(written: dict[str, Any]) -> Read:
+    """Through its schema, and the environment that it sets for accelerate."""
+    for name in ("numba", "ring_flash_attn"):  # for its batches and its attention, of which none is computed
+        sys.modules.setdefault(name, SimpleNamespace(njit=lambda function: function))  # type: ignore[arg-type]
+    from accelerate import FullyShardedDataParallelPlugin
+    from axolotl.utils.dict import DictDefault
+    from axolotl.utils.distributed import _get_parallel_config_kwargs
+    from axolotl.utils.schemas.config import AxolotlConfigWCapabilities
+    from axolotl.utils.trainer import prepare_optim_env
+
+    gpus = {"bf16": True, "n_gpu": 8, "n_node": 1, "compute_capability": "sm_90"}
+    read = AxolotlConfigWCapabilities(**written, capabilities=gpus, env_capabilities={"torch_version": "2.7.0"})
+    config = DictDefault(read.model_dump(exclude_none=True))
+    prepare_optim_env(config)
+    plugin = FullyShardedDataParallelPlugin()
+    names = ("tensor_parallel_size", "context_parallel_size", "dp_shard_size", "dp_replicate_size")
+    sizes = [config[name] for name in names]
+    num_processes = math.prod(size or 1 for size in sizes) if any(sizes) else 8
+    _get_parallel_config_kwargs(num_processes, *sizes, is_fsdp=True)
+    _check_sizes(plugin, num_processes)
+    return plugin, "fp16" if config.fp16 else "bf16" if config.bf16 else "no", set()
 
 
 def _of_plugin(plugin: Any, mixed_precision: str) -> dict[str, Any]:
@@ -109,10 +174,12 @@ def _of_plugin(plugin: Any, mixed_precision: str) -> dict[str, Any]:
 
 def main() -> None:
     import accelerate.utils.dataclasses
+    import accelerate.utils.launch
     import torch
 
     # sync_module_states asks for a device, to make parameters on.
     accelerate.utils.dataclasses.is_cuda_available = lambda: True  # type: ignore[assignment]
+    accelerate.utils.launch.is_fp8_available = lambda: True  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0
     warnings.simplefilter("ignore")
     with contextlib.redirect_stdout(sys.stderr):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from support.runs import run_with
 
 from composer_fsdp2.config.wrap import Wrap, WrapKind
-from composer_fsdp2.migration.capabilities import CAPABILITIES
 from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.lens import covers, decides, shown
+from composer_fsdp2.migration.run import fields_of
 from tests.migration.file_cases import APPROXIMATE, EXACT, NEEDS_DECISION, UNNEEDED, Case, each_case
 
 TITAN = """\
@@ -172,7 +173,7 @@ fsdp_config:
         has=("data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 8\n",),
         blocking=[],
     ),
-    "of an unknown number of ranks they are one": Case(file=OF_N, to="torchtitan", blocking=["mesh"]),
+    "of an unknown number of ranks they are one": Case(file=OF_N, to="torchtitan", blocking=["fsdp_size"]),
     "without the second key ranks that skip idle experts would train on wrong gradients, or not at all": Case(
         file=OF_EXPERTS,
         told={"wrap_policy.moe_experts": (EXACT,)},
@@ -192,13 +193,16 @@ def test_what_becomes_of(case: Case):
     case.check()
 
 
-def test_a_row_asks_for_something_that_targets_answer():
-    """A misspelt capability would leave the key's own words, whatever the target."""
-    asked = {row.capability for dialect in DIALECTS.values() for row in dialect.rows if row.capability}
-    assert asked and asked <= CAPABILITIES.keys()
+def test_rows_and_limitations_name_fields_of_a_run():
+    """A misspelt field would leave the key's own outcome, whatever a target loses; so would one of a limitation."""
+    known = fields_of(run_with()).keys() | {"config", "adapter", "has_fp8_layers", "num_nodes"}
+    for dialect in DIALECTS.values():
+        named = {name for row in dialect.rows for name in decides(row)}
+        named |= {name for each in dialect.limits for name in each.fields}
+        assert named and not [name for name in named if not any(covers((name,), each) for each in known)]
 
 
 def test_units_are_told_by_their_classes():
     """Two runs with other classes would look alike, or one that asks for those of the model like one without units."""
     of_classes = [Wrap(kind=WrapKind.CLASSES, classes=each) for each in (("Block", "Layer"), ())]
-    assert [CAPABILITIES["units"](run_with(each)) for each in of_classes] == ["Block, Layer", "as the model says"]
+    assert [shown(run_with(each), "wrap.classes") for each in of_classes] == ["Block, Layer", "as the model says"]

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from support.examples import examples
 
 from composer_fsdp2.config.findings import Outcome
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.interpolated import has_interpolation
 from composer_fsdp2.migration.interpolation import resolve
-from composer_fsdp2.migration.migrate import migrate_text
+from composer_fsdp2.migration.migrate import Migration, migrate_text
+from composer_fsdp2.migration.paths import merged, nested
+from composer_fsdp2.migration.targets import TARGETS
 
 # Read by OmegaConf itself, too, which is the measure.
 WHOLE = """\
@@ -83,3 +93,109 @@ def test_only_systems_that_read_by_omegaconf_interpolate():
     found = {each.key: each for each in migrate_text(roll, to="composer").sections[0].findings}
     assert found["param_dtype"].value == "fp16" and found["param_dtype"].outcome is Outcome.EXACT
     assert "${dtype}" not in migrate_text(roll, to="composer").after
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values of environment variables
+
+# What stands in a file for a value that an environment variable decides; `other` is a part of each file.
+OTHER = {"by_way": "${oc.env:SECRET}", "mapping": {"param_dtype": "${oc.env:SECRET}"}}
+WAYS: list[Any] = [
+    "${oc.env:SECRET}",
+    "${ oc.env : SECRET }",
+    "pre-${oc.env:SECRET}",
+    "${oc.env:NOBODY_SETS_THIS,${oc.env:SECRET}}",
+    ["${oc.env:SECRET}"],
+    {"transformer_layer_cls_to_wrap": ["${oc.env:SECRET}"]},
+    "${other.by_way}",
+    "${other.mapping}",
+    "${oc.select:other.by_way}",
+    "${oc.decode:${oc.env:MAPPING}}",
+    "${oc.decode:${oc.env:NUMBER}}",
+]
+NUMBER = "73190465"
+SECRETS = st.text("jqxzJQXZ", min_size=8, max_size=40)  # no word of a report
+# What messages escape.
+ENDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40)
+
+
+def told(migration: Migration) -> str:
+    sections = json.dumps([each.to_json() for each in migration.sections], ensure_ascii=False)
+    return f"{migration}{sections}{''.join(map(str, migration.blocking))}"
+
+
+@st.composite
+def files_by_environment(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """The name of a dialect, and a file of its with such values at some of its keys."""
+    dialect = draw(st.sampled_from([DIALECTS["composer"], DIALECTS["roll"]]))
+    values = dict(dialect.silent[0].around)
+    for row in draw(st.lists(st.sampled_from(dialect.rows), min_size=1, max_size=4, unique_by=lambda row: row.name)):
+        value = draw(st.sampled_from(WAYS)) if draw(st.integers(0, 3)) else row.default
+        values = merged(values, nested(dialect.places(row)[0], value))
+    return dialect.name, values | {"other": OTHER}
+
+
+@examples(150)
+@given(files_by_environment(), st.sampled_from(sorted(TARGETS)), SECRETS, ENDS)
+def test_no_report_has_a_value_of_the_environment(
+    file: tuple[str, dict[str, Any]], to: str, secret: str, end: str
+) -> None:
+    """A report goes into a pull request; yet it says of each key what it says where the file has the value."""
+    dialect, values = file
+    environment = {
+        "SECRET": secret + end,
+        "NUMBER": NUMBER,
+        "MAPPING": f"{{param_dtype: {secret[:8]}, made_up: [{NUMBER}]}}",
+    }
+    with mock.patch.dict(os.environ, environment):
+        try:
+            migration = migrate_text(
+                yaml.safe_dump(values, allow_unicode=True, sort_keys=False), to=to, dialect=dialect
+            )
+        except ConfigError as error:
+            report = str(error)
+        else:
+            report = told(migration)
+            held = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+            written = migrate_text(yaml.safe_dump(held, allow_unicode=True, sort_keys=False), to=to, dialect=dialect)
+            assert outcomes(migration) == outcomes(written)
+            if migration.is_new_file:
+                assert migration.after == written.after
+    assert not [part for part in (secret[:8], secret[-8:], NUMBER) if part.lower() in report.lower()], report
+
+
+def outcomes(migration: Migration) -> list[tuple[str, Outcome]]:
+    """By key; of one that is approximate because its variable is read no more the value's own."""
+    return [
+        (each.key, Outcome.EXACT if each.hint.endswith("the variable is read no more") else each.outcome)
+        for section in migration.sections
+        for each in section.findings
+    ]
+
+
+@pytest.mark.parametrize("variable", ["list(range(0,16))", "[0, 1]"])
+def test_a_value_that_decides_others_is_told_by_its_key(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a worker are a text, like a secret: the report of the other keys is as without a variable."""
+    monkeypatch.setenv("DEVICES", variable)
+    text = "w:\n  strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 8, save_only_model: true}}\n"
+    migration = migrate_text(f"{text}  device_mapping: ${{oc.env:DEVICES}}\n", to="composer")
+    assert variable not in told(migration)
+    found = {each.key: each for each in migration.sections[0].findings}
+    assert found["device_mapping"].value == "${oc.env:DEVICES}"
+    assert outcomes(migration) == outcomes(migrate_text(f"{text}  device_mapping: {variable!r}\n", to="composer"))
+
+
+@pytest.mark.parametrize("section", ["${oc.env:SECRET}", "a: ${oc.env:SECRET}"])
+def test_a_section_that_a_variable_holds_is_refused_without_it(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error is printed as well, and it quoted what it refused."""
+    monkeypatch.setenv("SECRET", "hunter2-Of-Nobody")
+    with pytest.raises(ConfigError) as refused:
+        migrate_text(f"fsdp_config: '{section}'\n")
+    assert "${oc.env:SECRET}" in str(refused.value) and "hunter2" not in str(refused.value)
+
+
+def test_the_resolver_of_the_environment_is_omegaconfs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that imports this package reads its own files afterwards."""
+    monkeypatch.setenv("SECRET", "x")
+    assert resolve({"a": "${oc.env:SECRET}"}).values == {"a": "x"}
+    assert OmegaConf.create({"a": "${oc.env:SECRET}"}).a == "x"

@@ -13,6 +13,7 @@ from composer_fsdp2.config.findings import Origin, Outcome
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.documents import yaml as yaml_documents
+from composer_fsdp2.migration.lens import decides, title_of
 from composer_fsdp2.migration.migrate import NothingToMigrateError, migrate_text
 from composer_fsdp2.migration.targets import TARGETS
 from tests.migration.file_cases import (
@@ -67,7 +68,7 @@ def test_keys_that_stood_beside_the_section_are_in_the_new_text_once():
     }
     assert f"\n{algorithms}  gradient_clipping:\n" in migration.after
     of_writing = [each.key for each in migration.sections[0].findings if each.origin is Origin.WRITING]
-    assert sorted(of_writing) == ["algorithms", "precision", "the rest of the file"]
+    assert sorted(of_writing) == ["LLM Foundry", "algorithms", "precision", "the rest of the file"]
 
 
 def test_a_key_is_told_what_becomes_of_it_in_the_target():
@@ -77,7 +78,7 @@ def test_a_key_is_told_what_becomes_of_it_in_the_target():
     assert finding(migration.sections[0], "backward_prefetch_limit").outcome is Outcome.APPROXIMATE
     for to in ("roll", "accelerate", "torchtitan", "axolotl"):
         findings = migrate_text(text, "run.yaml", to=to).sections[0].findings
-        keys = {row.capability for row in DIALECTS["composer"].rows if row.name in text}
+        keys = {title_of(name) for row in DIALECTS["composer"].rows if row.name in text for name in decides(row)}
         assert not [each.key for each in findings if each.origin is Origin.LACKING and each.key in keys], to
 
 
@@ -407,7 +408,12 @@ trainer:
         blocking=[],
         after="""\
 training:
-  learning_rate: 1.0e-5
+  optimizer:
+    name: decoupled_adamw
+    lr: 1.0e-05
+    betas: [0.9, 0.999]
+    eps: 1.0e-08
+    weight_decay: 0.0
   precision: amp_bf16          # on H100
   fsdp_config:
     wrap_policy:
@@ -526,11 +532,11 @@ training:
     },
     **{
         f"accelerate refuses to start with sizes that contradict the number of processes: {sizes}": Case(
-            file=f"{OF_8}parallelism_config: {{dp_shard_size: {sizes}}}\n"
+            file=f"{OF_8}parallelism_config: {{parallelism_config_dp_shard_size: {sizes}}}\n"
             "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n",
-            blocking=["parallelism_config.dp_shard_size"] * is_wrong,
+            blocking=["parallelism_config.parallelism_config_dp_shard_size"] * is_wrong,
         )
-        for sizes, is_wrong in (("4, dp_replicate_size: 2", 0), ("8", 0), ("3", 1), ("4", 1))
+        for sizes, is_wrong in (("4, parallelism_config_dp_replicate_size: 2", 0), ("8", 0), ("3", 1), ("4", 1))
     },
 }
 

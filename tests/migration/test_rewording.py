@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ from support.examples import IS_THOROUGH, examples
 
 from composer_fsdp2.config.findings import Finding, Origin
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.capabilities import CAPABILITIES
+from composer_fsdp2.migration import lens
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.targets import TARGETS
@@ -24,7 +24,7 @@ from tests.migration.generated import ANY_FILE
 
 YAMLS = Path(__file__).resolve().parents[2] / "yamls"
 FILES = sorted(path for path in YAMLS.rglob("*.*ml"))
-# What a row, a lack or a finding tells, and nothing may ask.
+# What a row, a limitation or a finding tells, and nothing may ask.
 TEXTS = ("reason", "hint", "target", "meaning", "elsewhere")
 
 
@@ -40,7 +40,7 @@ def told_at_import() -> Iterator[Finding]:
 
 @contextlib.contextmanager
 def reworded(seed: int) -> Iterator[None]:
-    """The tables' rows, what a run may ask for, and every finding as soon as it is made, in other words."""
+    """The tables' rows, the values of a run's fields, and every finding as soon as it is made, in other words."""
     rng = random.Random(seed)
 
     def other_words(text: Any) -> Any:
@@ -48,22 +48,23 @@ def reworded(seed: int) -> Iterator[None]:
             return text
         return " ".join(rng.choices(("(no", "unsaid", "remove", "it's", "null)"), k=rng.randint(1, 5)))
 
-    def other_answer(ask: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda run: other_words(ask(run))
+    shown = lens.shown
+
+    def other_value(run: Any, name: str) -> Any:
+        return other_words(shown(run, name))
 
     usual = Finding.__init__
 
     def init(self: Finding, **fields: Any) -> None:
         usual(self, **{name: other_words(value) if name in TEXTS else value for name, value in fields.items()})
 
-    rows = [row for dialect in DIALECTS.values() for row in (*dialect.rows, *dialect.lacks)]
+    rows = [row for dialect in DIALECTS.values() for row in (*dialect.rows, *dialect.limits)]
     tables = (*rows, *told_at_import())
     before = [(row, name, getattr(row, name)) for row in tables for name in TEXTS if hasattr(row, name)]
-    answers = {name: other_answer(ask) for name, ask in CAPABILITIES.items()}
     try:
         for row, name, text in before:
             object.__setattr__(row, name, other_words(text))
-        with mock.patch.object(Finding, "__init__", init), mock.patch.dict(CAPABILITIES, answers):
+        with mock.patch.object(Finding, "__init__", init), mock.patch.object(lens, "shown", other_value):
             yield
     finally:
         for row, name, text in before:

@@ -43,6 +43,7 @@ def test_a_migrated_file_keeps_its_batch(tmp_path: Path):
     for side in ("fsdp1", "fsdp2"):
         run = read_run(YAMLS / f"huggingface/llama-sft-{side}.yaml", world_size=8, model_config=config(tmp_path))
         assert batch(run) == (1, 16, 4096), side
+        assert "microbatches of a step" not in {each.key for each in run.findings}, "their number is planned"
 
 
 def test_without_auto_wrap_a_trainer_s_model_is_one_unit(tmp_path: Path):
@@ -90,7 +91,7 @@ TITAN = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nlocal_batch_size =
     [
         ("run.yaml", AXOLOTL + "adapter: lora\n", "adapter"),
         ("run.yaml", AXOLOTL + "load_in_4bit: true\n", "quantized weights"),
-        ("run.yaml", AXOLOTL + "unfrozen_parameters: [lm_head]\n", "trained parameters"),
+        ("run.yaml", AXOLOTL + "unfrozen_parameters: ['lm_head.weight$[:9]']\n", "unfrozen_parameters"),
         ("run.yaml", ROLL, "model_args.freeze_module_prefix"),
         ("run.toml", TITAN, None),
         ("run.toml", TITAN.replace("flavor", "converters = ['float8']\nflavor"), "model.converters"),

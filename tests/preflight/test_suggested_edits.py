@@ -14,8 +14,9 @@ from support.foundry_runs import YAML
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.planned_step import PlannedStep
-from composer_fsdp2.migration.patch import Microbatches, Patch
-from composer_fsdp2.migration.patched_file import apply_patch
+from composer_fsdp2.migration.migrate import find_sections
+from composer_fsdp2.migration.patched_file import Patch, apply_patch
+from composer_fsdp2.preflight.batch_words import batch_keys
 from composer_fsdp2.preflight.left_alone import left_alone
 from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
@@ -69,10 +70,22 @@ actor_train:
       fsdp_size: 8
   device_mapping: list(range(0,8))
 """
+AXOLOTL = """\
+base_model: some/model
+micro_batch_size: 2
+gradient_accumulation_steps: 2
+bf16: true
+optimizer: adamw_torch
+fsdp_version: 2
+fsdp_config:
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  transformer_layer_cls_to_wrap: LlamaDecoderLayer
+"""
 FILES = {
     "run.yaml": TRAINER.replace("\n", "\r\n"),  # as Windows ends lines
     "run.toml": TITAN,
     "roll.yaml": ROLL,
+    "axolotl.yaml": AXOLOTL,
 }
 
 
@@ -106,8 +119,14 @@ def suggested(file: Path, given: dict[str, Any], now: Planned, memory_bytes: int
         )
 
 
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("roll.yaml", "axolotl.yaml")]
+
+
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs the command patch")
-@pytest.mark.parametrize("name", ["run.yaml", "run.toml", pytest.param("roll.yaml", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["run.yaml", "run.toml", *(pytest.param(name, marks=pytest.mark.slow) for name in ("roll.yaml", "axolotl.yaml"))],
+)
 def test_each_proposal_fits_when_planned_anew(name: str, tmp_path: Path):
     """Who applies a diff would find that the run still does not fit, or takes another amount than was promised."""
     file = tmp_path / name
@@ -130,7 +149,7 @@ def test_each_proposal_fits_when_planned_anew(name: str, tmp_path: Path):
         rows = (now, again)
         assert len({each.microbatch_size * each.num_microbatches for each in rows}) == 1, proposal.diff
         assert len({(each.precision, each.optimizer, each.sequence_length) for each in rows}) == 1
-        by_fsdp = "+  activation_checkpointing: true" in proposal.diff and name == "run.yaml"
+        by_fsdp = "+  activation_checkpointing: true" in proposal.diff and name in ("run.yaml", "axolotl.yaml")
         assert any("use_cache" in note for note in proposal.notes) == by_fsdp
 
 
@@ -242,7 +261,61 @@ def test_torchtitan_s_batch_stays(words: str, tmp_path: Path):
     file.write_text(TITAN.replace("local_batch_size = 2\nglobal_batch_size = 16", words))
     run = read_run(file, **how(tmp_path, file.name))
     assert (run.microbatch_size, run.num_microbatches, run.batch_rows) == (8, 1, 8)
-    patch = Patch(microbatches=Microbatches(rows=2, number=4, global_rows=64))
-    diff = apply_patch(file.read_text(), file.name, patch).diff()
+    ((_, section),) = find_sections(file.read_text(), file.name)[1]
+    keys = batch_keys("torchtitan", section, rows=2, number=4, global_rows=64)
+    diff = apply_patch(file.read_text(), file.name, Patch(keys=keys)).diff()
     assert "+local_batch_size = 2\n" in diff and "+global_batch_size = 64\n" in diff
     assert diff.count("-batch_size") == words.startswith("batch_size")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "expected"),
+    [
+        ("composer", "device_train_microbatch_size: 8\nfsdp_config: {}", {"device_train_microbatch_size": 2}),
+        ("composer", "global_train_batch_size: 8\nfsdp_config: {}", {"device_train_microbatch_size": 2}),
+        (
+            "composer",
+            "a: {training_args: {per_device_train_batch_size: 8}, fsdp_config: {}}",
+            {"a.training_args.per_device_train_batch_size": 2, "a.training_args.gradient_accumulation_steps": 4},
+        ),
+        (
+            "huggingface",
+            "fsdp: full_shard\nper_device_train_batch_size: 1",
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        ),
+        ("huggingface", ROLL.replace("strategy_args", "x") + "distributed_type: FSDP", {}),
+        (
+            "axolotl",
+            "base_model: m\nmicro_batch_size: 1\nfsdp: [full_shard]",
+            {"micro_batch_size": 2, "gradient_accumulation_steps": 4},
+        ),
+        (
+            "roll",
+            ROLL,
+            {
+                "actor_train.training_args.per_device_train_batch_size": 2,
+                "actor_train.training_args.gradient_accumulation_steps": 4,
+            },
+        ),
+    ],
+)
+def test_a_batch_is_cut_by_keys_of_its_system(dialect: str, text: str, expected: dict[str, int]):
+    """A proposal would change the batch of a step, which its learning rate was chosen for."""
+    ((_, section),) = find_sections(text, "run.yaml", dialect=dialect)[1]
+    keys = batch_keys(dialect, section, rows=2, number=4, global_rows=64)
+    assert {".".join(map(str, path)): value for path, value in keys.items()} == expected
+
+
+@pytest.mark.foundry
+def test_every_second_block_of_an_mpt_is_recomputed(tmp_path: Path):
+    """All blocks would be computed twice where one is enough; the model's configuration says which, not the section."""
+    file = tmp_path / "mpt.yaml"
+    file.write_text(YAML.read_text().replace("activation_checkpointing: true", "activation_checkpointing: false"))
+    given = how(tmp_path, file.name)
+    now = read_and_planned(file, given)
+    decided = dict.fromkeys(("reshard_after_forward", "replicas", "microbatch_size", "cpu_offload"), "as it is")
+    found = suggested(file, given, now, now[1].estimate.peak_bytes - 1, host_bytes=0, decided=decided)
+    assert [str(each) for each in found.proposals[0].changes] == [
+        "model.activation_checkpointing_target: {mptblock: [1]}",
+        "fsdp_config.activation_checkpointing: true (was false)",
+    ]

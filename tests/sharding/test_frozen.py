@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -44,6 +45,26 @@ def two_towers() -> nn.Module:
 
 
 # --- which parameters
+
+
+def test_train_only_leaves_the_names_that_match():
+    """A run that trains a head would train all weights; one without a match would train none, in silence."""
+    model = two_towers()
+
+    def frozen(*patterns: str, prefixes: tuple[str, ...] = ()) -> list[str]:
+        return list(choose_frozen(model, prefixes, patterns).names)
+
+    names = [name for name, _ in model.named_parameters()]
+    # From the beginning of a name, of the whole one or of that in a child: not anywhere.
+    assert frozen(r"text\.head") == [name for name in names if not name.startswith("text.head")]
+    assert frozen(r"embed\.") == [name for name in names if ".embed." not in name]
+    assert frozen(r"text", prefixes=("text.head",)) == [
+        name for name in names if name.startswith(("image", "text.head"))
+    ]
+    with pytest.raises(PlanError, match=r"train_only: no parameter's name matches 'fc'"):
+        frozen("fc", "text")
+    with pytest.raises(PlanError, match="leave nothing to train"):
+        frozen("text", prefixes=("text",))
 
 
 def test_a_prefix_ends_at_a_dot():
@@ -221,6 +242,16 @@ def test_it_is_done_in_apply_on_all_ranks_or_none(folder: str) -> None:
 
 
 def check_trains(config: dict[str, Any], prefixes: list[str], tied: bool) -> None:
+    trained = [
+        rf"{re.escape(name)}$"
+        for name, _ in Model(num_blocks=3, tied=tied).named_parameters()
+        if not name.startswith(tuple(f"decoder.{prefix}." for prefix in prefixes))
+    ]
+    for chosen in ({"freeze": prefixes}, {"train_only": trained}):
+        check_trains_by(chosen, config, prefixes, tied)
+
+
+def check_trains_by(chosen: dict[str, list[str]], config: dict[str, Any], prefixes: list[str], tied: bool) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Model(num_blocks=3, tied=tied)
@@ -231,7 +262,7 @@ def check_trains(config: dict[str, Any], prefixes: list[str], tied: bool) -> Non
         reference.get_parameter(name).requires_grad_(False)
     # With weight decay, and over all parameters: the script made the optimizer before it knew of any frozen one.
     ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01, weight_decay=0.1) for each in (model, reference))
-    prepare_fully_shard(model, ours, FULL | config | {"freeze": prefixes}, device="cpu")
+    prepare_fully_shard(model, ours, FULL | config | chosen, device="cpu")
     compare_training(model, reference, ours, theirs, tokens, rtol=1e-9, atol=1e-12)
     for name, parameter in named_parameters(model).items():
         assert torch.equal(full(parameter), before[name]) is (name in frozen), name

@@ -4,7 +4,8 @@ Several systems call their section ``fsdp_config``. What is said here of a mappi
 dialect can leave a section to another one without knowing it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +19,14 @@ _OF_AXOLOTL = frozenset(
     sequence_len special_tokens train_on_inputs val_set_size
     """.split()  # noqa: SIM905
 )
-_OF_LIGHTNING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _OF_DEEPSPEED = ("train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
-_OF_ROLL = frozenset(("deepspeed_train", "megatron_train"))
-_OF_VERL = frozenset(("param_offload", "optimizer_offload", "fsdp_size", "model_dtype"))
+_OF_VERL = ("param_offload", "optimizer_offload", "fsdp_size", "model_dtype")
 
 
 def is_hugging_face(values: Values) -> bool:
     """Whether a mapping with an ``fsdp_config`` is a Trainer's arguments, accelerate's configuration, or axolotl's."""
     settings = values["fsdp_config"]
-    names = {str(key) for key in settings} - _OF_VERL if isinstance(settings, Mapping) else set()
+    names = {str(key) for key in settings}.difference(_OF_VERL) if isinstance(settings, Mapping) else set()
     has_prefixes = any(name.startswith("fsdp_") for name in names)
     return "fsdp" in values or "distributed_type" in values or has_prefixes or is_axolotl(values)
 
@@ -45,107 +44,62 @@ def is_axolotl(values: Values) -> bool:
     return is_beside or ("base_model" in values and has_words and not is_migrated)
 
 
+def is_deepspeeds(values: Values) -> bool:
+    """Whether a file is DeepSpeed's own, with its ZeRO; no other system's has that at its top."""
+    return isinstance(values.get("zero_optimization"), Mapping)
+
+
+def is_axolotls_deepspeed(values: Values) -> bool:
+    """Whether axolotl trains with DeepSpeed and without FSDP."""
+    has_section = values.get("fsdp") or values.get("fsdp_config")
+    return bool(is_axolotl(values) and values.get("deepspeed") and not has_section)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignSystem:
     """A system whose configurations are recognized, and not read.
 
     Args:
-        applies: Whether a file with these values is one of its.
+        has: Patterns of lines, each of which a file of its has; see ``_lines``.
+        unless: A pattern of a line that none has.
         advice: What its users can do.
     """
 
     name: str
-    applies: Callable[[Values], bool]
+    has: tuple[str, ...]
     advice: str
+    unless: str = "(?!)"
+    is_axolotls: bool = False
+
+    def applies(self, values: Values, lines: str) -> bool:
+        """Whether a file with these values is one of its."""
+        found, *others = (re.search(each, lines, re.MULTILINE) for each in (self.unless, *self.has))
+        return all(others) and not found and (not self.is_axolotls or is_axolotl(values))
 
 
 def foreign_system(values: Any) -> ForeignSystem | None:
     """The system that a file is for, if it is none that is read here."""
     if not isinstance(values, Mapping):  # a list, or nothing
         return None
-    return next((each for each in FOREIGN_SYSTEMS if each.applies(values)), None)
+    lines = "\n".join(_lines(values))
+    return next((each for each in FOREIGN_SYSTEMS if each.applies(values, lines)), None)
 
 
-def _entries(values: Any) -> Iterator[tuple[str, Any]]:
-    """Every key of a file with its value, however deep."""
-    if isinstance(values, list):
-        for each in values:
-            yield from _entries(each)
-    elif isinstance(values, Mapping):
+def _lines(values: Any, path: str = "") -> Iterator[str]:
+    """``a.b=value`` for each value of a file, with nothing behind the sign for one that is empty or off."""
+    if isinstance(values, Mapping) and values:
         for key, value in values.items():
-            yield str(key), value
-            yield from _entries(value)
+            yield from _lines(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(values, list) and values:
+        for each in values:
+            yield from _lines(each, path)
+    else:
+        yield f"{path}={values or ''}"
 
 
-def _names(values: Values, key: str, prefix: str, suffixes: tuple[str, ...] = ("",)) -> bool:
-    """Whether a key of this name, anywhere, names a class or function there."""
-    return any(
-        name == key and isinstance(value, str) and value.startswith(prefix) and value.endswith(suffixes)
-        for name, value in _entries(values)
-    )
-
-
-def _is_verls(values: Values) -> bool:
-    if "actor_rollout_ref" in values or _names(values, "_target_", "verl."):
-        return True
-    return any(
-        name == "fsdp_config" and isinstance(value, Mapping) and bool(_OF_VERL.intersection(value))
-        for name, value in _entries(values)
-    )
-
-
-def _is_lightnings(values: Values) -> bool:
-    # The file of one verb, or of `python script.py fit`, which has a mapping for each verb.
-    trainers = [each.get("trainer") for each in (values, *values.values()) if isinstance(each, Mapping)]
-    strategies = [trainer.get("strategy") for trainer in trainers if isinstance(trainer, Mapping)]
-    if any(isinstance(each, str) and each.startswith(("fsdp", "deepspeed", *_OF_LIGHTNING)) for each in strategies):
-        return True
-    if any(isinstance(each, Mapping) and each.get("class_path") in _OF_LIGHTNING for each in strategies):
-        return True
-    return any(
-        _names(values, key, f"{package}lightning", _OF_LIGHTNING)
-        for key in ("class_path", "_target_")
-        for package in ("", "pytorch_")
-    )
-
-
-def _is_deepspeeds(values: Values) -> bool:
-    """A stage, or the sizes of a batch in its own words, of which no other system's file has one at its top."""
-    has_words = any(str(name) in _OF_DEEPSPEED for name in values)
-    return isinstance(values.get("zero_optimization"), Mapping) or (has_words and not _has_section(values))
-
-
-def _has_section(values: Values) -> bool:
-    return any(str(name).startswith("fsdp") for name, _ in _entries(values))
-
-
-def _is_axolotls_by_deepspeed(values: Values) -> bool:
-    return (
-        is_axolotl(values) and bool(values.get("deepspeed")) and not (values.get("fsdp") or values.get("fsdp_config"))
-    )
-
-
-def _is_rolls_without_fsdp(values: Values) -> bool:
-    named = {value for name, value in _entries(values) if name == "strategy_name" and isinstance(value, str)}
-    return bool(named & _OF_ROLL) and "fsdp2_train" not in named
-
-
-def _is_accelerates_without_fsdp(values: Values) -> bool:
-    """DDP, one process, or Megatron's: its launcher's questions are answered, and none is FSDP's."""
-    kind = values.get("distributed_type")
-    is_sharded = any(name.startswith("fsdp") and value for name, value in _entries(values))
-    return isinstance(kind, str) and kind not in ("FSDP", "DEEPSPEED") and not is_sharded
-
-
-def _is_without_section(*names: str) -> Callable[[Values], bool]:
-    """Tells whether a file has these keys at its top, and no key of FSDP's or DeepSpeed's anywhere."""
-    return lambda values: (
-        all(name in values for name in names)
-        and not any(str(name).startswith(("fsdp", "deepspeed")) and value for name, value in _entries(values))
-    )
-
-
+_SHARDED = r"(^|\.)(fsdp|deepspeed)\w*(\.|=.)"
 _BY_HAND = "`composer-fsdp2 explain --all` has the keys of an fsdp_config to write by hand"
+_MIGRATED = "and the file can be migrated"
 
 # As a dialect's ``words``: with one of them begins a key of most of their files.
 FOREIGN_WORDS = (
@@ -155,59 +109,86 @@ FOREIGN_WORDS = (
 FOREIGN_SYSTEMS = (
     ForeignSystem(
         name="veRL",
-        applies=_is_verls,
+        has=(rf"^actor_rollout_ref\b|(^|\.)_target_=verl\.|(^|\.)fsdp_config\.({'|'.join(_OF_VERL)})=",),
         advice=f"it trains with FSDP2 itself, by strategy: fsdp2; for Composer, {_BY_HAND}",
     ),
     ForeignSystem(
         name="torchtune",
-        applies=lambda values: _names(values, "_component_", "torchtune."),
+        has=(r"(^|\.)_component_=torchtune\.",),
         advice=f"its recipes train with FSDP2 already; for Composer, {_BY_HAND}",
     ),
+    # A file of one verb, or of `python script.py fit`, which has a mapping for each verb.
     ForeignSystem(
         name="Lightning",
-        applies=_is_lightnings,
+        has=(
+            r"^(\w+\.)?trainer\.strategy=(fsdp|deepspeed|(FSDP|ModelParallel|DeepSpeed)Strategy)"
+            r"|^(\w+\.)?trainer\.strategy\.class_path=(FSDP|ModelParallel|DeepSpeed)Strategy$"
+            r"|(^|\.)(class_path|_target_)=(pytorch_)?lightning\b.*(FSDP|ModelParallel|DeepSpeed)Strategy$",
+        ),
         advice="its FSDPStrategy stays on FSDP1, and its FSDP2 is ModelParallelStrategy, with fully_shard in the "
         f"script; for Composer, {_BY_HAND}",
     ),
     ForeignSystem(
         name="DeepSpeed",
-        applies=_is_deepspeeds,
-        advice="migrate a file of accelerate's instead, with distributed_type: DEEPSPEED and its stage and devices as "
-        "deepspeed_config: {zero_stage: ..., offload_optimizer_device: ..., offload_param_device: ...}",
+        has=(r"^zero_optimization\.",),
+        advice="a file of accelerate's or axolotl's that names it is migrated with its settings, and composer-fsdp2 "
+        "migrate FILE migrates it by itself",
+    ),
+    ForeignSystem(
+        name="DeepSpeed without ZeRO",
+        has=(rf"^({'|'.join(_OF_DEEPSPEED)})=",),
+        unless=r"(^|\.)fsdp",
+        advice="each GPU keeps the whole model (DDP); with zero_optimization: {stage: 3} it is sharded, " + _MIGRATED,
     ),
     ForeignSystem(
         name="axolotl with DeepSpeed",
-        applies=_is_axolotls_by_deepspeed,
-        advice="the settings are in the file that its deepspeed names; with fsdp_version: 2 and an fsdp_config in its "
-        "place axolotl trains with FSDP2, and the file can be migrated",
+        is_axolotls=True,
+        has=(r"^deepspeed(\.|=.)",),
+        unless=r"^fsdp(_config)?(\.|=.)",
+        advice="the file that its deepspeed names is neither in the working directory nor beside this one: migrate it "
+        "where it is launched; with fsdp_version: 2 and an fsdp_config in its place axolotl trains with FSDP2, "
+        + _MIGRATED,
     ),
     ForeignSystem(
         name="ROLL with DeepSpeed or Megatron",
-        applies=_is_rolls_without_fsdp,
+        has=(r"(^|\.)strategy_name=(deepspeed|megatron)_train$",),
+        unless=r"(^|\.)strategy_name=fsdp2_train$",
         advice="with strategy_name: fsdp2_train and a strategy_config such as {fsdp_size: -1} a worker trains with "
-        "FSDP2, and the file can be migrated",
+        "FSDP2, " + _MIGRATED,
     ),
     ForeignSystem(
         name="accelerate without FSDP",
-        applies=_is_accelerates_without_fsdp,
-        advice="with distributed_type: FSDP and an fsdp_config it is sharded, and the file can be migrated; where each "
-        "GPU is to keep the whole model, Composer needs no fsdp_config at all",
+        has=(r"^distributed_type=(?!FSDP$|DEEPSPEED$).",),
+        unless=r"(^|\.)fsdp\w*(\.|=.)",
+        advice=f"with distributed_type: FSDP and an fsdp_config it is sharded, {_MIGRATED}; where each GPU is to keep "
+        "the whole model, Composer needs no fsdp_config at all",
     ),
     ForeignSystem(
         name="axolotl without FSDP",
-        applies=lambda values: is_axolotl(values) and _is_without_section("base_model")(values),
-        advice="with fsdp_version: 2 and an fsdp_config axolotl trains with FSDP2, and the file can be migrated",
+        is_axolotls=True,
+        has=(r"^base_model=",),
+        unless=_SHARDED,
+        advice=f"with fsdp_version: 2 and an fsdp_config axolotl trains with FSDP2, {_MIGRATED}",
     ),
     ForeignSystem(
         name="LLM Foundry without fsdp_config",
-        applies=_is_without_section("model", "max_duration", "global_train_batch_size"),
+        has=(r"^model[.=]", r"^max_duration=", r"^global_train_batch_size="),
+        unless=_SHARDED,
         advice="each GPU keeps the whole model (DDP), and nothing of it is FSDP1's; with an fsdp_config it is sharded, "
-        "and the file can be migrated",
+        + _MIGRATED,
+    ),
+    ForeignSystem(
+        name="a Trainer of transformers with DeepSpeed",
+        has=(r"^output_dir=", r"^per_device_train_batch_size=", r"^deepspeed(\.|=.)"),
+        unless=r"(^|\.)fsdp\w*(\.|=.)",
+        advice="composer-fsdp2 migrate of the file that its deepspeed names writes the settings of that; with fsdp: "
+        f"full_shard auto_wrap in its place it trains with FSDP, {_MIGRATED}",
     ),
     ForeignSystem(
         name="a Trainer of transformers without fsdp",
-        applies=_is_without_section("output_dir", "per_device_train_batch_size"),
+        has=(r"^output_dir=", r"^per_device_train_batch_size="),
+        unless=_SHARDED,
         advice="with fsdp: full_shard auto_wrap, or under accelerate's distributed_type: FSDP, it is sharded; --fsdp "
-        "of the command line is not in the file: write it there, and the file can be migrated",
+        f"of the command line is not in the file: write it there, {_MIGRATED}",
     ),
 )

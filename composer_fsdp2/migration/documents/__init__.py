@@ -12,12 +12,13 @@ from composer_fsdp2.migration.documents.edits import (
     NewEntry,
     differences,
     entries_of,
+    nearest_line,
     referred,
     with_entries,
 )
 from composer_fsdp2.migration.documents.json import JsonDocument, json_lines
 from composer_fsdp2.migration.documents.toml import TomlDocument, table_lines
-from composer_fsdp2.migration.documents.yaml import YamlDocument, block_lines
+from composer_fsdp2.migration.documents.yaml import block_lines, open_yaml
 
 __all__ = [
     "SUFFIXES",
@@ -28,6 +29,7 @@ __all__ = [
     "differences",
     "entries_of",
     "format_of",
+    "nearest_line",
     "open_document",
     "referred",
     "suffix_for",
@@ -52,7 +54,7 @@ class Format:
     lines: Callable[[Mapping[str, Any]], Iterator[str]]
 
 
-_YAML = Format(suffixes=(".yaml", ".yml"), open=YamlDocument, lines=block_lines)
+_YAML = Format(suffixes=(".yaml", ".yml"), open=open_yaml, lines=block_lines)
 _TOML = Format(suffixes=(".toml",), open=TomlDocument, lines=table_lines, takes_entries=False)
 _JSON = Format(suffixes=(".json",), open=JsonDocument, lines=json_lines)
 SUFFIXES = (*_YAML.suffixes, *_TOML.suffixes, *_JSON.suffixes)

@@ -5,10 +5,11 @@ marks of its nodes. Called by ``migrate``; reads and writes no file.
 """
 
 import bisect
+import contextlib
 import datetime
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -18,12 +19,16 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import (
     Document,
     Edit,
+    Entry,
     NewEntry,
-    entries_of,
-    references_in,
-    referred,
+    brace_edits,
+    comment_behind,
+    indent_at,
+    line_edits,
+    line_end,
     refuse_missing,
     with_references,
+    written_out,
 )
 from composer_fsdp2.migration.documents.json import JsonDocument
 from composer_fsdp2.migration.documents.yaml_text import YamlText, is_mapping
@@ -37,65 +42,18 @@ _Same = Mapping[tuple[str, str], str]
 # Some entries of a mapping
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """A key with its value in a mapping's text: from the key's first character to the value's last."""
-
-    key: str
-    start: int
-    end: int
-    comment: str  # behind it on its last line
-
-
-def _edit_mapping(
-    document: YamlText,
-    path: Path,
-    replacements: Mapping[str, Settings],
-    additions: Settings = (),
-    *,
-    given: Mapping[str, Any] | None = None,
-) -> list[Edit]:
-    """``Document.edit_mapping``.
-
-    What a merge (``<<``) brings is written out, if one of its entries is to be replaced; a mapping that stands
-    somewhere else (an alias, an interpolation) is written out here, and stays as it is there.
-    """
-    if not replacements and not additions:
-        return []
-    node = document.node(path)
-    values = value_at(document.values, path) if given is None else given
-    refuse_missing(path, replacements, values.keys())
-    if not (is_mapping(node) and _stands_here(document, path)):
-        return _written_out(document, path, values, replacements, additions)
-    entries = {entry.key: entry for entry in _entries(document.text, node)}
-    if not entries:
-        start = document.text.index("{", node.start_mark.index)
-        return [Edit(start, node.end_mark.index, flow_text(dict(additions)))]
-    if replacements.keys() & document.merged(path).keys():  # also a key of its own: the merge would bring it back
-        merged = document.merged(path)
-        replacements = _without_merge(entries, with_references(values, merged), replacements)
-    kept = {key: document.text[entry.start : entry.end] for key, entry in entries.items()}
-    same = {(key, flow_text(values[key])): text for key, text in kept.items() if key in values}
-    if node.flow_style:
-        return list(_flow_edits(document, node, entries, replacements, additions, same))
-    return list(_block_edits(document, entries, replacements, additions, same))
-
-
 def _written_out(
     document: YamlText, path: Path, values: Mapping[str, Any], replacements: Mapping[str, Settings], additions: Settings
 ) -> list[Edit]:
     """All entries, in the place of what stands for the mapping, or beside what is merged there."""
-    kept = with_references(values, referred(document.values, value_at(document.values, path)))
-    entries = {key: new for old in kept.items() for key, new in replacements.get(old[0], [old])} | dict(additions)
-    here = (str(path[-1]), entries)
+    here = written_out(document, path, values, replacements, additions)
     parent = document.node(path[:-1])
-    if is_mapping(parent) and any(entry.key == path[-1] for entry in _entries(document.text, parent)):
-        return _edit_mapping(document, path[:-1], {here[0]: [here]})
-    return _edit_mapping(document, path[:-1], {}, [here])
+    is_own = is_mapping(parent) and any(_entries(document.text, parent, here[0]))
+    return document.edit_mapping(path[:-1], {here[0]: [here]} if is_own else {}, () if is_own else [here])
 
 
 def _without_merge(
-    entries: Mapping[str, _Written], values: Mapping[str, Any], replacements: Mapping[str, Settings]
+    entries: Mapping[str, Entry], values: Mapping[str, Any], replacements: Mapping[str, Settings]
 ) -> dict[str, Settings]:
     """The replacements, with one of the merge by all that it brings."""
     inherited = [each for each in values.items() if str(each[0]) not in entries]
@@ -117,28 +75,19 @@ def _stands_here(document: YamlText, path: Path) -> bool:
 
 def _block_edits(
     document: YamlText,
-    entries: Mapping[str, _Written],
+    entries: Mapping[str, Entry],
     replacements: Mapping[str, Settings],
     additions: Settings,
     same: _Same,
 ) -> Iterator[Edit]:
-    text = document.text
-    column = _indent(text, next(iter(entries.values())).start)
-    lines = {key: _lines_in_place(document, entries[key], new, same) for key, new in replacements.items()}
+    new = {key: _lines_in_place(document, entries[key], into, same) for key, into in replacements.items()}
     added = list(_lines_of(additions, document))
-    *_, last = entries.values()
-    if last.key in lines:
-        lines[last.key] += added
-    elif added:
-        behind = _line_end(text, last.end)  # where its comment ends, which stays
-        yield Edit(behind, behind, "".join(f"\n{column}{line}" for line in added))
-    if lines.keys() == entries.keys() and not any(lines.values()):
-        lines[last.key] = ["{}"]
-    for key, new in lines.items():
-        yield _block_edit(text, entries[key], f"\n{column}".join(new))
+    if new.keys() == entries.keys() and not any(new.values()) and not added:
+        added = ["{}"]
+    yield from line_edits(document.text, entries, new, added)
 
 
-def _lines_in_place(document: YamlText, entry: _Written, new: Settings, same: _Same) -> list[str]:
+def _lines_in_place(document: YamlText, entry: Entry, new: Settings, same: _Same) -> list[str]:
     """Comments of a value over several lines, and what comes in its place; an entry that is still there as written."""
     kept = [same.get((name, flow_text(value))) for name, value in new]
     if document.text[entry.start : entry.end] in kept:
@@ -149,60 +98,29 @@ def _lines_in_place(document: YamlText, entry: _Written, new: Settings, same: _S
     return [*inner, *(line for each in lines for line in each)]
 
 
-def _block_edit(text: str, entry: _Written, new: str) -> Edit:
-    line_start = text.rfind("\n", 0, entry.start) + 1
-    if new:
-        return Edit(entry.start, entry.end, new)
-    if text[line_start : entry.start].strip():  # behind the dash of a list's item: the line stays
-        return Edit(entry.start, entry.end, "")
-    if entry.comment:
-        return Edit(entry.start, _line_end(text, entry.end) - len(entry.comment), "")
-    return Edit(line_start, min(_line_end(text, entry.end) + 1, len(text)), "")
-
-
 def _flow_edits(
     document: YamlText,
     node: MappingNode,
-    entries: Mapping[str, _Written],
+    entries: Mapping[str, Entry],
     replacements: Mapping[str, Settings],
     additions: Settings,
     same: _Same,
 ) -> Iterator[Edit]:
-    text = document.text
     new = {
-        key: [same.get((name, flow_text(value)), f"{name}: {flow_text(value)}") for name, value in into]
+        key: ", ".join(same.get((name, flow_text(value)), f"{name}: {flow_text(value)}") for name, value in into)
         for key, into in replacements.items()
     }
-    added = [f"{name}: {flow_text(value)}" for name, value in additions]
-    start = text.index("{", node.start_mark.index)
-    whole = text[start : node.end_mark.index]
-    if "\n" not in whole:
-        parts = [part for key, entry in entries.items() for part in new.get(key, [text[entry.start : entry.end]])]
-        yield Edit(start, node.end_mark.index, "{" + ", ".join([*parts, *added]) + "}")
-        return
-    # Over several lines there may be comments, which only stay if what lies between the entries does.
-    *_, last = entries.values()
-    for key, entry in entries.items():
-        comma = re.compile(r"(?:\s|#[^\n]*)*,").match(text, entry.end)
-        here = new.get(key, [text[entry.start : entry.end]] if key == last.key and added else None)
-        if key == last.key and here is not None:
-            here = [*here, *added]
-        if here:
-            yield Edit(entry.start, entry.end, ", ".join(here))
-        elif here is not None:  # YAML takes a comma behind the last entry
-            yield Edit(entry.start, entry.end, "")
-            if comma:
-                yield Edit(comma.end() - 1, comma.end(), "")
+    added = ", ".join(f"{name}: {flow_text(value)}" for name, value in additions)
+    around = Entry("", document.text.index("{", node.start_mark.index), node.end_mark.index)
+    yield from brace_edits(document.text, around, list(entries.values()), new, added, ", ")
 
 
-def _entries(text: str, node: MappingNode, name: str | None = None) -> Iterator[_Written]:
+def _entries(text: str, node: MappingNode, name: str | None = None) -> Iterator[Entry]:
     """Those of a mapping, or of one name only: a file may have hundreds of sections beside each other."""
     for key, value in node.value:
         if name is not None and str(key.value) != name:
             continue
-        end = _end(text, key, value)
-        comment = re.compile(r"[ \t]*(#[^\n]*)?").match(text, end)
-        yield _Written(str(key.value), _start(text, key), end, (comment and comment.group(1)) or "")
+        yield Entry(str(key.value), _start(text, key), _end(text, key, value))
 
 
 def _start(text: str, key: Node) -> int:
@@ -247,16 +165,6 @@ def _end_of_empty(text: str, start: int) -> int:
     return found.end() if found else start
 
 
-def _indent(text: str, position: int) -> str:
-    line_start = text.rfind("\n", 0, position) + 1
-    return text[line_start:position] if not text[line_start:position].strip() else " " * (position - line_start)
-
-
-def _line_end(text: str, position: int) -> int:
-    end = text.find("\n", position)
-    return len(text) if end < 0 else end
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # A rebuilt entry
 
@@ -270,7 +178,7 @@ def _rebuilt_entry(document: YamlText, path: Path, new: NewEntry) -> Edit:
     node = document.node(path)
     inner = None if new.inner is None else document.node(new.inner)
     pieces = list(_pieces(document, entry, inner, new.replacements))
-    step, column = " " * document.indent, _indent(text, entry.start)
+    step, column = " " * document.indent, indent_at(text, entry.start)
     lines: list[str] = []
     for depth, (name, first) in enumerate(new.heads):
         anchor = _anchor(text, node) if depth == 0 else ""
@@ -281,8 +189,11 @@ def _rebuilt_entry(document: YamlText, path: Path, new: NewEntry) -> Edit:
     if not any(line and not line.startswith("#") for line in body) and not new.heads[-1][1]:
         lines[-len(body) - 1] += " {}"
     lines += _lines_of(new.beside, document)
-    end = text.index(entry.comment, entry.end) + len(entry.comment) if entry.comment else entry.end
-    return Edit(entry.start, end, f"\n{column}".join(lines))
+    return Edit(
+        entry.start,
+        line_end(text, entry.end) if comment_behind(text, entry.end) else entry.end,
+        f"\n{column}".join(lines),
+    )
 
 
 def _anchor(text: str, node: Any) -> str:
@@ -291,22 +202,23 @@ def _anchor(text: str, node: Any) -> str:
 
 
 def _pieces(
-    document: YamlText, entry: _Written, inner: Node | None, replacements: Mapping[str, Settings]
+    document: YamlText, entry: Entry, inner: Node | None, replacements: Mapping[str, Settings]
 ) -> Iterator[str]:
     """Comments of an entry, and what replaces the entries of a mapping in it, in the order of the text."""
     text = document.text
     found: list[tuple[int, list[str]]] = []
-    behind: dict[int, str] = {}  # comments behind an entry, by where it begins
+    behind: set[int] = set()  # where comments begin that stay behind an entry
     placed: set[str] = set()
     if is_mapping(inner) and entry.start <= inner.start_mark.index < entry.end:
         for each in _entries(text, inner):
             lines = list(_lines_of(replacements.get(each.key, ()), document))
             placed.add(each.key)
-            if each.comment and len(lines) == 1:
-                behind[text.index(each.comment, each.end)] = each.comment
-                lines = [f"{lines[0]}  {each.comment}"]
+            comment = comment_behind(text, each.end)
+            if comment and len(lines) == 1:
+                behind.add(text.index(comment, each.end))
+                lines = [f"{lines[0]}  {comment}"]
             found.append((each.start, lines))
-    for start, comment in _comments(document, entry.start, _line_end(text, entry.end)):
+    for start, comment in _comments(document, entry.start, line_end(text, entry.end)):
         if start not in behind:
             found.append((start, [comment]))
     for _, lines in sorted(found):
@@ -319,7 +231,7 @@ def _pieces(
 def _comments(document: YamlText, start: int, end: int) -> Iterator[tuple[int, str]]:
     """The positions at which comments begin between two places, each with its text."""
     for comment in re.compile(r"(?:(?<=\s)|^)#[^\n]*", re.MULTILINE).finditer(document.text, start, end):
-        before = bisect.bisect_right(document.scalar_starts, comment.start()) - 1
+        before = bisect.bisect_right(document.scalars, (comment.start(), len(document.text))) - 1
         if before < 0 or document.scalars[before][1] <= comment.start():
             yield comment.start(), comment.group().rstrip()
 
@@ -348,13 +260,11 @@ def flow_text(value: object) -> str:
         return "{" + ", ".join(f"{flow_text(key)}: {flow_text(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(flow_text, value)) + "]"
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, int | float | datetime.date):
-        number: str = yaml.safe_dump(value)  # 1e-06 would be read as a string
-        return number.partition("\n")[0]
+        plain: str = yaml.safe_dump(value)  # 1e-06 would be read as a string
+        return plain.partition("\n")[0]
     return _scalar_text(str(value))
 
 
@@ -373,24 +283,21 @@ def _scalar_text(text: str) -> str:
 # The document
 
 
-def _as_json(text: str) -> JsonDocument | None:
-    try:
-        return JsonDocument(text) if text.lstrip("\ufeff \t\r\n").startswith("{") else None
-    except ConfigError:
-        return None
+def open_yaml(text: str, name: str = "<text>") -> Document:
+    """A document of YAML; of JSON, which it stays, where that is in a file of YAML's name."""
+    document = YamlDocument(text, name)
+    if text.lstrip("\ufeff \t\r\n").startswith("{"):
+        with contextlib.suppress(ConfigError):
+            in_json = JsonDocument(text, name)
+            in_json.values = document.values  # as PyYAML reads them: 1e-5 is a string
+            return in_json
+    return document
 
 
-class YamlDocument(YamlText, Document):
+class YamlDocument(YamlText):
     """A ``Document`` of YAML."""
 
     takes_entries = True
-
-    def __init__(self, text: str, name: str = "<text>") -> None:
-        super().__init__(text, name)
-        self._json = _as_json(text)  # which it stays
-
-    def edited(self, edits: Iterable[Edit]) -> str:
-        return super().edited(edits) if self._json is None else self._json.edited(edits)
 
     def edit_mapping(
         self,
@@ -400,23 +307,42 @@ class YamlDocument(YamlText, Document):
         *,
         given: Mapping[str, Any] | None = None,
     ) -> list[Edit]:
-        if self._json is not None:
-            return self._json.edit_mapping(path, replacements, additions, given=given)
-        return _edit_mapping(self, path, replacements, additions, given=given)
+        """``Document.edit_mapping``.
+
+        What a merge (``<<``) brings is written out, if one of its entries is to be replaced; a mapping that stands
+        somewhere else (an alias, an interpolation) is written out here, and stays as it is there.
+        """
+        if not replacements and not additions:
+            return []
+        node = self.node(path)
+        values = value_at(self.values, path) if given is None else given
+        refuse_missing(path, replacements, values.keys())
+        if not (is_mapping(node) and _stands_here(self, path)):
+            return _written_out(self, path, values, replacements, additions)
+        entries = {entry.key: entry for entry in _entries(self.text, node)}
+        if not entries:
+            start = self.text.index("{", node.start_mark.index)
+            return [Edit(start, node.end_mark.index, flow_text(dict(additions)))]
+        if replacements.keys() & self.merged(path).keys():  # also a key of its own: the merge would bring it back
+            merged = self.merged(path)
+            replacements = _without_merge(entries, with_references(values, merged), replacements)
+        kept = {key: self.text[entry.start : entry.end] for key, entry in entries.items()}
+        same = {(key, flow_text(values[key])): text for key, text in kept.items() if key in values}
+        if node.flow_style:
+            return list(_flow_edits(self, node, entries, replacements, additions, same))
+        return list(_block_edits(self, entries, replacements, additions, same))
 
     def replace_entry(self, path: Path, new: NewEntry, *, given: Mapping[str, Any] | None) -> list[Edit]:
-        if self._json is not None:
-            return self._json.replace_entry(path, new, given=given)
         parent = self.node(path[:-1])
         is_block = is_mapping(parent) and not parent.flow_style
         if is_block and all(_stands_here(self, each) for each in (path, new.inner) if each is not None):
             return [_rebuilt_entry(self, path, new), *self.edit_mapping(path[:-1], new.around)]
-        return self.edit_mapping(path[:-1], {str(path[-1]): entries_of(new), **new.around}, given=given)
+        return super().replace_entry(path, new, given=given)
 
     def stands_for(self, path: Path, others: Sequence[Path]) -> Path | None:
         node = self.node(path)
         if isinstance(node, ScalarNode):
-            return next((each for each, _ in references_in(node.value) if each in others), None)
+            return super().stands_for(path, others)
         return next(
             (each for each in others if each != path and _stands_here(self, each) and self.node(each) is node), None
         )
@@ -427,12 +353,3 @@ class YamlDocument(YamlText, Document):
             return ""
         is_scalar = isinstance(node, ScalarNode)
         return str(node.value) if is_scalar else f"an alias of what begins in line {node.start_mark.line + 1}"
-
-    def references(self) -> Iterator[tuple[Path, int]]:
-        return references_in(self.text)
-
-    def holds_line(self, path: Path, line: int) -> bool:
-        try:
-            return bool(self.line_of(path) <= line <= self.node(path).end_mark.line + 1)
-        except KeyError:  # it was itself an interpolation's
-            return False

@@ -4,10 +4,8 @@ PyYAML reads it, since all systems that we migrate from read by PyYAML: a file t
 ``migrate``; reads and writes no file.
 """
 
-import bisect
 import functools
 import re
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any, TypeGuard
 
@@ -17,7 +15,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from yaml.resolver import Resolver
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.documents.edits import MAX_DEPTH, TOO_DEEP, Edit, apply_edits
+from composer_fsdp2.migration.documents.edits import MAX_DEPTH, TOO_DEEP, Document, place_of
 from composer_fsdp2.migration.paths import Path
 
 try:
@@ -76,7 +74,7 @@ class _Nodes(Composer, Resolver, _Parser):
         return node
 
 
-class YamlText:
+class YamlText(Document):
     """One YAML document: its text, its nodes, and its values as PyYAML reads them (YAML 1.1).
 
     Args:
@@ -91,16 +89,11 @@ class YamlText:
     """
 
     def __init__(self, text: str, name: str = "<text>") -> None:
-        # Places are those in a text without byte order mark, whose line ends are one character each.
-        self.original, self.name = text, name
-        bare = text.removeprefix("\ufeff")
-        lines = bare.replace("\r\n", "\n")
-        self.text = _LINE_END.sub("\n", lines)
-        self._first = len(text) - len(bare)
-        self._returns = [found.start() - number for number, found in enumerate(re.finditer("\r\n", bare))]
+        super().__init__(text, name)
+        lines, self.text = self.text, _LINE_END.sub("\n", self.text)
         self._constructor = yaml.constructor.SafeConstructor()
         self._values: dict[int, Any] = {}
-        self._entries: dict[int, dict[Any, tuple[Node, Node]]] = {}
+        self._owned: dict[int, dict[Any, tuple[Node, Node]]] = {}
         try:
             nodes = _Nodes(lines)
             roots = []
@@ -112,10 +105,9 @@ class YamlText:
             place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark is not None else f"{name}:1:1"
             raise ConfigError(f"{place}: {error.problem or error.context}") from error
         except yaml.reader.ReaderError as error:
-            raise ConfigError(f"{self._unprintable()}: {error.reason}") from error
-        except _BadNode as error:
-            mark = error.node.start_mark
-            raise ConfigError(f"{name}:{mark.line + 1}:{mark.column + 1}: {error}") from error
+            found = yaml.reader.Reader.NON_PRINTABLE.search(self.text)
+            line, column = place_of(self.text, found.start() if found else 0)
+            raise ConfigError(f"{name}:{line}:{column}: {error.reason}") from error
         self.scalars, self.has_aliases = sorted(nodes.scalars), nodes.has_aliases
         self.root = roots[0] if roots else MappingNode(Resolver.DEFAULT_MAPPING_TAG, [])
         self.values: Any = documents[0] if len(documents) == 1 else documents
@@ -126,77 +118,36 @@ class YamlText:
         elif not is_mapping(self.root) or not roots:
             self.problem = f"{name}:1:1: a mapping is expected at the top of the file"
 
-    def _unprintable(self) -> str:
-        found = yaml.reader.Reader.NON_PRINTABLE.search(self.text)
-        position = found.start() if found else 0
-        column = position - self.text.rfind("\n", 0, position)
-        return f"{self.name}:{self.text.count(chr(10), 0, position) + 1}:{column}"
-
-    def edited(self, edits: Iterable[Edit]) -> str:
-        """The original text with edits of ``text``, in the line ends that most of its lines have.
-
-        Raises:
-            ValueError: two of them overlap.
-        """
-        ends = Counter(re.findall("\r\n|\n|\r", self.original))
-        newline = max(ends, key=lambda end: ends[end], default="\n")
-        return apply_edits(
-            self.original,
-            (
-                Edit(self._original(edit.start), self._original(edit.end), edit.text.replace("\n", newline))
-                for edit in edits
-            ),
-        )
-
-    def _original(self, position: int) -> int:
-        return self._first + position + bisect.bisect_left(self._returns, position)
-
     def node(self, path: Path) -> Node:
         """The node at a path, also one that a merge (``<<``) brings there. Raises KeyError."""
-        node: Node | None = self.root
+        node = self.root
         for key in path:
-            node = self._item(node, key)
-            if node is None:
+            below = self._item(node, key)
+            if below is None:
                 raise KeyError(path)
-        assert node is not None
+            node = below
         return node
 
     def merged(self, path: Path) -> dict[Any, Any]:
         """What merges (``<<``) bring to the mapping at ``path``, also what its own entries override."""
         node = self.node(path)
-        merges = [value for name, value in node.value if _is_merge(name)] if is_mapping(node) else []
-        return {key: each for value in merges for key, each in self._merge_of(value, node).items()}
+        return {key: self._value_of(each) for key, each in self._merged(node).items()} if is_mapping(node) else {}
 
-    def line_of(self, path: Path) -> int:
-        """The line of the key at ``path``, from 1; that of the mapping, where the key came from somewhere else."""
-        if not path:
-            return int(self.root.start_mark.line) + 1
-        node = self.node(path)
+    def lines_of(self, path: Path) -> tuple[int, int]:
+        """``Document.lines_of``, from the mapping on, where the key came from somewhere else."""
+        first = node = self.node(path)
         parent = self.node(path[:-1])
-        if is_mapping(parent):
-            own = self._entries_of(parent).get(path[-1])
-            node = own[0] if own else parent
-        return int(node.start_mark.line) + 1
+        if path and is_mapping(parent):
+            own = self._own(parent).get(path[-1])
+            first = own[0] if own else parent
+        return first.start_mark.line + 1, node.end_mark.line + 1
 
-    def duplicate(self, path: Path, key: str | int | None = None) -> str:
-        """``Document.duplicate``."""
-        seen: dict[Any, int] = {}
+    def positions_of_keys(self, path: Path) -> Iterable[tuple[str | int, int]]:
+        """``Document.positions_of_keys``."""
         node = self.node(path)
-        if not is_mapping(node) or len(self._entries_of(node)) == len(node.value):
-            return ""
-        for name, _ in node.value:
-            here, mark = self._key_of(name), name.start_mark
-            if _is_merge(name) or key not in (None, here):
-                continue
-            if here in seen:
-                return f"{self.name}:{mark.line + 1}:{mark.column + 1}: {here} stands in line {seen[here]}, too"
-            seen[here] = mark.line + 1
-        return ""
-
-    @functools.cached_property
-    def scalar_starts(self) -> list[int]:
-        """Where scalars begin, in order."""
-        return [start for start, _ in self.scalars]
+        if not is_mapping(node) or len(self._own(node)) == len(node.value):
+            return ()
+        return ((self._key_of(key), key.start_mark.index) for key, _ in node.value if not _is_merge(key))
 
     @functools.cached_property
     def indent(self) -> int:
@@ -218,64 +169,58 @@ class YamlText:
         if isinstance(node, ScalarNode):
             return self._scalar(node)
         if node.tag not in _COLLECTIONS:
-            raise _BadNode(f"no system knows the tag {node.tag}", node)
+            raise _refused(f"no system knows the tag {node.tag}", node)
         if isinstance(node, SequenceNode):
             return [self._value_of(each) for each in node.value]
-        merged: dict[Any, Any] = {}
-        own: dict[Any, Any] = {}
-        for key, value in node.value:
-            if _is_merge(key):
-                merged |= self._merge_of(value, key)
-            else:
-                own[self._key_of(key)] = self._value_of(value)
-        return merged | own
-
-    def _merge_of(self, node: Node, key: Node) -> dict[Any, Any]:
-        """What the value of a ``<<`` brings; of several mappings the first takes precedence."""
-        each = node.value if isinstance(node, SequenceNode) else [node]
-        if not all(map(is_mapping, each)):
-            raise _BadNode("<< takes a mapping, or a list of them", key)
-        return {key: value for node in reversed(each) for key, value in self._value_of(node).items()}
+        return {key: self._value_of(each) for key, each in self._entries_of(node).items()}
 
     def _scalar(self, node: ScalarNode) -> Any:
         try:
             return self._constructor.construct_object(node)
         except yaml.constructor.ConstructorError as error:  # =, or a tag of somebody's own
-            raise _BadNode(f"{_cut(node)}: {error.problem}".removeprefix(": "), node) from error
+            raise _refused(f"{_cut(node)}: {error.problem}".removeprefix(": "), node) from error
         except (ValueError, KeyError) as error:  # a date that is none
-            raise _BadNode(f"{_cut(node)} is not a value: {error}", node) from error
+            raise _refused(f"{_cut(node)} is not a value: {error}", node) from error
 
     def _key_of(self, node: Node) -> Any:
         if not isinstance(node, ScalarNode):
-            raise _BadNode("a key that is a list or a mapping", node)
+            raise _refused("a key that is a list or a mapping", node)
         return "<<" if _is_merge(node) else self._value_of(node)
 
-    def _entries_of(self, node: MappingNode) -> dict[Any, tuple[Node, Node]]:
+    def _own(self, node: MappingNode) -> dict[Any, tuple[Node, Node]]:
         """A mapping's own keys and values, by key; of two alike the last."""
-        if id(node) not in self._entries:
-            self._entries[id(node)] = {self._key_of(key): (key, value) for key, value in node.value}
-        return self._entries[id(node)]
+        if id(node) not in self._owned:
+            self._owned[id(node)] = {self._key_of(key): (key, value) for key, value in node.value}
+        return self._owned[id(node)]
 
-    def _item(self, node: Node | None, key: str | int) -> Node | None:
+    def _merged(self, node: MappingNode) -> dict[Any, Node]:
+        """The values that merges (``<<``) bring to a mapping; of several mappings the first takes precedence."""
+        merged: dict[Any, Node] = {}
+        for key, value in node.value:
+            if _is_merge(key):
+                each = value.value if isinstance(value, SequenceNode) else [value]
+                if not all(map(is_mapping, each)):
+                    raise _refused("<< takes a mapping, or a list of them", key)
+                for mapping in reversed(each):
+                    merged |= self._entries_of(mapping)
+        return merged
+
+    def _entries_of(self, node: MappingNode) -> dict[Any, Node]:
+        """The values of a mapping, those of merges included, by key."""
+        own = {key: value for key, (name, value) in self._own(node).items() if not _is_merge(name)}
+        return self._merged(node) | own
+
+    def _item(self, node: Node, key: str | int) -> Node | None:
         if isinstance(node, SequenceNode):
             return node.value[key] if isinstance(key, int) and key < len(node.value) else None
         if not is_mapping(node):
             return None
-        own = self._entries_of(node).get(key)
-        if own is not None:
-            return own[1]
-        merges = [value for name, value in node.value if _is_merge(name)]
-        for merge in reversed(merges):
-            for each in merge.value if isinstance(merge, SequenceNode) else [merge]:
-                if (found := self._item(each, key)) is not None:
-                    return found
-        return None
+        own = self._own(node).get(key)
+        return own[1] if own else self._merged(node).get(key)
 
 
-class _BadNode(Exception):
-    def __init__(self, message: str, node: Node) -> None:
-        super().__init__(message)
-        self.node = node
+def _refused(message: str, node: Node) -> ComposerError:
+    return ComposerError(None, None, message, node.start_mark)
 
 
 def _cut(node: ScalarNode) -> str:

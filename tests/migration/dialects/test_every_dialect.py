@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,6 @@ from composer_fsdp2.config.sharding import (
 from composer_fsdp2.migration.dialect import Expression, Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
-from tests.migration.file_cases import settings_of, tables_of
 
 # --- keys
 
@@ -49,7 +47,7 @@ KEYS: dict[str, tuple[list[str], str, dict[str, Any]]] = {
         {"parallelism.data_parallel_shard_degree": 2},
     ),
 }
-OUTSIDE = ("model_args.", "device_mapping", "max_grad_norm")  # of ROLL's section
+OUTSIDE = ("model_args.", "training_args.", "device_mapping", "max_grad_norm")  # of ROLL's section
 
 
 @pytest.mark.parametrize("dialect", KEYS)
@@ -191,21 +189,10 @@ EXACT: dict[str, dict[str, st.SearchStrategy[Any]]] = {
 }
 
 
-# By dialect the values of a file that says what is expressed.
-FILES: dict[str, Callable[[Expression], dict[str, Any]]] = {
-    "composer": lambda expression: {
-        "fsdp_config": settings_of(expression),
-        **{each.key: each.value for each in expression.beside},
-    },
-    "huggingface": settings_of,
-    "roll": lambda expression: {
-        "worker": {
-            "strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": settings_of(expression)},
-            "device_mapping": list(range(NUM_RANKS)),
-        }
-    },
-    "torchtitan": lambda expression: {str(table): values for (table,), values in tables_of(expression).items()},
-}
+def file_of(name: str, expression: Expression) -> dict[str, Any]:
+    """The values of a file that says what is expressed, on so many ranks where it can say that."""
+    values = DIALECTS[name].file_values(expression)
+    return {"worker": {**values, "device_mapping": list(range(NUM_RANKS))}} if name == "roll" else values
 
 
 def comparable(run: RunConfig) -> RunConfig:
@@ -231,7 +218,7 @@ def test_what_is_expressed_exactly_is_read_back(name: str, data: st.DataObject, 
     is_exact = all(each.outcome is Outcome.EXACT for each in expression.findings)
     assert is_exact or not has_words, "all that the system has a word for is expressed without a finding"
     if is_exact:
-        values = FILES[name](expression)
+        values = file_of(name, expression)
         (path,) = DIALECTS[name].sections(values)
         reading = DIALECTS[name].read(Section.at(path, values))
         assert reading.run is not None and not [each for each in reading.findings if each.outcome.blocks]
@@ -251,12 +238,12 @@ LATE = Accumulation(gradient_sync=GradientSync.LAST)
 UNSUPPORTED, NEEDS_DECISION, APPROXIMATE = Outcome.UNSUPPORTED, Outcome.NEEDS_DECISION, Outcome.APPROXIMATE
 LACKS: list[tuple[str, dict[str, Any], str, Outcome | None, str]] = [
     ("huggingface", {"wrap": OF_SIZE}, "(units)", UNSUPPORTED, ""),
-    ("huggingface", {"wrap": LAYERS, "context_parallel_degree": 2}, "(mesh)", NEEDS_DECISION, "cp_size"),
+    ("huggingface", {"wrap": LAYERS, "context_parallel_degree": 2}, "(context parallelism)", NEEDS_DECISION, "cp_size"),
     ("huggingface", {"prefetch": Prefetch(forward=1)}, "(prefetch in forward)", APPROXIMATE, ""),
     (
         "huggingface",
         {"param_dtype": "bfloat16", "reduce_dtype": "float32", "precision": "amp_bf16"},
-        "(mixed_precision.reduce_dtype)",
+        "(reduce_dtype)",
         UNSUPPORTED,
         "",
     ),

@@ -34,6 +34,7 @@ trainer:
     init_args: {sharding_strategy: FULL_SHARD, cpu_offload: false}
 """,
     "DeepSpeed": '{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}\n',
+    "DeepSpeed without ZeRO": '{"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": true}}\n',
     "axolotl with DeepSpeed": """
 base_model: some/model
 datasets: [{path: some/data, type: alpaca}]
@@ -68,6 +69,11 @@ model: {name: mpt_causal_lm, d_model: 64}
 max_duration: 10ba
 global_train_batch_size: 8
 """,
+    "a Trainer of transformers with DeepSpeed": """
+output_dir: out
+per_device_train_batch_size: 1
+deepspeed: ds_config.json
+""",
     "a Trainer of transformers without fsdp": """
 output_dir: out
 per_device_train_batch_size: 1
@@ -89,7 +95,6 @@ OTHERS = {
         "fit: {trainer: {strategy: fsdp}}",
     ],
     "torchtune": ["model: {_component_: torchtune.models.llama3.llama3_8b}"],
-    "DeepSpeed": ['{"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": true}}'],
 }
 
 
@@ -98,7 +103,7 @@ def test_each_is_refused_by_name_with_a_way_out() -> None:
     assert set(FILES) == {system.name for system in FOREIGN_SYSTEMS}
     for name, text in [*FILES.items(), *((name, text) for name, texts in OTHERS.items() for text in texts)]:
         with pytest.raises(ForeignSystemError) as raised:
-            migrate_text(text, "run.yaml")
+            migrate_text(text, "run.yaml", alone=False)
         advice = next(system.advice for system in FOREIGN_SYSTEMS if system.name == name)
         message = f"run.yaml:1:1: this is a configuration of {name}, which is not read here: {advice}"
         assert str(raised.value) == message and "\n" not in message
@@ -122,6 +127,10 @@ def test_a_file_of_ours_is_nobody_elses() -> None:
         {"train_micro_batch_size_per_gpu": 1, "fsdp_config": {"sharding_strategy": "FULL_SHARD"}},
         {"fit": {"trainer": {"strategy": "ddp"}}, "trainer": {"strategy": {"class_path": "DDPStrategy"}}},
         {"strategy": "fsdp", "class_path": "FSDPStrategy"},
+        {"actor_train": {"strategy_name": "fsdp2_train"}, "reference": {"strategy_name": "megatron_train"}},
+        {"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_version": 2}},
+        {"base_model": "m", "fsdp": ["full_shard"], "deepspeed": "zero3.json"},
+        {"output_dir": "out", "per_device_train_batch_size": 1, "fsdp": "full_shard", "deepspeed": "zero3.json"},
     ):
         assert foreign_system(values) is None, values
     for values in ([], None, "text", {}, {1: 2}, {"trainer": None}, {"trainer": {"strategy": None}}):

@@ -510,7 +510,7 @@ CASES = {
             (
                 "ep_size: 4, efsdp_size: 2, wrap_policy: {moe_experts: [Qwen3MoeMLP]}",
                 "in_order",
-                "one is gathered at a time",
+                "gathers one expert at a time",
             ),
             ("ep_size: 4, efsdp_size: 2", None, "wrap_policy.moe_experts"),
         )

@@ -485,8 +485,11 @@ CASES = {
         )
         for model, classes, others in UNITS
     },
-    "a report of a hundred lines about data and learning rates would not be read": Case(
-        file=FILE, name="run.toml", to=None, untold=("training.seq_len", "training.steps", "checkpoint.folder")
+    "a report of a hundred lines about data and schedules would not be read": Case(
+        file=FILE,
+        name="run.toml",
+        to=None,
+        untold=("training.seq_len", "lr_scheduler.warmup_steps", "checkpoint.folder"),
     ),
     **{
         f"nothing is guessed from a value that TorchTitan refuses: {values}": Case(

@@ -36,6 +36,15 @@ PAIRS: list[tuple[str, dict[str, Entries], Entries, str]] = [
      '{\r\n  "b": {\r\n    "c": 1,\r\n    "d": "\\u00fc"\r\n  }\r\n}\r\n'),
     ('{\r\n  "b": {\r\n    "c": 1\r\n  }\r\n}', {}, [("d", {"e": 2})],
      '{\r\n  "b": {\r\n    "c": 1,\r\n    "d": {\r\n      "e": 2\r\n    }\r\n  }\r\n}'),
+    # A mixed layout: entries that stay keep their bytes, new ones are as the file begins, and over lines.
+    (
+        '{\n  "a": [1, 2],\n  "b": {\n     "c" :1,   "d": [3,\n 4],\n\n     "e": 5\n  }\n}',
+        {"e": [("f", [6, {"g": 7}])]},
+        [("h", {})],
+        '{\n  "a": [1, 2],\n  "b": {\n     "c" :1,   "d": [3,\n 4],\n\n     '
+        '"f": [\n      6,\n      {\n        "g": 7\n      }\n    ],\n     "h": {}\n  }\n}',
+    ),
+    ('{"b": {"c": "#", "d": 1}}', {"c": [], "d": []}, [], '{"b": {}}'),
     ('\ufeff{"é": 0, "b": {"c": 1}}', {"c": [("d", "ü")]}, [], '\ufeff{"é": 0, "b": {"d": "ü"}}'),
 ]  # fmt: skip
 
@@ -63,6 +72,30 @@ def test_places_and_keys_that_stand_twice():
     assert document.duplicate(("a", 0)) == "run.json:4:1: b stands in line 2, too"
     assert document.duplicate(("a", 0), "b") and not document.duplicate(("a", 0), "c")
     assert document.duplicate(()) == ""
+
+
+LAYOUTS = [
+    {"indent": 2},
+    {"indent": 4, "ensure_ascii": False},
+    {"indent": "\t", "separators": (",", " : ")},
+    {"indent": 0},
+    {},
+    {"separators": (",", ":")},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_file_of_json_dumps_is_edited_as_json_dumps_would(layout: dict[str, Any]):
+    """The diff of a file that a tool writes would have lines that nobody edited, or that the tool writes otherwise."""
+    before = {"é": 1e-05, "b": {"c": [1, {"d": 2}], "e": {}, "f": "x"}, "g": [{"h": [3]}, []]}
+    text = json.dumps(before, **layout)
+    document = JsonDocument(text)
+    new = ("n", {"o": [4, [5]], "p": {"q": "ü"}})
+    edits = document.edit_mapping(("b",), {"c": [new], "f": []}, [("r", [6])])
+    edits += document.edit_mapping(("b", "e"), {}, [("s", 7)])
+    edits += document.edit_mapping(("g", 0), {"h": []}, [("t", None)])
+    after = {"é": 1e-05, "b": {"n": new[1], "e": {"s": 7}, "r": [6]}, "g": [{"t": None}, []]}
+    assert document.edited(edits) == json.dumps(after, **layout)
 
 
 KEYS = st.text(max_size=4)
@@ -114,3 +147,10 @@ def test_json_in_json_out():
     assert values["fsdp_config"]["reshard_after_forward"] is True and "fsdp" not in values
     composer = migrate_text('{"fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP"}}', "run.JSON")
     assert composer.after == '{"fsdp_config": {"reshard_after_forward": false}}'
+
+
+def test_what_refers_into_an_interpolation_is_found():
+    """A user got a traceback for a file in which a section is an interpolation, and another key refers into it."""
+    section = '"b": {"limit_all_gathers": true}, "a": {"fsdp_config": "${b}"}'
+    found = migrate_text(f'{{{section}, "c": "${{a.fsdp_config.limit_all_gathers}}"}}', "run.json")
+    assert [finding.key for finding in found.blocking] == ["interpolation"]

@@ -14,6 +14,7 @@ from support.examples import examples
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import apply_edits
 from composer_fsdp2.migration.documents.toml import TomlDocument, toml_text
+from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.paths import Path, has_path, value_at
 
 TEXT = """\
@@ -152,6 +153,33 @@ def test_one_key_becomes_two():
     assert apply_edits(SHORT, TomlDocument(SHORT).edit_mapping(("a",), {"x": [("v", 0), ("w", 1)]})) == (
         "[a]\nv = 0\nw = 1\ny = 2 # two\n"
     )
+
+
+def test_places_of_what_is_part_of_a_value():
+    """A report would have no line for it; # and = in texts and keys begin no comment and no value."""
+    text = '"a=#" . \'b.c\' = { d = [ # =\n"""\n#]=""", 1 ] } # e\nf = 1'
+    document = TomlDocument(text, "run.toml")
+    assert document.values == {"a=#": {"b.c": {"d": ["#]=", 1]}}, "f": 1}
+    assert document.lines_of(("a=#", "b.c", "d", 1)) == (1, 3) and document.line_of(("f",)) == 4
+    edits = document.edit_mapping(("a=#",), {"b.c": [("g", 2)]})
+    assert document.edited(edits) == '"a=#" . g = 2 # e\nf = 1'
+
+
+def test_a_long_list_is_read_once(monkeypatch: pytest.MonkeyPatch):
+    """A list of thousands of lines took minutes: its end was looked for behind each of them."""
+    read, loads = [], tomllib.loads
+    monkeypatch.setattr(tomllib, "loads", lambda text: read.append(text) or loads(text))
+    text = "a = [\n" + "  'b', # c\n" * 99 + "]\nd = 1\n"
+    assert TomlDocument(text).line_of(("d",)) == 102
+    assert sum(map(len, read)) < 6 * len(text)
+
+
+def test_an_interpolation_of_a_key_that_went_is_found():
+    """Composer resolves them in any format; the run would stop at the first one."""
+    text = '[x]\na = "${fsdp_config.verbose}"\n\n[fsdp_config]\nverbose = true\nlimit_all_gathers = true\n'
+    found = migrate_text(text.replace(".verbose", ".limit_all_gathers"), "run.toml")
+    assert [finding.reason for finding in found.blocking] == ["line 2 refers to a key that is not there any more"]
+    assert not migrate_text(text, "run.toml").blocking
 
 
 def test_tables_in_braces_are_refused_with_their_place():

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.documents import open_document
 from composer_fsdp2.migration.documents.edits import Edit, apply_edits
 from composer_fsdp2.migration.documents.yaml import YamlDocument, flow_text
 from composer_fsdp2.migration.migrate import migrate_text
@@ -69,6 +70,22 @@ PAIRS = [
         id="new entries at the end",
     ),
     pytest.param("b: {c: 1, 'd': 2}\n", {"c": []}, [("e", None)], "b: {'d': 2, e: null}\n", id="on one line"),
+    pytest.param("b: { c: 1,  d: 2 , e: 3 }\n", {"c": []}, [], "b: { d: 2 , e: 3 }\n", id="in spaces of the user's"),
+    pytest.param("b: {c: '#', d: 2,}\n", {"c": [], "d": []}, [], "b: {}\n", id="nothing is left on one line"),
+    pytest.param(
+        "b: { # zero\n  c: 1, # one\n  d: 2 # two\n}\n",
+        {"c": [], "d": []},
+        [],
+        "b: { # zero\n   # one\n   # two\n}\n",
+        id="nothing is left between braces but comments",
+    ),
+    pytest.param(
+        "b:\n  c: 1\n  d: 2  # two\n",
+        {"d": [("e", 3)]},
+        [("f", 4)],
+        "b:\n  c: 1\n  e: 3  # two\n  f: 4\n",
+        id="a comment stays beside its key, whatever comes behind",
+    ),
     pytest.param("b: {}  # none\n", {}, [("e", 1)], "b: {e: 1}  # none\n", id="an empty mapping"),
     pytest.param(
         "b: {\n  c: 1,  # one\n  d: 2,\n  e: 3  # three\n}\n",
@@ -225,6 +242,26 @@ def test_values_are_those_of_pyyaml(values: dict[str, Any], flow: bool | None, u
 def test_values_of_yaml_1_1(text: str):
     """In YAML 1.2 yes is a string and 012 is twelve; the systems read YAML 1.1."""
     assert YamlDocument(text).values == yaml.safe_load(text)
+
+
+def test_values_of_merges():
+    """A section would be read with the values of another one: of several the first takes precedence, as YAML's merge
+    has it, and a mapping's own over all.
+    """
+    document = YamlDocument("a: &a {x: 1, y: 1}\nb: &b {<<: *a, y: 2, z: 2}\nc: {x: 0, <<: [*a, *b], w: 4}\n")
+    assert document.values["c"] == {"x": 0, "y": 1, "z": 2, "w": 4} and document.values["b"] == {"x": 1, "y": 2, "z": 2}
+    assert document.node(("c", "y")).value == "1" and document.node(("c", "z")).value == "2"
+    for bad in ("a: {<<: 1}", "a: {<<: [1]}"):
+        with pytest.raises(ConfigError, match=r":1:5: << takes a mapping"):
+            YamlDocument(bad)
+
+
+def test_json_in_yaml():
+    """A file with both is neither; PyYAML reads 1e-5 as a string, and so does the system that loads the file."""
+    document = open_document('{"lr": 1e-5, "b": {"c": 1}}', "run.yaml")
+    assert document.values == {"lr": "1e-5", "b": {"c": 1}}
+    after = document.edited(document.edit_mapping(("b",), {}, [("d", "x")]))
+    assert after == '{"lr": 1e-5, "b": {"c": 1, "d": "x"}}'
 
 
 WITHOUT_LIBYAML = """

@@ -7,6 +7,7 @@ from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.fsdp1.parsing import PRECISIONS
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.interpolated import has_interpolation
+from composer_fsdp2.migration.training import count, number_of, optimizer_of
 
 Given = Mapping[str, Any]
 # Composer's default for a GPU, on which nearly all of these files were trained.
@@ -41,6 +42,30 @@ def precision_of(around: Given) -> tuple[str, Finding | None]:
         hint=f"say {_OLD_PRECISIONS[given]}" if is_old else f"say one of {', '.join(PRECISIONS)}",
     )
     return _DEFAULT_PRECISION, finding
+
+
+def training_of(around: Given) -> dict[str, Any]:
+    """Batches, steps and the optimizer; None for what is not set, or known where it runs only."""
+    duration, optimizer = around.get("max_duration"), around.get("optimizer")
+    return {
+        "microbatch_size": count(around.get("device_train_microbatch_size")),
+        "global_batch_size": count(around.get("global_train_batch_size")),
+        "max_duration": duration if isinstance(duration, str) else f"{duration}ep" if count(duration) else None,
+        "optimizer": _optimizer(optimizer) if isinstance(optimizer, Mapping) else None,
+    }
+
+
+# Of DecoupledAdamW (composer/optim/decoupled_weight_decay.py, 0.32.1).
+_DEFAULTS = {"name": "", "lr": 1e-3, "weight_decay": 1e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+
+
+def _optimizer(given: Given) -> Given | None:
+    betas = given.get("betas")
+    first, second = betas if isinstance(betas, list) and len(betas) == 2 else (None, None)
+    options = {name: given.get(name) for name in ("name", "lr", "weight_decay", "eps")}
+    found = optimizer_of({**options, "beta1": first, "beta2": second}, _DEFAULTS)
+    decay = {} if found is None or not found["lr"] else {"weight_decay": number_of(found["weight_decay"] / found["lr"])}
+    return None if found is None else {**found, **decay}
 
 
 def clipped(around: Given) -> tuple[float | None, str | None]:

@@ -1,56 +1,74 @@
 """A Trainer's arguments (``fsdp``, ``fsdp_config``), and accelerate's configuration files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.rows import Row
+from composer_fsdp2.config.rows import Row, idle
+from composer_fsdp2.config.sharding import GradientSync
+from composer_fsdp2.config.text import nearest
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.parsing import ShardingStrategy
-from composer_fsdp2.migration.capabilities import lacking
 from composer_fsdp2.migration.dialect import (
     Dialect,
     MappingEdit,
-    Question,
     Reading,
     ReplacedBlock,
     Section,
     Setting,
-    deciding,
-    told_once,
+    implicit,
+    with_losses,
 )
 from composer_fsdp2.migration.dialects.fingerprints import is_axolotl
-from composer_fsdp2.migration.dialects.huggingface.accelerate_words import (
-    OF_FSDP1,
-    OF_OTHERS,
-    differences_of,
-    settings_of,
+from composer_fsdp2.migration.dialects.huggingface.effective import OF_TRAINERS, effective_config, is_bare
+from composer_fsdp2.migration.dialects.huggingface.keys import (
+    BY_PLACE,
+    ROWS,
+    SEQUENCE_DTYPE,
+    SEQUENCES,
+    SYNC_ROW,
+    VERSION_HINT,
+    VERSION_REASON,
+    WITHOUT_EFFECT,
+    EffectiveConfig,
+    GivenKey,
+    Key,
+    off,
+    reads,
+    syncs,
+    wrap_of,
 )
-from composer_fsdp2.migration.dialects.huggingface.fates import VERSION_HINT, VERSION_REASON
-from composer_fsdp2.migration.dialects.huggingface.given_keys import OF_TRAINERS, is_bare
-from composer_fsdp2.migration.dialects.huggingface.held import Held
-from composer_fsdp2.migration.dialects.huggingface.held_findings import as_own, findings_of, keeps_own_values
-from composer_fsdp2.migration.dialects.huggingface.held_run import run_of
-from composer_fsdp2.migration.dialects.huggingface.huggingface_patch import patch_steps
-from composer_fsdp2.migration.dialects.huggingface.places import (
+from composer_fsdp2.migration.dialects.huggingface.limits import LIMITS, NEEDS_DEGREES
+from composer_fsdp2.migration.dialects.huggingface.rewriting import (
+    rewritten,
+    settings_in_place,
+    settings_of,
+    sizes_in_place,
+)
+from composer_fsdp2.migration.dialects.huggingface.values import (
+    A1,
+    A2,
+    AD,
     BESIDE,
     DEEPSPEED,
     DEGREES,
     DEGREES_PREFIX,
     MAPPINGS,
+    NOBODY,
     OF_ACCELERATES_FILE,
     OLD_SIBLINGS,
     PREFIX,
     SETTINGS,
+    T1,
+    T2,
+    X1,
+    X2,
+    Reader,
 )
-from composer_fsdp2.migration.dialects.huggingface.readers import A1, A2, AD, NOBODY, T1, T2, X1, X2, Reader, reads
-from composer_fsdp2.migration.dialects.huggingface.reading import held_by
-from composer_fsdp2.migration.dialects.huggingface.rewriting import rewritten
-from composer_fsdp2.migration.dialects.huggingface.table import ROWS, SEQUENCE_DTYPE, SEQUENCES
-from composer_fsdp2.migration.patch import Patch, PatchStep
-from composer_fsdp2.migration.paths import Path, merged, nested
-from composer_fsdp2.migration.run import RunConfig
+from composer_fsdp2.migration.lens import Limitation, Loss
+from composer_fsdp2.migration.paths import Path, merged
+from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 
 # A file that says it already has this finding at its own key.
 _TRAINER_FSDP2 = Finding(
@@ -66,24 +84,17 @@ _TRAINER_FSDP2 = Finding(
 _READS_DEGREES = "accelerate 1.10"
 _READS_SEQUENCES = "accelerate 1.12"
 
+_BY_LAYER = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+# On one node, which is a launcher's default, hybrids replicate to nobody.
+_SEVERAL_NODES = {"num_machines": 2, "num_processes": 16}
 # By who reads it, a file that turns sharding on, layer by layer.
 _FILES: dict[Reader, dict[str, Any]] = {
     T1: {"fsdp": "full_shard auto_wrap"},
     T2: {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}},
-    A1: {"distributed_type": "FSDP", "fsdp_config": {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}},
-    A2: {
-        "distributed_type": "FSDP",
-        "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
-    },
+    A1: {"distributed_type": "FSDP", "fsdp_config": _BY_LAYER, **_SEVERAL_NODES},
+    A2: {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, **_BY_LAYER}},
     AD: {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
 }
-# What must stand beside a key for the system to look at it.
-_COMPANIONS: dict[str, tuple[str, Any]] = {
-    "min_num_params": ("auto_wrap_policy", "SIZE_BASED_WRAP"),
-    "auto_wrap_policy": ("min_num_params", 1),
-}
-# On one, which is a launcher's default, hybrids replicate to nobody.
-_SEVERAL_NODES = {"num_machines": 2, "num_processes": 16}
 # By group, what stands before a key: to a Trainer first, to accelerate last.
 _PREFIXES = {
     SETTINGS: ("fsdp_config.", f"fsdp_config.{PREFIX}"),
@@ -98,8 +109,8 @@ class HuggingFaceDialect(Dialect):
 
     name, target = "huggingface", "accelerate"
     title = "Hugging Face: Trainer and accelerate"
-    rows = tuple(row for row in ROWS if not row.read_by or not {X1, X2}.issuperset(row.read_by))
-    lacks = (*OF_FSDP1, *OF_OTHERS)
+    rows: Sequence[Key] = tuple(row for row in ROWS if not row.read_by or not {X1, X2}.issuperset(row.read_by))
+    limits: Sequence[Limitation] = LIMITS
     words: Sequence[str] = ("fsdp", "distributed_type", "deepspeed_config", "reshard_after_forward", *OF_TRAINERS)
     readers: Sequence[str] = (T1, T2, A1, A2, AD)
     silent = tuple(
@@ -110,6 +121,11 @@ class HuggingFaceDialect(Dialect):
             (A1, {"mixed_precision": "bf16"}),
         )
     )
+
+    companions: Mapping[str, Mapping[str, Any]] = {
+        "min_num_params": {"auto_wrap_policy": "SIZE_BASED_WRAP"},
+        "auto_wrap_policy": {"min_num_params": 1},
+    }
 
     def holder(self, path: Path) -> Path:
         return path[:-1] if path[-1:] and path[-1] in MAPPINGS else path
@@ -133,64 +149,67 @@ class HuggingFaceDialect(Dialect):
         return path if is_section else None
 
     def read(self, section: Section) -> Reading:
-        held = self.held(section)
+        config = self.effective(section)
         run = None
         try:
-            run = run_of(held)
+            run = RunConfig.of_fields(_fields(config))
         except ConfigError as error:
-            key = held.key_of("dp_shard_size", "dp_replicate_size") or held.key_of("sharding_strategy", "fsdp")
-            held.problems.setdefault(key or "mesh", str(error))
+            key = config.key_of("dp_shard_size", "dp_replicate_size") or config.key_of("sharding_strategy", "fsdp")
+            config.problems.setdefault(key or "mesh", str(error))
         beside = [section.given.get(name) or {} for name in MAPPINGS]  # another file's name, or what cannot be read
         is_whole = all(isinstance(each, Mapping) for each in beside)
-        is_readable = not held.problems and is_whole and not held.settings["xla"]
-        findings = tuple(findings_of(held))
-        # A key that is not read counts: what holds in its stead goes where the user looks for it.
-        unread = {given.key for given in held.given if not given.is_read}
-        aspects = {given.key: given.row.aspect for given in held.given if given.row is not None and not given.is_off}
+        is_readable = not config.problems and is_whole and not config["xla"]
         return Reading(
             run=run if is_readable else None,
-            findings=findings,
-            aspects=deciding(aspects, (finding for finding in findings if finding.key not in unread)),
-            rows={given.key: given.row for given in held.given if given.row is not None},
-            details=held,
+            findings=tuple(findings_of(config)),
+            rows={given.key: given.row for given in config.given if given.row is not None},
+            # A key that is not read counts: what holds in its stead goes where the user looks for it.
+            kept=frozenset(given.key for given in config.given if not given.is_read and not given.is_off),
+            details=config,
         )
 
-    def held(self, section: Section) -> Held:
+    def effective(self, section: Section) -> EffectiveConfig:
         """What the system made of a section."""
-        return held_by(section.given, is_file=not section.path)
+        return effective_config(section.given, is_file=not section.path)
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
         yield from settings_of(run)
 
-    def differences(self, run: RunConfig) -> Iterator[Finding]:
-        yield from differences_of(run)
-        yield from lacking(OF_OTHERS, run)
-
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
         """FSDP2's words for FSDP1's, in place; nothing where FSDP2 has no form for the strategy."""
-        held: Held = reading.details
-        keeps_all = held.settings["sharding_strategy"] is ShardingStrategy.NO_SHARD
-        if reading.run is None or keeps_all or held.reader.is_fsdp2:
+        config: EffectiveConfig = reading.details
+        keeps_all = config["sharding_strategy"] is ShardingStrategy.NO_SHARD
+        if reading.run is None or keeps_all or config.reader.is_fsdp2:
             return []
-        return rewritten(section, held, reading.run)
+        return rewritten(section, config, reading.run)
 
-    def patch_steps(self, patch: Patch, section: Section, reading: Reading) -> Iterator[PatchStep]:
-        yield from patch_steps(patch, section, reading.details)
+    def settings_in(self, reading: Reading, run: RunConfig) -> Iterator[Setting]:
+        config: EffectiveConfig = reading.details
+        found = self.settings(run) if config.reader in (A2, X2) else settings_in_place(config, run)
+        for each in (*found, *sizes_in_place(config, run)):
+            name = each.key.rpartition(".")[2].removeprefix(PREFIX).removeprefix(DEGREES_PREFIX)
+            yield replace(each, key=config.key_of(name) or each.key)
 
-    def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
-        """The reading's, and what Hugging Face's FSDP2 has no word for or does otherwise than its FSDP1."""
-        run, held = reading.run, reading.details
+    def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
+        """The reading's, and what Hugging Face's FSDP2 cannot configure or does otherwise than its FSDP1."""
+        config: EffectiveConfig = reading.details
         findings = tuple(map(as_own, reading.findings))
-        if run is None or held.reader.is_fsdp2:
-            return findings
-        of_run = [*differences_of(run, has_degrees=held.key_of("dp_shard_size") is not None), *keeps_own_values(held)]
-        if held.reader is AD:  # DeepSpeed's section said what no section of FSDP's does
-            clips = held.key_of("gradient_clipping") is not None
-            decide = {"gradient clipping": Outcome.NEEDS_DECISION} if clips else {}
-            found = [replace(each, outcome=decide.get(each.key, each.outcome)) for each in lacking(OF_OTHERS, run)]
-            findings, lacks = told_once(findings, found, reading, self)
-            of_run += lacks
-        return (*findings, *of_run, *([_TRAINER_FSDP2] if held.reader.is_trainer else []))
+        if reading.run is None or config.reader.is_fsdp2:
+            return (*findings, *(each.finding for each in lost if each.is_fault))
+        # A strategy for which FSDP2 has no form stays as it is.
+        lost = lost or self.express(reading.run.without_training()).losses
+        found = [replace(each, finding=self._of_own(each, config)) for each in lost]
+        findings, rest = with_losses(findings, found, reading, self)
+        return (*findings, *rest, *([_TRAINER_FSDP2] if config.reader.is_trainer else []))
+
+    def _of_own(self, loss: Loss, config: EffectiveConfig) -> Finding:
+        """A norm in DeepSpeed's section is lost in FSDP's; a file with degrees is for a release that reads them."""
+        first = next(iter(loss.fields), "")
+        if first == "max_grad_norm" and config.key_of("gradient_clipping") is not None:
+            return replace(loss.finding, outcome=Outcome.NEEDS_DECISION)
+        if loss.is_kept and first in NEEDS_DEGREES and config.key_of("dp_shard_size") is not None:
+            return replace(loss.finding, outcome=Outcome.EXACT, hint="")
+        return loss.finding
 
     def replaced_block(self, section: Section) -> ReplacedBlock | None:
         """What is FSDP's own goes, and so does what decides the precision; of a file that is nothing else, all."""
@@ -224,6 +243,7 @@ class HuggingFaceDialect(Dialect):
         return row.takes.choices
 
     def defaults(self, row: Row) -> Mapping[str, Any]:
+        assert isinstance(row, Key)
         return {reader.value: value for reader, value in row.defaults.items() if reader in self.readers}
 
     def read_by(self, row: Row) -> tuple[str, ...]:
@@ -234,6 +254,7 @@ class HuggingFaceDialect(Dialect):
         return tuple(each.value for each in Reader if each in self.readers and reads(each, row)) or (NOBODY,)
 
     def instead(self, row: Row) -> Mapping[str, str]:
+        assert isinstance(row, Key)
         # A Trainer of transformers 4.51.3 passes over names with the prefix, those of keys that it reads as well.
         return {
             reader.value: way
@@ -242,21 +263,260 @@ class HuggingFaceDialect(Dialect):
             if reader is Reader.TRAINER_FSDP1 or not reads(reader, row)
         }
 
-    def questions(self, row: Row, value: Any) -> Iterator[Question]:
-        is_degree = row.group == DEGREES
-        for reader, base in _FILES.items():
-            is_asked = reader is (AD if row.name in SEQUENCES else A2)
-            asks = is_asked if is_degree else reads(reader, row) or row.read_by == (NOBODY,)
-            if not asks:
-                continue
-            name = row.aliases[0] if row.aliases and reader.is_trainer else row.name
-            prefix = _PREFIXES[row.group][0 if reader.is_trainer else -1]
-            values = base
-            if row.name in _COMPANIONS:
-                beside, its_value = _COMPANIONS[row.name]
-                values = merged(values, nested(prefix + beside, its_value))
-            if row.name == "sharding_strategy" and not reader.is_trainer:
-                values = merged(values, _SEVERAL_NODES)
-            values = merged(values, nested(prefix + name, value))
-            who = self.read_by(row)[0] if is_degree else reader.value
-            yield Question(section=Section.at((), values), key=prefix + name, reader=who)
+    def files(self, row: Row, value: Any) -> Mapping[str, Section]:
+        if row.group == DEGREES:
+            return {self.read_by(row)[0]: Section.at((), _FILES[AD if row.name in SEQUENCES else A2])}
+        is_read_by_none = isinstance(row, Key) and row.read_by == (NOBODY,)
+        asked = (reader for reader in _FILES if is_read_by_none or reads(reader, row))
+        return {reader: Section.at((), _FILES[reader]) for reader in asked}
+
+    def place(self, row: Row, section: Section) -> str:
+        is_trainers = "fsdp" in section.given
+        name = row.aliases[0] if row.aliases and is_trainers else row.name
+        return _PREFIXES[row.group][0 if is_trainers else -1] + name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Findings
+
+
+def findings_of(config: EffectiveConfig) -> Iterator[Finding]:
+    for given in config.given:
+        yield _of_no_row(given, config) if given.row is None else _finding(given, given.row, config)
+    given_keys = {given.key for given in config.given}
+    for key, problem in config.problems.items():
+        if key not in given_keys:
+            yield implicit(key, Outcome.NEEDS_DECISION, problem)
+    if is_bare(config.around) and config.key_of("bf16", "fp16") is None:
+        yield _IMPLICIT_PRECISION
+    if config.reader is Reader.ACCELERATE_DEEPSPEED:
+        yield from _IMPLICIT_OF_DEEPSPEED
+        if config.key_of("gradient_clipping") is None:
+            yield _IMPLICIT_CLIPPING
+    elif not config.reader.is_fsdp2:
+        yield from _implicit_findings(config)
+    yield from _quantized(config.around)
+
+
+def _quantized(values: Mapping[str, Any]) -> Iterator[Finding]:
+    bits = next((bits for bits in (4, 8) if values.get(f"load_in_{bits}bit") is True), None)
+    if bits is not None:
+        yield implicit(
+            _QUANTIZED,
+            Outcome.UNSUPPORTED,
+            "bitsandbytes' weights lose their quantization in fully_shard, for which axolotl has a patch of its own "
+            "and composer_fsdp2 none: the base model needs several times the memory, and computes other numbers",
+            "load the base model in bfloat16, and remove load_in_4bit and load_in_8bit",
+            value=f"{bits} bits",
+        )
+
+
+def as_own(finding: Finding) -> Finding:
+    """A finding of the model where the file stays its system's, whose own patches are in effect as before."""
+    if finding.key != _QUANTIZED:
+        return finding
+    reason = "they are made where the model is made, outside of this section, and stay the system's own"
+    return replace(finding, outcome=Outcome.APPROXIMATE, target="the model's code", reason=reason, hint="")
+
+
+_QUANTIZED = "quantized weights"
+
+
+def _finding(given: GivenKey, row: Key, config: EffectiveConfig) -> Finding:
+    usual = row.usual(given.key, given.value)
+    if given.key in config.problems:
+        return replace(usual, outcome=Outcome.NEEDS_DECISION, reason=config.problems[given.key], target="")
+    if given.is_off and row.defaults and not any(row.defaults.values()):
+        usual = off(usual)
+        if row.outcome is Outcome.UNSUPPORTED:
+            usual = replace(usual, outcome=Outcome.UNNEEDED)
+    if not given.is_read:
+        return _unread(usual, given, row, config)
+    return usual if row.decide is None else row.decide(usual, config)
+
+
+def _of_no_row(given: GivenKey, config: EffectiveConfig) -> Finding:
+    name = given.key.split(".")[-1]
+    finding = Finding(key=given.key, value=given.value, outcome=Outcome.NEEDS_DECISION, reason="")
+    if name == "fsdp_config" and isinstance(given.value, str):
+        return replace(
+            finding,
+            reason="the settings are in another file, which is not read here",
+            hint="write its keys here as a mapping, without the prefix fsdp_ (of the keys of a file it is taken off)",
+        )
+    if given.key in MAPPINGS and not given.value:
+        return idle(finding, "it is empty")
+    if given.key in MAPPINGS:
+        return replace(finding, reason="this key takes a mapping", hint="write its keys below it, or remove it")
+    system = "axolotl" if config.reader.is_axolotl else "Hugging Face"
+    if "." not in given.key and not config.reader.is_trainer:
+        near, reason = nearest(name, OF_ACCELERATES_FILE), "accelerate refuses a file with a key that it does not know"
+        hint = f"did you mean {near}?" if near else "remove it"
+        return replace(finding, reason=reason, hint=hint, known=False)
+    near = nearest(name.removeprefix(PREFIX), {known for _, known in BY_PLACE})
+    prefix = PREFIX if name.startswith(PREFIX) and near != "fsdp" else ""
+    finding = replace(finding, reason=f"{system} knows no such key, and passed over it", known=False)
+    hint = f"write it beside fsdp_config, not in it: {near}" if near == name else f"did you mean {prefix}{near}?"
+    return replace(finding, hint=hint) if near else idle(finding, finding.reason)
+
+
+def _unread(usual: Finding, given: GivenKey, row: Key, config: EffectiveConfig) -> Finding:
+    """A key that the system passed over: nothing is lost if it says what held anyway."""
+    reader, is_doubled = config.reader, _is_doubled(given, row, config)
+    reason = f"{config.key_of(row.name)} says it again" if is_doubled else f"{reader.value} does not read it here"
+    setting = _OF_SPEED.get(row.name, row.name)
+    open_ = replace(usual, outcome=Outcome.NEEDS_DECISION, target="", hint="remove it")
+    if given.value is None and reader.is_axolotl:
+        return idle(usual, "it is empty")
+    problem, value = "", None
+    try:
+        value = row.takes.parse(given.value, reader)
+    except ConfigError as error:
+        problem = f"; {error}"
+    if not problem and (row.name in WITHOUT_EFFECT or _is_in_effect(setting, value, config)):
+        return idle(usual, f"{reason}, and what it says held all the same")
+    way = f"{DEGREES_PREFIX}{row.name}" if row.group == DEGREES else row.instead.get(reader, "")
+    if row.name in _OF_SPEED:
+        return _unread_prefetch(usual, reason, config[setting], "" if reader.is_axolotl else way)
+    if problem:
+        return replace(open_, reason=reason + problem)
+    if is_doubled:
+        return replace(open_, reason=f"{reason}, and held", hint="as trained: remove it; as written: remove the other")
+    how = f" (as {way})" if way else ""
+    if reader is Reader.AXOLOTL_FSDP1 and row is SYNC_ROW:
+        reason = "axolotl passes it on from 0.12 on; before"
+    return replace(
+        open_,
+        reason=f"{reason}: the run went by {_word(config[row.name])}",
+        hint=f"as trained: remove it; as written: say it where it is read{how}",
+    )
+
+
+def _unread_prefetch(usual: Finding, reason: str, value: object, way: str) -> Finding:
+    """A prefetch that was not read: the same numbers, at another speed, so that nothing is left to decide."""
+    reason = f"{reason}: the run went by {_word(value)}; no number depends on it"
+    hint = f"it is read as {way}" if way else ""
+    return replace(usual, outcome=Outcome.APPROXIMATE, target="as it ran", reason=reason, hint=hint)
+
+
+# Keys that change speed and memory only, so that the run is the same without them; each with the setting that it is.
+_OF_SPEED = {
+    "backward_prefetch": "backward_prefetch",
+    "backward_prefetch_policy": "backward_prefetch",
+    "forward_prefetch": "forward_prefetch",
+}
+
+
+def _is_doubled(given: GivenKey, row: Key, config: EffectiveConfig) -> bool:
+    """Whether the key is read here, under another of its names."""
+    is_inert = config.reader is Reader.TRAINER_FSDP1 and given.key.split(".")[-1].startswith(PREFIX)
+    return reads(config.reader, row) and not is_inert and config.key_of(row.name) not in (None, given.key)
+
+
+def _word(config: object) -> object:
+    if config in ((), None):
+        return "nothing"
+    if isinstance(config, bool):
+        return str(config).lower()
+    return config.value if isinstance(config, ShardingStrategy) else config
+
+
+def _is_in_effect(setting: str, value: Any, config: EffectiveConfig) -> bool:
+    if not isinstance(value, ShardingStrategy):
+        return bool(value == config[setting])
+    if config["sharding_strategy"] is not None:
+        return value is config["sharding_strategy"]
+    is_plain = value in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+    return is_plain and value.reshards_after_forward == config["reshard_after_forward"]
+
+
+# What FSDP1 did without being told, and FSDP2 does otherwise by itself; how the model was wrapped lies between the two.
+# fmt: off
+_IMPLICIT: tuple[tuple[Callable[[EffectiveConfig], bool], Finding], ...] = (
+    (lambda config: config["mixed_precision"] != "no", implicit("casting of inputs and buffers", Outcome.EXACT,
+        "FSDP1 cast the root's inputs only, and buffers; FSDP2 by itself casts each unit's inputs, and no buffer",
+        "cast_forward_inputs: false and buffer_dtype keep it so", target="cast_root_inputs, buffer_dtype")),
+    (lambda config: config.key_of("backward_prefetch") is None, implicit("backward_prefetch", Outcome.EXACT,
+        "Hugging Face prefetched no unit in backward; FSDP2 by itself prefetches one",
+        "leave the prefetch to FSDP2 for speed, at the price of one more unit in memory",
+        target="prefetch in backward: none")),
+    (lambda config: config.key_of("state_dict_type") is None, implicit("state_dict_type", Outcome.EXACT,
+        "checkpoints were full ones; accelerate's FSDP2 saves sharded ones by default",
+        target="state_dict_type: full")),
+    (lambda config: config.key_of("sync_module_states") is None and config["sync_module_states"],
+        implicit("sync_module_states", Outcome.EXACT, "rank 0 sent its values to all others",
+        target="sync_module_states: true")),
+)
+_IMPLICIT_PRECISION = implicit("precision", Outcome.APPROXIMATE,
+    "no dtype stands in such a file; without one the run is in float32",
+    "where the command or the script says bf16 or fp16, write it here, where a Trainer passes over it: bf16: true")
+_IMPLICIT_OF_DEEPSPEED = (
+    implicit("units", Outcome.APPROXIMATE,
+        "DeepSpeed gathers parameters as modules need them, and has no units; here each layer that the model names is "
+        "one", "fsdp_config.wrap_policy can name others", target="the classes of the model's _no_split_modules"),
+    implicit("autocast", Outcome.APPROXIMATE,
+        "DeepSpeed computes in the dtype of mixed_precision itself; autocast keeps some operations, such as norms, in "
+        "float32", target="precision"),
+    implicit("sync_module_states", Outcome.EXACT, "DeepSpeed sends rank 0's values to all others",
+        target="sync_module_states: true"),
+    implicit("optimizer", Outcome.APPROXIMATE,
+        "DeepSpeed's checkpoints are in a layout of its own, which composer_fsdp2 does not read: resume from weights "
+        "(zero_to_fp32.py writes them), and with a new optimizer's state", target=""),
+)
+_IMPLICIT_CLIPPING = implicit("gradient clipping", Outcome.EXACT,
+    "without a norm, or with auto, accelerate has DeepSpeed clip gradients to a norm of 1", value=1.0,
+    target="gradient clipping")
+_IMPLICIT_SYNC = implicit("gradient_sync", Outcome.EXACT,
+    "of several microbatches a Trainer reduces gradients in the last one only, and holds unsharded ones until then",
+    "gradient_sync: every spares that memory, and communicates more", target="gradient_sync: last")
+# fmt: on
+
+
+def _implicit_findings(config: EffectiveConfig) -> Iterator[Finding]:
+    yield from (finding for applies, finding in _IMPLICIT if applies(config))
+    yield from _implicit_wrapping(config)
+    if syncs(config["accelerator_config"], config) is GradientSync.LAST:
+        yield _IMPLICIT_SYNC
+
+
+def _implicit_wrapping(config: EffectiveConfig) -> Iterator[Finding]:
+    decided_by_words = config.reader is Reader.TRAINER_FSDP1
+    is_axolotl = config.reader.is_axolotl
+    if not decided_by_words and config.key_of("auto_wrap_policy") is not None:
+        return
+    if decided_by_words and "fsdp" not in config.around:
+        return  # the words are elsewhere
+    wrap = wrap_of(config)
+    if wrap.kind is WrapKind.ROOT:
+        prefix = "" if is_axolotl else PREFIX
+        way = "auto_wrap in fsdp" if decided_by_words else f"{prefix}auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+        yield implicit(
+            "wrapping",
+            Outcome.EXACT,
+            "no wrapping was asked for, so that all parameters were gathered at once",
+            f"{way} makes each layer a unit, and memory much smaller",
+            target="the whole model is one unit",
+        )
+    elif wrap == Wrap(kind=WrapKind.CLASSES):
+        yield implicit(
+            "transformer_layer_cls_to_wrap",
+            Outcome.EXACT,
+            "the model itself names the classes that become units",
+            target="the classes of the model's _no_split_modules",
+        )
+
+
+def _fields(config: EffectiveConfig) -> dict[str, Any]:
+    """The fields of the run: of the keys, and of what stands beside the section.
+
+    Raises:
+        ConfigError: nobody says how many ranks a node has.
+    """
+    around, is_axolotl = config.around, config.reader.is_axolotl
+    of_keys = {name: read(config[row.name], config) for row in ROWS for name, read in row.read.items()}
+    if not config.reader.is_trainer:
+        of_keys |= {"num_ranks": config.count("num_processes"), "num_nodes": config.count("num_machines")}
+    if is_axolotl:
+        of_keys |= {"save_only_model": bool(around.get("save_only_model")), "adapter": around.get("adapter")}
+        of_keys |= {"compile": around.get("torch_compile") in (True, "auto")}
+    return of_keys

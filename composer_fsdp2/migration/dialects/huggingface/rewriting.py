@@ -1,14 +1,24 @@
-"""A section of a Trainer's or accelerate's in their FSDP2 words, in its place, with as few changes as possible."""
+"""A section of a Trainer's or accelerate's changed in its place: as their FSDP2 keys, or with a patch of its run."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from composer_fsdp2.migration.dialect import MappingEdit, Section
-from composer_fsdp2.migration.dialects.huggingface.accelerate_words import STATE_DICTS, degrees_of, settings_of
-from composer_fsdp2.migration.dialects.huggingface.given_keys import is_bare
-from composer_fsdp2.migration.dialects.huggingface.held import GivenKey, Held
-from composer_fsdp2.migration.dialects.huggingface.places import OLD_SIBLINGS, PREFIX, SETTINGS
-from composer_fsdp2.migration.dialects.huggingface.readers import Reader
+from composer_fsdp2.fsdp1.parsing import ShardingStrategy
+from composer_fsdp2.migration.dialect import MappingEdit, Section, Setting
+from composer_fsdp2.migration.dialects.huggingface.effective import is_bare
+from composer_fsdp2.migration.dialects.huggingface.keys import ROWS, EffectiveConfig, GivenKey, reads
+from composer_fsdp2.migration.dialects.huggingface.limits import degrees_of
+from composer_fsdp2.migration.dialects.huggingface.values import (
+    DEGREES,
+    DEGREES_PREFIX,
+    OLD_SIBLINGS,
+    PREFIX,
+    SETTINGS,
+    STATE_DICTS,
+    WORDS_BY_PRECISION,
+    Reader,
+)
+from composer_fsdp2.migration.paths import merged, nested
 from composer_fsdp2.migration.run import RunConfig
 
 # Keys of FSDP1's that FSDP2 has no use for.
@@ -26,18 +36,35 @@ Entries = list[tuple[str, Any]]
 Replacements = dict[str, Entries]
 
 
-def rewritten(section: Section, held: Held, run: RunConfig) -> list[MappingEdit]:
+def rewritten(section: Section, config: EffectiveConfig, run: RunConfig) -> list[MappingEdit]:
     """The edits that make FSDP2's words of a section in FSDP1's or DeepSpeed's."""
-    if held.reader is Reader.ACCELERATE_DEEPSPEED:
+    if config.reader is Reader.ACCELERATE_DEEPSPEED:
         return _deepspeed(section, run)
-    if not held.reader.is_trainer:
-        return _accelerate(section, held, run)
-    return _bare(section, held) if is_bare(section.given) else _trainer(section, held)
+    if not config.reader.is_trainer:
+        return _accelerate(section, config, run)
+    return _bare(section, config) if is_bare(section.given) else _trainer(section, config)
+
+
+def settings_of(run: RunConfig) -> Iterator[Setting]:
+    """A configuration file of accelerate's, for ``accelerate launch --config_file``."""
+    yield Setting(key="distributed_type", value="FSDP")
+    precision = WORDS_BY_PRECISION[run.precision]
+    yield Setting(key="mixed_precision", value=precision, fields=("precision", "mixed_precision"))
+    for key, number in (("num_processes", run.num_ranks), ("num_machines", run.num_nodes)):
+        if number is not None:
+            yield Setting(key=key, value=number)
+    for row in ROWS:
+        if row.group == SETTINGS and (value := row.write(run)) is not None:
+            yield Setting(key=f"{SETTINGS}.{PREFIX}{row.name}", value=value, fields=row.decides)
+    for name, size in degrees_of(run).items():
+        yield Setting(key=f"{DEGREES}.{DEGREES_PREFIX}{name}", value=size, fields=("mesh",))
 
 
 def _deepspeed(section: Section, run: RunConfig) -> list[MappingEdit]:
     """DeepSpeed's section becomes FSDP's; num_processes and the like stay as they are."""
-    new = {setting.key: setting.value for setting in settings_of(run)}
+    new: dict[str, Any] = {}
+    for setting in settings_of(run):
+        new = merged(new, nested(setting.key, setting.value))
     replacements: Replacements = {
         "distributed_type": [("distributed_type", "FSDP")],
         "deepspeed_config": [("fsdp_config", new["fsdp_config"])],
@@ -48,54 +75,57 @@ def _deepspeed(section: Section, run: RunConfig) -> list[MappingEdit]:
     return [MappingEdit(path=section.path, replacements=replacements)]
 
 
-def _accelerate(section: Section, held: Held, run: RunConfig) -> list[MappingEdit]:
+def _accelerate(section: Section, config: EffectiveConfig, run: RunConfig) -> list[MappingEdit]:
     new: Entries = [
         ("fsdp_version", 2),
-        ("fsdp_reshard_after_forward", held.settings["reshard_after_forward"]),
+        ("fsdp_reshard_after_forward", config.settings["reshard_after_forward"]),
     ]
-    key = held.key_of("state_dict_type")
-    if key is None or held.value_of(key) is None:  # its default is another one under FSDP2
+    key = config.key_of("state_dict_type")
+    if key is None or config.value_of(key) is None:  # its default is another one under FSDP2
         new.append(("fsdp_state_dict_type", STATE_DICTS[run.state_dict_type]))
     edits = []
     beside: Replacements = {}
     if _has_settings(section):
-        edits.append(_settings_edit(section, held, new, places=("sharding_strategy", "version")))
+        edits.append(_settings_edit(section, config, new, places=("sharding_strategy", "version")))
     else:
         place = "fsdp_config" if "fsdp_config" in section.given else "distributed_type"
         kept = [] if place == "fsdp_config" else [(place, section.given[place])]
         beside[place] = [*kept, ("fsdp_config", dict(new))]
-    degrees = degrees_of(run)
-    if degrees and held.key_of("dp_shard_size") is None:
+    degrees = {DEGREES_PREFIX + name: size for name, size in degrees_of(run).items()}
+    if degrees and config.key_of("dp_shard_size") is None and DEGREES in section.given:
+        beside[DEGREES] = [(DEGREES, degrees)]
+    elif degrees and config.key_of("dp_shard_size") is None:
         beside.setdefault("distributed_type", [("distributed_type", section.given["distributed_type"])])
-        beside["distributed_type"].append(("parallelism_config", degrees))
+        beside["distributed_type"].append((DEGREES, degrees))
     return [MappingEdit(path=section.path, replacements=beside), *edits] if beside else edits
 
 
-def _bare(section: Section, held: Held) -> list[MappingEdit]:
+def _bare(section: Section, config: EffectiveConfig) -> list[MappingEdit]:
     """Of a Trainer's file that has nothing but the settings."""
-    new = _new_settings(held)
+    new = _new_settings(config)
     gone = [
         each.key
-        for each in held.given
+        for each in config.given
         if each.key in section.given and (each.row is None or each.row.group == SETTINGS) and _goes(each, dict(new))
     ]
     return [MappingEdit(path=section.path, replacements={key: [] for key in gone}, additions=new)]
 
 
-def _trainer(section: Section, held: Held) -> list[MappingEdit]:
-    new = _new_settings(held)
+def _trainer(section: Section, config: EffectiveConfig) -> list[MappingEdit]:
+    new = _new_settings(config)
     beside: Replacements = {}
     for name in OLD_SIBLINGS:
         if name in section.given:
             beside[name] = []
-            value = held.settings[name.removeprefix(PREFIX)]
+            value = config.settings[name.removeprefix(PREFIX)]
             if value:
                 new.append((name.removeprefix(PREFIX), list(value) if isinstance(value, tuple) else value))
-    if held.settings["sharding_strategy"].is_hybrid:
-        beside["fsdp"] = [("fsdp", _without_replicas(section.given["fsdp"], held))]
+    if config.settings["sharding_strategy"].is_hybrid:
+        within = _strategy(is_hybrid=False, reshards=config["reshard_after_forward"])
+        beside["fsdp"] = [("fsdp", _words(config, within, offloads=config["offload_params"]))]
     edits = []
     if _has_settings(section):
-        edits.append(_settings_edit(section, held, new, places=("version",)))
+        edits.append(_settings_edit(section, config, new, places=("version",)))
     elif "fsdp_config" in section.given:
         beside["fsdp_config"] = [("fsdp_config", dict(new))]
     else:
@@ -103,25 +133,25 @@ def _trainer(section: Section, held: Held) -> list[MappingEdit]:
     return [MappingEdit(path=section.path, replacements=beside), *edits] if beside else edits
 
 
-def _new_settings(held: Held) -> Entries:
+def _new_settings(config: EffectiveConfig) -> Entries:
     """What transformers 5 must be told, to do what 4.51.3 did."""
     new: Entries = [
         ("version", 2),
-        ("reshard_after_forward", held.settings["reshard_after_forward"]),
-        ("state_dict_type", STATE_DICTS[held.settings["state_dict_type"]]),
+        ("reshard_after_forward", config.settings["reshard_after_forward"]),
+        ("state_dict_type", STATE_DICTS[config.settings["state_dict_type"]]),
     ]
-    policy = held.settings["auto_wrap_policy"]
+    policy = config.settings["auto_wrap_policy"]
     if policy != "TRANSFORMER_BASED_WRAP":  # it takes that one, whether fsdp says auto_wrap or not
         new.append(("auto_wrap_policy", policy))
     return new
 
 
-def _without_replicas(given: object, held: Held) -> str | list[str]:
-    """The words of ``fsdp``, as text or list as before, with the strategy that a hybrid is within a node."""
-    words = ["full_shard" if held.settings["reshard_after_forward"] else "shard_grad_op"]
-    words += ["offload"] if held.settings["offload_params"] else []
-    words += ["auto_wrap"] if held.settings["auto_wrap_policy"] != "NO_WRAP" else []
-    return words if isinstance(given, list) else " ".join(words)
+def _words(config: EffectiveConfig, strategy: ShardingStrategy, *, offloads: bool) -> str | list[str]:
+    """The words of ``fsdp``, as text or list as before, with another strategy."""
+    words = [strategy.name.lower()]
+    words += ["offload"] if offloads else []
+    words += ["auto_wrap"] if config["auto_wrap_policy"] != "NO_WRAP" else []
+    return words if isinstance(config.around["fsdp"], list) else " ".join(words)
 
 
 def _has_settings(section: Section) -> bool:
@@ -129,11 +159,11 @@ def _has_settings(section: Section) -> bool:
     return isinstance(settings, Mapping) and bool(settings)
 
 
-def _settings_edit(section: Section, held: Held, new: Entries, *, places: tuple[str, ...]) -> MappingEdit:
+def _settings_edit(section: Section, config: EffectiveConfig, new: Entries, *, places: tuple[str, ...]) -> MappingEdit:
     """Of the mapping that ``fsdp_config`` is."""
     replacements: Replacements = {}
     names = {name.removeprefix(PREFIX) for name, _ in new}
-    for given in held.given:
+    for given in config.given:
         where, _, key = given.key.partition(".")
         if where != "fsdp_config" or not key:
             continue
@@ -162,3 +192,41 @@ def edit_in_place(
     if place is None:
         return MappingEdit(path=path, replacements=replacements, additions=new)
     return MappingEdit(path=path, replacements={**replacements, place: new})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A patch
+
+
+def settings_in_place(config: EffectiveConfig, run: RunConfig) -> Iterator[Setting]:
+    """A run as keys that a Trainer reads, or for FSDP1 accelerate or axolotl, as far as a patch changes them."""
+    reader, strategy = config.reader, config["sharding_strategy"]
+    reshards = run.config.reshard_after_forward is not False
+    if strategy is not None and strategy.reshards_after_forward is not reshards:
+        strategy = _strategy(is_hybrid=strategy.is_hybrid, reshards=reshards)
+    if strategy is not None and config.key_of("fsdp") is not None:
+        words = _words(config, strategy, offloads=run.config.cpu_offload)
+        yield Setting(key="fsdp", value=words, fields=("reshard_after_forward", "cpu_offload"))
+    if reader is Reader.ACCELERATE_FSDP1:
+        key = f"{SETTINGS}.{PREFIX}sharding_strategy"
+        yield Setting(key=key, value=strategy.name, fields=("reshard_after_forward",))
+    if config["gradient_checkpointing"]:
+        recomputes = run.config.activation_checkpointing.checkpoint
+        yield Setting(key="gradient_checkpointing", value=recomputes, fields=("activation_checkpointing",))
+    for row in ROWS:
+        if row.group == SETTINGS and reads(reader, row) and (value := row.write(run)) is not None:
+            name = row.aliases[0] if row.aliases and reader.is_transformers else row.name
+            prefix = "" if reader.is_transformers else PREFIX
+            yield Setting(key=f"{SETTINGS}.{prefix}{name}", value=value, fields=row.decides)
+
+
+def sizes_in_place(config: EffectiveConfig, run: RunConfig) -> Iterator[Setting]:
+    """The sizes of a mesh that needs none, for a file of accelerate's that has some."""
+    if config.reader is Reader.ACCELERATE_FSDP2 and config.key_of("dp_shard_size") is not None and not degrees_of(run):
+        yield Setting(key="dp_replicate_size", value=run.config.mesh.replicate_degree, fields=("mesh",))
+        yield Setting(key="dp_shard_size", value=run.config.mesh.shard_degree, fields=("mesh",))
+
+
+def _strategy(*, is_hybrid: bool, reshards: bool) -> ShardingStrategy:
+    of_kind = (each for each in ShardingStrategy if each.is_hybrid is is_hybrid)
+    return next(each for each in of_kind if each.reshards_after_forward is reshards)

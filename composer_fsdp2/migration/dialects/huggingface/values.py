@@ -1,18 +1,80 @@
-"""What a value means to each of those who read it.
+"""Who reads a file with Hugging Face's keys, and what a value means to each.
 
 Whoever migrates goes by what the system did with a value, so that most readers parse otherwise than one would guess: a
 Trainer hands most values on as they are, accelerate's launcher makes text of them.
 """
 
+import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from composer_fsdp2.config.rows import Takes
+from composer_fsdp2.config.sharding import DTYPES_BY_SHORT_NAME
 from composer_fsdp2.config.text import nearest
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.parsing import ShardingStrategy
-from composer_fsdp2.migration.dialects.huggingface.accelerate_words import DTYPES, STATE_DICTS
-from composer_fsdp2.migration.dialects.huggingface.readers import Reader
+
+
+class Reader(enum.StrEnum):
+    """Who reads the file, and for which FSDP."""
+
+    TRAINER_FSDP1 = "transformers 4.51.3"
+    TRAINER_FSDP2 = "transformers 5"
+    ACCELERATE_FSDP1 = "accelerate 1.8.1, FSDP1"
+    ACCELERATE_FSDP2 = "accelerate 1.8.1, FSDP2"
+    ACCELERATE_DEEPSPEED = "accelerate 1.8.1, DeepSpeed"
+    AXOLOTL_FSDP1 = "axolotl, FSDP1"
+    AXOLOTL_FSDP2 = "axolotl, FSDP2"
+
+    @property
+    def is_trainer(self) -> bool:
+        """Whether it has a Trainer's arguments, of which axolotl makes one."""
+        return self not in (Reader.ACCELERATE_FSDP1, Reader.ACCELERATE_FSDP2, Reader.ACCELERATE_DEEPSPEED)
+
+    @property
+    def is_transformers(self) -> bool:
+        """Whether it is a Trainer by itself."""
+        return self in (Reader.TRAINER_FSDP1, Reader.TRAINER_FSDP2)
+
+    @property
+    def is_axolotl(self) -> bool:
+        return self in (Reader.AXOLOTL_FSDP1, Reader.AXOLOTL_FSDP2)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return self in (Reader.TRAINER_FSDP2, Reader.ACCELERATE_FSDP2, Reader.AXOLOTL_FSDP2)
+
+
+# For the tables, in which they stand in most rows.
+T1, T2, A1, A2, AD, X1, X2 = Reader
+NOBODY = "nobody"
+
+# The groups of the table, by the mapping in a section that has their keys; those of one group lie beside it.
+SETTINGS, DEGREES, DEEPSPEED = MAPPINGS = ("fsdp_config", "parallelism_config", "deepspeed_config")
+BESIDE = "beside fsdp_config"
+PREFIX, DEGREES_PREFIX = "fsdp_", "parallelism_config_"
+# Arguments of a Trainer from the time before fsdp_config: their names have the prefix, and are read.
+OLD_SIBLINGS = ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params")
+# What accelerate reads of a configuration file, which it refuses as a whole for any other name.
+OF_ACCELERATES_FILE = frozenset(
+    """
+    compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines gpu_ids
+    main_process_ip main_process_port rdzv_backend same_network main_training_function enable_cpu_affinity fp8_config
+    deepspeed_config fsdp_config megatron_lm_config ipex_config mpirun_config downcast_bf16 tpu_name tpu_zone
+    tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env dynamo_config fp16 dynamo_backend
+    parallelism_config
+    """.split()  # noqa: SIM905
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values
+
+DTYPES = {"no": None, **{name: DTYPES_BY_SHORT_NAME[name] for name in ("fp16", "bf16")}, "fp8": "bfloat16"}
+# Composer's precisions, by accelerate's word.
+PRECISIONS = {"no": "fp32", "fp16": "amp_fp16", "bf16": "amp_bf16", "fp8": "amp_fp8"}
+WORDS_BY_PRECISION = {precision: word for word, precision in PRECISIONS.items()}
+STATE_DICTS = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +217,13 @@ def _parse_syncs(value: object, reader: Reader) -> bool:
     """Whether a Trainer reduces gradients in each microbatch, by its ``accelerator_config``."""
     given = value.get("gradient_accumulation_kwargs") if isinstance(value, Mapping) else None
     return isinstance(given, Mapping) and bool(given.get("sync_each_batch"))
+
+
+def _parse_names(value: object, reader: Reader) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _bad(value, "a list of patterns")
+    return tuple(names)
 
 
 def _parse_pieces(value: object, reader: Reader) -> int:
@@ -308,6 +377,7 @@ SWITCHES = (BOOL, FLAG, TRUTH, BF16, RECOMPUTING, OFFLOADING)
 STAGE = Takes(_STAGE_TEXT, _parse_stage, (0, 1, 2, 3))
 DEVICE = Takes(_DEVICE_TEXT, _parse_device, _DEVICES)
 SYNCS = Takes("a mapping", _parse_syncs)
+NAMES = Takes("a list of patterns", _parse_names)
 PIECES = Takes(_DEGREE_TEXT, _parse_pieces)
 NORM = Takes(_NORM_TEXT, _parse_norm)
 STEPS = Takes(_STEPS_TEXT, _parse_steps)

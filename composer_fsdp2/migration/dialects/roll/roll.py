@@ -1,52 +1,55 @@
-"""ROLL's dialect: where its sections are, what they ask for, and a run in its words."""
+"""ROLL's dialect: a worker's part of a file as the run that it describes, and a run as such a part."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from composer_fsdp2.config.rows import Aspect, Row
-from composer_fsdp2.config.sharding import GradientSync
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.rows import INT, Row, undecided, unknown_key
 from composer_fsdp2.migration.dialect import (
     Dialect,
     Expression,
-    Question,
     Reading,
     ReplacedBlock,
     Section,
     Setting,
-    deciding,
+    implicit,
 )
-from composer_fsdp2.migration.dialects.roll.roll_lacks import LACKS, has_open_replicas, tiles_of
-from composer_fsdp2.migration.dialects.roll.roll_patch import patch_steps
-from composer_fsdp2.migration.dialects.roll.roll_words import STRATEGIES, word_of
-from composer_fsdp2.migration.dialects.roll.worker import Worker
-from composer_fsdp2.migration.dialects.roll.worker_findings import findings_of, norm_problem, problem_of
-from composer_fsdp2.migration.dialects.roll.worker_keys import BY_NAME, ROWS
-from composer_fsdp2.migration.dialects.roll.worker_run import run_of
-from composer_fsdp2.migration.patch import Patch, PatchStep
-from composer_fsdp2.migration.paths import Path, merged, nested
-from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+from composer_fsdp2.migration.dialects.roll.keys import BY_NAME, ROWS, STRATEGIES, Worker, count_of, reduced_in
+from composer_fsdp2.migration.dialects.roll.limits import GRAD_NORM, LIMITS
+from composer_fsdp2.migration.paths import Path, value_at
+from composer_fsdp2.migration.run import RunConfig
 
-
-def _wrap_policy(wrap: Wrap) -> dict[str, Any]:
-    classes = list(wrap.classes) if wrap.kind is WrapKind.CLASSES else []
-    policy = {
-        "transformer_layer_cls_to_wrap": classes,
-        "wrap_embeddings": wrap.embeddings,
-        "wrap_lm_output": wrap.output,
-        "moe_experts": list(wrap.experts),
-    }
-    return {key: value for key, value in policy.items() if value}
-
-
-def _with_degrees(run: RunConfig) -> RunConfig:
-    return run.with_degrees() if has_open_replicas(run.config.mesh) else run
-
-
-_FILE = {"worker": {"strategy_args": {"strategy_name": STRATEGIES[0], "strategy_config": {}}}}
-_PATH: Path = ("worker", "strategy_args", "strategy_config")
+_PATH: Path = ("strategy_args", "strategy_config")
+_FILE = {"strategy_args": {"strategy_name": STRATEGIES[0], "strategy_config": {}}}
 # Where in a worker's part of a file keys stand that are not in its strategy_config.
-_OUTER = {"strategy_name": "strategy_args", "device_mapping": "", "model_args": ""}
+_OUTER = {"strategy_name": "strategy_args", "device_mapping": "", "model_args": "", "training_args": ""}
+_UNKNOWN = "ROLL takes any key into strategy_config and reads those only that it knows, so this one did nothing"
+# By how other systems call it, a degree that is near to the name of another one of ROLL's.
+_OF_OTHERS = dict.fromkeys(("cp_size", "sp_size", "context_parallel_size"), "model_args.ulysses_size")
+# What a worker's run has without a key.
+_FIXED = {
+    "mixed_precision.cast_root_inputs": False,
+    "sync_module_states": True,
+    "state_dict_type": "sharded",
+}
+# fmt: off
+_IMPLICIT_TRAINING = (
+    implicit("casting of inputs", Outcome.EXACT,
+        "no unit casts its inputs, and a step runs under torch.autocast in param_dtype",
+        "precision amp_bf16 does the same in Composer"),
+    implicit("gradient norms that are not finite", Outcome.APPROXIMATE,
+        "ROLL skips the optimizer's step then; Composer does so with amp_fp16 only",
+        "watch the gradient norm with OptimizerMonitor, or stop with NaNMonitor"),
+)
+_IMPLICIT = (
+    implicit("sharded dimension", Outcome.APPROXIMATE,
+        "ROLL shards the first dimension that fsdp_size divides; here it is the first one, padded: the same numbers"),
+    implicit("state dict", Outcome.APPROXIMATE,
+        "a ROLL checkpoint holds shards (dcp/) and beside them the full model for Hugging Face",
+        "state_dict_type: sharded, and an export for Hugging Face where one is wanted"),
+)
+# fmt: on
 
 
 def _place(name: str) -> str:
@@ -55,12 +58,12 @@ def _place(name: str) -> str:
 
 
 class RollDialect(Dialect):
-    """A worker's ``strategy_args``; its tables are above."""
+    """A worker's ``strategy_args``; its tables are in ``keys`` and ``limits``."""
 
     name = target = "roll"
     title = "ROLL"
     rows = tuple(replace(row, group=_place(row.name).rpartition(".")[0] or "worker") for row in ROWS)
-    lacks = LACKS
+    limits = LIMITS
     interpolates = True  # Hydra's compose, and OmegaConf.to_container(resolve=True)
     keeps_files = True
     words = ("strategy_args",)
@@ -73,44 +76,42 @@ class RollDialect(Dialect):
         return (*path, "strategy_config") if isinstance(values.get("strategy_config"), Mapping) else path
 
     def read(self, section: Section) -> Reading:
-        worker = Worker.of(section, BY_NAME)
-        findings = tuple(findings_of(worker))
-        aspects = deciding({row.name: row.aspect for row in ROWS if row.name in worker.given}, findings)
-        is_bad = bool(worker.misshapen or norm_problem(worker)) or any(problem_of(worker, row) for row in ROWS)
-        return Reading(run=None if is_bad else run_of(worker), findings=findings, aspects=aspects, rows=BY_NAME)
+        worker = _worker(section)
+        misshapen = [name for name in ("strategy_config", "model_args") if name in worker.given]
+        norm = worker.around.get("max_grad_norm", GRAD_NORM)
+        is_bad_norm = norm is not None and not INT.fits(norm) and not isinstance(norm, float)
+        findings = list(worker.findings(ROWS, str, _other))
+        if is_bad_norm:
+            findings.append(implicit("max_grad_norm", Outcome.NEEDS_DECISION, "it takes a number", value=norm))
+        run = None
+        if not (misshapen or is_bad_norm or any(map(worker.problem, ROWS))):
+            of_training = {"stored_dtype": reduced_in(worker), "max_grad_norm": norm} if worker.is_training else {}
+            run = RunConfig.of_fields({**worker.fields(ROWS), **_FIXED, **of_training})
+            run = run if worker.is_training else run.without_training()
+        rows = {key: BY_NAME[key] for key in BY_NAME if key in worker.given}
+        return Reading(
+            run=run,
+            findings=(*findings, *(_IMPLICIT_TRAINING if worker.is_training else ()), *_IMPLICIT),
+            rows=rows | BY_NAME,
+        )
 
     def express(self, run: RunConfig) -> Expression:
-        return super().express(_with_degrees(run))
+        """With a number of shards where the number of ranks decides it."""
+        mesh = run.config.mesh
+        is_open = not mesh.is_grouped and mesh.has_replicas and mesh.shard_degree == -1
+        return super().express(run.with_degrees() if is_open else run)
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
-        """As a ``strategy_config``; what ROLL says in model_args is a finding, since that lies outside of it."""
-        config, precision = run.config, run.config.mixed_precision
-        param_dtype = precision.param_dtype or "float32"
-        wrap_policy = _wrap_policy(run.wrap)
-        is_open = config.mesh.has_replicas and config.mesh.shard_degree == -1
-        gradients = config.accumulation.gradient_sync
-        chunks, model_type = tiles_of(run)
-        for aspect, key, value, is_needed in (
-            (Aspect.MESH, "fsdp_size", max(config.mesh.shard_degree, 1), not is_open),
-            (Aspect.PRECISION, "param_dtype", word_of(param_dtype), True),
-            (Aspect.PRECISION, "reduce_dtype", word_of(precision.reduce_dtype or param_dtype), True),
-            (Aspect.RESHARD, "reshard_after_forward", config.reshard_after_forward, True),
-            (Aspect.OFFLOAD, "offload_policy", config.cpu_offload, True),
-            (Aspect.WRAP, "wrap_policy", wrap_policy, wrap_policy),
-            (Aspect.GRADIENT_SYNC, "reduce_scatter_during_grad_accumulation", False, gradients is GradientSync.LAST),
-            (Aspect.ASYNC_SAVE, "async_save_ckpt", run.async_save, True),
-            (Aspect.OTHER, "apply_expert_patch", True, config.idle_experts is not None),
-            (Aspect.OTHER, "ep_size", run.expert_parallel, run.expert_parallel != 1),
-            (Aspect.OTHER, "save_only_model", True, run.save_only_model),
-            (Aspect.OTHER, "apply_tiled_mlp", True, chunks is not None),
-            (Aspect.OTHER, "tiled_num_shards", chunks, chunks is not None),
-            (Aspect.OTHER, "model_type", model_type, chunks is not None and model_type),
-        ):
-            if is_needed:
-                yield Setting(aspect=aspect, key=key, value=value)
+        """A section's; ``model_args`` stand outside."""
+        return (each for each in super().settings(run) if each.key.partition(".")[0] not in _OUTER)
 
-    def patch_steps(self, patch: Patch, section: Section, reading: Reading) -> Iterator[PatchStep]:
-        yield from patch_steps(patch, section)
+    def settings_in(self, reading: Reading, run: RunConfig) -> Iterator[Setting]:
+        return super().settings(run)
+
+    def path_of(self, section: Section, key: str) -> Path:
+        if "strategy_args" not in section.path:
+            return super().path_of(section, key)
+        return (*section.path[: section.path.index("strategy_args")], *_place(key).split("."))
 
     def keeps(self, key: str) -> bool:
         return True
@@ -124,8 +125,43 @@ class RollDialect(Dialect):
     def places(self, row: Row) -> tuple[str, ...]:
         return (_place(row.name),)
 
-    def questions(self, row: Row, value: Any) -> Iterator[Question]:
-        values: dict[str, Any] = _FILE
-        for name, each in {**self.switched_on(row), row.name: value}.items():
-            values = merged(values, {"worker": nested(_place(name), each)})
-        yield Question(section=Section.at(_PATH, values), key=row.name)
+
+def _worker(section: Section) -> Worker:
+    """Its keys by the names of the table; the whole file has what holds for all workers."""
+    has_worker = "strategy_args" in section.path
+    around = value_at(section.around, section.path[: section.path.index("strategy_args")]) if has_worker else {}
+    given = dict(_flat(section.given, ("wrap_policy",)))
+    if section.path[-1:] == ("strategy_args",):  # there is no strategy_config, or it is null
+        given = {"strategy_name": section.given["strategy_name"]}
+    elif (strategy := around.get("strategy_args")) is not None:
+        given = {"strategy_name": strategy.get("strategy_name")} | given
+    model = around.get("model_args")
+    beside = (("strategy_config", section.given.get("strategy_config")), ("model_args", model))
+    given |= {name: value for name, value in beside if value is not None and not isinstance(value, Mapping)}
+    for group in ("model_args", "training_args"):
+        own = around.get(group)
+        mapping = own if isinstance(own, Mapping) else {}
+        given |= {name: value for key, value in mapping.items() if (name := f"{group}.{key}") in BY_NAME}
+    if "device_mapping" in around:
+        given["device_mapping"] = around["device_mapping"]
+    ranks = count_of(around.get("device_mapping"))
+    return Worker(given=given, rows=BY_NAME, around=section.around, num_ranks=ranks)
+
+
+def _flat(given: Mapping[str, Any], nested_keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for key, value in given.items():
+        if key in nested_keys and isinstance(value, Mapping) and value:
+            yield from ((f"{key}.{name}", each) for name, each in value.items())
+        else:
+            yield str(key), value
+
+
+def _other(key: str, value: Any) -> Finding:
+    """The finding of a key of none of the rows."""
+    if key in ("strategy_config", "model_args"):
+        reason, hint = "ROLL takes a mapping here, and fails with this", "write its keys below it, or remove it"
+        return Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason=reason, hint=hint)
+    if key in _OF_OTHERS:
+        usual = Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason="", known=False)
+        return undecided(usual, _UNKNOWN, f"as trained: remove it; ROLL's own word is {_OF_OTHERS[key]}")
+    return unknown_key(key, value, BY_NAME, _UNKNOWN)

@@ -1,8 +1,8 @@
 """Which modules are units: TorchTitan's models choose them in their parallelize.py."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from composer_fsdp2.migration.run import Wrap, WrapKind
 
@@ -21,7 +21,7 @@ USUAL_UNITS = (
     "the token embedding, each block, the last norm together with the output (which default leaves gathered; here it "
     "is freed like the others), and the rest (in v0.1.0 each block, and the rest)"
 )
-OWN_UNITS = {
+_OWN_UNITS = {
     "flux": Units(
         wrap=Wrap(kind=WrapKind.CLASSES, classes=("DoubleStreamBlock", "SingleStreamBlock")),
         told="each block, the four layers before them, the last one, and the rest; the four and the last one stay with "
@@ -35,3 +35,10 @@ OWN_UNITS = {
         wrap=replace(USUAL_WRAP, classes=()), told=f"{USUAL_UNITS}; blocks are the layers of transformers' model"
     ),
 }
+
+
+def units_of(values: Mapping[str, Any]) -> Units:
+    """Of the model that a file names."""
+    model = values.get("model")
+    name = model.get("name") if isinstance(model, Mapping) else None
+    return _OWN_UNITS.get(str(name), Units(wrap=USUAL_WRAP, told=USUAL_UNITS))

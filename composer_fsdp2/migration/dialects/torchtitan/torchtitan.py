@@ -1,34 +1,36 @@
-"""TorchTitan's dialect: what a TOML file asks for, and a run in its words."""
+"""TorchTitan's dialect: a TOML file as the run that it describes, and a run as such a file."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from composer_fsdp2.config.findings import Finding
-from composer_fsdp2.config.rows import Row
-from composer_fsdp2.config.sharding import LOW_PRECISION
-from composer_fsdp2.migration.dialect import (
-    Dialect,
-    Expression,
-    Question,
-    Reading,
-    Section,
-    Setting,
-    deciding,
-)
-from composer_fsdp2.migration.dialects.torchtitan.toml_file import TABLES, File, at
-from composer_fsdp2.migration.dialects.torchtitan.toml_findings import findings_of, is_bad
-from composer_fsdp2.migration.dialects.torchtitan.toml_keys import BY_NAME, NAMES, ROWS
-from composer_fsdp2.migration.dialects.torchtitan.toml_run import PARALLELISMS, run_of
-from composer_fsdp2.migration.dialects.torchtitan.torchtitan_lacks import LACKS, shards_of
-from composer_fsdp2.migration.dialects.torchtitan.torchtitan_patch import patch_steps
-from composer_fsdp2.migration.patch import Patch, PatchStep
-from composer_fsdp2.migration.paths import Path, merged, nested
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.rows import Row, idle, unknown_key
+from composer_fsdp2.config.text import nearest_names
+from composer_fsdp2.migration.dialect import Dialect, Expression, Reading, Section, implicit
+from composer_fsdp2.migration.dialects.torchtitan.keys import NAMES, ROWS
+from composer_fsdp2.migration.dialects.torchtitan.limits import LIMITS
+from composer_fsdp2.migration.dialects.torchtitan.model_units import units_of
+from composer_fsdp2.migration.effective import Effective
+from composer_fsdp2.migration.lens import Loss
+from composer_fsdp2.migration.paths import Path
 from composer_fsdp2.migration.run import RunConfig
 
-OWN_WORDS = (
+_TABLES = ("parallelism", "training", "activation_checkpoint", "checkpoint", "compile")
+# Keys of the five tables that have to do with neither sharding nor memory, in any release up to v0.2.2.
+_OTHERS = frozenset(
+    f"{table}.{name}"
+    for table, names in {
+        "training": "dataset dataset_path seq_len gc_freq gc_debug "
+        "seed deterministic debug_moe_force_load_balance dataloader warmup_steps",
+        "checkpoint": "folder interval interval_type initial_load_path initial_load_in_hf "
+        "initial_load_in_hf_quantized load_step exclude_from_loading enable_first_step_checkpoint load_only "
+        "create_seed_checkpoint enable_ft_dataloader_checkpoints",
+    }.items()
+    for name in names.split()
+)
+# Keys of which every file has one; ``training`` and ``checkpoint`` alone are common names.
+_OWN_KEYS = (
     "model.flavor",
     "training.mixed_precision_param",
     "training.mixed_precision_reduce",
@@ -36,6 +38,30 @@ OWN_WORDS = (
     "activation_checkpoint.mode",
     *(name for name in NAMES if name.startswith("parallelism.")),
 )
+_EXTENSIONS = ("job.custom_config_module", "experimental.custom_args_module")
+_UNKNOWN = (
+    "no release of TorchTitan from v0.1.0 to v0.2.2 knows this key: v0.1.0 passes over it, the others refuse such a "
+    "file"
+)
+# What a file's run has without a key.
+_FIXED = {
+    "mixed_precision.cast_forward_inputs": True,
+    "state_dict_type": "sharded",
+}
+# fmt: off
+_IMPLICIT = (
+    implicit("autocast", Outcome.APPROXIMATE,
+        "TorchTitan's FSDP casts parameters and the inputs of units, and uses no torch.autocast",
+        "precision: fp32 in Composer leaves casting to FSDP2; amp_bf16 casts by operator as well"),
+    implicit("scale of the loss", Outcome.APPROXIMATE,
+        "v0.2.2 sums the loss over tokens and divides by those of the whole batch; here, as in earlier releases, it is "
+        "averaged over ranks and microbatches",
+        "accumulate_train_batch_on_tokens weighs microbatches by their tokens"),
+    implicit("state dict", Outcome.APPROXIMATE,
+        "TorchTitan's checkpoints are sharded, in the format of torch.distributed.checkpoint",
+        "state_dict_type: sharded"),
+)
+# fmt: on
 
 
 class TorchTitanDialect(Dialect):
@@ -44,7 +70,7 @@ class TorchTitanDialect(Dialect):
     name = target = "torchtitan"
     title = "TorchTitan up to v0.2.2"
     rows = tuple(replace(row, group=row.name.rpartition(".")[0]) for row in ROWS)
-    lacks = LACKS
+    limits = LIMITS
     suffix = ".toml"
     has_own_models = keeps_files = True
     words = ("parallelism", "activation_checkpoint", "mixed_precision_", "local_batch_size", "flavor")
@@ -52,73 +78,92 @@ class TorchTitanDialect(Dialect):
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
         """One for the whole file: [parallelism], or else the first of the tables that there is."""
-        if path or all(at(values, name) is None for name in OWN_WORDS):
-            return None  # ``training`` and ``checkpoint`` alone are common names
-        return next(((name,) for name in TABLES if isinstance(values.get(name), Mapping)), None)
+        if path or all(_at(values, name) is None for name in _OWN_KEYS):
+            return None
+        return next(((name,) for name in _TABLES if isinstance(values.get(name), Mapping)), None)
 
     def read(self, section: Section) -> Reading:
-        file = File.of(section, NAMES)
-        findings = tuple(findings_of(file))
+        file = effective(section)
+        units = implicit(
+            "units",
+            Outcome.APPROXIMATE,
+            f"TorchTitan's units stand in its code: {units_of(section.around).told}; the numbers do not depend on "
+            "which modules are units",
+        )
+        findings = file.findings(ROWS, lambda key: _short(section, key), lambda key, value: _other(section, key, value))
+        is_bad = any(map(file.problem, ROWS)) or file.given.keys() & {*_TABLES}
+        fixed = _FIXED | {"wrap": units_of(section.around).wrap}
+        rows = {_short(section, key): row for row in ROWS for key in (row.name, *row.aliases) if key in file.given}
         return Reading(
-            run=None if any(is_bad(file, row) for row in ROWS) or file.given.keys() & {*TABLES} else run_of(file),
-            findings=findings,
-            aspects=deciding({file.short(key): row.aspect for key, row in file.rows()}, findings),
-            rows={row.name: row for row in ROWS} | {file.short(key): row for key, row in file.rows()},
-            details=file,
+            run=None if is_bad else RunConfig.of_fields(file.fields(ROWS) | fixed),
+            findings=(*findings, units, *_IMPLICIT),
+            rows=rows | {row.name: row for row in ROWS},
         )
 
-    def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
+    def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
         """As before; of a name of an earlier release, what the last one that reads such a file calls it."""
-        file: File = reading.details
-        new = {file.short(key): row.name for key, row in file.rows() if key != row.name}
+        new = {key: row.name for key, row in reading.rows.items() if key not in (row.name, row.name.split(".", 1)[-1])}
         return tuple(
             replace(each, hint=f"v0.2.2, the last release that reads TOML, calls it {new[each.key]}")
             if each.key in new and not each.outcome.blocks
             else each
-            for each in super().own_findings(reading)
+            for each in super().own_findings(reading, lost)
         )
 
     def express(self, run: RunConfig) -> Expression:
-        """With a number of replicas where the number of ranks tells it: TorchTitan leaves the shards open only."""
+        """With a number of replicas where the number of ranks decides it: TorchTitan leaves the shards open only."""
         mesh = run.config.mesh
         is_open = not mesh.is_grouped and mesh.replicate_degree == -1
         return super().express(run.with_degrees() if is_open else run)
 
-    def settings(self, run: RunConfig) -> Iterator[Setting]:
-        config, recomputes = run.config, run.config.activation_checkpointing.checkpoint
-        selective = run.selective_checkpointing if recomputes else None
-        mesh, parallel = config.mesh, {kind: getattr(run, kind) for kind in ("context_parallel", *PARALLELISMS)}
-        shards, has_degrees = shards_of(run), not mesh.is_grouped and mesh.replicate_degree != -1
-        freed = "default" if run.pipeline_parallel == 1 else "always"
-        is_low = config.mixed_precision.param_dtype in LOW_PRECISION
-        for key, value, is_needed in (
-            ("parallelism.data_parallel_replicate_degree", mesh.replicate_degree, has_degrees),
-            ("parallelism.data_parallel_shard_degree", shards, has_degrees and shards),
-            ("parallelism.fsdp_reshard_after_forward", freed if config.reshard_after_forward else "never", True),
-            *((f"parallelism.{kind}_degree", degree, degree != 1) for kind, degree in parallel.items()),
-            ("compile.enable", True, run.compile),
-            ("training.mixed_precision_param", "bfloat16" if is_low else "float32", True),
-            ("training.mixed_precision_reduce", "float32", True),
-            ("training.dtype", run.stored_dtype, run.stored_dtype == "bfloat16"),
-            ("training.enable_cpu_offload", config.cpu_offload, True),
-            ("training.max_norm", run.max_grad_norm, run.max_grad_norm is not None),
-            ("activation_checkpoint.mode", "selective" if selective else "full" if recomputes else "none", True),
-            ("activation_checkpoint.selective_ac_option", str(selective), selective),
-            ("checkpoint.enable", True, run.async_save),
-            ("checkpoint.async_mode", "async", run.async_save),
-        ):
-            if is_needed:
-                yield Setting(aspect=BY_NAME[key].aspect, key=key, value=value)
-
-    def patch_steps(self, patch: Patch, section: Section, reading: Reading) -> Iterator[PatchStep]:
-        yield from patch_steps(patch, File.of(section, NAMES))
+    def path_of(self, section: Section, key: str) -> Path:
+        return tuple(key.split(".")) if "." in key else (*section.path, key)
 
     def defaults(self, row: Row) -> Mapping[str, Any]:
         """TOML has no null: a default of None decides nothing."""
         return {} if row.default is None else {"": row.default}
 
-    def questions(self, row: Row, value: Any) -> Iterator[Question]:
-        values: dict[str, Any] = {"parallelism": {}}
-        for name, each in {**self.switched_on(row), row.name: value}.items():
-            values = merged(values, nested(name, each))
-        yield Question(section=Section.at(("parallelism",), values), key=row.name.removeprefix("parallelism."))
+
+def effective(section: Section) -> Effective:
+    """Its own keys, those of the table in other tables, and misspelt ones there; the rest is not about sharding."""
+    own = section.place
+    given = {f"{own}.{key}": value for key, value in section.given.items()}
+    for name in NAMES:
+        table, _, key = name.rpartition(".")
+        others = _at(section.around, table)
+        if table != own and isinstance(others, Mapping) and key in others:
+            given[name] = others[key]
+    for table in _TABLES:
+        others = section.around.get(table)
+        if others is not None and not isinstance(others, Mapping):
+            given[table] = others
+        for key, value in others.items() if table != own and isinstance(others, Mapping) else ():
+            name = f"{table}.{key}"
+            if name not in given and name not in _OTHERS and nearest_names(name, NAMES, 1, likeness=0.85):
+                given[name] = value
+    return Effective(given=given, rows=NAMES, around=section.around)
+
+
+def _short(section: Section, name: str) -> str:
+    """The name of a key in the report: without the table that is the section."""
+    return name.removeprefix(f"{section.place}.")
+
+
+def _other(section: Section, key: str, value: Any) -> Finding:
+    """The finding of a key of none of the rows."""
+    if key in _TABLES:
+        reason, hint = "it is a table of TorchTitan's", "write its keys below it, or remove it"
+        return Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason=reason, hint=hint)
+    table, _, name = key.rpartition(".")
+    known = [each.rpartition(".")[2] for each in (*NAMES, *_OTHERS) if each.rpartition(".")[0] == table]
+    extension = next((found for each in _EXTENSIONS if (found := _at(section.around, each))), None)
+    hint = f"{extension}, which the file names, may know it" if extension else "remove it"
+    finding = replace(unknown_key(name, value, known, _UNKNOWN, hint), key=_short(section, key))
+    reason = "it has to do with neither sharding nor memory"
+    return replace(idle(finding, reason), known=True) if key in _OTHERS else finding
+
+
+def _at(values: Any, name: str) -> Any:
+    for part in name.split("."):
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return values

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from composer_fsdp2.migration.dialects.huggingface import HuggingFaceDialect
-from composer_fsdp2.migration.dialects.huggingface.places import OF_ACCELERATES_FILE
+from composer_fsdp2.migration.dialects.huggingface.values import OF_ACCELERATES_FILE
 from composer_fsdp2.migration.migrate import Migration, migrate_text
-from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, Case, each_case, read_first
+from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, Case, each_case, read_first, settings_of
 from tests.migration.huggingface_oracle import ask
 
 # What `accelerate config` writes around the section.
@@ -289,8 +289,8 @@ def test_what_becomes_of(case: Case) -> None:
 def test_the_ranks_of_a_sequence_shard_parameters_as_well() -> None:
     """Parameters sharded over the other ranks alone would need more memory; a decision would ask what is clear."""
     for sizes in ({"cp": 4, "dp_shard": 2}, {"cp": 8}):
-        again = HuggingFaceDialect().express(read_first(HEAD + FSDP2 + axes(**sizes) + AROUND).run).settings
-        (degrees,) = [each.value for each in again if each.key == "parallelism_config"]
+        again = HuggingFaceDialect().express(read_first(HEAD + FSDP2 + axes(**sizes) + AROUND).run)
+        degrees = settings_of(again)["parallelism_config"]
         assert degrees["parallelism_config_dp_shard_size"] == 8 // sizes["cp"]
     assert read_first(HEAD + FSDP2 + axes(cp=8) + AROUND).run.config.mesh.shard_degree == 8
 

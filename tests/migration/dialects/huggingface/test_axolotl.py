@@ -10,7 +10,7 @@ import yaml
 
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.migration.dialects.huggingface import AxolotlDialect
-from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, UNNEEDED, UNSUPPORTED, Case, each_case
+from tests.migration.file_cases import APPROXIMATE, EXACT, NEEDS_DECISION, UNNEEDED, UNSUPPORTED, Case, each_case
 
 # What stands around the section in the files of its examples.
 AROUND = """\
@@ -32,6 +32,8 @@ bf16: auto
 tf32: false
 wandb_project:
 """
+# In Composer's words where they stood; the number of microbatches needs that of ranks.
+CARRIED_OVER = ("bf16", "micro_batch_size", "num_epochs", "optimizer", "learning_rate")
 RECOMPUTED = "gradient_checkpointing: true\ngradient_checkpointing_kwargs:\n  use_reentrant: false\n"
 OF_OLD = """\
 fsdp:
@@ -156,7 +158,7 @@ CASES = {
                 "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
                 **{f"fsdp_config.{key}": value for key, value in says.items()},
             },
-            has=tuple(f"{line}\n" for line in AROUND.splitlines() if not line.startswith("bf16")),
+            has=tuple(f"{line}\n" for line in AROUND.splitlines() if not line.startswith(CARRIED_OVER)),
         )
         for name, (text, says) in SHAPES.items()
     },
@@ -164,6 +166,15 @@ CASES = {
         f"a file for FSDP2 stays as it is: {name}": Case(file=text, to="axolotl", after="file")
         for name, (text, _) in SHAPES.items()
         if "fsdp_version: 2" in text  # wherever it stands
+    },
+    **{
+        f"axolotl refuses activation_offloading without gradient_checkpointing: recomputed {is_recomputed}": Case(
+            file="precision: amp_bf16\nfsdp_config:\n  activation_cpu_offload: true\n"
+            f"  activation_checkpointing: {is_recomputed}\n",
+            to="axolotl",
+            says={"gradient_checkpointing": True, "activation_offloading": True},
+        )
+        for is_recomputed in ("true", "false")
     },
     "a part of a file without a base_model was taken for Composer's": Case(file=OF_TODAY, blocking=[]),
     **{
@@ -261,10 +272,18 @@ CASES = {
         has=("load_in_4bit: true\nadapter: qlora\n",),
     ),
     "and keeps them in axolotl's own file": Case(
-        file=QLORA, to="axolotl", told={"quantized weights": (None,)}, blocking=STORED
+        file=QLORA,
+        to="axolotl",
+        told={"quantized weights": (None,), "load_in_4bit": (NEEDS_DECISION, "cpu_ram_efficient_loading: false")},
+        blocking=[*STORED, "load_in_4bit"],
     ),
     "the migrated run would train all layers": Case(
-        file=SOME_LAYERS, told={"trained parameters": (NEEDS_DECISION, "freeze")}
+        file=SOME_LAYERS,
+        told={"unfrozen_parameters": (EXACT,)},
+        says={"fsdp_config.train_only": [r"model\.layers\.4[4-9]+"]},
+    ),
+    "of a parameter whose rows are trained in part all would be": Case(
+        file=SOME_LAYERS.replace("+\n", "+.*weight$[:100]\n"), told={"unfrozen_parameters": (NEEDS_DECISION, "range")}
     ),
     "axolotl's own does not": Case(file=SOME_LAYERS, to="axolotl", blocking=STORED, has=("unfrozen_parameters:\n",)),
     "a short file was read as a Trainer's, to whom keys with the prefix are nothing": Case(
@@ -326,7 +345,7 @@ fsdp_config:
         file="fsdp_config: {data_parallel_shard_degree: 2, activation_checkpointing: true}\n",
         to="axolotl",
         told={
-            "(mesh)": (APPROXIMATE, "as many ranks as it is launched with", "launch 2"),
+            "(number of ranks)": (APPROXIMATE, "as many ranks as it is launched with", "launch 2"),
             "(reentrant checkpointing)": (APPROXIMATE, "without reentering"),
         },
     ),

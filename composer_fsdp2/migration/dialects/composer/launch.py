@@ -1,0 +1,138 @@
+"""The command that trains a migrated file of LLM Foundry on FSDP2, and the root-level keys that stop LLM Foundry 0.22.
+
+Neither blocks: the section is right without it, and LLM Foundry refuses a key with an error before it trains.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.migration.dialect import Section, implicit
+from composer_fsdp2.migration.dialects.composer.beside_section import BESIDE_ROWS
+from composer_fsdp2.migration.dialects.composer.set_by_foundry import foundrys
+from composer_fsdp2.migration.dialects.composer.surroundings import Given
+from composer_fsdp2.migration.paths import value_at
+
+# fmt: off
+# The fields of TrainConfig in llmfoundry/utils/config_utils.py, 0.22.0; tests/foundry/test_train_config.py compares.
+TRAIN_CONFIG = frozenset({
+    "accumulate_train_batch_on_tokens", "algorithms", "autoresume", "callbacks", "code_paths",
+    "compile_config", "console_log_interval", "cuda_load_lazy", "device_eval_batch_size",
+    "device_train_batch_size", "device_train_grad_accum", "device_train_microbatch_size", "dist_timeout",
+    "eval_first", "eval_gauntlet", "eval_gauntlet_str", "eval_interval", "eval_loader", "eval_loaders",
+    "eval_subset_num_batches", "expandable_segments", "flatten_metadata", "fsdp_config",
+    "global_train_batch_size", "icl_seq_len", "icl_subset_num_batches", "icl_tasks", "icl_tasks_str",
+    "load_ignore_keys", "load_path", "load_strict_model_weights", "load_weights_only", "log_config",
+    "log_to_console", "loggers", "max_duration", "max_seq_len", "max_split_size_mb", "metadata", "model",
+    "n_gpus", "only_composer_checkpoint", "only_hf_checkpoint", "optimizer", "precision", "profiler",
+    "progress_bar", "python_log_level", "run_name", "save_filename", "save_folder", "save_ignore_keys",
+    "save_interval", "save_latest_filename", "save_num_checkpoints_to_keep", "save_overwrite",
+    "save_weights_only", "scheduler", "seed", "spin_dataloaders", "tokenizer", "tp_config", "train_loader",
+    "train_subset_num_batches", "variables",
+})
+# fmt: on
+# Of these the ones without a default, and those from which it computes others.
+MANDATORY = (
+    "model",
+    "tokenizer",
+    "train_loader",
+    "optimizer",
+    "scheduler",
+    "max_duration",
+    "max_seq_len",
+    "global_train_batch_size",
+    "device_train_microbatch_size",
+)
+# Keys that scripts/train/train.py read in 2023 (mosaicml/llm-foundry, 00b4bae), and their names in 0.22.0.
+_RENAMED = {"model_gauntlet": "eval_gauntlet", "lora": "model.peft_config"}
+_BESIDE = {row.name for row in BESIDE_ROWS}  # their findings are in beside_section.py
+_COMMAND = "composer -m composer_fsdp2 train"
+_PARAMETERS = "/mnt/config/parameters.yaml"  # where MCLI mounts what stands under parameters
+_IN_SHELL = {"&&", "||", ";", "|"}
+
+
+def launch_findings(section: Section) -> Iterator[Finding]:
+    """Findings for the launch of a file of LLM Foundry, an MCLI run file's ``command`` included; none for others."""
+    given = _trained_by_foundry(section)
+    command = section.around.get("command") if section.path[:1] == ("parameters",) else None
+    if isinstance(command, str):
+        yield from _of_command(command, is_foundrys=given is not None)
+    elif given is not None:
+        reason = "key=value arguments may follow, as before; LLM Foundry's own train.py trains the file on FSDP1"
+        yield implicit("launch", Outcome.EXACT, reason, target=f"{_COMMAND} FILE")
+    yield from _refused(given or {})
+
+
+def unfinished_findings(given: Sequence[str]) -> Iterator[Finding]:
+    """A finding for the rest of a file that was another system's, where LLM Foundry would not train with it."""
+    missing = [key for key in MANDATORY if key not in given]
+    refused = [key for key in given if key not in TRAIN_CONFIG | _BESIDE]
+    if missing or refused:
+        yield Finding(
+            key="LLM Foundry",
+            value="",
+            outcome=Outcome.APPROXIMATE,
+            target=", ".join(missing),
+            reason="LLM Foundry 0.22 refuses a file without these keys, or with others than its own; scripts need none",
+            hint=f"remove {and_more(refused, 4)}, or move them below variables" if refused else "",
+            origin=Origin.WRITING,
+        )
+
+
+def _trained_by_foundry(section: Section) -> Given | None:
+    """The training configuration of LLM Foundry that the section is a part of."""
+    if section.path[-1:] != ("fsdp_config",):
+        return None
+    around = (value_at(section.around, section.path[:depth]) for depth in reversed(range(len(section.path))))
+    mappings = (each for each in around if isinstance(each, Mapping))
+    return next((each for each in mappings if foundrys(each) and {"tokenizer", "train_loader"} <= each.keys()), None)
+
+
+def _of_command(command: str, *, is_foundrys: bool) -> Iterator[Finding]:
+    """Not edited: only the user knows which image and which checkout the new line needs."""
+    if "composer_fsdp2" in command:
+        return
+    lines = [(line.strip(), new) for line in command.splitlines() if (new := _on_fsdp2(line, is_foundrys))]
+    if not lines and is_foundrys:
+        lines = [(command.strip().rpartition("\n")[2], f"{_COMMAND} {_PARAMETERS}")]
+    for line, new in lines:
+        yield Finding(
+            key="command",
+            value=line,
+            outcome=Outcome.APPROXIMATE,
+            target=new,
+            reason="it launches without composer_fsdp2, which the section needs; the new line is for you to write",
+            hint="an entry of integrations with composer_fsdp2's repository and pip_install: '.[foundry]' installs it "
+            "with LLM Foundry 0.22.0 and torch 2.7.0, in place of an older LLM Foundry",
+        )
+
+
+def _on_fsdp2(line: str, is_foundrys: bool) -> str:
+    """The line of a shell that launches the same script on FSDP2; empty where Composer's launcher starts no script."""
+    words = line.split()
+    start = words.index("composer") if "composer" in words else len(words)
+    ends = (number for number, word in enumerate(words) if word.endswith(".py") or word in _IN_SHELL)
+    at = next((number for number in ends if number > start), None)
+    if at is None or words[at] in _IN_SHELL:
+        return ""
+    is_train = is_foundrys and words[at].rpartition("/")[2] == "train.py"
+    new = ["-m", "composer_fsdp2", *(["train"] if is_train else ["run", words[at]])]
+    return " ".join([*words[:at], *new, *words[at + 1 :]])
+
+
+def _refused(given: Mapping[str, Any]) -> Iterator[Finding]:
+    for key in (each for each in given if each not in TRAIN_CONFIG | _BESIDE):
+        variable = f"variables.{key}"
+        new = _RENAMED.get(key, variable)
+        yield Finding(
+            key=str(key),
+            value=given[key],
+            outcome=Outcome.APPROXIMATE,
+            target=new,
+            reason="LLM Foundry 0.22, with which composer_fsdp2 trains, refuses this root-level key",
+            hint=f"move it below variables, and write ${{{variable}}} for ${{{key}}}"
+            if new == variable
+            else f"write its value under {new}",
+            origin=Origin.WRITING,
+        )

@@ -1,0 +1,91 @@
+"""Fields of a run that no ``fsdp_config`` can configure, or that composer_fsdp2 carries out in its own way."""
+
+from composer_fsdp2.config.findings import Outcome
+from composer_fsdp2.migration.lens import Limitation, limits
+
+_EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
+_STACKED = (
+    "expert_parallel_degree: {value}, with which tokens travel, is for LLM Foundry's torch_dmoe, where one weight "
+    "holds all of a layer's experts"
+)
+# fmt: off
+LIMITS: tuple[Limitation, ...] = (
+    limits(_APPROXIMATE, "wrap.experts",
+        target="the units around them",
+        reason="experts stay in the unit around them, which every rank gathers whatever its tokens choose: the same "
+        "numbers, and more memory while it is gathered"),
+    limits(_APPROXIMATE, "mixed_precision.cast_forward_inputs", "mixed_precision.cast_root_inputs", target="at roots",
+        reason="as under FSDP1 inputs are cast at roots only; what a block gets in float32, rotary angles for one, it "
+        "keeps so", hint="in a script, mixed_precision can be torch's MixedPrecisionPolicy(cast_forward_inputs=True)"),
+    limits(_APPROXIMATE, "mixed_precision.cast_root_inputs", target="at roots",
+        reason="the root's floating point inputs are cast to param_dtype; token ids are not"),
+    limits(_APPROXIMATE, "stored_dtype",
+        reason="trained parameters, and the optimizer's state, are stored in {value} there, whatever dtype they were "
+        "created in; here they keep that dtype", hint="create the model in {value}"),
+    limits(_NEEDS_DECISION, "precision", was="amp_fp8", is_kept=True, title="products in fp8",
+        target="precision: amp_fp8",
+        reason="{value} computes in fp8 in Transformer Engine's layers only, and the layers that the other system "
+        "converts (torchao's, MS-AMP's) are plain ones here",
+        hint="precision: amp_bf16 computes in bfloat16; LLM Foundry's fc_type: te makes Transformer Engine's layers"),
+    limits(_APPROXIMATE, "mixed_precision.output_dtype",
+        reason="units give what they compute, as under FSDP1; {value} was asked for",
+        hint="in a script, mixed_precision can be torch's MixedPrecisionPolicy(output_dtype=...)"),
+    limits(_APPROXIMATE, "sync_module_states",
+        target="sync_module_states", reason="without the key no values are sent; true sends rank 0's always",
+        hint="set it to true if the model is created on rank 0 only"),
+    limits(_NEEDS_DECISION, "ignored_modules", target="ignored_modules",
+        reason="a file cannot name modules", hint="set fsdp_config['ignored_modules'] in the script"),
+    limits(_NEEDS_DECISION, "tensor_parallel", target="tp_config",
+        reason="which layers are split, and how, is a layer plan of the model, which stands beside the section and in "
+        "code",
+        hint="a script: parallelism_config['tp'] = {'tensor_parallel_degree': {value}, 'layer_plan': {path: style}}; "
+        "LLM Foundry: tp_config: {strategy: ffn, tensor_parallel_degree: {value}}, which splits MPT's feed-forwards; "
+        "or more shards in its place: without it, and with data_parallel_shard_degree times {value} where it is set, "
+        "all ranks have batches of their own: the same global_train_batch_size gives each of them 1/{value} of what a "
+        "group had, the same batch of each rank makes a step {value} times as large"),
+    limits(_UNSUPPORTED, "pipeline_parallel", reason="composer_fsdp2 has no pipeline parallelism"),
+    limits(_UNSUPPORTED, "has_expert_axis", "expert_parallel",
+        reason="the ranks of the experts are an axis beside the shards there, and composer_fsdp2 has none for experts "
+        "that are modules of their own",
+        hint=f"train without it: experts are sharded like all other parameters; {_STACKED}"),
+    limits(_APPROXIMATE, "expert_parallel", target="experts in the units of wrap_policy",
+        reason="experts are sharded like all other parameters and gathered where they run, while no token travels: the "
+        "same numbers, more communication",
+        hint="wrap_policy.moe_experts, with idle_experts: in_order, gathers one expert at a time, else all of a "
+        f"layer's are; {_STACKED}"),
+    limits(_NEEDS_DECISION, "tiled_mlp.chunks", target="tiled_mlp",
+        reason="the file does not name the classes of the MLPs, so that they are computed in one piece: the same "
+        "numbers, and more memory in long sequences",
+        hint="set tiled_mlp: {classes: [the class of the model's MLPs], chunks: {value}}"),
+    limits(_NEEDS_DECISION, "max_grad_norm", target="algorithms: {gradient_clipping: ...}",
+        reason="a run whose gradients are clipped to a norm of {value} trains nothing, or in the wrong direction",
+        hint="set a positive norm, or clip nothing"),
+    limits(_EXACT, "max_grad_norm", is_kept=True,
+        target="algorithms: {gradient_clipping: {clipping_type: norm, clipping_threshold: {value}}}",
+        reason="Composer clips by an algorithm, which stands beside the section: LLM Foundry reads it there",
+        hint="a script hands it to the Trainer: algorithms=GradientClipping('norm', {value})"),
+    limits(_APPROXIMATE, "save_only_model", target="save_weights_only",
+        reason="an argument of Composer's Trainer, outside of this section", hint="save_weights_only: true"),
+    limits(_APPROXIMATE, "selective_checkpointing", target="activation_checkpointing_fn of the model",
+        reason="entire blocks are recomputed: less memory, more computation, the same numbers",
+        hint="the model's activation_checkpointing_fn can choose fewer"),
+    limits(_APPROXIMATE, "compile", target="compile_config",
+        reason="an argument of Composer's Trainer, outside of this section; it changes speed and rounding"),
+    limits(_APPROXIMATE, "num_microbatches", "global_batch_size", target="global_train_batch_size",
+        reason="Composer takes the rows of all ranks, and the number of ranks is not known here; a rank has {value} "
+        "microbatches of its own", hint="global_train_batch_size: device_train_microbatch_size times {value} times the "
+        "number of ranks that read batches of their own"),
+    limits(_APPROXIMATE, "max_duration", target="max_duration",
+        reason="Composer takes whole epochs, and {value} is none", hint="give a number of steps, such as 1000ba"),
+    limits(_APPROXIMATE, "undecayed", target="optimizer",
+        reason="a Trainer decays neither biases nor the weights of norms, LLM Foundry's optimizer all parameters; its "
+        "weight_decay is a Trainer's times the learning rate",
+        hint="optimizer.param_groups: [{param_str_match: bias|norm, weight_decay: 0.0}]"),
+    limits(_APPROXIMATE, "optimizer", now=None, target="optimizer",
+        reason="LLM Foundry has decoupled_adamw, decoupled_lionw, clip_lion and adalr_lion, and not {value}",
+        hint="optimizer: {name: ..., lr: ...}, of one of these, or of one of your own in code_paths"),
+    limits(_APPROXIMATE, "optimizer", target="optimizer: decoupled_adamw",
+        reason="the same AdamW, whose state has the precision of the parameters there: not that of {value}, and more "
+        "memory"),
+)
+# fmt: on

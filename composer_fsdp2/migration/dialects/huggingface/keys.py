@@ -1,0 +1,853 @@
+"""The table of keys of Hugging Face, accelerate and axolotl."""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.rows import ANY, Row, idle, undecided
+from composer_fsdp2.config.sharding import ActivationCheckpointing, GradientSync, MixedPrecision
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.parsing import ShardingStrategy
+from composer_fsdp2.migration.dialects.huggingface.values import (
+    A1,
+    A2,
+    AD,
+    BESIDE,
+    BF16,
+    BOOL,
+    CLASSES,
+    COUNT,
+    DEEPSPEED,
+    DEGREE,
+    DEGREES,
+    DEGREES_PREFIX,
+    DEVICE,
+    DTYPES,
+    FLAG,
+    NAMES,
+    NOBODY,
+    NORM,
+    OFFLOADING,
+    PIECES,
+    POLICY,
+    PRECISION,
+    PRECISIONS,
+    PREFETCH,
+    RECOMPUTING,
+    RESHARD,
+    SETTINGS,
+    STAGE,
+    STATE_DICT,
+    STATE_DICTS,
+    STEPS,
+    STRATEGY,
+    SWITCHES,
+    SYNCS,
+    T1,
+    T2,
+    TRUTH,
+    VERSION,
+    WORDS,
+    WORDS_TEXT,
+    X1,
+    X2,
+    Reader,
+    is_word_for_false,
+)
+from composer_fsdp2.migration.lens import Lens, as_is, case, cases
+from composer_fsdp2.migration.run import Wrap, WrapKind
+from composer_fsdp2.migration.training import OF_TRAINERS, count, number_of, optimizer_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key(Lens):
+    """A key of files that several systems read.
+
+    Args:
+        defaults: By reader.
+        read_by: All that know FSDP, if empty; for the others it has no effect.
+        checked_by: Who stops at a bad value, and does nothing with a good one.
+        instead: By a reader that passes over it, what does the same there.
+    """
+
+    defaults: Mapping[Any, Any] = field(default_factory=dict)
+    read_by: Collection[Any] = ()
+    checked_by: Collection[Any] = ()
+    instead: Mapping[Any, str] = field(default_factory=dict)
+
+
+def reads(reader: Reader, row: Row) -> bool:
+    """Whether the system looks at the key."""
+    read_by = row.read_by if isinstance(row, Key) else ()
+    return reader in read_by if read_by else reader is not AD or row.group == DEGREES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenKey:
+    """A key of the section, with its path from there, and whether the system reads it at that place."""
+
+    key: str
+    value: Any
+    row: Key | None
+    is_read: bool = True
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it says that there is to be none of it."""
+        return self.row is not None and self.row.takes in SWITCHES and is_word_for_false(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EffectiveConfig:
+    """The settings in effect, explicit or not, and by key what kept the run from starting.
+
+    Args:
+        settings: By the names of the table.
+        problems: By key: what is wrong with its value, and which would do.
+    """
+
+    reader: Reader
+    given: tuple[GivenKey, ...]
+    around: Mapping[str, Any]
+    settings: dict[str, Any]
+    problems: dict[str, str]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.settings[name]
+
+    def keys_of(self, *names: str) -> list[str]:
+        """The keys that are read for one of these names of the table."""
+        return [each.key for each in self.given if each.row is not None and each.is_read and each.row.name in names]
+
+    def key_of(self, *names: str) -> str | None:
+        """The key that set one of these; None if the file gives none of them."""
+        keys = self.keys_of(*names)
+        return keys[-1] if keys else None
+
+    def value_of(self, key: str) -> Any:
+        return next(each.value for each in self.given if each.key == key)
+
+    @property
+    def is_on_one_node(self) -> bool:
+        """Whether a file of accelerate's says so, by num_machines, whose default is 1."""
+        return not self.reader.is_trainer and self.around.get("num_machines", 1) in (None, 1, "1")
+
+    def count(self, key: str) -> int | None:
+        """A number beside the section, which accelerate takes in quotes as well.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        value = self.around.get(key)
+        if value is not None and not str(value).isdecimal():
+            raise ConfigError(f"{key}: {value!r}; it takes a number")
+        return None if value is None else int(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fields that several keys decide
+
+
+def wrap_of(config: EffectiveConfig) -> Wrap:
+    policy, size = config["auto_wrap_policy"], config["min_num_params"]
+    if policy == "TRANSFORMER_BASED_WRAP":
+        return Wrap(kind=WrapKind.CLASSES, classes=tuple(dict.fromkeys(config["transformer_layer_cls_to_wrap"])))
+    if policy == "SIZE_BASED_WRAP" and size > 0:
+        return Wrap(kind=WrapKind.SIZE, min_num_params=size)
+    return Wrap(kind=WrapKind.ROOT)  # a size of 0 is passed over as well
+
+
+_POLICY_OF = {WrapKind.ROOT: "NO_WRAP", WrapKind.SIZE: "SIZE_BASED_WRAP"}
+
+
+def _stored_dtype(word: str, config: EffectiveConfig) -> str | None:
+    """accelerate upcasts what is trained where precision is mixed, as DeepSpeed does; axolotl's own way to FSDP2 leaves
+    it in the dtype in which axolotl loads the model."""
+    low = DTYPES[word]
+    return low if low is None or config.reader is X2 else "float32"
+
+
+def _mixed_precision(word: str, config: EffectiveConfig) -> MixedPrecision:
+    """FSDP1 cast the root's inputs only, and buffers; accelerate's FSDP2 casts inputs and outputs of each unit."""
+    dtype = DTYPES[word]
+    if dtype is None:
+        return MixedPrecision()  # there is nothing to cast to
+    if config.reader.is_fsdp2:
+        return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype, cast_forward_inputs=True)
+    return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
+
+
+def _max_grad_norm(value: Any, config: EffectiveConfig) -> Any:
+    """A Trainer clips to 1 by default, and nothing for a norm of 0."""
+    if not config.reader.is_trainer:
+        return value
+    norm = config.around.get("max_grad_norm", 1.0)
+    return None if isinstance(norm, int | float) and norm <= 0 else norm
+
+
+def _chunks(is_tiled: bool, config: EffectiveConfig) -> int | None:
+    return config["tiled_mlp_num_shards"] if is_tiled else None
+
+
+def _checkpointing(by_model: Any, config: EffectiveConfig) -> ActivationCheckpointing:
+    is_axolotl = config.reader.is_axolotl
+    offloads = config["activation_offloading"] or by_model in ("offload", "offload_disk")
+    if config["activation_checkpointing"] or offloads:
+        classes = wrap_of(config).classes if config["activation_checkpointing"] else ()
+        return ActivationCheckpointing(checkpoint=True, classes=classes, reentrant=False, cpu_offload=bool(offloads))
+    if not by_model:
+        return ActivationCheckpointing()
+    given = config["gradient_checkpointing_kwargs"]
+    reentrant = given.get("use_reentrant", not is_axolotl) if isinstance(given, Mapping) else not is_axolotl
+    return ActivationCheckpointing(checkpoint=True, classes=(), reentrant=bool(reentrant))
+
+
+def _duration(steps: Any, config: EffectiveConfig) -> str | None:
+    """Steps take precedence over epochs."""
+    epochs = number_of(config["num_train_epochs"])
+    return f"{count(steps)}ba" if count(steps) else None if epochs is None else f"{epochs:g}ep"
+
+
+def syncs(in_each: bool, config: EffectiveConfig) -> GradientSync:
+    """A Trainer puts gradients off to the last microbatch (no_sync); with accelerate alone the script decides, and
+    under ZeRO the stage: with gradients in shards each microbatch is reduced."""
+    if config.reader is AD:
+        defers = config["gradient_accumulation_steps"] > 1 and config["zero_stage"] < 2
+    else:
+        steps = config.around.get("gradient_accumulation_steps")
+        defers = config.reader.is_trainer and isinstance(steps, int) and steps > 1 and not in_each
+    return GradientSync.LAST if defers else GradientSync.EVERY
+
+
+def mesh_of(shard: int, config: EffectiveConfig) -> MeshSpec:
+    """All ranks, unless degrees are given or FSDP1 made groups of its own: its hybrids sharded within a node.
+
+    Raises:
+        ConfigError: nobody says how many ranks a node has.
+    """
+    strategy, replicate = config["sharding_strategy"], config["dp_replicate_size"]
+    if strategy is ShardingStrategy.NO_SHARD:
+        return MeshSpec().without_shards()
+    is_given = config.key_of("dp_replicate_size", "dp_shard_size") is not None
+    if config.reader.is_axolotl and shard == 1:  # axolotl passes on no size of 1: the ranks that are left shard
+        if replicate > 1:
+            return MeshSpec.of_degrees(-1, replicate)
+        is_given = False
+    if is_given:
+        shard *= config["cp_size"] * config["sp_size"]  # parameters are sharded over the ranks of a sequence, too
+        if shard == 1:
+            raise ConfigError("dp_shard_size is 1, which is no sharding; give the number of ranks of one replica")
+        ranks, total = config.count("num_processes"), replicate * shard * config["tp_size"]
+        if config.reader in (A1, A2) and ranks not in (None, total):
+            raise ConfigError(f"the sizes of parallelism_config make {total} ranks, and num_processes is {ranks}")
+        return MeshSpec.of_degrees(shard, replicate if replicate > 1 else None)
+    if strategy is None or not strategy.is_hybrid or config.is_on_one_node:
+        return MeshSpec()
+    processes, machines = config.count("num_processes"), config.count("num_machines")
+    if config.reader.is_trainer or processes is None or machines is None:
+        sizes = "{0}dp_shard_size: GPUs of a node, {0}dp_replicate_size: number of nodes"
+        way = sizes.format("") if config.reader.is_axolotl else f"{DEGREES}: {{{sizes.format(DEGREES_PREFIX)}}}"
+        raise ConfigError(
+            "FSDP1 sharded within each node, and replicated over nodes, by the number of GPUs that it found; set it, "
+            f"as {way}"
+        )
+    if machines < 1 or processes % machines:
+        raise ConfigError(f"num_processes {processes} is not a multiple of num_machines {machines}")
+    return MeshSpec.of_degrees(processes // machines, -1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prose by value
+
+_APPROXIMATE, _UNNEEDED, _NEEDS_DECISION = Outcome.APPROXIMATE, Outcome.UNNEEDED, Outcome.NEEDS_DECISION
+_OFF: dict[str, Any] = {"target": "", "reason": "off, as by default", "asks": False}
+
+
+def off(finding: Finding) -> Finding:
+    return replace(finding, **_OFF)
+
+
+def _switch(name: str) -> Callable[[Finding, EffectiveConfig], Finding]:
+    """Of a key that asks for something while this setting is on."""
+    return cases(case(lambda value, config: not config[name], **_OFF))
+
+
+def _target_of_strategy(config: EffectiveConfig) -> str:
+    strategy = config["sharding_strategy"]
+    is_2d = strategy.is_hybrid and not config.is_on_one_node
+    mesh = "a 2-D mesh" if is_2d else "one mesh of all ranks"
+    return f"reshard_after_forward={strategy.reshards_after_forward} on {mesh}"
+
+
+def _reason_of_strategy(config: EffectiveConfig) -> str:
+    strategy = config["sharding_strategy"]
+    where = "; sharded within a node, replicated over nodes" if strategy.is_hybrid else ""
+    if strategy.is_hybrid and config.is_on_one_node:
+        where = "; on one machine all ranks are one node, with nobody to replicate to"
+    return f"parameters are {'freed' if strategy.reshards_after_forward else 'kept'} after forward{where}"
+
+
+_OF_STRATEGY = (
+    case(
+        lambda value, config: config["sharding_strategy"] is ShardingStrategy.NO_SHARD,
+        target="2-D mesh with one rank on its shard axis",
+        reason="every rank keeps full parameters, gradients are averaged by one all-reduce",
+        hint="accelerate's FSDP2 has no form for it: there DDP (distributed_type: MULTI_GPU) is the same run",
+    ),
+    case(
+        lambda value, config: config["sharding_strategy"] is not None,
+        target=_target_of_strategy,
+        reason=_reason_of_strategy,
+    ),
+)
+# A false in quotes, where any text is true.
+_IN_QUOTES = case(
+    lambda value, config: config.reader.is_transformers and isinstance(value, str) and is_word_for_false(value),
+    _NEEDS_DECISION,
+    reason="transformers treats any text as true, so that this was on",
+    hint="as trained: true; as written: false, without quotes",
+)
+_DEGREE_OF_1 = cases(case(lambda value, config: value == 1, _UNNEEDED, reason="1 has no effect"))
+VERSION_REASON = "transformers 5 reads it; 4.51.3 does not, and trains with FSDP1"
+VERSION_HINT = "under 4.51.3 launch with a configuration file of accelerate's that says fsdp_version: 2"
+_ONE_MORE_UNIT = "one more unit is in memory at the peak; NO_PREFETCH spares it"
+_LOADING = "under accelerate's FSDP2 cpu_ram_efficient_loading: true does it, and nothing else"
+SIZE_REASON = (
+    "accelerate's SIZE_BASED_WRAP under FSDP2 chooses module lists as well, on which fully_shard breaks, and counts "
+    "parameters that inner units hold"
+)
+SIZE_HINT = "TRANSFORMER_BASED_WRAP, with the classes of the layers"
+
+
+def of_wrap(finding: Finding, config: EffectiveConfig) -> Finding:
+    """Classes or a number that the policy has no use for."""
+    policy = config["auto_wrap_policy"]
+    is_size = finding.key.endswith("min_num_params")
+    needed = "SIZE_BASED_WRAP" if is_size else "TRANSFORMER_BASED_WRAP"
+    if policy == needed:
+        return finding
+    if is_size and finding.value == 0:
+        return idle(finding, "0 has no effect")
+    if config.key_of("auto_wrap_policy") is not None:
+        return idle(finding, f"not read under {policy}")
+    if config.reader is T1 and "fsdp" not in config.around:
+        return undecided(
+            finding,
+            reason="only auto_wrap in fsdp makes use of it, and whether that was given is not known here",
+            hint="with auto_wrap: write fsdp here; without it the whole model was one unit: remove this key",
+        )
+    way = "auto_wrap in fsdp" if config.reader.is_transformers else f"auto_wrap_policy: {needed}"
+    way = way if config.reader.is_trainer else f"fsdp_{way}"
+    return undecided(
+        finding,
+        reason="no wrapping was asked for: the whole model was one unit, all of it gathered at once",
+        hint=f"as trained: remove it; as written: {way}",
+    )
+
+
+# Of ZeRO 3 FSDP is the form by units; 1 and 2 keep parameters, of which SHARD_GRAD_OP keeps less. By stage: the target,
+# and the reason.
+_KEPT_PARAMETERS = "SHARD_GRAD_OP: reshard_after_forward=False on one mesh of all ranks"
+_STAGES = {
+    0: ("2-D mesh with one rank on its shard axis", "stage 0 shards nothing: every rank keeps full parameters"),
+    1: (
+        _KEPT_PARAMETERS,
+        "stage 1 shards the optimizer's state only; SHARD_GRAD_OP shards gradients too, and parameters between steps: "
+        "the same numbers, less memory",
+    ),
+    2: (
+        _KEPT_PARAMETERS,
+        "parameters are kept from forward to backward; between steps they are sharded, which stage 2 does not do: the "
+        "same numbers, less memory",
+    ),
+}
+
+
+def _device(which: str) -> Callable[[Finding, EffectiveConfig], Finding]:
+    name = f"offload_{which}_device"
+    return cases(
+        case(lambda value, config: config[name] == "none", **_OFF),
+        case(
+            lambda value, config: which == "param" and config["zero_stage"] != 3,
+            _UNNEEDED,
+            reason="DeepSpeed offloads parameters under stage 3 only",
+        ),
+        case(
+            lambda value, config: config[name] == "nvme",
+            _NEEDS_DECISION,
+            reason="FSDP2 keeps nothing on a disk",
+            hint="cpu, which needs the host memory; or none",
+        ),
+        case(
+            lambda value, config: config["offload_optimizer_device"] == config["offload_param_device"] == "cpu",
+            Outcome.EXACT,
+            reason="all of it rests in host memory, under FSDP2 as well",
+        ),
+    )
+
+
+_ROWS_OF_ONE = re.compile(r"\[\d*:?\d*\]$")  # at a pattern's end: the rows of the parameter that are trained
+_UNPREFIXED = "the same key without the prefix"
+_KEPT = "accelerate reads it for FSDP2 as for FSDP1"
+
+
+def _everywhere(value: Any) -> dict[Reader, Any]:
+    return dict.fromkeys(Reader, value)
+
+
+_TRAINERS = (T1, T2, X1, X2)
+
+
+def _instead(trainer: str, launcher: str = "") -> dict[Reader, str]:
+    """What does the same where a key is not read: in a Trainer's arguments for transformers 4.51.3, in a file of
+    accelerate's."""
+    ways = {T1: trainer, X1: trainer, A1: launcher, A2: launcher}
+    return {reader: way for reader, way in ways.items() if way}
+
+
+# A key of accelerate 1.12, with DeepSpeed's sequence parallelism.
+SEQUENCE_DTYPE = "seq_parallel_communication_data_type"
+_LAUNCHER = "belongs to DeepSpeed's launcher; torchrun and composer have their own words for the nodes"
+# Its other keys, which stand in parallelism_config.
+SEQUENCES = {
+    "sp_size": "over how many ranks",
+    "sp_backend": "who divides sequences",
+    "sp_seq_length": "the length that all sequences have",
+    "sp_seq_length_is_variable": "whether lengths differ",
+    "sp_attn_implementation": "which attention computes",
+}
+# What nothing of FSDP2 depends on.
+_OF_DEEPSPEED = (
+    ("deepspeed_multinode_launcher", "who starts the processes of several nodes", _LAUNCHER),
+    ("deepspeed_hostfile", "the nodes", _LAUNCHER),
+    ("deepspeed_exclusion_filter", "nodes and GPUs to leave out", _LAUNCHER),
+    ("deepspeed_inclusion_filter", "nodes and GPUs to take", _LAUNCHER),
+    ("offload_optimizer_nvme_path", "where a disk takes the optimizer's state", "of use with the device nvme only"),
+    ("offload_param_nvme_path", "where a disk takes parameters", "of use with the device nvme only"),
+    (
+        "deepspeed_moe_layer_cls_names",
+        "layers that ZeRO 3 gathers as wholes, since ranks use other experts in them",
+        "FSDP2 gathers units as wholes, whichever experts a rank uses",
+    ),
+    (
+        SEQUENCE_DTYPE,
+        "of what ranks of one sequence exchange",
+        "belongs to DeepSpeed's sequence parallelism",
+    ),
+)
+
+# fmt: off
+_ROWS: tuple[Key, ...] = (
+    Key(name="fsdp", takes=WORDS, group=BESIDE, outcome=Outcome.EXACT,
+        target="reshard_after_forward, the mesh, cpu_offload, the wrapped modules", read_by=(T1, T2, X1, X2),
+        fields=("reshard_after_forward", "mesh", "cpu_offload", "wrap"),
+        decide=cases(
+            case(lambda value, config: config["fsdp"].ignored, _NEEDS_DECISION,
+                reason=lambda config: "of a list, transformers passes over what is not an option: "
+                + ", ".join(config["fsdp"].ignored), hint=f"keep of {WORDS_TEXT} those that you mean"),
+            *_OF_STRATEGY,
+            case(lambda value, config: config.reader is not X2 and value is not True and not config["fsdp"].auto_wrap
+                and not config.key_of("auto_wrap_policy"), _APPROXIMATE,
+                reason="without auto_wrap early releases of transformers 5 wrap nothing, later ones each layer",
+                hint="set auto_wrap_policy in fsdp_config")),
+        meaning="turns FSDP on: the strategy, offload, auto_wrap",
+        reason="each word has its form under FSDP2"),
+    Key(name="distributed_type", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=(A1, A2, AD),
+        meaning="FSDP makes accelerate launch read fsdp_config, DEEPSPEED deepspeed_config",
+        decide=cases(case(lambda value, config: config.reader is AD,
+        reason="turns DeepSpeed on, whose place FSDP2 takes")),
+        reason="turns FSDP on; in accelerate's files fsdp_version tells FSDP2 apart"),
+    Key(name="mixed_precision", takes=PRECISION, group=BESIDE, outcome=Outcome.EXACT,
+        target="mixed_precision: param_dtype and reduce_dtype alike", defaults=_everywhere("no"), read_by=(A1, A2, AD),
+
+        read={"precision": lambda value, config: PRECISIONS[value], "mixed_precision": _mixed_precision,
+            "stored_dtype": _stored_dtype},
+        decide=cases(
+            case(lambda value, config: config["mixed_precision"] == "no", target="", reason="no mixed precision"),
+            case(lambda value, config: config["mixed_precision"] == "fp8", _APPROXIMATE,
+                hint="check that the fp8 library in use takes FSDP2",
+                reason="FSDP takes bfloat16; the matrix products in fp8 are another library's")),
+        meaning="autocast, and parameters, gradients and buffers of FSDP in this dtype",
+        reason="gradients are reduced in the low dtype, too: accelerate gives all of the policy one dtype"),
+    Key(name="bf16", takes=BF16, group=BESIDE, outcome=Outcome.EXACT,
+        target="mixed_precision: param_dtype and reduce_dtype bfloat16", defaults=_everywhere(False),
+        read_by=(T1, T2, X1, X2), fields=("precision", "mixed_precision"),
+        decide=cases(
+            case(lambda value, config: value == "auto",
+                hint="auto is true on every GPU that has bfloat16, and fp16 elsewhere"),
+            case(lambda value, config: value == "full", _APPROXIMATE,
+                target="mixed_precision: FULL, and parameters in bfloat16",
+                reason="no autocast, and no dtype of FSDP's: parameters, gradients and the optimizer are bfloat16",
+                hint="make the model in bfloat16, which no fsdp_config says")),
+        meaning="autocast, and parameters, gradients and buffers of FSDP in bfloat16",
+        reason="gradients are reduced in bfloat16, too: accelerate gives all of the policy one dtype"),
+    Key(name="fp16", fields=("precision", "mixed_precision"), takes=FLAG, group=BESIDE, outcome=Outcome.EXACT,
+        target="mixed_precision: param_dtype and reduce_dtype float16", defaults=_everywhere(False),
+        meaning="autocast with loss scaling, and parameters, gradients and buffers of FSDP in float16",
+        reason="gradients are reduced in float16, too: accelerate gives all of the policy one dtype"),
+    Key(name="fp8", takes=FLAG, group=BESIDE, outcome=Outcome.APPROXIMATE,
+        target="precision: amp_fp8; mixed_precision: bfloat16", defaults=_everywhere(False), read_by=(X1, X2),
+        fields=("precision",),
+        decide=_switch("fp8"), meaning="matrix products in fp8, by torchao",
+        reason="FSDP takes bfloat16; the matrix products in fp8 are another library's",
+        hint="check that the fp8 library in use takes FSDP2"),
+    Key(name="tiled_mlp", takes=FLAG, group=BESIDE, outcome=Outcome.APPROXIMATE,
+        target="tiled_mlp", defaults=_everywhere(False), read_by=(X1, X2), read={"tiled_chunks": _chunks},
+        decide=_switch("tiled_mlp"), meaning="MLPs are computed in pieces of the sequence",
+        reason="the same MLPs in pieces, each computed once more in backward"),
+    Key(name="tiled_mlp_num_shards", takes=PIECES, group=BESIDE, outcome=Outcome.APPROXIMATE, target="tiled_mlp",
+        defaults=_everywhere(4), read_by=(X1, X2), fields=("tiled_mlp",), decide=_switch("tiled_mlp"),
+        meaning="into how many pieces; without it axolotl goes by the length of the sequence",
+        reason="a detail of tiled_mlp"),
+    Key(name="accelerator_config", takes=SYNCS, group=BESIDE, outcome=Outcome.EXACT, target="gradient_sync",
+        defaults=_everywhere(False), read_by=(T1, T2, X1, X2), read={"accumulation.gradient_sync": syncs},
+        decide=cases(case(lambda value, config: not config["accelerator_config"], _UNNEEDED,
+        reason="nothing in it is about sharding")),
+        meaning="of accelerate's other settings, whether each microbatch reduces gradients "
+        "(gradient_accumulation_kwargs: {sync_each_batch: true})",
+        reason="each microbatch reduces its gradients, there as here"),
+    Key(name="unfrozen_parameters", takes=NAMES, group=BESIDE, outcome=Outcome.EXACT, target="train_only",
+        defaults=_everywhere(()), read_by=(X1, X2),
+        read={"train_only": lambda value, config: tuple(
+            re.sub(r"\.(?!\+)", r"\.", _ROWS_OF_ONE.sub("", each)) for each in value)},
+        decide=cases(
+            case(lambda value, config: not config["unfrozen_parameters"], **_OFF),
+            case(lambda value, config: any(map(_ROWS_OF_ONE.search, config["unfrozen_parameters"])), _NEEDS_DECISION,
+                reason="axolotl trains only some rows of a parameter by a range in brackets, for which FSDP2 has no "
+                "counterpart", hint="train the whole parameter: remove the range")),
+        meaning="patterns of the names of the parameters that are trained; all others are frozen",
+        reason="the same parameters, frozen before the model is sharded"),
+    Key(name="activation_offloading", takes=OFFLOADING, group=BESIDE, outcome=Outcome.APPROXIMATE,
+        target="activation_checkpointing, and activation_cpu_offload", defaults=_everywhere(False), read_by=(X1, X2),
+        fields=("activation_checkpointing",), decide=_switch("activation_offloading"),
+        meaning="layers are recomputed, from inputs that rest in host memory",
+        reason="the same layers, inside their units; legacy and disk differ in how the inputs are moved"),
+    Key(name="gradient_checkpointing", takes=RECOMPUTING, group=BESIDE, outcome=Outcome.APPROXIMATE,
+        target="activation_checkpointing", defaults=_everywhere(False), read_by=(T1, T2, X1, X2),
+        read={"activation_checkpointing": _checkpointing}, decide=cases(
+        case(lambda value, config: config["gradient_checkpointing"] in ("offload", "offload_disk"),
+            target="activation_checkpointing, and activation_cpu_offload",
+            reason="the layers are recomputed from inputs that rest in host memory, inside their units"),
+        case(lambda value, config: config.reader is T2 and config["gradient_checkpointing"], Outcome.EXACT,
+            reason="the model does it, under FSDP2 as before"),
+        case(lambda value, config: not config["gradient_checkpointing"], Outcome.EXACT, **_OFF)),
+        meaning="the model recomputes its layers in backward, from outside of their units",
+        reason="the same layers are recomputed, but inside their units, which saves a second all-gather"),
+    Key(name="gradient_checkpointing_kwargs", fields=("activation_checkpointing.reentrant",), takes=ANY, group=BESIDE,
+        outcome=Outcome.EXACT, target="activation_checkpointing: reentrant or not", read_by=(T1, T2, X1, X2),
+        meaning="which of torch's implementations recomputes (use_reentrant, true by default; false in axolotl)",
+        reason="both implementations run inside a fully_shard unit"),
+    Key(name="version", write=lambda run: 2, takes=VERSION, outcome=Outcome.EXACT,
+        defaults={T1: 1, A1: 1, X1: 1, T2: 2, A2: 2, X2: 2}, read_by=(A1, A2, T2, X1, X2), decide=cases(
+        case(lambda value, config: config.reader is T2, _APPROXIMATE, reason=VERSION_REASON, hint=VERSION_HINT)),
+        meaning="which FSDP: 1, or 2", reason="which FSDP the file is for; in accelerate's words fsdp_version: 2"),
+    Key(name="sharding_strategy", takes=STRATEGY, outcome=Outcome.EXACT,
+        target="reshard_after_forward and the mesh",
+        defaults=dict.fromkeys((T1, A1, X1), ShardingStrategy.FULL_SHARD), read_by=(A1,),
+        instead=_instead(trainer="the first word of fsdp", launcher="fsdp_reshard_after_forward, and "
+        "parallelism_config for replicas"), fields=("reshard_after_forward", "mesh"),
+        decide=cases(*_OF_STRATEGY),
+        meaning="what is sharded, and when parameters are freed"),
+    Key(name="reshard_after_forward",
+        read={"reshard_after_forward": lambda value, config: value or config.reader is X2},
+        decide=cases(case(
+            lambda value, config: config.reader is X2 and not config["reshard_after_forward"], _APPROXIMATE,
+            target="reshard_after_forward: true", reason="axolotl 0.12 to 0.14 exports true only, so that parameters "
+            "were freed after forward", hint="FSDP_RESHARD_AFTER_FORWARD=false in the environment keeps them")),
+        write=lambda run: run.config.reshard_after_forward is not False, takes=RESHARD, outcome=Outcome.EXACT,
+        target="reshard_after_forward", defaults=_everywhere(True), read_by=(T2, A2, X2),
+        instead=_instead(trainer="full_shard or shard_grad_op in fsdp", launcher="fsdp_sharding_strategy"),
+        meaning="whether parameters are freed after forward; FSDP1 did not read it beside a strategy, which there "
+        "always is", reason="FSDP2's own word"),
+    Key(name="auto_wrap_policy", takes=POLICY, outcome=Outcome.EXACT,
+        target="the modules that fully_shard is called on",
+        defaults={**dict.fromkeys((T1, A1, A2, X1, X2), "NO_WRAP"), T2: "TRANSFORMER_BASED_WRAP",
+        AD: "TRANSFORMER_BASED_WRAP"}, read_by=(A1, A2, T2, X1, X2),
+        instead=_instead(trainer="the word auto_wrap in fsdp"), read={"wrap": lambda value, config: wrap_of(config)},
+        write=lambda run: _POLICY_OF.get(run.wrap.kind, "TRANSFORMER_BASED_WRAP"), decide=cases(
+        case(lambda value, config: config["auto_wrap_policy"] == "SIZE_BASED_WRAP" and config.reader.is_fsdp2,
+            Outcome.UNSUPPORTED, reason=SIZE_REASON, hint=SIZE_HINT),
+        case(lambda value, config: config["auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+            and not config["transformer_layer_cls_to_wrap"],
+            reason="the classes are those of the model's _no_split_modules"),
+        case(lambda value, config: wrap_of(config).kind is WrapKind.ROOT,
+            reason="the whole model is one unit, all of it gathered at once")),
+        meaning="which modules become units of their own", reason="the same modules, each a unit"),
+    Key(name="transformer_layer_cls_to_wrap", fields=("wrap.classes",),
+        write=lambda run: ",".join(run.wrap.classes) or None, takes=CLASSES, outcome=Outcome.EXACT,
+        target="fully_shard on each module of these classes", defaults=_everywhere(()),
+        instead=_instead(trainer=_UNPREFIXED), decide=of_wrap,
+        meaning="classes of the modules that become units; by default those of the model's _no_split_modules",
+        reason="the same modules, each a unit"),
+    Key(name="min_num_params", fields=("wrap.min_num_params",), write=lambda run: run.wrap.min_num_params or None,
+        takes=COUNT, outcome=Outcome.EXACT, target="fully_shard on modules chosen by FSDP1's rule",
+        defaults=_everywhere(0), instead=_instead(trainer=_UNPREFIXED), decide=of_wrap,
+        meaning="under SIZE_BASED_WRAP, modules with at least so many parameters that no unit below them holds",
+        reason="the same modules, each a unit"),
+    Key(name="offload_params", read={"cpu_offload": as_is}, write=lambda run: run.config.cpu_offload,
+        aliases=("cpu_offload",), takes=BOOL, outcome=Outcome.EXACT, target="CPUOffloadPolicy",
+        defaults=_everywhere(False), read_by=(A1, A2, T2, X1, X2),
+        instead=_instead(trainer="the word offload in fsdp"),
+        meaning="parameters, gradients and the optimizer rest in host memory", reason="the same under FSDP2"),
+    Key(name="backward_prefetch", takes=PREFETCH, outcome=Outcome.EXACT,
+        target="prefetch in backward",
+        defaults={**dict.fromkeys((T1, A1, X1), "NO_PREFETCH"), **dict.fromkeys((T2, A2, X2, AD), "BACKWARD_PRE")},
+        read_by=(T1, A1, X1),
+        checked_by=(A2,),
+        instead=_instead(trainer=_UNPREFIXED, launcher="set_modules_to_backward_prefetch in the script"),
+
+        read={"prefetch.backward": lambda value, config: 0 if value == "NO_PREFETCH" else None}, decide=cases(
+            case(lambda value, config: config.reader is X1 and config["backward_prefetch"] != "NO_PREFETCH",
+                _APPROXIMATE, target="FSDP2's own prefetch",
+                reason="axolotl's Trainer went by it up to 0.11; from 0.12 on axolotl drops it, and nothing was "
+                "prefetched; no number depends on it", hint=_ONE_MORE_UNIT),
+            case(lambda value, config: config["backward_prefetch"] == "NO_PREFETCH", reason="no unit is prefetched",
+                hint="accelerate's FSDP2 always prefetches one: one more unit in memory"),
+            case(lambda value, config: config["backward_prefetch"] == "BACKWARD_PRE", target="",
+                reason="FSDP2 does it by itself, in the order that forward ran in"),
+            case(lambda value, config: True, _APPROXIMATE, target="FSDP2's own prefetch",
+                reason="FSDP2 gathers the next unit before a unit's gradients, not after", hint=_ONE_MORE_UNIT)),
+        meaning="when backward gathers the next unit; not at all by default"),
+    Key(name="backward_prefetch_policy", takes=ANY, outcome=Outcome.APPROXIMATE, read_by=(NOBODY,),
+        instead=_instead(trainer="backward_prefetch", launcher="fsdp_backward_prefetch"),
+        meaning="backward_prefetch, as accelerate up to 0.34 called it; from 1.0 on nobody reads it",
+        reason="accelerate up to 0.34 read it, and later releases prefetch nothing; no number depends on it"),
+    Key(name="forward_prefetch", takes=BOOL, outcome=Outcome.EXACT,
+        target="set_modules_to_forward_prefetch, one unit ahead", defaults=_everywhere(False), read_by=(T1, A1),
+        instead=_instead(trainer=_UNPREFIXED, launcher="set_modules_to_forward_prefetch in the script"),
+
+        read={"prefetch.forward": lambda value, config: 1 if value else None},
+        decide=cases(case(lambda value, config: config["forward_prefetch"], hint="accelerate's FSDP2 has none")),
+        meaning="forward prefetches the next unit, in the order of the first step",
+        reason="each unit prefetches the next one, as FSDP1 did"),
+    Key(name="state_dict_type", read={"state_dict_type": as_is}, write=lambda run: STATE_DICTS[run.state_dict_type],
+        takes=STATE_DICT, outcome=Outcome.EXACT, target="state_dict_type",
+        defaults={**dict.fromkeys((T1, A1, T2, X1), "full"), **dict.fromkeys((A2, X2, AD), "sharded")},
+        read_by=(A1, A2, T2, X1, X2), instead=_instead(trainer="FSDP_STATE_DICT_TYPE in the environment"),
+        meaning="what checkpoints hold", reason=_KEPT),
+    Key(name="sync_module_states", takes=BOOL, outcome=Outcome.EXACT,
+        target="sync_module_states; in accelerate's FSDP2 cpu_ram_efficient_loading does it",
+        defaults={**dict.fromkeys((T1, A1, X1, AD), True), **dict.fromkeys((T2, A2, X2), False)}, read_by=(T1, A1),
+        instead=_instead(trainer=_UNPREFIXED, launcher="fsdp_cpu_ram_efficient_loading"),
+        read={"sync_module_states": as_is}, decide=cases(
+            case(lambda value, config: config["sync_module_states"] and is_word_for_false(value),
+                reason="accelerate set it to true, since cpu_ram_efficient_loading is on", hint=_LOADING),
+            case(lambda value, config: config["sync_module_states"], hint=_LOADING),
+            case(lambda value, config: True, asks=False, target="",
+                reason="each rank begins with its own values, which must be the same")),
+        meaning="rank 0 sends its parameters and buffers to all others",
+        reason="rank 0's values go out before training"),
+    Key(name="cpu_ram_efficient_loading", takes=BOOL, outcome=Outcome.EXACT,
+        target="cpu_ram_efficient_loading",
+        defaults={**_everywhere(False), A1: True, A2: True},
+        instead=_instead(trainer=_UNPREFIXED), fields=("sync_module_states",),
+        write=lambda run: run.config.sync_module_states is not False, decide=cases(
+            case(lambda value, config: config["cpu_ram_efficient_loading"],
+                hint="where a target has no such word: LLM Foundry's init_device: mixed, with sync_module_states"),
+            case(lambda value, config: True, asks=False, target="", reason="off: each rank reads the weights itself")),
+        meaning="only rank 0 reads a pretrained model's weights; the others get them from it", reason=_KEPT),
+    Key(name="use_orig_params", takes=BOOL, outcome=Outcome.UNNEEDED, defaults=_everywhere(True),
+        read_by=(T1, A1, X1), instead=_instead(trainer=_UNPREFIXED),
+        meaning="parameters keep their own tensors instead of one flat one a unit",
+        reason="FSDP2 has no flat parameter: each keeps its own tensor, whatever this says"),
+    Key(name="limit_all_gathers", takes=TRUTH, outcome=Outcome.UNNEEDED, defaults=_everywhere(True),
+        read_by=(T1, X1), instead=_instead(trainer=_UNPREFIXED),
+        meaning="keeps the CPU from queueing more all-gathers than memory can hold",
+        reason="FSDP2 bounds the memory of gathered parameters by itself, without blocking the CPU"),
+    Key(name="activation_checkpointing", takes=TRUTH, outcome=Outcome.EXACT,
+        target="checkpoint_wrapper on the wrapped modules", defaults=_everywhere(False),
+        instead=_instead(trainer=_UNPREFIXED), fields=("activation_checkpointing",),
+        write=lambda run: run.config.activation_checkpointing.checkpoint,
+        decide=cases(
+            case(lambda value, config: not config["activation_checkpointing"], **_OFF),
+            _IN_QUOTES,
+            case(lambda value, config: wrap_of(config).kind is WrapKind.SIZE, _APPROXIMATE,
+                reason="accelerate recomputes the modules that its policy chose by size; here the layers that the "
+                "model names are recomputed: the same numbers, another memory"),
+            case(lambda value, config: wrap_of(config).kind is WrapKind.ROOT and config.reader.is_fsdp2,
+                _NEEDS_DECISION,
+                reason="accelerate recomputes the modules that its policy wraps, and breaks where there is no policy",
+                hint="set a policy, or recompute in the model"),
+            case(lambda value, config: wrap_of(config).kind is WrapKind.ROOT, _APPROXIMATE,
+                reason="without a policy accelerate wrapped every module by itself",
+                hint="set a policy, so that the layers are recomputed as wholes")),
+        meaning="wrapped modules are recomputed in backward, by torch's non-reentrant implementation",
+        reason="the same modules, inside their units"),
+    Key(name="ignored_modules", takes=ANY, outcome=Outcome.NEEDS_DECISION, target="ignored_params", read_by=(NOBODY,),
+        instead=_instead(trainer="FullyShardedDataParallelPlugin(ignored_modules=...) in the script"),
+        meaning="modules that stay out of FSDP: up to accelerate 1.9 read from the plugin that a script builds; later "
+        "a pattern of their paths (fsdp_ignored_modules, from 1.10 with FSDP1, from 1.12 with FSDP2)",
+        reason="which modules they are, a script or a pattern decides"),
+    Key(name="mixed_precision_policy", takes=ANY, outcome=Outcome.NEEDS_DECISION, target="MixedPrecisionPolicy",
+        read_by=(NOBODY,),
+        instead=_instead(trainer="FullyShardedDataParallelPlugin(mixed_precision_policy=...) in the script"),
+        meaning="the dtypes one by one: read from the plugin that a script builds, never from a file",
+        reason="no configuration file sets it"),
+    *(
+        Key(
+            name=name,
+            takes=takes,
+            meaning="for TPUs: torch_xla's own FSDP",
+            outcome=Outcome.UNSUPPORTED,
+            reason="torch_xla's FSDP is another system; FSDP2 has no form for it",
+            defaults=_everywhere(None if takes is ANY else False),
+            read_by=(T1, T2),
+            instead=_instead(trainer=_UNPREFIXED),
+            decide=cases(_IN_QUOTES) if takes is TRUTH else None,
+        )
+        for name, takes in (
+            ("xla", TRUTH),
+            ("xla_fsdp_v2", TRUTH),
+            ("xla_fsdp_grad_ckpt", TRUTH),
+            ("xla_fsdp_settings", ANY),
+        )
+    ),
+    Key(name="dp_replicate_size", fields=("mesh",), takes=DEGREE, group=DEGREES, outcome=Outcome.EXACT,
+        target="data_parallel_replicate_degree", defaults=_everywhere(1), decide=_DEGREE_OF_1,
+        meaning="so many replicas, each sharded over dp_shard_size ranks (FSDP2 only, accelerate 1.10)",
+        reason="replicas average their gradients"),
+    Key(name="dp_shard_size", takes=DEGREE, group=DEGREES, outcome=Outcome.EXACT,
+        target="data_parallel_shard_degree", defaults=_everywhere(1), read={"mesh": mesh_of},
+        decide=cases(case(lambda value, config: value == 1 and config.reader.is_axolotl, _UNNEEDED,
+            reason="1 has no effect")),
+        meaning="over how many ranks parameters are sharded (FSDP2 only, accelerate 1.10)",
+        reason="the ranks of one replica"),
+    Key(name="tp_size", read={"tensor_parallel": as_is}, takes=DEGREE, group=DEGREES, outcome=Outcome.EXACT,
+        meaning="tensor parallelism over so many ranks (accelerate 1.10)",
+        reason="an axis of its own, beside the shards", defaults=_everywhere(1), decide=_DEGREE_OF_1),
+    Key(name="cp_size", read={"context_parallel_degree": lambda value, config: value * config["sp_size"]}, takes=DEGREE,
+        group=DEGREES, outcome=Outcome.EXACT, meaning="context parallelism over so many ranks (accelerate 1.10)",
+        reason="ranks that share sequences, and shard parameters as well: by a ring there, by "
+        "heads here, with the same numbers up to rounding", defaults=_everywhere(1), decide=_DEGREE_OF_1),
+    Key(name="sp_size", fields=("context_parallel_degree",), takes=DEGREE, group=DEGREES, outcome=Outcome.EXACT,
+        target="context_parallel_degree", read_by=(AD,),
+        meaning="sequences over so many ranks, by DeepSpeed's Ulysses (accelerate 1.12)",
+        reason="ranks that share sequences, and shard parameters as well: attention exchanges heads for sequence, "
+        "there as here", defaults=_everywhere(1), decide=_DEGREE_OF_1),
+    *(Key(name=name, takes=ANY, group=DEGREES, outcome=Outcome.UNNEEDED, defaults=_everywhere(None), read_by=(AD,),
+        meaning=f"of DeepSpeed's sequence parallelism, {text}", reason="the new run divides sequences by itself")
+        for name, text in SEQUENCES.items() if name != "sp_size"),
+    *(Key(name=name, takes=ANY, group=DEGREES, outcome=Outcome.APPROXIMATE, defaults=_everywhere(None),
+        read_by=(T1, T2, A1, A2),
+        meaning="how ranks of one sequence get each other's keys and values (accelerate 1.10)",
+        reason="another way of communication: the same numbers up to rounding")
+        for name in ("cp_backend", "cp_comm_strategy")),
+    Key(name="ep_size", read={"expert_parallel": as_is, "has_expert_axis": lambda value, config: value != 1},
+        takes=DEGREE, group=DEGREES, outcome=Outcome.EXACT, meaning="experts over so many ranks, by axolotl's plugin",
+        reason="an axis of its own, beside the shards", defaults=_everywhere(1), read_by=(X1, X2), decide=_DEGREE_OF_1),
+    Key(name="cpu_offload_pin_memory", takes=BOOL, outcome=Outcome.APPROXIMATE, target="pinned host memory",
+        defaults=_everywhere(True), read_by=(X1, X2), decide=cases(
+            case(lambda value, config: config["cpu_offload_pin_memory"], _UNNEEDED, reason="pinned, as by default"),
+            case(lambda value, config: not config["offload_params"], _UNNEEDED, reason="nothing is offloaded")),
+        meaning="whether what rests in host memory is pinned, and so never swapped out",
+        reason="offloaded shards are pinned here: faster copies, and the host needs the memory for them"),
+    Key(name="final_state_dict_type", takes=STATE_DICT, outcome=Outcome.APPROXIMATE, target="state_dict_type",
+        defaults=_everywhere(None), read_by=(X1, X2),
+        decide=cases(case(lambda value, config: config["final_state_dict_type"] == config["state_dict_type"], _UNNEEDED,
+            reason="what state_dict_type says as well")),
+        meaning="what the model that is saved at the end holds, if not what the checkpoints do",
+        reason="one key says it for all checkpoints",
+        hint="composer-fsdp2 checkpoint convert makes the other form of the last one"),
+    Key(name="zero_stage", takes=STAGE, group=DEEPSPEED, outcome=Outcome.APPROXIMATE,
+        target="FULL_SHARD: reshard_after_forward=True on one mesh of all ranks", defaults=_everywhere(2),
+        read_by=(AD,), fields=("reshard_after_forward", "mesh"),
+        decide=cases(
+            case(lambda value, config: config["zero_stage"] == 3),
+            case(lambda value, config: True, target=lambda config: _STAGES[config["zero_stage"]][0],
+                reason=lambda config: _STAGES[config["zero_stage"]][1])),
+        meaning="what DeepSpeed shards: 1 the optimizer's state, 2 gradients too, 3 parameters too",
+        reason="all is sharded by both; DeepSpeed gathers parameters one by one, within limits that it sets itself, "
+        "FSDP2 unit by unit: the same numbers, other memory"),
+    *(
+        Key(name=f"offload_{what}_device", takes=DEVICE, group=DEEPSPEED, outcome=Outcome.APPROXIMATE,
+        target="CPUOffloadPolicy", defaults=_everywhere("none"), read_by=(AD,), fields=("cpu_offload",),
+        decide=_device(what), meaning=f"where {text}",
+        reason="FSDP2 offloads parameters, gradients and the optimizer's state together")
+        for what, text in (("optimizer", "the optimizer's state rests"), ("param", "parameters rest, under stage 3"))
+    ),
+    Key(name="zero3_init_flag", takes=BOOL, group=DEEPSPEED, outcome=Outcome.EXACT,
+        target="sync_module_states", defaults=_everywhere(False), read_by=(AD,), fields=("sync_module_states",),
+        decide=cases(case(lambda value, config: config["zero_stage"] != 3 or not config["zero3_init_flag"], _UNNEEDED,
+            reason="off, or without effect below stage 3")),
+        meaning="parameters are sharded while from_pretrained makes the model, so that no rank holds all of them",
+        reason="DeepSpeed sends rank 0's values out, and so does sync_module_states",
+        hint="where a rank has no memory for the whole model: init_device: mixed in LLM Foundry, meta in a script"),
+    Key(name="zero3_save_16bit_model", takes=BOOL, group=DEEPSPEED, outcome=Outcome.APPROXIMATE,
+        target="state_dict_type", defaults=_everywhere(False), read_by=(AD,), fields=("state_dict_type",),
+        decide=_switch("zero3_save_16bit_model"), meaning="save_pretrained writes full weights, in 16 bits",
+        reason="full checkpoints, in the parameters' own dtype"),
+    Key(name="gradient_clipping", takes=NORM, group=DEEPSPEED, outcome=Outcome.EXACT, target="gradient clipping",
+        defaults=_everywhere(None) | {AD: 1.0}, read_by=(AD,),
+        read={"max_grad_norm": _max_grad_norm},
+        decide=cases(case(lambda value, config: not config["gradient_clipping"], _UNNEEDED, reason="0 clips nothing")),
+        meaning="to which norm DeepSpeed clips gradients: 1 by default",
+        reason="the norm of all gradients, by both"),
+    Key(name="gradient_accumulation_steps", takes=STEPS, group=DEEPSPEED, outcome=Outcome.EXACT,
+        target="gradient_sync: every from stage 2 on, else last", defaults=_everywhere(1), read_by=(AD,),
+        fields=("accumulation.gradient_sync",),
+        decide=cases(
+            case(lambda value, config: config["gradient_accumulation_steps"] == 1, _UNNEEDED,
+                reason="one microbatch, or what the script says"),
+            case(lambda value, config: True, _NEEDS_DECISION, reason=lambda config: "DeepSpeed took from here how many "
+                "microbatches make a step; nothing else does, and without it the global batch is "
+                f"{config['gradient_accumulation_steps']} times smaller",
+                hint=lambda config: "Accelerator(gradient_accumulation_steps={0}) in the script, or "
+                "ACCELERATE_GRADIENT_ACCUMULATION_STEPS={0} in its environment; in Composer a batch of {0} "
+                "device_train_microbatch_size; a Trainer's own gradient_accumulation_steps holds as "
+                "before".format(config["gradient_accumulation_steps"]))),
+        meaning="how many microbatches make a step", reason="stages 2 and 3 reduce gradients in each microbatch"),
+    Key(name="deepspeed_config_file", takes=ANY, group=DEEPSPEED, outcome=Outcome.NEEDS_DECISION, read_by=(AD,),
+        defaults=_everywhere(None), meaning="DeepSpeed's own settings, in a file of their own, which hold instead",
+        reason="the file is neither in the working directory nor beside this one",
+        hint="migrate where it is launched; or write its zero_optimization.stage here as zero_stage, offload_... as "
+        "offload_optimizer_device and offload_param_device, and remove this"),
+    *(
+        Key(name=name, takes=ANY, group=DEEPSPEED, outcome=Outcome.UNNEEDED, read_by=(AD,),
+            defaults=_everywhere(None), meaning=meaning, reason=reason)
+        for name, meaning, reason in _OF_DEEPSPEED
+    ),
+    Key(name="per_device_train_batch_size", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS,
+        target="device_train_microbatch_size", read={"microbatch_size": count,
+            "num_microbatches": lambda rows, config: count(config.around.get("gradient_accumulation_steps", rows and 1))
+            if config.reader.is_trainer else None},
+        meaning="rows of a rank's microbatch, of which gradient_accumulation_steps make a step",
+        reason="as many rows"),
+    Key(name="max_steps", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS, target="max_duration",
+        read={"max_duration": _duration},
+        decide=cases(case(lambda value, config: count(value) is None, _UNNEEDED, reason="the epochs count")),
+        meaning="steps of the optimizer; -1: as many as num_train_epochs has", reason="as many batches"),
+    Key(name="num_train_epochs", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS,
+        target="max_duration", fields=("max_duration",), decide=cases(
+        case(lambda value, config: count(config["max_steps"]) is not None, _UNNEEDED, reason="max_steps counts")),
+        meaning="epochs", reason="as many epochs"),
+    Key(name="optim", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS, target="optimizer",
+        read={"optimizer": lambda name, config: optimizer_of(
+            {"name": name, **{option: config[key] for key, option in OF_TRAINERS.items()}})}, meaning="the optimizer",
+        reason="the same formula"),
+    Key(name="weight_decay", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS, target="optimizer",
+        read={"undecayed": lambda value, config: "biases and norms" if number_of(value) else None},
+        fields=("optimizer",), meaning="an option of AdamW", reason="the same decay"),
+    *(Key(name=name, takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS, target="optimizer",
+        fields=("optimizer",), meaning="an option of AdamW", reason="the same value")
+        for name in OF_TRAINERS if name != "weight_decay"),
+)
+# fmt: on
+ROWS = tuple(replace(row, group=row.group or SETTINGS) for row in _ROWS)
+SYNC_ROW = next(row for row in ROWS if row.name == "sync_module_states")
+BY_PLACE = {(row.group, name): row for row in ROWS for name in (row.name, *row.aliases)}
+# For FSDP2 these say nothing, whatever their value.
+WITHOUT_EFFECT = ("use_orig_params", "limit_all_gathers")
+# By the name that axolotl has for it beside fsdp_config.
+OF_AXOLOTL = {
+    "fsdp_version": BY_PLACE[SETTINGS, "version"],
+    **{name: BY_PLACE[DEGREES, name] for name in ("dp_shard_size", "dp_replicate_size")},
+    "tensor_parallel_size": BY_PLACE[DEGREES, "tp_size"],
+    **dict.fromkeys(("context_parallel_size", "sequence_parallel_degree"), BY_PLACE[DEGREES, "cp_size"]),
+    "expert_parallel_size": BY_PLACE[DEGREES, "ep_size"],
+    "micro_batch_size": BY_PLACE[BESIDE, "per_device_train_batch_size"],
+    "num_epochs": BY_PLACE[BESIDE, "num_train_epochs"],
+    "optimizer": BY_PLACE[BESIDE, "optim"],
+}

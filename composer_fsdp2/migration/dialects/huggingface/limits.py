@@ -1,0 +1,192 @@
+"""Fields of a run that accelerate's FSDP2 configuration cannot set, or that accelerate carries out in its own way."""
+
+from composer_fsdp2.config.findings import Outcome
+from composer_fsdp2.migration.dialects.huggingface.keys import SIZE_HINT, SIZE_REASON
+from composer_fsdp2.migration.dialects.huggingface.values import DEGREES_PREFIX
+from composer_fsdp2.migration.lens import Limitation, limits
+from composer_fsdp2.migration.run import OF_TRAINING, RunConfig, WrapKind
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The mesh
+
+
+def degrees_of(run: RunConfig) -> dict[str, int]:
+    """The sizes in ``parallelism_config``; without it, accelerate shards over all ranks.
+
+    Of a mesh with an open size that the number of ranks does not decide there are none, nor of one that accelerate
+    refuses: other axes beside replicas of one rank.
+    """
+    mesh, tensor, context = run.config.mesh, run.tensor_parallel, run.context_parallel
+    if mesh.is_grouped:
+        return {}
+    replicate, shard = mesh.replicate_degree if mesh.has_replicas else 1, mesh.shard_degree
+    is_alone = replicate == tensor == context == 1
+    if is_alone and (run.num_ranks is None or shard in (-1, run.num_ranks)):
+        return {}
+    if run.num_ranks is not None and (replicate == -1) != (shard == -1):
+        rest = run.num_ranks // tensor // abs(replicate * shard)
+        replicate, shard = (rest if size == -1 else size for size in (replicate, shard))
+    # Over the ranks of a sequence parameters are sharded as well.
+    is_refused = shard == context and replicate > 1 and max(tensor, context) > 1
+    if shard < 2 or replicate < 1 or shard % context or is_refused:
+        return {}
+    return {"dp_replicate_size": replicate, "dp_shard_size": shard // context, "tp_size": tensor, "cp_size": context}
+
+
+_SINCE_1_10 = "accelerate reads parallelism_config from 1.10 on; 1.8.1 refuses the whole file"
+# Fields that parallelism_config sets.
+NEEDS_DEGREES = ("mesh.replicas", "tensor_parallel", "context_parallel_degree")
+_SCRIPT = "in the training script"
+_POLICY = f"FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy(...)) {_SCRIPT}"
+_EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
+# fmt: off
+_OF_MESH = (
+    limits(_UNSUPPORTED, "mesh.groups", "mesh", reason="accelerate shards over all ranks, or replicas of them"),
+    limits(_UNSUPPORTED, "mesh.shards", "mesh", was=1, reason="accelerate's FSDP2 has no run without shards (NO_SHARD)",
+        hint="distributed_type: MULTI_GPU, which is DDP"),
+    limits(_NEEDS_DECISION, "mesh.replicas", "mesh", target="parallelism_config",
+        reason="parallelism_config takes all sizes; the number of ranks is not known here, or accelerate refuses them, "
+        "as it does other axes beside replicas of one rank",
+        hint=f"parallelism_config: {{{DEGREES_PREFIX}dp_replicate_size: ..., {DEGREES_PREFIX}dp_shard_size: ...}}, for "
+        "accelerate 1.10 or later"),
+    *(limits(_NEEDS_DECISION, field, is_kept=True, target="parallelism_config", reason=_SINCE_1_10,
+        hint="accelerate 1.10 or later (for tp_size also transformers 4.52): write it, with --force or by hand; an "
+        "earlier one: shard over all ranks without replicas and other axes") for field in NEEDS_DEGREES),
+    limits(_APPROXIMATE, "mesh.shards", "num_ranks", target="num_processes",
+        reason="accelerate shards over as many ranks as it is launched with", hint="launch {shard_degree}"),
+    limits(_APPROXIMATE, "num_ranks", target="num_processes",
+        reason="accelerate shards over as many ranks as it is launched with", hint="launch {value}"),
+)
+OF_PRECISION = (
+    *(limits(_UNSUPPORTED, f"mixed_precision.{name}",
+        reason="mixed_precision sets one dtype for parameters and gradients, and not {value}", hint=_POLICY)
+        for name in ("param_dtype", "reduce_dtype")),
+    limits(_APPROXIMATE, "mixed_precision.cast_forward_inputs", "mixed_precision.output_dtype",
+        "mixed_precision.cast_root_inputs",
+        reason="accelerate's FSDP2 casts inputs and outputs of every unit to the low dtype; rotary angles lose digits",
+        hint=_POLICY),
+    limits(_APPROXIMATE, "mixed_precision.output_dtype", "mixed_precision.cast_root_inputs",
+        reason="accelerate's FSDP2 casts the outputs of every unit to the low dtype", hint=_POLICY),
+    limits(_UNNEEDED, "mixed_precision.cast_root_inputs", reason="without a low dtype nothing is cast"),
+)
+# Of what its own FSDP1 could, or did otherwise.
+OF_FSDP1: tuple[Limitation, ...] = (
+    limits(_APPROXIMATE, "prefetch.forward",
+        reason="accelerate's FSDP2 prefetches no unit in forward: the same numbers, maybe slower",
+        hint=f"set_modules_to_forward_prefetch {_SCRIPT}"),
+    limits(_APPROXIMATE, "prefetch.backward",
+        reason="accelerate leaves the prefetch to FSDP2: one unit in backward, one more unit in memory",
+        hint=f"set_modules_to_backward_prefetch {_SCRIPT}"),
+    limits(_APPROXIMATE, "mixed_precision.buffer_dtype",
+        reason="accelerate's FSDP2 leaves buffers in their dtype; FSDP1 cast them",
+        hint=f"cast the buffers {_SCRIPT}, before prepare, for the same numbers"),
+    limits(_UNSUPPORTED, "mixed_precision.gradients",
+        reason="under FSDP2 gradients have the dtype of their parameters"),
+    limits(_APPROXIMATE, "accumulation.gradient_sync",
+        reason="no configuration file says it: accelerator.accumulate and a Trainer reduce in the last microbatch, "
+        "both over shards and replicas", hint="GradientAccumulationPlugin(sync_each_batch=True) reduces in every one"),
+    limits(_APPROXIMATE, "accumulation.reshard_after_backward",
+        reason="accelerate frees parameters after every backward: the same numbers, more all-gathers",
+        hint=f"set_reshard_after_backward {_SCRIPT}"),
+    limits(_UNSUPPORTED, "activation_checkpointing.cpu_offload",
+        reason="accelerate keeps no activations in host memory", hint=f"offload_wrapper {_SCRIPT}"),
+    limits(_UNSUPPORTED, "activation_checkpointing.transformer_engine",
+        reason="accelerate recomputes by torch's implementation only"),
+    limits(_APPROXIMATE, "cpu_offload", is_kept=True, beside={"sync_module_states": True}, target="fsdp_offload_params",
+        reason="accelerate up to 1.12 puts the values that rank 0 loads on the GPU, where offloaded parameters cannot "
+        "be (read in its sources, not run)",
+        hint="accelerate 1.13, or fsdp_cpu_ram_efficient_loading: false with one seed or file for all ranks"),
+    limits(_UNSUPPORTED, "ignored_modules", reason="no configuration file can name modules",
+        hint="FullyShardedDataParallelPlugin(ignored_modules=...)"),
+    limits(_APPROXIMATE, "sync_module_states", was=True, target="cpu_ram_efficient_loading",
+        reason="FSDP1 sent rank 0's values to all ranks; FSDP2 does so with cpu_ram_efficient_loading only: each rank "
+        "trains on its part of the values that it has loaded or drawn itself",
+        hint="have all ranks load one file, or draw from one seed; or cpu_ram_efficient_loading: true"),
+    limits(_APPROXIMATE, "sync_module_states",
+        reason="cpu_ram_efficient_loading sends rank 0's values out always, not only where some ranks have none"),
+    limits(_NEEDS_DECISION, "idle_experts", "wrap.experts",
+        reason="nothing makes ranks agree on which experts run; where an expert is a unit of its own, they would hang",
+        hint="keep all experts of a layer in one unit"),
+    limits(_NEEDS_DECISION, "expert_parallel_degree",
+        reason="accelerate does not split experts: each rank gathers all of a layer's",
+        hint="leave it out; the model trains the same, with more gathering"),
+    limits(_NEEDS_DECISION, "idle_towers",
+        reason="nothing makes ranks agree on which towers run; where a unit lies in a tower, they would hang",
+        hint="name no class of the tower among those to wrap"),
+    limits(_UNSUPPORTED, "collective_guard",
+        reason="accelerate's ranks do not compare what they are about to communicate"),
+    *(limits(_UNNEEDED, field, reason="accelerate's loaders count data-parallel ranks: those that share a batch read "
+        "the same") for field in ("check_data", "broadcast_batch")),
+    limits(_UNNEEDED, "verbose", reason="accelerate has its own words for its log"),
+    limits(Outcome.EXACT, "num_ranks", was=None, is_kept=True, target="accelerate launch --num_processes",
+        reason="the number of ranks is not known here, and accelerate does not count them"),
+    limits(_UNSUPPORTED, "reshard_after_forward",
+        reason="accelerate takes true or false only, no group size"),
+    limits(_UNSUPPORTED, "wrap.kind", was=WrapKind.SIZE, is_kept=True, reason=SIZE_REASON,
+        hint=SIZE_HINT),
+    limits(_APPROXIMATE, "wrap.kind", was=WrapKind.HOOKS,
+        reason="accelerate does not call the model's hooks; the classes of its _no_split_modules become units",
+        hint="fsdp_transformer_layer_cls_to_wrap names others"),
+    limits(_APPROXIMATE, "activation_checkpointing.classes", was=None, target="fsdp_activation_checkpointing",
+        reason="which modules the model's hooks recompute stands in its code; accelerate recomputes the modules that "
+        "its policy wraps: the same numbers, another memory", hint="gradient_checkpointing_enable() on the model"),
+    limits(_APPROXIMATE, "activation_checkpointing.classes",
+        target="fsdp_activation_checkpointing",
+        reason="accelerate recomputes the modules that its policy wraps, not {value}: the same numbers, another memory",
+        hint="gradient_checkpointing_enable() on the model"),
+    limits(_APPROXIMATE, "wrap.embeddings", "wrap.output", "wrap.experts", is_any=True, title="further units",
+        reason="accelerate has no word for {value}, which become parts of the root's unit",
+        hint="add their classes to fsdp_transformer_layer_cls_to_wrap"),
+    limits(_UNSUPPORTED, "activation_checkpointing.checkpoint", "activation_checkpointing.reentrant",
+        "activation_checkpointing.classes", is_kept=True, beside={"wrap.kind": WrapKind.ROOT},
+        reason="accelerate recomputes the modules that its policy wraps, and breaks where there is no policy",
+        hint="gradient_checkpointing_enable() on the model"),
+    limits(_APPROXIMATE, "activation_checkpointing.checkpoint", "activation_checkpointing.reentrant", is_kept=True,
+        target="fsdp_activation_checkpointing",
+        reason="accelerate's FSDP2 recomputes each child of a unit by itself, always by the non-reentrant "
+        "implementation, and without the random numbers of forward: dropout differs",
+        hint="gradient_checkpointing_enable() on the model keeps them"),
+)
+# Of what only other systems' files ask for.
+STORED_AS_CREATED = limits(_APPROXIMATE, "stored_dtype", now=None,
+    reason="without mixed precision trained parameters keep the dtype that they are created in; {value} was asked for",
+    hint="create the model in {value}")
+OF_OTHERS: tuple[Limitation, ...] = (
+    STORED_AS_CREATED,
+    limits(_APPROXIMATE, "stored_dtype", target="float32",
+        reason="accelerate up to 1.12 stores parameters, and the optimizer's state, in float32 under mixed precision, "
+        "and not {value}: finer, and more memory where they were created in less; 1.13.0 leaves them as created"),
+    limits(_NEEDS_DECISION, "other_clipping", "max_grad_norm", target="the training script",
+        reason="Hugging Face's files clip gradients to a norm or not at all; the run clips them by {value}",
+        hint="choose a norm, or clip in the script"),
+    limits(_APPROXIMATE, "max_grad_norm", target="accelerator.clip_grad_norm_",
+        reason="no configuration file of accelerate's clips gradients, and FSDP does not by itself",
+        hint=f"accelerator.clip_grad_norm_(parameters, {{value}}) {_SCRIPT}, or a Trainer's max_grad_norm"),
+    limits(_APPROXIMATE, *OF_TRAINING, is_any=True, title="batches, steps and optimizer",
+        target="the training script",
+        reason="no configuration file of accelerate's has them", hint="write them in the script, or as a Trainer's"),
+    limits(_APPROXIMATE, "async_save",
+        reason="accelerate writes checkpoints before training goes on: the same files, later"),
+    limits(_APPROXIMATE, "save_only_model", target="accelerator.save_model",
+        reason="what a checkpoint holds stands in the script, or in a Trainer's save_only_model"),
+    limits(_APPROXIMATE, "selective_checkpointing", target="fsdp_activation_checkpointing",
+        reason="accelerate recomputes all of a layer: less memory, more computation"),
+    limits(_APPROXIMATE, "compile", target="dynamo_config",
+        reason="outside of this section; it changes speed and rounding",
+        hint="dynamo_config: {dynamo_backend: INDUCTOR, dynamo_use_regional_compilation: true}"),
+    limits(_NEEDS_DECISION, "freeze", "train_only", is_any=True, target="requires_grad",
+        reason="what is frozen stands in no configuration file of accelerate's",
+        hint=f"set requires_grad {_SCRIPT}, before prepare: {{value}}"),
+    limits(_NEEDS_DECISION, "tiled_mlp.chunks", "tiled_mlp",
+        reason="MLPs are computed in one piece: the same numbers, more memory in long sequences",
+        hint="recompute activations, or use shorter microbatches"),
+    *(limits(_UNSUPPORTED, f"{kind}_parallel", "has_expert_axis",
+        reason=f"accelerate has no {kind} parallelism with FSDP2") for kind in ("pipeline", "expert")),
+    *(limits(_NEEDS_DECISION, kind, target="parallelism_config",
+        reason="its degree is written together with those of the mesh; the number of ranks is not known here, or "
+        "accelerate refuses them, as it does other axes beside replicas of one rank",
+        hint=f"write {DEGREES_PREFIX}{kind[0]}p_size: {{value}} beside the other sizes")
+        for kind in ("tensor_parallel", "context_parallel_degree")),
+)
+LIMITS = (*_OF_MESH, *OF_FSDP1, *OF_OTHERS, *OF_PRECISION)
+# fmt: on

@@ -1,0 +1,486 @@
+"""The table of ROLL's keys, and the fields of a run that several of them decide."""
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.parallel import IdleExperts, TiledMLP
+from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, Row, idle, one_of, takes_if, undecided
+from composer_fsdp2.config.sharding import DTYPES_BY_SHORT_NAME, ActivationCheckpointing, GradientSync
+from composer_fsdp2.migration.effective import Effective
+from composer_fsdp2.migration.lens import Lens, as_is, case, cases, unless
+from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+from composer_fsdp2.migration.training import OF_TRAINERS, count, optimizer_of
+
+STRATEGIES = ("fsdp2_train", "fsdp2_infer")
+DTYPES = {
+    **{name: dtype for short, dtype in DTYPES_BY_SHORT_NAME.items() for name in (short, dtype)},
+    "half": "float16",
+    "float": "float32",
+}
+# By model_type, the MLPs that it can tile (verl's tiled_mlp.py, of which ROLL has a copy).
+MLPS = {
+    "llama": "LlamaMLP",
+    "qwen2": "Qwen2MLP",
+    "qwen2_5": "Qwen2MLP",
+    "qwen3": "Qwen3MLP",
+    "qwen3_moe": "Qwen3MoeMLP",
+}
+PRECISIONS = {"bfloat16": "amp_bf16", "float16": "amp_fp16"}
+_NO_GRADIENTS = "fsdp2_infer makes no gradients"
+_FOR_GRADIENTS = {
+    "reduce_dtype",
+    "enable_mix_precision",
+    "reduce_scatter_during_grad_accumulation",
+    "fused_optimizer",
+    "model_args.disable_gradient_checkpointing",
+    "model_args.gradient_checkpointing_use_reentrant",
+    "model_args.freeze_module_prefix",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker(Effective):
+    """The effective configuration of one worker.
+
+    Args:
+        num_ranks: None if device_mapping does not tell.
+    """
+
+    num_ranks: int | None
+
+    @property
+    def is_training(self) -> bool:
+        return bool(self["strategy_name"] != "fsdp2_infer")
+
+    def problem(self, row: Row) -> str:
+        value, ranks = self[row.name], self.num_ranks
+        if problem := Effective.problem(self, row):
+            return problem
+        if row.name == "fsdp_size" and ranks is not None and 1 < value < ranks and ranks % value:
+            return f"the {ranks} ranks of device_mapping are not a multiple of it; use {_divisors(ranks)}"
+        if row.name == "reshard_after_forward" and type(value) is int:
+            size = self["fsdp_size"]
+            shards = size if isinstance(size, int) and 1 < size < (ranks or size + 1) else ranks
+            if shards is not None and shards % value:
+                return (
+                    f"it does not divide the {shards} ranks that a parameter is sharded over; use {_divisors(shards)}"
+                )
+        return ""
+
+    def finding(self, row: Row, key: str, value: Any) -> Finding:
+        if not self.is_training and row.name in _FOR_GRADIENTS and not self.problem(row):
+            return idle(row.usual(key, value), _NO_GRADIENTS)
+        return Effective.finding(self, row, key, value)
+
+
+def _divisors(number: int) -> str:
+    return " or ".join(str(each) for each in range(1, number + 1) if number % each == 0)
+
+
+def count_of(devices: Any) -> int | None:
+    """The number of devices: ROLL evaluates the string; here lists, ranges and their sums are understood."""
+    if isinstance(devices, str):
+        try:
+            return len(_listed(ast.parse(devices.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, TypeError, MemoryError):
+            return None
+    return len(devices) if isinstance(devices, list) else None
+
+
+def _listed(node: ast.expr) -> Sequence[Any]:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        if node.func.id == "list" and len(node.args) == 1:
+            return _listed(node.args[0])
+        if node.func.id == "range":
+            return range(*(ast.literal_eval(argument) for argument in node.args))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [*_listed(node.left), *_listed(node.right)]
+    value = ast.literal_eval(node)
+    if not isinstance(value, list | tuple):
+        raise ValueError("no list")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fields and values
+
+
+def dtype_of(name: str | None, default: str) -> str:
+    return default if name is None else DTYPES[name.lower()]
+
+
+def word_of(dtype: str) -> str:
+    return next((name for name, each in DTYPES.items() if each == dtype), dtype)
+
+
+def reduced_in(worker: Effective) -> str:
+    return dtype_of(worker.given.get("reduce_dtype"), "float32" if worker["enable_mix_precision"] else "bfloat16")
+
+
+def _reduce_word(run: RunConfig) -> str:
+    precision = run.config.mixed_precision
+    return word_of(precision.reduce_dtype or precision.param_dtype or "float32")
+
+
+def _with_dtype(finding: Finding, worker: Worker) -> Finding:
+    return replace(finding, value=worker.given.get("reduce_dtype") or word_of(reduced_in(worker)))
+
+
+def _mesh(size: int, worker: Worker) -> MeshSpec:
+    is_whole_world = size <= 1 or (worker.num_ranks is not None and size >= worker.num_ranks)
+    return MeshSpec() if is_whole_world else MeshSpec.of_degrees(shard=size, replicate=-1)
+
+
+def _replicas(worker: Worker) -> int:
+    return (worker.num_ranks or 0) // int(worker["fsdp_size"])
+
+
+def _shards(run: RunConfig) -> int | None:
+    mesh = run.config.mesh
+    is_open = not mesh.is_grouped and mesh.has_replicas and mesh.shard_degree == -1
+    return None if is_open else max(mesh.shard_degree, 1)
+
+
+def wraps_experts(worker: Effective) -> bool:
+    return worker["apply_expert_patch"] is True or worker["ep_size"] != 1
+
+
+def _wrap(value: Any, worker: Worker) -> Wrap:
+    return Wrap(
+        kind=WrapKind.CLASSES,
+        classes=_names(worker["wrap_policy.transformer_layer_cls_to_wrap"]),
+        embeddings=True,  # against its guide, unless they are tied: then they cannot be
+        output=worker["wrap_policy.wrap_lm_output"],
+        experts=_names(worker["wrap_policy.moe_experts"]) if wraps_experts(worker) else (),
+    )
+
+
+def _names(given: str | list[str] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+
+def _wrap_policy(run: RunConfig) -> dict[str, Any] | None:
+    wrap = run.wrap
+    policy = {
+        "transformer_layer_cls_to_wrap": list(wrap.classes) if wrap.kind is WrapKind.CLASSES else [],
+        "wrap_embeddings": wrap.embeddings,
+        "wrap_lm_output": wrap.output,
+        "moe_experts": list(wrap.experts),
+    }
+    return {key: value for key, value in policy.items() if value} or None
+
+
+def _idle_experts(value: Any, worker: Worker) -> IdleExperts | None:
+    return IdleExperts.IN_ORDER if _wrap(value, worker).experts else None
+
+
+def _syncs(value: bool, worker: Worker) -> GradientSync:
+    return GradientSync.EVERY if value or not worker.is_training else GradientSync.LAST
+
+
+def _recomputed(disabled: bool, worker: Worker) -> ActivationCheckpointing:
+    reentrant = worker["model_args.gradient_checkpointing_use_reentrant"]
+    if not worker.is_training or disabled:
+        return ActivationCheckpointing()
+    is_moe = wraps_experts(worker) or worker["wrap_policy.moe_experts"] is not None
+    return ActivationCheckpointing(checkpoint=True, classes=(), reentrant=is_moe if reentrant is None else reentrant)
+
+
+def tiles_of(run: RunConfig) -> tuple[int | None, str | None]:
+    """In how many pieces, and of which model the MLPs are; without one ROLL tiles all that it knows."""
+    classes = () if run.config.tiled_mlp is None else run.config.tiled_mlp.classes
+    if not {*classes} <= {*MLPS.values()}:
+        return None, None
+    types = [name for name, cls in MLPS.items() if cls in classes]
+    return run.mlp_chunks, types[0] if len(classes) == 1 else None
+
+
+def _pieces(worker: Worker) -> int | None:
+    """None where MLPs are computed in one piece."""
+    is_tiled = worker.is_training and worker.is_on("apply_tiled_mlp") and worker["tiled_num_shards"] > 1
+    return worker["tiled_num_shards"] if is_tiled else None
+
+
+def _tiled(value: Any, worker: Worker) -> TiledMLP | None:
+    """The MLPs that are tiled, where the file says of which model they are."""
+    chunks, cls = _pieces(worker), MLPS.get(str(worker["model_type"]))
+    return None if chunks is None or cls is None else TiledMLP(classes=(cls,), chunks=chunks)
+
+
+def _chunks(value: Any, worker: Worker) -> int | None:
+    return None if _tiled(value, worker) is not None else _pieces(worker)
+
+
+def _prefixes(worker: Worker) -> list[str]:
+    """As ROLL compares them with names of parameters: a list, or a text divided at commas."""
+    given = worker["model_args.freeze_module_prefix"]
+    return [str(each) for each in given] if isinstance(given, list) else str(given or "").split(",")
+
+
+def _frozen(value: Any, worker: Worker) -> tuple[str, ...]:
+    return tuple(name for each in _prefixes(worker) if (name := each.strip().removesuffix(".")))
+
+
+def _ulysses(finding: Finding, worker: Worker) -> Finding:
+    size, shards = worker["model_args.ulysses_size"], worker["fsdp_size"]
+    if not (isinstance(size, int) and isinstance(shards, int) and shards < size):
+        return finding
+    if "fsdp_size" in worker.given:
+        reason = f"ROLL fails with it, because fsdp_size {shards} is smaller: no run was trained so"
+        return undecided(finding, reason, f"set fsdp_size to {size} or more, or ulysses_size to 1")
+    hint = f"ROLL fails where fsdp_size is smaller, and its default is {shards}"  # or an interpolation, read elsewhere
+    return replace(finding, outcome=Outcome.APPROXIMATE, hint=hint)
+
+
+def _freeze(finding: Finding, worker: Worker) -> Finding:
+    """ROLL freezes each parameter whose name starts with a prefix; here a prefix ends at a dot."""
+    names = _prefixes(worker)
+    if not finding.asks:
+        return finding
+    if "" in map(str.strip, names):
+        return undecided(finding, "an empty prefix freezes every parameter", "remove the comma, or name the modules")
+    if names != [each.strip() for each in names]:
+        reason = "releases of ROLL that keep the spaces around a comma freeze nothing by such a prefix"
+        return undecided(finding, reason, "as written: remove the spaces; as such a release trained: remove the prefix")
+    open_ = [each for each in names if not each.endswith(".")]
+    if numbered := next((each for each in open_ if each[-1].isdigit()), None):
+        reason = f"ROLL freezes all names that start with {numbered}, also those of {numbered}0; here it ends at a dot"
+        return undecided(finding, reason, f"{numbered}. for this module alone; or name each of them")
+    if not open_:
+        return finding
+    return replace(
+        finding,
+        outcome=Outcome.APPROXIMATE,
+        reason=f"here {open_[0]} ends at a dot; ROLL also freezes {open_[0]}_2, if the model has such a name",
+        hint="name the others, too, if there are any; a prefix with a dot at its end is the same in both",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+_APPROXIMATE = Outcome.APPROXIMATE
+_tiling = cases(
+    case(
+        lambda value, worker: worker.is_on("apply_tiled_mlp") and str(worker["model_type"]) not in MLPS,
+        _APPROXIMATE,
+        target="",
+        reason="model_type does not say which MLPs these are, so that they are computed in one piece: the same "
+        "numbers, and more memory in long sequences",
+        hint=f"name the model (model_type: {', '.join(MLPS)}), or the class in tiled_mlp",
+    )
+)
+_DTYPE = takes_if(
+    "one of " + ", ".join(DTYPES) + ", or null",
+    lambda value: value is None or (isinstance(value, str) and value.lower() in DTYPES),
+)
+_CLASSES = takes_if(
+    "a class name or a list of them",
+    lambda value: (
+        isinstance(value, str)
+        or (isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value))
+    ),
+)
+_RESHARD = takes_if(
+    "true, false, null or a group size",
+    lambda value: value is None or isinstance(value, bool) or POSITIVE_INT.fits(value),
+)
+# fmt: off
+ROWS: tuple[Lens, ...] = (
+    Lens(name="strategy_name", default="fsdp2_train", outcome=Outcome.EXACT, target="fully_shard",
+        takes=one_of(*STRATEGIES), meaning="training or inference with FSDP2", reason="both shard with fully_shard"),
+    Lens(name="fsdp_size", is_told=True, default=1, outcome=Outcome.EXACT, target="mesh", takes=INT,
+        read={"mesh": _mesh},
+        write=_shards, decide=cases(
+            case(lambda size, worker: size <= 1 or (worker.num_ranks is not None and size >= worker.num_ranks),
+                target="1-D mesh", reason=lambda worker: "1 or less, or all ranks and more, is: over "
+                + (f"all {worker.num_ranks} ranks" if worker.num_ranks is not None else "all ranks")),
+            case(lambda size, worker: worker.num_ranks is not None,
+                target=lambda worker: f"mesh of {_replicas(worker)} replicas x {worker['fsdp_size']} shards",
+                reason=lambda worker: f"{worker.num_ranks} ranks make {_replicas(worker)} groups, each with all "
+                "parameters"),
+            case(lambda size, worker: True, _APPROXIMATE,
+                target=lambda worker: f"mesh of replicas x {worker['fsdp_size']} shards",
+                reason="device_mapping does not say how many ranks there are; with this many or fewer ROLL makes no "
+                "replicas",
+                hint=lambda worker: f"with more than {worker['fsdp_size']} ranks nothing is to be done, else set it to "
+                "1")),
+        meaning="over how many ranks a parameter is sharded; 1 or less, or all ranks and more: over all", reason=""),
+    Lens(name="param_dtype",
+        read={"mixed_precision.param_dtype": lambda value, worker: dtype_of(value, "bfloat16"),
+            "precision": lambda value, worker: PRECISIONS.get(dtype_of(value, "bfloat16"), "fp32")},
+        write=lambda run: word_of(run.config.mixed_precision.param_dtype or "float32"), is_told=True, default="bf16",
+        outcome=Outcome.EXACT, target="MixedPrecisionPolicy(param_dtype)", takes=_DTYPE,
+        meaning="the dtype in which parameters are gathered and computed with",
+        reason="the same argument of fully_shard; null is the default"),
+    Lens(name="reduce_dtype", is_told=True, default="float32", outcome=Outcome.EXACT,
+        target="MixedPrecisionPolicy(reduce_dtype)", takes=_DTYPE,
+        read={"mixed_precision.reduce_dtype": lambda value, worker: reduced_in(worker)}, write=_reduce_word,
+        decide=_with_dtype, meaning="the dtype in which gradients are reduced",
+        reason="the same argument of fully_shard; null is the default"),
+    Lens(name="enable_mix_precision", default=True, outcome=Outcome.EXACT, target="MixedPrecisionPolicy(reduce_dtype)",
+        takes=BOOL, fields=("mixed_precision.reduce_dtype",),
+        decide=cases(case(lambda value, worker: worker.given.get("reduce_dtype") is not None, Outcome.UNNEEDED,
+            reason="reduce_dtype is given, and takes precedence")),
+        meaning="whether an implicit reduce_dtype is float32 (true) or bf16 (false)",
+        reason="decides reduce_dtype where the file does not give it; later ROLL only"),
+    Lens(name="reshard_after_forward", is_told=True, default=None, outcome=Outcome.EXACT,
+        target="reshard_after_forward",
+        takes=_RESHARD, read={"reshard_after_forward": lambda value, worker: True if value is None else value},
+        write=lambda run: run.config.reshard_after_forward,
+        decide=cases(case(lambda value, worker: value is None, reason="torch's own choice: freed in all units but the "
+            "root", hint="torch 2.7 takes no null here, so that ROLL fails with it: say true")),
+        meaning="whether parameters are freed between forward and backward; null: in all units but the root",
+        reason="the same argument of fully_shard; the root unit stays gathered"),
+    Lens(name="offload_policy", default=False, outcome=Outcome.EXACT, target="CPUOffloadPolicy(pin_memory=True)",
+        neutral=(False, None), read={"cpu_offload": lambda value, worker: bool(value)},
+        write=lambda run: run.config.cpu_offload, decide=cases(
+            case(lambda value, worker: isinstance(value, str) and value.lower() in ("false", "no", "off", "none", "0"),
+                Outcome.NEEDS_DECISION, reason="ROLL treats any text as true, so this run was offloaded",
+                hint="as trained: true; as written: false"),
+            case(lambda value, worker: not value, Outcome.UNNEEDED, reason="nothing is offloaded")),
+        meaning="keeping parameters, gradients and optimizer state in CPU memory",
+        reason="the same policy of fully_shard; any value that is not false, 0, null or empty turns it on"),
+    Lens(name="wrap_policy", read={"wrap": _wrap, "idle_experts": _idle_experts}, write=_wrap_policy, default=None,
+        outcome=Outcome.EXACT, target="units", takes=takes_if("a mapping", lambda value: isinstance(value, Mapping)),
+        meaning="which modules become units", reason="empty: the classes that the model names (_no_split_modules)"),
+    Lens(name="wrap_policy.transformer_layer_cls_to_wrap", fields=("wrap.kind", "wrap.classes"), default=None,
+        outcome=Outcome.EXACT, target="units", takes=_CLASSES,
+        meaning="the classes of which each module becomes a unit; by default the model's _no_split_modules",
+        reason="modules of these classes become units"),
+    Lens(name="wrap_policy.wrap_embeddings", fields=("wrap.embeddings",), is_told=True, default=False,
+        outcome=Outcome.EXACT, target="units", takes=BOOL,
+        decide=cases(case(lambda value, worker: not value, reason="against its guide, ROLL still makes each embedding "
+        "a unit that is not tied to the output")), meaning="whether the input embedding is a unit of its own",
+        reason="the input embedding becomes a unit"),
+    Lens(name="wrap_policy.wrap_lm_output", fields=("wrap.output",), default=False, outcome=Outcome.EXACT,
+        target="units", takes=BOOL, neutral=(False,), meaning="a unit of its own for lm_head",
+        reason="lm_head becomes a unit"),
+    Lens(name="wrap_policy.moe_experts", fields=("wrap.experts",), default=None, outcome=Outcome.EXACT, target="units",
+        takes=_CLASSES, decide=cases(case(lambda value, worker: not wraps_experts(worker), Outcome.UNNEEDED,
+        reason="ROLL wraps experts with apply_expert_patch or ep_size only, so here it did not")),
+        meaning="the classes of experts that become units, where apply_expert_patch or ep_size is on",
+        reason="experts become units"),
+    Lens(name="apply_expert_patch", default=False, outcome=Outcome.EXACT, takes=BOOL, neutral=(False,),
+        target="idle_experts", fields=("idle_experts",),
+        write=lambda run: unless(False, run.config.idle_experts is not None), decide=cases(
+            case(lambda value, worker: value and worker["wrap_policy.moe_experts"] is None, Outcome.UNNEEDED,
+                reason="no expert is a unit of its own, so that all ranks gather the same without it")),
+        meaning="running experts without tokens on one token, so that all ranks issue the same collectives",
+        reason="every rank runs each expert in one order, on no rows where it has no token, in the place of one row "
+        "times 0: the same numbers"),
+    Lens(name="apply_tiled_mlp", read={"tiled_mlp": _tiled, "tiled_chunks": _chunks},
+        write=lambda run: unless(False, tiles_of(run)[0] is not None), default=False, outcome=Outcome.EXACT,
+        takes=BOOL, neutral=(False,), target="tiled_mlp", decide=_tiling,
+        meaning="computing MLPs in pieces of the sequence",
+        reason="the same modules in as many pieces, each computed once more in backward"),
+    Lens(name="tiled_num_shards", write=lambda run: tiles_of(run)[0], fields=("tiled_mlp",), default=4,
+        outcome=Outcome.EXACT, target="tiled_mlp", takes=POSITIVE_INT, only_with="apply_tiled_mlp", decide=_tiling,
+        meaning="into how many pieces an MLP's sequence is cut", reason="belongs to apply_tiled_mlp"),
+    Lens(name="model_type", write=lambda run: tiles_of(run)[0] and tiles_of(run)[1], fields=("tiled_mlp",),
+        default=None, outcome=Outcome.EXACT, target="tiled_mlp", only_with="apply_tiled_mlp", decide=_tiling,
+        meaning="of which model the MLP class is replaced; by default of all that ROLL knows",
+        reason="names the class of the MLPs"),
+    Lens(name="async_save_ckpt", is_told=True, default=True, outcome=Outcome.EXACT, target="async_save",
+        takes=BOOL,
+        read={"async_save": lambda value, worker: worker.is_training and value},
+        write=lambda run: run.async_save, decide=cases(
+            case(lambda value, worker: worker.is_training and not value, target="",
+                reason="training waits until a checkpoint is written"),
+            case(lambda value, worker: not worker.is_training, Outcome.UNNEEDED, reason="nothing is saved")),
+        meaning="writing checkpoints in the background, the last one excepted",
+        reason="the checkpoint is staged and written while training goes on"),
+    Lens(name="save_only_model", read={"save_only_model": as_is}, write=lambda run: unless(False, run.save_only_model),
+        default=False, outcome=Outcome.APPROXIMATE, target="save_weights_only of the Trainer", takes=BOOL,
+        neutral=(False,), meaning="checkpoints without the optimizer",
+        reason="what a checkpoint holds is decided outside of the sharding section there",
+        hint="set save_weights_only: true beside save_folder"),
+    Lens(name="ep_size", read={"expert_parallel": as_is}, write=lambda run: unless(1, run.expert_parallel), default=1,
+        outcome=Outcome.APPROXIMATE, takes=POSITIVE_INT, neutral=(1,),
+        target="shards of experts, over the ranks of the mesh",
+        meaning="expert parallelism: over how many ranks a layer's experts are divided",
+        reason="ROLL's experts are modules of a transformers model, whose tokens travel by a patch of ROLL's; here "
+        "they are sharded like all other parameters, and gathered where they run: the same numbers, more communication",
+        hint="with wrap_policy.moe_experts one expert is gathered at a time, else all of a layer's; the fsdp_config "
+        "key expert_parallel_degree, with which tokens travel, is for LLM Foundry's torch_dmoe"),
+    Lens(name="efsdp_size", default=1, outcome=Outcome.APPROXIMATE, takes=POSITIVE_INT, only_with="ep_size",
+        target="shards of experts, over the ranks of the mesh", meaning="over how many ranks an expert is sharded",
+        reason="experts are sharded over as many ranks as all other parameters"),
+    Lens(name="moe_use_grouped_mm", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL, neutral=(False,),
+        meaning="one grouped matrix product for all experts of a layer",
+        reason="a kernel of the model (transformers 5.2 and later) and no part of sharding: the same numbers up to "
+        "rounding", hint="choose grouped_mm as the experts' implementation in the model's configuration"),
+    Lens(name="reduce_scatter_during_grad_accumulation", read={"accumulation.gradient_sync": _syncs},
+        write=lambda run: False if run.config.accumulation.gradient_sync is GradientSync.LAST else None, default=True,
+        outcome=Outcome.EXACT, target="gradient_sync", takes=BOOL,
+        meaning="whether gradients are reduced in every microbatch (true) or in a batch's last (false)",
+        reason="every microbatch, or the last: the same choice"),
+    Lens(name="fused_optimizer", default=False, outcome=Outcome.APPROXIMATE, target="the optimizer", takes=BOOL,
+        neutral=(False,), meaning="AdamW's fused kernel",
+        reason="an argument of the optimizer and no part of sharding; the same numbers up to rounding",
+        hint="create the optimizer with fused=True"),
+    Lens(name="init_tokenizer_processor", default=True, outcome=Outcome.UNNEEDED, takes=BOOL,
+        meaning="whether ROLL loads a tokenizer beside the model", reason="no part of sharding"),
+    Lens(name="model_args.ulysses_size", default=1, outcome=Outcome.EXACT, target="context_parallel_degree",
+        takes=takes_if(f"{POSITIVE_INT.text}, or null", lambda value: value is None or POSITIVE_INT.fits(value)),
+        neutral=(1, None), decide=_ulysses, read={"context_parallel_degree": lambda value, worker: value or 1},
+        meaning="context parallelism: over how many ranks a sequence is divided",
+        reason="attention exchanges heads for sequence, there as here, and these ranks take one batch; a model whose "
+        "attention cannot be divided so is refused when it is planned"),
+    Lens(name="model_args.freeze_module_prefix", default=None, outcome=Outcome.EXACT, target="freeze",
+        neutral=(None,), read={"freeze": _frozen}, decide=_freeze,
+        meaning="parameters that are not trained, by the beginning of their names",
+        reason="the same parameters, frozen before the model is sharded, by prefixes that end at a dot"),
+    Lens(name="model_args.lora_target",
+        read={"adapter": lambda value, worker: "lora" if value and worker.is_training else None}, default=None,
+        outcome=Outcome.APPROXIMATE, target="units", neutral=(None,),
+        meaning="layers that get a LoRA adapter, each of which ROLL makes a unit",
+        reason="adapters stay inside their layer's unit: the same numbers with fewer and larger gathers"),
+    Lens(name="model_args.disable_gradient_checkpointing", is_told=True, default=False, outcome=Outcome.EXACT,
+        target="activation_checkpointing", takes=BOOL, read={"activation_checkpointing": _recomputed},
+        write=lambda run: not run.config.activation_checkpointing.checkpoint,
+        decide=cases(
+            case(lambda value, worker: value, Outcome.UNNEEDED, reason="activations are kept"),
+            case(lambda value, worker: True, reason="on unless it is disabled: each layer's activations are recomputed "
+                "in backward")),
+        meaning="whether activations are kept (true) or recomputed (false)",
+        reason="each layer's activations are kept or recomputed"),
+    Lens(name="model_args.gradient_checkpointing_use_reentrant", fields=("activation_checkpointing.reentrant",),
+        default=None, outcome=Outcome.EXACT, target="activation_checkpointing_reentrant",
+        takes=takes_if("true, false or null", lambda value: value is None or isinstance(value, bool)),
+        meaning="which of torch's implementations recomputes; null: the reentrant one for mixtures of experts only",
+        reason="both implementations run inside a unit"),
+    Lens(name="model_args.dtype", default="bf16", outcome=Outcome.APPROXIMATE,
+        target="the dtype that the model is created in", takes=one_of("fp32", "bf16", "fp16"),
+        meaning="the dtype in which weights are read",
+        reason="ROLL reads weights in it and then stores them in reduce_dtype (training) or param_dtype (inference)",
+        hint="create the model in the dtype that it is to be stored in; sharding keeps it"),
+    Lens(name="device_mapping", default=None, outcome=Outcome.EXACT, target="the number of ranks",
+        read={"num_ranks": lambda value, worker: worker.num_ranks},
+        decide=cases(
+            case(lambda value, worker: worker.num_ranks is None, _APPROXIMATE,
+                reason="it does not say how many devices there are without being run",
+                hint="write it as a list or as list(range(FROM, TO))"),
+            case(lambda value, worker: True, reason=lambda worker: f"{worker.num_ranks} ranks")),
+        meaning="the devices of this worker, and so the number of ranks", reason=""),
+    Lens(name="training_args.per_device_train_batch_size", read={"microbatch_size": count},
+        outcome=Outcome.EXACT, target="device_train_microbatch_size", meaning="rows of a rank's microbatch",
+        reason="as many rows"),
+    Lens(name="training_args.gradient_accumulation_steps", read={"num_microbatches":
+        lambda steps, worker: count(steps or (worker["training_args.per_device_train_batch_size"] and 1))},
+        outcome=Outcome.EXACT, target="global_train_batch_size", meaning="a rank's microbatches for one step",
+        reason="as many microbatches, of all ranks' rows"),
+    *(Lens(name=f"training_args.{key}", read={"optimizer": lambda value, worker: optimizer_of(
+        {option: worker[f"training_args.{each}"] for each, option in OF_TRAINERS.items() if option != "eps"})}
+        if name == "lr" else {},
+        fields=("optimizer",) if name != "lr" else (), outcome=Outcome.EXACT, target="optimizer",
+        meaning="an option of AdamW", reason="the same decay: Composer's weight_decay is this one times the learning "
+        "rate" if name == "weight_decay" else "the same value")
+        for key, name in OF_TRAINERS.items() if name != "eps"),
+)
+# fmt: on
+BY_NAME = {row.name: row for row in ROWS}

@@ -1,0 +1,105 @@
+"""Fields of a run that TorchTitan cannot configure, or carries out in its own way."""
+
+from composer_fsdp2.config.findings import Outcome
+from composer_fsdp2.migration.lens import Limitation, limits
+from composer_fsdp2.migration.run import OF_TRAINING
+
+_EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
+
+
+# fmt: off
+LIMITS: tuple[Limitation, ...] = (
+    limits(_UNSUPPORTED, "mesh.groups", "mesh",
+        reason="TorchTitan has one mesh of all ranks, no groups that do not meet", hint="choose two degrees"),
+    limits(_NEEDS_DECISION, "mesh.replicas", "mesh", was=-1, target="parallelism.data_parallel_replicate_degree",
+        reason="TorchTitan leaves the shards open, never the replicas",
+        hint="set it to the number of ranks divided by {shard_degree}, and data_parallel_shard_degree to "
+        "{shard_degree}"),
+    limits(_APPROXIMATE, "mesh.shards", was=1, is_kept=True,
+        target="parallelism.data_parallel_shard_degree = 1",
+        reason="without shards TorchTitan uses DDP, and torch.autocast for mixed precision"),
+    limits(_NEEDS_DECISION, "context_parallel_degree", "mesh.shards", target="parallelism.data_parallel_shard_degree",
+        reason="TorchTitan shards parameters over the ranks that share a sequence, and {value} does not divide the "
+        "{shard_degree} shards", hint="choose a degree that does"),
+    limits(_APPROXIMATE, "context_parallel_degree", is_kept=True, target="parallelism.context_parallel_degree",
+        reason="TorchTitan sends keys and values around a ring: the same numbers up to rounding"),
+    limits(_APPROXIMATE, "wrap", target="parallelize.py of the model",
+        reason="TorchTitan's models choose their units in code: the token embedding, each block, the last norm with "
+        "the output; the numbers do not depend on it"),
+    limits(_UNSUPPORTED, "reshard_after_forward", target="parallelism.fsdp_reshard_after_forward",
+        reason="TorchTitan frees parameters everywhere or nowhere, and does not keep them in groups of {value} ranks",
+        hint="default needs less memory, never less communication"),
+    limits(_NEEDS_DECISION, "mixed_precision.param_dtype", target="training.mixed_precision_param",
+        reason="TorchTitan computes in bfloat16 or float32",
+        hint="bfloat16 has a wider range than float16 and needs no scaling of gradients; float32 is exact"),
+    limits(_APPROXIMATE, "mixed_precision.reduce_dtype", target="training.mixed_precision_reduce",
+        reason="TorchTitan reduces in float32 only: finer, and more communication"),
+    limits(_APPROXIMATE, "stored_dtype",
+        target="training.dtype", reason="TorchTitan creates parameters in training.dtype, which is float32 unless it "
+        "is set; {value} was asked for"),
+    limits(_NEEDS_DECISION, "precision", was="amp_fp8", title="products in fp8", target="model.converters",
+        reason="TorchTitan's converters make float8 layers of torchao's, and of those of its own models",
+        hint='model.converters = ["quantize.linear.float8"], or train in bfloat16'),
+    limits(_UNSUPPORTED, "mixed_precision.output_dtype", reason="TorchTitan has no key for the dtype of outputs"),
+    limits(_APPROXIMATE, "precision", target="training.mixed_precision_param",
+        reason="TorchTitan's FSDP casts parameters and inputs of units, and uses no torch.autocast"),
+    limits(_APPROXIMATE, "mixed_precision.cast_forward_inputs", "mixed_precision.cast_root_inputs",
+        reason="TorchTitan up to v0.2.2 casts the inputs of each unit"),
+    limits(_APPROXIMATE, "mixed_precision.buffer_dtype",
+        reason="TorchTitan leaves buffers in the dtype that they have"),
+    limits(_APPROXIMATE, "activation_checkpointing.classes", target="activation_checkpoint.mode",
+        reason="TorchTitan recomputes its blocks: the same numbers, another memory"),
+    limits(_APPROXIMATE, "activation_checkpointing.reentrant", target="activation_checkpoint.mode",
+        reason="TorchTitan recomputes without reentering: the same numbers"),
+    limits(_UNSUPPORTED, "activation_checkpointing.cpu_offload", "activation_checkpointing",
+        reason="TorchTitan does not keep activations in CPU memory"),
+    limits(_UNSUPPORTED, "activation_checkpointing.transformer_engine",
+        reason="TorchTitan recomputes with torch's implementation only"),
+    *(limits(_APPROXIMATE, f"prefetch.{phase}", reason="TorchTitan leaves the order of gathers to "
+        "FSDP2; the numbers do not depend on it") for phase in ("forward", "backward")),
+    limits(_APPROXIMATE, "accumulation.gradient_sync",
+        reason="TorchTitan reduces gradients in every microbatch: less memory, more communication"),
+    limits(_APPROXIMATE, "has_expert_axis", title="expert parallelism",
+        reason="TorchTitan takes the ranks of experts from those of the shards: the same numbers"),
+    limits(_APPROXIMATE, "accumulation.reshard_after_backward",
+        reason="TorchTitan frees parameters after each backward: less memory, more communication"),
+    limits(_UNNEEDED, "idle_experts",
+        reason="TorchTitan runs all experts of a layer in one grouped product, so that ranks do not diverge"),
+    limits(_NEEDS_DECISION, "expert_parallel_degree", target="parallelism.expert_parallel_degree",
+        reason="TorchTitan splits experts of its own models, along axes that it takes from those of the mesh",
+        hint="parallelism.expert_parallel_degree = {value}, where the model has it"),
+    limits(_UNSUPPORTED, "idle_towers",
+        reason="TorchTitan runs a tower where the batch has something for it; ranks without would wait for the others"),
+    limits(_APPROXIMATE, "collective_guard", target="comm.train_timeout_seconds",
+        reason="TorchTitan does not compare where ranks stand, but ends a run that hangs, after a time",
+        hint="comm.train_timeout_seconds is 100 unless it is set"),
+    *(limits(_UNNEEDED, field, reason="TorchTitan's loaders count data-parallel ranks: those that share a batch read "
+        "the same") for field in ("check_data", "broadcast_batch")),
+    limits(_APPROXIMATE, "sync_module_states",
+        reason="TorchTitan creates the model's values sharded, on each rank its part, and broadcasts none"),
+    limits(_UNSUPPORTED, "ignored_modules", reason="TorchTitan shards all modules"),
+    limits(_APPROXIMATE, "mixed_precision.gradients", target="training.dtype",
+        reason="TorchTitan keeps gradients in the dtype of the parameters",
+        hint="training.dtype = 'bfloat16' stores parameters and gradients in it"),
+    limits(_APPROXIMATE, "state_dict_type", target="checkpoint",
+        reason="TorchTitan's checkpoints are sharded",
+        hint="last_save_in_hf = true writes the last one unsharded, for Hugging Face"),
+    limits(_NEEDS_DECISION, "other_clipping", "max_grad_norm", target="training.max_norm",
+        reason="TorchTitan clips gradients to a norm, 1 unless it is set; the run clips them by {value}",
+        hint="choose a norm, or a large number for none"),
+    limits(_APPROXIMATE, "max_grad_norm", target="training.max_norm",
+        reason="TorchTitan clips gradients to a norm of 1 unless told otherwise",
+        hint="set max_norm to the run's own, or to a large number for none"),
+    limits(_UNSUPPORTED, "freeze", "train_only", is_any=True, reason="TorchTitan trains all parameters",
+        hint="freeze them in the model's code"),
+    limits(_UNSUPPORTED, "tiled_mlp.chunks", "tiled_mlp", reason="TorchTitan computes MLPs in one piece"),
+    limits(_APPROXIMATE, "save_only_model", target="checkpoint.last_save_model_only",
+        reason="TorchTitan leaves the optimizer out of the last checkpoint only"),
+    limits(_APPROXIMATE, "undecayed", target="optimizer.weight_decay",
+        reason="a Trainer decays neither biases nor the weights of norms, TorchTitan all parameters"),
+    limits(_APPROXIMATE, *OF_TRAINING, is_any=True, title="batches, steps and optimizer",
+        reason="TorchTitan counts the rows of all ranks, whose number is not known here, and steps; its optimizers are "
+        "Adam and AdamW", hint="set training.global_batch_size, training.steps and optimizer"),
+    limits(_UNNEEDED, "verbose", reason="TorchTitan has its own words for its log"),
+)
+# fmt: on

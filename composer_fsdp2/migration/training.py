@@ -1,0 +1,80 @@
+"""Batches, steps and the optimizer of a run: numbers as files have them, and AdamW's options.
+
+``RunConfig.optimizer`` has torch's options. torch's AdamW multiplies weights by ``1 - lr * weight_decay`` in each step,
+Composer's DecoupledAdamW by ``1 - lr / initial_lr * weight_decay``: its ``weight_decay`` is torch's times the first
+learning rate.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
+
+from composer_fsdp2.config.rows import Row
+from composer_fsdp2.migration.lens import decides, unless
+from composer_fsdp2.migration.run import OF_TRAINING, RunConfig
+
+ADAMW = "adamw_torch"
+# Other implementations of the same numbers, by their systems' names.
+_ALIKE = (
+    "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused", "adamw_hf", "AdamW",
+    "decoupled_adamw",
+)  # fmt: skip
+# The options of torch's AdamW by a Trainer's names for them, and its defaults.
+OF_TRAINERS = {
+    "learning_rate": "lr",
+    "weight_decay": "weight_decay",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "eps",
+}
+DEFAULTS = {"name": ADAMW, "lr": 5e-5, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+
+
+def is_of_training(row: Row | None) -> TypeGuard[Row]:
+    """Whether a key decides nothing of how a run is sharded."""
+    return row is not None and bool(decides(row)) and {*OF_TRAINING}.issuperset(decides(row))
+
+
+def count(value: Any, settings: object = None) -> int | None:
+    """A whole number from 1 on; None for other values, such as ``auto``."""
+    number = number_of(value)
+    return None if number is None or number < 1 or number % 1 else int(number)
+
+
+def number_of(value: Any) -> float | None:
+    """A finite number, of ten digits; YAML reads ``2e-5`` as text."""
+    try:
+        number = math.nan if isinstance(value, bool | None) else float(f"{float(value):.10g}")
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def optimizer_of(explicit: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS) -> Mapping[str, Any] | None:
+    """An optimizer with a system's defaults for options that are not explicit; None where none is, or one is no number.
+
+    Args:
+        explicit: Options by torch's names, and ``name``; None for those that the file lacks.
+    """
+    given = {name: value for name, value in explicit.items() if value is not None}
+    options = {name: number_of(value) for name, value in {**defaults, **given}.items() if name != "name"}
+    name = str(given.get("name", defaults["name"]))
+    found = {"name": ADAMW if name in _ALIKE else name, **options}
+    return None if not given or None in options.values() else found
+
+
+def adamw_of(run: RunConfig) -> Mapping[str, Any]:
+    """The optimizer where it is AdamW, its state in other precisions included; else empty."""
+    optimizer = run.optimizer or {}
+    return optimizer if re.fullmatch(r"(paged_)?adamw_\w+", optimizer.get("name", "")) else {}
+
+
+def option(name: str, default: Any = None) -> Callable[[RunConfig], Any]:
+    """Writes an option of AdamW where it is not the default."""
+    return lambda run: unless(default, adamw_of(run).get(name))
+
+
+def duration_in(unit: str) -> Callable[[RunConfig], int | None]:
+    """Writes the duration of a run that is as long as so many ``ba`` (steps of the optimizer) or ``ep`` (epochs)."""
+    return lambda run: count(run.max_duration.removesuffix(unit)) if run.max_duration else None

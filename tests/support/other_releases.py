@@ -1,0 +1,58 @@
+"""Releases of other systems that the environment does not have, each in a folder of its own: ``run_with``, ``needs``.
+
+``python tests/support/other_releases.py`` installs them, as ``make test-others`` does. They are read by processes of
+their own, on top of the official stack; nothing that they depend on takes the place of a package there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / ".others"
+# By name: itself, and what the official stack lacks of what its configuration needs.
+RELEASES = {
+    "accelerate-1.10.1": ("accelerate==1.10.1",),
+    "axolotl-0.12.2": ("axolotl==0.12.2", "addict==2.4.0"),
+    "transformers-4.55.2": ("transformers==4.55.2", "tokenizers==0.21.4", "huggingface-hub==0.34.4"),
+    "torchtitan-0.2.2": (
+        "torchtitan==0.2.2",
+        "tyro==0.9.31",
+        "docstring-parser==0.18.0",
+        "shtab==1.8.0",
+        "typeguard==4.6.1",
+    ),
+}
+
+
+def needs(*releases: str) -> None:
+    """Skip a test where one of them is not installed."""
+    missing = [name for name in releases if not (FOLDER / name).is_dir()]
+    if missing:
+        pytest.skip(f"{', '.join(missing)}: not installed; make test-others installs it")
+
+
+def run_with(releases: Sequence[str], script: Path, stdin: str) -> subprocess.CompletedProcess[str]:
+    """``python script`` where these releases go before what is installed."""
+    paths = os.pathsep.join(str(FOLDER / name) for name in releases)
+    environment = {**os.environ, "PYTHONPATH": paths}
+    return subprocess.run(
+        [sys.executable, str(script)], input=stdin, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def main() -> None:
+    for name, requirements in RELEASES.items():
+        if not (FOLDER / name).is_dir():  # pip moves a folder there when it is complete
+            print(f"{FOLDER.name}/{name}: installing", flush=True)
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
+            subprocess.run([*pip, "--no-deps", "--target", str(FOLDER / name), *requirements], check=True)
+
+
+if __name__ == "__main__":
+    main()
