@@ -1,1 +1,1 @@
-"""Configuration files from one system's words to another's: ``migrate_text`` for a text, ``files`` for the disk."""
+"""Conversion of configuration files between systems: ``migrate_text`` for a text, ``files`` for files on disk."""

@@ -1,4 +1,4 @@
-"""What is to be changed in a file for one of its sections: edits of its text, or a text of its own, and findings."""
+"""Changes to a file for one of its sections: edits of its text or a separate text, and findings."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,17 +32,17 @@ Tell = Callable[[Sequence[Loss]], tuple[Finding, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What one section needs.
+    """Changes for one section.
 
     Args:
-        tell: The findings, from what the new text loses of the run.
-        meant: What the edits are to make of the values.
-        text: A whole file, where the target cannot stand in the source's.
-        values: What that holds.
-        gone: Paths that are no longer there.
-        come: Paths that were not there, or hold something else.
-        run: What the section asks for, where a text is written for it.
-        place: Where the new section is; None where it is a file of its own.
+        tell: Returns the findings for the losses of the new text.
+        meant: The edits' intended changes of the values.
+        text: Text of a separate file, where the target's section cannot be part of the source's file.
+        values: Values of ``text``.
+        gone: Removed paths.
+        come: Paths that are new or have a new value.
+        run: The run that the section configures, where a text is written for it.
+        place: Path of the new section; None for a separate file.
     """
 
     tell: Tell
@@ -57,7 +57,7 @@ class Change:
 
 
 def change_section(document: Document, of: Dialect, section: Section, target: Dialect) -> Change:
-    """The section of a dialect as the target's keys."""
+    """Convert a section of a dialect to the target's keys."""
     reading = of.read(section)
     unresolved = [
         each
@@ -83,7 +83,7 @@ def _with_passing(passing: Sequence[Finding], tell: Tell, lost: Sequence[Loss]) 
 
 
 def _passes(finding: Finding, of: Dialect, section: Section, target: Dialect) -> bool:
-    """Whether nothing that is written depends on the value of a key whose interpolation cannot be resolved here."""
+    """Return whether the new text does not depend on a key's value, an interpolation that cannot be resolved here."""
     is_inside = finding.key.split(".")[0] in section.given
     return is_inside and (_asks_never(finding, of) or (of is target and of.keeps(finding.key)))
 
@@ -101,7 +101,7 @@ def _passing(finding: Finding, of: Dialect) -> Finding:
 
 
 def _of_sharding(reading: Reading, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Without keys of training, which a file keeps that stays in its system, or stays as it is."""
+    """Drop findings for training keys, which remain in a file that stays in its system or is unchanged."""
     return (each for each in findings if not is_of_training(reading.rows.get(each.key)))
 
 
@@ -116,7 +116,7 @@ def _unresolved(finding: Finding) -> Finding:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In the same system's words
+# The same target system
 
 
 def _rewritten(document: Document, of: Dialect, section: Section, reading: Reading, target: Dialect) -> Change:
@@ -160,14 +160,14 @@ def edits_of(document: Document, section: Section, meant: Iterable[MappingEdit])
 
 
 def _is_dead(finding: Finding) -> bool:
-    """Whether no release of its system knows the key, and it is near to none that it knows."""
+    """Return whether no release of the system knows the key or one with a similar name."""
     return finding.origin is Origin.KEY and finding.outcome is Outcome.UNNEEDED and not finding.known
 
 
 def _path_of(key: str, section: Section) -> Path | None:
-    """Where a key of a report is in the file; it is the section's, or has its place from the top of the file.
+    """Return the path in the file of a report's key, which is relative to the section or to the top of the file.
 
-    None for a key that is no string, which stays where it is.
+    None for a key that is not a string, which is not removed.
     """
     for above in (section.path, ()):
         *outer, last = key.split(".")
@@ -179,7 +179,7 @@ def _path_of(key: str, section: Section) -> Path | None:
 
 
 def _removing(dead: Iterable[Path], edits: Sequence[MappingEdit]) -> list[MappingEdit]:
-    """The edits, and those by which the dead keys go as well."""
+    """Return the edits, extended to remove the dead keys."""
     by_path = {each.path: each for each in edits}
     written_anew = [(*each.path, key) for each in edits for key in each.replacements]
     for path in dead:
@@ -192,7 +192,7 @@ def _removing(dead: Iterable[Path], edits: Sequence[MappingEdit]) -> list[Mappin
 
 
 def mapping_at(section: Section, path: Path) -> Mapping[str, Any] | None:
-    """The mapping there; None where the file has none, which an edit adds."""
+    """Return the mapping at the path; None if the file has none, and an edit adds it."""
     values = value_at(section.around, path) if has_path(section.around, path) else None
     return values if isinstance(values, Mapping) else None
 
@@ -205,7 +205,8 @@ def _gone(edits: Iterable[MappingEdit]) -> Iterable[Path]:
 
 
 def _with_keys(finding: Finding, became: Mapping[str, Settings], target: Dialect) -> Finding:
-    """The finding with the words that the file has now, and what their system makes of them without composer_fsdp2."""
+    """Return the finding with the new keys as its target, and a hint on how their system reads them without
+    composer_fsdp2."""
     new = became.get(finding.key) if finding.origin is Origin.KEY else None
     if finding.outcome.blocks or new is None:
         return finding
@@ -217,7 +218,7 @@ def _with_keys(finding: Finding, became: Mapping[str, Settings], target: Dialect
 
 
 def _elsewhere(new: Settings, target: Dialect) -> Iterator[str]:
-    """What the target's own FSDP2 makes of the new keys; each sentence once, with its keys if there are several."""
+    """Yield how the target's own FSDP2 treats the new keys: each sentence once, with its keys if there are several."""
     keys: dict[str, list[str]] = {}
     for key, _ in new:
         keys.setdefault(target.elsewhere(key), []).append(key)
@@ -227,7 +228,7 @@ def _elsewhere(new: Settings, target: Dialect) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In another system's words
+# Another target system
 
 
 def _translated(document: Document, of: Dialect, section: Section, reading: Reading, target: Dialect) -> Change:
@@ -268,8 +269,8 @@ def _told(
     beside: Sequence[Finding],
     lost: Sequence[Loss],
 ) -> tuple[Finding, ...]:
-    """The findings of a section in another system's keys."""
-    # Of what a target does by itself its own losses tell, unless it keeps to what FSDP1 did.
+    """Return the findings of a section converted to another system's keys."""
+    # The target's losses report its implicit settings, unless it keeps those of FSDP1.
     told = [each for each in reading.findings if target.keeps_implicit or not _is_kept(each)]
     told = [each for each in told if not _stays(each.key, reading, expression)]
     if not target.keeps_implicit:  # hints of a reading are about composer_fsdp2
@@ -290,14 +291,14 @@ def _told(
 
 
 def _stays(key: str, reading: Reading, expression: Expression) -> bool:
-    """Whether a key is of training, and the target has none for it: the file keeps it, and a loss tells of it."""
+    """Return whether a key is a training key that the target lacks: it stays in the file, and a loss reports it."""
     row = reading.rows.get(key)
     settings = (*expression.settings, *expression.beside)
     return is_of_training(row) and not any(meets(decides(row), each.fields) for each in settings)
 
 
 def _became(reading: Reading, expression: Expression) -> dict[str, list[tuple[str, Any]]]:
-    """The target's keys by the old key that decided the same, if that asks for something."""
+    """Map each old key that has an effect to the target's settings that decide the same field."""
     asking = {each.key for each in reading.findings if each.asks and not each.outcome.blocks}
     keys: dict[str, Row] = {key: row for key, row in reading.deciding.items() if key in asking}
     became: dict[str, list[tuple[str, Any]]] = {}
@@ -308,7 +309,7 @@ def _became(reading: Reading, expression: Expression) -> dict[str, list[tuple[st
 
 
 def _dropped(finding: Finding, target: Dialect) -> Finding:
-    """A key that only its own system has; the run trains without what it asks for."""
+    """Return the finding for a key that only its own system has; the run trains without its effect."""
     reason = f"a key of composer_fsdp2's own, and {target.title.split(':')[0]} has none like it"
     return replace(finding, outcome=Outcome.APPROXIMATE, target="", reason=reason, hint="")
 
@@ -318,18 +319,18 @@ def _dropped_with(loss: Loss, target: Dialect) -> Loss:
 
 
 def _is_kept(finding: Finding) -> bool:
-    """Whether composer_fsdp2 keeps it without being told."""
+    """Return whether this is an implicit setting that composer_fsdp2 keeps by default."""
     return finding.origin is Origin.IMPLICIT and finding.outcome is Outcome.EXACT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Replacement:
-    """The target's keys in the place of a block.
+    """The target's keys that replace a block.
 
     Args:
-        going: Keys beside the block that go with it.
-        taken: Of names that stood there already, what they held and what they say now.
-        within: Edits of those among them that are mappings, and stay as they are but for what is new.
+        going: Keys beside the block that are removed with it.
+        taken: Old and new value of each of the target's keys that the file already contained.
+        within: Edits of those keys in ``taken`` that are mappings, whose other entries stay.
     """
 
     new: NewEntry
@@ -349,7 +350,10 @@ def _replacement(
     come = dict([*(each for into in around.values() for each in into), *added])
     taken = {name: value for name, value in come.items() if name in present and name not in (main, *going)}
     within = {
-        name for name, value in taken.items() if isinstance(value, Mapping) and isinstance(present[name], Mapping)
+        name
+        for name, value in taken.items()
+        if isinstance(value, Mapping) and isinstance(present[name], Mapping)
+        if name != "optimizer" or "name" in present[name]  # else another library's, whose options are not LLM Foundry's
     }
     around = {key: [each for each in into if each[0] not in taken] for key, into in around.items()}
     keys = list(mapping_at(section, block.inner) or ()) if block.inner is not None else []
@@ -368,14 +372,14 @@ def _replacement(
 
 
 def _left(of: Dialect, target: Dialect) -> Finding:
-    """A finding for what stays in a file that its system has no use for any more."""
+    """Return a finding for the rest of a file, which its source system no longer uses."""
     whose, new = (each.title.split(":")[0] for each in (of, target))
     return Finding(
         key="the rest of the file",
         value="",
         outcome=Outcome.APPROXIMATE,
         target="as it is",
-        reason=f"the file shards in {new}'s words now, and no longer with {whose}, whose other keys are left for you "
+        reason=f"the file has {new}'s keys for sharding now, and none of {whose}, whose other keys are left for you "
         "to carry over",
         hint=f"--to {of.target} writes the FSDP2 of {whose} in its place",
         origin=Origin.WRITING,
@@ -383,7 +387,7 @@ def _left(of: Dialect, target: Dialect) -> Finding:
 
 
 def _adding(entries: Mapping[str, Any], path: Path, present: Mapping[str, Any]) -> MappingEdit:
-    """The entries in a mapping that has others, or some of the same names."""
+    """Return an edit that adds entries to a mapping, and replaces those with the same keys."""
     return MappingEdit(
         path=path,
         replacements={key: [(key, value)] for key, value in entries.items() if key in present},
@@ -392,7 +396,7 @@ def _adding(entries: Mapping[str, Any], path: Path, present: Mapping[str, Any]) 
 
 
 def _taken(replacement: _Replacement, target: Dialect) -> Iterator[Finding]:
-    """Findings for keys beside the section that were not its system's, and are the target's now."""
+    """Yield findings for keys beside the section that were not the source system's, and are now the target's."""
     whose = f"it stood there already, and is a key of {target.title.split(':')[0]}'s"
     within = {edit.path[-1] for edit in replacement.within}
     for key, (present, value) in replacement.taken.items():

@@ -1,8 +1,8 @@
-"""What all dialects have in common: a section of a file, the run that it describes, and how a target writes it.
+"""The base class of all dialects, and the types that they share: sections, readings, settings and expressions.
 
-A dialect *reads* a section into a ``RunConfig``, with a finding for every key: with what its system does with the key,
-which may be nothing. A target *expresses* a run: keys with their values, and losses, the fields of the run that its
-own reader does not find in them. ``splice`` puts each key where the old key stood that had decided the same field.
+A dialect *reads* a section into a ``RunConfig`` and a finding for each key, which describes the key's effect in its
+system, if any. A target *expresses* a run as keys with values, and losses: the fields of the run that its own reader
+does not find in them. ``splice`` puts each new key at the position of the old key that decided the same field.
 
 Imported by the dialects and ``migrate``; nothing here communicates.
 """
@@ -25,9 +25,9 @@ class Section:
     """The part of a file that configures sharding.
 
     Args:
-        path: Of its mapping, from the top of the file.
-        given: Its entries with interpolations resolved.
-        around: The whole file's values, for what is given elsewhere (precision, model, number of processes).
+        path: The path of its mapping, from the top of the file.
+        given: Its entries, with interpolations resolved.
+        around: The values of the whole file, for settings outside the section (precision, model, number of processes).
     """
 
     path: Path
@@ -36,7 +36,11 @@ class Section:
 
     @classmethod
     def at(cls, path: Path, values: Mapping[str, Any]) -> "Section":
-        """Raises KeyError, IndexError or TypeError: there is nothing at ``path``."""
+        """Return the section at a path.
+
+        Raises:
+            KeyError, IndexError or TypeError: the values have no such path.
+        """
         return cls(path=path, given=value_at(values, path), around=values)
 
     @property
@@ -44,7 +48,7 @@ class Section:
         return ".".join(map(str, self.path))
 
     def without(self, keys: Iterable[str]) -> "Section":
-        """As if some of its entries were not there; those below others by name, with dots."""
+        """Return the section without some of its entries; nested entries are named with dots."""
         around = self.around
         for key in keys:
             around = without_path(around, (*self.path, *((key,) if key in self.given else key.split("."))))
@@ -53,12 +57,13 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The run that a section describes, unless something stands in the way, and a finding for each key.
+    """The result of reading a section: its run, and a finding for each key.
 
     Args:
-        rows: Of the keys that findings name.
-        kept: Keys that do nothing, and whose place in the file a target's key may take all the same.
-        details: For the dialect's own other methods.
+        run: The run that the section describes; None if it cannot be determined.
+        rows: The rows of the keys that findings name.
+        kept: Keys without effect whose position in the file a target's key may still take.
+        details: Data for the dialect's own other methods.
     """
 
     run: RunConfig | None
@@ -69,7 +74,7 @@ class Reading:
 
     @property
     def deciding(self) -> dict[str, Row]:
-        """The keys that decide a field of the run, in the order of the table."""
+        """The keys that decide a field of the run, in the order of ``rows``."""
         idle_keys = {
             each.key for each in self.findings if not each.asks or each.outcome is Outcome.UNNEEDED
         } - self.kept
@@ -78,14 +83,16 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A key of a target with its value, and the fields of the run that it decides there."""
+    """A key of a target with its value, and the fields of the run that it decides."""
 
     key: str
     value: Any
     fields: tuple[str, ...] = ()
 
     def place_in(self, keys: Mapping[str, Row]) -> str | None:
-        """The first of these keys that decides the same field before all else, or else the same kind; None if none."""
+        """Return the first key whose main (first) field matches this setting's, else one whose main field is of the
+        same kind, else None.
+        """
         first, kind = self.fields[:1], [kind_of(name) for name in self.fields[:1]]
         same = (key for key, row in keys.items() if meets(first, decides(row)[:1]))
         alike = (key for key, row in keys.items() if kind == [kind_of(name) for name in decides(row)[:1]])
@@ -93,15 +100,16 @@ class Setting:
 
 
 def meets(some: Iterable[str], others: Sequence[str]) -> bool:
-    """Whether a field of the first is one of the second, or nested in one, or the other way round."""
+    """Return whether a field of one sequence equals a field of the other, or is nested in it."""
     return any(covers(others, each) or any(covers((each,), other) for other in others) for each in some)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expression:
-    """A run as a target's keys, and what the target loses of it or does otherwise.
+    """A run as a target's keys, and the fields that the target loses or implements differently.
 
     Args:
+        settings: Keys of the section.
         beside: Keys beside the section.
     """
 
@@ -116,7 +124,7 @@ class Expression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappingEdit:
-    """For a document's ``edit_mapping``: by old key what comes in its place, and what is new at the end."""
+    """Arguments of ``Document.edit_mapping``: the entries that replace each old key, and those to append."""
 
     path: Path
     replacements: Mapping[str, Settings]
@@ -128,10 +136,10 @@ class ReplacedBlock:
     """The part of a file that another system's section replaces.
 
     Args:
-        entry: The path of the key that goes with all that it holds.
-        inner: The mapping in it that has the section's keys; None if there is none.
-        prefix: What a finding's key has before the name in ``inner``.
-        beside: Keys in the mapping around ``entry`` that belong to the section, too.
+        entry: The path of the key that is replaced with its whole value.
+        inner: The path of the mapping inside it that contains the section's keys, or None.
+        prefix: The prefix of a finding's key before its name in ``inner``.
+        beside: Keys in the parent mapping of ``entry`` that also belong to the section.
     """
 
     entry: Path
@@ -141,27 +149,28 @@ class ReplacedBlock:
 
 
 class Dialect:
-    """One system's words.
+    """The configuration format of one system: its keys, and how they are read and written.
 
     Attributes:
-        name: That users choose it by.
-        title: Of its table in the documents.
+        name: The value of ``--dialect`` that selects it.
+        title: The title of its table in the documentation.
         rows: Its keys.
-        limits: What its FSDP2 cannot configure, or does in its own way.
-        target: That ``--to`` chooses its FSDP2 by.
-        suffix: Of its files.
-        heads: The keys that a section of its own stands under, outermost first, each with what comes before in its
-            mapping. Empty, if a section is a file of its own.
-        elsewhere: What the system makes of a key without composer_fsdp2; "" if it is told nowhere.
-        unfinished: Findings for what a file that was another system's lacks, by the keys beside its new section.
-        readers: Who may read a file, where there are several.
-        interpolates: Whether its files are read by OmegaConf, for which ``${...}`` is no text.
-        words: In small letters; with one of them begins a key of every file that has a section.
-        keeps_implicit: Whether its FSDP2 does what FSDP1 did without being told, so that the report tells of that, too.
-        keeps_files: Whether its files, which train with FSDP2 already, stay byte for byte where it is the target.
-        silent: Files that turn sharding on, and leave the rest to what is implicit.
-        companions: By key, the others that must stand beside it for it to mean something.
-        has_own_models: Whether its models are none of transformers', so that the classes in its files are not either.
+        limits: Fields that its FSDP2 cannot configure, or implements differently.
+        target: The value of ``--to`` that selects its FSDP2.
+        suffix: The suffix of its files.
+        heads: The keys above a section written by this dialect, outermost first, each with the entries that precede
+            the section in its mapping. Empty if such a section is a separate file.
+        elsewhere: Returns a note on how the system treats a key without composer_fsdp2, or "".
+        unfinished: Returns findings for keys that a file converted from another system still lacks, from the keys
+            beside its new section.
+        readers: The readers of its files, if more than one.
+        interpolates: Whether its files are read by OmegaConf, which resolves ``${...}``.
+        words: Lowercase prefixes; every file with a section has a key that starts with one of them.
+        keeps_implicit: Whether its FSDP2 preserves implicit behavior of FSDP1, which the report then lists as well.
+        keeps_files: Whether its files, which already train with FSDP2, stay byte for byte the same if it is the target.
+        silent: Minimal files that enable sharding and leave everything else at implicit settings.
+        companions: For a key, the other keys that it requires to take effect.
+        has_own_models: Whether its models, and so the classes in its files, are not those of transformers.
     """
 
     name: str
@@ -183,56 +192,56 @@ class Dialect:
     has_own_models: bool = False
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
-        """The path of the section, if the mapping ``values`` at ``path`` is one, or holds one."""
+        """Return the path of the section, if the mapping ``values`` at ``path`` is or contains one, else None."""
         raise NotImplementedError
 
     def read(self, section: Section) -> Reading:
-        """What a section asks for; every key of ``section.given`` has a finding."""
+        """Read a section into a run and a finding for each of its keys."""
         raise NotImplementedError
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
-        """A run as this dialect's FSDP2 keys."""
+        """Yield the run as this dialect's FSDP2 keys in the section."""
         for row in self.rows:
             if isinstance(row, Lens) and (value := row.write(run)) is not None:
                 yield Setting(key=row.name, value=value, fields=row.decides)
 
     def beside(self, run: RunConfig) -> Iterator[Setting]:
-        """Those that stand beside the section."""
+        """Yield the run's keys beside the section."""
         return iter(())
 
     def is_own(self, finding: Finding) -> bool:
-        """Whether a key has no counterpart in other systems, unless a target's keys or losses do."""
+        """Return whether other systems have no counterpart of a finding's key, apart from a target's keys or losses."""
         return False
 
     def keeps(self, key: str) -> bool:
-        """Whether a key of a section that stays in this dialect is written as before, whatever its value."""
+        """Return whether a key stays unchanged, at any value, in a section that stays in this dialect."""
         return False
 
     def row_of(self, key: str) -> Row | None:
-        """The row of a key as a report names it."""
+        """Return the row of a key as named in a report, or None."""
         return next((row for row in self.rows if key in (row.name, *row.aliases)), None)
 
     def holder(self, path: Path) -> Path:
-        """The path of the section that a user means who names a mapping in it; the mapping itself, if it is one."""
+        """Return the path of the section to which a mapping belongs; by default the mapping is the section."""
         return path
 
     def replaced_block(self, section: Section) -> ReplacedBlock | None:
-        """What goes where another system's section comes; None where that has no place in such a file."""
+        """Return the block to replace by another system's section; None if such a file cannot contain one."""
         return ReplacedBlock(entry=section.path, inner=section.path)
 
     def sections(self, values: Mapping[str, Any]) -> list[Path]:
-        """The paths of this dialect's sections in a file with these values."""
+        """Return the paths of this dialect's sections in a file with these values."""
         return list(walk(values, self.find))
 
     def express(self, run: RunConfig) -> Expression:
-        """A run as this dialect's FSDP2 keys, and what a file with them loses of it."""
+        """Express a run as this dialect's FSDP2 keys, with the losses of a file that contains them."""
         new = Expression(settings=tuple(self.settings(run)), beside=tuple(self.beside(run)))
         values = self.file_values(new)
         path = next(iter(self.sections(values)), ())
         return replace(new, losses=self.losses(run, self.read(Section.at(path, values))))
 
     def file_values(self, new: Expression) -> dict[str, Any]:
-        """The values of a file with this section only."""
+        """Return the values of a file that contains only this section."""
         values: dict[str, Any] = {}
         for setting in new.settings:
             values = merged(values, nested(setting.key, setting.value))
@@ -241,10 +250,10 @@ class Dialect:
         return {setting.key: setting.value for setting in new.beside} | values
 
     def losses(self, run: RunConfig, again: Reading) -> tuple[Loss, ...]:
-        """What became of the run in a file of this dialect.
+        """Return the fields of a run that a file of this dialect loses or implements differently.
 
         Args:
-            again: Of that file.
+            again: The reading of that file.
         """
         if again.run is not None:
             return tuple(losses(self.limits, run, changed(run, again.run)))
@@ -253,31 +262,32 @@ class Dialect:
         return (Loss(fields=(), finding=fault("the new text", "", reason), is_fault=True),)
 
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
-        """A section of this very dialect in its FSDP2 words, with as few changes as possible; nothing by default, for
-        systems that train with FSDP2 already."""
+        """Return minimal edits that convert a section of this dialect to its FSDP2 keys; by default none, for systems
+        that already train with FSDP2.
+        """
         return []
 
     def settings_in(self, reading: Reading, run: RunConfig) -> Iterator[Setting]:
-        """A run as keys of a file that was read, which its system reads, under the names that the file has for them."""
+        """Yield a run as keys that the reader of a file reads, under the names (such as aliases) used in that file."""
         names = {row.name: key for key, row in reversed([*reading.rows.items()])}
         return (replace(each, key=names.get(each.key, each.key)) for each in self.settings(run))
 
     def path_of(self, section: Section, key: str) -> Path:
-        """Where a key stands in a file with this section, or would stand."""
+        """Return the path of a present or new key in a file with this section."""
         return (*section.path, *key.split("."))
 
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
-        """What became of each key where a section stays in this dialect: by default all keys hold as before.
+        """Return the findings of a section that stays in this dialect; by default its keys work as before.
 
         Args:
-            lost: What the new text loses; nothing if it is the old one.
+            lost: The losses of the new text; empty if the text is unchanged.
         """
         told = (finding for finding in reading.findings if finding.origin is Origin.KEY)
         kept = (self._as_before(finding, reading.rows.get(finding.key)) for finding in told)
         return (*kept, *(each.finding for each in lost))
 
     def _as_before(self, finding: Finding, row: Row | None) -> Finding:
-        """Only what no value of a key would settle, or this value does not, is left to decide."""
+        """Mark a finding that matters only in other systems as exact; keep decisions on this value or unknown keys."""
         is_of_others = row is not None and row.outcome is finding.outcome and row.takes.fits(finding.value)
         outcomes = (Outcome.APPROXIMATE, Outcome.UNSUPPORTED, *([Outcome.NEEDS_DECISION] if is_of_others else []))
         if finding.outcome not in outcomes or not finding.known:
@@ -285,44 +295,44 @@ class Dialect:
         reason = f"{self.title.split()[0]}'s FSDP2 reads it, as before"
         return replace(finding, outcome=Outcome.EXACT, target="as it is", reason=reason, hint="")
 
-    # What ``explain`` and the documents ask
+    # Used by ``explain`` and the documentation
 
     def places(self, row: Row) -> tuple[str, ...]:
-        """The places of a key in a file, with dots; the usual one first, names of earlier releases last."""
+        """Return the dotted paths of a key in a file; the usual one first, names of earlier releases last."""
         return (row.name, *row.aliases)
 
     def values(self, row: Row) -> tuple[Any, ...]:
-        """The values of a key whose outcomes are worth telling."""
+        """Return the values of a key whose outcomes are listed."""
         default = () if row.default is None else (row.default,)
-        # By their looks, since 1 equals True and a list has no hash.
+        # Keyed by repr, since 1 equals True and lists are not hashable.
         return tuple({repr(value): value for value in (*row.takes.choices, *row.neutral, *default)}.values())
 
     def defaults(self, row: Row) -> Mapping[str, Any]:
-        """What holds where a file says nothing, by who reads it; "" is everyone."""
+        """Return the default of a key by reader; "" means all readers."""
         return {"": row.default}
 
     def aliases(self, row: Row) -> tuple[str, ...]:
-        """Other names of a key, such as those of earlier releases."""
+        """Return other names of a key, such as those of earlier releases."""
         return row.aliases
 
     def read_by(self, row: Row) -> tuple[str, ...]:
-        """Who reads it; empty if there is one reader only."""
+        """Return the readers of a key; empty if the dialect has one reader only."""
         return ()
 
     def instead(self, row: Row) -> Mapping[str, str]:
-        """What does the same for each reader that passes over the key."""
+        """Return an equivalent of a key for each reader that ignores it."""
         return {}
 
     def files(self, row: Row, value: Any) -> Mapping[str, Section]:
-        """The smallest files in which a key means something, by reader; "" if there is one only."""
+        """Return the smallest files in which a key takes effect, by reader; "" if the dialect has one reader only."""
         return {"": self.silent[0]}
 
     def place(self, row: Row, section: Section) -> str:
-        """The place of a key in such a file, with dots."""
+        """Return the dotted path of a key in such a file."""
         return self.places(row)[0]
 
     def with_key(self, row: Row, value: Any, section: Section) -> Section:
-        """Such a file with this value of a key, and with those keys without which it is not read."""
+        """Return such a file with this value of a key, and with the keys that it requires to be read."""
         given = {**self.companions.get(row.name, {}), **self.switched_on(row)}
         beside = [(each, given[each.name]) for each in self.rows if each.name in given]
         values = section.around
@@ -331,7 +341,7 @@ class Dialect:
         return Section.at(section.path, values)
 
     def switched_on(self, row: Row) -> dict[str, Any]:
-        """The key without which ``row`` is not read, with a value that asks for something."""
+        """Return the key that ``row`` requires to be read, with a value that enables it."""
         if not row.only_with:
             return {}
         name, _, values = row.only_with.partition(" = ")
@@ -342,11 +352,11 @@ class Dialect:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Findings, and where settings go
+# Findings, and the positions of settings
 
 
 def implicit(name: str, outcome: Outcome, reason: str, hint: str = "", *, value: Any = "", target: str = "") -> Finding:
-    """What a system does that no key of the file asks for."""
+    """Return a finding for implicit behavior of a system that no key of the file configures."""
     return Finding(
         key=name, value=value, outcome=outcome, target=target, reason=reason, hint=hint, origin=Origin.IMPLICIT
     )
@@ -355,15 +365,15 @@ def implicit(name: str, outcome: Outcome, reason: str, hint: str = "", *, value:
 def with_losses(
     told: Sequence[Finding], found: Sequence[Loss], reading: Reading, target: Dialect
 ) -> tuple[tuple[Finding, ...], list[Finding]]:
-    """A key's finding with what the target loses of the fields that it decides.
+    """Merge the target's losses into the findings of the keys that decide the lost fields.
 
     Returns:
-        The findings of the section, and those of losses that no key alone decides.
+        The findings of the section, and those of losses that are not merged into the finding of a key.
     """
     rows = {
         each.key: row for each in told if (row := reading.rows.get(each.key)) and decides(row) and _is_usual(each, row)
     }
-    # Details of what another key turns on come last.
+    # Options of features that another key enables come last.
     alone = dict(
         sorted(
             ((key, row) for key, row in rows.items() if decides_alone(row)), key=lambda each: bool(each[1].only_with)
@@ -380,7 +390,7 @@ def with_losses(
 
 
 def _owners(found: Sequence[Loss], alone: Mapping[str, Row]) -> list[str | None]:
-    """The keys whose findings losses are told with, one a key: those that stop the user first."""
+    """Return for each loss the key whose finding reports it, or None; one loss per key, blocking losses first."""
     owners: dict[int, str] = {}
     for number in sorted(range(len(found)), key=lambda number: not found[number].finding.outcome.blocks):
         key = _owner(found[number], alone)
@@ -390,7 +400,7 @@ def _owners(found: Sequence[Loss], alone: Mapping[str, Row]) -> list[str | None]
 
 
 def _owner(loss: Loss, alone: Mapping[str, Row]) -> str | None:
-    """The key that decides the first field of a loss and no other, or before all others, or at all."""
+    """Return the key that decides only the first field of a loss, else one with that main field, else any match."""
     first = loss.fields[:1]
     exact = (key for key, row in alone.items() if decides(row) == first)
     main = (key for key, row in alone.items() if meets(first, decides(row)[:1]))
@@ -399,7 +409,7 @@ def _owner(loss: Loss, alone: Mapping[str, Row]) -> str | None:
 
 
 def _is_usual(finding: Finding, row: Row) -> bool:
-    """Whether a key asks for something, and a target decides what becomes of it, not its value."""
+    """Return whether a key has an effect, and its outcome depends on the target and not on its value."""
     return finding.asks and (not finding.outcome.blocks or finding.outcome is row.outcome)
 
 
@@ -408,7 +418,7 @@ def _settled(finding: Finding, row: Row | None, found: Sequence[Loss], owners: S
         return finding
     if finding.key in owners:
         loss = found[owners.index(finding.key)].finding
-        hint = loss.hint or (finding.hint if loss.outcome.blocks else "")  # no way out is worse than its system's own
+        hint = loss.hint or (finding.hint if loss.outcome.blocks else "")  # else its own system's hint
         return replace(finding, outcome=loss.outcome, target=loss.target, reason=loss.reason, hint=hint)
     others = [
         owner or each.finding.name
@@ -425,7 +435,7 @@ def _settled(finding: Finding, row: Row | None, found: Sequence[Loss], owners: S
 
 
 def _as_detail(finding: Finding, row: Row | None, by_name: Mapping[str, Finding], target: Dialect) -> Finding:
-    """A detail of what another key turns on says nothing of its own where that is refused."""
+    """Change a blocking option of another key's feature to unneeded if that key blocks too, else to approximate."""
     switch = by_name.get(row.only_with.partition(" = ")[0]) if row is not None and row.only_with else None
     if switch is None or not finding.outcome.blocks:
         return finding
@@ -438,12 +448,16 @@ def _as_detail(finding: Finding, row: Row | None, by_name: Mapping[str, Finding]
 def splice(
     settings: Iterable[Setting], keys: Iterable[str], deciding: Mapping[str, Row], prefix: str = ""
 ) -> tuple[dict[str, list[tuple[str, Any]]], list[tuple[str, Any]]]:
-    """Each setting in the place of the first old key that decides the same, the others at the end; all old keys go.
+    """Put each setting at the position of the first old key that decides the same field, or else at the end; all old
+    keys are removed.
 
     Args:
-        keys: The old ones, of one mapping.
-        deciding: A reading's.
-        prefix: What a key has in ``deciding`` before its name in ``keys``.
+        keys: The old keys of one mapping.
+        deciding: ``Reading.deciding`` of the section.
+        prefix: The prefix in ``deciding`` of a key's name in ``keys``.
+
+    Returns:
+        The replacements of each old key, and the additions at the end.
     """
     replacements: dict[str, list[tuple[str, Any]]] = {key: [] for key in keys}
     named = {

@@ -1,4 +1,4 @@
-"""The effective configuration of a section: its explicit keys and the defaults of the others, read key by key."""
+"""The effective configuration of a section: its explicit keys, and the defaults of all others."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ from composer_fsdp2.migration.lens import Lens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effective:
-    """The keys of one section that are in effect.
+    """The effective values of the keys of one section.
 
     Args:
-        given: The explicit ones, each by the name that its file has.
-        rows: The table, by every name of a key.
-        around: The whole file.
+        given: The explicit keys, under the names used in the file.
+        rows: The rows of the table by key name, aliases included.
+        around: The values of the whole file.
     """
 
     given: Mapping[str, Any]
@@ -31,7 +31,7 @@ class Effective:
         return any(name in self.given for name in (row.name, *row.aliases))
 
     def is_on(self, condition: str) -> bool:
-        """Whether a key asks for something; of ``key = value or value`` whether it has one of these values."""
+        """Return whether a key is enabled; for ``key = value or value``, whether it has one of these values."""
         name, _, values = condition.partition(" = ")
         return self[name] in values.split(" or ") if values else not self.rows[name].is_neutral(self[name])
 
@@ -39,12 +39,12 @@ class Effective:
         return not row.only_with or self.is_on(row.only_with)
 
     def problem(self, row: Row) -> str:
-        """Why the value of a key cannot be read; "" if it can."""
+        """Return the reason why the value of a key is invalid, or "" if it is valid."""
         is_bad = self.is_given(row) and self.is_read(row) and not row.takes.fits(self[row.name])
         return f"this key takes {row.takes.text}" if is_bad else ""
 
     def finding(self, row: Row, key: str, value: Any) -> Finding:
-        """The finding of a key with this value, explicit or by default."""
+        """Return the finding of a key with this explicit or default value."""
         if problem := self.problem(row):
             hint = "remove it" if row.default is None else f"its default is {row.default!r}"
             return undecided(row.usual(key, value), problem, hint)
@@ -54,11 +54,11 @@ class Effective:
     def findings(
         self, table: Sequence[Lens], name_of: Callable[[str], str], unknown: Callable[[str, Any], Finding]
     ) -> Iterator[Finding]:
-        """A finding for each explicit key, and for defaults that ask for something.
+        """Yield a finding for each explicit key, and for defaults that have an effect.
 
         Args:
-            name_of: The name of a key in the report.
-            unknown: The finding of a key that is in no table.
+            name_of: Returns the name of a key in the report.
+            unknown: Returns the finding of a key without a row.
         """
         for key, value in self.given.items():
             row = self.rows.get(key)
@@ -73,5 +73,5 @@ class Effective:
                 yield replace(self.finding(row, row.name, row.default), origin=Origin.IMPLICIT)
 
     def fields(self, table: Sequence[Lens]) -> dict[str, Any]:
-        """The fields of a run that the keys set."""
+        """Return the fields of a run that the keys set, with their values."""
         return {name: read(self[row.name], self) for row in table for name, read in row.read.items()}

@@ -1,4 +1,4 @@
-"""What a key or a value did under FSDP1, and is under FSDP2, in every dialect: from the dialects' tables."""
+"""Explain a key or a value: its meaning under FSDP1 and its outcome under FSDP2, from the tables of every dialect."""
 
 import re
 import textwrap
@@ -16,17 +16,17 @@ from composer_fsdp2.config.value import plain
 from composer_fsdp2.migration.dialect import Dialect
 from composer_fsdp2.migration.dialects import DIALECTS
 
-# Of the object that ``explain --json`` prints; another one means that a program has to be changed.
+# Version of the object that ``explain --json`` prints; a new version means that programs which read it must change.
 VERSION = 1
 SCHEMA = Path(__file__).with_name("explain.schema.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What becomes of one value of a key.
+    """Outcome of one value of a key.
 
     Args:
-        readers: In whose files; empty if the dialect has one reader only.
+        readers: Readers with this outcome; empty if the dialect has only one reader.
     """
 
     value: Any
@@ -41,10 +41,10 @@ class Fate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A row of a dialect's table, and the fates of those values that decide one.
+    """A row of a dialect's table, with the outcomes of its values where the value decides the outcome.
 
     Args:
-        word: The value that was asked for, where no key was.
+        word: The value that was looked up; empty if a key was looked up.
     """
 
     dialect: Dialect
@@ -61,7 +61,7 @@ class Explanation:
         return self.dialect.read_by(self.row)
 
     def default_text(self, quote: str = "") -> str:
-        """The default, or the defaults with their readers where these differ."""
+        """Return the default, or each default with its readers where readers have different defaults."""
         texts = {
             reader: f"{quote}{value_text(value)}{quote}" for reader, value in self.dialect.defaults(self.row).items()
         }
@@ -111,7 +111,7 @@ class Explanation:
             ("", row.elsewhere),
             *values,
         ]
-        # Of a value: what the key says of its other values would only stand in the way.
+        # For a value, the text about the key's other values is left out.
         lines = [f"{dialect.name}: {first}" + (f" = {self.word}" if self.word else "")]
         for name, text in [*common, *values, *instead] if self.word else of_key:
             lines += textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:<9}", subsequent_indent=" " * 11)
@@ -127,11 +127,11 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """All that is said to one question.
+    """Result of one query.
 
     Args:
-        implicit: What no key asks for, by dialect.
-        near: What was likely meant, by dialect, where nothing is known.
+        implicit: Findings for settings that no key configures, by dialect.
+        near: Keys and values that were likely meant, by dialect, if the query matches nothing.
     """
 
     keys: Sequence[Explanation] = ()
@@ -153,7 +153,7 @@ _WIDTH = 110
 
 
 def value_text(value: Any) -> str:
-    """As YAML says it."""
+    """Return a value in YAML notation; an empty list is ``none``."""
     value = plain(value)
     if isinstance(value, dict) and value:
         return "{" + ", ".join(f"{key}: {value_text(each)}" for key, each in value.items()) + "}"
@@ -163,22 +163,25 @@ def value_text(value: Any) -> str:
 _TEXTS = {"None": "null", "True": "true", "False": "false", "[]": "none", "'[]'": "none", "''": "''"}
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Asking
+# Queries
 
 
 def explain(asked: str, *, dialect: str | None = None) -> list[Explanation]:
-    """What each dialect makes of a key, named as a user has it (with its path in the file, with a prefix, as an
-    option), and of a word that is a value of keys: those that are named so first, then those that take it.
+    """Explain a key or a value in each dialect.
+
+    Rows with a matching key come first, then rows that take the text as a value. A key may include its path in the
+    file or a prefix, or be written as an option.
 
     Args:
-        asked: ``KEY``, ``VALUE``, or ``KEY=VALUE`` for the fate of one value. Empty result: no dialect knows it
-            (``nearest``).
-        dialect: Of this one only.
+        asked: ``KEY``, ``VALUE``, or ``KEY=VALUE`` for the outcome of one value.
+        dialect: The only dialect to search; None searches all.
+    Returns:
+        The explanations; empty if no dialect has a match (see ``nearest``).
     """
     name, value = _key_and_value(asked)
     parts = _parts(name)
     depths = [(of, row, _depth(of, row, parts)) for of, row in _rows(dialect)]
-    least = 2 if any(depth > 1 for *_, depth in depths) else 1  # a path beats a last name that is the same elsewhere
+    least = 2 if any(depth > 1 for *_, depth in depths) else 1  # a path beats a last name, which may be ambiguous
     found = [(of, row) for of, row, depth in depths if depth >= least]
     if value is not None:
         read = ((of, row, _read(value, row, parts[-1])) for of, row in found)
@@ -188,7 +191,7 @@ def explain(asked: str, *, dialect: str | None = None) -> list[Explanation]:
 
 
 def _taking(word: str, dialect: str | None) -> Iterator[Explanation]:
-    """The rows that take a word as their value, with what becomes of it there; a number says nothing by itself."""
+    """Yield the rows that take the text as a value, with its outcome there; a number alone is too ambiguous."""
     for of, row in _rows(dialect) if any(map(str.isalpha, word)) else ():
         values = _values_of(of, row, word)
         if values:
@@ -197,20 +200,20 @@ def _taking(word: str, dialect: str | None) -> Iterator[Explanation]:
 
 
 def _values_of(dialect: Dialect, row: Row, word: str) -> list[Any]:
-    """The word as values of the row, in a case that its system takes: the row's own, or one for each part of it."""
+    """Return the text as values of the row or of its nested keys, in a letter case that the row accepts."""
     texts = ((value, value.values() if isinstance(value, Mapping) else (value,)) for value in dialect.values(row))
     own = [
         value for value, each in texts if any(isinstance(text, str) and text.lower() == word.lower() for text in each)
     ]
     if not own and any(isinstance(choice, bool) for choice in row.takes.choices):
-        return []  # of a switch, "on" and "off" say nothing
+        return []  # "on" and "off" do not identify a Boolean key
     if _is_word_of(dialect, row, word):
         return [word]
     return own[:1] or [{part: word} for part in row.nested if _is_word_of(dialect, row, word, part)]
 
 
 def _is_word_of(dialect: Dialect, row: Row, word: str, part: str = "") -> bool:
-    """Whether it is one of the words that the row, or a part of it, takes, not just text where any is taken."""
+    """Return whether the row, or its nested key ``part``, accepts this text specifically, rather than any text."""
     asked, *others = ({part: each} if part else each for each in (word, *_NO_WORDS))
     return any(
         row.takes.fits(asked, reader) and not any(row.takes.fits(other, reader) for other in others)
@@ -218,16 +221,16 @@ def _is_word_of(dialect: Dialect, row: Row, word: str, part: str = "") -> bool:
     )
 
 
-_NO_WORDS = ("no-word-of-any-system", "NoWordOfAnySystem")  # the second could be a class
+_NO_WORDS = ("no-word-of-any-system", "NoWordOfAnySystem")  # the second looks like a class name
 
 
 def all_keys(dialect: str | None = None) -> list[Explanation]:
-    """Every row of every table, or of one dialect's."""
+    """Return an explanation of every row, in all dialects or in one."""
     return [Explanation(dialect=of, row=row, fates=_telling(of, row)) for of, row in _rows(dialect)]
 
 
 def nearest(asked: str, *, dialect: str | None = None) -> dict[str, list[str]]:
-    """The known keys, and values as KEY=VALUE, that were likely meant, by dialect."""
+    """Return the keys, and the values as KEY=VALUE, that were likely meant, by dialect."""
     name, value = _key_and_value(asked)
     parts = _parts(name)
     near: dict[str, list[str]] = {}
@@ -235,26 +238,26 @@ def nearest(asked: str, *, dialect: str | None = None) -> dict[str, list[str]]:
         keys, words = _keys(of), {} if value is not None else _words(of)
         spelled = (".".join(parts), *parts[-1:])
         matches = dict.fromkeys(keys[match] for each in spelled for match in nearest_names(each, keys, 3))
-        # Of words there are many, so that a key is like one of them sooner than like the key that was meant.
+        # Values are many: with the default likeness, one of them would often match before the intended key.
         of_words = [words[match] for match in nearest_names(name, words, 3, likeness=0.75)]
         near[of.name] = [*list(matches)[:3], *of_words]
     return {name: names for name, names in near.items() if names}
 
 
 def beginning_with(incomplete: str) -> list[str]:
-    """The keys and the words of all dialects that begin so, as a shell completes them; keys by their last name."""
+    """Return keys (the last part of their path) and values of all dialects with this prefix, for shell completion."""
     known = (name for of in DIALECTS.values() for name in (*_keys(of), *_words(of)))
     return sorted({name for name in known if name.startswith(incomplete) and "." not in name})
 
 
 def _keys(dialect: Dialect) -> dict[str, str]:
-    """Every name of a key, with its usual place."""
+    """Map every name of a key, with and without its path, to the key's usual place."""
     places = ((place, dialect.places(row)[0]) for row in dialect.rows for place in _named(dialect, row))
     return {name: usual for place, usual in places for name in (place, place.rpartition(".")[2])}
 
 
 def _words(dialect: Dialect) -> dict[str, str]:
-    """Every word that is a value, as KEY=VALUE of the first key that takes it."""
+    """Map every string value to KEY=VALUE of the first key that takes it."""
     words: dict[str, str] = {}
     for row in dialect.rows:
         new = (value for value in dialect.values(row) if isinstance(value, str) and value and value not in words)
@@ -263,7 +266,7 @@ def _words(dialect: Dialect) -> dict[str, str]:
 
 
 def implicit_settings(dialect: str | None = None) -> dict[str, list[Finding]]:
-    """What a run does that no key asks for, by dialect; what a key's default asks for is told by its row."""
+    """Return findings for settings that no key configures, by dialect; a key's default is part of its row."""
     found = {
         of.name: {
             finding.key: finding
@@ -277,7 +280,7 @@ def implicit_settings(dialect: str | None = None) -> dict[str, list[Finding]]:
 
 
 def _read(text: str, row: Row, name: str) -> Any:
-    """As a file's value is read; a string, where it is not YAML."""
+    """Parse a value as YAML, as in a file; return the text itself if it is not valid YAML."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -294,31 +297,31 @@ def _rows(dialect: str | None) -> Iterator[tuple[Dialect, Row]]:
 
 
 def _key_and_value(asked: str) -> tuple[str, str | None]:
-    """``KEY=VALUE``, or a line as it stands in a file, ``KEY: VALUE``; the key as it was copied."""
+    """Split ``KEY=VALUE``, or a line copied from a file, ``KEY: VALUE``, and strip quotes and punctuation."""
     name, *values = re.split(r"\s*=\s*|:\s+", asked.strip(), maxsplit=1)
     return name.strip().strip("\"'`:,"), next(iter(values), None)
 
 
 def _parts(name: str) -> list[str]:
-    """Options (``--fsdp-size``), keys with their colon and environment variables are keys as well."""
+    """Split a dotted name in lower case; options (``--fsdp-size``) and environment variables count as keys."""
     parts = name.lstrip("-").replace("-", "_").lower().removeprefix("$.").split(".")
     return [part for part in parts if part]
 
 
 def _named(dialect: Dialect, row: Row) -> list[str]:
-    """Every path that leads to the row."""
+    """Return every path of the row and of its nested keys."""
     return [name for place in dialect.places(row) for name in (place, *(f"{place}.{part}" for part in row.nested))]
 
 
 def _depth(dialect: Dialect, row: Row, parts: list[str]) -> int:
-    """How many parts of the name and of a place of the row are the same, if one is the other's end; else 0."""
+    """Return how many trailing parts the name and a place of the row share, if one ends with the other; else 0."""
     places = (place.lower().split(".") for place in _named(dialect, row))
     pairs = ((own[-length:], length) for own in places if (length := min(len(own), len(parts))))
     return max((length for end, length in pairs if end == parts[-length:]), default=0)
 
 
 def _telling(dialect: Dialect, row: Row) -> tuple[Fate, ...]:
-    """The fates of the row's values, if it is the value that decides; true and false only if the outcomes differ."""
+    """Return the outcomes of the row's values if the value decides; for Boolean values, only if ``outcome`` differs."""
     fates = _fates(dialect, row, dialect.values(row))
     if all(isinstance(fate.value, bool) for fate in fates):
         return fates if any(fate.finding.outcome is not row.outcome for fate in fates) else ()
@@ -330,7 +333,7 @@ def _looks(of: Finding | Row) -> tuple[object, ...]:
 
 
 def _fates(dialect: Dialect, row: Row, values: Iterable[Any]) -> tuple[Fate, ...]:
-    """One for each value, or several where the readers of a dialect differ."""
+    """Return one outcome for each value, or several where the readers of a dialect differ."""
     fates: dict[object, Fate] = {}
     for number, value in enumerate(values):
         for fate in _asked(dialect, row, value):
@@ -340,12 +343,12 @@ def _fates(dialect: Dialect, row: Row, values: Iterable[Any]) -> tuple[Fate, ...
 
 
 def _asked(dialect: Dialect, row: Row, value: Any) -> Iterator[Fate]:
-    """The fates of a value, by what each reader makes of the smallest file with it."""
+    """Yield the outcomes of a value, from the smallest file with it for each reader."""
     for reader, file in dialect.files(row, value).items():
         parts = dialect.place(row, file).split(".")
-        ends = [".".join(parts[number:]) for number in range(len(parts))]  # a report has as much of a path as it needs
+        ends = [".".join(parts[number:]) for number in range(len(parts))]  # a report may omit leading parts
         for found in dialect.read(dialect.with_key(row, value, file)).findings:
-            # Composer's reader names the section where a value is wrong, others each key of a value that is a mapping.
+            # For a wrong value, Composer's reader names the section, and others name each key of a mapping value.
             is_own = any(f"{found.key}.".startswith(f"{end}.") for end in (*ends, *map(str, file.path[-1:])))
             if is_own and found.origin is Origin.KEY:
                 yield Fate(value=value, finding=found, readers=(reader,) if reader else ())

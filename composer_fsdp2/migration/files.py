@@ -1,4 +1,4 @@
-"""Files and folders of configurations: read, migrated on all cores, and written beside their target and renamed."""
+"""Migrate files and folders of configurations on all cores; results are written beside their target and renamed."""
 
 import codecs
 import contextlib
@@ -26,7 +26,7 @@ from composer_fsdp2.migration.migrate import (
     migrate_text,
 )
 
-_PARALLEL_FROM = 20  # files; below it starting processes takes longer than it saves
+_PARALLEL_FROM = 20  # files; for fewer, starting processes takes longer than it saves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class SourceFile:
     """A file to migrate.
 
     Args:
-        place: Its path in an output folder, but for the ending.
-        is_named: Whether the user named it, rather than a folder that holds it.
-        content: What standard input held, where that is the file.
+        place: Path in an output folder, except for the suffix.
+        is_named: Whether the user named the file itself, rather than a folder that contains it.
+        content: Content of standard input, where that is the file.
     """
 
     file: Path
@@ -51,24 +51,24 @@ _ENDINGS = ", ".join(SUFFIXES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """The place for the results: nowhere, in place of the sources, or to a file or folder."""
+    """Destination of the results: none, the source files, or an output file or folder."""
 
     in_place: bool = False
     output: Path | None = None
     force: bool = False
 
     def folder(self, sources: Sequence[SourceFile]) -> Path | None:
-        """The output, unless it is the file for the result of a single named source."""
+        """Return the output, unless it is the file for the result of a single named source."""
         is_one = len(sources) == 1 and sources[0].is_named
         if self.output is None or (is_one and not self.output.is_dir() and self.output.suffix.lower() in SUFFIXES):
             return None
         return self.output
 
     def check(self, sources: Sequence[SourceFile]) -> None:
-        """Refuse what no text could make right, before anything is read.
+        """Refuse a destination that is invalid for any text, before any file is read.
 
         Raises:
-            ConfigError: names the file.
+            ConfigError: the destination is invalid; names the file.
         """
         folder = self.folder(sources)
         has_standard_input = any(source.content is not None for source in sources)
@@ -86,7 +86,7 @@ class Destination:
 
 
 def _name(path: Path) -> str:
-    """A path as a message has it."""
+    """Return a path as printable text for messages."""
     return printable(str(path))
 
 
@@ -95,7 +95,7 @@ def _is_at(path: Path, file: Path) -> bool:
 
 
 class State(enum.Enum):
-    """Where a file is on its way to FSDP2."""
+    """Migration state of a file."""
 
     READY = "ready"
     NEEDS_DECISION = "needs decision"
@@ -105,12 +105,12 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileResult:
-    """What became of one file: its migration, or why there is none, and where the text went.
+    """Result of one file: its migration or the error, and where the text was written.
 
     Args:
-        is_skipped: It has no section, and nobody said that it has one.
-        content: What it holds, where it is skipped although it was named.
-        is_foreign: It is for a system that is known by name only, of which a user wants to hear in a folder as well.
+        is_skipped: Whether the file has no section and was not required to have one.
+        content: Content of the file, if it was skipped although the user named it.
+        is_foreign: Whether the file is for a system that is recognized but not read; reported in a folder as well.
     """
 
     path: str
@@ -133,7 +133,7 @@ class FileResult:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the new text is another one, whether it was written or not."""
+        """Whether the new text differs from the old one, written or not."""
         return self.migration is not None and self.migration.is_changed
 
     def to_json(self) -> dict[str, Any]:
@@ -177,15 +177,15 @@ def _row(finding: Finding) -> str:
 def sources_of(
     paths: Sequence[Path], *, output: Path | None = None, standard_input: bytes | None = None
 ) -> list[SourceFile]:
-    """The files, and those in the folders, each once.
+    """Return the files, and those in the folders, each once.
 
-    Folders whose names begin with a dot are passed over, and links to folders, which may lead in circles.
+    Folders whose names begin with a dot are skipped, and so are links to folders, which may be circular.
 
     Args:
-        output: A folder whose files are results of an earlier run, and no sources of this one.
-        standard_input: The content of STANDARD_INPUT.
+        output: Folder with results of an earlier run, which are not sources of this one.
+        standard_input: Content of STANDARD_INPUT.
     Raises:
-        ConfigError: there is no file at all.
+        ConfigError: no file was found.
     """
     found: dict[str, SourceFile] = {}
     for path in paths:
@@ -197,7 +197,7 @@ def sources_of(
                 is_named=not is_folder,
                 content=standard_input if file is STANDARD_INPUT else None,
             )
-            real = os.path.realpath(file)  # of links in a circle, too, which resolve() refuses
+            real = os.path.realpath(file)  # accepts circular links, which resolve() refuses
             if real not in found or (source.is_named and not found[real].is_named):
                 found[real] = source
     if not found:
@@ -206,7 +206,7 @@ def sources_of(
 
 
 def _files(folder: Path, output: Path | None) -> list[Path]:
-    """The configurations below a folder, and folders that cannot be read."""
+    """Return the configuration files below a folder, and the folders that cannot be read."""
     results = os.path.realpath(output) if output is not None and not _is_at(output, folder) else ""
     found: list[Path] = []
     for above, folders, files in os.walk(folder, onerror=lambda error: found.append(Path(error.filename))):
@@ -229,14 +229,14 @@ def migrate_files(
     allow_unconfigured: bool = False,
     jobs: int = 0,
 ) -> Iterator[FileResult]:
-    """Each file's result, in order; a bad file does not end the others.
+    """Migrate files, and return their results in order; an invalid file does not stop the others.
 
     Args:
-        suffix: The ending of the format of files that were named; "" goes by their names.
-        allow_unconfigured: Whether a file that was named need not have a section.
-        jobs: Processes for many files; 0 for one a core.
+        suffix: Suffix for the format of named files; "" infers the format from their names.
+        allow_unconfigured: Whether a named file may lack a section.
+        jobs: Number of processes for many files; 0 for one per core.
     Raises:
-        ConfigError: at the call; a result would be written over a source or another result.
+        ConfigError: at the call; a result would overwrite a source or another result.
     """
     destination.check(sources)
     folder = destination.folder(sources)
@@ -252,7 +252,7 @@ def migrate_files(
         _refuse_taken(sources, folder, partial(work, destination=Destination()), force=destination.force)
     if len(sources) < _PARALLEL_FROM or jobs == 1:
         return map(work, sources)
-    from composer_fsdp2.migration.processes import in_processes  # here and not above: one file needs none
+    from composer_fsdp2.migration.processes import in_processes  # not at the top: one file needs no processes
 
     return in_processes(work, sources, num_processes=jobs or None, killed=_killed)
 
@@ -260,12 +260,13 @@ def migrate_files(
 def _refuse_taken(
     sources: Sequence[SourceFile], folder: Path, look: Callable[[SourceFile], FileResult], *, force: bool
 ) -> None:
-    """Raise where a result would take the place of an input or of another result.
+    """Raise ConfigError where a result would overwrite an input or another result.
 
-    Its text decides how the name of a result ends; only files whose names are equal but for that are migrated here.
+    The suffix of a result depends on its text; only files whose names are equal except for the suffix are migrated
+    here.
 
     Args:
-        look: Migrates a file, and writes nothing.
+        look: Migrates a file without writing.
     """
     folds = _folds_case(folder)
     inputs = {
@@ -299,13 +300,13 @@ def _refuse_taken(
 
 
 def _place(path: Path, folds_case: bool) -> str:
-    """The path that a write to ``path`` changes: links among its folders are followed, and a final link is replaced."""
+    """Return the path that a write to ``path`` changes: links to folders are followed, and a final link is replaced."""
     place = os.path.join(os.path.realpath(path.parent), path.name)
     return place.casefold() if folds_case else place
 
 
 def _folds_case(folder: Path) -> bool:
-    """Whether names there that differ in upper and lower case are one file."""
+    """Return whether the folder's file system is case-insensitive."""
     above = Path(os.path.realpath(folder))
     named = next(
         (each for each in (above, *above.parents) if each.exists() and each.name.swapcase() != each.name), None
@@ -344,7 +345,7 @@ def _migrate_file(
         )
         done = _write(migration, content, source, destination, folder)
         return FileResult(path=path, migration=migration, done=printable(done))
-    except Exception as error:  # whatever it is: the other files have their results
+    except Exception as error:  # of any type: the other files still have results
         told = printable(_told(error, path))
         if not (may_pass and isinstance(error, NothingToMigrateError)):
             return FileResult(path=path, error=told)
@@ -372,7 +373,7 @@ def _told(error: Exception, path: str) -> str:
 
 
 def read_named(folder: Path, path: str) -> str | None:
-    """The file that a file in a folder names: from the working directory, as accelerate reads it, else from there."""
+    """Read a file named in a file of ``folder``: relative to the working directory, as in accelerate, else to it."""
     with contextlib.suppress(OSError, ValueError):
         found = next((each for each in (Path(path), folder / path) if each.is_file()), None)
         return None if found is None else found.read_text(encoding="utf-8")
@@ -392,13 +393,13 @@ def _decoded(content: bytes, path: str) -> str:
 def _write(
     migration: Migration, content: bytes, source: SourceFile, destination: Destination, folder: Path | None
 ) -> str:
-    """Write the new text where it is to go, if it may; says what was done.
+    """Write the new text to the destination, if allowed, and return a message.
 
     Args:
-        content: Of the file, as it was read.
-        folder: Of the destination, unless that is a file.
+        content: Content of the file when it was read.
+        folder: Folder of the destination; None if that is a file.
     Raises:
-        ConfigError: it cannot be written there, or the file is another one by now.
+        ConfigError: the destination cannot be written, or the file has changed since it was read.
     """
     if not destination.in_place and destination.output is None:
         would = "would change" if migration.is_changed else "nothing to change"
@@ -410,7 +411,7 @@ def _write(
     if migration.exit_code and not destination.force:
         return "nothing was written: something needs a decision (--force writes all the same)"
     if destination.output is None:
-        return _write_in_place(migration, content, source.file.resolve())  # a link stays one
+        return _write_in_place(migration, content, source.file.resolve())  # a link stays a link
     target = destination.output if folder is None else _target(migration, source, folder)
     if format_of(target.name) is not format_of(migration.suffix):
         raise ConfigError(f"{target}: the new text is {migration.suffix[1:].upper()}; let its name end so")
@@ -439,16 +440,16 @@ def _write_in_place(migration: Migration, content: bytes, file: Path) -> str:
 
 
 def _free_name(file: Path) -> Path:
-    """FILE.bak, or the first of FILE.bak2 ... that does not exist."""
+    """Return FILE.bak, or the first of FILE.bak2 ... that does not exist."""
     names = (Path(f"{file}.bak{number if number > 1 else ''}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
 def _replace(path: Path, text: str, *, like: Path | None) -> None:
-    """Whole or not at all, with the owner and the permissions of another file, if there is one.
+    """Write a file atomically, with the owner and permissions of ``like``, if not None.
 
     Raises:
-        ConfigError: names what could not be written, which is not the file that was read.
+        ConfigError: the file cannot be written; names this file, not the one that was read.
     """
     try:
         with replacing(path, ending=f".{os.getpid()}.writing") as beside:

@@ -1,4 +1,4 @@
-"""Where ``${...}`` stands in values; apart from what resolves it, so that dialects need neither OmegaConf nor files."""
+"""Find ``${...}`` in values; separate from its resolution, because dialects must need neither OmegaConf nor files."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,17 +7,17 @@ from composer_fsdp2.migration.paths import Path
 
 
 def has_interpolation(value: Any) -> bool:
-    """Whether an interpolation stands in a value or, nested, below it."""
+    """Return whether a value contains an interpolation, at any depth."""
     return any(True for _ in interpolations(value, ()))
 
 
 def interpolations(value: Any, path: Path) -> Iterator[tuple[str, Path]]:
-    """Each text with one, in a value or below it, and where it is; ``path`` is the value's own."""
+    """Yield each text with an interpolation in a value, at any depth, and its path; ``path`` is that of the value."""
     return ((leaf, where) for leaf, where in leaves(value, path) if isinstance(leaf, str) and "${" in leaf)
 
 
 def leaves(value: Any, path: Path) -> Iterator[tuple[Any, Path]]:
-    """Each value that is neither a mapping nor a list, and where it is."""
+    """Yield each nested value that is neither a mapping nor a list, and its path."""
     if not isinstance(value, Mapping | list):
         yield value, path
         return

@@ -1,6 +1,6 @@
-"""OmegaConf's ``${...}``: resolved where that can be done here, found where it cannot.
+"""Resolve OmegaConf's ``${...}`` interpolations; those that cannot be resolved here stay as written.
 
-Composer's, LLM Foundry's and ROLL's files are read by OmegaConf (``Dialect.interpolates``); in any other file it is
+Composer, LLM Foundry and ROLL read their files with OmegaConf (``Dialect.interpolates``); in other files ``${...}`` is
 text.
 """
 
@@ -14,20 +14,20 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.documents.edits import references_in
+from composer_fsdp2.migration.documents.edits import reference_root, references_in
 from composer_fsdp2.migration.interpolated import interpolations, leaves
 from composer_fsdp2.migration.paths import Path, has_path, value_at
 
-_MOST = 50_000  # texts to resolve in one file; OmegaConf resolves each as often as it is referred to
+_MOST = 50_000  # texts to resolve in one file; OmegaConf resolves a text again for each reference
 _register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # before OmegaConf 2.4
-_HERE = "composer_fsdp2: here"  # a key of nobody's
-_SCALARS = bool | int | float | str | bytes  # that OmegaConf holds
+_HERE = "composer_fsdp2: here"  # a key that no file has
+_SCALARS = bool | int | float | str | bytes  # the types that OmegaConf supports
 _RELATIVE = re.compile(r"\$\{(\.+)")
 _FIRST_NAME = re.compile(r"\$\{\s*([^\s.:\[\]{}$]+)")
-# Of a resolver: its arguments may name any part of the file.
+# Another resolver: its arguments may name any part of the file.
 _OTHER_RESOLVER = re.compile(r"\$\{\s*(?!oc\.env\b|oc\.decode\b)[\w.]+\s*:")
-_PUBLIC = 3  # characters of a value that tells nothing
-_OPEN = "$·{"  # no interpolation
+_PUBLIC = 3  # characters; a value this short reveals nothing
+_OPEN = "$·{"  # replaces "${", which would be read as an interpolation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,10 @@ class Resolved:
     """The values of a file as its system sees them.
 
     Args:
-        values: With interpolations resolved; those that cannot be resolved here stay as they are written.
-        written: With what the file has in the place of environment variables' values.
-        public: Without those values of environment variables that may be secrets: a text for ``as_written``.
+        values: With interpolations resolved; those that cannot be resolved here stay as written.
+        written: Like ``values``, with the file's text for values that depend on environment variables.
+        public: Like ``values``, without those values of environment variables that may be secrets; their text is for
+            ``as_written``.
     """
 
     values: Any
@@ -47,7 +48,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """A value that an environment variable decides, and what the file has there."""
+    """A value that depends on an environment variable, and the file's text for it."""
 
     written: str
     value: Any
@@ -58,19 +59,23 @@ class _Note:
 
 
 def as_written(text: str) -> str:
-    """A text that was made from ``Resolved.public``, with the file's references."""
+    """Restore the file's references in a text made from ``Resolved.public``."""
     return text.replace(_OPEN, "${")
 
 
 def resolve(values: Any, words: Collection[str] = (), *, place: str = "") -> Resolved:
-    """The values with interpolations resolved.
+    """Resolve the interpolations in values.
 
     Args:
-        words: In small letters, what keys take: no secrets.
-        place: What a message begins with.
+        words: The values that keys take, in lower case; these are not secrets.
+        place: Prefix of error messages.
     Raises:
-        ConfigError: interpolations stand for too much.
+        ConfigError: interpolations expand to too many texts.
     """
+    if root := reference_root(values):
+        inner = resolve(value_at(values, root), words, place=place)
+        around = {name: {**values, root[0]: getattr(inner, name)} for name in ("values", "written", "public")}
+        return Resolved(**around)
     texts = list(interpolations(values, ()))
     if not texts:
         return Resolved(values=values, written=values, public=values)
@@ -93,10 +98,10 @@ def _without_notes(found: Any, of: Callable[[_Note], Any]) -> Any:
 
 
 def _mapped(value: Any, of: Callable[[Any, Path], Any], path: Path = (), keys: Any = object) -> Any:
-    """The value with what ``of`` makes of each leaf at its path.
+    """Return the value with each leaf replaced by ``of(leaf, path)``.
 
     Args:
-        keys: The types of keys; others are left out.
+        keys: Types of mapping keys to include; entries with other keys are dropped.
     """
     if isinstance(value, Mapping):
         return {key: _mapped(each, of, (*path, key), keys) for key, each in value.items() if isinstance(key, keys)}
@@ -106,16 +111,16 @@ def _mapped(value: Any, of: Callable[[Any, Path], Any], path: Path = (), keys: A
 
 
 def _check_size(values: Any, texts: Iterable[tuple[str, Path]], place: str) -> None:
-    """Refuse texts that stand for others that stand for others: forty lines can ask for a terabyte.
+    """Refuse nested references that expand exponentially: forty lines can expand to a terabyte.
 
     Raises:
-        ConfigError: says how many there would be to resolve, at least.
+        ConfigError: too many texts to resolve, with a lower bound of their number, or references nested too deep.
     """
     known: dict[Path, int] = {}
 
     def size(path: Path) -> int:
         if path not in known:
-            known[path] = 0  # also while it is being counted: one that leads to itself is OmegaConf's to refuse
+            known[path] = 0  # set before counting: OmegaConf refuses circular references
             below = leaves(value_at(values, path), path) if has_path(values, path) else [("", path)]
             known[path] = sum(1 + sum(size(other) for other, _ in references_in(_absolute(*each))) for each in below)
         return known[path]
@@ -129,7 +134,7 @@ def _check_size(values: Any, texts: Iterable[tuple[str, Path]], place: str) -> N
 
 
 def _absolute(text: Any, path: Path) -> str:
-    """``${.x}`` and ``${..x}`` as seen from the top of the file; "" for what has no interpolation."""
+    """Make ``${.x}`` and ``${..x}`` relative to the top of the file; return "" for a value without interpolation."""
 
     def above(found: re.Match[str]) -> str:
         return "${" + "".join(f"{key}." for key in path[: max(len(path) - len(found[1]), 0)])
@@ -138,7 +143,7 @@ def _absolute(text: Any, path: Path) -> str:
 
 
 def _config(values: Any, texts: Iterable[tuple[str, Path]]) -> DictConfig:
-    """Those parts of a file that its texts refer to."""
+    """Return a configuration of the top-level entries that the texts of a file refer to."""
     absolute = [_absolute(*each) for each in texts]
     names = {name for text in absolute for name in _FIRST_NAME.findall(text)}
     needs_all = any(map(_OTHER_RESOLVER.search, absolute))
@@ -151,7 +156,7 @@ def _config(values: Any, texts: Iterable[tuple[str, Path]]) -> DictConfig:
 
 
 def _held(value: Any, path: Path) -> Any:
-    """The value as OmegaConf can hold it: its YAML reader takes a date for text, and no broken interpolation."""
+    """Convert a value for OmegaConf, whose YAML reader takes a date as text and refuses a broken interpolation."""
     if not (absolute := _absolute(value, path)):
         return value if isinstance(value, _SCALARS | None) else str(value)
     try:
@@ -162,7 +167,7 @@ def _held(value: Any, path: Path) -> Any:
 
 
 class _Resolver:
-    """Resolves texts of one file, each once, and notes which of them read the environment, by whichever way."""
+    """Resolve each text of one file once, and record which texts read the environment, directly or indirectly."""
 
     def __init__(self, config: DictConfig) -> None:
         self._config = config
@@ -170,15 +175,15 @@ class _Resolver:
         self._has_read = False
 
     def env(self, *arguments: Any) -> str | None:
-        """In the place of OmegaConf's ``oc.env``."""
+        """Replace OmegaConf's ``oc.env``, and record the call."""
         self._has_read = True
         return oc.env(*arguments)
 
     def value_of(self, text: Any, path: Path) -> Any:
-        """The text's value; the text itself, if it cannot be resolved or has nothing to resolve."""
+        """Return the value of a text, or the text itself if it has no interpolation or cannot be resolved."""
         asked = str(text), _absolute(text, path)
         if asked[1] and asked not in self._known:
-            self._known[asked] = text  # also while it is being resolved: it may lie in what it stands for
+            self._known[asked] = text  # set before resolving: the text may be part of its value
             self._known[asked] = self._found(*asked, path)
         return self._known.get(asked, text)
 

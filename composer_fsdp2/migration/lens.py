@@ -1,8 +1,8 @@
-"""A key as a lens between a system's files and a run, and what a system's files cannot hold of a run.
+"""Keys as lenses between a system's files and a run, and the fields of a run that a system's files lose.
 
-``read`` takes a file's effective configuration to values of a run's fields, ``write`` a run to the key's value. What a
-target loses of a run is computed: the fields that writing the run and reading it again changes. A ``Limitation`` is the
-prose of such a field, or of one that the target carries out in its own way.
+``read`` converts a file's effective configuration to values of a run's fields, ``write`` a run to the key's value. The
+losses of a target are computed: they are the fields that a round trip (writing the run and reading it again) changes. A
+``Limitation`` describes such a field, or one that the target implements differently.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.rows import Row, idle, undecided
 from composer_fsdp2.migration.run import NOT_CONFIGURED, RunConfig, WrapKind, fields_of
 
-# From a key's value in effect, and the effective configuration, to the value of a field.
+# Converts a key's effective value, and the effective configuration, to the value of a field.
 Read = Callable[[Any, Any], Any]
 
 
@@ -23,9 +23,10 @@ class Lens(Row):
     """A key that is read into a run and written from one.
 
     Args:
-        read: By field of a run, its value; ``fields`` names the fields that the key decides without setting them.
-        write: The key's value; None leaves the key out.
-        is_told: Whether a file without the key asks for something all the same, by the key's default.
+        read: For each field that the key sets, the function that computes its value; ``fields`` names the fields that
+            the key decides without setting them.
+        write: Returns the key's value for a run; None omits the key.
+        is_told: Whether the key's default has an effect, and is reported for a file without the key.
     """
 
     read: Mapping[str, Read] = field(default_factory=dict)
@@ -39,7 +40,7 @@ class Lens(Row):
 
 
 def decides(row: Row) -> tuple[str, ...]:
-    """The fields of a run that a key decides, the most important first."""
+    """Return the fields of a run that a key decides, the most important first."""
     return row.decides if isinstance(row, Lens) else row.fields
 
 
@@ -52,23 +53,23 @@ _OF_KIND = {
 
 
 def kind_of(name: str) -> str:
-    """The group of fields that one key of most systems decides."""
+    """Return the group of a field: the fields that in most systems one key decides together."""
     first = _OF_KIND.get(name, name.partition(".")[0])
     return first if first in _KINDS else name
 
 
 def decides_alone(row: Row) -> bool:
-    """Whether a key decides fields of one kind."""
+    """Return whether a key decides fields of one kind only."""
     return len(set(map(kind_of, decides(row)))) == 1
 
 
 def as_is(value: Any, settings: Any) -> Any:
-    """Reads a key whose value is the field's."""
+    """Read a key whose value is the value of the field."""
     return value
 
 
 def unless(default: Any, value: Any) -> Any:
-    """Writes a value where it is not the default."""
+    """Return a value to write, or None if it is the default."""
     return None if value == default else value
 
 
@@ -86,16 +87,16 @@ def case(
     target: Text | None = None,
     asks: bool | None = None,
 ) -> tuple[Callable[[Any, Any], bool], Mapping[str, Any]]:
-    """The outcome and prose of values for which ``applies(value, settings)``; None keeps the usual one.
+    """Return a case of ``cases``: changes to the finding of values for which ``applies(value, settings)`` is true.
 
-    A text may be a function of the settings.
+    None leaves an attribute of the usual finding unchanged. A text may be a function of the settings.
     """
     changes = {"outcome": outcome, "reason": reason, "hint": hint, "target": target, "asks": asks}
     return applies, {name: change for name, change in changes.items() if change is not None}
 
 
 def cases(*each: tuple[Callable[[Any, Any], bool], Mapping[str, Any]]) -> Callable[[Finding, Any], Finding]:
-    """``Row.decide`` by the first case that applies."""
+    """Return a function for ``Row.decide`` that applies the first matching case."""
 
     def decide(finding: Finding, settings: Any) -> Finding:
         prose = next((prose for applies, prose in each if applies(finding.value, settings)), {})
@@ -110,25 +111,26 @@ def cases(*each: tuple[Callable[[Any, Any], bool], Mapping[str, Any]]) -> Callab
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a target loses
+# Losses of a target
 
 ANYTHING = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limitation:
-    """Fields of a run that a target cannot configure, or carries out in its own way.
+    """Fields of a run that a target cannot configure, or implements differently.
 
     Args:
-        fields: By name, or prefixes of them; the first decides whether it applies, the others are told with it.
-        outcome: What becomes of them.
-        reason: With ``{value}`` for the value of the first, and ``{shard_degree}``, ``{replicate_degree}`` and
-            ``{size}`` for the mesh's; as ``target`` and ``hint``.
-        was, now: Of which values of the first one, before and after, it is true.
-        is_kept: Whether it is about a value that the target's file keeps.
-        beside: The values of other fields with which it applies.
-        is_any: Whether any of the fields decides, not the first.
-        title: In the report; by default the first field's.
+        fields: Names of fields, or their prefixes; the first decides whether the limitation applies, and the others are
+            reported with it.
+        outcome: The outcome of the finding.
+        reason: The reason, in which ``{value}`` is replaced by the value of the first field, and ``{shard_degree}``,
+            ``{replicate_degree}`` and ``{size}`` by those of the mesh; likewise in ``target`` and ``hint``.
+        was, now: The values of the first field, before and after the round trip, to which the limitation applies.
+        is_kept: Whether it applies to a value that the target's file preserves, instead of a lost one.
+        beside: Required values of other fields.
+        is_any: Whether any of the fields decides whether it applies, instead of the first.
+        title: The title in the report; by default that of the first field.
     """
 
     fields: tuple[str, ...]
@@ -144,10 +146,12 @@ class Limitation:
     title: str = ""
 
     def applies(self, run: Mapping[str, Any], lost: Mapping[str, Any], kept: Collection[str]) -> str | None:
-        """The field that it is told of; None if it is not.
+        """Return the field to which the limitation applies, or None.
 
         Args:
-            lost: The lost fields that are left to tell, with their values after; as ``kept`` those that are not lost.
+            run: The values of the run's fields.
+            lost: The lost fields not yet reported, with their values after the round trip.
+            kept: The fields that are not lost.
         """
         if any(run[name] != value for name, value in self.beside.items()):
             return None
@@ -172,12 +176,12 @@ class Limitation:
 
 
 def limits(outcome: Outcome, *fields: str, **prose: Any) -> Limitation:
-    """A row of a table of limitations."""
+    """Return a row of a table of limitations."""
     return Limitation(fields=fields, outcome=outcome, **prose)
 
 
 def covers(fields: Iterable[str], name: str) -> bool:
-    """Whether a field is one of these, or nested in one."""
+    """Return whether a field is one of ``fields``, or nested in one."""
     return any(name == each or name.startswith(f"{each}.") for each in fields)
 
 
@@ -189,10 +193,10 @@ class Loss:
     """A finding for fields of a run.
 
     Args:
-        fields: The one that the finding is about, and others that its limitation names.
-        covered: All lost ones that are told with it.
-        is_kept: Whether the target's file keeps them.
-        is_fault: Whether no limitation of the target covers them.
+        fields: The field of the finding, and others that its limitation names.
+        covered: All lost fields that it reports.
+        is_kept: Whether the target's file preserves the fields.
+        is_fault: Whether no limitation of the target covers the fields.
     """
 
     fields: tuple[str, ...]
@@ -203,10 +207,11 @@ class Loss:
 
 
 def losses(table: Sequence[Limitation], run: RunConfig, lost: Mapping[str, Any]) -> Iterator[Loss]:
-    """What a target makes of fields that its file loses, and of others that it carries out in its own way.
+    """Yield findings for the fields that a target's file loses, and for those that it implements differently.
 
     Args:
-        lost: Each with its value when it is read again.
+        table: The limitations of the target.
+        lost: The lost fields, with their values after the round trip.
     """
     values, left = fields_of(run.with_degrees()), dict(lost)
     kept = values.keys() - lost.keys()
@@ -222,21 +227,21 @@ def losses(table: Sequence[Limitation], run: RunConfig, lost: Mapping[str, Any])
             )
             left = {other: now for other, now in left.items() if other not in told}
             kept -= {name}
-    left.pop("num_ranks", None)  # the launcher's, unless the target's files have it
+    left.pop("num_ranks", None)  # set by the launcher, unless the target has a key
     for name, now in left.items():
         reason = f"the new text, read again, has {_in_words(name, now)} for it"
         yield Loss(fields=(name,), finding=fault(name, shown(run, name), reason), is_fault=True)
 
 
 def fault(key: str, value: object, reason: str) -> Finding:
-    """For a text that is not as it was meant."""
+    """Return a finding for a new text that is not the intended one."""
     hint = "write it by hand, and please report the file as a fault of composer-fsdp2's"
     outcome = Outcome.NEEDS_DECISION
     return Finding(key=key, value=value, outcome=outcome, reason=reason, hint=hint, origin=Origin.WRITING)
 
 
 def shown(run: RunConfig, name: str) -> Any:
-    """The value of a field in a report."""
+    """Return the value of a field as shown in a report."""
     if name.startswith("mesh."):
         return run.config.mesh.text
     if name in ("wrap.kind", "wrap.classes", "wrap.min_num_params"):
@@ -272,14 +277,14 @@ def _filled(text: str, run: RunConfig, value: object) -> str:
     return text.replace("{value}", str(value))
 
 
-# What None is in a report.
+# Texts for None in reports.
 _NONE = {
     "num_ranks": "not known",
     "max_grad_norm": "off",
     "activation_checkpointing.classes": "chosen by the model's hooks",
     "sync_module_states": "where some ranks have none",
 }
-# The names of fields in reports, where these are others.
+# Names of fields in reports, where they differ from the last part of the field's name.
 _TITLES = {
     "wrap.embeddings": "further units",
     "wrap.output": "further units",
@@ -325,6 +330,6 @@ _TITLES = {
 
 
 def title_of(name: str) -> str:
-    """The name of a field in a report."""
+    """Return the name of a field as shown in a report."""
     found = next((title for each, title in _TITLES.items() if covers((each,), name)), None)
     return name.rpartition(".")[2] if found is None else found

@@ -1,4 +1,4 @@
-"""From a configuration file of any system to one for FSDP2: text in, text and report out; writes no file.
+"""Convert the text of a configuration file of any system to FSDP2, with a report; writes no file.
 
 Called by ``composer-fsdp2 migrate``.
 """
@@ -31,19 +31,19 @@ from composer_fsdp2.migration.targets import TARGETS
 
 
 class NothingToMigrateError(ConfigError):
-    """A file without a section; in a folder it is passed over."""
+    """A file without a section; skipped in a folder."""
 
 
 class ForeignSystemError(NothingToMigrateError):
-    """A file for a system that is known by name only; in a folder it is passed over, and told of."""
+    """A file for a system that is recognized but not read; skipped in a folder, with a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionReport(Value):
-    """What became of one section.
+    """Findings of one section.
 
     Args:
-        place: Its path in the file, with dots.
+        place: Dotted path of the section in the file.
     """
 
     dialect: str
@@ -63,11 +63,11 @@ class SectionReport(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migration:
-    """What became of one file: its new text, and a report for each section.
+    """Result of one file: its new text, and a report for each section.
 
     Args:
-        suffix: Of a file with the new text.
-        is_new_file: Whether the new text is another file than the old one, which cannot take its place.
+        suffix: File name suffix for the new text.
+        is_new_file: Whether the new text is a separate file that cannot replace the old one.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Migration:
         return self.after != self.before
 
     def diff(self) -> str:
-        """A unified diff; empty if nothing changes."""
+        """Return a unified diff; empty if nothing changes."""
         lines = difflib.unified_diff(_lines(self.before), _lines(self.after), fromfile=self.name, tofile=self.name)
         return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
@@ -100,22 +100,22 @@ class Migration:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines that may be printed, with their ends."""
+    """Split a text into printable lines that include their line ends."""
     found = re.finditer(r"([^\n]*?)(\r?\n|\Z)", text)
     return [printable(each[1]) + each[2] for each in found if each[0]]
 
 
 def may_configure(content: bytes) -> bool:
-    """Whether a file may have a section: a key is in it that begins as some dialect's do.
+    """Return whether a file may have a section: it contains a key that begins like those of some dialect.
 
-    The first look at the files of a folder, of which most have nothing to do with sharding, and may be anything.
+    A first filter for the files of a folder, most of which are unrelated to sharding and may have any content.
     """
     is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = content.decode("utf-16" if is_wide else "utf-8", errors="ignore").lower()
     return _KEY.search(text) is not None
 
 
-# A key of a section, or an escape with which one may be written in other letters.
+# A key of a section, or an escape sequence, which may encode characters of one.
 _WORDS = "|".join(sorted({*FOREIGN_WORDS, *(word for dialect in DIALECTS.values() for word in dialect.words)}))
 _KEY = re.compile(rf"""\b(?:{_WORDS})[\w.]{{0,1000}}["']?\s*[:=\]]|\\[xu]""")
 
@@ -131,19 +131,19 @@ def migrate_text(
     read: ReadsFile = lambda path: None,
     alone: bool = True,
 ) -> Migration:
-    """Migrate a text to FSDP2, and report what became of each key.
+    """Migrate a text to FSDP2, and report the outcome of each key.
 
     Args:
-        text: Of a YAML file; of a TOML file, if the name ends so.
-        name: What messages call it.
-        suffix: The ending of its format, where the name has none or another.
-        to: The system whose words the new text is in; a name of ``TARGETS``.
-        dialect: Of its sections; None finds out.
-        at: The path of its section, or of what the sections lie in, with dots; None finds all.
-        read: Reads the other files that it names; by default none.
-        alone: Whether a file of DeepSpeed's, which others name, is migrated by itself.
+        text: Text of a YAML file, or of a TOML file if the name ends so.
+        name: File name for messages.
+        suffix: Suffix of the file format, where the name has none or another.
+        to: Target system; a name of ``TARGETS``.
+        dialect: Dialect of the sections; None detects it.
+        at: Dotted path of the section, or of a value that contains the sections; None finds all.
+        read: Reads other files that the text names; by default none.
+        alone: Whether to migrate a DeepSpeed file, which other files name, without such a file.
     Raises:
-        ConfigError: it is no such file, or has no section (NothingToMigrateError); names file, line and column.
+        ConfigError: the file is invalid or has no section (NothingToMigrateError); names file, line and column.
     """
     file = given = _File.of(open_document(text, name, suffix))
     deepspeed = with_settings(file.document, read, to=to, alone=alone)
@@ -182,17 +182,17 @@ def migrate_text(
 def find_sections(
     text: str, name: str = "<text>", *, dialect: str | None = None, at: str | None = None, suffix: str = ""
 ) -> tuple[Document, list[tuple[Dialect, Section]]]:
-    """The document of a text, and what ``migrate_text`` would take for its sections, with the same arguments."""
+    """Return the document of a text, and the sections that ``migrate_text`` finds with the same arguments."""
     file = _File.of(open_document(text, name, suffix))
     return file.document, [(of, file.section(of, path)) for of, path in _sections(file, dialect, at)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A document, and its values as those systems see them that resolve interpolations.
+    """A document, and its values as seen by systems that resolve interpolations.
 
     Args:
-        is_public: Whether without what environment variables hold.
+        is_public: Whether values of environment variables are left out.
     """
 
     document: Document
@@ -212,13 +212,13 @@ class _File:
         return Section.at(path, self.values_for(dialect))
 
     def error(self, path: Path, text: str) -> ConfigError:
-        """Of what is at the path."""
+        """Return an error with the file and line of the path."""
         return ConfigError(f"{self.document.name}:{nearest_line(self.document, path)}:1: {text}")
 
 
 @functools.cache
 def _words() -> frozenset[str]:
-    """What keys take, of all systems."""
+    """Return the enumerated values of all systems' keys, in lower case."""
     rows = (row for dialect in DIALECTS.values() for row in dialect.rows)
     return frozenset(str(choice).lower() for row in rows for choice in row.takes.choices)
 
@@ -229,11 +229,11 @@ def _words() -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NewText:
-    """A text, and what became of the keys of each section.
+    """A new text, and the findings of each section.
 
     Args:
-        suffix: Of a file with the text.
-        is_file: Whether it cannot take the place of the old one.
+        suffix: File name suffix for the text.
+        is_file: Whether the text is a separate file that cannot replace the old one.
     """
 
     text: str
@@ -264,7 +264,7 @@ def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialec
 
 
 def _lost(again: _File | None, target: Dialect, change: Change) -> Sequence[Loss]:
-    """What the new text's own reader does not find in it of what the old one asked for."""
+    """Return the losses: settings of the old text's run that the target's reader does not find in the new text."""
     if change.run is None or again is None:
         return ()
     values = again.values_for(target)
@@ -298,20 +298,20 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[Di
         names = " or ".join(", ".join(of.name for of in dialects).rsplit(", ", 1))
         raise NothingToMigrateError(
             document.problem
-            or f"{document.name}:1:1: nothing here configures sharding in the words of {names}; where a section "
+            or f"{document.name}:1:1: nothing here configures sharding with keys of {names}; where a section "
             "stands under another name, --at PATH and --dialect NAME say where, and whose it is"
         )
     if document.problem:
         raise ConfigError(document.problem)
     here = [(of, path) for of, path in found if has_path(document.values, path)]
-    if not here:  # what it stands for is no section where it is written
+    if not here:  # only in the value of an interpolation
         place = ".".join(map(str, found[0][1]))
         raise file.error(found[0][1], f"{place} stands behind an interpolation; write it out there")
     return here
 
 
 def _outermost(file: _File, found: list[tuple[Dialect, Path]]) -> list[tuple[Dialect, Path]]:
-    """Drop sections inside the mapping that another section replaces: that section's system reads them as its keys."""
+    """Drop sections inside a mapping that another section replaces: that section's system reads them as its keys."""
     kept = list(found)
     for inner in found:
         blocks = (of.replaced_block(file.section(of, path)) for of, path in kept if (of, path) != inner)
@@ -321,8 +321,7 @@ def _outermost(file: _File, found: list[tuple[Dialect, Path]]) -> list[tuple[Dia
 
 
 def _refuse_unreadable(file: _File, dialects: Sequence[Dialect]) -> None:
-    """Raise for a section that the file has, and of which nothing can be known here: an interpolation that nothing
-    here resolves, or no mapping."""
+    """Raise ConfigError if a section cannot be read: it is an unresolvable interpolation, or not a mapping."""
     heads = {head for of in dialects if of.interpolates for head, _ in of.heads}
 
     def is_unreadable(path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
@@ -355,7 +354,7 @@ def _sections_at(
 
 
 def _check(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect) -> None:
-    """Raise for what cannot be migrated whatever it says."""
+    """Raise ConfigError for sections that cannot be migrated regardless of their settings."""
     document = file.document
     for _, path in found:
         above = (document.duplicate(path[:depth], key) for depth, key in enumerate(path))
@@ -378,17 +377,17 @@ def _check(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect) 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where findings are, and what they may show
+# File, line and public values of findings
 
 
 _NOT_SHOWN = "it depends on an environment variable, whose value no report has"
 
 
 def _publicly(found: Sequence[Finding], public: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The findings, told as without what environment variables hold; a report may be shown to anybody.
+    """Return the findings without values of environment variables, because a report may be shown to anybody.
 
     Args:
-        public: Of the same file, with other values in the place of these.
+        public: Findings of the same file, read with other values for these variables.
     """
     told: defaultdict[object, list[Finding]] = defaultdict(list)
     for each in public:
@@ -402,7 +401,7 @@ def _publicly(found: Sequence[Finding], public: Sequence[Finding]) -> tuple[Find
 
 
 def _placed(finding: Finding, file: _File, section: Path, after: str) -> Finding:
-    """The finding with file and line; a key that stands beside the section is found there."""
+    """Return the finding with file and line, also for a key outside the section."""
     key = tuple(finding.key.split("."))
     places = ((*section[:depth], *key) for depth in range(len(section), -1, -1))
     path = next((each for each in places if has_path(file.resolved.values, each)), None)
@@ -424,7 +423,7 @@ def _placed(finding: Finding, file: _File, section: Path, after: str) -> Finding
 
 
 def _with_references(finding: Finding, file: _File, path: Path, after: str) -> Finding:
-    """The finding with the references that its key has in the file, and a word on those that the new text lacks."""
+    """Return the finding with the references in its key's value, and a hint about one that the new text lacks."""
     written, values = (value_at(each, path) for each in (file.resolved.written, file.resolved.values))
     if written != values or finding.reason is _NOT_SHOWN:
         finding = replace(finding, value=written)

@@ -1,6 +1,6 @@
-"""A file's text with a patch of its run, in its own keys; writes no file. Called by ``plan --suggest``.
+"""Patches of a run, applied to the text of its file in its own keys; writes no file. Called by ``plan --suggest``.
 
-The patched run is written as keys and read again. The first set of keys that gives exactly this run counts.
+The patched run is written as keys and read again. The first set of keys that results in exactly this run is used.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +14,7 @@ from composer_fsdp2.migration.changes import edits_of, mapping_at
 from composer_fsdp2.migration.dialect import Dialect, MappingEdit, Reading, Section, meets
 from composer_fsdp2.migration.documents import Document, differences, open_document, with_entries
 from composer_fsdp2.migration.documents.yaml import flow_text
+from composer_fsdp2.migration.interpolation import resolve
 from composer_fsdp2.migration.lens import decides, kind_of, title_of
 from composer_fsdp2.migration.migrate import Migration, find_sections, migrate_text
 from composer_fsdp2.migration.paths import Path, Settings, has_path, merged, nested, value_at
@@ -22,10 +23,10 @@ from composer_fsdp2.migration.run import OF_TRAINING, RunConfig, changed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch(Value):
-    """What of a run is to change.
+    """Changes to a run.
 
     Args:
-        fields: The new values of its fields, by name.
+        fields: New values of fields of the run, by name.
         keys: New values of keys that decide no field, by path from the top of the file; None removes a key.
     """
 
@@ -33,7 +34,9 @@ class Patch(Value):
     keys: Mapping[Path, Any] = field(default_factory=dict)
 
     def leaves_open(self, name: str) -> bool:
-        """Whether a system may decide a field by itself: how it recomputes, when other microbatches are reduced."""
+        """Return whether the system may set a field differently: the number of ranks; details of activation
+        checkpointing if the patch changes it; batches and accumulation if the patch changes keys.
+        """
         kind = kind_of(name)
         is_detail = kind == "activation_checkpointing" and kind in map(kind_of, self.fields)
         is_of_batches = name in OF_TRAINING or name.startswith("accumulation.")
@@ -42,7 +45,7 @@ class Patch(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChange(Value):
-    """A key of the file, from its top with dots; None where it is not there."""
+    """A change to a key, named by its dotted path from the top of the file; None means that the key is absent."""
 
     key: str
     before: Any
@@ -57,12 +60,12 @@ class KeyChange(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchedFile:
-    """The text with the patch, or why there is none.
+    """The text of a file with a patch applied, or the reason why it cannot be applied.
 
     Args:
-        after: The same as ``before`` where there is none.
-        is_migrated: Whether the text is in FSDP2's keys now, because FSDP1's have none for the patch.
-        missing: Why there is none.
+        after: The patched text; the same as ``before`` if the patch cannot be applied.
+        is_migrated: Whether the text was migrated to FSDP2's keys, because FSDP1's cannot express the patch.
+        missing: The reason why the patch cannot be applied, or "".
     """
 
     name: str
@@ -80,18 +83,21 @@ class PatchedFile:
 def apply_patch(
     text: str, name: str, patch: Patch, *, dialect: str | None = None, at: str | None = None
 ) -> PatchedFile:
-    """Write a patch into one section of a file, migrated within its own system where its FSDP1 keys cannot hold it.
+    """Apply a patch to one section of a file, migrated within its own system if its FSDP1 keys cannot express it.
 
     Args:
-        dialect, at: As ``migrate_text`` takes them; where several sections are found, the first is meant.
+        dialect, at: As in ``migrate_text``; if several sections are found, the first is patched.
     Raises:
-        ConfigError: the text is no such file.
+        ConfigError: the text is not such a file.
     """
     document, sections = find_sections(text, name, dialect=dialect, at=at)
     of, section = sections[0]
     found = _patched(document, of, section, patch)
     if found.missing:
-        migrated = migrate_text(text, name, to=of.target, dialect=of.name, at=section.place or None)
+        try:
+            migrated = migrate_text(text, name, to=of.target, dialect=of.name, at=section.place or None)
+        except ConfigError:  # it cannot be edited
+            return found
         if migrated.is_changed and not migrated.is_new_file and not migrated.blocking:
             again = apply_patch(migrated.after, name, patch, dialect=of.name, at=section.place or None)
             return found if again.missing else replace(again, before=text, is_migrated=True)
@@ -99,7 +105,7 @@ def apply_patch(
 
 
 def _patched(document: Document, of: Dialect, section: Section, patch: Patch) -> PatchedFile:
-    """With the first keys that give the patched run."""
+    """Apply the first set of candidate keys that results in the patched run."""
     found = PatchedFile(name=document.name, before=document.original, after=document.original)
     before = of.read(section)
     if before.run is None:
@@ -130,21 +136,23 @@ def _changes(before: Any, after: Any) -> Iterator[KeyChange]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Keys that make the patch
+# Candidate keys
 
-# By the path of a key, from the top of the file, the entries in its place; a key that the file lacks is added.
+# Maps the path of a key, from the top of the file, to the entries that replace it; a key that the file lacks is added.
 _Assigned = dict[Path, Settings]
 
 
 def _set(values: Mapping[Path, Any]) -> _Assigned:
-    """Keys with their new values; None removes one."""
+    """Return assignments of new values to keys; None removes a key."""
     return {path: [] if value is None else [(str(path[-1]), value)] for path, value in values.items()}
 
 
 def _candidates(
     of: Dialect, section: Section, before: Reading, asked: RunConfig, fields: Mapping[str, Any]
 ) -> Iterator[_Assigned]:
-    """Keys to try, fewest changes first: of the file, then new ones, then all that decide the fields, written anew."""
+    """Yield sets of keys to try, fewest changes first: keys of the file, then new keys, then a rewrite of all keys that
+    decide the fields.
+    """
     assert before.run is not None
     old = {of.path_of(section, each.key): each for each in of.settings_in(before, before.run.without_training())}
     new = {of.path_of(section, each.key): each for each in of.settings_in(before, asked.without_training())}
@@ -152,7 +160,7 @@ def _candidates(
     rows = {path: row for path, row in rows.items() if has_path(section.around, path)}
 
     def place_of(path: Path) -> Path:
-        """Of a key that the file lacks, where one stands in the same mapping that decides the same first."""
+        """Return the path to write a key to; a missing key replaces one in its mapping with the same first field."""
         first, others = new[path].fields[:1], (each for each in rows if each not in old | new)
         same = (each for each in others if each[:-1] == path[:-1] and decides(rows[each])[:1] == first)
         return path if has_path(section.around, path) else next(same, path)
@@ -175,14 +183,14 @@ def _candidates(
         yield written(other)
         names = [*fields, *changed(before.run, asked)]
         if not asked.config.activation_checkpointing.enabled:
-            names.append("activation_checkpointing")  # how and where, too
+            names.append("activation_checkpointing")  # and its details
         gone = [path for path, row in rows.items() if path not in new and meets(decides(row), names)]
         names += chain.from_iterable(decides(rows[path]) for path in gone)
         yield _set(dict.fromkeys(gone)) | written(path for path, each in new.items() if meets(each.fields, names))
 
 
 def _unlike(of: Dialect, asked: RunConfig, before: Reading, after: Reading, patch: Patch) -> str:
-    """Why the new text does not give the patched run; "" if it does."""
+    """Return the reason why the new text does not result in the patched run, or "" if it does."""
     known = {each.key for each in before.findings if each.outcome.blocks}
     if found := next((each for each in after.findings if each.outcome.blocks and each.key not in known), None):
         return found.reason
@@ -201,24 +209,28 @@ def _unlike(of: Dialect, asked: RunConfig, before: Reading, after: Reading, patc
 
 
 def _edited(document: Document, section: Section, assigned: _Assigned) -> str:
-    """The new text.
+    """Return the new text.
 
     Raises:
-        ConfigError: its values are not as meant.
+        ConfigError: it does not have the intended values.
     """
     meant = list(_edits_of(document, section, assigned))
     after = document.edited(edits_of(document, section, meant))
     values = document.values
     for each in meant:
         values = with_entries(values, each.path, each.replacements, each.additions)
-    if next(differences(values, open_document(after, document.name).values), None) is not None:
+    again = open_document(after, document.name).values
+    written = list(differences(document.values, again))
+    resolved = differences(resolve(again).values, resolve(document.values).values)
+    is_shared = not all(any(path[: len(each)] == each[: len(path)] for each in written) for path in resolved)
+    if is_shared or next(differences(values, again), None) is not None:
         what = "what would be changed stands for something else in the file as well"
         raise ConfigError(f"{what}, by an alias or an interpolation")
     return after
 
 
 def _edits_of(document: Document, section: Section, assigned: _Assigned) -> Iterator[MappingEdit]:
-    """One for each mapping; what has no mapping yet is added, nested, to the nearest one."""
+    """Yield an edit for each mapping; keys without a mapping are added, nested, to the nearest existing one."""
     replaced: dict[Path, dict[str, Settings]] = {}
     added: dict[Path, dict[str, Any]] = {}
     for path, entries in assigned.items():
@@ -233,6 +245,6 @@ def _edits_of(document: Document, section: Section, assigned: _Assigned) -> Iter
             replaced.setdefault(tuple(above), {})[str(key)] = entries
     for path in dict.fromkeys((*replaced, *added)):
         new = added.get(path, {})
-        here = {key: [(key, new[key])] for key in new if has_path(section.around, (*path, key))}  # was no mapping
+        here = {key: [(key, new[key])] for key in new if has_path(section.around, (*path, key))}  # not a mapping before
         additions = [(key, value) for key, value in new.items() if key not in here]
         yield MappingEdit(path=path, replacements=replaced.get(path, {}) | here, additions=additions)

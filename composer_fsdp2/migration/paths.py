@@ -1,4 +1,4 @@
-"""Paths into the values of a file, whatever its format, and entries of its mappings."""
+"""Paths into the values of a file of any format, and entries of its mappings."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,10 +8,12 @@ Settings = Sequence[tuple[str, Any]]
 
 
 def walk(values: Any, find: Callable[..., Path | None], path: Path = (), parent: Any = None) -> Iterator[Path]:
-    """Every path that ``find`` gives for a mapping of a file, outermost first; not what lies in such a mapping.
+    """Yield the paths that ``find`` returns for the mappings of a file, outermost first; the contents of a mapping with
+    such a path are not searched.
 
     Args:
-        find: From a mapping's path, its values and those of the mapping around it (empty in a list) to a path, or None.
+        find: Returns a path or None for the path of a mapping, its values and those of its parent mapping (empty in a
+            list).
     """
     if isinstance(values, list):
         for number, each in enumerate(values):
@@ -26,14 +28,18 @@ def walk(values: Any, find: Callable[..., Path | None], path: Path = (), parent:
 
 
 def value_at(values: Any, path: Iterable[str | int]) -> Any:
-    """What is at ``path``. Raises KeyError, IndexError or TypeError: nothing is."""
+    """Return the value at ``path``.
+
+    Raises:
+        KeyError, IndexError or TypeError: the values have no such path.
+    """
     for key in path:
         values = values[key]
     return values
 
 
 def has_path(values: Any, path: Iterable[str | int]) -> bool:
-    """Whether anything is at ``path``."""
+    """Return whether the values have such a path."""
     try:
         value_at(values, path)
     except (KeyError, IndexError, TypeError):
@@ -42,7 +48,7 @@ def has_path(values: Any, path: Iterable[str | int]) -> bool:
 
 
 def without_path(values: Any, path: Path) -> Any:
-    """The values without what is at ``path``; all of them where nothing is."""
+    """Return the values without the entry at ``path``, or all values if they have no such path."""
     key, *below = path
     if isinstance(values, list):
         return [without_path(each, tuple(below)) if number == key else each for number, each in enumerate(values)]
@@ -53,14 +59,14 @@ def without_path(values: Any, path: Path) -> Any:
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:
-    """``a.b`` and 1 give ``{"a": {"b": 1}}``."""
+    """Return nested mappings for a dotted name: ``{"a": {"b": 1}}`` for ``a.b`` and 1."""
     for part in reversed(name.split(".")):
         value = {part: value}
     return dict(value)
 
 
 def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, mappings in them merged; the second takes precedence."""
+    """Merge two mappings recursively; the second takes precedence."""
     both = {
         key: merged(first[key], value) if isinstance(first.get(key), Mapping) and isinstance(value, Mapping) else value
         for key, value in second.items()

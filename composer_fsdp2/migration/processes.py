@@ -1,4 +1,4 @@
-"""What many values become in processes of their own, of which one may be killed."""
+"""Map a function over values in worker processes that may be killed."""
 
 import multiprocessing
 import os
@@ -19,12 +19,12 @@ def in_processes(
     num_processes: int | None,
     killed: Callable[[Given], Result],
 ) -> Iterator[Result]:
-    """``work`` of each value, in order.
+    """Yield ``work(value)`` for each value, in order.
 
     Args:
-        work: A function at the top of a module, or a partial of one.
-        num_processes: None for one a core.
-        killed: The result of a value whose process was killed, as by a machine without memory.
+        work: A function at module level, or a partial of one.
+        num_processes: None for one per core.
+        killed: Returns the result for a value whose process was killed, for example when memory ran out.
     """
     num_done = 0
     try:
@@ -32,7 +32,7 @@ def in_processes(
             for result in pool.map(work, values, chunksize=8):
                 num_done += 1
                 yield result
-    except BrokenProcessPool:  # one value a process tells which it was
+    except BrokenProcessPool:  # one process per value identifies the value
         yield from (_alone(work, value, killed) for value in values[num_done:])
 
 
@@ -45,7 +45,7 @@ def _alone(work: Callable[[Given], Result], value: Given, killed: Callable[[Give
 
 
 def _end_with_parent() -> None:
-    """Let this process end when the one that started it does, however that ends."""
+    """End this process when its parent process ends for any reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -1,5 +1,5 @@
-"""Whether a new text is as it was meant, and what else in a file depends on the text of a section: aliases of its
-anchor, and interpolations that refer to it.
+"""Verification of a new text, and the parts of a file that depend on the text of a section: aliases of its anchor, and
+interpolations that refer to it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,13 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.changes import Change
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.documents import Document, differences, open_document, with_entries
+from composer_fsdp2.migration.documents.edits import reference_root
 from composer_fsdp2.migration.paths import Path, has_path, value_at
 
 
 def with_shared(document: Document, path: Path, sections: Sequence[Path], change: Change) -> Change:
-    """A section's change, if the section may be written somewhere else: another section's change does for it, or it is
-    written out in its place, with a finding.
+    """Return the change of a section that may be an alias or an interpolation: covered by the change of the section to
+    which it refers, or else written out in place, with a finding.
     """
     written_as = document.written_as(path) if change.edits else ""
     if not written_as:
@@ -39,10 +40,10 @@ def with_shared(document: Document, path: Path, sections: Sequence[Path], change
 def read_again(
     document: Document, after: str, suffix: str, sections: Sequence[Section], changes: Sequence[Change]
 ) -> tuple[Document, tuple[Finding, ...]]:
-    """The new text as a document, and findings for what stands outside of the sections and means something else there.
+    """Parse the new text, and return its document and findings for entries outside the sections whose meaning changes.
 
     Raises:
-        ConfigError: it does not say what it was meant to, so that nobody may get it; names file and line.
+        ConfigError: the text does not have the intended values and must not be written; names file and line.
     """
     try:
         again = open_document(after, document.name, suffix)
@@ -63,7 +64,7 @@ def read_again(
 
 
 def _meant(document: Document, sections: Sequence[Section], changes: Sequence[Change]) -> Any:
-    """What the new text is to hold."""
+    """Return the intended values of the new text."""
     meant = document.values
     for section, change in zip(sections, changes, strict=True):
         if change.text is not None:
@@ -85,7 +86,7 @@ def _shared_findings(document: Document, changes: Sequence[Change], *, changes_e
             yield replace(
                 usual,
                 key="interpolation",
-                value="${" + ".".join(map(str, path)) + "}",
+                value="${" + ".".join(map(str, path[len(reference_root(document.values)) :])) + "}",
                 reason=f"line {line} refers to a key that is not there any more",
                 hint="write the value there",
             )
@@ -99,7 +100,7 @@ def _shared_findings(document: Document, changes: Sequence[Change], *, changes_e
 
 
 def _not_as_meant(document: Document, path: Path, section: Section) -> ConfigError:
-    """For a text that came out wrong, which nobody gets."""
+    """Return an error for a new text with wrong values, which is not written."""
     way_out = (
         "write out what stands in the file as an alias of something in the section"
         if document.has_aliases

@@ -1,4 +1,4 @@
-"""What became of several files, for everyone who asks: a program, a reviewer, a CI, and who sits before the screen."""
+"""Results of a migration of several files, for programs and CI (JSON), reviewers (Markdown) and the terminal."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from composer_fsdp2.config.text import and_more, lines_and_more
 from composer_fsdp2.migration.files import FileResult, State
 
-# Of the object that ``--json`` prints; another one means that a program has to be changed. SCHEMA describes it.
+# Version of the object that ``--json`` prints, which SCHEMA describes; a new version means that programs must change.
 VERSION = 1
 SCHEMA = Path(__file__).with_name("migrate.schema.json")
 _SHOWN_DECISIONS = 20
@@ -21,8 +21,8 @@ class Report:
     """The results of one run.
 
     Args:
-        error: What ended the run before its end, or let it not begin.
-        fails_on_change: Whether a file that would change, or did, is worth an exit code.
+        error: The error that stopped the run or prevented its start.
+        fails_on_change: Whether a file that would change, or did, makes the exit code nonzero.
     """
 
     results: Sequence[FileResult] = ()
@@ -31,7 +31,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """The largest of all files'."""
+        """The largest exit code of the run and of all files."""
         return max(
             2 if self.error else 0,
             int(self.fails_on_change and any(result.is_changed for result in self.results)),
@@ -60,10 +60,10 @@ class Report:
         return "\n\n".join(result.markdown() for result in self.results) + "\n"
 
     def summary(self, changed: str) -> str:
-        """How many files there are of each kind.
+        """Return the number of files of each kind.
 
         Args:
-            changed: What is said of those that are not as they were.
+            changed: Label of files whose text changes.
         """
         counts = self.counts()
         num_changed = sum(result.is_changed for result in self.results if result.state is State.READY)
@@ -77,12 +77,12 @@ class Report:
         return f"{len(self.results)} files: {', '.join(f'{count} {what}' for count, what in kinds if count)}"
 
     def errors(self) -> list[str]:
-        """Of files that cannot be used, and of the run."""
+        """Return the errors of unusable files and of the run."""
         of_files = [result.error for result in self.results if result.state is State.UNUSABLE]
         return [*of_files, self.error] if self.error else of_files
 
     def decisions(self) -> str:
-        """What is left to decide, each once, with its places, below a heading; "" if there is nothing."""
+        """Return the findings that need a decision, each once with its places, below a heading; "" if none do."""
         places: dict[str, list[str]] = {}
         migrations = (result.migration for result in self.results if result.migration is not None)
         for finding in (finding for migration in migrations for finding in migration.blocking):

@@ -1,4 +1,4 @@
-"""The run that a configuration of any dialect describes, independent of any framework's key names, and its fields."""
+"""The run that a configuration of any dialect describes, independent of the key names of any framework."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -15,33 +15,33 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(Value):
-    """A run.
+    """The configuration of a training run, as far as any dialect can express it.
 
     Args:
-        config: With -1 for a degree that the number of ranks decides.
-        precision: Composer's; ``amp_...`` runs the forward under torch.autocast.
+        config: The sharding configuration, with -1 for a degree that depends on the number of ranks.
+        precision: Composer's precision; ``amp_...`` runs the forward under torch.autocast.
         stored_dtype: The dtype in which the system stores trained parameters, and with them the optimizer's state,
-            whatever they were created in; None: the dtype of their creation.
-        state_dict_type: "full" or "sharded", the form of checkpoints.
+            regardless of the dtype in which they were created; None: the dtype of their creation.
+        state_dict_type: The format of checkpoints, "full" or "sharded".
         verbose: As in an ``fsdp_config``.
         async_save: Whether checkpoints are written while training continues.
-        save_only_model: Whether they lack the optimizer.
+        save_only_model: Whether checkpoints omit the optimizer.
         max_grad_norm: The norm to which gradients are clipped.
-        other_clipping: How they are clipped otherwise, with the threshold: ``value 0.5``.
-        num_ranks, num_nodes: Of the run, where its file has them.
-        tensor_parallel, pipeline_parallel, expert_parallel: Numbers of ranks, beside those of the mesh.
-        has_expert_axis: Whether the ranks of experts are an axis of their own, beside the shards.
-        tiled_chunks: The number of pieces in which MLPs are computed whose classes the file does not name.
+        other_clipping: Another kind of gradient clipping, with its threshold: ``value 0.5``.
+        num_ranks, num_nodes: The numbers of ranks and nodes, if the file sets them.
+        tensor_parallel, pipeline_parallel, expert_parallel: Degrees in ranks, in addition to those of the mesh.
+        has_expert_axis: Whether expert parallelism has a separate axis of ranks, in addition to the shards.
+        tiled_chunks: The number of pieces in which MLPs are computed, if the file does not name their classes.
         selective_checkpointing: Which of the checkpointed modules are recomputed: every n-th, or by operator.
         compile: Whether the model is compiled.
         adapter: The adapter, such as ``lora``, that is trained instead of the model's parameters; the code creates it.
         has_fp8_layers: Whether a converter replaces layers by fp8 ones, at any precision.
-        microbatch_size: Rows of a rank's microbatch.
-        num_microbatches: Of a rank, for one step of the optimizer.
-        global_batch_size: Rows of all ranks, for one step of the optimizer.
-        max_duration: Composer's: ``1000ba`` steps of the optimizer, ``3ep`` epochs.
+        microbatch_size: The number of rows in a rank's microbatch.
+        num_microbatches: The number of microbatches of a rank per step of the optimizer.
+        global_batch_size: The number of rows of all ranks per step of the optimizer.
+        max_duration: In Composer's format: ``1000ba`` steps of the optimizer, ``3ep`` epochs.
         optimizer: Its name and torch's options, as in ``training.py``.
-        undecayed: The parameters without the decay that all others have.
+        undecayed: The parameters that are excluded from weight decay.
     """
 
     config: ShardingConfig
@@ -73,15 +73,15 @@ class RunConfig(Value):
 
     @classmethod
     def of_fields(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """The run with these fields, by name; those of ``config`` without that name before them, nested ones with dots.
+        """Return a run with these fields; fields of ``config`` are named without that prefix, nested ones with dots.
 
         Raises:
-            ConfigError: they contradict each other.
+            ConfigError: the values contradict each other.
         """
         return cls(config=ShardingConfig()).with_fields(values)
 
     def with_fields(self, values: Mapping[str, Any]) -> "RunConfig":
-        """With other values of some fields, named as for ``of_fields``."""
+        """Return the run with new values of some fields, named as in ``of_fields``."""
         run = self
         for name, value in values.items():
             run = with_field(run, name if name.partition(".")[0] in _OF_RUN else f"config.{name}", value)
@@ -89,7 +89,7 @@ class RunConfig(Value):
 
     @property
     def wrap(self) -> Wrap:
-        """Which modules become units."""
+        """The rule that selects the modules wrapped as units."""
         return self.config.wrap
 
     @property
@@ -108,24 +108,25 @@ class RunConfig(Value):
         return self.tensor_parallel * self.pipeline_parallel * (self.expert_parallel if self.has_expert_axis else 1)
 
     def with_degrees(self) -> "RunConfig":
-        """With the open degree of the mesh, where the number of ranks decides it; else as it is."""
+        """Return the run with the open degree of the mesh resolved, if the number of ranks determines it."""
         if self.num_ranks is None or self.other_axes != 1:
             return self
         try:
             mesh = self.config.mesh.resolve(self.num_ranks)
-        except ConfigError:  # the mesh does not fit these ranks; the target's own keys leave it open
+        except ConfigError:  # the mesh does not fit these ranks, and the degree stays open
             return self
         return replace(self, config=replace(self.config, mesh=mesh))
 
     def without_training(self) -> "RunConfig":
-        """With the fields of ``OF_TRAINING`` unset."""
+        """Return the run with the fields of ``OF_TRAINING`` unset."""
         unset: dict[str, Any] = dict.fromkeys(OF_TRAINING)
         return replace(self, **unset)
 
     def with_batches(self) -> "RunConfig":
-        """With the global batch and a rank's number of microbatches, where the number of ranks gives one by the other.
+        """Return the run with the global batch computed from a rank's number of microbatches, or the reverse, if the
+        number of ranks is known.
 
-        Ranks that share a batch leave both as they are.
+        Both stay unchanged if several ranks share a batch.
         """
         rows, ranks, count, batch = (
             self.microbatch_size,
@@ -143,20 +144,20 @@ class RunConfig(Value):
 
 
 _OF_RUN = frozenset(field.name for field in fields(RunConfig))
-# Of the model's code, or of the launcher.
+# Set by the model's code or the launcher.
 NOT_CONFIGURED = ("num_nodes", "adapter", "has_fp8_layers")
 _NOT_COMPARED = (*NOT_CONFIGURED, "config", "mesh", "tiled_mlp", "tiled_chunks")  # the last four by their parts
-# What decides nothing of how a run is sharded; None where the file does not set it.
+# Fields that do not affect sharding; None if the file does not set them.
 _BATCHES = ("microbatch_size", "num_microbatches", "global_batch_size")
 OF_TRAINING = (*_BATCHES, "max_duration", "optimizer", "undecayed")
-# What is nothing where no activation is recomputed or offloaded.
+# Fields without effect if no activation is recomputed or offloaded.
 _HOW_RECOMPUTED = {f"activation_checkpointing.{each}" for each in ("reentrant", "classes", "transformer_engine")}
-# A target may add these: they change no result, or nothing that the file sets.
+# Fields that a target may add: they change no result, or nothing that the file sets.
 _MORE = ("wrap.embeddings", "wrap.output", *_BATCHES, "max_duration", "optimizer")
 
 
 def fields_of(run: RunConfig) -> dict[str, Any]:
-    """The fields of a run by name, options of disabled features left out."""
+    """Return the fields of a run by name, with the options of disabled features normalized."""
     config = run.config
     checkpointing, precision, wrap = config.activation_checkpointing, config.mixed_precision, config.wrap
     if not checkpointing.enabled:
@@ -167,7 +168,7 @@ def fields_of(run: RunConfig) -> dict[str, Any]:
         precision = replace(precision, cast_forward_inputs=False, cast_root_inputs=True)
     elif precision.cast_forward_inputs:  # the root is a unit as well
         precision = replace(precision, cast_root_inputs=True)
-    if precision.reduce_dtype is None:  # as they are computed
+    if precision.reduce_dtype is None:  # reduced in the dtype of computation
         precision = replace(precision, reduce_dtype=precision.param_dtype)
     config = replace(config, activation_checkpointing=checkpointing, mixed_precision=precision)
     mesh = _without_replicas_of_one(config.mesh)
@@ -202,7 +203,7 @@ def _flat(value: Any) -> dict[str, Any]:
 
 
 def changed(before: RunConfig, after: RunConfig) -> dict[str, Any]:
-    """The fields in which two runs differ on as many ranks, each with its value after."""
+    """Return the fields in which two runs differ on the same number of ranks, with their values in ``after``."""
     asked = replace(before, num_ranks=_num_ranks(before)).with_degrees()
     found = replace(after, num_ranks=asked.num_ranks)
     old = fields_of(asked)

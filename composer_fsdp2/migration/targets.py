@@ -1,4 +1,4 @@
-"""What a configuration can be migrated to, and a file that holds a section of it only."""
+"""The target systems of a migration, and the text of a file that contains only a target's section."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from composer_fsdp2.migration.dialect import Dialect
 from composer_fsdp2.migration.dialects import DIALECTS
 
-# By the word that ``--to`` takes.
+# Keyed by the values of ``--to``.
 TARGETS: dict[str, Dialect] = {dialect.target: dialect for dialect in DIALECTS.values()}
 
 
 def file_text(target: Dialect, values: Mapping[str, Any], source: str) -> str:
-    """The values in a file of the target.
+    """Return the text of a file of the target system with these values.
 
     Args:
-        source: The name of the file that asked for it.
+        source: The name of the source file, for the comment in the first line.
     """
-    from composer_fsdp2.migration.documents import format_of  # here and not above: --help needs the names only
+    from composer_fsdp2.migration.documents import format_of  # imported here: --help needs the names only
 
-    head = f"# What {source} asks for, in the words of {target.target}; written by composer-fsdp2 migrate."
+    head = f"# {source} in keys of {target.target}, written by composer-fsdp2 migrate."
     return "\n".join((head, *format_of(target.suffix).lines(values))) + "\n"

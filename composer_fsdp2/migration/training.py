@@ -1,8 +1,8 @@
-"""Batches, steps and the optimizer of a run: numbers as files have them, and AdamW's options.
+"""Batches, steps and the optimizer of a run: parsing of numbers in files, and AdamW's options.
 
-``RunConfig.optimizer`` has torch's options. torch's AdamW multiplies weights by ``1 - lr * weight_decay`` in each step,
-Composer's DecoupledAdamW by ``1 - lr / initial_lr * weight_decay``: its ``weight_decay`` is torch's times the first
-learning rate.
+``RunConfig.optimizer`` contains torch's options. torch's AdamW multiplies weights by ``1 - lr * weight_decay`` in each
+step, Composer's DecoupledAdamW by ``1 - lr / initial_lr * weight_decay``: its ``weight_decay`` is torch's times the
+initial learning rate.
 """
 
 import math
@@ -15,12 +15,12 @@ from composer_fsdp2.migration.lens import decides, unless
 from composer_fsdp2.migration.run import OF_TRAINING, RunConfig
 
 ADAMW = "adamw_torch"
-# Other implementations of the same numbers, by their systems' names.
+# Other implementations with the same numerics, under their systems' names.
 _ALIKE = (
     "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused", "adamw_hf", "AdamW",
     "decoupled_adamw",
 )  # fmt: skip
-# The options of torch's AdamW by a Trainer's names for them, and its defaults.
+# The options of torch's AdamW under a Trainer's names, and its defaults.
 OF_TRAINERS = {
     "learning_rate": "lr",
     "weight_decay": "weight_decay",
@@ -32,18 +32,18 @@ DEFAULTS = {"name": ADAMW, "lr": 5e-5, "weight_decay": 0.0, "beta1": 0.9, "beta2
 
 
 def is_of_training(row: Row | None) -> TypeGuard[Row]:
-    """Whether a key decides nothing of how a run is sharded."""
+    """Return whether a key decides only fields of ``OF_TRAINING``, which do not affect sharding."""
     return row is not None and bool(decides(row)) and {*OF_TRAINING}.issuperset(decides(row))
 
 
 def count(value: Any, settings: object = None) -> int | None:
-    """A whole number from 1 on; None for other values, such as ``auto``."""
+    """Return a value as a positive integer; None for other values, such as ``auto``."""
     number = number_of(value)
     return None if number is None or number < 1 or number % 1 else int(number)
 
 
 def number_of(value: Any) -> float | None:
-    """A finite number, of ten digits; YAML reads ``2e-5`` as text."""
+    """Return a value as a finite number, rounded to ten digits, else None; YAML reads ``2e-5`` as text."""
     try:
         number = math.nan if isinstance(value, bool | None) else float(f"{float(value):.10g}")
     except (TypeError, ValueError, OverflowError):
@@ -52,10 +52,11 @@ def number_of(value: Any) -> float | None:
 
 
 def optimizer_of(explicit: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS) -> Mapping[str, Any] | None:
-    """An optimizer with a system's defaults for options that are not explicit; None where none is, or one is no number.
+    """Return an optimizer with a system's defaults for options that are not explicit; None if no option is explicit, or
+    one is not a number.
 
     Args:
-        explicit: Options by torch's names, and ``name``; None for those that the file lacks.
+        explicit: Options under torch's names, and ``name``; None for those that the file lacks.
     """
     given = {name: value for name, value in explicit.items() if value is not None}
     options = {name: number_of(value) for name, value in {**defaults, **given}.items() if name != "name"}
@@ -65,16 +66,16 @@ def optimizer_of(explicit: Mapping[str, Any], defaults: Mapping[str, Any] = DEFA
 
 
 def adamw_of(run: RunConfig) -> Mapping[str, Any]:
-    """The optimizer where it is AdamW, its state in other precisions included; else empty."""
+    """Return the optimizer if it is AdamW, with its state in any precision; else an empty mapping."""
     optimizer = run.optimizer or {}
     return optimizer if re.fullmatch(r"(paged_)?adamw_\w+", optimizer.get("name", "")) else {}
 
 
 def option(name: str, default: Any = None) -> Callable[[RunConfig], Any]:
-    """Writes an option of AdamW where it is not the default."""
+    """Return a function that writes an option of AdamW if it is not the default."""
     return lambda run: unless(default, adamw_of(run).get(name))
 
 
 def duration_in(unit: str) -> Callable[[RunConfig], int | None]:
-    """Writes the duration of a run that is as long as so many ``ba`` (steps of the optimizer) or ``ep`` (epochs)."""
+    """Return a function that writes the duration of a run in ``ba`` (steps of the optimizer) or ``ep`` (epochs)."""
     return lambda run: count(run.max_duration.removesuffix(unit)) if run.max_duration else None

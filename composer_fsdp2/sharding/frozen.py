@@ -28,8 +28,8 @@ def choose_frozen(model: nn.Module, prefixes: Sequence[str], train_only: Sequenc
 
     A prefix is the path of a module or a parameter: in ``model``, or else in the one direct child that has it, because
     a ComposerModel keeps the model that its user knows in a child. A tied parameter is frozen under all of its names.
-    A pattern is matched from the beginning of a name, of the whole one or of that in a direct child; a tied parameter
-    is trained if one of its names matches.
+    A pattern is matched from the beginning of a name, the first one of a tied parameter, as ``named_parameters`` lists
+    it; of a model whose parameters are all in one child, of the names in that child.
 
     Raises:
         PlanError: nothing is under a prefix, or several children have it; with what it may stand for. A pattern matches
@@ -46,19 +46,20 @@ def choose_frozen(model: nn.Module, prefixes: Sequence[str], train_only: Sequenc
     known = dict.fromkeys(path for name in names for path in reversed(ancestors_or_self(name)))  # outer ones first
     found = {prefix: _paths_of(without_wrappers(prefix), model, known) for prefix in prefixes}
     problems = [_not_one(prefix, paths, known) for prefix, paths in found.items() if len(paths) != 1]
+    first_names = _without_child(model, [without_wrappers(use.name) for use in uses])
     problems += [
-        f"train_only: no parameter's name matches {pattern!r} from its beginning; names begin as {names[0]}"
+        f"train_only: no parameter's name matches {pattern!r} from its beginning; names begin as {first_names[0]}"
         for pattern in train_only
-        if not any(_matches(name, [pattern]) for name in names)
+        if not any(re.match(pattern, name) for name in first_names)
     ]
     if problems:
         raise PlanError("\n".join(problems))
     paths = {path for (path,) in found.values()}
     frozen = [
         use
-        for use in uses
-        if any(_is_under(name, paths) for name in _own_names(use))
-        or (train_only and not any(_matches(name, train_only) for name in _own_names(use)))
+        for use, name in zip(uses, first_names, strict=True)
+        if any(_is_under(each, paths) for each in _own_names(use))
+        or (train_only and not any(re.match(pattern, name) for pattern in train_only))
     ]
     trained = {use.parameter for use in uses if use.parameter.requires_grad}
     if not trained:
@@ -86,9 +87,11 @@ def _own_names(use: ParameterUse) -> list[str]:
     return [without_wrappers(name) for name in use.names]
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    in_child = name.partition(".")[2]
-    return any(re.match(pattern, each) for pattern in patterns for each in (name, in_child) if each)
+def _without_child(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Names without that of the only child with parameters, as a ComposerModel's."""
+    is_only = sum(any(True for _ in child.parameters()) for child in model.children()) == 1
+    inner = [name.partition(".")[2] for name in names]
+    return inner if is_only and all(inner) else list(names)
 
 
 def _is_under(name: str, paths: Set[str]) -> bool:

@@ -358,7 +358,7 @@ BAD_INPUT: list[tuple[Sequence[str], str]] = [
     (["nobody.yaml"], "nobody.yaml: No such file or directory"),
     (["broken.yaml"], "broken.yaml:2:1: "),
     (["data.yaml"], "data.yaml:1:1: nothing here configures sharding"),
-    (["notes.txt", "--dialect", "roll"], "nothing here configures sharding in the words of roll"),
+    (["notes.txt", "--dialect", "roll"], "nothing here configures sharding with keys of roll"),
     (["empty", "--check"], "empty: no file ends in .yaml, .yml, .toml, .json"),
     (["bytes.yaml"], "bytes.yaml:1:4: no UTF-8"),
     (["good.yaml", "--at", "x.y"], "there is no x.y"),

@@ -80,6 +80,33 @@ def test_what_cannot_be_resolved_stays_and_hides_nothing():
     assert found["good"] == found[None] == "x"
 
 
+RUN_FILE = """\
+name: a-run
+image: an/image
+command: composer train/train.py /mnt/config/parameters.yaml
+parameters:
+  variables: {strategy: SHARD_GRAD_OP}
+  model: {name: mpt_causal_lm}
+  fsdp_config:
+    sharding_strategy: ${variables.strategy}
+    mixed_precision: PURE
+  noted: ${fsdp_config.sharding_strategy}
+"""
+
+
+def test_references_of_a_run_file_start_at_its_parameters():
+    """MCLI mounts them as a file of their own; from the run file's top none of its references could be resolved."""
+    values = yaml.safe_load(RUN_FILE)
+    read = OmegaConf.to_container(OmegaConf.create(values["parameters"]), resolve=True)
+    assert resolve(values).values == {**values, "parameters": read}
+    migration = migrate_text(RUN_FILE)
+    assert [(each.key, each.value) for each in migration.blocking] == [
+        ("interpolation", "${fsdp_config.sharding_strategy}")
+    ]
+    other = migrate_text(RUN_FILE.replace("  noted: ${fsdp_config.sharding_strategy}\n", ""))
+    assert not other.blocking and "    reshard_after_forward: false\n" in other.after
+
+
 def test_only_systems_that_read_by_omegaconf_interpolate():
     """Hugging Face would get ``${...}`` as it stands, and a report of what it stands for would be of another run."""
     text = "fsdp: full_shard\nfsdp_config: {transformer_layer_cls_to_wrap: '${layer}', version: 2}\nlayer: A\n"

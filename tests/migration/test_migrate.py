@@ -391,7 +391,7 @@ trainer:
 """,
     ),
     "TOML cannot stand in YAML": Case(
-        file=COMPOSER, to="torchtitan", has=("# What run.yaml asks for", 'fsdp_reshard_after_forward = "never"')
+        file=COMPOSER, to="torchtitan", has=("# run.yaml in keys of torchtitan", 'fsdp_reshard_after_forward = "never"')
     ),
     "accelerate refuses a file with keys that it does not know": Case(
         file=COMPOSER,
@@ -441,7 +441,7 @@ training:
     ),
     "accelerate stops at a file without its section": Case(
         file=LAUNCHED,
-        told={"(the rest of the file)": (None, "no longer with Hugging Face", "--to accelerate")},
+        told={"(the rest of the file)": (None, "none of Hugging Face", "--to accelerate")},
     ),
     "in its own words it does not": Case(file=LAUNCHED, to="accelerate", untold=("the rest of the file",)),
     "accelerate to-fsdp2 makes NO_SHARD a sharded run, and says nothing": Case(

@@ -300,6 +300,23 @@ PATCHES = st.tuples(*(st.sampled_from([{}, *values]) for values in VALUES.values
 )
 
 
+def test_a_key_that_refers_to_a_patched_one_would_change_too():
+    """Another worker's batch, or the evaluation's, in silence; or a reference to a key that is gone."""
+    batch, text = ("device_train_microbatch_size",), "device_train_microbatch_size: 8\nfsdp_config: {}\n"
+    assert apply_patch(text, "run.yaml", Patch(keys={batch: 4})).changes
+    for line in (
+        "device_eval_batch_size: ${device_train_microbatch_size}\n",
+        "a: {b: '${.c}', c: '${..device_train_microbatch_size}'}\n",
+    ):
+        found = apply_patch(text + line, "run.yaml", Patch(keys={batch: 4}))
+        assert "interpolation" in found.missing and found.after == text + line
+    text = "fsdp_config:\n  sharding_strategy: FULL_SHARD\nvariables: {strategy: '${fsdp_config.sharding_strategy}'}\n"
+    assert apply_patch(text, "run.yaml", Patch(fields={RESHARD: False})).missing
+    # A text that cannot be edited is told so.
+    text = "fsdp_config:\n  sharding_strategy: &strategy FULL_SHARD\nother: *strategy\n"
+    assert apply_patch(text, "run.yaml", Patch(fields={RESHARD: False})).missing
+
+
 @examples(80)
 @given(ANY_FILE, PATCHES)
 def test_every_file_has_the_patch_or_stays(file: File, patch: Patch) -> None:

@@ -16,7 +16,16 @@ from composer_fsdp2.migration import training
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.run import OF_TRAINING
-from tests.migration.file_cases import APPROXIMATE, EXACT, UNNEEDED, UNSUPPORTED, Case, each_case, read_first
+from tests.migration.file_cases import (
+    APPROXIMATE,
+    EXACT,
+    NEEDS_DECISION,
+    UNNEEDED,
+    UNSUPPORTED,
+    Case,
+    each_case,
+    read_first,
+)
 
 TRAINER = """\
 fsdp: full_shard auto_wrap
@@ -287,3 +296,76 @@ def test_defaults_are_transformers():
 
 def test_every_system_has_a_file_here():
     assert set(FILES) == set(DIALECTS)
+
+
+# --- what other keys make of them
+
+SHARED = COMPOSER.replace("shard_degree: 8", "shard_degree: 8, context_parallel_degree: 2, broadcast_batch: first")
+UNFROZEN = AXOLOTL + "unfrozen_parameters: [lm_head.weight$]\n"
+CASES_BESIDE = {
+    "axolotl takes the accumulation from a rank's batch": Case(
+        file=AXOLOTL.replace("gradient_accumulation_steps: 4", "batch_size: 32"),
+        says={"global_train_batch_size": 32 * 8},
+    ),
+    "axolotl fills the ranks that are left with replicas": Case(
+        file=AXOLOTL.replace("dp_replicate_size: 2\n", ""),
+        says={"fsdp_config.data_parallel_shard_degree": 4},
+        run={"config.mesh.shape": (-1, 4)},
+        has=("data_parallel_replicate_degree: -1",),
+    ),
+    "a Trainer's older name goes before": Case(
+        file=TRAINER + "per_gpu_train_batch_size: 2\n", says={"device_train_microbatch_size": 2}
+    ),
+    "accelerate's number of microbatches": Case(
+        file=TRAINER.replace(
+            "gradient_accumulation_steps: 2", "accelerator_config: {gradient_accumulation_kwargs: {num_steps: 4}}"
+        ),
+        run={"num_microbatches": 4},
+    ),
+    "AdamW by one learning rate is another run": Case(
+        file=AXOLOTL + "embedding_lr: 1.0e-5\n",
+        says={"optimizer": "adamw_torch"},
+        told={"optimizer": (APPROXIMATE, "adamw_torch with embedding_lr")},
+    ),
+    "rows of ranks that share a batch count once": Case(file=SHARED, to="torchtitan", has=("global_batch_size = 32",)),
+    "groups of parameters": Case(
+        file=COMPOSER.replace("3.0e-05}", "3.0e-05, disable_grad: [embed]}"),
+        to="torchtitan",
+        told={"(batches, steps and optimizer)": (APPROXIMATE, "AdamW")},
+    ),
+    "a rate that is not known here": Case(
+        file=COMPOSER.replace("lr: 3.0e-4", 'lr: "${oc.env:NO_SUCH_VARIABLE}"'),
+        to="torchtitan",
+        told={"(batches, steps and optimizer)": (APPROXIMATE,)},
+    ),
+    "a batch that is not known here": Case(
+        file=COMPOSER.replace("batch_size: 64", "batch_size: ${oc.env:NO_SUCH_VARIABLE}"),
+        to="torchtitan",
+        told={"global_train_batch_size": (NEEDS_DECISION, "cannot be resolved")},
+    ),
+    "in its own system nothing of it changes": Case(
+        file=COMPOSER.replace("microbatch_size: 2", "microbatch_size: auto"), untold=("device_train_microbatch_size",)
+    ),
+    "axolotl requires a rate": Case(file=TRAINER.replace("2e-5", "5e-5"), to="axolotl", says={"learning_rate": 5e-5}),
+    "options of another library's optimizer": Case(
+        file=TRAINER + "optimizer: {type: AdamW, params: {lr: auto}}\n",
+        has=("name: decoupled_adamw",),
+    ),
+    "axolotl trains what matches beside an adapter": Case(
+        file=UNFROZEN + "adapter: lora\n", told={"unfrozen_parameters": (NEEDS_DECISION, "adapter")}
+    ),
+    "a pattern that axolotl would read otherwise": Case(
+        file="fsdp_config: {train_only: ['.*norm']}\n", to="axolotl", told={"train_only": (NEEDS_DECISION, "dot")}
+    ),
+    "a pattern in axolotl's form": Case(
+        file="fsdp_config: {train_only: ['model\\.norm']}\n",
+        to="axolotl",
+        says={"unfrozen_parameters": ["model.norm"]},
+        keeps=("config.train_only",),
+    ),
+}
+
+
+@each_case(CASES_BESIDE)
+def test_beside_other_keys(case: Case) -> None:
+    case.check()

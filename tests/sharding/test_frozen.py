@@ -55,16 +55,27 @@ def test_train_only_leaves_the_names_that_match():
         return list(choose_frozen(model, prefixes, patterns).names)
 
     names = [name for name, _ in model.named_parameters()]
-    # From the beginning of a name, of the whole one or of that in a child: not anywhere.
+    # From the beginning of a name, not anywhere.
     assert frozen(r"text\.head") == [name for name in names if not name.startswith("text.head")]
-    assert frozen(r"embed\.") == [name for name in names if ".embed." not in name]
     assert frozen(r"text", prefixes=("text.head",)) == [
         name for name in names if name.startswith(("image", "text.head"))
     ]
-    with pytest.raises(PlanError, match=r"train_only: no parameter's name matches 'fc'"):
-        frozen("fc", "text")
+    with pytest.raises(PlanError, match=r"train_only: no parameter's name matches 'embed'"):
+        frozen("embed", "text")
     with pytest.raises(PlanError, match="leave nothing to train"):
         frozen("text", prefixes=("text",))
+
+
+def test_train_only_knows_the_names_of_the_model_in_a_composer_model():
+    """``model\\.`` means the layers of transformers' model, and not its head too, by the child's name."""
+    inner = nn.ModuleDict({"model": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2)})
+    whole = nn.ModuleDict({"model": inner, "metric": nn.ReLU()})
+    assert choose_frozen(whole, (), [r"model\."]).names == ("model.lm_head.weight", "model.lm_head.bias")
+    assert choose_frozen(inner, (), [r"model\."]).names == ("lm_head.weight", "lm_head.bias")
+    # A tied parameter has its first name only, as in ``named_parameters``, also where the model's child has all.
+    inner["lm_head"].weight = inner["model"].weight
+    assert choose_frozen(inner, (), [r"lm_head\."]).names == ("model.weight", "model.bias")
+    assert choose_frozen(whole, (), [r"lm_head\."]).names == ("model.model.weight", "model.model.bias")
 
 
 def test_a_prefix_ends_at_a_dot():
@@ -243,7 +254,7 @@ def test_it_is_done_in_apply_on_all_ranks_or_none(folder: str) -> None:
 
 def check_trains(config: dict[str, Any], prefixes: list[str], tied: bool) -> None:
     trained = [
-        rf"{re.escape(name)}$"
+        rf"{re.escape(name.removeprefix('decoder.'))}$"  # the only child
         for name, _ in Model(num_blocks=3, tied=tied).named_parameters()
         if not name.startswith(tuple(f"decoder.{prefix}." for prefix in prefixes))
     ]

@@ -1,7 +1,7 @@
-"""Whose file this is, by words that no other system has; the systems that are known by name only.
+"""Identification of a file's system by keys that no other system has, and systems that are recognized but not read.
 
-Several systems call their section ``fsdp_config``. What is said here of a mapping looks at its keys alone, so that a
-dialect can leave a section to another one without knowing it.
+Several systems name their section ``fsdp_config``. These functions look only at the keys of a mapping: a dialect can
+skip another dialect's section without importing that dialect.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 Values = Mapping[str, Any]
 
-# Words of axolotl's, of which each file has several; no Trainer has one.
+# Keys of axolotl's; each of its files has several, and no Trainer has any.
 _OF_AXOLOTL = frozenset(
     """
     adapter chat_template dataset_prepared_path datasets evals_per_epoch flash_attention group_by_length load_in_4bit
@@ -24,7 +24,7 @@ _OF_VERL = ("param_offload", "optimizer_offload", "fsdp_size", "model_dtype")
 
 
 def is_hugging_face(values: Values) -> bool:
-    """Whether a mapping with an ``fsdp_config`` is a Trainer's arguments, accelerate's configuration, or axolotl's."""
+    """Return whether a mapping with an ``fsdp_config`` is a Trainer's arguments, or accelerate's or axolotl's file."""
     settings = values["fsdp_config"]
     names = {str(key) for key in settings}.difference(_OF_VERL) if isinstance(settings, Mapping) else set()
     has_prefixes = any(name.startswith("fsdp_") for name in names)
@@ -32,9 +32,10 @@ def is_hugging_face(values: Values) -> bool:
 
 
 def is_axolotl(values: Values) -> bool:
-    """``fsdp_version`` beside the section is axolotl's alone; every file of its has a ``base_model``.
+    """Return whether a file is axolotl's.
 
-    A file that was migrated keeps what is the model's, and has a section of Composer's.
+    Only axolotl has ``fsdp_version`` beside the section; all its files have a ``base_model``. A migrated file keeps the
+    model's keys, and has a Composer section.
     """
     settings = values.get("fsdp_config")
     is_migrated = isinstance(settings, Mapping) and "mixed_precision" in settings
@@ -45,24 +46,24 @@ def is_axolotl(values: Values) -> bool:
 
 
 def is_deepspeeds(values: Values) -> bool:
-    """Whether a file is DeepSpeed's own, with its ZeRO; no other system's has that at its top."""
+    """Return whether a file is DeepSpeed's, with ZeRO, which no other system has at the top level."""
     return isinstance(values.get("zero_optimization"), Mapping)
 
 
 def is_axolotls_deepspeed(values: Values) -> bool:
-    """Whether axolotl trains with DeepSpeed and without FSDP."""
+    """Return whether a file is axolotl's with DeepSpeed and without FSDP."""
     has_section = values.get("fsdp") or values.get("fsdp_config")
     return bool(is_axolotl(values) and values.get("deepspeed") and not has_section)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignSystem:
-    """A system whose configurations are recognized, and not read.
+    """A system whose configurations are recognized, but not read.
 
     Args:
-        has: Patterns of lines, each of which a file of its has; see ``_lines``.
-        unless: A pattern of a line that none has.
-        advice: What its users can do.
+        has: Patterns that each match a line of every one of its files; see ``_lines``.
+        unless: A pattern that matches no line of its files.
+        advice: Advice to its users.
     """
 
     name: str
@@ -72,13 +73,13 @@ class ForeignSystem:
     is_axolotls: bool = False
 
     def applies(self, values: Values, lines: str) -> bool:
-        """Whether a file with these values is one of its."""
+        """Return whether a file with these values is this system's."""
         found, *others = (re.search(each, lines, re.MULTILINE) for each in (self.unless, *self.has))
         return all(others) and not found and (not self.is_axolotls or is_axolotl(values))
 
 
 def foreign_system(values: Any) -> ForeignSystem | None:
-    """The system that a file is for, if it is none that is read here."""
+    """Return the system of a file that no dialect reads, or None."""
     if not isinstance(values, Mapping):  # a list, or nothing
         return None
     lines = "\n".join(_lines(values))
@@ -86,7 +87,7 @@ def foreign_system(values: Any) -> ForeignSystem | None:
 
 
 def _lines(values: Any, path: str = "") -> Iterator[str]:
-    """``a.b=value`` for each value of a file, with nothing behind the sign for one that is empty or off."""
+    """Yield ``a.b=value`` for each value of a file; ``a.b=`` for an empty or false value."""
     if isinstance(values, Mapping) and values:
         for key, value in values.items():
             yield from _lines(value, f"{path}.{key}" if path else str(key))
@@ -101,7 +102,7 @@ _SHARDED = r"(^|\.)(fsdp|deepspeed)\w*(\.|=.)"
 _BY_HAND = "`composer-fsdp2 explain --all` has the keys of an fsdp_config to write by hand"
 _MIGRATED = "and the file can be migrated"
 
-# As a dialect's ``words``: with one of them begins a key of most of their files.
+# Prefixes of keys, as ``Dialect.words``: most files of these systems have such a key.
 FOREIGN_WORDS = (
     *("actor_rollout_ref", "_component_", "zero_optimization", "deepspeed", "strategy_name", "distributed_type"),
     *_OF_DEEPSPEED,
@@ -117,7 +118,7 @@ FOREIGN_SYSTEMS = (
         has=(r"(^|\.)_component_=torchtune\.",),
         advice=f"its recipes train with FSDP2 already; for Composer, {_BY_HAND}",
     ),
-    # A file of one verb, or of `python script.py fit`, which has a mapping for each verb.
+    # A file for one subcommand, or for `python script.py fit` with a mapping for each subcommand.
     ForeignSystem(
         name="Lightning",
         has=(

@@ -1,4 +1,4 @@
-"""Configuration files as texts that can be edited; which file is in which format."""
+"""Configuration files as editable documents, and the detection of their formats."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -39,13 +39,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A kind of file.
+    """A file format.
 
     Args:
-        suffixes: That its names end in, in any case.
-        open: A document of a text and its name.
+        suffixes: The suffixes of its files, in lower case; files may have them in any case.
+        open: Opens a document from a text and a name.
         takes_entries: ``Document.takes_entries``.
-        lines: Of a new text with these values.
+        lines: Yields the lines of a new text with the values of a mapping.
     """
 
     suffixes: tuple[str, ...]
@@ -61,23 +61,23 @@ SUFFIXES = (*_YAML.suffixes, *_TOML.suffixes, *_JSON.suffixes)
 
 
 def format_of(name: str) -> Format:
-    """TOML or JSON if a name ends so, else YAML."""
+    """Return TOML or JSON for a name with such a suffix, otherwise YAML."""
     return next((each for each in (_TOML, _JSON) if name.lower().endswith(each.suffixes)), _YAML)
 
 
 def suffix_for(text: str) -> str:
-    """The ending that a text without a name would have: of JSON or TOML if it is that, else of YAML."""
+    """Return the suffix of a text without a name: that of JSON or TOML if it parses as such, otherwise YAML's."""
     for each in (_JSON, _TOML):
         with contextlib.suppress(ConfigError):
-            if each.open(text, "").values:  # comments alone are any format
+            if each.open(text, "").values:  # a text of comments alone parses in more than one format
                 return each.suffixes[0]
     return _YAML.suffixes[0]
 
 
 def open_document(text: str, name: str = "<text>", suffix: str = "") -> Document:
-    """A text in the format of its name, or of another ending than that has.
+    """Open a text in the format of ``suffix``, or of its name's suffix.
 
     Raises:
-        ConfigError: it is not; names file, line and column.
+        ConfigError: The text is not in this format; the message has file, line and column.
     """
     return format_of(suffix or name).open(text, name)

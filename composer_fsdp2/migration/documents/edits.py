@@ -1,4 +1,4 @@
-"""A text with its values and places, and edits by positions, which leave every other character as it is."""
+"""Text documents with parsed values and positions, and edits by position that preserve all other characters."""
 
 import abc
 import bisect
@@ -11,13 +11,13 @@ from typing import Any
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.paths import Path, Settings, value_at
 
-MAX_DEPTH = 64  # of values in values; a configuration has ten, and all of Python's recursion has its end somewhere
+MAX_DEPTH = 64  # of nested values; a configuration has about ten levels, and Python's recursion is limited
 TOO_DEEP = f"values are nested more than {MAX_DEPTH} deep"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edit:
-    """Put ``text`` in the place of the characters from ``start`` up to ``end``."""
+    """Replace the characters from ``start`` up to ``end`` by ``text``."""
 
     start: int
     end: int
@@ -25,10 +25,10 @@ class Edit:
 
 
 def apply_edits(text: str, edits: Iterable[Edit]) -> str:
-    """The text with all edits made.
+    """Return the text with all edits applied.
 
     Raises:
-        ValueError: two of them overlap.
+        ValueError: Two edits overlap.
     """
     pieces, position = [], 0
     for edit in sorted(edits):
@@ -41,7 +41,9 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A key with its value, from the key's first character to the value's last; an item of an array with its number."""
+    """The span of a key and its value, from the key's first character to the value's last; an array item's key is its
+    index.
+    """
 
     key: Any
     start: int
@@ -51,15 +53,15 @@ class Entry:
 def line_edits(
     text: str, entries: Mapping[str, Entry], new: Mapping[str, Sequence[str]], added: Sequence[str]
 ) -> Iterator[Edit]:
-    """Edits of entries that stand on lines of their own.
+    """Yield edits of a mapping whose entries are on separate lines.
 
     Args:
-        entries: All of the mapping, by key.
-        new: By key, the lines that come in an entry's place; the comment behind it stays.
+        entries: All entries of the mapping, by key.
+        new: The lines that replace an entry, by its key; the comment behind the entry stays.
         added: New lines at the end.
     """
     *_, last = entries.values()
-    if new.get(last.key) == []:  # its line, with the comment behind it, is that of the new ones
+    if new.get(last.key) == []:  # the new lines take its line and its comment
         new = {**new, last.key: added}
     elif added:
         behind = line_end(text, last.end)
@@ -67,7 +69,7 @@ def line_edits(
     for key, lines in new.items():
         start, end = entries[key].start, entries[key].end
         line_start = text.rfind("\n", 0, start) + 1
-        if lines or text[line_start:start].strip():  # behind the dash of a list's item the line stays
+        if lines or text[line_start:start].strip():  # the line stays if it begins with a list item's dash
             yield Edit(start, end, f"\n{indent_at(text, start)}".join(lines))
         elif comment := comment_behind(text, end):
             yield Edit(start, line_end(text, end) - len(comment), "")
@@ -76,19 +78,19 @@ def line_edits(
 
 
 def indent_at(text: str, position: int) -> str:
-    """The white space before a position in its line, as wide as whatever else stands there."""
+    """Return the indentation before a position in its line; other characters there are replaced by spaces."""
     before = text[text.rfind("\n", 0, position) + 1 : position]
     return before if not before.strip() else " " * len(before)
 
 
 def line_end(text: str, position: int) -> int:
-    """The end of a position's line."""
+    """Return the position of the end of a position's line."""
     end = text.find("\n", position)
     return len(text) if end < 0 else end
 
 
 def comment_behind(text: str, position: int) -> str:
-    """The comment that stands behind a position in its line; "" if there is none."""
+    """Return the comment behind a position in its line, or ""."""
     found = re.compile(r"[ \t]*(#[^\n]*)").match(text, position)
     return found[1] if found else ""
 
@@ -96,14 +98,14 @@ def comment_behind(text: str, position: int) -> str:
 def brace_edits(
     text: str, around: Entry, entries: Sequence[Entry], new: Mapping[str, str], added: str, comma: str
 ) -> Iterator[Edit]:
-    """Edits of entries between braces; comments between two of them stay.
+    """Yield edits of a mapping in braces; comments between its entries stay.
 
     Args:
-        around: From brace to brace.
-        new: By key, what comes in an entry's place; an entry without goes with the comma behind it, the last ones with
-            the one before them.
+        around: The span from brace to brace.
+        new: The text that replaces an entry, by its key; "" removes the entry with the comma behind it, or before it
+            if no remaining entry follows.
         added: New entries at the end.
-        comma: Before these.
+        comma: The separator before ``added``.
     """
     last = entries[-1].key
     if added and last in new:
@@ -130,20 +132,20 @@ def brace_edits(
 
 
 def _comments_of(gap: str) -> str:
-    """What stays of the text between two entries, the comma not."""
+    """Return the comments in the text between two entries, without the comma."""
     return re.sub(r"\A((?:\s|#[^\n]*)*),", r"\1", gap) if "#" in gap else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewEntry:
-    """What comes in the place of an entry.
+    """The replacement of an entry.
 
     Args:
-        heads: The names of the new entry and of the mappings in it, outermost first, each with the entries that it
-            begins with. The innermost takes ``replacements`` and ``additions``.
-        beside: Further entries after it.
-        inner: The mapping within the old entry that ``replacements`` are about; None if there is none.
-        around: Replacements in the mapping that the entry lies in.
+        heads: The names of the new entry and of the mappings nested in it, outermost first, each with its first
+            entries. The innermost mapping contains ``replacements`` and ``additions``.
+        beside: Further entries after the new one.
+        inner: The path of the mapping within the old entry whose entries ``replacements`` replaces, or None.
+        around: Replacements in the mapping that contains the entry.
     """
 
     heads: Sequence[tuple[str, Settings]]
@@ -155,7 +157,7 @@ class NewEntry:
 
 
 def entries_of(new: NewEntry) -> Settings:
-    """The new entry with those beside it, as values."""
+    """Return the new entry and the entries beside it, as values."""
     settings = (*(each for into in new.replacements.values() for each in into), *new.additions)
     entries: dict[str, Any] = dict(settings)
     for name, first in reversed(new.heads):
@@ -164,7 +166,7 @@ def entries_of(new: NewEntry) -> Settings:
 
 
 def with_entries(values: Any, path: Path, replacements: Mapping[str, Settings], additions: Settings = ()) -> Any:
-    """What ``Document.edit_mapping`` is to make of the values."""
+    """Return the values that a file is expected to have after ``Document.edit_mapping``."""
     if not path:
         new = [new for old in values.items() for new in replacements.get(str(old[0]), [old])] if values else []
         return dict([*new, *additions])
@@ -180,7 +182,10 @@ def with_entries(values: Any, path: Path, replacements: Mapping[str, Settings], 
 
 
 def differences(meant: Any, found: Any, path: Path = ()) -> Iterator[Path]:
-    """The paths at which two values differ. An interpolation may stand for anything: none is ever written anew."""
+    """Yield the paths at which two values differ.
+
+    An interpolation in ``found`` equals any value, since no edit writes a new interpolation.
+    """
     if isinstance(meant, Mapping) and isinstance(found, Mapping):
         for key in {**meant, **found}:
             if key not in meant or key not in found:
@@ -198,26 +203,26 @@ def differences(meant: Any, found: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def place_of(text: str, position: int) -> tuple[int, int]:
-    """The line and the column of a position, from 1."""
+    """Return the line and the column of a position, both from 1."""
     return text.count("\n", 0, position) + 1, position - text.rfind("\n", 0, position)
 
 
-_PLACED = re.compile(r"(.*)(?:: | \(at )line (\d+),? column (\d+).*")  # as json and tomllib put it
+_PLACED = re.compile(r"(.*)(?:: | \(at )line (\d+),? column (\d+).*")  # in error messages of json and tomllib
 _AT_END = " (at end of document)"
 
 
 def read_values(loads: Callable[[str], Any], text: str, name: str) -> Any:
-    """The values of a text, by the ``loads`` of json or tomllib.
+    """Parse a text with the ``loads`` of json or tomllib.
 
     Raises:
-        ConfigError: it refuses the text; names file, line and column.
+        ConfigError: The text is invalid or nested too deep; the message has file, line and column.
     """
     try:
         values = loads(text)
     except RecursionError as error:
         raise ConfigError(f"{name}:1:1: {TOO_DEEP}") from error
     except ValueError as error:
-        problem, line, column = str(error), 1, 1  # an integer of too many digits
+        problem, line, column = str(error), 1, 1  # an integer with too many digits
         if found := _PLACED.fullmatch(problem):
             problem, line, column = found[1], int(found[2]), int(found[3])
         elif problem.endswith(_AT_END):
@@ -229,7 +234,7 @@ def read_values(loads: Callable[[str], Any], text: str, name: str) -> Any:
 
 
 def _is_too_deep(values: Any) -> bool:
-    """Whether values are nested more than ``MAX_DEPTH`` deep; without recursion, which they may be too deep for."""
+    """Return whether values are nested more than ``MAX_DEPTH`` deep; not recursive, as they may exceed its limit."""
     level = [values]
     for _ in range(MAX_DEPTH + 1):
         level = [
@@ -242,21 +247,30 @@ def _is_too_deep(values: Any) -> bool:
 
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_PARAMETERS = "parameters"
 
 
-def references_in(text: str) -> Iterator[tuple[Path, int]]:
-    """The paths that interpolations in a text refer to, each with its line."""
+def reference_root(values: Any) -> Path:
+    """Return the path of the mapping that interpolations start from: an MCLI run file's ``parameters``, which MCLI
+    mounts as a file of their own, or the top of the file.
+    """
+    is_run = isinstance(values, Mapping) and isinstance(values.get(_PARAMETERS), Mapping)
+    return (_PARAMETERS,) if is_run and not {"command", "image", "compute"}.isdisjoint(values) else ()
+
+
+def references_in(text: str, root: Path = ()) -> Iterator[tuple[Path, int]]:
+    """Yield the paths that interpolations in a text refer to, each with the interpolation's line."""
     for found in _REFERENCE.finditer(text):
         line, _ = place_of(text, found.start())
-        yield tuple(int(part) if part.isdecimal() else part for part in found[1].split(".")), line
+        yield (*root, *(int(part) if part.isdecimal() else part for part in found[1].split("."))), line
 
 
 def referred(values: Any, written: Any) -> Mapping[str, Any] | None:
-    """The mapping that stands in a file where an interpolation refers to, by way of others; None if there is none."""
+    """Return the mapping that an interpolation refers to, directly or through others; None if it refers to none."""
     for _ in range(MAX_DEPTH):
         if not (isinstance(written, str) and _REFERENCE.fullmatch(written)):
             break
-        ((path, _),) = references_in(written)
+        ((path, _),) = references_in(written, reference_root(values))
         try:
             written = value_at(values, path)
         except (KeyError, IndexError, TypeError):
@@ -265,7 +279,7 @@ def referred(values: Any, written: Any) -> Mapping[str, Any] | None:
 
 
 def with_references(values: Any, written: Any) -> Any:
-    """The values as they are written, with their interpolations, as far as these mean the same in another place."""
+    """Return the values with their interpolations as written, except relative ones, which depend on their position."""
     if isinstance(values, Mapping) and isinstance(written, Mapping):
         return {key: with_references(each, written.get(key)) for key, each in values.items()}
     return written if isinstance(written, str) and "${" in written and "${." not in written else values
@@ -278,29 +292,28 @@ def written_out(
     replacements: Mapping[str, Settings],
     additions: Settings,
 ) -> tuple[str, Any]:
-    """The entry with all that an alias or an interpolation at ``path`` stands for, edited."""
+    """Return the entry at ``path`` with its alias or interpolation replaced by the edited mapping."""
     kept = with_references(given, referred(document.values, value_at(document.values, path)))
     return str(path[-1]), with_entries(kept, (), replacements, additions)
 
 
 def refuse_missing(path: Path, replacements: Mapping[str, Settings], present: Collection[str | int]) -> None:
-    """Raise KeyError if the mapping at ``path`` lacks a key that is to be replaced."""
+    """Raise KeyError if the mapping at ``path`` lacks a key of ``replacements``."""
     if missing := replacements.keys() - present:
         raise KeyError(f"{'.'.join(map(str, path))} has no {', '.join(sorted(missing))}")
 
 
 class Document(abc.ABC):
-    """A configuration file, whatever its format; by itself one in which no key stands twice, and nothing for something
-    else.
+    """A configuration file of any format; the default methods assume neither duplicate keys nor aliases.
 
     Attributes:
-        name: What messages call it.
-        original: The text as given.
-        text: That in which places are: without byte order mark, with a line feed for each line end.
-        values: What it holds: a mapping, if there is no ``problem``.
-        problem: Why no system reads it as its configuration, with file, line and column; "" if one may.
+        name: The file's name in messages.
+        original: The unchanged text.
+        text: The text that positions refer to: without byte order mark, with a line feed for each line end.
+        values: The parsed values; a mapping unless there is a ``problem``.
+        problem: Why no system reads the file as its configuration, with file, line and column; otherwise "".
         takes_entries: Whether a section of one system can be replaced by another system's, within the text.
-        has_aliases: Whether a value may stand in more than one place.
+        has_aliases: Whether a value may be in more than one place.
     """
 
     values: Any
@@ -316,10 +329,10 @@ class Document(abc.ABC):
         self._returns = [found.start() - number for number, found in enumerate(re.finditer("\r\n", bare))]
 
     def edited(self, edits: Iterable[Edit]) -> str:
-        """The original text with edits of ``text``, in the line ends that most of its lines have.
+        """Return the original text with edits of ``text`` applied; new lines get its most frequent line end.
 
         Raises:
-            ValueError: two of them overlap.
+            ValueError: Two edits overlap.
         """
         ends = Counter(re.findall("\r\n|\n|\r", self.original))
         newline = max(ends, key=lambda end: ends[end], default="\n")
@@ -336,25 +349,25 @@ class Document(abc.ABC):
 
     @abc.abstractmethod
     def lines_of(self, path: Path) -> tuple[int, int]:
-        """The first and the last line of the entry at ``path``, from 1. Raises KeyError: there is none."""
+        """Return the first and the last line of the entry at ``path``, from 1. Raises KeyError if it does not exist."""
 
     def line_of(self, path: Path) -> int:
-        """The first of ``lines_of``: that of its key."""
+        """Return the line of the key at ``path``, the first of ``lines_of``."""
         return self.lines_of(path)[0]
 
     def holds_line(self, path: Path, line: int) -> bool:
-        """Whether a line is part of the entry at ``path``."""
+        """Return whether a line is part of the entry at ``path``."""
         try:
             first, last = self.lines_of(path)
-        except KeyError:  # it was itself an interpolation's
+        except KeyError:  # the entry comes from an interpolation
             return False
         return first <= line <= last
 
     def duplicate(self, path: Path, key: str | int | None = None) -> str:
-        """A message about a key that stands twice in the mapping at ``path``; "" if none does.
+        """Return a message about a duplicate key in the mapping at ``path``, or "".
 
         Args:
-            key: The only one that is asked about; None asks about all.
+            key: The only key to check; None checks all.
         """
         seen: dict[str | int, int] = {}
         for name, position in self.positions_of_keys(path):
@@ -365,7 +378,7 @@ class Document(abc.ABC):
         return ""
 
     def positions_of_keys(self, path: Path) -> Iterable[tuple[str | int, int]]:
-        """The keys of the mapping at ``path``, each with its place in ``text``, if any of them may stand twice."""
+        """Return the keys of the mapping at ``path`` with positions in ``text``; may be empty if all are unique."""
         return ()
 
     @abc.abstractmethod
@@ -377,40 +390,41 @@ class Document(abc.ABC):
         *,
         given: Mapping[str, Any] | None = None,
     ) -> list[Edit]:
-        """Edits that put other entries in the place of some of a mapping's; all others keep their bytes.
+        """Return edits that replace entries of the mapping at ``path``; all other entries keep their bytes.
 
         Args:
-            replacements: By key, the entries that come in its place; none remove it. A comment behind a removed entry
-                stays, on a line of its own.
+            replacements: The entries that replace a key; an empty sequence removes it. A comment behind a removed
+                entry stays, on a separate line.
             additions: New entries at the end.
-            given: What the mapping holds, with interpolations resolved; None if that is what the text says.
+            given: The mapping's values with interpolations resolved; None if these equal the text's.
         Raises:
-            KeyError: there is no mapping at ``path``, or it lacks a key of ``replacements``.
+            KeyError: ``path`` is not a mapping, or it lacks a key of ``replacements``.
         """
 
     def replace_entry(self, path: Path, new: NewEntry, *, given: Mapping[str, Any] | None) -> list[Edit]:
-        """Put another entry in the place of the one at ``path``; comments stay, in their order.
+        """Return edits that replace the entry at ``path``; comments stay, in their order.
 
         Args:
-            given: The values of the mapping that the entry lies in.
+            given: The values of the mapping that contains the entry.
         """
         return self.edit_mapping(path[:-1], {str(path[-1]): entries_of(new), **new.around}, given=given)
 
     def stands_for(self, path: Path, others: Sequence[Path]) -> Path | None:
-        """The other path that the value at ``path`` is only an alias of, or an interpolation; None if it is none."""
-        return next((each for each, _ in references_in(self.written_as(path)) if each in others), None)
+        """Return the path in ``others`` that the value at ``path`` is an alias or interpolation of; otherwise None."""
+        found = references_in(self.written_as(path), reference_root(self.values))
+        return next((each for each, _ in found if each in others), None)
 
     def written_as(self, path: Path) -> str:
-        """What stands at ``path`` in the place of a mapping: an alias, an interpolation; "" if the mapping does."""
+        """Return the alias or interpolation that is written at ``path`` instead of a mapping; "" for a mapping."""
         return ""
 
     def references(self) -> Iterator[tuple[Path, int]]:
-        """The paths that interpolations refer to, each with the line of the interpolation."""
-        return references_in(self.text)
+        """Yield the paths that interpolations refer to, each with the line of the interpolation."""
+        return references_in(self.text, reference_root(self.values))
 
 
 def nearest_line(document: Document, path: Path) -> int:
-    """The line of ``path``, or of the nearest above it that is written in the file."""
+    """Return the line of ``path``, or of its nearest parent that is written in the file."""
     for depth in range(len(path), -1, -1):
         try:
             return document.line_of(path[:depth])

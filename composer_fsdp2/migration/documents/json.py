@@ -1,7 +1,7 @@
-"""Edits of a JSON text in its own layout; an entry that is not edited keeps its bytes.
+"""Edits of a JSON text in its own layout; an unedited entry keeps its bytes.
 
-The standard library reads the values and writes new entries. It keeps no places, so that objects are walked here once
-more, where an edit or a report asks for one. Called by ``migrate``; reads and writes no file.
+The standard library reads the values and writes new entries. It reports no positions: objects are scanned a second
+time for those that an edit or a report needs. Called by ``migrate``; reads and writes no file.
 """
 
 import functools
@@ -41,10 +41,10 @@ class JsonDocument(Document):
     file of one layout only edited lines change. Where layouts are mixed, a new entry may look unlike its neighbours.
 
     Args:
-        text: Of the whole file.
-        name: What messages call it.
+        text: The text of the whole file.
+        name: The file's name in messages.
     Raises:
-        ConfigError: it is not JSON; names file, line and column.
+        ConfigError: The text is not JSON; the message has file, line and column.
     """
 
     takes_entries, has_aliases = True, False
@@ -62,7 +62,7 @@ class JsonDocument(Document):
         start = _skip(self.text, 0)
         root = _Written("", start, len(self.text.rstrip()), start)
         self._written: dict[Path, list[_Written]] = {}
-        self._places: dict[Path, _Written] = {(): root}  # of two with one key the last, as json.loads has it
+        self._places: dict[Path, _Written] = {(): root}  # of duplicate keys the last, as in json.loads
 
     def lines_of(self, path: Path) -> tuple[int, int]:
         entry = self._entry(path)
@@ -81,7 +81,7 @@ class JsonDocument(Document):
     ) -> list[Edit]:
         if not replacements and not additions:
             return []
-        if path and self.written_as(path):  # an interpolation: its entries are written out in its place
+        if path and self.written_as(path):  # an interpolation: written out in its place
             here = written_out(self, path, given or {}, replacements, additions)
             return self.edit_mapping(path[:-1], {here[0]: [here]})
         whole, entries = self._entry(path), self._entries(path)
@@ -101,7 +101,7 @@ class JsonDocument(Document):
         return value if isinstance(value, str) else ""
 
     def _dump(self, entries: Settings, start: int, in_lines: bool) -> str:
-        """An object that begins in the line of ``start``."""
+        """Return the text of an object that begins in the line of ``start``."""
         text = json.dumps(
             dict(entries),
             ensure_ascii=self.text.isascii(),
@@ -111,7 +111,7 @@ class JsonDocument(Document):
         line = self.text[self.text.rfind("\n", 0, start) + 1 : start]
         return text.replace("\n", f"\n{line[: len(line) - len(line.lstrip())]}")
 
-    # Places
+    # Positions
 
     def _entry(self, path: Path) -> _Written:
         if path not in self._places:
@@ -119,7 +119,7 @@ class JsonDocument(Document):
         return self._places[path]
 
     def _entries(self, path: Path) -> list[_Written]:
-        """Those of an object, or the items of an array; none of anything else."""
+        """Return the entries of an object or the items of an array; an empty list for other values."""
         if path not in self._written:
             self._written[path] = list(_entries_at(self.text, self._entry(path).value))
             self._places |= {(*path, entry.key): entry for entry in self._written[path]}
@@ -147,5 +147,5 @@ def _entries_at(text: str, start: int) -> Iterator[_Written]:
 
 
 def json_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of an object."""
+    """Yield the lines of an object."""
     yield from json.dumps(values, indent=2, ensure_ascii=False).split("\n")

@@ -1,7 +1,7 @@
-"""Edits of a TOML text that leave every other byte as it is.
+"""Edits of a TOML text that preserve every other byte.
 
-tomllib reads the values, and keeps no places. It also finds them: a key or a value is complete where a text that ends
-there is TOML. Called by ``migrate``; reads and writes no file.
+tomllib reads the values, and reports no positions. It is also used to find them: a key or a value is complete where a
+text that ends there is valid TOML. Called by ``migrate``; reads and writes no file.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from composer_fsdp2.migration.paths import Path, Settings, has_path
 
 
 class TomlDocument(Document):
-    """A ``Document`` of TOML, in which nothing stands for something else; tomllib refuses a key that stands twice.
+    """A ``Document`` of TOML, which has no aliases; tomllib refuses duplicate keys.
 
     Args:
-        text: Of the whole file.
-        name: What messages call it.
+        text: The text of the whole file.
+        name: The file's name in messages.
     Raises:
-        ConfigError: it is not TOML; names file, line and column.
+        ConfigError: The text is not TOML; the message has file, line and column.
     """
 
     takes_entries = has_aliases = False
@@ -48,7 +48,7 @@ class TomlDocument(Document):
         self.values: dict[str, Any] = read_values(tomllib.loads, self.text, name)
 
     def lines_of(self, path: Path) -> tuple[int, int]:
-        """Those of a table's entries, with its header; of the entry around what is part of an array or in braces."""
+        """``Document.lines_of``; of a table with its header; of the entry around an array item or a value in braces."""
         if not has_path(self.values, path):
             raise KeyError(path)
         below = [each for key, each in self._places.items() if key[: len(path)] == path]
@@ -65,10 +65,10 @@ class TomlDocument(Document):
         *,
         given: Mapping[str, Any] | None = None,
     ) -> list[Edit]:
-        """``Document.edit_mapping``; a table that the file lacks comes at the file's end.
+        """``Document.edit_mapping``; a table that the file lacks is appended to it.
 
         Raises:
-            ConfigError: the table is written in braces; names file, line and column.
+            ConfigError: The table is written in braces; the message has file, line and column.
         """
         entries = {path: each for path, each in self._places.items() if self.text[each.start] != "["}
         for depth in range(len(path)):
@@ -91,14 +91,14 @@ class TomlDocument(Document):
         return [Edit(len(self.text), len(self.text), f"{gap}[{header}]\n{added}")]
 
     def _lines_beside(self, entry: Entry, new: Settings) -> list[str]:
-        """New entries, dotted as the one beside them."""
+        """Return the lines of new entries, with the dotted prefix of the entry beside them."""
         if self.text[entry.start] == "[":
             return _lines(new)
         return _lines(new, _LAST_PART.sub("", _key_at(self.text, entry.start)))
 
     @functools.cached_property
     def _places(self) -> dict[Path, Entry]:
-        """Entries and headers, in the order of the text; not what stands in braces."""
+        """Entries and headers, in the order of the text, without those in braces."""
         found: dict[Path, Entry] = {}
         table: Path = ()
         lengths: dict[Path, int] = {}  # of arrays of tables
@@ -121,18 +121,18 @@ class TomlDocument(Document):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Places in a text that tomllib took
+# Positions in valid TOML
 
-_START = re.compile(r"(?:\s|#[^\n]*+)*+(?=\S)")  # behind space and comments
+_START = re.compile(r"(?:\s|#[^\n]*+)*+(?=\S)")  # behind white space and comments
 _LAST_PART = re.compile(r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\])*"|'[^']*')\s*\Z""")
 
 
 def _complete(text: str, start: int, end: str, rest: str = "") -> str:
-    """The first text from ``start`` up to a match of ``end`` that is TOML, with ``rest`` behind it."""
+    """Return the shortest text from ``start`` up to a match of ``end`` that is TOML if ``rest`` is appended."""
     for found in re.compile(end).finditer(text, start):
         piece = text[start : found.start()]
         if "\n" in piece and not piece.endswith(("]", "}", '"""', "'''")):
-            continue  # each line of a long list would be tried
+            continue  # otherwise each line of a long list would be tried
         with contextlib.suppress(tomllib.TOMLDecodeError):
             tomllib.loads(piece + rest)
             return piece
@@ -144,7 +144,7 @@ def _key_at(text: str, start: int) -> str:
 
 
 def _names(text: str) -> Path:
-    """The keys of tables in tables, each of one key."""
+    """Return the path of keys in nested tables of one key each."""
     names: Path = ()
     values: Any = tomllib.loads(text)
     while isinstance(values, dict) and values:
@@ -166,16 +166,16 @@ def _key_text(key: str) -> str:
 
 
 def table_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of tables with their entries, an empty one between two tables."""
+    """Yield the lines of tables with their entries, with an empty line between tables."""
     for number, (table, entries) in enumerate(values.items()):
         yield from [*([""] if number else []), f"[{table}]", *_lines(list(entries.items()))]
 
 
 def toml_text(value: object) -> str:
-    """A value on one line.
+    """Return a value on one line.
 
     Raises:
-        ValueError: it is None, or of a type that TOML has not.
+        ValueError: The value is None, or of a type that TOML lacks.
     """
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_text, value))}]"

@@ -1,6 +1,6 @@
-"""Edits of a YAML text that leave every other byte as it is.
+"""Edits of a YAML text that preserve every other byte.
 
-A library's dump writes a new text: quotes, widths and blank lines change. Here the text is cut and spliced by the
+A library's dump writes a new text: quotes, widths and blank lines change. This module instead splices the text at the
 marks of its nodes. Called by ``migrate``; reads and writes no file.
 """
 
@@ -34,18 +34,18 @@ from composer_fsdp2.migration.documents.json import JsonDocument
 from composer_fsdp2.migration.documents.yaml_text import YamlText, is_mapping
 from composer_fsdp2.migration.paths import Path, Settings, value_at
 
-# The text of an entry, by its key and its value's text: as the file has it, with its quotes and interpolations.
+# An entry's text in the file, with its quotes and interpolations, by its key and its value's ``flow_text``.
 _Same = Mapping[tuple[str, str], str]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Some entries of a mapping
+# Edits of a mapping's entries
 
 
 def _written_out(
     document: YamlText, path: Path, values: Mapping[str, Any], replacements: Mapping[str, Settings], additions: Settings
 ) -> list[Edit]:
-    """All entries, in the place of what stands for the mapping, or beside what is merged there."""
+    """Return edits that write out all entries, in place of an alias or interpolation, or in addition to a merge."""
     here = written_out(document, path, values, replacements, additions)
     parent = document.node(path[:-1])
     is_own = is_mapping(parent) and any(_entries(document.text, parent, here[0]))
@@ -55,14 +55,14 @@ def _written_out(
 def _without_merge(
     entries: Mapping[str, Entry], values: Mapping[str, Any], replacements: Mapping[str, Settings]
 ) -> dict[str, Settings]:
-    """The replacements, with one of the merge by all that it brings."""
+    """Return the replacements, with one that replaces the merge (``<<``) by all its entries."""
     inherited = [each for each in values.items() if str(each[0]) not in entries]
     own = {key: new for key, new in replacements.items() if key in entries}
     return {**own, "<<": [new for old in inherited for new in replacements.get(old[0], [old])]}
 
 
 def _stands_here(document: YamlText, path: Path) -> bool:
-    """Whether the value at ``path`` is written there: no alias, and brought by no merge."""
+    """Return whether the value at ``path`` is written there: neither an alias nor from a merge."""
     if not path:
         return True
     node, parent = document.node(path), document.node(path[:-1])
@@ -88,7 +88,7 @@ def _block_edits(
 
 
 def _lines_in_place(document: YamlText, entry: Entry, new: Settings, same: _Same) -> list[str]:
-    """Comments of a value over several lines, and what comes in its place; an entry that is still there as written."""
+    """Return the comments inside an entry and the lines that replace it; an unchanged entry keeps its text."""
     kept = [same.get((name, flow_text(value))) for name, value in new]
     if document.text[entry.start : entry.end] in kept:
         inner = []
@@ -116,7 +116,7 @@ def _flow_edits(
 
 
 def _entries(text: str, node: MappingNode, name: str | None = None) -> Iterator[Entry]:
-    """Those of a mapping, or of one name only: a file may have hundreds of sections beside each other."""
+    """Yield the entries of a mapping, or only those named ``name``: a file may have hundreds of sections."""
     for key, value in node.value:
         if name is not None and str(key.value) != name:
             continue
@@ -124,14 +124,14 @@ def _entries(text: str, node: MappingNode, name: str | None = None) -> Iterator[
 
 
 def _start(text: str, key: Node) -> int:
-    """The position of a key's first character, or of the question mark before it."""
+    """Return the position of a key's first character, or of the question mark before it."""
     start = key.start_mark.index
     before = text[text.rfind("\n", 0, start) + 1 : start].rstrip(" \t")
     return text.rindex("?", 0, start) if before.endswith("?") else start
 
 
 def _end(text: str, key: Node, value: Node) -> int:
-    """The position behind the last character of a value."""
+    """Return the position behind the last character of a value."""
     if value.start_mark.index < key.end_mark.index:  # an alias: the node is where its anchor is
         alias = re.compile(r"\s*:\s*\*[^\s,\]}]+").match(text, key.end_mark.index)
         if alias is not None:
@@ -148,7 +148,7 @@ def _end_of(text: str, start: int, value: Any) -> int:
         return int(value.end_mark.index)
     if value.flow_style:
         return int(value.end_mark.index)
-    # A block collection's own mark lies behind the comments that follow it.
+    # A block collection's end mark is behind the comments that follow it.
     if is_mapping(value):
         last_key, last = value.value[-1]
         return _end(text, last_key, last)
@@ -160,7 +160,7 @@ def _end_of(text: str, start: int, value: Any) -> int:
 
 
 def _end_of_empty(text: str, start: int) -> int:
-    """The position behind the colon, or behind an anchor or tag that stands for nothing; a ? may go without a colon."""
+    """Return the position behind the colon and any anchor or tag of an empty value; a ``?`` key needs no colon."""
     found = re.compile(r"\s*:(?:[ \t]+[&!][^\s,\]}]*)*").match(text, start)
     return found.end() if found else start
 
@@ -204,10 +204,10 @@ def _anchor(text: str, node: Any) -> str:
 def _pieces(
     document: YamlText, entry: Entry, inner: Node | None, replacements: Mapping[str, Settings]
 ) -> Iterator[str]:
-    """Comments of an entry, and what replaces the entries of a mapping in it, in the order of the text."""
+    """Yield the comments of an entry and the replacements of the entries of ``inner``, in the order of the text."""
     text = document.text
     found: list[tuple[int, list[str]]] = []
-    behind: set[int] = set()  # where comments begin that stay behind an entry
+    behind: set[int] = set()  # starts of comments that stay behind an entry
     placed: set[str] = set()
     if is_mapping(inner) and entry.start <= inner.start_mark.index < entry.end:
         for each in _entries(text, inner):
@@ -229,7 +229,7 @@ def _pieces(
 
 
 def _comments(document: YamlText, start: int, end: int) -> Iterator[tuple[int, str]]:
-    """The positions at which comments begin between two places, each with its text."""
+    """Yield the comments between two positions, each as its start and its text."""
     for comment in re.compile(r"(?:(?<=\s)|^)#[^\n]*", re.MULTILINE).finditer(document.text, start, end):
         before = bisect.bisect_right(document.scalars, (comment.start(), len(document.text))) - 1
         if before < 0 or document.scalars[before][1] <= comment.start():
@@ -245,7 +245,7 @@ def _lines_of(entries: Settings, document: YamlText) -> Iterator[str]:
 
 
 def block_lines(values: Mapping[str, Any], step: str = "  ") -> Iterator[str]:
-    """The lines of a mapping, its own nested mappings indented; lists stay on one line."""
+    """Yield the lines of a mapping, with nested mappings indented and lists on one line."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield f"{_scalar_text(str(name))}:"
@@ -255,7 +255,7 @@ def block_lines(values: Mapping[str, Any], step: str = "  ") -> Iterator[str]:
 
 
 def flow_text(value: object) -> str:
-    """A value on one line, as YAML 1.1 and 1.2 read it alike."""
+    """Return a value on one line, in a form that YAML 1.1 and 1.2 read alike."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{flow_text(key)}: {flow_text(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -284,7 +284,7 @@ def _scalar_text(text: str) -> str:
 
 
 def open_yaml(text: str, name: str = "<text>") -> Document:
-    """A document of YAML; of JSON, which it stays, where that is in a file of YAML's name."""
+    """Open a YAML document; a JSON document, edited as JSON, if the text is JSON in a file with a YAML suffix."""
     document = YamlDocument(text, name)
     if text.lstrip("\ufeff \t\r\n").startswith("{"):
         with contextlib.suppress(ConfigError):
@@ -309,8 +309,8 @@ class YamlDocument(YamlText):
     ) -> list[Edit]:
         """``Document.edit_mapping``.
 
-        What a merge (``<<``) brings is written out, if one of its entries is to be replaced; a mapping that stands
-        somewhere else (an alias, an interpolation) is written out here, and stays as it is there.
+        A merge (``<<``) is written out if one of its entries is replaced. A mapping from another place (an alias, an
+        interpolation) is written out here, and unchanged there.
         """
         if not replacements and not additions:
             return []
@@ -323,7 +323,7 @@ class YamlDocument(YamlText):
         if not entries:
             start = self.text.index("{", node.start_mark.index)
             return [Edit(start, node.end_mark.index, flow_text(dict(additions)))]
-        if replacements.keys() & self.merged(path).keys():  # also a key of its own: the merge would bring it back
+        if replacements.keys() & self.merged(path).keys():  # also if it has the key itself: the merge would restore it
             merged = self.merged(path)
             replacements = _without_merge(entries, with_references(values, merged), replacements)
         kept = {key: self.text[entry.start : entry.end] for key, entry in entries.items()}

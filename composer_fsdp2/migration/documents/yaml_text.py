@@ -1,7 +1,7 @@
-"""A YAML text with its values and the places where they stand; each text is parsed once.
+"""Parse a YAML text, once, into values and their positions.
 
-PyYAML reads it, since all systems that we migrate from read by PyYAML: a file that it refuses starts no run. Called by
-``migrate``; reads and writes no file.
+The parser is PyYAML because all source systems use it: a file that PyYAML refuses starts no run. Called by ``migrate``;
+reads and writes no file.
 """
 
 import functools
@@ -31,7 +31,7 @@ except ImportError:  # a PyYAML that was built without libyaml, ten times as slo
 
 _MAX_NODES_OF_ALIASES = 100_000  # a configuration has hundreds; ten lines of aliases of aliases make billions
 _COLLECTIONS = {f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "set", "omap", "pairs")}
-_LINE_END = re.compile("[\r\x85\u2028\u2029]")  # of YAML 1.1, beside the line feed
+_LINE_END = re.compile("[\r\x85\u2028\u2029]")  # of YAML 1.1, other than the line feed
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -40,7 +40,7 @@ def is_mapping(node: Node | None) -> TypeGuard[MappingNode]:
 
 
 class _Nodes(Composer, Resolver, _Parser):
-    """Composes nodes within limits, and notes where scalars stand."""
+    """Composes nodes within limits, and records the spans of scalars."""
 
     def __init__(self, text: str) -> None:
         _Parser.__init__(self, text)
@@ -49,7 +49,7 @@ class _Nodes(Composer, Resolver, _Parser):
         self.scalars: list[tuple[int, int]] = []
         self.has_aliases = False
         self._depth = 0
-        self._sizes: dict[int, int] = {}  # of a node with all below it, aliases written out
+        self._sizes: dict[int, int] = {}  # of a node and its descendants, with aliases expanded
 
     def compose_node(self, parent: Node | None, index: Any) -> Node:
         mark = self.peek_event().start_mark
@@ -78,14 +78,14 @@ class YamlText(Document):
     """One YAML document: its text, its nodes, and its values as PyYAML reads them (YAML 1.1).
 
     Args:
-        text: Of the whole file.
-        name: What messages call it.
+        text: The text of the whole file.
+        name: The file's name in messages.
     Attributes:
-        original: The text as given; ``text`` has line feeds for all its line ends.
-        values: Those of a mapping; of a file that is none, whatever it holds, of several documents a list.
-        problem: Why no system reads the file as its configuration; "" if one may.
+        original: The unchanged text; ``text`` has line feeds for all its line ends.
+        values: The values of the document, a mapping unless there is a ``problem``; a list for several documents.
+        problem: Why no system reads the file as its configuration; otherwise "".
     Raises:
-        ConfigError: it is not YAML; names file, line and column.
+        ConfigError: The text is not YAML; the message has file, line and column.
     """
 
     def __init__(self, text: str, name: str = "<text>") -> None:
@@ -119,7 +119,7 @@ class YamlText(Document):
             self.problem = f"{name}:1:1: a mapping is expected at the top of the file"
 
     def node(self, path: Path) -> Node:
-        """The node at a path, also one that a merge (``<<``) brings there. Raises KeyError."""
+        """Return the node at a path, including nodes from a merge (``<<``). Raises KeyError if it does not exist."""
         node = self.root
         for key in path:
             below = self._item(node, key)
@@ -129,12 +129,12 @@ class YamlText(Document):
         return node
 
     def merged(self, path: Path) -> dict[Any, Any]:
-        """What merges (``<<``) bring to the mapping at ``path``, also what its own entries override."""
+        """Return the values from merges (``<<``) in the mapping at ``path``, including overridden ones."""
         node = self.node(path)
         return {key: self._value_of(each) for key, each in self._merged(node).items()} if is_mapping(node) else {}
 
     def lines_of(self, path: Path) -> tuple[int, int]:
-        """``Document.lines_of``, from the mapping on, where the key came from somewhere else."""
+        """``Document.lines_of``; begins at the mapping if it does not have the key itself."""
         first = node = self.node(path)
         parent = self.node(path[:-1])
         if path and is_mapping(parent):
@@ -151,16 +151,16 @@ class YamlText(Document):
 
     @functools.cached_property
     def indent(self) -> int:
-        """The number of spaces by which this file indents a mapping in a mapping."""
+        """The number of spaces by which this file indents nested mappings."""
         for _, value in self.root.value:
             if is_mapping(value) and not value.flow_style and value.value:
                 return int(value.value[0][0].start_mark.column) or 2
         return 2
 
-    # Nodes and values, each looked at once
+    # Nodes and values, each cached
 
     def _value_of(self, node: Node) -> Any:
-        """As PyYAML has it: yes is true, 1e8 a string."""
+        """Return the value of a node as PyYAML reads it: yes is true, 1e8 a string."""
         if id(node) not in self._values:
             self._values[id(node)] = self._constructed(node)
         return self._values[id(node)]
@@ -177,9 +177,9 @@ class YamlText(Document):
     def _scalar(self, node: ScalarNode) -> Any:
         try:
             return self._constructor.construct_object(node)
-        except yaml.constructor.ConstructorError as error:  # =, or a tag of somebody's own
+        except yaml.constructor.ConstructorError as error:  # =, or a custom tag
             raise _refused(f"{_cut(node)}: {error.problem}".removeprefix(": "), node) from error
-        except (ValueError, KeyError) as error:  # a date that is none
+        except (ValueError, KeyError) as error:  # an invalid date
             raise _refused(f"{_cut(node)} is not a value: {error}", node) from error
 
     def _key_of(self, node: Node) -> Any:
@@ -188,13 +188,13 @@ class YamlText(Document):
         return "<<" if _is_merge(node) else self._value_of(node)
 
     def _own(self, node: MappingNode) -> dict[Any, tuple[Node, Node]]:
-        """A mapping's own keys and values, by key; of two alike the last."""
+        """Return a mapping's own key and value nodes, by key; the last of duplicates."""
         if id(node) not in self._owned:
             self._owned[id(node)] = {self._key_of(key): (key, value) for key, value in node.value}
         return self._owned[id(node)]
 
     def _merged(self, node: MappingNode) -> dict[Any, Node]:
-        """The values that merges (``<<``) bring to a mapping; of several mappings the first takes precedence."""
+        """Return the values from merges (``<<``) in a mapping; of several mappings the first takes precedence."""
         merged: dict[Any, Node] = {}
         for key, value in node.value:
             if _is_merge(key):
@@ -206,7 +206,7 @@ class YamlText(Document):
         return merged
 
     def _entries_of(self, node: MappingNode) -> dict[Any, Node]:
-        """The values of a mapping, those of merges included, by key."""
+        """Return the values of a mapping by key, including those from merges."""
         own = {key: value for key, (name, value) in self._own(node).items() if not _is_merge(name)}
         return self._merged(node) | own
 

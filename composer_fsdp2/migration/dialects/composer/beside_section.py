@@ -1,6 +1,6 @@
 """Keys beside the section.
 
-Which releases took them was read in the Trainer's signature of mosaicml 0.11 to 0.32.1.
+Source of the releases that accept them: the Trainer's signature in mosaicml 0.11 to 0.32.1.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ _TENSOR = takes_if(
 
 
 def tensor_degree(section: Section, around: Given) -> int:
-    """Over how many ranks layers are split."""
+    """Return the number of ranks over which layers are split."""
     given: Given = next((value for _, value in _given_beside(_ROWS_BY_NAME["tp_config"], section, around)), {})
     return given.get(_DEGREE, 1) if _TENSOR.fits(given) else 1
 
@@ -69,7 +69,7 @@ _ROWS_BY_NAME = {row.name: row for row in BESIDE_ROWS}
 
 
 def findings_beside(section: Section, around: Given) -> Iterator[Finding]:
-    """For what stands beside the section and decides about parallelism, too."""
+    """Yield a finding for each key of ``BESIDE_ROWS`` in the file: keys outside the section that affect parallelism."""
     for row in BESIDE_ROWS:
         for key, value in _given_beside(row, section, around):
             finding = row.usual(key, dict(value) if isinstance(value, Mapping) else value)
@@ -78,7 +78,7 @@ def findings_beside(section: Section, around: Given) -> Iterator[Finding]:
 
 
 def _given_beside(row: Row, section: Section, around: Given) -> Iterator[tuple[str, Any]]:
-    """The row's key as it stands there, and what it holds."""
+    """Yield each name under which the row's key is set, with its value."""
     is_alone = section.path[-2:-1] == ("parallelism_config",)
     short_names = [alias.rpartition(".")[2] for alias in row.aliases] if is_alone else []
     for key in (row.name, *short_names):

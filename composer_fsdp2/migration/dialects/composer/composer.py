@@ -1,4 +1,4 @@
-"""The dialect of Composer and LLM Foundry: where sections are, what they ask for, and a run in their words."""
+"""The dialect of Composer and LLM Foundry: finds and reads sections, and writes a run as their keys."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.rows import Row
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.errors import ConfigError
@@ -35,10 +36,12 @@ from composer_fsdp2.migration.dialects.composer.launch import launch_findings, u
 from composer_fsdp2.migration.dialects.composer.limits import LIMITS
 from composer_fsdp2.migration.dialects.composer.set_by_foundry import set_by_foundry_in, with_foundrys
 from composer_fsdp2.migration.dialects.composer.surroundings import (
+    OF_TRAINING_KEYS,
     Given,
     around_of,
     clipped,
     clipping_problem,
+    open_training,
     precision_of,
     training_of,
 )
@@ -98,11 +101,12 @@ class ComposerDialect(Dialect):
             *(with_foundrys(finding, by_foundry) for finding in translation.findings),
             *elsewhere,
             *implicit_findings(section, around, by_foundry),
+            *open_training(around),
         )
         if any(each.outcome.blocks for each in unknown) or problems or effective.blocking:
             return Reading(run=None, findings=findings, details=section)
         sharded = replace(effective.config, mesh=effective.config.mesh.data_parallel)
-        run = replace(_run(sharded, effective, known, around), tensor_parallel=degree)
+        run = _of_shared_batches(replace(_run(sharded, effective, known, around), tensor_parallel=degree))
         return Reading(run=run, findings=findings, rows=KEYS_BY_NAME, details=section)
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
@@ -119,20 +123,21 @@ class ComposerDialect(Dialect):
                 yield Setting(key=key, value=new, fields=fields)
 
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
-        """FSDP2's words for FSDP1's, in place; what only composer_fsdp2 has a form for keeps its name."""
+        """Replace FSDP1's keys by FSDP2's in place; keys whose FSDP2 form only composer_fsdp2 has keep their names."""
         replacements = {}
         for name, value in section.given.items():
             row = KEYS_BY_NAME.get(name)
-            kept = [(name, value)] if row is not None else []  # a word that did nothing goes
+            kept = [(name, value)] if row is not None else []  # an unknown key did nothing and is removed
             new = kept if row is None or row.rewrite is None else row.rewrite(row, value, section.given)
             if new != [(name, value)]:
                 replacements[name] = new
         return [MappingEdit(path=section.path, replacements=replacements)] if replacements else []
 
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
-        """The reading's: it is about this very target, whose new text loses nothing."""
+        """Return the reading's findings, which already describe this target; any loss in the new text is a fault."""
         faults = (fault(name, "", "the new text loses it") for each in lost for name in each.fields if not each.is_kept)
-        return (*reading.findings, *launch_findings(reading.details), *faults)
+        found = (each for each in reading.findings if each.key not in OF_TRAINING_KEYS)
+        return (*found, *launch_findings(reading.details), *faults)
 
     def is_own(self, finding: Finding) -> bool:
         row = KEYS_BY_NAME.get(finding.key)
@@ -143,7 +148,7 @@ class ComposerDialect(Dialect):
         return key in KEYS_BY_NAME and KEYS_BY_NAME[key].rewrite is None
 
     def replaced_block(self, section: Section) -> ReplacedBlock:
-        """``parallelism_config`` goes as a whole, if sharding is all that it has."""
+        """Return the section, or the whole ``parallelism_config`` if the section is its only entry."""
         holder = value_at(section.around, section.path[:-1])
         is_alone = section.path[-2:-1] == ("parallelism_config",) and len(holder) == 1
         return ReplacedBlock(entry=section.path[:-1] if is_alone else section.path, inner=section.path)
@@ -159,6 +164,15 @@ class ComposerDialect(Dialect):
     def defaults(self, row: Row) -> Given:
         others = row.defaults if isinstance(row, Key) else {}
         return {"FSDPConfig": row.default, **others} if others else {"": row.default}
+
+
+def _of_shared_batches(run: RunConfig) -> RunConfig:
+    """Count once the rows of ranks that share a batch; Composer divides a global batch among all ranks."""
+    shared = run.tensor_parallel * run.context_parallel
+    if shared == 1 or run.global_batch_size is None or run.config.batches_are is BroadcastBatch.GATHER:
+        return run
+    whole, rest = divmod(run.global_batch_size, shared)
+    return replace(run, global_batch_size=None if rest else whole)
 
 
 def _run(config: ShardingConfig, translation: Translation, known: Given, around: Given) -> RunConfig:

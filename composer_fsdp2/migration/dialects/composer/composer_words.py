@@ -1,4 +1,4 @@
-"""The values of a run's fields in the words of an ``fsdp_config``."""
+"""Convert the fields of a run to keys and values of an ``fsdp_config``."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -29,7 +29,7 @@ def mesh_words(mesh: MeshSpec) -> Iterator[tuple[str, Any]]:
 
 
 def precision_words(run: RunConfig) -> str | dict[str, str]:
-    """Composer's word where there is one, else the dtypes."""
+    """Return Composer's name for the mixed precision (FULL, DEFAULT or PURE) if one matches, otherwise the dtypes."""
     asked = run.config.mixed_precision
     dtypes = {name: getattr(asked, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
     for word in ("FULL", "DEFAULT", "PURE"):
@@ -42,9 +42,10 @@ Write = Callable[[RunConfig], Any]
 
 
 def _field_of(row: Key) -> Write:
-    """The value of a key of composer_fsdp2's own, where a configuration without the key lacks it.
+    """Return a function that writes a key specific to composer_fsdp2, unless its value is the default.
 
-    Experts are units only where idle ones run as well, and modules are named only where something is done with them.
+    Experts are units only if idle experts run as well; classes are written only if activations are recomputed or
+    offloaded.
     """
 
     def write(run: RunConfig) -> Any:
@@ -60,7 +61,7 @@ def _field_of(row: Key) -> Write:
     return write
 
 
-# What these keys' fields are in a file; other systems have words for them, too.
+# Conversion of these keys' fields to their values in a file; other systems have keys for these fields, too.
 WORDS: Mapping[str, Callable[[Any], Any]] = {
     "wrap_policy": wrap_policy_words,
     "activation_checkpointing_policy": checkpointed_words,
@@ -72,7 +73,7 @@ WORDS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def optimizer_words(run: RunConfig) -> Mapping[str, Any]:
-    """LLM Foundry's AdamW with all options, whose defaults are others than torch's; empty for other optimizers."""
+    """Return LLM Foundry's AdamW with all options, as its defaults differ from torch's; empty for other optimizers."""
     found = adamw_of(run)
     return found and {
         "name": "decoupled_adamw",
@@ -89,11 +90,11 @@ def _clipping(run: RunConfig) -> dict[str, Any] | None:
 
 
 def _duration(run: RunConfig) -> str | None:
-    """Composer takes whole epochs only."""
+    """Return the duration, or None for a fraction of an epoch: Composer takes whole epochs only."""
     return run.max_duration if run.max_duration and count(run.max_duration.rstrip("abep")) else None
 
 
-# Keys beside the section, with the fields that they decide.
+# Keys beside the section, with the fields that they set.
 BESIDE_WRITTEN: tuple[tuple[str, tuple[str, ...], Write], ...] = (
     ("precision", ("precision",), lambda run: run.precision),
     ("algorithms", ("max_grad_norm",), _clipping),
@@ -109,14 +110,14 @@ BESIDE_WRITTEN: tuple[tuple[str, tuple[str, ...], Write], ...] = (
 
 
 def _checkpointing(value: Callable[[ActivationCheckpointing], Any]) -> Write:
-    """Written where activations are recomputed or offloaded."""
+    """Return a function that writes the value only if activations are recomputed or offloaded."""
     return lambda run: (
         value(run.config.activation_checkpointing) if run.config.activation_checkpointing.enabled else None
     )
 
 
 def _if(value: Callable[[RunConfig], object]) -> Write:
-    """``true`` where a field asks for something."""
+    """Return a function that writes ``true`` if the value is truthy, otherwise nothing."""
     return lambda run: True if value(run) else None
 
 

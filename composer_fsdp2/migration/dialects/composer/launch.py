@@ -1,6 +1,7 @@
-"""The command that trains a migrated file of LLM Foundry on FSDP2, and the root-level keys that stop LLM Foundry 0.22.
+"""The command that trains a migrated LLM Foundry file on FSDP2, and root-level keys that LLM Foundry 0.22 refuses.
 
-Neither blocks: the section is right without it, and LLM Foundry refuses a key with an error before it trains.
+Neither blocks a migration: the section is right without them, and LLM Foundry refuses a key with an error before it
+trains.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ TRAIN_CONFIG = frozenset({
     "train_subset_num_batches", "variables",
 })
 # fmt: on
-# Of these the ones without a default, and those from which it computes others.
+# Fields of TrainConfig without a default, and those from which LLM Foundry computes others.
 MANDATORY = (
     "model",
     "tokenizer",
@@ -48,12 +49,12 @@ MANDATORY = (
 _RENAMED = {"model_gauntlet": "eval_gauntlet", "lora": "model.peft_config"}
 _BESIDE = {row.name for row in BESIDE_ROWS}  # their findings are in beside_section.py
 _COMMAND = "composer -m composer_fsdp2 train"
-_PARAMETERS = "/mnt/config/parameters.yaml"  # where MCLI mounts what stands under parameters
+_PARAMETERS = "/mnt/config/parameters.yaml"  # where MCLI mounts the mapping under parameters
 _IN_SHELL = {"&&", "||", ";", "|"}
 
 
 def launch_findings(section: Section) -> Iterator[Finding]:
-    """Findings for the launch of a file of LLM Foundry, an MCLI run file's ``command`` included; none for others."""
+    """Yield findings for the launch of an LLM Foundry file, including an MCLI run file's ``command``."""
     given = _trained_by_foundry(section)
     command = section.around.get("command") if section.path[:1] == ("parameters",) else None
     if isinstance(command, str):
@@ -65,7 +66,7 @@ def launch_findings(section: Section) -> Iterator[Finding]:
 
 
 def unfinished_findings(given: Sequence[str]) -> Iterator[Finding]:
-    """A finding for the rest of a file that was another system's, where LLM Foundry would not train with it."""
+    """Yield a finding if LLM Foundry would refuse another system's file for missing or unknown root-level keys."""
     missing = [key for key in MANDATORY if key not in given]
     refused = [key for key in given if key not in TRAIN_CONFIG | _BESIDE]
     if missing or refused:
@@ -81,7 +82,7 @@ def unfinished_findings(given: Sequence[str]) -> Iterator[Finding]:
 
 
 def _trained_by_foundry(section: Section) -> Given | None:
-    """The training configuration of LLM Foundry that the section is a part of."""
+    """Return LLM Foundry's training configuration that contains the section, or None."""
     if section.path[-1:] != ("fsdp_config",):
         return None
     around = (value_at(section.around, section.path[:depth]) for depth in reversed(range(len(section.path))))
@@ -90,7 +91,10 @@ def _trained_by_foundry(section: Section) -> Given | None:
 
 
 def _of_command(command: str, *, is_foundrys: bool) -> Iterator[Finding]:
-    """Not edited: only the user knows which image and which checkout the new line needs."""
+    """Yield findings for a command.
+
+    The command is not edited: only the user knows which image and which checkout the new line needs.
+    """
     if "composer_fsdp2" in command:
         return
     lines = [(line.strip(), new) for line in command.splitlines() if (new := _on_fsdp2(line, is_foundrys))]
@@ -109,7 +113,7 @@ def _of_command(command: str, *, is_foundrys: bool) -> Iterator[Finding]:
 
 
 def _on_fsdp2(line: str, is_foundrys: bool) -> str:
-    """The line of a shell that launches the same script on FSDP2; empty where Composer's launcher starts no script."""
+    """Return the shell line that launches the same script on FSDP2; "" if Composer's launcher starts no script."""
     words = line.split()
     start = words.index("composer") if "composer" in words else len(words)
     ends = (number for number, word in enumerate(words) if word.endswith(".py") or word in _IN_SHELL)

@@ -1,4 +1,4 @@
-"""Fields of a run that no ``fsdp_config`` can configure, or that composer_fsdp2 carries out in its own way."""
+"""Fields of a run that no ``fsdp_config`` can configure, or that composer_fsdp2 implements differently."""
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.migration.lens import Limitation, limits
@@ -72,15 +72,15 @@ LIMITS: tuple[Limitation, ...] = (
     limits(_APPROXIMATE, "compile", target="compile_config",
         reason="an argument of Composer's Trainer, outside of this section; it changes speed and rounding"),
     limits(_APPROXIMATE, "num_microbatches", "global_batch_size", target="global_train_batch_size",
-        reason="Composer takes the rows of all ranks, and the number of ranks is not known here; a rank has {value} "
-        "microbatches of its own", hint="global_train_batch_size: device_train_microbatch_size times {value} times the "
-        "number of ranks that read batches of their own"),
+        reason="Composer takes the rows of all ranks, whose number is not known here, or which share batches; a rank "
+        "has {value} microbatches in a step", hint="global_train_batch_size: device_train_microbatch_size times "
+        "{value} times the number of ranks; of ranks that share a batch one counts"),
     limits(_APPROXIMATE, "max_duration", target="max_duration",
         reason="Composer takes whole epochs, and {value} is none", hint="give a number of steps, such as 1000ba"),
     limits(_APPROXIMATE, "undecayed", target="optimizer",
         reason="a Trainer decays neither biases nor the weights of norms, LLM Foundry's optimizer all parameters; its "
         "weight_decay is a Trainer's times the learning rate",
-        hint="optimizer.param_groups: [{param_str_match: bias|norm, weight_decay: 0.0}]"),
+        hint="optimizer.param_groups: [{param_str_match: bias|norm|ln_, weight_decay: 0.0}]"),
     limits(_APPROXIMATE, "optimizer", now=None, target="optimizer",
         reason="LLM Foundry has decoupled_adamw, decoupled_lionw, clip_lion and adalr_lion, and not {value}",
         hint="optimizer: {name: ..., lr: ...}, of one of these, or of one of your own in code_paths"),

@@ -1,4 +1,4 @@
-"""What LLM Foundry sets in a section, whatever the file says."""
+"""Keys of a section that LLM Foundry sets itself, regardless of the file."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from composer_fsdp2.migration.dialects.composer.surroundings import Given, aroun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FoundryRule:
-    """A key that LLM Foundry sets whatever the section says, if ``applies`` to the model's section and this one.
+    """A key that LLM Foundry sets itself, if ``applies`` to the model's section and this one.
 
     Source: ``process_init_device`` in llmfoundry/utils/config_utils.py, ``validate_config`` in
     llmfoundry/command_utils/train.py.
@@ -67,13 +67,13 @@ _FOUNDRY: tuple[_FoundryRule, ...] = (
 
 
 def foundrys(around: Given) -> Given | None:
-    """The model's section of a file of LLM Foundry's; None in other files."""
+    """Return the model's section of an LLM Foundry file; None for other files."""
     model = around.get("model")
     return model if isinstance(model, Mapping) and "name" in model else None
 
 
 def set_by_foundry_in(section: Section) -> dict[str, tuple[Any, str]]:
-    """What LLM Foundry sets, by key, each with why; nothing in a file that is none of its."""
+    """Return the values that LLM Foundry sets and the reasons, by key; empty for files of other systems."""
     model, given = foundrys(around_of(section)), section.given
     rules = [] if model is None else [rule for rule in _FOUNDRY if rule.applies(model, given)]
     return {rule.key: (rule.value(given), rule.reason) for rule in rules}

@@ -1,4 +1,4 @@
-"""Keys that cannot be read: unknown ones, and sections that contradict themselves."""
+"""Findings for unknown keys, and for keys that contradict each other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +14,10 @@ Read = Callable[[Given], Translation]
 
 
 def contradictions_of(known: Given, read: Read, error: ConfigError) -> list[Finding]:
-    """A finding for each key: its own where it can be read alone, else what is wrong with it, or with all together.
+    """Return a finding for each key: the usual one if the key can be read alone, otherwise its error, or that of all.
 
     Args:
-        read: The runtime's own translation, beside what else the file has.
+        read: The runtime's own translation, with the file's other settings applied.
     """
     findings: list[Finding] = []
     is_told = False
@@ -34,10 +34,10 @@ def contradictions_of(known: Given, read: Read, error: ConfigError) -> list[Find
 
 
 def _alone(name: str, known: Given, read: Read) -> tuple[Finding, ...]:
-    """The finding of a key, read with no other key of the file but those that it needs.
+    """Return the finding of a key that is read alone, or with only those keys that it needs.
 
     Raises:
-        ConfigError: it is wrong in itself.
+        ConfigError: The key is wrong in itself.
     """
 
     def finding(*names: str) -> tuple[Finding, ...]:

@@ -1,4 +1,4 @@
-"""What FSDP1 did without being told."""
+"""Findings for implicit defaults of FSDP1."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

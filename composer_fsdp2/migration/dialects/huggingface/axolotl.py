@@ -1,13 +1,13 @@
-"""axolotl: Hugging Face's words, with an effect of axolotl's own.
+"""axolotl: Hugging Face's keys, which axolotl processes in its own way.
 
-What axolotl does with an ``fsdp_config``: up to 0.11 it exported the keys with the prefix ``fsdp_`` as accelerate's
-environment variables; from 0.12 on it takes the prefix off, says that it is deprecated, and exports the same. So they
-hold either way, where a Trainer by itself passes over them. What it exports is less than accelerate reads: no strategy,
-which the words of ``fsdp`` decide, and no prefetching. It gives the section to its Trainer as well, which exports what
-it reads once more. Up to 0.11 the keys went there through ``lstrip("fsdp_")``, which takes letters and not a prefix:
-``backward_prefetch`` arrived, ``forward_prefetch`` and ``sync_module_states`` lost their first one and did not. From
-0.12 on a schema lets no prefetching pass, and ``sync_module_states`` arrives. Under FSDP2 (``fsdp_version: 2``) axolotl
-puts a function of its own in place of accelerate's, which recomputes whole layers.
+Up to 0.11 axolotl exported the keys of an ``fsdp_config`` with the prefix ``fsdp_`` as accelerate's environment
+variables; from 0.12 on it strips the prefix, warns that it is deprecated, and exports the same. Prefixed keys are
+therefore in effect in all releases, while a plain Trainer ignores them. axolotl exports fewer keys than accelerate
+reads: no strategy, which the options of ``fsdp`` decide, and no prefetching. It also passes the section to its Trainer,
+which exports the keys that it reads again. Up to 0.11 those keys passed through ``lstrip("fsdp_")``, which strips
+letters and not a prefix: ``backward_prefetch`` arrived, ``forward_prefetch`` and ``sync_module_states`` lost their
+first letter and did not. From 0.12 on a schema rejects prefetching, and ``sync_module_states`` arrives. Under FSDP2
+(``fsdp_version: 2``) axolotl replaces accelerate's function by another one, which recomputes whole layers.
 
 Sources: axolotl 0.8 to 0.13 (``utils/trainer.py``: ``setup_fsdp_envs``, ``setup_parallelism_envs``;
 ``utils/schemas/fsdp.py`` and ``validation.py``; ``core/trainer_builder.py``, later ``core/builders/``;
@@ -42,13 +42,13 @@ from composer_fsdp2.migration.paths import Path
 from composer_fsdp2.migration.run import OF_TRAINING, RunConfig, WrapKind
 from composer_fsdp2.migration.training import DEFAULTS, OF_TRAINERS, duration_in, option
 
-# What axolotl takes and passes on to nobody, or in some releases only.
+# Keys that axolotl accepts but does not pass on, or only in some releases.
 _NOT_PASSED_ON = ("sharding_strategy", "forward_prefetch", "sync_module_states")
 _APPROXIMATE, _UNSUPPORTED, _NEEDS_DECISION = Outcome.APPROXIMATE, Outcome.UNSUPPORTED, Outcome.NEEDS_DECISION
-# Of these fields accelerate's limitations are not axolotl's.
+# Fields for which accelerate's limitations do not apply to axolotl.
 _OWN = (
     "freeze",
-    "cpu_offload",  # its own function moves the values
+    "cpu_offload",  # axolotl's function moves the values
     "reshard_after_forward",
     "activation_checkpointing.checkpoint",
     "activation_checkpointing.cpu_offload",
@@ -85,6 +85,9 @@ _LIMITS: tuple[Limitation, ...] = (
     limits(_NEEDS_DECISION, "max_grad_norm", target="max_grad_norm",
         reason="axolotl clips nothing at a norm of {value}, with which the run trains nothing, or in the wrong "
         "direction", hint="set a positive norm, or 0 to clip nothing"),
+    limits(_NEEDS_DECISION, "train_only", target="unfrozen_parameters",
+        reason="axolotl escapes each dot of a pattern before which no + follows, and takes a range in brackets at its "
+        "end for rows: {value} would match other names", hint="write names without wildcards"),
     limits(_NEEDS_DECISION, "freeze", target="unfrozen_parameters",
         reason="axolotl names what is trained, not what is frozen",
         hint="unfrozen_parameters: patterns of all names but "
@@ -135,7 +138,7 @@ _FILES = {
 
 
 class AxolotlDialect(HuggingFaceDialect):
-    """Files of axolotl's, each with one section; its FSDP2 words have no prefix."""
+    """axolotl's files, each with one section; its FSDP2 keys have no prefix."""
 
     name = target = title = "axolotl"
     rows = tuple(row for row in ROWS if reads(X1, row) or reads(X2, row) or row.name in _NOT_PASSED_ON)
@@ -151,7 +154,7 @@ class AxolotlDialect(HuggingFaceDialect):
     )
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
-        """The whole file; one that leaves ``fsdp`` and ``fsdp_config`` empty is not sharded."""
+        """Return the path of the whole file; None if ``fsdp`` and ``fsdp_config`` are empty: it is not sharded."""
         return path if is_axolotl(values) and (values.get("fsdp") or values.get("fsdp_config")) else None
 
     def effective(self, section: Section) -> EffectiveConfig:
@@ -168,7 +171,7 @@ class AxolotlDialect(HuggingFaceDialect):
                 yield Setting(key=key, value=value, fields=fields)
 
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
-        """FSDP2's words for FSDP1's, without the prefix, as axolotl's page on several GPUs has them."""
+        """Replace FSDP1's keys by FSDP2's without the prefix, as in axolotl's documentation of multi-GPU training."""
         config: EffectiveConfig = reading.details
         keeps_all = config["sharding_strategy"] is ShardingStrategy.NO_SHARD
         if reading.run is None or keeps_all or config.reader is X2:
@@ -181,12 +184,13 @@ class AxolotlDialect(HuggingFaceDialect):
             return [MappingEdit(path=section.path, replacements=beside)]
         first = "base_model" if "base_model" in section.given else str(next(iter(section.given)))
         place = first if old[0] == "fsdp_config" else old[0]
-        kept = [(place, section.given[place])] if place == first else []  # its comment stands behind it
+        kept = [(place, section.given[place])] if place == first else []  # its comment follows it
         beside[place] = [("fsdp_version", 2), *kept]
         return [MappingEdit(path=section.path, replacements=beside), _settings_edit(section, config)]
 
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
-        """The reading's, and what axolotl's FSDP2 cannot configure or does otherwise than its FSDP1."""
+        """Return the findings of the reading, and those for settings that axolotl's FSDP2 lacks or treats differently
+        from its FSDP1."""
         findings = tuple(map(as_own, reading.findings))
         if reading.run is None or reading.details.reader is X2:
             return (*findings, *(each.finding for each in lost if each.is_fault))
@@ -208,7 +212,7 @@ class AxolotlDialect(HuggingFaceDialect):
         return tuple(reader.value for reader in self.readers if reads(reader, row)) or (NOBODY,)
 
     def files(self, row: Row, value: Any) -> Mapping[str, Section]:
-        by_version = (X2 if str(value) == "2" else X1,)  # the key itself says whose file it is
+        by_version = (X2 if str(value) == "2" else X1,)  # the key itself determines the reader
         readers = by_version if row.name == "version" else self.readers
         is_read_by_none = self.read_by(row) == (NOBODY,)
         return {reader: _FILES[reader] for reader in readers if is_read_by_none or reads(reader, row)}
@@ -223,7 +227,10 @@ def _recomputes(run: RunConfig) -> bool | None:
 
 
 def _size(name: str) -> Callable[[RunConfig], int | None]:
-    """A size of 1 is passed on to nobody; replicas alone leave the other ranks to the shards."""
+    """Return a function for the size ``name`` of a run: None for 1, which axolotl does not pass on.
+
+    With a replica size alone, axolotl shards over the remaining ranks.
+    """
 
     def write(run: RunConfig) -> int | None:
         mesh = run.config.mesh
@@ -240,14 +247,14 @@ def _in_settings(row: Key) -> tuple[str, tuple[str, ...], Callable[[RunConfig], 
 
 
 _BY_NAME = {row.name: row for row in ROWS if row.group == SETTINGS}
-# Keys, the fields that they decide, and their values for a run; None leaves a key out.
+# Keys, the fields that they set, and functions for their values in a run; None omits a key.
 _WRITTEN: tuple[tuple[str, tuple[str, ...], Callable[[RunConfig], Any]], ...] = (
     ("fsdp_version", (), lambda run: 2),
     *map(_in_settings, (_BY_NAME["reshard_after_forward"],)),
     (
         f"{SETTINGS}.auto_wrap_policy",
         ("wrap",),
-        lambda run: unless("NO_WRAP", _BY_NAME["auto_wrap_policy"].write(run)),  # of which axolotl's schema knows none
+        lambda run: unless("NO_WRAP", _BY_NAME["auto_wrap_policy"].write(run)),  # not in axolotl's schema
     ),
     *(
         _in_settings(_BY_NAME[name])
@@ -272,7 +279,7 @@ _WRITTEN: tuple[tuple[str, tuple[str, ...], Callable[[RunConfig], Any]], ...] = 
     ("dp_shard_size", ("mesh",), _size("dp_shard_size")),
     ("tensor_parallel_size", ("tensor_parallel",), _size("tp_size")),
     ("context_parallel_size", ("context_parallel_degree",), _size("cp_size")),
-    ("flash_attention", ("context_parallel_degree",), lambda run: _size("cp_size")(run) and True),  # it needs it
+    ("flash_attention", ("context_parallel_degree",), lambda run: _size("cp_size")(run) and True),  # required
     ("expert_parallel_size", ("expert_parallel",), lambda run: unless(1, run.expert_parallel)),
     *(
         (
@@ -284,7 +291,11 @@ _WRITTEN: tuple[tuple[str, tuple[str, ...], Callable[[RunConfig], Any]], ...] = 
     ),
     # Without the key a Trainer clips to 1.
     ("max_grad_norm", ("max_grad_norm",), lambda run: unless(1.0, run.max_grad_norm or 0.0)),
-    ("unfrozen_parameters", ("train_only",), lambda run: list(run.config.train_only) or None),
+    (
+        "unfrozen_parameters",
+        ("train_only",),
+        lambda run: [each.replace("\\.", ".") for each in run.config.train_only] or None,
+    ),
     ("save_only_model", ("save_only_model",), lambda run: unless(False, run.save_only_model)),
     ("torch_compile", ("compile",), lambda run: unless(False, run.compile)),
     ("tiled_mlp", ("tiled_mlp",), lambda run: None if run.mlp_chunks is None else True),
@@ -298,7 +309,11 @@ _WRITTEN: tuple[tuple[str, tuple[str, ...], Callable[[RunConfig], Any]], ...] = 
     ("max_steps", ("max_duration",), duration_in("ba")),
     ("num_epochs", ("max_duration",), duration_in("ep")),
     ("optimizer", ("optimizer",), option("name")),
-    *((key, ("optimizer",), option(name, DEFAULTS[name])) for key, name in OF_TRAINERS.items()),
+    # axolotl requires a learning rate.
+    *(
+        (key, ("optimizer",), option(name, None if name == "lr" else DEFAULTS[name]))
+        for key, name in OF_TRAINERS.items()
+    ),
 )
 
 
@@ -310,7 +325,7 @@ def _version(values: Mapping[str, Any]) -> str:
 
 
 def _of_the_model(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """What of the model a fully_shard of its own must know, and no fsdp_config says."""
+    """Yield findings for model settings outside ``fsdp_config`` that affect a run that calls ``fully_shard`` itself."""
     if values.get("adapter"):
         yield implicit(
             "adapter",
@@ -323,7 +338,7 @@ def _of_the_model(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _rules_of_fsdp2(config: EffectiveConfig) -> Iterator[Finding]:
-    """Keys beside the section that axolotl's FSDP2 refuses, or takes otherwise than its FSDP1 did."""
+    """Yield findings for keys beside the section that axolotl's FSDP2 rejects or treats differently from its FSDP1."""
     for key, applies, outcome, reason, hint in _RULES:
         if applies(config):
             yield Finding(key=key, value=config.around[key], outcome=outcome, reason=reason, hint=hint)
@@ -384,7 +399,7 @@ def _stays(each: GivenKey) -> bool:
 
 
 def _new_settings(config: EffectiveConfig) -> dict[str, Any]:
-    """What FSDP1's words said elsewhere, or FSDP2 would do otherwise by itself."""
+    """Return the settings that FSDP1 read from other keys, or that have another default under FSDP2."""
     new: dict[str, Any] = {"reshard_after_forward": config["reshard_after_forward"]}
     if config.key_of("state_dict_type") is None:
         new["state_dict_type"] = STATE_DICTS[config["state_dict_type"]]
@@ -392,18 +407,18 @@ def _new_settings(config: EffectiveConfig) -> dict[str, Any]:
 
 
 def _beside_words(config: EffectiveConfig) -> dict[str, Any]:
-    """Settings that the words of ``fsdp`` decide as well; axolotl's schema has no NO_WRAP."""
+    """Return the settings that the options of ``fsdp`` also set; axolotl's schema has no NO_WRAP."""
     policy = None if wrap_of(config).kind is WrapKind.ROOT else config["auto_wrap_policy"]
     return {"offload_params": config["offload_params"], "auto_wrap_policy": policy}
 
 
 def _settings_edit(section: Section, config: EffectiveConfig) -> MappingEdit:
-    """In place: what stays loses its prefix, what FSDP2 has no use for goes."""
+    """Return the in-place edit of ``fsdp_config``: strip prefixes, and remove keys that FSDP2 does not use."""
     replacements: Replacements = {}
     for each in config.given:
         where, _, key = each.key.partition(".")
         if where != "fsdp_config" or key not in section.given["fsdp_config"]:
-            continue  # no setting, or a number, which stays where it is
+            continue  # outside the section, or not a string: left as is
         plain = key.removeprefix(PREFIX)
         meant = _beside_words(config).get(plain, ...)
         if not _stays(each) or meant is None:

@@ -1,7 +1,7 @@
-"""DeepSpeed's own JSON, named by another file or migrated alone.
+"""DeepSpeed's JSON file, referenced by another configuration file or migrated alone.
 
-Its settings are written into that file in the place of the name, in keys that its system reads, and the file is
-migrated as if they had been there. Findings name the keys of the JSON. Called by ``migrate_text``; reads no disk.
+The settings replace the reference in that file, under keys that its system reads, and the file is then migrated as
+usual. Findings name the keys of the JSON. Called by ``migrate_text``; does not read the disk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ from composer_fsdp2.migration.dialects.huggingface.values import STATE_DICTS
 from composer_fsdp2.migration.documents import Document, format_of, nearest_line, open_document
 from composer_fsdp2.migration.paths import Path, Settings, has_path, value_at
 
-# From a path to the text of the file there; None where there is none.
+# Function that returns the text of the file at a path; None if it does not exist.
 ReadsFile = Callable[[str], str | None]
 
-# By accelerate's name what ``auto`` means to its DeepSpeedPlugin (1.8.1), what DeepSpeed takes without the key if that
-# is not accelerate's default, and the paths in the JSON, names of earlier releases last.
+# By accelerate's key: the value of ``auto`` in its DeepSpeedPlugin (1.8.1), DeepSpeed's default where it differs from
+# accelerate's, and the paths in the JSON, names of earlier releases last.
 _ZERO = "zero_optimization"
 _SAVING = ("stage3_gather_16bit", "gather_16bit", "stage3_gather_fp16")
 _KEYS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
@@ -33,13 +33,13 @@ _KEYS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "gradient_clipping": (None, 0, ("gradient_clipping",)),
     "gradient_accumulation_steps": ("auto", None, ("gradient_accumulation_steps",)),
 }
-# accelerate raises where its file has one of them beside deepspeed_config_file.
+# accelerate raises if its file has one of these beside deepspeed_config_file.
 _REFUSED = (*_KEYS, "offload_param_nvme_path")
 _OPENED = (_ZERO, "offload_optimizer", "offload_param", "bf16", "fp16")
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
-# What a Trainer, which axolotl makes, has arguments for, which must agree with the JSON.
+# Keys that are also arguments of a Trainer, which axolotl creates; both must agree.
 _OF_TRAINERS = ("gradient_clipping", "gradient_accumulation_steps", "bf16.enabled", "fp16.enabled", *_BATCHES)
-# How DeepSpeed communicates, buffers and prints; without the prefix stage3_.
+# DeepSpeed's keys for communication, buffers and logging, without the prefix stage3_.
 _SPEED = frozenset(
     """
     aio allgather_bucket_size allgather_partitions allgather_sequential autotuning buffer_count buffer_size
@@ -59,19 +59,19 @@ _SPEED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Json:
-    """DeepSpeed's settings, and the place in a document where they stand."""
+    """DeepSpeed's settings at ``path`` in a document."""
 
     document: Document
     path: Path = ()
     to: str = ""
 
     def at(self, key: str) -> Any:
-        """The value of a key; None where it is not given."""
+        """Return the value of a key; None if it is absent."""
         path = (*self.path, *key.split("."))
         return value_at(self.document.values, path) if has_path(self.document.values, path) else None
 
     def precision(self) -> str | None:
-        """accelerate's name of it, unless it is float32 or the script's."""
+        """Return accelerate's name of the precision; None if it is float32 or set by the script."""
         return next((name for name in ("bf16", "fp16") if self.at(f"{name}.enabled") is True), None)
 
     def named(self, finding: Finding, key: str) -> Finding:
@@ -81,7 +81,7 @@ class _Json:
         return replace(finding, key=printable(key), value=value, where=f"{self.document.name}:{line}")
 
 
-# For keys without a counterpart in accelerate's file; the first rule that applies decides.
+# Rules for keys without a counterpart in accelerate's file; the first that applies is used.
 _Rule = tuple[Callable[[_Json, str, Any], Any], Outcome, str, str]
 _IDLE, _NEAR = Outcome.UNNEEDED, Outcome.APPROXIMATE
 # fmt: off
@@ -118,7 +118,7 @@ _NO_CLIPPING = implicit("gradient clipping", Outcome.EXACT,
     "DeepSpeed clips nothing without gradient_clipping, whatever max_grad_norm", target="max_grad_norm: 0")
 _SYNC = implicit("gradient_sync", Outcome.EXACT, "stages 2 and 3 reduce gradients in each microbatch",
     target="gradient_sync: every")
-# Findings of axolotl's FSDP1 that do not hold for DeepSpeed.
+# Findings of axolotl's FSDP1 that do not apply to DeepSpeed.
 _OF_FSDP1 = ("casting of inputs and buffers", "transformer_layer_cls_to_wrap", "sync_module_states", "gradient_sync")
 # fmt: on
 
@@ -143,7 +143,7 @@ def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
 
 
 def _findings(json: _Json, told: Iterable[str | None], rules: Sequence[_Rule] = _RULES) -> Iterator[Finding]:
-    """Findings for the keys that are not in ``told``."""
+    """Yield findings for the keys that are not in ``told``."""
     done = {*told}
     for key, value in _leaves(value_at(json.document.values, json.path)):
         if key not in done:
@@ -160,12 +160,12 @@ def _findings(json: _Json, told: Iterable[str | None], rules: Sequence[_Rule] = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithSettings:
-    """A file's text with DeepSpeed's settings in it.
+    """The text of a file with DeepSpeed's settings inserted.
 
     Args:
-        names: By the key of a finding the JSON's key in its place; None drops the finding.
-        findings: Of the other keys.
-        suffix: Of its format, where it is another file than DeepSpeed's; "" for that of the file.
+        names: Maps the key of a finding to the JSON's key; None drops the finding.
+        findings: Findings for the other keys.
+        suffix: Suffix of the format of ``text`` if it differs from that of the file, else "".
     """
 
     text: str
@@ -175,7 +175,7 @@ class WithSettings:
     suffix: str = ""
 
     def told(self, findings: Iterable[Finding]) -> Iterator[Finding]:
-        """The findings of the text, in the keys of the files as they are."""
+        """Yield the findings of ``text`` under the keys of the original files, then those of the JSON's other keys."""
         for each in findings:
             name = self.names.get(each.key, each.key)
             if name is not None:
@@ -186,13 +186,13 @@ class WithSettings:
 
 
 def with_settings(document: Document, read: ReadsFile, *, to: str, alone: bool) -> WithSettings | None:
-    """A document's text with the settings of DeepSpeed's JSON, which it names or is itself; None without a JSON.
+    """Return a document's text with the settings of the DeepSpeed JSON that it references or is; None without a JSON.
 
     Args:
-        to: The target's name.
-        alone: Whether DeepSpeed's JSON is migrated without a file that names it.
+        to: Name of the target system.
+        alone: Whether DeepSpeed's JSON is migrated without a file that references it.
     Raises:
-        ConfigError: the named file is no JSON, or accelerate refuses it; names file and line.
+        ConfigError: the referenced file is not JSON, or accelerate rejects it; the message has file and line.
     """
     values = document.values
     if document.problem or not isinstance(values, Mapping):
@@ -217,7 +217,7 @@ _NAMED = ("deepspeed_config", "deepspeed_config_file")
 
 
 def _entries(json: _Json) -> tuple[dict[str, Any], dict[str, str | None]]:
-    """The entries of accelerate's deepspeed_config, and by the keys of their findings those of the JSON."""
+    """Return the entries of accelerate's ``deepspeed_config``, and a map from the keys of findings to the JSON's."""
     entries: dict[str, Any] = {}
     names: dict[str, str | None] = {}
     if precision := json.precision():
@@ -234,18 +234,18 @@ def _entries(json: _Json) -> tuple[dict[str, Any], dict[str, str | None]]:
 
 
 def _of_itself(json: _Json) -> WithSettings:
-    """As the smallest file of accelerate's that names it."""
+    """Convert the JSON to a minimal accelerate file."""
     entries, names = _entries(json)
     source = json.document.name.replace("\\", "/").rpartition("/")[2]
     values = {"distributed_type": "DEEPSPEED", "mixed_precision": json.precision() or "no", "deepspeed_config": entries}
-    lines = (f"# What {source} asks for; written by composer-fsdp2 migrate.", *format_of("").lines(values), "")
+    lines = (f"# {source} in keys of accelerate, written by composer-fsdp2 migrate.", *format_of("").lines(values), "")
     findings = tuple(_findings(json, names.values()))
     names |= dict.fromkeys({"distributed_type", "mixed_precision", "the rest of the file"} - {*names})
     return WithSettings(text="\n".join(lines), json=json, names=names, findings=findings, suffix=".yaml")
 
 
 def _of_accelerates(document: Document, json: _Json) -> WithSettings:
-    """With its keys in the place of the name; precision is the JSON's as well."""
+    """Replace the file name in an accelerate file by the JSON's settings, including its precision."""
     values, (section, name) = document.values, _NAMED
     entries, names = _entries(json)
     refused = [key for key in _REFUSED if key in values[section]]
@@ -271,7 +271,7 @@ def _naming(document: Document, path: Path, refused: Sequence[str] = ()) -> Find
 
 
 def _of_axolotls(document: Document, json: _Json) -> WithSettings:
-    """As a section of FSDP1's; batches, precision and clipping are axolotl's own keys."""
+    """Replace ``deepspeed`` in an axolotl file by FSDP1's keys; axolotl's keys set batches, precision and clipping."""
     values, (entries, names) = document.values, _entries(json)
     names = {key: each for key, each in names.items() if each not in _OF_TRAINERS}
     entries = {key: each for key, each in entries.items() if key not in _OF_TRAINERS}

@@ -1,4 +1,4 @@
-"""Which keys a section gives, which of them are read where they stand, and the configuration that they come to."""
+"""Find the keys of a section, determine which of them are read, and compute the effective configuration."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,14 +29,15 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
     Words,
 )
 
-# What a Trainer is told elsewhere, and passes over in such a file, where it answers what the file leaves open.
+# Trainer arguments that are set elsewhere. A Trainer ignores them in a file of fsdp_config keys, where the migration
+# reads them to complete the file.
 _ANSWERS = ("fsdp", "bf16", "fp16", "gradient_checkpointing")
-# Keys that no other system's section has, all on their own.
+# Keys that occur in no other system's section: one alone identifies it.
 OF_TRAINERS = ("transformer_layer_cls_to_wrap", "min_num_params", "cpu_ram_efficient_loading", "xla")
 
 
 def reader_of(values: Mapping[str, Any]) -> Reader:
-    """Whose words a section that is not axolotl's has."""
+    """Return the reader of a section that is not axolotl's."""
     settings = values if is_bare(values) else values.get("fsdp_config")
     given = settings if isinstance(settings, Mapping) else {}
     if values.get("distributed_type") == "DEEPSPEED":
@@ -49,10 +50,10 @@ def reader_of(values: Mapping[str, Any]) -> Reader:
 
 
 def is_bare(values: Mapping[str, Any]) -> bool:
-    """Whether these are the keys of an ``fsdp_config`` itself, as in the JSON file that a Trainer is given."""
+    """Whether these are the keys of an ``fsdp_config`` itself, as in the JSON file that a Trainer loads."""
     if "fsdp_config" in values or "distributed_type" in values:
         return False
-    # Beside fsdp these two are arguments of a Trainer's own.
+    # Beside fsdp, OLD_SIBLINGS are arguments of a Trainer.
     others = (*_ANSWERS, *(OLD_SIBLINGS if "fsdp" in values else ()))
     names = [str(name) for name in values if name not in others]
     plain = [name.removeprefix(PREFIX) for name in names]
@@ -63,9 +64,9 @@ def is_bare(values: Mapping[str, Any]) -> bool:
 
 
 def given_keys(values: Mapping[str, Any], reader: Reader, *, is_file: bool) -> tuple[GivenKey, ...]:
-    """The keys that are FSDP's own; what else a Trainer's arguments hold is none of it."""
+    """Return the keys that configure FSDP, without a Trainer's other arguments."""
     found: list[GivenKey] = []
-    if is_bare(values):  # a file, of whose keys every release takes the prefix off
+    if is_bare(values):  # a file: every release strips the prefix from its keys
         names = [str(name) for name in values if name not in _ANSWERS]
         found = [
             _nested_key(name, name.removeprefix(PREFIX), values[name], SETTINGS, reader)
@@ -103,14 +104,14 @@ def _nested_key(key: str, name: str, value: Any, group: str, reader: Reader) -> 
     if reader is Reader.TRAINER_FSDP1 and plain != name:
         is_read = False  # stripped from the keys of a JSON file only
     if group == DEGREES and plain == name and not reader.is_trainer:
-        is_read = False  # the launcher makes an option of any name, and hands over those that it knows
-    if row.aliases:  # two systems' words for one thing: each reads its own
+        is_read = False  # the launcher makes an option of every name, but passes on only those that it knows
+    if row.aliases:  # transformers and accelerate use different names: each reads only its name
         is_read = is_read and (plain in row.aliases) == reader.is_transformers
     return GivenKey(key=key, value=value, row=row, is_read=is_read)
 
 
 def _last_of_each(given: list[GivenKey]) -> tuple[GivenKey, ...]:
-    """Most readers take a key with and without its prefix as the same, and the last one holds."""
+    """Mark keys as not read that a later one overrides: most readers ignore whether a key has the prefix."""
     last = {(each.row.name, each.key in OLD_SIBLINGS): each.key for each in given if each.row and each.is_read}
     return tuple(
         each
@@ -127,11 +128,11 @@ def _last_of_each(given: list[GivenKey]) -> tuple[GivenKey, ...]:
 def effective_config(
     values: Mapping[str, Any], reader: Reader | None = None, *, is_file: bool = False
 ) -> EffectiveConfig:
-    """The effective configuration of a section.
+    """Return the effective configuration of a section.
 
     Args:
-        reader: Who reads it; None finds out.
-        is_file: Whether the section is all of a file, of which accelerate knows every key.
+        reader: The system that reads it; detected if None.
+        is_file: Whether the section is a whole file, in which accelerate accepts only keys that it knows.
     """
     reader = reader or reader_of(values)
     given = given_keys(values, reader, is_file=is_file)
@@ -157,13 +158,13 @@ def _set(config: EffectiveConfig, given: GivenKey) -> None:
     if given.key not in OLD_SIBLINGS:
         config.settings[given.row.name] = value
     elif isinstance(value, tuple):
-        config.settings[given.row.name] += value  # both lists count
+        config.settings[given.row.name] += value  # both lists apply
     else:
         config.settings[given.row.name] = max(config.settings[given.row.name], value)
 
 
 def _switches(config: EffectiveConfig) -> None:
-    """Whether accelerate's file turns FSDP on; its fp16 of old, before which mixed_precision goes."""
+    """Check that an accelerate file enables FSDP, and apply its old ``fp16``, which ``mixed_precision`` overrides."""
     if config.around.get("distributed_type", "FSDP") not in ("FSDP", "DEEPSPEED"):
         config.problems["distributed_type"] = (
             "accelerate launch reads fsdp_config under distributed_type FSDP only; as trained: remove fsdp_config; "
@@ -174,7 +175,10 @@ def _switches(config: EffectiveConfig) -> None:
 
 
 def _zero(config: EffectiveConfig) -> None:
-    """DeepSpeed's stages in FSDP1's words: stage 1 keeps more than SHARD_GRAD_OP, and reduces as seldom as it may."""
+    """Convert DeepSpeed's stages to FSDP1's settings.
+
+    Stage 1 keeps more than SHARD_GRAD_OP, and reduces as seldom as possible.
+    """
     settings = config.settings
     if config.reader is not Reader.ACCELERATE_DEEPSPEED:
         return
@@ -202,8 +206,8 @@ def _fsdp_words(config: EffectiveConfig) -> None:
     if "fsdp" not in config.around and is_bare(config.around):
         if not reader.is_fsdp2:
             config.problems["fsdp"] = (
-                "its words are in the command or the script that names this file (--fsdp); write them here, where a "
-                "Trainer passes over them: fsdp: full_shard auto_wrap"
+                "fsdp's options are in the command or the script that names this file (--fsdp); write them here, where "
+                "a Trainer passes over them: fsdp: full_shard auto_wrap"
             )
     elif config.around.get("fsdp") in (None, "", False, []) and not (
         reader.is_axolotl and config.around.get("fsdp_config")
@@ -213,7 +217,7 @@ def _fsdp_words(config: EffectiveConfig) -> None:
         )
     words: Words = settings["fsdp"] or Words()
     settings["offload_params"] = settings["offload_params"] or words.offload
-    if reader.is_axolotl:  # the policy is in the environment already, and the word sets it again
+    if reader.is_axolotl:  # auto_wrap overrides the policy that is already in the environment
         settings["sharding_strategy"] = None if reader.is_fsdp2 else words.strategy or ShardingStrategy.FULL_SHARD
         if words.auto_wrap:
             by_size = settings["min_num_params"] > 0 and not reader.is_fsdp2
@@ -233,7 +237,7 @@ def _fsdp_words(config: EffectiveConfig) -> None:
 
 
 def _wrapping(config: EffectiveConfig) -> None:
-    """What decides nothing is as if it were not there, and is never looked at: there even a bad value did no harm."""
+    """Drop wrapping keys that the policy does not use, with their problems: the system never checks their values."""
     policy = config.settings["auto_wrap_policy"]
     if policy != "TRANSFORMER_BASED_WRAP":
         config.settings["transformer_layer_cls_to_wrap"] = ()
@@ -256,14 +260,17 @@ def _asks_for_size(config: EffectiveConfig) -> bool:
 
 
 def _wrapping_by_size(config: EffectiveConfig) -> None:
-    """Its default is a float (1e8), and "100000000.0" is not an int."""
+    """Report a missing ``min_num_params``: accelerate's default is a float (1e8), and "100000000.0" is not an int."""
     if not config.keys_of("min_num_params") and not config.reader.is_trainer:
         key = config.key_of("auto_wrap_policy") or "fsdp_config"
         config.problems[key] = "SIZE_BASED_WRAP needs min_num_params, for which accelerate's default does not parse"
 
 
 def _no_wrapping_by_size(config: EffectiveConfig, *, is_root: bool) -> None:
-    """A Trainer compares the number with 0 in any case, which a float lives through."""
+    """Reset ``min_num_params``, and drop problems with its value if the system does not use it.
+
+    A Trainer compares the number with 0 in any case, which works for a float.
+    """
     config.settings["min_num_params"] = 0
     for key in config.keys_of("min_num_params"):
         if not config.reader.is_trainer or (is_root and isinstance(config.value_of(key), float)):
@@ -287,7 +294,7 @@ def _strategies(config: EffectiveConfig) -> None:
 
 
 def _loading(config: EffectiveConfig) -> None:
-    """Under FSDP2 the one key does both."""
+    """Set ``sync_module_states`` from ``cpu_ram_efficient_loading``, which does both under FSDP2."""
     if config.reader.is_fsdp2:
         config.settings["sync_module_states"] = config.settings["cpu_ram_efficient_loading"]
 
@@ -304,7 +311,7 @@ def _contradictions(config: EffectiveConfig) -> None:
             "all ranks but the first would train on random weights: cpu_ram_efficient_loading is "
             f"{_loading_text(config)}; set this to true, or cpu_ram_efficient_loading to false",
         )
-    elif settings["cpu_ram_efficient_loading"]:  # where it is not refused, the plugin puts it right
+    elif settings["cpu_ram_efficient_loading"]:  # if not rejected, the plugin corrects it
         settings["sync_module_states"] = True
     if settings["gradient_checkpointing"] and settings["activation_checkpointing"] and config.reader.is_trainer:
         for key in config.keys_of("activation_checkpointing"):
@@ -316,10 +323,10 @@ def _contradictions(config: EffectiveConfig) -> None:
 
 
 def _refuses_to_load(config: EffectiveConfig) -> bool:
-    """Whether the system stops at values that rank 0 alone loads and keeps.
+    """Whether the system raises because rank 0 alone loads the values and does not send them to other ranks.
 
-    A Trainer compares words. accelerate's launcher treats any text as true, and does so for FSDP2 as well, of which
-    only one of the two is read there.
+    A Trainer compares text. accelerate's launcher treats any text as true, also for FSDP2, which reads only one of
+    the two keys.
     """
     if config.reader in (Reader.TRAINER_FSDP2, Reader.ACCELERATE_DEEPSPEED) or config.reader.is_axolotl:
         return False
@@ -333,7 +340,7 @@ def _refuses_to_load(config: EffectiveConfig) -> bool:
 
 
 def _sync_keys(config: EffectiveConfig) -> list[str]:
-    """The keys that are looked at, read or not."""
+    """Return the ``sync_module_states`` keys that the system checks, whether it reads them or not."""
     if config.reader is Reader.ACCELERATE_FSDP2:
         return [each.key for each in config.given if each.row is SYNC_ROW]
     return config.keys_of("sync_module_states")

@@ -70,7 +70,7 @@ from composer_fsdp2.migration.lens import Limitation, Loss
 from composer_fsdp2.migration.paths import Path, merged
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 
-# A file that says it already has this finding at its own key.
+# A file with version: 2 already has this finding at that key.
 _TRAINER_FSDP2 = Finding(
     key="version",
     value=2,
@@ -80,14 +80,14 @@ _TRAINER_FSDP2 = Finding(
     hint=VERSION_HINT,
     origin=Origin.LACKING,
 )
-# `migrate` takes degrees in any file, as the answer to what a hybrid's mesh was; of the systems this one reads them.
+# `migrate` accepts degrees in any file, to specify the mesh of a hybrid strategy; this is the system that reads them.
 _READS_DEGREES = "accelerate 1.10"
 _READS_SEQUENCES = "accelerate 1.12"
 
 _BY_LAYER = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-# On one node, which is a launcher's default, hybrids replicate to nobody.
+# On one node, a launcher's default, hybrid strategies have one replica only.
 _SEVERAL_NODES = {"num_machines": 2, "num_processes": 16}
-# By who reads it, a file that turns sharding on, layer by layer.
+# By reader: a file that enables sharding by layer.
 _FILES: dict[Reader, dict[str, Any]] = {
     T1: {"fsdp": "full_shard auto_wrap"},
     T2: {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}},
@@ -95,7 +95,7 @@ _FILES: dict[Reader, dict[str, Any]] = {
     A2: {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, **_BY_LAYER}},
     AD: {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
 }
-# By group, what stands before a key: to a Trainer first, to accelerate last.
+# By group: the prefixes of a key, a Trainer's first, accelerate's last.
 _PREFIXES = {
     SETTINGS: ("fsdp_config.", f"fsdp_config.{PREFIX}"),
     BESIDE: ("",),
@@ -105,7 +105,7 @@ _PREFIXES = {
 
 
 class HuggingFaceDialect(Dialect):
-    """A Trainer's arguments and accelerate's files; the FSDP2 words that it writes are accelerate's."""
+    """A Trainer's arguments and accelerate's files; written as accelerate's FSDP2 keys."""
 
     name, target = "huggingface", "accelerate"
     title = "Hugging Face: Trainer and accelerate"
@@ -131,7 +131,7 @@ class HuggingFaceDialect(Dialect):
         return path[:-1] if path[-1:] and path[-1] in MAPPINGS else path
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
-        """A mapping with a Trainer's FSDP arguments, or a configuration file of accelerate's."""
+        """Return the path of a mapping with a Trainer's FSDP arguments, or of an accelerate configuration file."""
         settings, fsdp = values.get("fsdp_config"), values.get("fsdp")
         if values.get("distributed_type") == "DEEPSPEED" and isinstance(values.get("deepspeed_config"), Mapping):
             return path
@@ -156,27 +156,27 @@ class HuggingFaceDialect(Dialect):
         except ConfigError as error:
             key = config.key_of("dp_shard_size", "dp_replicate_size") or config.key_of("sharding_strategy", "fsdp")
             config.problems.setdefault(key or "mesh", str(error))
-        beside = [section.given.get(name) or {} for name in MAPPINGS]  # another file's name, or what cannot be read
+        beside = [section.given.get(name) or {} for name in MAPPINGS]  # may be a file name or unreadable
         is_whole = all(isinstance(each, Mapping) for each in beside)
         is_readable = not config.problems and is_whole and not config["xla"]
         return Reading(
             run=run if is_readable else None,
             findings=tuple(findings_of(config)),
             rows={given.key: given.row for given in config.given if given.row is not None},
-            # A key that is not read counts: what holds in its stead goes where the user looks for it.
+            # Includes keys that are not read: the setting in effect is written where the user looks for it.
             kept=frozenset(given.key for given in config.given if not given.is_read and not given.is_off),
             details=config,
         )
 
     def effective(self, section: Section) -> EffectiveConfig:
-        """What the system made of a section."""
+        """Return the configuration that the system computed from a section."""
         return effective_config(section.given, is_file=not section.path)
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
         yield from settings_of(run)
 
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
-        """FSDP2's words for FSDP1's, in place; nothing where FSDP2 has no form for the strategy."""
+        """Replace FSDP1's keys by FSDP2's in place; no edits if FSDP2 does not support the strategy."""
         config: EffectiveConfig = reading.details
         keeps_all = config["sharding_strategy"] is ShardingStrategy.NO_SHARD
         if reading.run is None or keeps_all or config.reader.is_fsdp2:
@@ -191,19 +191,23 @@ class HuggingFaceDialect(Dialect):
             yield replace(each, key=config.key_of(name) or each.key)
 
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
-        """The reading's, and what Hugging Face's FSDP2 cannot configure or does otherwise than its FSDP1."""
+        """Return the findings of the reading, and those for settings that Hugging Face's FSDP2 lacks or treats
+        differently from its FSDP1."""
         config: EffectiveConfig = reading.details
         findings = tuple(map(as_own, reading.findings))
         if reading.run is None or config.reader.is_fsdp2:
             return (*findings, *(each.finding for each in lost if each.is_fault))
-        # A strategy for which FSDP2 has no form stays as it is.
+        # A strategy that FSDP2 does not support is left unchanged.
         lost = lost or self.express(reading.run.without_training()).losses
         found = [replace(each, finding=self._of_own(each, config)) for each in lost]
         findings, rest = with_losses(findings, found, reading, self)
         return (*findings, *rest, *([_TRAINER_FSDP2] if config.reader.is_trainer else []))
 
     def _of_own(self, loss: Loss, config: EffectiveConfig) -> Finding:
-        """A norm in DeepSpeed's section is lost in FSDP's; a file with degrees is for a release that reads them."""
+        """Return the finding of a loss, adapted to the section.
+
+        The norm of a DeepSpeed section is lost in FSDP's; a file with degrees is for a release that reads them.
+        """
         first = next(iter(loss.fields), "")
         if first == "max_grad_norm" and config.key_of("gradient_clipping") is not None:
             return replace(loss.finding, outcome=Outcome.NEEDS_DECISION)
@@ -212,7 +216,7 @@ class HuggingFaceDialect(Dialect):
         return loss.finding
 
     def replaced_block(self, section: Section) -> ReplacedBlock | None:
-        """What is FSDP's own goes, and so does what decides the precision; of a file that is nothing else, all."""
+        """Return the keys of FSDP and of the precision; None for a file that has no other keys, replaced as a whole."""
         if is_bare(section.given):
             return None
         names = ("fsdp_config", "deepspeed_config", "fsdp", "distributed_type")
@@ -255,7 +259,7 @@ class HuggingFaceDialect(Dialect):
 
     def instead(self, row: Row) -> Mapping[str, str]:
         assert isinstance(row, Key)
-        # A Trainer of transformers 4.51.3 passes over names with the prefix, those of keys that it reads as well.
+        # A Trainer of transformers 4.51.3 ignores prefixed names, also those of keys that it reads without prefix.
         return {
             reader.value: way
             for reader, way in row.instead.items()
@@ -312,7 +316,7 @@ def _quantized(values: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def as_own(finding: Finding) -> Finding:
-    """A finding of the model where the file stays its system's, whose own patches are in effect as before."""
+    """Convert a finding of the model for a file that stays in its system, whose patches are still in effect."""
     if finding.key != _QUANTIZED:
         return finding
     reason = "they are made where the model is made, outside of this section, and stay the system's own"
@@ -361,7 +365,7 @@ def _of_no_row(given: GivenKey, config: EffectiveConfig) -> Finding:
 
 
 def _unread(usual: Finding, given: GivenKey, row: Key, config: EffectiveConfig) -> Finding:
-    """A key that the system passed over: nothing is lost if it says what held anyway."""
+    """Return the finding for a key that the system ignored; nothing is lost if its value was in effect anyway."""
     reader, is_doubled = config.reader, _is_doubled(given, row, config)
     reason = f"{config.key_of(row.name)} says it again" if is_doubled else f"{reader.value} does not read it here"
     setting = _OF_SPEED.get(row.name, row.name)
@@ -393,13 +397,13 @@ def _unread(usual: Finding, given: GivenKey, row: Key, config: EffectiveConfig) 
 
 
 def _unread_prefetch(usual: Finding, reason: str, value: object, way: str) -> Finding:
-    """A prefetch that was not read: the same numbers, at another speed, so that nothing is left to decide."""
+    """Return the finding for an ignored prefetch key: it affects speed but no numbers, so no decision is needed."""
     reason = f"{reason}: the run went by {_word(value)}; no number depends on it"
     hint = f"it is read as {way}" if way else ""
     return replace(usual, outcome=Outcome.APPROXIMATE, target="as it ran", reason=reason, hint=hint)
 
 
-# Keys that change speed and memory only, so that the run is the same without them; each with the setting that it is.
+# Keys that change only speed and memory, not the numbers of the run; each with the setting that it configures.
 _OF_SPEED = {
     "backward_prefetch": "backward_prefetch",
     "backward_prefetch_policy": "backward_prefetch",
@@ -408,7 +412,7 @@ _OF_SPEED = {
 
 
 def _is_doubled(given: GivenKey, row: Key, config: EffectiveConfig) -> bool:
-    """Whether the key is read here, under another of its names."""
+    """Whether the file has the key under another of its names, which is read."""
     is_inert = config.reader is Reader.TRAINER_FSDP1 and given.key.split(".")[-1].startswith(PREFIX)
     return reads(config.reader, row) and not is_inert and config.key_of(row.name) not in (None, given.key)
 
@@ -430,7 +434,7 @@ def _is_in_effect(setting: str, value: Any, config: EffectiveConfig) -> bool:
     return is_plain and value.reshards_after_forward == config["reshard_after_forward"]
 
 
-# What FSDP1 did without being told, and FSDP2 does otherwise by itself; how the model was wrapped lies between the two.
+# Defaults of FSDP1 that differ from FSDP2's; for wrapping see _implicit_wrapping.
 # fmt: off
 _IMPLICIT: tuple[tuple[Callable[[EffectiveConfig], bool], Finding], ...] = (
     (lambda config: config["mixed_precision"] != "no", implicit("casting of inputs and buffers", Outcome.EXACT,
@@ -485,7 +489,7 @@ def _implicit_wrapping(config: EffectiveConfig) -> Iterator[Finding]:
     if not decided_by_words and config.key_of("auto_wrap_policy") is not None:
         return
     if decided_by_words and "fsdp" not in config.around:
-        return  # the words are elsewhere
+        return  # the options of fsdp are in another place
     wrap = wrap_of(config)
     if wrap.kind is WrapKind.ROOT:
         prefix = "" if is_axolotl else PREFIX
@@ -507,10 +511,10 @@ def _implicit_wrapping(config: EffectiveConfig) -> Iterator[Finding]:
 
 
 def _fields(config: EffectiveConfig) -> dict[str, Any]:
-    """The fields of the run: of the keys, and of what stands beside the section.
+    """Return the fields of the run, from the keys of the section and from those beside it.
 
     Raises:
-        ConfigError: nobody says how many ranks a node has.
+        ConfigError: the number of ranks per node is unknown.
     """
     around, is_axolotl = config.around, config.reader.is_axolotl
     of_keys = {name: read(config[row.name], config) for row in ROWS for name, read in row.read.items()}

@@ -1,4 +1,4 @@
-"""The table of keys of Hugging Face, accelerate and axolotl."""
+"""Table of the keys of Hugging Face, accelerate and axolotl."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -59,7 +59,7 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
 )
 from composer_fsdp2.migration.lens import Lens, as_is, case, cases
 from composer_fsdp2.migration.run import Wrap, WrapKind
-from composer_fsdp2.migration.training import OF_TRAINERS, count, number_of, optimizer_of
+from composer_fsdp2.migration.training import DEFAULTS, OF_TRAINERS, count, number_of, optimizer_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,10 @@ class Key(Lens):
     """A key of files that several systems read.
 
     Args:
-        defaults: By reader.
-        read_by: All that know FSDP, if empty; for the others it has no effect.
-        checked_by: Who stops at a bad value, and does nothing with a good one.
-        instead: By a reader that passes over it, what does the same there.
+        defaults: Default value by reader.
+        read_by: Readers of the key; all that support FSDP if empty. It has no effect on the others.
+        checked_by: Readers that reject an invalid value but do not use a valid one.
+        instead: By reader that ignores the key, the equivalent there.
     """
 
     defaults: Mapping[Any, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Key(Lens):
 
 
 def reads(reader: Reader, row: Row) -> bool:
-    """Whether the system looks at the key."""
+    """Whether the system reads the key."""
     read_by = row.read_by if isinstance(row, Key) else ()
     return reader in read_by if read_by else reader is not AD or row.group == DEGREES
 
@@ -96,17 +96,17 @@ class GivenKey:
 
     @property
     def is_off(self) -> bool:
-        """Whether it says that there is to be none of it."""
+        """Whether the value switches the feature off, in quotes or not."""
         return self.row is not None and self.row.takes in SWITCHES and is_word_for_false(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectiveConfig:
-    """The settings in effect, explicit or not, and by key what kept the run from starting.
+    """The settings in effect, explicit or default, and the problems that prevent the run from starting.
 
     Args:
-        settings: By the names of the table.
-        problems: By key: what is wrong with its value, and which would do.
+        settings: Value by name in the table.
+        problems: By key: why its value is invalid, and which values are valid.
     """
 
     reader: Reader
@@ -119,11 +119,11 @@ class EffectiveConfig:
         return self.settings[name]
 
     def keys_of(self, *names: str) -> list[str]:
-        """The keys that are read for one of these names of the table."""
+        """Return the keys that are read for any of these names of the table."""
         return [each.key for each in self.given if each.row is not None and each.is_read and each.row.name in names]
 
     def key_of(self, *names: str) -> str | None:
-        """The key that set one of these; None if the file gives none of them."""
+        """Return the key that set one of these names; None if the file has none of them."""
         keys = self.keys_of(*names)
         return keys[-1] if keys else None
 
@@ -132,14 +132,14 @@ class EffectiveConfig:
 
     @property
     def is_on_one_node(self) -> bool:
-        """Whether a file of accelerate's says so, by num_machines, whose default is 1."""
+        """Whether ``num_machines`` of an accelerate file is 1, its default."""
         return not self.reader.is_trainer and self.around.get("num_machines", 1) in (None, 1, "1")
 
     def count(self, key: str) -> int | None:
-        """A number beside the section, which accelerate takes in quotes as well.
+        """Return the number at a key beside the section, which accelerate also accepts in quotes.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the value is not a number.
         """
         value = self.around.get(key)
         if value is not None and not str(value).isdecimal():
@@ -148,7 +148,7 @@ class EffectiveConfig:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Fields that several keys decide
+# Fields that several keys set
 
 
 def wrap_of(config: EffectiveConfig) -> Wrap:
@@ -157,31 +157,37 @@ def wrap_of(config: EffectiveConfig) -> Wrap:
         return Wrap(kind=WrapKind.CLASSES, classes=tuple(dict.fromkeys(config["transformer_layer_cls_to_wrap"])))
     if policy == "SIZE_BASED_WRAP" and size > 0:
         return Wrap(kind=WrapKind.SIZE, min_num_params=size)
-    return Wrap(kind=WrapKind.ROOT)  # a size of 0 is passed over as well
+    return Wrap(kind=WrapKind.ROOT)  # a size of 0 is ignored, too
 
 
 _POLICY_OF = {WrapKind.ROOT: "NO_WRAP", WrapKind.SIZE: "SIZE_BASED_WRAP"}
 
 
 def _stored_dtype(word: str, config: EffectiveConfig) -> str | None:
-    """accelerate upcasts what is trained where precision is mixed, as DeepSpeed does; axolotl's own way to FSDP2 leaves
-    it in the dtype in which axolotl loads the model."""
+    """Return the dtype in which trained parameters are stored; None without mixed precision.
+
+    accelerate upcasts trained parameters under mixed precision, as DeepSpeed does; axolotl's FSDP2 code leaves them in
+    the dtype in which axolotl loads the model.
+    """
     low = DTYPES[word]
     return low if low is None or config.reader is X2 else "float32"
 
 
 def _mixed_precision(word: str, config: EffectiveConfig) -> MixedPrecision:
-    """FSDP1 cast the root's inputs only, and buffers; accelerate's FSDP2 casts inputs and outputs of each unit."""
+    """Convert a precision to a mixed precision policy.
+
+    FSDP1 cast buffers and only the root's inputs; accelerate's FSDP2 casts the inputs and outputs of each unit.
+    """
     dtype = DTYPES[word]
     if dtype is None:
-        return MixedPrecision()  # there is nothing to cast to
+        return MixedPrecision()
     if config.reader.is_fsdp2:
         return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype, cast_forward_inputs=True)
     return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
 
 
 def _max_grad_norm(value: Any, config: EffectiveConfig) -> Any:
-    """A Trainer clips to 1 by default, and nothing for a norm of 0."""
+    """Return the clipping norm: a Trainer clips to 1 by default, and does not clip for a norm of 0."""
     if not config.reader.is_trainer:
         return value
     norm = config.around.get("max_grad_norm", 1.0)
@@ -206,14 +212,50 @@ def _checkpointing(by_model: Any, config: EffectiveConfig) -> ActivationCheckpoi
 
 
 def _duration(steps: Any, config: EffectiveConfig) -> str | None:
-    """Steps take precedence over epochs."""
+    """Return the duration; steps take precedence over epochs."""
     epochs = number_of(config["num_train_epochs"])
     return f"{count(steps)}ba" if count(steps) else None if epochs is None else f"{epochs:g}ep"
 
 
+def _rows(rows: Any, config: EffectiveConfig) -> int | None:
+    """Return the rows of a microbatch; None if accelerate splits a batch of all ranks."""
+    older = config.around.get("per_gpu_train_batch_size") if config.reader.is_transformers else None
+    return None if _of_accelerator(config).get("split_batches") else count(older or rows)
+
+
+def _microbatches(rows: Any, config: EffectiveConfig) -> int | None:
+    """Return the number of microbatches per step; axolotl derives it from a rank's batch (utils/config, 0.12.2)."""
+    around, rows = config.around, _rows(rows, config)
+    steps = around.get("gradient_accumulation_steps")
+    if not config.reader.is_trainer:
+        return None
+    if steps is None and config.reader.is_axolotl and (batch := count(around.get("batch_size"))):
+        return None if rows is None else batch // rows
+    kwargs = _of_accelerator(config).get("gradient_accumulation_kwargs")
+    steps = (kwargs.get("num_steps") if isinstance(kwargs, Mapping) else None) or steps
+    return count(rows and 1 if "gradient_accumulation_steps" not in around and steps is None else steps)
+
+
+def _of_accelerator(config: EffectiveConfig) -> Mapping[str, Any]:
+    given = config.around.get("accelerator_config")
+    return given if isinstance(given, Mapping) and config.reader.is_transformers else {}
+
+
+# Settings beside the optimizer with which it is not AdamW with one learning rate.
+_OF_OPTIMIZER = ("adafactor", "embedding_lr", "embedding_lr_scale", "loraplus_lr_ratio", "lr_groups")
+
+
+def _optimizer(name: str | None, config: EffectiveConfig) -> str | None:
+    others = [key for key in _OF_OPTIMIZER if config.around.get(key)]
+    return f"{name or DEFAULTS['name']} with {', '.join(others)}" if others else name
+
+
 def syncs(in_each: bool, config: EffectiveConfig) -> GradientSync:
-    """A Trainer puts gradients off to the last microbatch (no_sync); with accelerate alone the script decides, and
-    under ZeRO the stage: with gradients in shards each microbatch is reduced."""
+    """Return when gradients are reduced.
+
+    A Trainer reduces in the last microbatch (no_sync); with accelerate alone the script decides, and under ZeRO the
+    stage: with sharded gradients each microbatch is reduced.
+    """
     if config.reader is AD:
         defers = config["gradient_accumulation_steps"] > 1 and config["zero_stage"] < 2
     else:
@@ -223,27 +265,29 @@ def syncs(in_each: bool, config: EffectiveConfig) -> GradientSync:
 
 
 def mesh_of(shard: int, config: EffectiveConfig) -> MeshSpec:
-    """All ranks, unless degrees are given or FSDP1 made groups of its own: its hybrids sharded within a node.
+    """Return the mesh: all ranks, unless the file sets degrees or FSDP1's strategy was hybrid (sharded within a node).
 
     Raises:
-        ConfigError: nobody says how many ranks a node has.
+        ConfigError: the sizes are invalid, or a hybrid strategy's number of ranks per node is unknown.
     """
     strategy, replicate = config["sharding_strategy"], config["dp_replicate_size"]
     if strategy is ShardingStrategy.NO_SHARD:
         return MeshSpec().without_shards()
     is_given = config.key_of("dp_replicate_size", "dp_shard_size") is not None
-    if config.reader.is_axolotl and shard == 1:  # axolotl passes on no size of 1: the ranks that are left shard
+    if config.reader.is_axolotl and shard == 1:  # axolotl does not pass on 1: the remaining ranks shard
         if replicate > 1:
             return MeshSpec.of_degrees(-1, replicate)
         is_given = False
     if is_given:
-        shard *= config["cp_size"] * config["sp_size"]  # parameters are sharded over the ranks of a sequence, too
+        shard *= config["cp_size"] * config["sp_size"]  # the ranks of a sequence also shard parameters
         if shard == 1:
             raise ConfigError("dp_shard_size is 1, which is no sharding; give the number of ranks of one replica")
         ranks, total = config.count("num_processes"), replicate * shard * config["tp_size"]
         if config.reader in (A1, A2) and ranks not in (None, total):
             raise ConfigError(f"the sizes of parallelism_config make {total} ranks, and num_processes is {ranks}")
-        return MeshSpec.of_degrees(shard, replicate if replicate > 1 else None)
+        # axolotl fills the remaining ranks with replicas (utils/distributed.py, 0.12.2).
+        is_open = config.reader.is_axolotl and config.key_of("dp_replicate_size") is None
+        return MeshSpec.of_degrees(shard, -1 if is_open else replicate if replicate > 1 else None)
     if strategy is None or not strategy.is_hybrid or config.is_on_one_node:
         return MeshSpec()
     processes, machines = config.count("num_processes"), config.count("num_machines")
@@ -260,7 +304,7 @@ def mesh_of(shard: int, config: EffectiveConfig) -> MeshSpec:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Prose by value
+# Findings by value
 
 _APPROXIMATE, _UNNEEDED, _NEEDS_DECISION = Outcome.APPROXIMATE, Outcome.UNNEEDED, Outcome.NEEDS_DECISION
 _OFF: dict[str, Any] = {"target": "", "reason": "off, as by default", "asks": False}
@@ -271,7 +315,7 @@ def off(finding: Finding) -> Finding:
 
 
 def _switch(name: str) -> Callable[[Finding, EffectiveConfig], Finding]:
-    """Of a key that asks for something while this setting is on."""
+    """Return a ``decide`` for a key that has an effect only while the setting ``name`` is on."""
     return cases(case(lambda value, config: not config[name], **_OFF))
 
 
@@ -303,7 +347,7 @@ _OF_STRATEGY = (
         reason=_reason_of_strategy,
     ),
 )
-# A false in quotes, where any text is true.
+# False in quotes, which a reader that treats any text as true takes for true.
 _IN_QUOTES = case(
     lambda value, config: config.reader.is_transformers and isinstance(value, str) and is_word_for_false(value),
     _NEEDS_DECISION,
@@ -323,7 +367,7 @@ SIZE_HINT = "TRANSFORMER_BASED_WRAP, with the classes of the layers"
 
 
 def of_wrap(finding: Finding, config: EffectiveConfig) -> Finding:
-    """Classes or a number that the policy has no use for."""
+    """Adapt the finding for classes or a number that the auto-wrap policy does not use."""
     policy = config["auto_wrap_policy"]
     is_size = finding.key.endswith("min_num_params")
     needed = "SIZE_BASED_WRAP" if is_size else "TRANSFORMER_BASED_WRAP"
@@ -348,8 +392,8 @@ def of_wrap(finding: Finding, config: EffectiveConfig) -> Finding:
     )
 
 
-# Of ZeRO 3 FSDP is the form by units; 1 and 2 keep parameters, of which SHARD_GRAD_OP keeps less. By stage: the target,
-# and the reason.
+# FSDP is ZeRO 3 by units; stages 1 and 2 keep parameters unsharded for longer than SHARD_GRAD_OP does. By stage: target
+# and reason.
 _KEPT_PARAMETERS = "SHARD_GRAD_OP: reshard_after_forward=False on one mesh of all ranks"
 _STAGES = {
     0: ("2-D mesh with one rank on its shard axis", "stage 0 shards nothing: every rank keeps full parameters"),
@@ -402,16 +446,20 @@ _TRAINERS = (T1, T2, X1, X2)
 
 
 def _instead(trainer: str, launcher: str = "") -> dict[Reader, str]:
-    """What does the same where a key is not read: in a Trainer's arguments for transformers 4.51.3, in a file of
-    accelerate's."""
+    """Return the equivalent of a key by reader that ignores it.
+
+    Args:
+        trainer: In a Trainer's arguments for transformers 4.51.3.
+        launcher: In an accelerate file.
+    """
     ways = {T1: trainer, X1: trainer, A1: launcher, A2: launcher}
     return {reader: way for reader, way in ways.items() if way}
 
 
-# A key of accelerate 1.12, with DeepSpeed's sequence parallelism.
+# A key of accelerate 1.12 for DeepSpeed's sequence parallelism.
 SEQUENCE_DTYPE = "seq_parallel_communication_data_type"
-_LAUNCHER = "belongs to DeepSpeed's launcher; torchrun and composer have their own words for the nodes"
-# Its other keys, which stand in parallelism_config.
+_LAUNCHER = "belongs to DeepSpeed's launcher; torchrun and composer have their own options for the nodes"
+# The other keys of sequence parallelism, in parallelism_config.
 SEQUENCES = {
     "sp_size": "over how many ranks",
     "sp_backend": "who divides sequences",
@@ -419,7 +467,7 @@ SEQUENCES = {
     "sp_seq_length_is_variable": "whether lengths differ",
     "sp_attn_implementation": "which attention computes",
 }
-# What nothing of FSDP2 depends on.
+# DeepSpeed keys that do not affect FSDP2.
 _OF_DEEPSPEED = (
     ("deepspeed_multinode_launcher", "who starts the processes of several nodes", _LAUNCHER),
     ("deepspeed_hostfile", "the nodes", _LAUNCHER),
@@ -515,11 +563,15 @@ _ROWS: tuple[Key, ...] = (
             re.sub(r"\.(?!\+)", r"\.", _ROWS_OF_ONE.sub("", each)) for each in value)},
         decide=cases(
             case(lambda value, config: not config["unfrozen_parameters"], **_OFF),
+            case(lambda value, config: bool(config.around.get("adapter")), _NEEDS_DECISION,
+                reason="axolotl trains the parameters that match beside those of the adapter, which freezes all others",
+                hint="create the adapter in the model's code with modules_to_save, and leave train_only out"),
             case(lambda value, config: any(map(_ROWS_OF_ONE.search, config["unfrozen_parameters"])), _NEEDS_DECISION,
                 reason="axolotl trains only some rows of a parameter by a range in brackets, for which FSDP2 has no "
                 "counterpart", hint="train the whole parameter: remove the range")),
         meaning="patterns of the names of the parameters that are trained; all others are frozen",
-        reason="the same parameters, frozen before the model is sharded"),
+        reason="the same parameters, the others frozen before the model is sharded; a pattern that matches no name is "
+        "an error"),
     Key(name="activation_offloading", takes=OFFLOADING, group=BESIDE, outcome=Outcome.APPROXIMATE,
         target="activation_checkpointing, and activation_cpu_offload", defaults=_everywhere(False), read_by=(X1, X2),
         fields=("activation_checkpointing",), decide=_switch("activation_offloading"),
@@ -543,7 +595,7 @@ _ROWS: tuple[Key, ...] = (
     Key(name="version", write=lambda run: 2, takes=VERSION, outcome=Outcome.EXACT,
         defaults={T1: 1, A1: 1, X1: 1, T2: 2, A2: 2, X2: 2}, read_by=(A1, A2, T2, X1, X2), decide=cases(
         case(lambda value, config: config.reader is T2, _APPROXIMATE, reason=VERSION_REASON, hint=VERSION_HINT)),
-        meaning="which FSDP: 1, or 2", reason="which FSDP the file is for; in accelerate's words fsdp_version: 2"),
+        meaning="which FSDP: 1, or 2", reason="which FSDP the file is for; accelerate's key is fsdp_version: 2"),
     Key(name="sharding_strategy", takes=STRATEGY, outcome=Outcome.EXACT,
         target="reshard_after_forward and the mesh",
         defaults=dict.fromkeys((T1, A1, X1), ShardingStrategy.FULL_SHARD), read_by=(A1,),
@@ -810,9 +862,7 @@ _ROWS: tuple[Key, ...] = (
         for name, meaning, reason in _OF_DEEPSPEED
     ),
     Key(name="per_device_train_batch_size", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS,
-        target="device_train_microbatch_size", read={"microbatch_size": count,
-            "num_microbatches": lambda rows, config: count(config.around.get("gradient_accumulation_steps", rows and 1))
-            if config.reader.is_trainer else None},
+        target="device_train_microbatch_size", read={"microbatch_size": _rows, "num_microbatches": _microbatches},
         meaning="rows of a rank's microbatch, of which gradient_accumulation_steps make a step",
         reason="as many rows"),
     Key(name="max_steps", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS, target="max_duration",
@@ -825,7 +875,8 @@ _ROWS: tuple[Key, ...] = (
         meaning="epochs", reason="as many epochs"),
     Key(name="optim", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS, target="optimizer",
         read={"optimizer": lambda name, config: optimizer_of(
-            {"name": name, **{option: config[key] for key, option in OF_TRAINERS.items()}})}, meaning="the optimizer",
+            {"name": _optimizer(name, config), **{option: config[key] for key, option in OF_TRAINERS.items()}})},
+        meaning="the optimizer",
         reason="the same formula"),
     Key(name="weight_decay", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS, target="optimizer",
         read={"undecayed": lambda value, config: "biases and norms" if number_of(value) else None},
@@ -838,9 +889,9 @@ _ROWS: tuple[Key, ...] = (
 ROWS = tuple(replace(row, group=row.group or SETTINGS) for row in _ROWS)
 SYNC_ROW = next(row for row in ROWS if row.name == "sync_module_states")
 BY_PLACE = {(row.group, name): row for row in ROWS for name in (row.name, *row.aliases)}
-# For FSDP2 these say nothing, whatever their value.
+# Keys without effect under FSDP2, whatever their value.
 WITHOUT_EFFECT = ("use_orig_params", "limit_all_gathers")
-# By the name that axolotl has for it beside fsdp_config.
+# Rows by axolotl's key beside fsdp_config.
 OF_AXOLOTL = {
     "fsdp_version": BY_PLACE[SETTINGS, "version"],
     **{name: BY_PLACE[DEGREES, name] for name in ("dp_shard_size", "dp_replicate_size")},

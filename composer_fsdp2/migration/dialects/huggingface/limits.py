@@ -1,4 +1,4 @@
-"""Fields of a run that accelerate's FSDP2 configuration cannot set, or that accelerate carries out in its own way."""
+"""Fields of a run that accelerate's FSDP2 configuration cannot set, or that accelerate implements differently."""
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.migration.dialects.huggingface.keys import SIZE_HINT, SIZE_REASON
@@ -11,10 +11,10 @@ from composer_fsdp2.migration.run import OF_TRAINING, RunConfig, WrapKind
 
 
 def degrees_of(run: RunConfig) -> dict[str, int]:
-    """The sizes in ``parallelism_config``; without it, accelerate shards over all ranks.
+    """Return the sizes for ``parallelism_config``; without it, accelerate shards over all ranks.
 
-    Of a mesh with an open size that the number of ranks does not decide there are none, nor of one that accelerate
-    refuses: other axes beside replicas of one rank.
+    Empty for a mesh with an open size that the number of ranks does not determine, and for one that accelerate
+    rejects: other axes beside replicas of one rank.
     """
     mesh, tensor, context = run.config.mesh, run.tensor_parallel, run.context_parallel
     if mesh.is_grouped:
@@ -26,7 +26,7 @@ def degrees_of(run: RunConfig) -> dict[str, int]:
     if run.num_ranks is not None and (replicate == -1) != (shard == -1):
         rest = run.num_ranks // tensor // abs(replicate * shard)
         replicate, shard = (rest if size == -1 else size for size in (replicate, shard))
-    # Over the ranks of a sequence parameters are sharded as well.
+    # Parameters are also sharded over the ranks of a sequence.
     is_refused = shard == context and replicate > 1 and max(tensor, context) > 1
     if shard < 2 or replicate < 1 or shard % context or is_refused:
         return {}
@@ -69,7 +69,7 @@ OF_PRECISION = (
         reason="accelerate's FSDP2 casts the outputs of every unit to the low dtype", hint=_POLICY),
     limits(_UNNEEDED, "mixed_precision.cast_root_inputs", reason="without a low dtype nothing is cast"),
 )
-# Of what its own FSDP1 could, or did otherwise.
+# Features of accelerate's FSDP1 that its FSDP2 lacks or implements differently.
 OF_FSDP1: tuple[Limitation, ...] = (
     limits(_APPROXIMATE, "prefetch.forward",
         reason="accelerate's FSDP2 prefetches no unit in forward: the same numbers, maybe slower",
@@ -147,7 +147,7 @@ OF_FSDP1: tuple[Limitation, ...] = (
         "implementation, and without the random numbers of forward: dropout differs",
         hint="gradient_checkpointing_enable() on the model keeps them"),
 )
-# Of what only other systems' files ask for.
+# Features that only other systems' files configure.
 STORED_AS_CREATED = limits(_APPROXIMATE, "stored_dtype", now=None,
     reason="without mixed precision trained parameters keep the dtype that they are created in; {value} was asked for",
     hint="create the model in {value}")

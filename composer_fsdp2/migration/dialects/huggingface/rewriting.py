@@ -1,4 +1,4 @@
-"""A section of a Trainer's or accelerate's changed in its place: as their FSDP2 keys, or with a patch of its run."""
+"""Edit a section of a Trainer or accelerate in place: convert it to FSDP2 keys, or apply a patch of its run."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
 from composer_fsdp2.migration.paths import merged, nested
 from composer_fsdp2.migration.run import RunConfig
 
-# Keys of FSDP1's that FSDP2 has no use for.
+# FSDP1 keys that FSDP2 does not use.
 GONE = frozenset(
     (
         "sharding_strategy",
@@ -37,7 +37,7 @@ Replacements = dict[str, Entries]
 
 
 def rewritten(section: Section, config: EffectiveConfig, run: RunConfig) -> list[MappingEdit]:
-    """The edits that make FSDP2's words of a section in FSDP1's or DeepSpeed's."""
+    """Return the edits that convert a section from FSDP1's or DeepSpeed's keys to FSDP2's."""
     if config.reader is Reader.ACCELERATE_DEEPSPEED:
         return _deepspeed(section, run)
     if not config.reader.is_trainer:
@@ -46,7 +46,7 @@ def rewritten(section: Section, config: EffectiveConfig, run: RunConfig) -> list
 
 
 def settings_of(run: RunConfig) -> Iterator[Setting]:
-    """A configuration file of accelerate's, for ``accelerate launch --config_file``."""
+    """Yield the settings of an accelerate configuration file, for ``accelerate launch --config_file``."""
     yield Setting(key="distributed_type", value="FSDP")
     precision = WORDS_BY_PRECISION[run.precision]
     yield Setting(key="mixed_precision", value=precision, fields=("precision", "mixed_precision"))
@@ -61,7 +61,7 @@ def settings_of(run: RunConfig) -> Iterator[Setting]:
 
 
 def _deepspeed(section: Section, run: RunConfig) -> list[MappingEdit]:
-    """DeepSpeed's section becomes FSDP's; num_processes and the like stay as they are."""
+    """Replace DeepSpeed's section by FSDP's; keys such as ``num_processes`` do not change."""
     new: dict[str, Any] = {}
     for setting in settings_of(run):
         new = merged(new, nested(setting.key, setting.value))
@@ -81,7 +81,7 @@ def _accelerate(section: Section, config: EffectiveConfig, run: RunConfig) -> li
         ("fsdp_reshard_after_forward", config.settings["reshard_after_forward"]),
     ]
     key = config.key_of("state_dict_type")
-    if key is None or config.value_of(key) is None:  # its default is another one under FSDP2
+    if key is None or config.value_of(key) is None:  # the default differs under FSDP2
         new.append(("fsdp_state_dict_type", STATE_DICTS[run.state_dict_type]))
     edits = []
     beside: Replacements = {}
@@ -101,7 +101,7 @@ def _accelerate(section: Section, config: EffectiveConfig, run: RunConfig) -> li
 
 
 def _bare(section: Section, config: EffectiveConfig) -> list[MappingEdit]:
-    """Of a Trainer's file that has nothing but the settings."""
+    """Return the edits of a Trainer's file that consists of the settings only."""
     new = _new_settings(config)
     gone = [
         each.key
@@ -134,20 +134,20 @@ def _trainer(section: Section, config: EffectiveConfig) -> list[MappingEdit]:
 
 
 def _new_settings(config: EffectiveConfig) -> Entries:
-    """What transformers 5 must be told, to do what 4.51.3 did."""
+    """Return the settings with which transformers 5 does the same as 4.51.3."""
     new: Entries = [
         ("version", 2),
         ("reshard_after_forward", config.settings["reshard_after_forward"]),
         ("state_dict_type", STATE_DICTS[config.settings["state_dict_type"]]),
     ]
     policy = config.settings["auto_wrap_policy"]
-    if policy != "TRANSFORMER_BASED_WRAP":  # it takes that one, whether fsdp says auto_wrap or not
+    if policy != "TRANSFORMER_BASED_WRAP":  # the default, with or without auto_wrap in fsdp
         new.append(("auto_wrap_policy", policy))
     return new
 
 
 def _words(config: EffectiveConfig, strategy: ShardingStrategy, *, offloads: bool) -> str | list[str]:
-    """The words of ``fsdp``, as text or list as before, with another strategy."""
+    """Return the options of ``fsdp`` with another strategy, as text or list as in the file."""
     words = [strategy.name.lower()]
     words += ["offload"] if offloads else []
     words += ["auto_wrap"] if config["auto_wrap_policy"] != "NO_WRAP" else []
@@ -160,7 +160,7 @@ def _has_settings(section: Section) -> bool:
 
 
 def _settings_edit(section: Section, config: EffectiveConfig, new: Entries, *, places: tuple[str, ...]) -> MappingEdit:
-    """Of the mapping that ``fsdp_config`` is."""
+    """Return the edit of the mapping ``fsdp_config``."""
     replacements: Replacements = {}
     names = {name.removeprefix(PREFIX) for name, _ in new}
     for given in config.given:
@@ -168,24 +168,24 @@ def _settings_edit(section: Section, config: EffectiveConfig, new: Entries, *, p
         if where != "fsdp_config" or not key:
             continue
         if given.row is None and key not in section.given["fsdp_config"]:
-            continue  # a number, which stays where it is
+            continue  # not a string: left as is
         if _goes(given, names):
             replacements[key] = []
     return edit_in_place(section, replacements, new, places=places)
 
 
 def _goes(given: GivenKey, new: Collection[str]) -> bool:
-    """What FSDP2 has no use for goes, and so does what was not read: a system that reads FSDP2's keys would read it."""
+    """Whether to remove the key: unused by FSDP2, in ``new``, or not read before but read with FSDP2's keys."""
     return given.row is None or given.row.name in GONE or given.row.name in new or not given.is_read
 
 
 def edit_in_place(
     section: Section, replacements: Replacements, new: Entries, *, places: tuple[str, ...]
 ) -> MappingEdit:
-    """The edit of ``fsdp_config`` that puts new settings where one of the keys stood that it replaces, or at the end.
+    """Return the edit of ``fsdp_config`` that inserts new settings at a replaced key, or at the end.
 
     Args:
-        places: Names of such keys, without prefix, the best first.
+        places: Names of candidate keys, without prefix, in order of preference.
     """
     path = (*section.path, "fsdp_config")
     place = next((key for name in places for key in replacements if key.removeprefix(PREFIX) == name), None)
@@ -199,7 +199,7 @@ def edit_in_place(
 
 
 def settings_in_place(config: EffectiveConfig, run: RunConfig) -> Iterator[Setting]:
-    """A run as keys that a Trainer reads, or for FSDP1 accelerate or axolotl, as far as a patch changes them."""
+    """Yield a run's settings that a patch can change, as keys of a Trainer, or for FSDP1 of accelerate or axolotl."""
     reader, strategy = config.reader, config["sharding_strategy"]
     reshards = run.config.reshard_after_forward is not False
     if strategy is not None and strategy.reshards_after_forward is not reshards:
@@ -221,7 +221,7 @@ def settings_in_place(config: EffectiveConfig, run: RunConfig) -> Iterator[Setti
 
 
 def sizes_in_place(config: EffectiveConfig, run: RunConfig) -> Iterator[Setting]:
-    """The sizes of a mesh that needs none, for a file of accelerate's that has some."""
+    """Yield the sizes of a mesh that needs none, for an accelerate file that already sets some."""
     if config.reader is Reader.ACCELERATE_FSDP2 and config.key_of("dp_shard_size") is not None and not degrees_of(run):
         yield Setting(key="dp_replicate_size", value=run.config.mesh.replicate_degree, fields=("mesh",))
         yield Setting(key="dp_shard_size", value=run.config.mesh.shard_degree, fields=("mesh",))

@@ -1,7 +1,7 @@
-"""Who reads a file with Hugging Face's keys, and what a value means to each.
+"""Readers of files with Hugging Face's keys, and the parsing of values by each.
 
-Whoever migrates goes by what the system did with a value, so that most readers parse otherwise than one would guess: a
-Trainer hands most values on as they are, accelerate's launcher makes text of them.
+A value is parsed as its system did, which can be surprising: a Trainer passes most values on unchanged, accelerate's
+launcher converts them to text.
 """
 
 import enum
@@ -16,7 +16,7 @@ from composer_fsdp2.fsdp1.parsing import ShardingStrategy
 
 
 class Reader(enum.StrEnum):
-    """Who reads the file, and for which FSDP."""
+    """System that reads the file, and its version of FSDP."""
 
     TRAINER_FSDP1 = "transformers 4.51.3"
     TRAINER_FSDP2 = "transformers 5"
@@ -28,12 +28,12 @@ class Reader(enum.StrEnum):
 
     @property
     def is_trainer(self) -> bool:
-        """Whether it has a Trainer's arguments, of which axolotl makes one."""
+        """Whether it uses a Trainer's arguments; axolotl creates a Trainer, too."""
         return self not in (Reader.ACCELERATE_FSDP1, Reader.ACCELERATE_FSDP2, Reader.ACCELERATE_DEEPSPEED)
 
     @property
     def is_transformers(self) -> bool:
-        """Whether it is a Trainer by itself."""
+        """Whether it is transformers' Trainer without axolotl."""
         return self in (Reader.TRAINER_FSDP1, Reader.TRAINER_FSDP2)
 
     @property
@@ -45,17 +45,17 @@ class Reader(enum.StrEnum):
         return self in (Reader.TRAINER_FSDP2, Reader.ACCELERATE_FSDP2, Reader.AXOLOTL_FSDP2)
 
 
-# For the tables, in which they stand in most rows.
+# Short names for the rows of the tables.
 T1, T2, A1, A2, AD, X1, X2 = Reader
 NOBODY = "nobody"
 
-# The groups of the table, by the mapping in a section that has their keys; those of one group lie beside it.
+# The groups of the table: the mappings of a section that contain their keys; those of BESIDE are outside of them.
 SETTINGS, DEGREES, DEEPSPEED = MAPPINGS = ("fsdp_config", "parallelism_config", "deepspeed_config")
 BESIDE = "beside fsdp_config"
 PREFIX, DEGREES_PREFIX = "fsdp_", "parallelism_config_"
-# Arguments of a Trainer from the time before fsdp_config: their names have the prefix, and are read.
+# Trainer arguments older than fsdp_config: they are read with the prefix.
 OLD_SIBLINGS = ("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params")
-# What accelerate reads of a configuration file, which it refuses as a whole for any other name.
+# Keys of an accelerate configuration file; accelerate rejects a file with any other key.
 OF_ACCELERATES_FILE = frozenset(
     """
     compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines gpu_ids
@@ -71,7 +71,7 @@ OF_ACCELERATES_FILE = frozenset(
 # Values
 
 DTYPES = {"no": None, **{name: DTYPES_BY_SHORT_NAME[name] for name in ("fp16", "bf16")}, "fp8": "bfloat16"}
-# Composer's precisions, by accelerate's word.
+# Composer's precision by accelerate's name.
 PRECISIONS = {"no": "fp32", "fp16": "amp_fp16", "bf16": "amp_bf16", "fp8": "amp_fp8"}
 WORDS_BY_PRECISION = {precision: word for word, precision in PRECISIONS.items()}
 STATE_DICTS = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
@@ -79,7 +79,7 @@ STATE_DICTS = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """What ``fsdp`` says."""
+    """Options in ``fsdp``."""
 
     strategy: ShardingStrategy | None = None
     offload: bool = False
@@ -107,7 +107,7 @@ def _parse_strategy(value: object, reader: Reader) -> ShardingStrategy:
 
 
 def _parse_words(value: object, reader: Reader) -> Words:
-    """A string is checked word by word; of a list everything that is not an option is passed over."""
+    """Parse ``fsdp``: every option in a string is checked; unknown entries of a list are ignored."""
     if isinstance(value, bool):
         return Words(strategy=ShardingStrategy.FULL_SHARD if value else None)
     if not isinstance(value, str | list):
@@ -140,30 +140,30 @@ def _parse_bool(value: object, reader: Reader) -> bool:
 
 
 def _parse_truth(value: object, reader: Reader) -> bool:
-    """A Trainer hands it on as it is; accelerate's launcher as text, which is parsed."""
+    """Parse a truth value: a Trainer passes it on unchanged, accelerate's launcher as text, which is parsed."""
     return bool(value) if reader.is_trainer else _parse_bool(value, reader)
 
 
 def is_word_for_false(value: object) -> bool:
-    """Whether whoever writes this means false, in quotes or not."""
+    """Whether the value is meant as false, in quotes or not."""
     return _TRUTH_WORDS.get(str(value).lower()) is False
 
 
 def _parse_policy(value: object, reader: Reader) -> str:
-    if value is None and not reader.is_trainer:  # as if it were not there, to the launcher
+    if value is None and not reader.is_trainer:  # the launcher treats it as absent
         return "NO_WRAP"
     return _word_of(_POLICY_TEXT, *_POLICIES)(value, reader)
 
 
 def _parse_flag(value: object, reader: Reader) -> bool:
-    """Taken as it is: any string would be true, so that none is meant."""
+    """Parse a flag that is used as is: any string would be true, so strings are rejected."""
     if value is None or isinstance(value, bool):
         return bool(value)
     raise _bad(value, _FLAG_TEXT)
 
 
 def _parse_bf16(value: object, reader: Reader) -> bool | str:
-    """Of axolotl's words auto is true where a GPU has the dtype, and full is no mixed precision at all."""
+    """Parse ``bf16``: axolotl's ``auto`` is true if the GPU supports the dtype, ``full`` is no mixed precision."""
     if reader.is_axolotl and value in ("auto", "full"):
         return True if value == "auto" else "full"
     return _parse_flag(value, reader)
@@ -197,7 +197,7 @@ def _parse_device(value: object, reader: Reader) -> str:
 
 
 def _parse_norm(value: object, reader: Reader) -> float | None:
-    """auto is what a Trainer's max_grad_norm says, whose default is 1, and 1 with accelerate alone; 0 clips nothing."""
+    """Parse a norm: ``auto`` is a Trainer's max_grad_norm (default 1), or 1 with accelerate alone; 0 clips nothing."""
     try:
         return 1.0 if value in (None, "auto") else float(value) or None  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -205,7 +205,7 @@ def _parse_norm(value: object, reader: Reader) -> float | None:
 
 
 def _parse_steps(value: object, reader: Reader) -> int:
-    """auto is what the script says."""
+    """Parse a number of steps; for ``auto``, which leaves it to the script, return 1."""
     if value in (None, "auto"):
         return 1
     if isinstance(value, bool) or not str(value).isdigit() or int(str(value)) < 1:
@@ -214,7 +214,7 @@ def _parse_steps(value: object, reader: Reader) -> int:
 
 
 def _parse_syncs(value: object, reader: Reader) -> bool:
-    """Whether a Trainer reduces gradients in each microbatch, by its ``accelerator_config``."""
+    """Whether a Trainer's ``accelerator_config`` makes it reduce gradients in each microbatch."""
     given = value.get("gradient_accumulation_kwargs") if isinstance(value, Mapping) else None
     return isinstance(given, Mapping) and bool(given.get("sync_each_batch"))
 
@@ -227,12 +227,12 @@ def _parse_names(value: object, reader: Reader) -> tuple[str, ...]:
 
 
 def _parse_pieces(value: object, reader: Reader) -> int:
-    """Without a number axolotl takes one by the length of the sequence; here it is ROLL's default."""
+    """Parse a number of pieces; without one return ROLL's default, while axolotl derives it from sequence length."""
     return 4 if value is None else _parse_degree(value, reader)
 
 
 def _parse_reshard(value: object, reader: Reader) -> bool | ShardingStrategy:
-    """FSDP2 takes true or false; FSDP1 would have taken a strategy, had it read the key."""
+    """Parse ``reshard_after_forward``: a boolean for FSDP2; FSDP1, if it read the key, would accept a strategy."""
     if reader.is_fsdp2 or str(value).lower() in _TRUTH_WORDS:
         return _parse_bool(value, reader)
     return _parse_strategy(value, reader)
@@ -250,7 +250,7 @@ def _parse_count(value: object, reader: Reader) -> int:
 
 
 def _parse_classes(value: object, reader: Reader) -> tuple[str, ...]:
-    """Names, joined by commas without spaces: accelerate splits at the comma and looks for exactly what it gets."""
+    """Parse class names, separated by commas without spaces: accelerate splits at commas and does not strip names."""
     if value is None:
         return ()
     names = [value] if isinstance(value, str) else value
@@ -299,7 +299,7 @@ def _parse_state_dict(value: object, reader: Reader) -> str:
             "load, or FULL_STATE_DICT"
         )
     names = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}
-    if value is None and not reader.is_trainer:  # as if it were not there, to the launcher
+    if value is None and not reader.is_trainer:  # the launcher treats it as absent
         return "sharded" if reader.is_fsdp2 else "full"
     return names[_word_of(_STATE_DICT_TEXT, *names)(text, reader)]
 
@@ -366,7 +366,7 @@ POLICY = Takes(_POLICY_TEXT, _parse_policy, _POLICIES)
 CLASSES = Takes(_CLASSES_TEXT, _parse_classes)
 COUNT = Takes(_COUNT_TEXT, _parse_count)
 PREFETCH = Takes(_PREFETCH_TEXT, _parse_prefetch, _PREFETCHES)
-# FSDP1 saved LOCAL_STATE_DICT, for which FSDP2 has no form, so that it stands in no list of what the key takes.
+# FSDP1 saved LOCAL_STATE_DICT, which FSDP2 does not support, so _STATE_DICT_TEXT does not list it.
 STATE_DICT = Takes(_STATE_DICT_TEXT, _parse_state_dict, (*STATE_DICTS.values(), "LOCAL_STATE_DICT"))
 PRECISION = Takes(_PRECISION_TEXT, _parse_precision, tuple(DTYPES))
 DEGREE = Takes(_DEGREE_TEXT, _parse_degree)

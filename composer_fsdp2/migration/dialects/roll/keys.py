@@ -1,4 +1,4 @@
-"""The table of ROLL's keys, and the fields of a run that several of them decide."""
+"""The table of ROLL's keys, and the fields of a run that several keys decide together."""
 
 import ast
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ DTYPES = {
     "half": "float16",
     "float": "float32",
 }
-# By model_type, the MLPs that it can tile (verl's tiled_mlp.py, of which ROLL has a copy).
+# The MLPs that ROLL can tile, by model_type (verl's tiled_mlp.py, copied by ROLL).
 MLPS = {
     "llama": "LlamaMLP",
     "qwen2": "Qwen2MLP",
@@ -47,7 +47,7 @@ class Worker(Effective):
     """The effective configuration of one worker.
 
     Args:
-        num_ranks: None if device_mapping does not tell.
+        num_ranks: The number of ranks; None if device_mapping does not determine it.
     """
 
     num_ranks: int | None
@@ -82,7 +82,7 @@ def _divisors(number: int) -> str:
 
 
 def count_of(devices: Any) -> int | None:
-    """The number of devices: ROLL evaluates the string; here lists, ranges and their sums are understood."""
+    """Return the number of devices; of strings, which ROLL evaluates, only lists, ranges and their sums are parsed."""
     if isinstance(devices, str):
         try:
             return len(_listed(ast.parse(devices.strip(), mode="eval").body))
@@ -153,7 +153,7 @@ def _wrap(value: Any, worker: Worker) -> Wrap:
     return Wrap(
         kind=WrapKind.CLASSES,
         classes=_names(worker["wrap_policy.transformer_layer_cls_to_wrap"]),
-        embeddings=True,  # against its guide, unless they are tied: then they cannot be
+        embeddings=True,  # contrary to its guide, unless they are tied: then they cannot be
         output=worker["wrap_policy.wrap_lm_output"],
         experts=_names(worker["wrap_policy.moe_experts"]) if wraps_experts(worker) else (),
     )
@@ -191,7 +191,7 @@ def _recomputed(disabled: bool, worker: Worker) -> ActivationCheckpointing:
 
 
 def tiles_of(run: RunConfig) -> tuple[int | None, str | None]:
-    """In how many pieces, and of which model the MLPs are; without one ROLL tiles all that it knows."""
+    """Return the number of pieces and the model_type of the MLPs; without a model_type ROLL tiles all known MLPs."""
     classes = () if run.config.tiled_mlp is None else run.config.tiled_mlp.classes
     if not {*classes} <= {*MLPS.values()}:
         return None, None
@@ -200,13 +200,13 @@ def tiles_of(run: RunConfig) -> tuple[int | None, str | None]:
 
 
 def _pieces(worker: Worker) -> int | None:
-    """None where MLPs are computed in one piece."""
+    """Return the number of pieces in which MLPs are computed; None for one piece."""
     is_tiled = worker.is_training and worker.is_on("apply_tiled_mlp") and worker["tiled_num_shards"] > 1
     return worker["tiled_num_shards"] if is_tiled else None
 
 
 def _tiled(value: Any, worker: Worker) -> TiledMLP | None:
-    """The MLPs that are tiled, where the file says of which model they are."""
+    """Return the tiled MLPs if ``model_type`` names their class, otherwise None."""
     chunks, cls = _pieces(worker), MLPS.get(str(worker["model_type"]))
     return None if chunks is None or cls is None else TiledMLP(classes=(cls,), chunks=chunks)
 
@@ -216,7 +216,7 @@ def _chunks(value: Any, worker: Worker) -> int | None:
 
 
 def _prefixes(worker: Worker) -> list[str]:
-    """As ROLL compares them with names of parameters: a list, or a text divided at commas."""
+    """Return the prefixes that ROLL compares with parameter names: those of a list, or of a string split at commas."""
     given = worker["model_args.freeze_module_prefix"]
     return [str(each) for each in given] if isinstance(given, list) else str(given or "").split(",")
 
@@ -237,7 +237,7 @@ def _ulysses(finding: Finding, worker: Worker) -> Finding:
 
 
 def _freeze(finding: Finding, worker: Worker) -> Finding:
-    """ROLL freezes each parameter whose name starts with a prefix; here a prefix ends at a dot."""
+    """Adjust the finding: ROLL freezes each parameter whose name starts with a prefix; here a prefix ends at a dot."""
     names = _prefixes(worker)
     if not finding.asks:
         return finding

@@ -1,4 +1,4 @@
-"""Fields of a run that ROLL's FSDP2 cannot configure, or carries out in its own way."""
+"""Fields of a run that ROLL's FSDP2 cannot configure, or implements differently."""
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.sharding import GradientSync
@@ -6,7 +6,7 @@ from composer_fsdp2.migration.dialects.roll.keys import MLPS
 from composer_fsdp2.migration.lens import Limitation, limits
 from composer_fsdp2.migration.run import OF_TRAINING, WrapKind
 
-# What it clips gradients to where the top of the file has no max_grad_norm.
+# The norm to which ROLL clips gradients if the top level of the file has no max_grad_norm.
 GRAD_NORM = 1.0
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 _CLASSES_KEY = "wrap_policy.transformer_layer_cls_to_wrap"

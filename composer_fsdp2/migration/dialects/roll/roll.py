@@ -1,4 +1,4 @@
-"""ROLL's dialect: a worker's part of a file as the run that it describes, and a run as such a part."""
+"""ROLL's dialect: reads a worker's part of a file into a run, and writes a run as such a part."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,12 +22,12 @@ from composer_fsdp2.migration.run import RunConfig
 
 _PATH: Path = ("strategy_args", "strategy_config")
 _FILE = {"strategy_args": {"strategy_name": STRATEGIES[0], "strategy_config": {}}}
-# Where in a worker's part of a file keys stand that are not in its strategy_config.
+# The mapping, in a worker's part of a file, of keys that are not in its strategy_config.
 _OUTER = {"strategy_name": "strategy_args", "device_mapping": "", "model_args": "", "training_args": ""}
 _UNKNOWN = "ROLL takes any key into strategy_config and reads those only that it knows, so this one did nothing"
-# By how other systems call it, a degree that is near to the name of another one of ROLL's.
+# ROLL's key for a degree, by other systems' names, which resemble the name of another key of ROLL's.
 _OF_OTHERS = dict.fromkeys(("cp_size", "sp_size", "context_parallel_size"), "model_args.ulysses_size")
-# What a worker's run has without a key.
+# Fields of a worker's run that no key sets.
 _FIXED = {
     "mixed_precision.cast_root_inputs": False,
     "sync_module_states": True,
@@ -96,13 +96,13 @@ class RollDialect(Dialect):
         )
 
     def express(self, run: RunConfig) -> Expression:
-        """With a number of shards where the number of ranks decides it."""
+        """``Dialect.express``, with an open number of shards computed from the number of ranks."""
         mesh = run.config.mesh
         is_open = not mesh.is_grouped and mesh.has_replicas and mesh.shard_degree == -1
         return super().express(run.with_degrees() if is_open else run)
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
-        """A section's; ``model_args`` stand outside."""
+        """``Dialect.settings`` of a section, without keys outside it such as ``model_args``."""
         return (each for each in super().settings(run) if each.key.partition(".")[0] not in _OUTER)
 
     def settings_in(self, reading: Reading, run: RunConfig) -> Iterator[Setting]:
@@ -117,7 +117,7 @@ class RollDialect(Dialect):
         return True
 
     def replaced_block(self, section: Section) -> ReplacedBlock:
-        """The worker's ``strategy_args`` goes as a whole."""
+        """Return the worker's whole ``strategy_args``."""
         has_name = "strategy_args" in section.path
         entry = section.path[: section.path.index("strategy_args") + 1] if has_name else section.path
         return ReplacedBlock(entry=entry, inner=section.path)
@@ -127,11 +127,11 @@ class RollDialect(Dialect):
 
 
 def _worker(section: Section) -> Worker:
-    """Its keys by the names of the table; the whole file has what holds for all workers."""
+    """Return the worker of a section, with keys named as in the table; ``around``, the file, configures all workers."""
     has_worker = "strategy_args" in section.path
     around = value_at(section.around, section.path[: section.path.index("strategy_args")]) if has_worker else {}
     given = dict(_flat(section.given, ("wrap_policy",)))
-    if section.path[-1:] == ("strategy_args",):  # there is no strategy_config, or it is null
+    if section.path[-1:] == ("strategy_args",):  # strategy_config is missing or null
         given = {"strategy_name": section.given["strategy_name"]}
     elif (strategy := around.get("strategy_args")) is not None:
         given = {"strategy_name": strategy.get("strategy_name")} | given
@@ -157,7 +157,7 @@ def _flat(given: Mapping[str, Any], nested_keys: Sequence[str]) -> Iterator[tupl
 
 
 def _other(key: str, value: Any) -> Finding:
-    """The finding of a key of none of the rows."""
+    """Return the finding of a key without a row."""
     if key in ("strategy_config", "model_args"):
         reason, hint = "ROLL takes a mapping here, and fails with this", "write its keys below it, or remove it"
         return Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason=reason, hint=hint)

@@ -1,6 +1,6 @@
-"""TorchTitan up to v0.2.2: the tables of its TOML that shard, cast, recompute, save and compile.
+"""TorchTitan up to v0.2.2: the TOML tables for sharding, casting, recomputation, saving and compilation.
 
-Later releases have no TOML but a registry in Python. Meanings and defaults: v0.2.2 (``job_config.py``, the models'
+Later releases have a registry in Python instead of TOML. Meanings and defaults: v0.2.2 (``job_config.py``, the models'
 ``parallelize.py``); names of earlier releases are aliases. Each name was looked up in the sources of v0.1.0
 (``config_manager.py``), v0.2.0, v0.2.1 and v0.2.2 (``config/job_config.py``). TorchTitan trains with FSDP2 already.
 """

@@ -28,7 +28,7 @@ _ONE_MESH = "composer_fsdp2 shards over the data-parallel ranks only"
 
 
 def _belonging(only_with: str, *names: str, reason: str, outcome: Outcome = Outcome.UNSUPPORTED) -> tuple[Lens, ...]:
-    """Keys that say more about a feature, and nothing without it."""
+    """Return rows of keys that are details of the feature ``only_with``, and have no effect without it."""
     return tuple(
         Lens(
             name=name,
@@ -47,13 +47,13 @@ def _belonging(only_with: str, *names: str, reason: str, outcome: Outcome = Outc
 
 
 def _mesh(shards: int, file: Effective) -> MeshSpec:
-    """Replicas of one rank each are TorchTitan's DDP; the ranks of a sequence shard parameters as well."""
+    """Return the mesh: replicas of one rank each are TorchTitan's DDP; context-parallel ranks also shard parameters."""
     replicas, context = (file[f"parallelism.{name}_degree"] for name in ("data_parallel_replicate", "context_parallel"))
     return MeshSpec.of_degrees(shards if shards == -1 else shards * context, replicas if replicas > 1 else None)
 
 
 def _shards(run: RunConfig) -> int:
-    """0 where the degree is not to be written: open, or its ranks do not divide into those of sequences."""
+    """Return the shard degree; 0 to omit it: grouped mesh, open replicas, or not divisible by context parallelism."""
     mesh, context = run.config.mesh, run.context_parallel
     if mesh.is_grouped or mesh.replicate_degree == -1:
         return 0
@@ -62,7 +62,7 @@ def _shards(run: RunConfig) -> int:
 
 
 def _context(run: RunConfig) -> int | None:
-    """Left out where its ranks do not divide the shards."""
+    """Return the context-parallel degree; None if it is 1 or does not divide the shards."""
     mesh = run.config.mesh
     is_odd = not mesh.is_grouped and mesh.shard_degree > 0 and mesh.shard_degree % run.context_parallel
     return None if is_odd else unless(1, run.context_parallel)
@@ -98,13 +98,13 @@ def _selective(option: str, file: Effective) -> str | None:
 
 
 def has_fp8_layers(file: Effective) -> bool:
-    """Whether a converter makes layers of float8 or MX."""
+    """Return whether a converter makes layers of float8 or MX."""
     names: Any = file["model.converters"]
     names = [names] if isinstance(names, str) else names
     return bool(file["float8.enable_float8_linear"]) or any("float8" in name or "mx" in name for name in names)
 
 
-# Of v0.2.2's AdamW.
+# Defaults of v0.2.2's AdamW.
 _DEFAULTS = {"name": "AdamW", "lr": 8e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 # fmt: off

@@ -1,4 +1,4 @@
-"""Fields of a run that TorchTitan cannot configure, or carries out in its own way."""
+"""Fields of a run that TorchTitan cannot configure, or implements differently."""
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.migration.lens import Limitation, limits

@@ -1,4 +1,4 @@
-"""Which modules are units: TorchTitan's models choose them in their parallelize.py."""
+"""The modules that are units, which TorchTitan's models choose in their parallelize.py."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from composer_fsdp2.migration.run import Wrap, WrapKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """A model's units, as a run asks for them, and in words."""
+    """A model's units, as the ``wrap`` of a run and as a text for reports."""
 
     wrap: Wrap
     told: str
@@ -38,7 +38,7 @@ _OWN_UNITS = {
 
 
 def units_of(values: Mapping[str, Any]) -> Units:
-    """Of the model that a file names."""
+    """Return the units of the model that a file names."""
     model = values.get("model")
     name = model.get("name") if isinstance(model, Mapping) else None
     return _OWN_UNITS.get(str(name), Units(wrap=USUAL_WRAP, told=USUAL_UNITS))

@@ -1,4 +1,4 @@
-"""TorchTitan's dialect: a TOML file as the run that it describes, and a run as such a file."""
+"""TorchTitan's dialect: reads a TOML file into a run, and writes a run as a TOML file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from composer_fsdp2.migration.paths import Path
 from composer_fsdp2.migration.run import RunConfig
 
 _TABLES = ("parallelism", "training", "activation_checkpoint", "checkpoint", "compile")
-# Keys of the five tables that have to do with neither sharding nor memory, in any release up to v0.2.2.
+# Keys of the five tables that concern neither sharding nor memory, in any release up to v0.2.2.
 _OTHERS = frozenset(
     f"{table}.{name}"
     for table, names in {
@@ -29,7 +29,7 @@ _OTHERS = frozenset(
     }.items()
     for name in names.split()
 )
-# Keys of which every file has one; ``training`` and ``checkpoint`` alone are common names.
+# Every file has one of these keys; the names ``training`` and ``checkpoint`` alone are too common.
 _OWN_KEYS = (
     "model.flavor",
     "training.mixed_precision_param",
@@ -43,7 +43,7 @@ _UNKNOWN = (
     "no release of TorchTitan from v0.1.0 to v0.2.2 knows this key: v0.1.0 passes over it, the others refuse such a "
     "file"
 )
-# What a file's run has without a key.
+# Fields of a file's run that no key sets.
 _FIXED = {
     "mixed_precision.cast_forward_inputs": True,
     "state_dict_type": "sharded",
@@ -65,7 +65,7 @@ _IMPLICIT = (
 
 
 class TorchTitanDialect(Dialect):
-    """A TOML file; a setting's key is its table and its name."""
+    """A TOML file; a setting's key is ``table.name``."""
 
     name = target = "torchtitan"
     title = "TorchTitan up to v0.2.2"
@@ -77,7 +77,7 @@ class TorchTitanDialect(Dialect):
     silent = (Section.at(("parallelism",), {"parallelism": {}}),)
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
-        """One for the whole file: [parallelism], or else the first of the tables that there is."""
+        """Return the path of the file's one section: [parallelism], or else its first table of ``_TABLES``."""
         if path or all(_at(values, name) is None for name in _OWN_KEYS):
             return None
         return next(((name,) for name in _TABLES if isinstance(values.get(name), Mapping)), None)
@@ -101,7 +101,7 @@ class TorchTitanDialect(Dialect):
         )
 
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
-        """As before; of a name of an earlier release, what the last one that reads such a file calls it."""
+        """``Dialect.own_findings``; an earlier release's key gets its v0.2.2 name (last release with TOML) as hint."""
         new = {key: row.name for key, row in reading.rows.items() if key not in (row.name, row.name.split(".", 1)[-1])}
         return tuple(
             replace(each, hint=f"v0.2.2, the last release that reads TOML, calls it {new[each.key]}")
@@ -111,7 +111,7 @@ class TorchTitanDialect(Dialect):
         )
 
     def express(self, run: RunConfig) -> Expression:
-        """With a number of replicas where the number of ranks decides it: TorchTitan leaves the shards open only."""
+        """``Dialect.express``, with an open number of replicas computed from that of ranks: only shards may be open."""
         mesh = run.config.mesh
         is_open = not mesh.is_grouped and mesh.replicate_degree == -1
         return super().express(run.with_degrees() if is_open else run)
@@ -120,12 +120,12 @@ class TorchTitanDialect(Dialect):
         return tuple(key.split(".")) if "." in key else (*section.path, key)
 
     def defaults(self, row: Row) -> Mapping[str, Any]:
-        """TOML has no null: a default of None decides nothing."""
+        """Return the default, or nothing for None: TOML has no null."""
         return {} if row.default is None else {"": row.default}
 
 
 def effective(section: Section) -> Effective:
-    """Its own keys, those of the table in other tables, and misspelt ones there; the rest is not about sharding."""
+    """Return the section's keys, and known or misspelt keys of other tables; the rest does not concern sharding."""
     own = section.place
     given = {f"{own}.{key}": value for key, value in section.given.items()}
     for name in NAMES:
@@ -145,12 +145,12 @@ def effective(section: Section) -> Effective:
 
 
 def _short(section: Section, name: str) -> str:
-    """The name of a key in the report: without the table that is the section."""
+    """Return the name of a key in the report, without the section's table."""
     return name.removeprefix(f"{section.place}.")
 
 
 def _other(section: Section, key: str, value: Any) -> Finding:
-    """The finding of a key of none of the rows."""
+    """Return the finding of a key without a row."""
     if key in _TABLES:
         reason, hint = "it is a table of TorchTitan's", "write its keys below it, or remove it"
         return Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason=reason, hint=hint)
