@@ -101,8 +101,8 @@ def _passing(finding: Finding, of: Dialect) -> Finding:
 
 
 def _of_sharding(reading: Reading, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Drop findings for training keys, which remain in a file that stays in its system or is unchanged."""
-    return (each for each in findings if not is_of_training(reading.rows.get(each.key)))
+    """Drop findings for training keys, which remain in a file that stays in its system, unless they block."""
+    return (each for each in findings if each.outcome.blocks or not is_of_training(reading.rows.get(each.key)))
 
 
 def _unresolved(finding: Finding) -> Finding:

@@ -83,6 +83,13 @@ CASES = {
         told={"mixed_precision": (APPROXIMATE, "param_dtype: bf16, reduce_dtype: bf16")},
         has=("# gradients\n    param_dtype: bf16\n    reduce_dtype: bf16\n    # fast\n",),
     ),
+    "axolotl refuses an optimizer under FSDP2, and nothing else of training": Case(
+        file=AXOLOTL + "fsdp: [full_shard]\noptimizer: adamw_bnb_8bit\nlearning_rate: 1e-4\n"
+        "fsdp_config: {fsdp_offload_params: false}\n",
+        to="axolotl",
+        told={"optimizer": (NEEDS_DECISION, "adamw_torch_8bit")},
+        untold=("learning_rate", "micro_batch_size"),
+    ),
     "a number in quotes": Case(
         file=ACCELERATE + "num_processes: '8'\nfsdp_config:\n" + WRAPPED, to="roll", run={"num_ranks": 8}
     ),

@@ -351,6 +351,10 @@ CASES_BESIDE = {
         file=TRAINER + "optimizer: {type: AdamW, params: {lr: auto}}\n",
         has=("name: decoupled_adamw",),
     ),
+    "a plugin chooses what is trained": Case(
+        file=AXOLOTL + "plugins: [axolotl.integrations.spectrum.SpectrumPlugin]\n",
+        told={"trained parameters": (NEEDS_DECISION, "train_only")},
+    ),
     "axolotl trains what matches beside an adapter": Case(
         file=UNFROZEN + "adapter: lora\n", told={"unfrozen_parameters": (NEEDS_DECISION, "adapter")}
     ),

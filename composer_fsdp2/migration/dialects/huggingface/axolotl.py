@@ -191,7 +191,7 @@ class AxolotlDialect(HuggingFaceDialect):
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
         """Return the findings of the reading, and those for settings that axolotl's FSDP2 lacks or treats differently
         from its FSDP1."""
-        findings = tuple(map(as_own, reading.findings))
+        findings = tuple(as_own(each) for each in reading.findings if each.key != _TRAINED)
         if reading.run is None or reading.details.reader is X2:
             return (*findings, *(each.finding for each in lost if each.is_fault))
         lost = lost or self.express(reading.run.without_training()).losses
@@ -324,8 +324,18 @@ def _version(values: Mapping[str, Any]) -> str:
     return str(next((version for version in versions if version), 1))
 
 
+_TRAINED = "trained parameters"
+
+
 def _of_the_model(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield findings for model settings outside ``fsdp_config`` that affect a run that calls ``fully_shard`` itself."""
+    if any("spectrum" in str(plugin).lower() for plugin in values.get("plugins") or ()):
+        yield implicit(
+            _TRAINED,
+            Outcome.NEEDS_DECISION,
+            "axolotl's SpectrumPlugin chooses them at run time, by the signal-to-noise ratio of their values",
+            "train_only, with the list that it printed or wrote",
+        )
     if values.get("adapter"):
         yield implicit(
             "adapter",
