@@ -18,13 +18,15 @@ class BatchWords:
     """A system's keys, from the mapping around its section outwards; the first that is given counts.
 
     Args:
-        microbatch, accumulation, global_batch, sequence, optimizer: Names with dots.
+        microbatch, accumulation, rank_batch, global_batch, sequence, optimizer: Names with dots; ``rank_batch`` is a
+            rank's rows in a step, in place of the accumulation.
         defaults: What the system takes where none is given, by field.
         options: Of the optimizer, by torch's name for each.
     """
 
     microbatch: tuple[str, ...]
     accumulation: tuple[str, ...] = ()
+    rank_batch: tuple[str, ...] = ()
     global_batch: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
     optimizer: tuple[str, ...] = ()
@@ -63,6 +65,7 @@ BATCH_WORDS: Mapping[str, BatchWords] = {
     "axolotl": BatchWords(
         microbatch=("micro_batch_size",),
         accumulation=("gradient_accumulation_steps",),
+        rank_batch=("batch_size",),
         sequence=("sequence_len",),
         optimizer=("optimizer",),
         defaults={"microbatch": 1, "accumulation": 1, "optimizer": "adamw_torch", "sequence": 2048},
@@ -142,9 +145,11 @@ def read_batches(
             raise ConfigError(
                 f"{key} {batch} is not a multiple of the {num_data_ranks} ranks that read batches of their own"
             )
-        of_rank = batch // num_data_ranks
-        rows = min(rows, of_rank)
-        count = -(-of_rank // rows)
+        rank_rows = batch // num_data_ranks
+        rows = min(rows, rank_rows)
+        count = -(-rank_rows // rows)
+    elif (of_rank := next(_found(section, words.rank_batch), None)) is not None:
+        count = max(_whole(str(of_rank[0][-1]), of_rank[1]) // rows, 1)
     else:
         count = number("accumulation") if words.accumulation else 1
     name = str(number("optimizer"))
@@ -190,7 +195,8 @@ def batch_keys(dialect: str, section: Section, *, rows: int, number: int, global
     *above, key = path
     if key == _OF_COMPOSER or key in words.global_batch:
         return {(*above, _OF_COMPOSER): rows}
-    return {path: rows, (*above, "gradient_accumulation_steps"): number}
+    gone = {path: None for path, _ in _found(section, words.rank_batch)}  # axolotl refuses it beside the accumulation
+    return {path: rows, (*above, "gradient_accumulation_steps"): number, **gone}
 
 
 def _found(section: Section, names: tuple[str, ...]) -> Iterator[tuple[Path, Any]]:

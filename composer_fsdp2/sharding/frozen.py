@@ -65,12 +65,13 @@ def choose_frozen(model: nn.Module, prefixes: Sequence[str], train_only: Sequenc
     if not trained:
         raise PlanError(f"freeze leaves nothing to train: no parameter of {type(model).__name__} requires gradients")
     if trained <= {use.parameter for use in frozen}:
+        keys = " and ".join(key for key, value in (("freeze", prefixes), ("train_only", train_only)) if value)
+        reasons = [f"have names that begin with {' or '.join(prefixes)}"] if prefixes else []
+        reasons += ["match no pattern of train_only"] if train_only else []
         raise PlanError(
-            f"freeze and train_only leave nothing to train: all {len(trained)} parameters of {type(model).__name__} "
-            f"that require gradients have names that begin with {' or '.join(prefixes)}, or match no pattern"
-            if train_only
-            else f"freeze leaves nothing to train: all {len(trained)} parameters of {type(model).__name__} that "
-            f"require gradients have names that begin with {' or '.join(prefixes)}; give longer prefixes"
+            f"{keys} leave{'' if ' ' in keys else 's'} nothing to train: all {len(trained)} parameters of "
+            f"{type(model).__name__} that require gradients {' or '.join(reasons)}; "
+            f"{'give longer prefixes' if prefixes else 'name some that require them'}"
         )
     notes = (*_notes_of_ties(frozen, paths), *_notes_of_statistics(model, frozen, paths))
     return Frozen(names=tuple(use.name for use in frozen), notes=notes)

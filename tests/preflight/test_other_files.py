@@ -12,6 +12,8 @@ import pytest
 from composer_fsdp2.config.findings import Origin
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.bounds import GPUS
+from composer_fsdp2.migration.dialect import Section
+from composer_fsdp2.preflight.batch_words import batch_keys
 from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
@@ -106,6 +108,16 @@ def test_what_stops_a_migration_stops_a_plan(tmp_path: Path, name: str, text: st
     assert step.bounds is not None
     peak = GPUS["h100"].fp8_flops if key == "model.converters" else GPUS["h100"].flops
     assert step.bounds.machine.flops == peak  # a lower bound of the time by a lower peak would be none
+
+
+def test_axolotl_takes_the_accumulation_from_the_batch_of_a_rank(tmp_path: Path):
+    """A step of 16 microbatches was planned as one; beside a new accumulation axolotl refuses the old key."""
+    (tmp_path / "run.yaml").write_text(AXOLOTL.replace("micro_batch_size: 1", "micro_batch_size: 2\nbatch_size: 32"))
+    run = read_run(tmp_path / "run.yaml", world_size=4, model_config=config(tmp_path), sequence=16)
+    assert batch(run) == (2, 16, 16)
+    values = {"micro_batch_size": 2, "batch_size": 32}
+    keys = batch_keys("axolotl", Section.at((), values), rows=1, number=32, global_rows=128)
+    assert keys == {("micro_batch_size",): 1, ("gradient_accumulation_steps",): 32, ("batch_size",): None}
 
 
 def test_ranks_of_one_sequence_compute_the_rows_of_all(tmp_path: Path):
