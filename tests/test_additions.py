@@ -125,7 +125,7 @@ DIALECT = '''
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
-from composer_fsdp2.config.rows import POSITIVE_INT, finding_of, one_of
+from composer_fsdp2.config.rows import POSITIVE_INT, one_of
 from composer_fsdp2.migration.dialect import Dialect, Reading, Section
 from composer_fsdp2.migration.effective import Effective
 from composer_fsdp2.migration.lens import Lens, limits, unless
@@ -155,8 +155,8 @@ class MadeUpDialect(Dialect):
     def read(self, section):
         rows = {row.name: row for row in self.rows}
         given = Effective(given=section.given, rows=rows, around=section.around)
-        findings = tuple(given.findings(self.rows, str, lambda key, value: None))
-        return Reading(run=RunConfig.of_fields(given.fields(self.rows)), findings=findings, rows=rows)
+        findings = tuple(given.findings(lambda key, value: None))
+        return Reading(run=RunConfig.of_fields(given.fields()), findings=findings, rows=rows)
 
     def places(self, row):
         return (f"made_up.{row.name}",)

@@ -130,23 +130,6 @@ class Row:
         )
 
 
-def finding_of(row: Row, key: str, value: Any, *, is_read: bool = True) -> Finding:
-    """What usually becomes of ``row`` with this value.
-
-    Args:
-        key: As the report names it.
-        is_read: Whether the key in ``row.only_with`` is on.
-    """
-    usual = row.usual(key, value)
-    if not row.takes.fits(value):
-        hint = "remove it" if row.default is None else f"its default is {row.default!r}"
-        reason = f"this key takes {row.takes.text}"
-        return undecided(usual, reason, hint)
-    if row.only_with and not is_read:
-        return idle(usual, f"it is read only together with {row.only_with}, which is off")
-    return idle(usual) if row.is_neutral(value) else usual
-
-
 def idle(finding: Finding, reason: str = "this value has no effect") -> Finding:
     """The finding of a value that asks for nothing."""
     return replace(finding, outcome=Outcome.UNNEEDED, target="", reason=reason, hint="", asks=False)

@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.rows import Row, idle
+from composer_fsdp2.config.rows import Row, idle, undecided
 from composer_fsdp2.migration.dialect import (
     Dialect,
     Expression,
     MappingEdit,
     Reading,
-    ReplacedBlock,
     Section,
     meets,
     splice,
@@ -22,11 +21,15 @@ from composer_fsdp2.migration.documents import Document, Edit, NewEntry, entries
 from composer_fsdp2.migration.documents.yaml import flow_text
 from composer_fsdp2.migration.interpolated import has_interpolation
 from composer_fsdp2.migration.lens import Loss, covers, decides
-from composer_fsdp2.migration.paths import Path, Settings, has_path, value_at
+from composer_fsdp2.migration.paths import Path, Settings, find_at, has_path
 from composer_fsdp2.migration.run import RunConfig
 from composer_fsdp2.migration.targets import file_text
 from composer_fsdp2.migration.training import is_of_training
 
+_UNRESOLVED = (
+    "it cannot be resolved: the value is neither in this file nor in an environment variable set here",
+    "set the variable, or write the value",
+)
 Tell = Callable[[Sequence[Loss]], tuple[Finding, ...]]
 
 
@@ -64,14 +67,16 @@ def change_section(document: Document, of: Dialect, section: Section, target: Di
         for each in reading.findings
         if of.interpolates and has_interpolation(each.value) and not is_of_training(reading.rows.get(each.key))
     ]
-    passing: tuple[Finding, ...] = ()
-    if unresolved and all(_passes(each, of, section, target) for each in unresolved):
-        passing = tuple(_passing(each, of) for each in unresolved)
-        reading, unresolved = of.read(section.without(each.key for each in passing)), []
+    passing = tuple(filter(None, (_passing(each, of, section, target) for each in unresolved)))
+    if len(passing) < len(unresolved):
+        passing = ()
+    elif passing:
+        reading = of.read(section.without(each.key for each in passing))
+        unresolved = []
     if reading.run is None or unresolved:
         told = _of_sharding(reading, target.own_findings(reading, ()) if of is target else reading.findings)
         is_open = {each.key for each in unresolved}
-        found = (*passing, *(_unresolved(each) if each.key in is_open else each for each in told))
+        found = (*passing, *(undecided(each, *_UNRESOLVED) if each.key in is_open else each for each in told))
         return Change(tell=lambda lost: found)
     change = (_rewritten if of is target else _translated)(document, of, section, reading, target)
     return replace(change, tell=partial(_with_passing, passing, change.tell), run=reading.run)
@@ -82,20 +87,17 @@ def _with_passing(passing: Sequence[Finding], tell: Tell, lost: Sequence[Loss]) 
     return (*passing, *(each for each in tell(lost) if each.key not in given))
 
 
-def _passes(finding: Finding, of: Dialect, section: Section, target: Dialect) -> bool:
-    """Return whether the new text does not depend on a key's value, an interpolation that cannot be resolved here."""
-    is_inside = finding.key.split(".")[0] in section.given
-    return is_inside and (_asks_never(finding, of) or (of is target and of.keeps(finding.key)))
-
-
-def _asks_never(finding: Finding, of: Dialect) -> bool:
+def _passing(finding: Finding, of: Dialect, section: Section, target: Dialect) -> Finding | None:
+    """Return the finding of a key whose value, an interpolation that cannot be resolved here, changes nothing in the
+    new text; None if it may.
+    """
     row = of.row_of(finding.key)
-    return row is not None and row.outcome is Outcome.UNNEEDED and row.decide is None
-
-
-def _passing(finding: Finding, of: Dialect) -> Finding:
-    if _asks_never(finding, of):
+    if finding.key.split(".")[0] not in section.given:
+        return None
+    if row is not None and row.outcome is Outcome.UNNEEDED and row.decide is None:
         return idle(finding, "it asks for nothing, whatever its value")
+    if of is not target or not of.keeps(finding.key):
+        return None
     reason = "kept as it is written: its value is known where it runs, and nothing else here depends on it"
     return replace(finding, outcome=Outcome.EXACT, target="as it is", reason=reason, hint="")
 
@@ -105,16 +107,6 @@ def _of_sharding(reading: Reading, findings: Iterable[Finding]) -> Iterator[Find
     return (each for each in findings if each.outcome.blocks or not is_of_training(reading.rows.get(each.key)))
 
 
-def _unresolved(finding: Finding) -> Finding:
-    return replace(
-        finding,
-        outcome=Outcome.NEEDS_DECISION,
-        target="",
-        reason="it cannot be resolved: the value is neither in this file nor in an environment variable set here",
-        hint="set the variable, or write the value",
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The same target system
 
@@ -122,8 +114,10 @@ def _unresolved(finding: Finding) -> Finding:
 def _rewritten(document: Document, of: Dialect, section: Section, reading: Reading, target: Dialect) -> Change:
     dead: dict[Path, str] = {}
     if not target.keeps_files:
-        keys = (each.key for each in target.own_findings(reading, ()) if _is_dead(each))
-        dead = {path: key for key in keys if (path := _path_of(key, section))}
+        # No release of the system knows these keys, or others with similar names.
+        own = (each for each in target.own_findings(reading, ()) if each.origin is Origin.KEY and not each.known)
+        keys = (each.key for each in own if each.outcome is Outcome.UNNEEDED)
+        dead = {path: key for key in keys if has_path(section.around, path := section.path_of(key))}
     rewriting = target.rewrite(section, reading)
     edits = _removing(dead, rewriting)
     became = {
@@ -147,7 +141,9 @@ def _rewritten(document: Document, of: Dialect, section: Section, reading: Readi
         tell=tell,
         edits=tuple(edits_of(document, section, edits)),
         meant=tuple(edits),
-        gone=tuple(_gone(edits)),
+        gone=tuple(
+            (*each.path, key) for each in edits for key, new in each.replacements.items() if key not in dict(new)
+        ),
         come=tuple(each.path for each in edits),
         place=section.path,
     )
@@ -157,25 +153,6 @@ def edits_of(document: Document, section: Section, meant: Iterable[MappingEdit])
     for each in meant:
         given = mapping_at(section, each.path)
         yield from document.edit_mapping(each.path, each.replacements, each.additions, given=given)
-
-
-def _is_dead(finding: Finding) -> bool:
-    """Return whether no release of the system knows the key or one with a similar name."""
-    return finding.origin is Origin.KEY and finding.outcome is Outcome.UNNEEDED and not finding.known
-
-
-def _path_of(key: str, section: Section) -> Path | None:
-    """Return the path in the file of a report's key, which is relative to the section or to the top of the file.
-
-    None for a key that is not a string, which is not removed.
-    """
-    for above in (section.path, ()):
-        *outer, last = key.split(".")
-        for parent, name in (((*above,), key), ((*above, *outer), last)):
-            values = mapping_at(section, parent)
-            if values is not None and name in values:
-                return (*parent, name)
-    return None
 
 
 def _removing(dead: Iterable[Path], edits: Sequence[MappingEdit]) -> list[MappingEdit]:
@@ -193,15 +170,8 @@ def _removing(dead: Iterable[Path], edits: Sequence[MappingEdit]) -> list[Mappin
 
 def mapping_at(section: Section, path: Path) -> Mapping[str, Any] | None:
     """Return the mapping at the path; None if the file has none, and an edit adds it."""
-    values = value_at(section.around, path) if has_path(section.around, path) else None
+    values = find_at(section.around, path)
     return values if isinstance(values, Mapping) else None
-
-
-def _gone(edits: Iterable[MappingEdit]) -> Iterable[Path]:
-    for each in edits:
-        for key, new in each.replacements.items():
-            if key not in dict(new):
-                yield (*each.path, key)
 
 
 def _with_keys(finding: Finding, became: Mapping[str, Settings], target: Dialect) -> Finding:
@@ -234,29 +204,55 @@ def _elsewhere(new: Settings, target: Dialect) -> Iterator[str]:
 def _translated(document: Document, of: Dialect, section: Section, reading: Reading, target: Dialect) -> Change:
     assert reading.run is not None
     expression = target.express(reading.run)
+    tell = partial(_told, of, target, reading, expression)
     block = of.replaced_block(section)
     if block is None or not target.heads or not document.takes_entries:
         source = document.name.replace("\\", "/").rpartition("/")[2]
         values = target.file_values(expression)
-        text = file_text(target, values, source)
-        beside = tuple(target.unfinished(list(values)))
-        return Change(tell=partial(_told, of, target, reading, expression, beside), text=text, values=values)
-    replacement = _replacement(block, section, reading, target, expression)
-    parent = block.entry[:-1]
-    edits = [
-        *document.replace_entry(block.entry, replacement.new, given=mapping_at(section, parent)),
-        *edits_of(document, section, replacement.within),
-    ]
-    into = {str(block.entry[-1]): entries_of(replacement.new), **replacement.new.around}
-    rest = [str(key) for key in mapping_at(section, parent) or () if key not in (block.entry[-1], *replacement.going)]
-    unfinished = target.unfinished([*rest, *(each.key for each in expression.beside)])
-    beside = (*_taken(replacement, target), _left(of, target), *unfinished)
+        unfinished = tuple(target.unfinished(list(values)))
+        return Change(tell=partial(tell, unfinished), text=file_text(target, values, source), values=values)
+    parent, main = block.entry[:-1], str(block.entry[-1])
+    present = mapping_at(section, parent) or {}
+    told = {finding.key.split(".")[0] for finding in reading.findings if finding.origin is Origin.KEY}
+    going = [key for key in block.beside if key in told and key != main and not _stays(key, reading, expression)]
+    rest = {str(key): value for key, value in present.items() if key not in (main, *going)}
+    taken = {each.key: each.value for each in expression.beside if each.key in rest}
+    # The other entries of these mappings stay; those of another library's optimizer are not LLM Foundry's.
+    within = {
+        name: _adding(value, (*parent, name), rest[name])
+        for name, value in taken.items()
+        if isinstance(value, Mapping)
+        and isinstance(rest[name], Mapping)
+        and (name != "optimizer" or "name" in rest[name])
+    }
+    new_beside = [each for each in expression.beside if each.key not in taken]
+    around, added = splice(new_beside, going, reading.deciding)
+    around |= {name: [(name, value)] for name, value in taken.items() if name not in within}
+    keys = () if block.inner is None else mapping_at(section, block.inner) or ()
+    replacements, additions = splice(expression.settings, keys, reading.deciding, block.prefix)
+    new = NewEntry(
+        heads=target.heads,
+        beside=added,
+        inner=block.inner,
+        replacements=replacements,
+        additions=additions,
+        around=around,
+    )
+    beside = [each.key for each in expression.beside]
+    findings = (
+        *(_taken(name, rest[name], value, name in within, target) for name, value in taken.items()),
+        _left(of, target),
+        *target.unfinished([*rest, *beside]),
+    )
     return Change(
-        tell=partial(_told, of, target, reading, expression, beside),
-        edits=tuple(edits),
-        meant=(MappingEdit(path=parent, replacements=into), *replacement.within),
-        gone=(block.entry, *((*parent, key) for key in replacement.going)),
-        come=tuple((*parent, key) for key in (target.heads[0][0], *(each.key for each in expression.beside))),
+        tell=partial(tell, findings),
+        edits=(
+            *document.replace_entry(block.entry, new, given=present),
+            *edits_of(document, section, within.values()),
+        ),
+        meant=(MappingEdit(path=parent, replacements={main: entries_of(new), **around}), *within.values()),
+        gone=tuple((*parent, key) for key in (main, *going)),
+        come=tuple((*parent, key) for key in (target.heads[0][0], *beside)),
         place=(*parent, *(name for name, _ in target.heads)),
     )
 
@@ -270,15 +266,16 @@ def _told(
     lost: Sequence[Loss],
 ) -> tuple[Finding, ...]:
     """Return the findings of a section converted to another system's keys."""
-    # The target's losses report its implicit settings, unless it keeps those of FSDP1.
-    told = [each for each in reading.findings if target.keeps_implicit or not _is_kept(each)]
-    told = [each for each in told if not _stays(each.key, reading, expression)]
-    if not target.keeps_implicit:  # hints of a reading are about composer_fsdp2
-        told = [each if each.outcome.blocks else replace(each, hint="") for each in told]
+    told = [each for each in reading.findings if not _stays(each.key, reading, expression)]
+    if not target.keeps_implicit:  # its losses report its implicit settings; hints of a reading are composer_fsdp2's
+        others = (each for each in told if each.origin is not Origin.IMPLICIT or each.outcome is not Outcome.EXACT)
+        told = [each if each.outcome.blocks else replace(each, hint="") for each in others]
     own = {each.key: decides(reading.rows[each.key]) for each in told if of.is_own(each)}
     of_own = [name for names in own.values() for name in names]
     lost = [
-        _dropped_with(each, target) if each.is_fault and covers(of_own, next(iter(each.fields), "")) else each
+        replace(each, finding=replace(_dropped(each.finding, target), origin=Origin.LACKING), is_fault=False)
+        if each.is_fault and covers(of_own, next(iter(each.fields), ""))
+        else each
         for each in lost
     ]
     once, rest = with_losses(told, lost, reading, target)
@@ -314,63 +311,6 @@ def _dropped(finding: Finding, target: Dialect) -> Finding:
     return replace(finding, outcome=Outcome.APPROXIMATE, target="", reason=reason, hint="")
 
 
-def _dropped_with(loss: Loss, target: Dialect) -> Loss:
-    return replace(loss, finding=replace(_dropped(loss.finding, target), origin=Origin.LACKING), is_fault=False)
-
-
-def _is_kept(finding: Finding) -> bool:
-    """Return whether this is an implicit setting that composer_fsdp2 keeps by default."""
-    return finding.origin is Origin.IMPLICIT and finding.outcome is Outcome.EXACT
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Replacement:
-    """The target's keys that replace a block.
-
-    Args:
-        going: Keys beside the block that are removed with it.
-        taken: Old and new value of each of the target's keys that the file already contained.
-        within: Edits of those keys in ``taken`` that are mappings, whose other entries stay.
-    """
-
-    new: NewEntry
-    going: Sequence[str]
-    taken: Mapping[str, tuple[Any, Any]]
-    within: tuple[MappingEdit, ...]
-
-
-def _replacement(
-    block: ReplacedBlock, section: Section, reading: Reading, target: Dialect, expression: Expression
-) -> _Replacement:
-    *parent, main = block.entry
-    told = {finding.key.split(".")[0] for finding in reading.findings if finding.origin is Origin.KEY}
-    going = [key for key in block.beside if key in told and key != main and not _stays(key, reading, expression)]
-    around, added = splice(expression.beside, going, reading.deciding)
-    present = mapping_at(section, tuple(parent)) or {}
-    come = dict([*(each for into in around.values() for each in into), *added])
-    taken = {name: value for name, value in come.items() if name in present and name not in (main, *going)}
-    within = {
-        name
-        for name, value in taken.items()
-        if isinstance(value, Mapping) and isinstance(present[name], Mapping)
-        if name != "optimizer" or "name" in present[name]  # else another library's, whose options are not LLM Foundry's
-    }
-    around = {key: [each for each in into if each[0] not in taken] for key, into in around.items()}
-    keys = list(mapping_at(section, block.inner) or ()) if block.inner is not None else []
-    replacements, additions = splice(expression.settings, keys, reading.deciding, block.prefix)
-    new = NewEntry(
-        heads=target.heads,
-        beside=[each for each in added if each[0] not in taken],
-        inner=block.inner,
-        replacements=replacements,
-        additions=additions,
-        around=around | {name: [(name, value)] for name, value in taken.items() if name not in within},
-    )
-    edits = (_adding(taken[name], (*parent, name), present[name]) for name in within)
-    before = {name: (present[name], value) for name, value in taken.items()}
-    return _Replacement(new=new, going=going, taken=before, within=tuple(edits))
-
-
 def _left(of: Dialect, target: Dialect) -> Finding:
     """Return a finding for the rest of a file, which its source system no longer uses."""
     whose, new = (each.title.split(":")[0] for each in (of, target))
@@ -395,17 +335,19 @@ def _adding(entries: Mapping[str, Any], path: Path, present: Mapping[str, Any]) 
     )
 
 
-def _taken(replacement: _Replacement, target: Dialect) -> Iterator[Finding]:
-    """Yield findings for keys beside the section that were not the source system's, and are now the target's."""
-    whose = f"it stood there already, and is a key of {target.title.split(':')[0]}'s"
-    within = {edit.path[-1] for edit in replacement.within}
-    for key, (present, value) in replacement.taken.items():
-        is_same = key in within or present == value
-        yield Finding(
-            key=key,
-            value=present,
-            outcome=Outcome.EXACT if is_same else Outcome.APPROXIMATE,
-            target=f"{key}: {flow_text(value)}",
-            reason=f"{whose}: it {'has' if is_same else 'says'} now what the section asks for",
-            origin=Origin.WRITING,
-        )
+def _taken(key: str, present: Any, value: Any, has_more: bool, target: Dialect) -> Finding:
+    """Return the finding for a key beside the section that was not the source system's, and is now the target's.
+
+    Args:
+        has_more: Whether other entries of its mapping stay.
+    """
+    is_same = has_more or present == value
+    return Finding(
+        key=key,
+        value=present,
+        outcome=Outcome.EXACT if is_same else Outcome.APPROXIMATE,
+        target=f"{key}: {flow_text(value)}",
+        reason=f"it stood there already, and is a key of {target.title.split(':')[0]}'s: it "
+        f"{'has' if is_same else 'says'} now what the section asks for",
+        origin=Origin.WRITING,
+    )

@@ -15,7 +15,7 @@ from typing import Any
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.rows import Row, idle
 from composer_fsdp2.config.text import and_more
-from composer_fsdp2.migration.lens import Lens, Limitation, Loss, covers, decides, decides_alone, fault, kind_of, losses
+from composer_fsdp2.migration.lens import Lens, Limitation, Loss, covers, decides, fault, kind_of, losses
 from composer_fsdp2.migration.paths import Path, Settings, merged, nested, value_at, walk, without_path
 from composer_fsdp2.migration.run import RunConfig, changed
 
@@ -47,11 +47,15 @@ class Section:
     def place(self) -> str:
         return ".".join(map(str, self.path))
 
+    def path_of(self, key: str) -> Path:
+        """Return the path in the file of a key of the section; nested keys are named with dots."""
+        return (*self.path, *((key,) if key in self.given else key.split(".")))
+
     def without(self, keys: Iterable[str]) -> "Section":
-        """Return the section without some of its entries; nested entries are named with dots."""
+        """Return the section without some of its entries."""
         around = self.around
         for key in keys:
-            around = without_path(around, (*self.path, *((key,) if key in self.given else key.split("."))))
+            around = without_path(around, self.path_of(key))
         return Section.at(self.path, around)
 
 
@@ -102,6 +106,13 @@ class Setting:
 def meets(some: Iterable[str], others: Sequence[str]) -> bool:
     """Return whether a field of one sequence equals a field of the other, or is nested in it."""
     return any(covers(others, each) or any(covers((each,), other) for other in others) for each in some)
+
+
+def written(rows: Iterable[Row], run: RunConfig) -> Iterator[Setting]:
+    """Yield the keys of a table with their values for a run."""
+    for row in rows:
+        if isinstance(row, Lens) and (value := row.write(run)) is not None:
+            yield Setting(key=row.name, value=value, fields=row.decides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +166,7 @@ class Dialect:
         name: The value of ``--dialect`` that selects it.
         title: The title of its table in the documentation.
         rows: Its keys.
+        rows_beside: Keys beside the section that are written for a run, and not explained.
         limits: Fields that its FSDP2 cannot configure, or implements differently.
         target: The value of ``--to`` that selects its FSDP2.
         suffix: The suffix of its files.
@@ -171,11 +183,13 @@ class Dialect:
         silent: Minimal files that enable sharding and leave everything else at implicit settings.
         companions: For a key, the other keys that it requires to take effect.
         has_own_models: Whether its models, and so the classes in its files, are not those of transformers.
+        closed_degree: The degree of a mesh with replicas that its files cannot leave open, if any.
     """
 
     name: str
     title: str
     rows: Sequence[Row]
+    rows_beside: Sequence[Row] = ()
     limits: Sequence[Limitation] = ()
     target: str
     suffix: str = ".yaml"
@@ -190,6 +204,7 @@ class Dialect:
     silent: Sequence[Section] = ()
     companions: Mapping[str, Mapping[str, Any]] = {}
     has_own_models: bool = False
+    closed_degree: str = ""
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
         """Return the path of the section, if the mapping ``values`` at ``path`` is or contains one, else None."""
@@ -201,13 +216,7 @@ class Dialect:
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
         """Yield the run as this dialect's FSDP2 keys in the section."""
-        for row in self.rows:
-            if isinstance(row, Lens) and (value := row.write(run)) is not None:
-                yield Setting(key=row.name, value=value, fields=row.decides)
-
-    def beside(self, run: RunConfig) -> Iterator[Setting]:
-        """Yield the run's keys beside the section."""
-        return iter(())
+        return written(self.rows, run)
 
     def is_own(self, finding: Finding) -> bool:
         """Return whether other systems have no counterpart of a finding's key, apart from a target's keys or losses."""
@@ -235,7 +244,10 @@ class Dialect:
 
     def express(self, run: RunConfig) -> Expression:
         """Express a run as this dialect's FSDP2 keys, with the losses of a file that contains them."""
-        new = Expression(settings=tuple(self.settings(run)), beside=tuple(self.beside(run)))
+        mesh = run.config.mesh
+        if self.closed_degree and mesh.has_replicas and not mesh.is_grouped and getattr(mesh, self.closed_degree) == -1:
+            run = run.with_degrees()
+        new = Expression(settings=tuple(self.settings(run)), beside=tuple(written(self.rows_beside, run)))
         values = self.file_values(new)
         path = next(iter(self.sections(values)), ())
         return replace(new, losses=self.losses(run, self.read(Section.at(path, values))))
@@ -274,7 +286,7 @@ class Dialect:
 
     def path_of(self, section: Section, key: str) -> Path:
         """Return the path of a present or new key in a file with this section."""
-        return (*section.path, *key.split("."))
+        return section.path_of(key)
 
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
         """Return the findings of a section that stays in this dialect; by default its keys work as before.
@@ -373,30 +385,21 @@ def with_losses(
     rows = {
         each.key: row for each in told if (row := reading.rows.get(each.key)) and decides(row) and _is_usual(each, row)
     }
+    alone = {key: row for key, row in rows.items() if len(set(map(kind_of, decides(row)))) == 1}
     # Options of features that another key enables come last.
-    alone = dict(
-        sorted(
-            ((key, row) for key, row in rows.items() if decides_alone(row)), key=lambda each: bool(each[1].only_with)
-        )
-    )
-    owners = _owners(found, alone)
-    settled = [_settled(each, rows.get(each.key), found, owners) for each in told]
+    keys = sorted(alone, key=lambda key: bool(alone[key].only_with))
+    owners: dict[str, Loss] = {}
+    for loss in sorted(found, key=lambda each: not each.finding.outcome.blocks):
+        owner = _owner(loss, {key: alone[key] for key in keys})
+        if owner is not None:
+            owners.setdefault(owner, loss)
+    settled = [_settled(each, rows[each.key], found, owners) if each.key in rows else each for each in told]
     by_name = {row.name: finding for finding in settled if (row := reading.rows.get(finding.key)) is not None}
     details = tuple(
         each if each.key in owners else _as_detail(each, reading.rows.get(each.key), by_name, target)
         for each in settled
     )
-    return details, [each.finding for each, owner in zip(found, owners, strict=True) if owner is None]
-
-
-def _owners(found: Sequence[Loss], alone: Mapping[str, Row]) -> list[str | None]:
-    """Return for each loss the key whose finding reports it, or None; one loss per key, blocking losses first."""
-    owners: dict[int, str] = {}
-    for number in sorted(range(len(found)), key=lambda number: not found[number].finding.outcome.blocks):
-        key = _owner(found[number], alone)
-        if key is not None and key not in owners.values():
-            owners[number] = key
-    return [owners.get(number) for number in range(len(found))]
+    return details, [each.finding for each in found if each not in owners.values()]
 
 
 def _owner(loss: Loss, alone: Mapping[str, Row]) -> str | None:
@@ -413,17 +416,20 @@ def _is_usual(finding: Finding, row: Row) -> bool:
     return finding.asks and (not finding.outcome.blocks or finding.outcome is row.outcome)
 
 
-def _settled(finding: Finding, row: Row | None, found: Sequence[Loss], owners: Sequence[str | None]) -> Finding:
-    if row is None:
-        return finding
+def _settled(finding: Finding, row: Row, found: Sequence[Loss], owners: Mapping[str, Loss]) -> Finding:
+    """Return the finding of a key with the loss that it owns, or with a note of the losses that others report.
+
+    Args:
+        owners: The loss that the finding of a key reports, by key; at most one for each key.
+    """
     if finding.key in owners:
-        loss = found[owners.index(finding.key)].finding
+        loss = owners[finding.key].finding
         hint = loss.hint or (finding.hint if loss.outcome.blocks else "")  # else its own system's hint
         return replace(finding, outcome=loss.outcome, target=loss.target, reason=loss.reason, hint=hint)
     others = [
-        owner or each.finding.name
-        for each, owner in zip(found, owners, strict=True)
-        if meets((*each.fields, *each.covered), decides(row))
+        next((key for key, each in owners.items() if each is loss), loss.finding.name)
+        for loss in found
+        if meets((*loss.fields, *loss.covered), decides(row))
     ]
     if others and finding.outcome is Outcome.EXACT:
         hint = "; ".join(filter(None, (finding.hint, f"see {', '.join(dict.fromkeys(others))}")))

@@ -1,11 +1,11 @@
 """The effective configuration of a section: its explicit keys, and the defaults of all others."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from composer_fsdp2.config.findings import Finding, Origin
-from composer_fsdp2.config.rows import Row, finding_of, idle, undecided
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.rows import Row, idle, undecided
 from composer_fsdp2.migration.lens import Lens
 
 
@@ -17,11 +17,23 @@ class Effective:
         given: The explicit keys, under the names used in the file.
         rows: The rows of the table by key name, aliases included.
         around: The values of the whole file.
+        mappings: Names of keys without a row that take a mapping, and are explicit only if they are none.
     """
 
     given: Mapping[str, Any]
     rows: Mapping[str, Lens]
     around: Mapping[str, Any]
+    mappings: Collection[str] = ()
+
+    @property
+    def table(self) -> list[Lens]:
+        return [row for name, row in self.rows.items() if name == row.name]
+
+    @property
+    def is_valid(self) -> bool:
+        """Return whether the explicit keys describe a run."""
+        problems = map(self.problem, filter(self.is_read, self.table))
+        return not any(problems) and self.given.keys().isdisjoint(self.mappings)
 
     def __getitem__(self, name: str) -> Any:
         row = self.rows[name]
@@ -38,40 +50,47 @@ class Effective:
     def is_read(self, row: Row) -> bool:
         return not row.only_with or self.is_on(row.only_with)
 
-    def problem(self, row: Row) -> str:
-        """Return the reason why the value of a key is invalid, or "" if it is valid."""
-        is_bad = self.is_given(row) and self.is_read(row) and not row.takes.fits(self[row.name])
-        return f"this key takes {row.takes.text}" if is_bad else ""
+    def problem(self, row: Lens) -> str:
+        """Return the reason why the value of an explicit key is invalid, or "" if it is valid."""
+        if not self.is_given(row):
+            return ""
+        value = self[row.name]
+        return row.wrong(value, self) if row.takes.fits(value) else f"this key takes {row.takes.text}"
 
-    def finding(self, row: Row, key: str, value: Any) -> Finding:
+    def finding(self, row: Lens, key: str, value: Any) -> Finding:
         """Return the finding of a key with this explicit or default value."""
+        usual = row.usual(key, value)
         if problem := self.problem(row):
-            hint = "remove it" if row.default is None else f"its default is {row.default!r}"
-            return undecided(row.usual(key, value), problem, hint)
-        found = finding_of(row, key, value, is_read=self.is_read(row))
-        return found if row.decide is None or not self.is_read(row) else row.decide(found, self)
+            return undecided(usual, problem, "remove it" if row.default is None else f"its default is {row.default!r}")
+        if not self.is_read(row):
+            return idle(usual, f"it is read only together with {row.only_with}, which is off")
+        found = idle(usual) if row.is_neutral(value) else usual
+        return found if row.decide is None else row.decide(found, self)
 
     def findings(
-        self, table: Sequence[Lens], name_of: Callable[[str], str], unknown: Callable[[str, Any], Finding]
+        self, unknown: Callable[[str, Any], Finding], name_of: Callable[[str], str] = str
     ) -> Iterator[Finding]:
         """Yield a finding for each explicit key, and for defaults that have an effect.
 
         Args:
-            name_of: Returns the name of a key in the report.
             unknown: Returns the finding of a key without a row.
+            name_of: Returns the name of a key in the report.
         """
         for key, value in self.given.items():
             row = self.rows.get(key)
-            if row is None:
+            if key in self.mappings:
+                reason, hint = "this key takes a mapping", "write its keys below it, or remove it"
+                yield Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason=reason, hint=hint)
+            elif row is None:
                 yield unknown(key, value)
             elif key != row.name and row.name in self.given:
                 yield idle(row.usual(name_of(key), value), f"{row.name} says it, too, and takes precedence")
             else:
                 yield self.finding(row, name_of(key), value)
-        for row in table:
+        for row in self.table:
             if row.is_told and not self.is_given(row) and self.is_read(row):
                 yield replace(self.finding(row, row.name, row.default), origin=Origin.IMPLICIT)
 
-    def fields(self, table: Sequence[Lens]) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Return the fields of a run that the keys set, with their values."""
-        return {name: read(self[row.name], self) for row in table for name, read in row.read.items()}
+        return {name: read(self[row.name], self) for row in self.table for name, read in row.read.items()}

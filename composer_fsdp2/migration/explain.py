@@ -178,23 +178,21 @@ def explain(asked: str, *, dialect: str | None = None) -> list[Explanation]:
     Returns:
         The explanations; empty if no dialect has a match (see ``nearest``).
     """
-    name, value = _key_and_value(asked)
-    parts = _parts(name)
-    depths = [(of, row, _depth(of, row, parts)) for of, row in _rows(dialect)]
+    written, name, value = _key_and_value(asked)
+    depths = [(of, row, _depth(of, row, name)) for of, row in _rows(dialect)]
     least = 2 if any(depth > 1 for *_, depth in depths) else 1  # a path beats a last name, which may be ambiguous
     found = [(of, row) for of, row, depth in depths if depth >= least]
     if value is not None:
-        read = ((of, row, _read(value, row, parts[-1])) for of, row in found)
-        return [Explanation(dialect=of, row=row, fates=_fates(of, row, [each])) for of, row, each in read]
+        values = ((of, row, _read(value, row, name.rpartition(".")[2])) for of, row in found)
+        return [Explanation(dialect=of, row=row, fates=_fates(of, row, [each])) for of, row, each in values]
     of_keys = (Explanation(dialect=of, row=row, fates=_telling(of, row)) for of, row in found)
-    return [*of_keys, *_taking(name, dialect)]
+    return [*of_keys, *_taking(written, dialect)]
 
 
 def _taking(word: str, dialect: str | None) -> Iterator[Explanation]:
     """Yield the rows that take the text as a value, with its outcome there; a number alone is too ambiguous."""
     for of, row in _rows(dialect) if any(map(str.isalpha, word)) else ():
-        values = _values_of(of, row, word)
-        if values:
+        if values := _values_of(of, row, word):
             shown = next((value for value in values if isinstance(value, str)), word)
             yield Explanation(dialect=of, row=row, fates=_fates(of, row, values), word=shown)
 
@@ -231,15 +229,14 @@ def all_keys(dialect: str | None = None) -> list[Explanation]:
 
 def nearest(asked: str, *, dialect: str | None = None) -> dict[str, list[str]]:
     """Return the keys, and the values as KEY=VALUE, that were likely meant, by dialect."""
-    name, value = _key_and_value(asked)
-    parts = _parts(name)
+    written, name, value = _key_and_value(asked)
     near: dict[str, list[str]] = {}
     for of in _dialects(dialect):
         keys, words = _keys(of), {} if value is not None else _words(of)
-        spelled = (".".join(parts), *parts[-1:])
+        spelled = dict.fromkeys((name, name.rpartition(".")[2]))
         matches = dict.fromkeys(keys[match] for each in spelled for match in nearest_names(each, keys, 3))
         # Values are many: with the default likeness, one of them would often match before the intended key.
-        of_words = [words[match] for match in nearest_names(name, words, 3, likeness=0.75)]
+        of_words = [words[match] for match in nearest_names(written, words, 3, likeness=0.75)]
         near[of.name] = [*list(matches)[:3], *of_words]
     return {name: names for name, names in near.items() if names}
 
@@ -296,16 +293,17 @@ def _rows(dialect: str | None) -> Iterator[tuple[Dialect, Row]]:
     yield from ((of, row) for of in _dialects(dialect) for row in of.rows)
 
 
-def _key_and_value(asked: str) -> tuple[str, str | None]:
-    """Split ``KEY=VALUE``, or a line copied from a file, ``KEY: VALUE``, and strip quotes and punctuation."""
-    name, *values = re.split(r"\s*=\s*|:\s+", asked.strip(), maxsplit=1)
-    return name.strip().strip("\"'`:,"), next(iter(values), None)
+def _key_and_value(asked: str) -> tuple[str, str, str | None]:
+    """Split ``KEY=VALUE``, or a line copied from a file, ``KEY: VALUE``, and strip quotes and punctuation.
 
-
-def _parts(name: str) -> list[str]:
-    """Split a dotted name in lower case; options (``--fsdp-size``) and environment variables count as keys."""
-    parts = name.lstrip("-").replace("-", "_").lower().removeprefix("$.").split(".")
-    return [part for part in parts if part]
+    Returns:
+        The key as written; as a dotted name in lower case, of options (``--fsdp-size``) and environment variables, too;
+        and the value.
+    """
+    written, *values = re.split(r"\s*=\s*|:\s+", asked.strip(), maxsplit=1)
+    written = written.strip().strip("\"'`:,")
+    name = written.lstrip("-").replace("-", "_").lower().removeprefix("$.")
+    return written, ".".join(filter(None, name.split("."))), next(iter(values), None)
 
 
 def _named(dialect: Dialect, row: Row) -> list[str]:
@@ -313,19 +311,18 @@ def _named(dialect: Dialect, row: Row) -> list[str]:
     return [name for place in dialect.places(row) for name in (place, *(f"{place}.{part}" for part in row.nested))]
 
 
-def _depth(dialect: Dialect, row: Row, parts: list[str]) -> int:
+def _depth(dialect: Dialect, row: Row, asked: str) -> int:
     """Return how many trailing parts the name and a place of the row share, if one ends with the other; else 0."""
-    places = (place.lower().split(".") for place in _named(dialect, row))
-    pairs = ((own[-length:], length) for own in places if (length := min(len(own), len(parts))))
-    return max((length for end, length in pairs if end == parts[-length:]), default=0)
+    names = (f".{name.lower()}" for name in _named(dialect, row))
+    matches = (name for name in names if name.endswith(f".{asked}") or f".{asked}".endswith(name))
+    return max((min(name.count("."), asked.count(".") + 1) for name in matches), default=0)
 
 
 def _telling(dialect: Dialect, row: Row) -> tuple[Fate, ...]:
     """Return the outcomes of the row's values if the value decides; for Boolean values, only if ``outcome`` differs."""
     fates = _fates(dialect, row, dialect.values(row))
-    if all(isinstance(fate.value, bool) for fate in fates):
-        return fates if any(fate.finding.outcome is not row.outcome for fate in fates) else ()
-    return fates if any(_looks(fate.finding) != _looks(row) for fate in fates) else ()
+    length = 1 if all(isinstance(fate.value, bool) for fate in fates) else 4
+    return fates if any(_looks(fate.finding)[:length] != _looks(row)[:length] for fate in fates) else ()
 
 
 def _looks(of: Finding | Row) -> tuple[object, ...]:
@@ -336,14 +333,15 @@ def _fates(dialect: Dialect, row: Row, values: Iterable[Any]) -> tuple[Fate, ...
     """Return one outcome for each value, or several where the readers of a dialect differ."""
     fates: dict[object, Fate] = {}
     for number, value in enumerate(values):
-        for fate in _asked(dialect, row, value):
-            same = fates.setdefault((number, _looks(fate.finding)), replace(fate, readers=()))
-            fates[number, _looks(fate.finding)] = replace(same, readers=same.readers + fate.readers)
+        for reader, finding in _asked(dialect, row, value):
+            same = fates.get((number, _looks(finding)), Fate(value=value, finding=finding, readers=()))
+            readers = (*same.readers, reader) if reader else ()
+            fates[number, _looks(finding)] = replace(same, readers=readers)
     return tuple(fates.values())
 
 
-def _asked(dialect: Dialect, row: Row, value: Any) -> Iterator[Fate]:
-    """Yield the outcomes of a value, from the smallest file with it for each reader."""
+def _asked(dialect: Dialect, row: Row, value: Any) -> Iterator[tuple[str, Finding]]:
+    """Yield each reader with its outcome of a value, from the smallest file with the value."""
     for reader, file in dialect.files(row, value).items():
         parts = dialect.place(row, file).split(".")
         ends = [".".join(parts[number:]) for number in range(len(parts))]  # a report may omit leading parts
@@ -351,4 +349,4 @@ def _asked(dialect: Dialect, row: Row, value: Any) -> Iterator[Fate]:
             # For a wrong value, Composer's reader names the section, and others name each key of a mapping value.
             is_own = any(f"{found.key}.".startswith(f"{end}.") for end in (*ends, *map(str, file.path[-1:])))
             if is_own and found.origin is Origin.KEY:
-                yield Fate(value=value, finding=found, readers=(reader,) if reader else ())
+                yield reader, found

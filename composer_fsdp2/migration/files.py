@@ -5,8 +5,9 @@ import contextlib
 import enum
 import itertools
 import os
+import shutil
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -268,50 +269,38 @@ def _refuse_taken(
     Args:
         look: Migrates a file without writing.
     """
-    folds = _folds_case(folder)
-    inputs = {
-        _place(path, folds): each.file for each in sources for path in (each.file, Path(os.path.realpath(each.file)))
-    }
-    stems = [os.path.splitext(_place(folder / each.place, folds))[0] for each in sources]
-    near = Counter([*stems, *(os.path.splitext(place)[0] for place in inputs)])
-    results: dict[str, tuple[Path, list[Path]]] = {}
+    inputs = {_place(path): each.file for each in sources for path in (each.file, Path(os.path.realpath(each.file)))}
+    stems = [_place(folder / each.place).with_suffix("") for each in sources]
+    near = Counter([*stems, *(place.with_suffix("") for place in inputs)])
+    results: defaultdict[Path, list[Path]] = defaultdict(list)
     for source in (source for source, stem in zip(sources, stems, strict=True) if near[stem] > 1):
         migration = look(source).migration
         if migration is None or (migration.exit_code and not force):
             continue
-        target = _target(migration, source, folder)
-        place = _place(target, folds)
+        place = _place(_target(migration, source, folder))
         if place in inputs:
             whose = "" if inputs[place] == source.file else f" by the result of {_name(source.file)}"
             raise ConfigError(
                 f"{_name(inputs[place])} would be overwritten{whose}; --write changes files in place, and keeps copies"
             )
-        results.setdefault(place, (target, []))[1].append(source.file)
+        results[place].append(source.file)
     doubled = [
-        f"{_name(target.relative_to(folder))} of {' and '.join(map(_name, files))}"
-        for target, files in results.values()
+        f"{_name(Path(place.name))} of {' and '.join(map(_name, files))}"
+        for place, files in results.items()
         if len(files) > 1
     ]
     if doubled:
         raise ConfigError(
-            f"{_name(folder)} would get several files of one name: {', '.join(doubled)}; rename "
-            "one, or migrate them into different folders"
+            f"{_name(folder)} would get several files of one name: {', '.join(doubled)}; rename one, or migrate them "
+            "into different folders"
         )
 
 
-def _place(path: Path, folds_case: bool) -> str:
-    """Return the path that a write to ``path`` changes: links to folders are followed, and a final link is replaced."""
-    place = os.path.join(os.path.realpath(path.parent), path.name)
-    return place.casefold() if folds_case else place
-
-
-def _folds_case(folder: Path) -> bool:
-    """Return whether the folder's file system is case-insensitive."""
-    above = Path(os.path.realpath(folder))
-    named = next(
-        (each for each in (above, *above.parents) if each.exists() and each.name.swapcase() != each.name), None
-    )
-    return named is not None and _is_at(named.with_name(named.name.swapcase()), named)
+def _place(path: Path) -> Path:
+    """Return the path that a write to ``path`` changes, in lower case, as a file system may not tell cases apart: links
+    to folders are followed, and a final link is replaced.
+    """
+    return Path(os.path.realpath(path.parent).casefold(), path.name.casefold())
 
 
 def _killed(source: SourceFile) -> FileResult:
@@ -455,9 +444,8 @@ def _replace(path: Path, text: str, *, like: Path | None) -> None:
         with replacing(path, ending=f".{os.getpid()}.writing") as beside:
             beside.write_bytes(text.encode())
             if like is not None:
-                state = like.stat()
                 with contextlib.suppress(PermissionError):  # only root may give a file away
-                    os.chown(beside, state.st_uid, state.st_gid)
-                beside.chmod(state.st_mode & 0o7777)
+                    os.chown(beside, like.stat().st_uid, like.stat().st_gid)
+                shutil.copymode(like, beside)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -23,9 +23,6 @@ _register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_
 _HERE = "composer_fsdp2: here"  # a key that no file has
 _SCALARS = bool | int | float | str | bytes  # the types that OmegaConf supports
 _RELATIVE = re.compile(r"\$\{(\.+)")
-_FIRST_NAME = re.compile(r"\$\{\s*([^\s.:\[\]{}$]+)")
-# Another resolver: its arguments may name any part of the file.
-_OTHER_RESOLVER = re.compile(r"\$\{\s*(?!oc\.env\b|oc\.decode\b)[\w.]+\s*:")
 _PUBLIC = 3  # characters; a value this short reveals nothing
 _OPEN = "$·{"  # replaces "${", which would be read as an interpolation
 
@@ -122,7 +119,7 @@ def _check_size(values: Any, texts: Iterable[tuple[str, Path]], place: str) -> N
         if path not in known:
             known[path] = 0  # set before counting: OmegaConf refuses circular references
             below = leaves(value_at(values, path), path) if has_path(values, path) else [("", path)]
-            known[path] = sum(1 + sum(size(other) for other, _ in references_in(_absolute(*each))) for each in below)
+            known[path] = sum(1 + sum(map(size, references_in(_absolute(*each)))) for each in below)
         return known[path]
 
     try:
@@ -143,14 +140,12 @@ def _absolute(text: Any, path: Path) -> str:
 
 
 def _config(values: Any, texts: Iterable[tuple[str, Path]]) -> DictConfig:
-    """Return a configuration of the top-level entries that the texts of a file refer to."""
-    absolute = [_absolute(*each) for each in texts]
-    names = {name for text in absolute for name in _FIRST_NAME.findall(text)}
-    needs_all = any(map(_OTHER_RESOLVER.search, absolute))
+    """Return a configuration of the top-level entries that the texts of a file name."""
+    absolute = " ".join(_absolute(*each) for each in texts)
     around = values if isinstance(values, Mapping) else {}
-    held = {key: each for key, each in around.items() if needs_all or str(key) in names}
+    named = {key: each for key, each in around.items() if str(key) in absolute}
     try:
-        return OmegaConf.create(_mapped(held, _held, keys=_SCALARS))
+        return OmegaConf.create(_mapped(named, _held, keys=_SCALARS))
     except (OmegaConfBaseException, RecursionError):
         return OmegaConf.create({})
 

@@ -5,6 +5,7 @@ losses of a target are computed: they are the fields that a round trip (writing 
 ``Limitation`` describes such a field, or one that the target implements differently.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -26,11 +27,13 @@ class Lens(Row):
         read: For each field that the key sets, the function that computes its value; ``fields`` names the fields that
             the key decides without setting them.
         write: Returns the key's value for a run; None omits the key.
+        wrong: Returns the reason why a value that the key takes is wrong beside the other settings, or "".
         is_told: Whether the key's default has an effect, and is reported for a file without the key.
     """
 
     read: Mapping[str, Read] = field(default_factory=dict)
     write: Callable[[RunConfig], Any] = lambda run: None
+    wrong: Callable[[Any, Any], str] = lambda value, settings: ""
     is_told: bool = False
 
     @property
@@ -56,11 +59,6 @@ def kind_of(name: str) -> str:
     """Return the group of a field: the fields that in most systems one key decides together."""
     first = _OF_KIND.get(name, name.partition(".")[0])
     return first if first in _KINDS else name
-
-
-def decides_alone(row: Row) -> bool:
-    """Return whether a key decides fields of one kind only."""
-    return len(set(map(kind_of, decides(row)))) == 1
 
 
 def as_is(value: Any, settings: Any) -> Any:
@@ -124,8 +122,8 @@ class Limitation:
         fields: Names of fields, or their prefixes; the first decides whether the limitation applies, and the others are
             reported with it.
         outcome: The outcome of the finding.
-        reason: The reason, in which ``{value}`` is replaced by the value of the first field, and ``{shard_degree}``,
-            ``{replicate_degree}`` and ``{size}`` by those of the mesh; likewise in ``target`` and ``hint``.
+        reason: The reason, in which ``{value}`` is replaced by the value of the first field, and ``{shard_degree}``
+            and ``{replicate_degree}`` by those of the mesh; likewise in ``target`` and ``hint``.
         was, now: The values of the first field, before and after the round trip, to which the limitation applies.
         is_kept: Whether it applies to a value that the target's file preserves, instead of a lost one.
         beside: Required values of other fields.
@@ -270,11 +268,10 @@ def _units(run: RunConfig) -> str:
 
 
 def _filled(text: str, run: RunConfig, value: object) -> str:
+    # Only degrees in the text are looked up: groups of ranks have none.
     mesh = run.config.mesh
-    for name in ("shard_degree", "replicate_degree", "size"):
-        if f"{{{name}}}" in text:  # groups of ranks have no degrees
-            text = text.replace(f"{{{name}}}", str(getattr(mesh, name)))
-    return text.replace("{value}", str(value))
+    names = r"\{(value|shard_degree|replicate_degree)\}"
+    return re.sub(names, lambda name: str(value if name[1] == "value" else getattr(mesh, name[1])), text)
 
 
 # Texts for None in reports.

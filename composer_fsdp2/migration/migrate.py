@@ -5,7 +5,6 @@ Called by ``composer-fsdp2 migrate``.
 
 import codecs
 import difflib
-import functools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -154,28 +153,25 @@ def migrate_text(
     found = _sections(file, dialect, at)
     _check(file, found, target)
     new = _new_text(file, found, target, suffix)
-    findings = new.findings
+    reports = new.sections
     if file.resolved.public != file.resolved.values:
-        public = _new_text(replace(file, is_public=True), found, target, suffix)
-        findings = tuple(map(_publicly, new.findings, public.findings))
+        public = _new_text(replace(file, is_public=True), found, target, suffix).sections
+        reports = tuple(map(_publicly, reports, public))
     in_own_keys = deepspeed.told if deepspeed is not None else iter
-    reports = (
-        SectionReport(
-            dialect=of.name,
-            to=target.target,
-            place=printable(".".join(map(str, path))),
+    placed = (
+        replace(
+            report,
             line=nearest_line(given.document, path),
-            findings=tuple(in_own_keys(_placed(each, given, path, new.text) for each in told)),
+            findings=tuple(in_own_keys(_placed(each, given, path, new.after) for each in report.findings)),
         )
-        for (of, path), told in zip(found, findings, strict=True)
+        for (_, path), report in zip(found, reports, strict=True)
     )
-    return Migration(
-        name=name,
+    return replace(
+        new,
         before=text,
-        after=text if new.text == file.document.original else new.text,
-        sections=tuple(reports),
-        suffix=new.suffix,
-        is_new_file=new.is_file or (deepspeed is not None and deepspeed.suffix != ""),
+        after=new.after if new.is_changed else text,
+        sections=tuple(placed),
+        is_new_file=new.is_new_file or (deepspeed is not None and deepspeed.suffix != ""),
     )
 
 
@@ -201,7 +197,7 @@ class _File:
 
     @classmethod
     def of(cls, document: Document, *, is_public: bool = False) -> "_File":
-        resolved = resolve(document.values, _words(), place=f"{document.name}:1:1: ")
+        resolved = resolve(document.values, _CHOICES, place=f"{document.name}:1:1: ")
         return cls(document=document, resolved=resolved, is_public=is_public)
 
     def values_for(self, dialect: Dialect) -> Any:
@@ -216,33 +212,18 @@ class _File:
         return ConfigError(f"{self.document.name}:{nearest_line(self.document, path)}:1: {text}")
 
 
-@functools.cache
-def _words() -> frozenset[str]:
-    """Return the enumerated values of all systems' keys, in lower case."""
-    rows = (row for dialect in DIALECTS.values() for row in dialect.rows)
-    return frozenset(str(choice).lower() for row in rows for choice in row.takes.choices)
+# The enumerated values of all systems' keys, in lower case.
+_CHOICES = frozenset(
+    str(choice).lower() for dialect in DIALECTS.values() for row in dialect.rows for choice in row.takes.choices
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The new text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _NewText:
-    """A new text, and the findings of each section.
-
-    Args:
-        suffix: File name suffix for the text.
-        is_file: Whether the text is a separate file that cannot replace the old one.
-    """
-
-    text: str
-    findings: Sequence[tuple[Finding, ...]]
-    suffix: str
-    is_file: bool
-
-
-def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect, suffix: str) -> _NewText:
+def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect, suffix: str) -> Migration:
+    """Return the migration with findings as the dialects report them: without lines, and with secret values."""
     document, paths = file.document, [path for _, path in found]
     sections = [file.section(of, path) for of, path in found]
     changes = [
@@ -260,7 +241,24 @@ def _new_text(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialec
         again = _File.of(new, is_public=file.is_public)
     findings = [each.tell(_lost(again, target, each)) for each in changes]
     findings[0] += shared
-    return _NewText(text=after, findings=findings, suffix=suffix, is_file=whole is not None)
+    reports = (
+        SectionReport(
+            dialect=of.name,
+            to=target.target,
+            place=printable(".".join(map(str, path))),
+            line=nearest_line(document, path),
+            findings=told,
+        )
+        for (of, path), told in zip(found, findings, strict=True)
+    )
+    return Migration(
+        name=document.name,
+        before=document.original,
+        after=after,
+        sections=tuple(reports),
+        suffix=suffix,
+        is_new_file=whole is not None,
+    )
 
 
 def _lost(again: _File | None, target: Dialect, change: Change) -> Sequence[Loss]:
@@ -383,21 +381,22 @@ def _check(file: _File, found: Sequence[tuple[Dialect, Path]], target: Dialect) 
 _NOT_SHOWN = "it depends on an environment variable, whose value no report has"
 
 
-def _publicly(found: Sequence[Finding], public: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the findings without values of environment variables, because a report may be shown to anybody.
+def _publicly(report: SectionReport, public: SectionReport) -> SectionReport:
+    """Return the report without values of environment variables, because it may be shown to anybody.
 
     Args:
-        public: Findings of the same file, read with other values for these variables.
+        public: The report of the same section, read with other values for these variables.
     """
     told: defaultdict[object, list[Finding]] = defaultdict(list)
-    for each in public:
+    for each in public.findings:
         told[each.key, each.origin, each.outcome].append(each)
-    return tuple(
+    findings = (
         alike.pop(0)
         if (alike := told[each.key, each.origin, each.outcome])
         else replace(each, value="", target="", reason=_NOT_SHOWN, hint="")
-        for each in found
+        for each in report.findings
     )
+    return replace(report, findings=tuple(findings))
 
 
 def _placed(finding: Finding, file: _File, section: Path, after: str) -> Finding:

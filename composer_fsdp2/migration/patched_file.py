@@ -12,12 +12,12 @@ from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.changes import edits_of, mapping_at
 from composer_fsdp2.migration.dialect import Dialect, MappingEdit, Reading, Section, meets
-from composer_fsdp2.migration.documents import Document, differences, open_document, with_entries
+from composer_fsdp2.migration.documents import Document, differences, open_document
 from composer_fsdp2.migration.documents.yaml import flow_text
 from composer_fsdp2.migration.interpolation import resolve
 from composer_fsdp2.migration.lens import decides, kind_of, title_of
 from composer_fsdp2.migration.migrate import Migration, find_sections, migrate_text
-from composer_fsdp2.migration.paths import Path, Settings, has_path, merged, nested, value_at
+from composer_fsdp2.migration.paths import Path, Settings, has_path, merged, nested, value_at, with_entries
 from composer_fsdp2.migration.run import OF_TRAINING, RunConfig, changed
 
 

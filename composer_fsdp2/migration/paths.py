@@ -47,15 +47,28 @@ def has_path(values: Any, path: Iterable[str | int]) -> bool:
     return True
 
 
+def with_entries(values: Any, path: Path, replacements: Mapping[str, Settings], additions: Settings = ()) -> Any:
+    """Return the values with entries of the mapping at ``path`` replaced by others, and with further entries."""
+    if not path:
+        new = [new for old in values.items() for new in replacements.get(str(old[0]), [old])]
+        return dict([*new, *additions])
+    key, *below = path
+    here = values[key] if has_path(values, (key,)) else {}
+    inner = with_entries(here if isinstance(here, Mapping | list) else {}, tuple(below), replacements, additions)
+    if isinstance(values, list):
+        return [inner if number == key else each for number, each in enumerate(values)]
+    return {**values, key: inner}
+
+
+def find_at(values: Any, path: Iterable[str | int]) -> Any:
+    """Return the value at ``path``, or None if the values have no such path."""
+    path = tuple(path)
+    return value_at(values, path) if has_path(values, path) else None
+
+
 def without_path(values: Any, path: Path) -> Any:
     """Return the values without the entry at ``path``, or all values if they have no such path."""
-    key, *below = path
-    if isinstance(values, list):
-        return [without_path(each, tuple(below)) if number == key else each for number, each in enumerate(values)]
-    if not isinstance(values, Mapping):
-        return values
-    rest = {name: each for name, each in values.items() if name != key or below}
-    return {name: without_path(each, tuple(below)) if name == key else each for name, each in rest.items()}
+    return with_entries(values, path[:-1], {str(path[-1]): []}) if has_path(values, path) else values
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:

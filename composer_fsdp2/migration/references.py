@@ -10,9 +10,10 @@ from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.changes import Change
 from composer_fsdp2.migration.dialect import Section
-from composer_fsdp2.migration.documents import Document, differences, open_document, with_entries
-from composer_fsdp2.migration.documents.edits import reference_root
-from composer_fsdp2.migration.paths import Path, has_path, value_at
+from composer_fsdp2.migration.documents import Document, differences, nearest_line, open_document
+from composer_fsdp2.migration.documents.edits import reference_root, references_in
+from composer_fsdp2.migration.interpolated import interpolations
+from composer_fsdp2.migration.paths import Path, has_path, value_at, with_entries
 
 
 def with_shared(document: Document, path: Path, sections: Sequence[Path], change: Change) -> Change:
@@ -22,7 +23,7 @@ def with_shared(document: Document, path: Path, sections: Sequence[Path], change
     written_as = document.written_as(path) if change.edits else ""
     if not written_as:
         return change
-    if document.stands_for(path, sections) is not None:
+    if document.stands_for(path, sections):
         meant = change.meant if document.has_aliases else ()
         return replace(change, edits=(), meant=meant, gone=(), come=())
     finding = Finding(
@@ -78,18 +79,23 @@ def _meant(document: Document, sections: Sequence[Section], changes: Sequence[Ch
 
 
 def _shared_findings(document: Document, changes: Sequence[Change], *, changes_elsewhere: bool) -> Iterator[Finding]:
-    gone = {path for change in changes for path in change.gone}
+    gone = [path for change in changes for path in change.gone]
+
+    def is_gone(path: Path) -> bool:
+        return any(path[: len(each)] == each for each in gone)
+
     usual = Finding(key="", value="", outcome=Outcome.NEEDS_DECISION, reason="", origin=Origin.WRITING)
-    for path, line in document.references():
-        lost = next((each for each in gone if path[: len(each)] == each), None)
-        if lost is not None and not document.holds_line(lost, line):
-            yield replace(
-                usual,
-                key="interpolation",
-                value="${" + ".".join(map(str, path[len(reference_root(document.values)) :])) + "}",
-                reason=f"line {line} refers to a key that is not there any more",
-                hint="write the value there",
-            )
+    root = reference_root(document.values)
+    for text, path in interpolations(document.values, ()):
+        for other in references_in(text, root) if document.is_written_at(path) and not is_gone(path) else ():
+            if is_gone(other):
+                yield replace(
+                    usual,
+                    key="interpolation",
+                    value="${" + ".".join(map(str, other[len(root) :])) + "}",
+                    reason=f"line {nearest_line(document, path)} refers to a key that is not there any more",
+                    hint="write the value there",
+                )
     if changes_elsewhere:
         yield replace(
             usual,

@@ -119,8 +119,7 @@ class RunConfig(Value):
 
     def without_training(self) -> "RunConfig":
         """Return the run with the fields of ``OF_TRAINING`` unset."""
-        unset: dict[str, Any] = dict.fromkeys(OF_TRAINING)
-        return replace(self, **unset)
+        return self.with_fields(dict.fromkeys(OF_TRAINING))
 
     def with_batches(self) -> "RunConfig":
         """Return the run with the global batch computed from a rank's number of microbatches, or the reverse, if the
@@ -171,12 +170,12 @@ def fields_of(run: RunConfig) -> dict[str, Any]:
     if precision.reduce_dtype is None:  # reduced in the dtype of computation
         precision = replace(precision, reduce_dtype=precision.param_dtype)
     config = replace(config, activation_checkpointing=checkpointing, mixed_precision=precision)
-    mesh = _without_replicas_of_one(config.mesh)
-    tiled = config.tiled_mlp
+    mesh, tiled = config.mesh, config.tiled_mlp
+    has_replicas = mesh.has_replicas and (mesh.is_grouped or mesh.replicate_degree != 1)
     found = {
         "mesh.groups": mesh.groups,
         "mesh.shards": mesh.shard_degree,
-        "mesh.replicas": mesh.replicate_degree if mesh.has_replicas else None,
+        "mesh.replicas": mesh.replicate_degree if has_replicas else None,
         **_flat(config),
         **_flat(run.with_batches()),
         "tiled_mlp.chunks": run.mlp_chunks,
@@ -184,11 +183,6 @@ def fields_of(run: RunConfig) -> dict[str, Any]:
         "num_ranks": _num_ranks(run),
     }
     return {name: value for name, value in found.items() if name not in _NOT_COMPARED}
-
-
-def _without_replicas_of_one(mesh: MeshSpec) -> MeshSpec:
-    is_idle = not mesh.is_grouped and mesh.has_replicas and mesh.replicate_degree == 1
-    return MeshSpec.of_degrees(mesh.shard_degree, tensor=mesh.tensor_degree) if is_idle else mesh.data_parallel
 
 
 def _flat(value: Any) -> dict[str, Any]:

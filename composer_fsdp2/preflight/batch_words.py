@@ -1,6 +1,6 @@
 """What other systems call the batch, the sequence and the optimizer of a run, and what they take by default."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Section
-from composer_fsdp2.migration.paths import Path, has_path, value_at
+from composer_fsdp2.migration.paths import Path, find_at
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice
 from composer_fsdp2.preflight.run_file import assumed
 
@@ -123,7 +123,7 @@ def read_batches(
     words, findings = BATCH_WORDS[dialect], list[Finding]()
 
     def number(field: str, given: int | None = None) -> Any:
-        path, value = next(_found(section, getattr(words, field)), ((), None)) if given is None else ((), given)
+        path, value = _first(section, getattr(words, field)) if given is None else ((), given)
         key = ".".join(map(str, path))
         if value == "auto":
             value = None
@@ -137,7 +137,8 @@ def read_batches(
         return value if field == "optimizer" else _whole(key, value)
 
     rows, tokens = number("microbatch", microbatch), number("sequence", _lengths(section, sequence))
-    path, batch = next(_found(section, words.global_batch), ((), None))
+    path, batch = _first(section, words.global_batch)
+    of_rank, rank_batch = _first(section, words.rank_batch)
     key = ".".join(map(str, path))
     if batch not in (None, "auto", -1):  # -1 is TorchTitan's word for what the microbatches come to
         batch = _whole(key, batch)
@@ -148,17 +149,20 @@ def read_batches(
         rank_rows = batch // num_data_ranks
         rows = min(rows, rank_rows)
         count = -(-rank_rows // rows)
-    elif (of_rank := next(_found(section, words.rank_batch), None)) is not None:
-        count = max(_whole(str(of_rank[0][-1]), of_rank[1]) // rows, 1)
+    elif of_rank:
+        count = max(_whole(str(of_rank[-1]), rank_batch) // rows, 1)
     else:
         count = number("accumulation") if words.accumulation else 1
     name = str(number("optimizer"))
-    options = {own: value for own, key in words.options.items() for _, value in _found(section, (key,))}
+    options = {own: _first(section, [key])[1] for own, key in words.options.items()}
     return Batches(
         microbatch=rows,
         num_microbatches=count,
         sequence=tokens,
-        optimizer=OptimizerChoice(name=_OPTIMIZERS.get(name, name), options=options),
+        optimizer=OptimizerChoice(
+            name=_OPTIMIZERS.get(name, name),
+            options={own: value for own, value in options.items() if value is not None},
+        ),
         findings=tuple(findings),
     )
 
@@ -172,9 +176,8 @@ def _whole(key: str, value: Any) -> int:
 
 def _lengths(section: Section, given: int | None) -> int | None:
     """ROLL's sequence is a prompt and its response."""
-    parts = [value for name in ("prompt_length", "response_length") for _, value in _found(section, (name,))]
-    is_whole = len(parts) == 2 and all(isinstance(each, int) for each in parts)
-    return sum(parts) if given is None and is_whole else given
+    parts = [_first(section, [name])[1] for name in ("prompt_length", "response_length")]
+    return sum(parts) if given is None and all(isinstance(each, int) for each in parts) else given
 
 
 def batch_keys(dialect: str, section: Section, *, rows: int, number: int, global_rows: int) -> dict[Path, Any]:
@@ -189,21 +192,19 @@ def batch_keys(dialect: str, section: Section, *, rows: int, number: int, global
     if dialect == "torchtitan":  # without the last it would take a batch of so many rows on each rank
         keys = {"batch_size": None, "local_batch_size": rows, "global_batch_size": global_rows}
         return {("training", key): value for key, value in keys.items()}
-    path = next((path for path, _ in _found(section, (*words.microbatch, *words.global_batch))), None)
-    if path is None:
+    path, _ = _first(section, (*words.microbatch, *words.global_batch))
+    if not path:
         return {}
     *above, key = path
     if key == _OF_COMPOSER or key in words.global_batch:
         return {(*above, _OF_COMPOSER): rows}
-    gone = {path: None for path, _ in _found(section, words.rank_batch)}  # axolotl refuses it beside the accumulation
-    return {path: rows, (*above, "gradient_accumulation_steps"): number, **gone}
+    of_rank, _ = _first(section, words.rank_batch)  # axolotl refuses it beside the accumulation
+    return {path: rows, (*above, "gradient_accumulation_steps"): number, **({of_rank: None} if of_rank else {})}
 
 
-def _found(section: Section, names: tuple[str, ...]) -> Iterator[tuple[Path, Any]]:
-    """The first key that is given, from the section itself outwards."""
-    for name in names:
-        for depth in range(len(section.path), -1, -1):
-            path = (*section.path[:depth], *name.split("."))
-            if has_path(section.around, path) and value_at(section.around, path) is not None:
-                yield path, value_at(section.around, path)
-                return
+def _first(section: Section, names: Iterable[str]) -> tuple[Path, Any]:
+    """The first key that is given, from the section itself outwards, with its value; no path and None without any."""
+    depths = range(len(section.path), -1, -1)
+    paths = ((*section.path[:depth], *name.split(".")) for name in names for depth in depths)
+    path = next((each for each in paths if find_at(section.around, each) is not None), ())
+    return path, find_at(section.around, path) if path else None

@@ -11,8 +11,12 @@ from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Dialect, Expression, Reading, Section, meets, with_losses
 from composer_fsdp2.migration.dialects import DIALECTS
-from composer_fsdp2.migration.dialects.composer.beside_section import findings_beside, tensor_degree
-from composer_fsdp2.migration.dialects.composer.surroundings import around_of, precision_of
+from composer_fsdp2.migration.dialects.composer.around import (
+    around_of,
+    findings_beside,
+    precision_of,
+    tensor_degree,
+)
 from composer_fsdp2.migration.dialects.fingerprints import foreign_system
 from composer_fsdp2.migration.lens import decides
 from composer_fsdp2.migration.paths import has_path, value_at
@@ -168,8 +172,8 @@ def _composers(section: Section) -> _Asked:
     around = around_of(section)
     precision, problem = precision_of(around)
     findings = [problem] if problem else []
-    findings += [each for each in findings_beside(section, around) if each.outcome.blocks]
-    if (degree := tensor_degree(section, around)) > 1:
+    findings += [each for each in findings_beside(around) if each.outcome.blocks]
+    if (degree := tensor_degree(around)) > 1:
         findings.append(_without_layer_plan(section, degree))
     return _Asked(
         section=section,

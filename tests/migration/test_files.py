@@ -102,7 +102,7 @@ UNUSABLE: dict[str, tuple[str | bytes, str]] = {
     "bytes.yaml": (b"fsdp_config: \xff\n", "bytes.yaml:1:14: no UTF-8"),
     "nul.yaml": (GOOD + "x: \x00\n", "nul.yaml:4:4: control characters are not allowed"),
     "tabs.yaml": ("fsdp_config:\n\tverbose: true\n", "tabs.yaml:2:1: "),
-    "tag.yaml": (GOOD + "a: !Ref b\n", "tag.yaml:4:4: b: could not determine a constructor"),
+    "tag.yaml": (GOOD + "a: !Ref b\n", "tag.yaml:4:4: could not determine a constructor for the tag '!Ref'"),
 }
 
 
@@ -442,18 +442,15 @@ def test_many_keys_and_long_lines_take_their_time_once(tmp_path: Path):
     assert many < 40 * max(few, 0.02), (few, many)
 
 
-def test_names_that_a_file_system_does_not_tell_apart_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_names_that_a_file_system_does_not_tell_apart_are_one(tmp_path: Path):
     """On a Mac's disk x.toml and X.toml are one file, and of two runs one was gone."""
     for name in ("x.yaml", "X.yml"):
         (tmp_path / name).write_text("fsdp_config: {sharding_strategy: FULL_SHARD}\n")
     sources = sources_of([tmp_path])
     destination = Destination(output=tmp_path / "o", force=True)
-    monkeypatch.setattr(files, "_folds_case", lambda folder: True)
     with pytest.raises(ConfigError, match="several files of one name"):
         list(migrate_files(sources, destination, to="torchtitan"))
     assert not (tmp_path / "o").exists()
-    monkeypatch.undo()
-    assert [each.exit_code for each in migrate_files(sources, destination, to="torchtitan")] == [0, 0]
 
 
 def test_a_worker_keeps_nothing_of_a_file(tmp_path: Path):

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from composer_fsdp2.migration.interpolated import leaves
+
 Values = Mapping[str, Any]
 
 # Keys of axolotl's; each of its files has several, and no Trainer has any.
@@ -86,16 +88,10 @@ def foreign_system(values: Any) -> ForeignSystem | None:
     return next((each for each in FOREIGN_SYSTEMS if each.applies(values, lines)), None)
 
 
-def _lines(values: Any, path: str = "") -> Iterator[str]:
-    """Yield ``a.b=value`` for each value of a file; ``a.b=`` for an empty or false value."""
-    if isinstance(values, Mapping) and values:
-        for key, value in values.items():
-            yield from _lines(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(values, list) and values:
-        for each in values:
-            yield from _lines(each, path)
-    else:
-        yield f"{path}={values or ''}"
+def _lines(values: Values) -> Iterator[str]:
+    """Yield ``a.b=value`` for each value of a file, without the numbers of lists; ``a.b=`` for a false value."""
+    for value, path in leaves(values, ()):
+        yield f"{'.'.join(str(key) for key in path if not isinstance(key, int))}={value or ''}"
 
 
 _SHARDED = r"(^|\.)(fsdp|deepspeed)\w*(\.|=.)"

@@ -1,22 +1,21 @@
 """Text documents with parsed values and positions, and edits by position that preserve all other characters."""
 
-import abc
-import bisect
+import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.paths import Path, Settings, value_at
+from composer_fsdp2.migration.paths import Path, Settings, has_path, value_at, with_entries
 
 MAX_DEPTH = 64  # of nested values; a configuration has about ten levels, and Python's recursion is limited
 TOO_DEEP = f"values are nested more than {MAX_DEPTH} deep"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Edit:
+class Edit(NamedTuple):
     """Replace the characters from ``start`` up to ``end`` by ``text``."""
 
     start: int
@@ -39,15 +38,37 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
     return "".join([*pieces, text[position:]])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Entry:
-    """The span of a key and its value, from the key's first character to the value's last; an array item's key is its
-    index.
+    """The span of a key and its value; an array item's key is its index, and the whole file's key is "".
+
+    Args:
+        start: The key's first character.
+        end: Behind the value's last character.
+        value: The value's first character; for an alias, that of its anchor.
+        below: The entries of the value, if it is a mapping or an array; for a merge (``<<``), those that it adds.
+        in_braces: Whether a mapping is written in braces.
     """
 
     key: Any
     start: int
     end: int
+    value: int
+    below: list["Entry"]
+    in_braces: bool = True
+
+    @functools.cached_property
+    def by_key(self) -> dict[Any, "Entry"]:
+        """The entries of the value by key: of duplicate keys the last, as parsers take it."""
+        return {each.key: each for each in self.below}
+
+    @property
+    def merged(self) -> dict[Any, "Entry"]:
+        """The entries that a merge adds to the value, including those that it has itself."""
+        return self.by_key[MERGE].by_key if MERGE in self.by_key else {}
+
+
+MERGE = "<<"
 
 
 def line_edits(
@@ -60,21 +81,22 @@ def line_edits(
         new: The lines that replace an entry, by its key; the comment behind the entry stays.
         added: New lines at the end.
     """
-    *_, last = entries.values()
-    if new.get(last.key) == []:  # the new lines take its line and its comment
-        new = {**new, last.key: added}
+    *_, last = entries
+    if new.get(last) == []:  # the new lines take its line and its comment
+        new = {**new, last: added}
     elif added:
-        behind = line_end(text, last.end)
-        yield Edit(behind, behind, "".join(f"\n{indent_at(text, last.start)}{line}" for line in added))
+        behind = line_end(text, entries[last].end)
+        yield Edit(behind, behind, "".join(f"\n{indent_at(text, entries[last].start)}{line}" for line in added))
     for key, lines in new.items():
         start, end = entries[key].start, entries[key].end
         line_start = text.rfind("\n", 0, start) + 1
+        comment = comment_behind(text, end)
         if lines or text[line_start:start].strip():  # the line stays if it begins with a list item's dash
             yield Edit(start, end, f"\n{indent_at(text, start)}".join(lines))
-        elif comment := comment_behind(text, end):
-            yield Edit(start, line_end(text, end) - len(comment), "")
+        elif comment is not None:
+            yield Edit(start, comment, "")
         else:
-            yield Edit(line_start, min(line_end(text, end) + 1, len(text)), "")
+            yield Edit(line_start, text.find("\n", end) + 1 or len(text), "")
 
 
 def indent_at(text: str, position: int) -> str:
@@ -86,49 +108,43 @@ def indent_at(text: str, position: int) -> str:
 def line_end(text: str, position: int) -> int:
     """Return the position of the end of a position's line."""
     end = text.find("\n", position)
-    return len(text) if end < 0 else end
+    return position + len(text[position : None if end < 0 else end].removesuffix("\r"))
 
 
-def comment_behind(text: str, position: int) -> str:
-    """Return the comment behind a position in its line, or ""."""
-    found = re.compile(r"[ \t]*(#[^\n]*)").match(text, position)
-    return found[1] if found else ""
+def comment_behind(text: str, position: int) -> int | None:
+    """Return the position of the comment behind a position in its line; None without a comment."""
+    found = re.compile(r"[ \t]*(?=#)").match(text, position)
+    return found and found.end()
 
 
-def brace_edits(
-    text: str, around: Entry, entries: Sequence[Entry], new: Mapping[str, str], added: str, comma: str
-) -> Iterator[Edit]:
+def brace_edits(text: str, mapping: Entry, new: Mapping[str, str], added: str, comma: str) -> Iterator[Edit]:
     """Yield edits of a mapping in braces; comments between its entries stay.
 
     Args:
-        around: The span from brace to brace.
         new: The text that replaces an entry, by its key; "" removes the entry with the comma behind it, or before it
             if no remaining entry follows.
         added: New entries at the end.
         comma: The separator before ``added``.
     """
-    last = entries[-1].key
+    entries = mapping.below
+    first, last = text.index("{", mapping.value) + 1, str(entries[-1].key)
     if added and last in new:
-        new, added = {**new, last: comma.join(filter(None, (new[last], added)))}, ""
-    staying = [number for number, each in enumerate(entries) if new.get(each.key, "stays")]
+        new = {**new, last: comma.join(filter(None, (new[last], added)))}
+    elif added:
+        yield Edit(entries[-1].end, entries[-1].end, f"{comma}{added}")
+    staying = [number for number, each in enumerate(entries) if new.get(str(each.key), "stays")]
     if not staying:
-        ends = (around.start + 1, *(each.end for each in entries))
-        starts = (*(each.start for each in entries), around.end - 1)
-        comments = (_comments_of(text[end:start]) for end, start in zip(ends, starts, strict=True))
-        yield Edit(around.start, around.end, f"{{{''.join(comments)}}}")
-        return
+        yield Edit(entries[-1].end, mapping.end - 1, _comments_of(text[entries[-1].end : mapping.end - 1]))
     for number, each in enumerate(entries):
-        here = new.get(each.key)
+        here = new.get(str(each.key))
         if here:
             yield Edit(each.start, each.end, here)
-        elif here is not None and number < staying[-1]:
+        elif here is not None and staying and number < staying[-1]:
             behind = entries[number + 1].start
             yield Edit(each.start, behind, _comments_of(text[each.end : behind]))
         elif here is not None:
-            before = entries[number - 1].end
+            before = entries[number - 1].end if number else first
             yield Edit(before, each.end, _comments_of(text[before : each.start]))
-    if added:
-        yield Edit(entries[-1].end, entries[-1].end, f"{comma}{added}")
 
 
 def _comments_of(gap: str) -> str:
@@ -165,39 +181,20 @@ def entries_of(new: NewEntry) -> Settings:
     return [*entries.items(), *new.beside]
 
 
-def with_entries(values: Any, path: Path, replacements: Mapping[str, Settings], additions: Settings = ()) -> Any:
-    """Return the values that a file is expected to have after ``Document.edit_mapping``."""
-    if not path:
-        new = [new for old in values.items() for new in replacements.get(str(old[0]), [old])] if values else []
-        return dict([*new, *additions])
-    key, *below = path
-    if isinstance(values, list):
-        return [
-            with_entries(each, tuple(below), replacements, additions) if number == key else each
-            for number, each in enumerate(values)
-        ]
-    here = values.get(key)
-    inner = with_entries(here if isinstance(here, Mapping | list) else {}, tuple(below), replacements, additions)
-    return {**values, key: inner}
-
-
 def differences(meant: Any, found: Any, path: Path = ()) -> Iterator[Path]:
     """Yield the paths at which two values differ.
 
     An interpolation in ``found`` equals any value, since no edit writes a new interpolation.
     """
+    if isinstance(found, str) and "${" in found:
+        return
+    meant, found = (dict(enumerate(each)) if isinstance(each, list | tuple) else each for each in (meant, found))
     if isinstance(meant, Mapping) and isinstance(found, Mapping):
         for key in {**meant, **found}:
-            if key not in meant or key not in found:
-                yield (*path, key)
-            else:
+            if key in meant and key in found:
                 yield from differences(meant[key], found[key], (*path, key))
-    elif isinstance(meant, list | tuple) and isinstance(found, list) and len(meant) == len(found):
-        for number, pair in enumerate(zip(meant, found, strict=True)):
-            yield from differences(*pair, (*path, number))
-    elif isinstance(found, str):
-        if "${" not in found and found != meant:
-            yield path
+            else:
+                yield (*path, key)
     elif repr(meant) != repr(found):  # 1, 1.0 and true are equal, and mean different things; nan is not equal to nan
         yield path
 
@@ -207,8 +204,8 @@ def place_of(text: str, position: int) -> tuple[int, int]:
     return text.count("\n", 0, position) + 1, position - text.rfind("\n", 0, position)
 
 
-_PLACED = re.compile(r"(.*)(?:: | \(at )line (\d+),? column (\d+).*")  # in error messages of json and tomllib
-_AT_END = " (at end of document)"
+# In error messages of json and tomllib.
+_PLACED = re.compile(r"(.*)(?:: | \(at )(?:line (\d+),? column (\d+)|end of document).*")
 
 
 def read_values(loads: Callable[[str], Any], text: str, name: str) -> Any:
@@ -219,31 +216,22 @@ def read_values(loads: Callable[[str], Any], text: str, name: str) -> Any:
     """
     try:
         values = loads(text)
+        if _depth(values) > MAX_DEPTH + 1:
+            raise RecursionError
     except RecursionError as error:
         raise ConfigError(f"{name}:1:1: {TOO_DEEP}") from error
     except ValueError as error:
-        problem, line, column = str(error), 1, 1  # an integer with too many digits
-        if found := _PLACED.fullmatch(problem):
-            problem, line, column = found[1], int(found[2]), int(found[3])
-        elif problem.endswith(_AT_END):
-            problem, (line, column) = problem.removesuffix(_AT_END), place_of(text, len(text))
-        raise ConfigError(f"{name}:{line}:{column}: {problem}") from error
-    if _is_too_deep(values):
-        raise ConfigError(f"{name}:1:1: {TOO_DEEP}")
+        found = _PLACED.fullmatch(str(error))
+        if found is None:  # an integer with too many digits
+            raise ConfigError(f"{name}:1:1: {error}") from error
+        line, column = found.group(2, 3) if found[2] else place_of(text, len(text))
+        raise ConfigError(f"{name}:{line}:{column}: {found[1]}") from error
     return values
 
 
-def _is_too_deep(values: Any) -> bool:
-    """Return whether values are nested more than ``MAX_DEPTH`` deep; not recursive, as they may exceed its limit."""
-    level = [values]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            below
-            for each in level
-            if isinstance(each, dict | list)
-            for below in (each.values() if isinstance(each, dict) else each)
-        ]
-    return bool(level)
+def _depth(values: Any) -> int:
+    below = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
+    return 1 + max(map(_depth, below), default=0)
 
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -258,11 +246,10 @@ def reference_root(values: Any) -> Path:
     return (_PARAMETERS,) if is_run and not {"command", "image", "compute"}.isdisjoint(values) else ()
 
 
-def references_in(text: str, root: Path = ()) -> Iterator[tuple[Path, int]]:
-    """Yield the paths that interpolations in a text refer to, each with the interpolation's line."""
-    for found in _REFERENCE.finditer(text):
-        line, _ = place_of(text, found.start())
-        yield (*root, *(int(part) if part.isdecimal() else part for part in found[1].split("."))), line
+def references_in(text: str, root: Path = ()) -> Iterator[Path]:
+    """Yield the paths that interpolations in a text refer to."""
+    for name in _REFERENCE.findall(text):
+        yield (*root, *(int(part) if part.isdecimal() else part for part in name.split(".")))
 
 
 def referred(values: Any, written: Any) -> Mapping[str, Any] | None:
@@ -270,11 +257,8 @@ def referred(values: Any, written: Any) -> Mapping[str, Any] | None:
     for _ in range(MAX_DEPTH):
         if not (isinstance(written, str) and _REFERENCE.fullmatch(written)):
             break
-        ((path, _),) = references_in(written, reference_root(values))
-        try:
-            written = value_at(values, path)
-        except (KeyError, IndexError, TypeError):
-            return None
+        (path,) = references_in(written, reference_root(values))
+        written = value_at(values, path) if has_path(values, path) else None
     return written if isinstance(written, Mapping) else None
 
 
@@ -285,48 +269,36 @@ def with_references(values: Any, written: Any) -> Any:
     return written if isinstance(written, str) and "${" in written and "${." not in written else values
 
 
-def written_out(
-    document: "Document",
-    path: Path,
-    given: Mapping[str, Any],
-    replacements: Mapping[str, Settings],
-    additions: Settings,
-) -> tuple[str, Any]:
-    """Return the entry at ``path`` with its alias or interpolation replaced by the edited mapping."""
-    kept = with_references(given, referred(document.values, value_at(document.values, path)))
-    return str(path[-1]), with_entries(kept, (), replacements, additions)
-
-
-def refuse_missing(path: Path, replacements: Mapping[str, Settings], present: Collection[str | int]) -> None:
-    """Raise KeyError if the mapping at ``path`` lacks a key of ``replacements``."""
-    if missing := replacements.keys() - present:
-        raise KeyError(f"{'.'.join(map(str, path))} has no {', '.join(sorted(missing))}")
-
-
-class Document(abc.ABC):
-    """A configuration file of any format; the default methods assume neither duplicate keys nor aliases.
+class Document:
+    """A configuration file of any format; the default methods are for entries in braces.
 
     Attributes:
         name: The file's name in messages.
         original: The unchanged text.
-        text: The text that positions refer to: without byte order mark, with a line feed for each line end.
+        text: The text that positions refer to, without byte order mark.
         values: The parsed values; a mapping unless there is a ``problem``.
         problem: Why no system reads the file as its configuration, with file, line and column; otherwise "".
+        root: The entry of the whole file.
+        suffixes: The suffixes of its format, in lower case; files may have them in any case.
         takes_entries: Whether a section of one system can be replaced by another system's, within the text.
         has_aliases: Whether a value may be in more than one place.
     """
 
     values: Any
     problem: str
-    takes_entries: bool
-    has_aliases: bool
+    root: Entry
+    suffixes: tuple[str, ...]
+    takes_entries = True
+    has_aliases = False
 
-    def __init__(self, text: str, name: str) -> None:
+    def __init__(self, text: str, name: str = "<text>") -> None:
         self.original, self.name = text, name
-        bare = text.removeprefix("\ufeff")
-        self.text = bare.replace("\r\n", "\n")
-        self._first = len(text) - len(bare)
-        self._returns = [found.start() - number for number, found in enumerate(re.finditer("\r\n", bare))]
+        self.text = text.removeprefix("\ufeff")
+
+    @staticmethod
+    def lines(values: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the lines of a new text with the values of a mapping; no target has JSON files."""
+        raise NotImplementedError
 
     def edited(self, edits: Iterable[Edit]) -> str:
         """Return the original text with edits of ``text`` applied; new lines get its most frequent line end.
@@ -334,34 +306,22 @@ class Document(abc.ABC):
         Raises:
             ValueError: Two edits overlap.
         """
-        ends = Counter(re.findall("\r\n|\n|\r", self.original))
+        bare = self.original.removeprefix("\ufeff")
+        ends = Counter(re.findall("\r\n|\n|\r", bare))
         newline = max(ends, key=lambda end: ends[end], default="\n")
-        return apply_edits(
-            self.original,
-            (
-                Edit(self._original(edit.start), self._original(edit.end), edit.text.replace("\n", newline))
-                for edit in edits
-            ),
-        )
+        new = (edit._replace(text=re.sub("\r?\n", newline, edit.text)) for edit in edits)
+        return self.original[: len(self.original) - len(bare)] + apply_edits(bare, new)
 
-    def _original(self, position: int) -> int:
-        return self._first + position + bisect.bisect_left(self._returns, position)
-
-    @abc.abstractmethod
-    def lines_of(self, path: Path) -> tuple[int, int]:
-        """Return the first and the last line of the entry at ``path``, from 1. Raises KeyError if it does not exist."""
+    def entry(self, path: Path) -> Entry:
+        """Return the entry at ``path``, including those from a merge. Raises KeyError if it does not exist."""
+        entry = self.root
+        for key in path:
+            entry = entry.by_key[key] if key in entry.by_key else entry.merged[key]
+        return entry
 
     def line_of(self, path: Path) -> int:
-        """Return the line of the key at ``path``, the first of ``lines_of``."""
-        return self.lines_of(path)[0]
-
-    def holds_line(self, path: Path, line: int) -> bool:
-        """Return whether a line is part of the entry at ``path``."""
-        try:
-            first, last = self.lines_of(path)
-        except KeyError:  # the entry comes from an interpolation
-            return False
-        return first <= line <= last
+        """Return the line of the key at ``path``, from 1. Raises KeyError if it does not exist."""
+        return place_of(self.text, self.entry(path).start)[0]
 
     def duplicate(self, path: Path, key: str | int | None = None) -> str:
         """Return a message about a duplicate key in the mapping at ``path``, or "".
@@ -370,18 +330,37 @@ class Document(abc.ABC):
             key: The only key to check; None checks all.
         """
         seen: dict[str | int, int] = {}
-        for name, position in self.positions_of_keys(path):
-            if name in seen and key in (None, name):
-                (first, _), (line, column) = place_of(self.text, seen[name]), place_of(self.text, position)
-                return f"{self.name}:{line}:{column}: {name} stands in line {first}, too"
-            seen[name] = position
+        for each in self.entry(path).below:
+            if each.key in seen and key in (None, each.key) and each.key != MERGE:
+                (first, _), (line, column) = place_of(self.text, seen[each.key]), place_of(self.text, each.start)
+                return f"{self.name}:{line}:{column}: {each.key} stands in line {first}, too"
+            seen[each.key] = each.start
         return ""
 
-    def positions_of_keys(self, path: Path) -> Iterable[tuple[str | int, int]]:
-        """Return the keys of the mapping at ``path`` with positions in ``text``; may be empty if all are unique."""
-        return ()
+    def is_written_at(self, path: Path) -> bool:
+        """Return whether the value at ``path`` is written there, and not elsewhere for an alias or a merge."""
+        entries = [self.entry(path[:depth]) for depth in range(len(path) + 1)]
+        return all(
+            above.start <= each.start <= each.value <= each.end <= above.end for above, each in pairwise(entries)
+        )
 
-    @abc.abstractmethod
+    def written_as(self, path: Path) -> str:
+        """Return the alias or interpolation that is written at ``path`` instead of a mapping; "" for a mapping."""
+        value = value_at(self.values, path)
+        if isinstance(value, str):
+            return value
+        if self.is_written_at(path):
+            return ""
+        return f"an alias of what begins in line {place_of(self.text, self.entry(path).value)[0]}"
+
+    def stands_for(self, path: Path, others: Sequence[Path]) -> bool:
+        """Return whether the value at ``path`` is an alias or interpolation of a value at one of the other paths."""
+        value = value_at(self.values, path)
+        if isinstance(value, str):
+            return any(each in others for each in references_in(value, reference_root(self.values)))
+        own = (each for each in others if each != path and self.is_written_at(each))
+        return self.entry(path).value in [self.entry(each).value for each in own]
+
     def edit_mapping(
         self,
         path: Path,
@@ -392,6 +371,9 @@ class Document(abc.ABC):
     ) -> list[Edit]:
         """Return edits that replace entries of the mapping at ``path``; all other entries keep their bytes.
 
+        A merge (``<<``) is written out if one of its entries is replaced. A mapping from another place (an alias, an
+        interpolation) is written out here, and unchanged there.
+
         Args:
             replacements: The entries that replace a key; an empty sequence removes it. A comment behind a removed
                 entry stays, on a separate line.
@@ -400,6 +382,60 @@ class Document(abc.ABC):
         Raises:
             KeyError: ``path`` is not a mapping, or it lacks a key of ``replacements``.
         """
+        if not replacements and not additions:
+            return []
+        written = value_at(self.values, path)
+        values = written if given is None else given
+        if missing := replacements.keys() - values.keys():
+            raise KeyError(f"{'.'.join(map(str, path))} has no {', '.join(sorted(missing))}")
+        if path and self.written_as(path):
+            kept = with_references(values, referred(self.values, written))
+            new = [(str(path[-1]), with_entries(kept, (), replacements, additions))]
+            is_own = path[-1] in self.entry(path[:-1]).by_key
+            return self.edit_mapping(path[:-1], {new[0][0]: new} if is_own else {}, () if is_own else new)
+        mapping = self.entry(path)
+        if not mapping.below:
+            start = self.text.index("{", mapping.value)
+            return [Edit(start, mapping.end, self.in_braces(mapping, additions))]
+        if replacements.keys() & mapping.merged.keys():  # also if it has the key itself: the merge would restore it
+            inherited = [each for each in with_references(values, written).items() if each[0] not in mapping.by_key]
+            own = {key: new for key, new in replacements.items() if key in mapping.by_key}
+            replacements = {**own, MERGE: [new for old in inherited for new in replacements.get(old[0], [old])]}
+        same = {
+            self.inline(mapping, (key, values[key])): self.text[each.start : each.end]
+            for key, each in mapping.by_key.items()
+            if key in values
+        }
+        return list(self.edits_in(mapping, replacements, additions, same))
+
+    def edits_in(
+        self, mapping: Entry, replacements: Mapping[str, Settings], additions: Settings, same: Mapping[str, str]
+    ) -> Iterator[Edit]:
+        """Yield edits of the entries of a mapping.
+
+        Args:
+            same: The text of each old entry by its ``inline`` text: an unchanged entry keeps its bytes.
+        """
+        comma = self.comma(mapping)
+
+        def text(entries: Settings) -> str:
+            new = (self.inline(mapping, each) for each in entries)
+            return comma.join(same.get(each, each) for each in new)
+
+        new = {key: text(into) for key, into in replacements.items()}
+        return brace_edits(self.text, mapping, new, text(additions), comma)
+
+    def inline(self, mapping: Entry, entry: tuple[str, Any]) -> str:
+        """Return a new entry's text between the braces of a mapping."""
+        return self.in_braces(mapping, [entry])[1:-1].strip()
+
+    def in_braces(self, mapping: Entry, entries: Settings) -> str:
+        """Return the text of new entries with their braces, in the layout of the mapping that they are for."""
+        raise NotImplementedError
+
+    def comma(self, mapping: Entry) -> str:
+        """Return the separator of entries in the layout of a mapping in braces."""
+        return ", "
 
     def replace_entry(self, path: Path, new: NewEntry, *, given: Mapping[str, Any] | None) -> list[Edit]:
         """Return edits that replace the entry at ``path``; comments stay, in their order.
@@ -409,25 +445,10 @@ class Document(abc.ABC):
         """
         return self.edit_mapping(path[:-1], {str(path[-1]): entries_of(new), **new.around}, given=given)
 
-    def stands_for(self, path: Path, others: Sequence[Path]) -> Path | None:
-        """Return the path in ``others`` that the value at ``path`` is an alias or interpolation of; otherwise None."""
-        found = references_in(self.written_as(path), reference_root(self.values))
-        return next((each for each, _ in found if each in others), None)
-
-    def written_as(self, path: Path) -> str:
-        """Return the alias or interpolation that is written at ``path`` instead of a mapping; "" for a mapping."""
-        return ""
-
-    def references(self) -> Iterator[tuple[Path, int]]:
-        """Yield the paths that interpolations refer to, each with the line of the interpolation."""
-        return references_in(self.text, reference_root(self.values))
-
 
 def nearest_line(document: Document, path: Path) -> int:
     """Return the line of ``path``, or of its nearest parent that is written in the file."""
-    for depth in range(len(path), -1, -1):
-        try:
-            return document.line_of(path[:depth])
-        except (KeyError, IndexError):
-            continue
-    return 1
+    try:
+        return document.line_of(path)
+    except KeyError:
+        return nearest_line(document, path[:-1]) if path else 1

@@ -1,37 +1,19 @@
 """Edits of a JSON text in its own layout; an unedited entry keeps its bytes.
 
-The standard library reads the values and writes new entries. It reports no positions: objects are scanned a second
-time for those that an edit or a report needs. Called by ``migrate``; reads and writes no file.
+The standard library reads the values and writes new entries. It reports no positions: tokens are scanned a second time
+for an edit or a report. Called by ``migrate``; reads and writes no file.
 """
 
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
-from composer_fsdp2.migration.documents.edits import (
-    Document,
-    Edit,
-    Entry,
-    brace_edits,
-    place_of,
-    read_values,
-    refuse_missing,
-    written_out,
-)
-from composer_fsdp2.migration.paths import Path, Settings, value_at
+from composer_fsdp2.migration.documents.edits import Document, Entry, read_values
+from composer_fsdp2.migration.paths import Settings
 
-_SPACE = re.compile(r"[ \t\r\n,:]*")  # between keys and values
-_DECODER = json.JSONDecoder()
-
-
-@dataclass(frozen=True, slots=True)
-class _Written(Entry):
-    """An ``Entry`` whose value begins at ``value``."""
-
-    value: int
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]:,]|[^\s"{}\[\]:,]+')
 
 
 class JsonDocument(Document):
@@ -47,7 +29,7 @@ class JsonDocument(Document):
         ConfigError: The text is not JSON; the message has file, line and column.
     """
 
-    takes_entries, has_aliases = True, False
+    suffixes = (".json",)
 
     def __init__(self, text: str, name: str = "<text>") -> None:
         super().__init__(text, name)
@@ -59,93 +41,47 @@ class JsonDocument(Document):
         self._indent = indent[1] if indent else None
         self._colon = colon[1] if colon else ": "
         self._comma = ", " if self._colon.endswith(" ") else ","  # within a line
-        start = _skip(self.text, 0)
-        root = _Written("", start, len(self.text.rstrip()), start)
-        self._written: dict[Path, list[_Written]] = {}
-        self._places: dict[Path, _Written] = {(): root}  # of duplicate keys the last, as in json.loads
 
-    def lines_of(self, path: Path) -> tuple[int, int]:
-        entry = self._entry(path)
-        return place_of(self.text, entry.start)[0], place_of(self.text, entry.end)[0]
+    @functools.cached_property
+    def root(self) -> Entry:  # type: ignore[override]
+        tokens = _TOKEN.finditer(self.text)
+        first = next(tokens)
+        return _entry("", first.start(), first, tokens)
 
-    def positions_of_keys(self, path: Path) -> Iterable[tuple[str | int, int]]:
-        return ((entry.key, entry.start) for entry in self._entries(path))
-
-    def edit_mapping(
-        self,
-        path: Path,
-        replacements: Mapping[str, Settings],
-        additions: Settings = (),
-        *,
-        given: Mapping[str, Any] | None = None,
-    ) -> list[Edit]:
-        if not replacements and not additions:
-            return []
-        if path and self.written_as(path):  # an interpolation: written out in its place
-            here = written_out(self, path, given or {}, replacements, additions)
-            return self.edit_mapping(path[:-1], {here[0]: [here]})
-        whole, entries = self._entry(path), self._entries(path)
-        refuse_missing(path, replacements, {each.key for each in entries})
-        before = self.text[whole.value + 1 : entries[0].start if entries else whole.end]
-        in_lines = "\n" in before if entries else self._indent is not None
-        dump = functools.partial(self._dump, start=whole.value, in_lines=in_lines)
-        if not entries:
-            return [Edit(whole.value, whole.end, dump(additions))]
-        new = {key: dump(each)[1:-1].strip() for key, each in replacements.items()}
-        comma = f",{before}" if in_lines else self._comma
-        around = Entry("", whole.value, whole.end)
-        return list(brace_edits(self.text, around, entries, new, dump(additions)[1:-1].strip(), comma))
-
-    def written_as(self, path: Path) -> str:
-        value = value_at(self.values, path)
-        return value if isinstance(value, str) else ""
-
-    def _dump(self, entries: Settings, start: int, in_lines: bool) -> str:
-        """Return the text of an object that begins in the line of ``start``."""
+    def in_braces(self, mapping: Entry, entries: Settings) -> str:
+        in_lines = "\n" in self._gap(mapping)
         text = json.dumps(
             dict(entries),
             ensure_ascii=self.text.isascii(),
             indent=self._indent if in_lines else None,
             separators=("," if in_lines else self._comma, self._colon),
         )
-        line = self.text[self.text.rfind("\n", 0, start) + 1 : start]
+        line = self.text[self.text.rfind("\n", 0, mapping.value) + 1 : mapping.value]
         return text.replace("\n", f"\n{line[: len(line) - len(line.lstrip())]}")
 
-    # Positions
+    def comma(self, mapping: Entry) -> str:
+        gap = self._gap(mapping)
+        return f",{gap}" if "\n" in gap else self._comma
 
-    def _entry(self, path: Path) -> _Written:
-        if path not in self._places:
-            self._entries(path[:-1])
-        return self._places[path]
-
-    def _entries(self, path: Path) -> list[_Written]:
-        """Return the entries of an object or the items of an array; an empty list for other values."""
-        if path not in self._written:
-            self._written[path] = list(_entries_at(self.text, self._entry(path).value))
-            self._places |= {(*path, entry.key): entry for entry in self._written[path]}
-        return self._written[path]
+    def _gap(self, mapping: Entry) -> str:
+        """Return the white space between a mapping's brace and its first entry."""
+        if mapping.below:
+            return self.text[mapping.value + 1 : mapping.below[0].start]
+        return "" if self._indent is None else "\n"
 
 
-def _skip(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    assert found is not None
-    return found.end()
-
-
-def _entries_at(text: str, start: int) -> Iterator[_Written]:
-    if text[start] not in "{[":
-        return
-    position, number = _skip(text, start + 1), 0
-    while text[position] not in "}]":
-        value, key = position, number
-        if text[start] == "{":
-            key, colon = _DECODER.raw_decode(text, position)
-            value = _skip(text, colon)
-        _, end = _DECODER.raw_decode(text, value)
-        yield _Written(key, position, end, value)
-        position, number = _skip(text, end), number + 1
-
-
-def json_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of an object."""
-    yield from json.dumps(values, indent=2, ensure_ascii=False).split("\n")
+def _entry(key: str | int, start: int, value: re.Match[str], tokens: Iterator[re.Match[str]]) -> Entry:
+    """Return the entry whose value begins with a token, and takes further tokens up to its end."""
+    entry = Entry(key, start, value.end(), value.start(), [])
+    if value[0] not in ("{", "["):
+        return entry
+    for token in tokens:
+        entry.end = token.end()
+        if token[0] in ("}", "]"):
+            break
+        if token[0] != "," and value[0] == "[":
+            entry.below.append(_entry(len(entry.below), token.start(), token, tokens))
+        elif token[0] != ",":
+            next(tokens)  # the colon
+            entry.below.append(_entry(json.loads(token[0]), token.start(), next(tokens), tokens))
+    return entry

@@ -1,11 +1,9 @@
 """Edits of a TOML text that preserve every other byte.
 
-tomllib reads the values, and reports no positions. It is also used to find them: a key or a value is complete where a
-text that ends there is valid TOML. Called by ``migrate``; reads and writes no file.
+tomllib reads the values, and reports no positions: tokens are scanned a second time for an edit or a report. Called by
+``migrate``; reads and writes no file.
 """
 
-import contextlib
-import datetime
 import functools
 import json
 import re
@@ -21,7 +19,6 @@ from composer_fsdp2.migration.documents.edits import (
     line_edits,
     place_of,
     read_values,
-    refuse_missing,
 )
 from composer_fsdp2.migration.paths import Path, Settings, has_path
 
@@ -36,26 +33,32 @@ class TomlDocument(Document):
         ConfigError: The text is not TOML; the message has file, line and column.
     """
 
-    takes_entries = has_aliases = False
+    suffixes = (".toml",)
+    takes_entries = False
     problem = ""
 
     def __init__(self, text: str, name: str = "<text>") -> None:
         super().__init__(text, name)
-        if text != self.text and self._first:
+        if text != self.text:
             raise ConfigError(
                 f"{name}:1:1: the file begins with a byte order mark, which TOML does not take; save it without"
             )
+        self.root = Entry("", 0, len(self.text), 0, [])
         self.values: dict[str, Any] = read_values(tomllib.loads, self.text, name)
 
-    def lines_of(self, path: Path) -> tuple[int, int]:
-        """``Document.lines_of``; of a table with its header; of the entry around an array item or a value in braces."""
+    def entry(self, path: Path) -> Entry:
+        """``Document.entry``; for a table without header its first; for an array item or a value in braces the one
+        around it.
+        """
         if not has_path(self.values, path):
             raise KeyError(path)
-        below = [each for key, each in self._places.items() if key[: len(path)] == path]
-        if not path or not below:
-            return self.lines_of(path[:-1]) if path else (1, self.text.count("\n") + 1)
-        first = self._places.get(path, below[0])
-        return place_of(self.text, first.start)[0], place_of(self.text, below[-1].end)[0]
+        if not path:
+            return self.root
+        near = (each for key, each in self._places.items() if key[: len(path)] == path)
+        return self._places.get(path) or next(near, None) or self.entry(path[:-1])
+
+    def is_written_at(self, path: Path) -> bool:
+        return True  # TOML has no aliases
 
     def edit_mapping(
         self,
@@ -77,7 +80,6 @@ class TomlDocument(Document):
                 name, place = ".".join(map(str, path)), f"{self.name}:{line}:{column}"
                 raise ConfigError(f"{place}: {name} stands in braces, which cannot be edited; write it as [{name}]")
         own = {str(key[-1]): each for key, each in entries.items() if key[:-1] == path}
-        refuse_missing(path, replacements, own.keys())
         new = {key: self._lines_beside(own[key], each) for key, each in replacements.items()}
         if own or path in self._places:
             beside = own or {"": self._places[path]}
@@ -92,65 +94,60 @@ class TomlDocument(Document):
 
     def _lines_beside(self, entry: Entry, new: Settings) -> list[str]:
         """Return the lines of new entries, with the dotted prefix of the entry beside them."""
-        if self.text[entry.start] == "[":
-            return _lines(new)
-        return _lines(new, _LAST_PART.sub("", _key_at(self.text, entry.start)))
+        key = _KEY.match(self.text, entry.start)
+        return _lines(new, key[1] if key else "")
 
     @functools.cached_property
     def _places(self) -> dict[Path, Entry]:
-        """Entries and headers, in the order of the text, without those in braces."""
+        """Entries and headers, in the order of the text, without those in braces.
+
+        No system's section stands in an array of tables: its tables are not told apart.
+        """
         found: dict[Path, Entry] = {}
         table: Path = ()
-        lengths: dict[Path, int] = {}  # of arrays of tables
-        end = 0
-        while key := _START.match(self.text, end):
-            start, is_header = key.end(), self.text[key.end()] == "["
-            end = start + len(_complete(self.text, start, r"\s*(?:#|\n|\Z)"))
-            names = _names(self.text[start:end] if is_header else f"{_key_at(self.text, start)}= 0")
-            if is_header:
-                table = ()
-                for number, name in enumerate(names, 1):
-                    table = (*table, name)
-                    if number == len(names) and self.text.startswith("[[", start):
-                        lengths[table] = lengths.get(table, -1) + 1
-                    if table in lengths:
-                        table = (*table, lengths[table])
-            path = table if is_header else (*table, *names)
-            found[path] = Entry(path[-1], start, end)
+        for start, end in _statements(self.text):
+            path = _names(self.text, start)
+            if self.text[start] == "[":
+                table = path
+            else:
+                path = (*table, *path)
+            found.setdefault(path, Entry(path[-1], start, end, start, []))
         return found
+
+    @staticmethod
+    def lines(values: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the lines of tables with their entries, with an empty line between tables."""
+        for number, (table, entries) in enumerate(values.items()):
+            yield from [*([""] if number else []), f"[{table}]", *_lines(list(entries.items()))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Positions in valid TOML
 
-_START = re.compile(r"(?:\s|#[^\n]*+)*+(?=\S)")  # behind white space and comments
-_LAST_PART = re.compile(r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\])*"|'[^']*')\s*\Z""")
+_PART = r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\])*"|'[^']*')"""
+_KEY = re.compile(rf"((?:{_PART}\s*\.\s*)*){_PART}")  # its prefix is a group
+_TEXTS = r"""\"{3}(?:\\.|[^\\])*?"{3}(?!")|'{3}.*?'{3}(?!')|"(?:\\.|[^"\\])*"|'[^']*'"""
+_TOKEN = re.compile(rf"{_TEXTS}|#[^\n]*|\n|[\[\]{{}}]|[^\s\"'#\[\]{{}}]+", re.DOTALL)
 
 
-def _complete(text: str, start: int, end: str, rest: str = "") -> str:
-    """Return the shortest text from ``start`` up to a match of ``end`` that is TOML if ``rest`` is appended."""
-    for found in re.compile(end).finditer(text, start):
-        piece = text[start : found.start()]
-        if "\n" in piece and not piece.endswith(("]", "}", '"""', "'''")):
-            continue  # otherwise each line of a long list would be tried
-        with contextlib.suppress(tomllib.TOMLDecodeError):
-            tomllib.loads(piece + rest)
-            return piece
-    raise AssertionError(f"no TOML at character {start}")
+def _statements(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the spans of all headers and entries, without the comments behind them."""
+    start, end, depth = -1, -1, 0
+    for token in _TOKEN.finditer(f"{text}\n"):
+        if token[0] == "\n" and not depth and start >= 0:
+            yield start, end
+            start = -1
+        elif token[0] != "\n" and token[0][0] != "#":
+            start, end = token.start() if start < 0 else start, token.end()
+            depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
 
 
-def _key_at(text: str, start: int) -> str:
-    return _complete(text, start, "=", "= 0")
-
-
-def _names(text: str) -> Path:
-    """Return the path of keys in nested tables of one key each."""
-    names: Path = ()
-    values: Any = tomllib.loads(text)
-    while isinstance(values, dict) and values:
-        ((name, values),) = values.items()
-        names = (*names, name)
-    return names
+def _names(text: str, start: int) -> Path:
+    """Return the parts of the first key from ``start``."""
+    key = _KEY.search(text, start)
+    assert key is not None
+    parts = re.findall(_PART, key[0])
+    return tuple(tomllib.loads(f"text = {part}")["text"] if part[0] in "\"'" else part for part in parts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,12 +162,6 @@ def _key_text(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_text(key)
 
 
-def table_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of tables with their entries, with an empty line between tables."""
-    for number, (table, entries) in enumerate(values.items()):
-        yield from [*([""] if number else []), f"[{table}]", *_lines(list(entries.items()))]
-
-
 def toml_text(value: object) -> str:
     """Return a value on one line.
 
@@ -182,8 +173,6 @@ def toml_text(value: object) -> str:
     if isinstance(value, Mapping):
         entries = ", ".join(_lines(list(value.items())))
         return f"{{ {entries} }}" if entries else "{}"
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
     if isinstance(value, float):  # also nan and inf
         return repr(value)
     if isinstance(value, bool | int | str):

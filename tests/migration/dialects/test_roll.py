@@ -320,7 +320,7 @@ CASES = {
             file=worker({"fsdp_size": size, "reshard_after_forward": group}, ranks=ranks),
             to=None,
             run=NO_RUN,
-            told={"reshard_after_forward": (NEEDS_DECISION, "use 1 or 2")},
+            told={"reshard_after_forward": (NEEDS_DECISION, "use 1, 2")},
         )
         for size, ranks, group in ((8, 16, 3), (1, 6, 4), (8, None, 5))
     },

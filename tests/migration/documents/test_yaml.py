@@ -250,7 +250,7 @@ def test_values_of_merges():
     """
     document = YamlDocument("a: &a {x: 1, y: 1}\nb: &b {<<: *a, y: 2, z: 2}\nc: {x: 0, <<: [*a, *b], w: 4}\n")
     assert document.values["c"] == {"x": 0, "y": 1, "z": 2, "w": 4} and document.values["b"] == {"x": 1, "y": 2, "z": 2}
-    assert document.node(("c", "y")).value == "1" and document.node(("c", "z")).value == "2"
+    assert document.line_of(("c", "y")) == 1 and document.line_of(("c", "z")) == 2
     for bad in ("a: {<<: 1}", "a: {<<: [1]}"):
         with pytest.raises(ConfigError, match=r":1:5: << takes a mapping"):
             YamlDocument(bad)

@@ -1,14 +1,13 @@
 """The dialect of Composer and LLM Foundry: finds and reads sections, and writes a run as their keys."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.parallel import BroadcastBatch
-from composer_fsdp2.config.rows import Row
-from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.config.rows import Row, unknown_key
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.keys import IGNORED_BY_COMPOSER, KEYS, KEYS_BY_NAME, Key, KeyGroup
 from composer_fsdp2.fsdp1.translate import Translation, translate
@@ -19,41 +18,34 @@ from composer_fsdp2.migration.dialect import (
     ReplacedBlock,
     Section,
     Setting,
+    written,
 )
-from composer_fsdp2.migration.dialects.composer.beside_section import (
+from composer_fsdp2.migration.dialects.composer.around import (
     BESIDE,
     BESIDE_ROWS,
-    findings_beside,
-    tensor_degree,
-)
-from composer_fsdp2.migration.dialects.composer.composer_words import (
-    BESIDE_WRITTEN,
-    WORDS,
-    WRITTEN,
-    mesh_words,
-)
-from composer_fsdp2.migration.dialects.composer.launch import launch_findings, unfinished_findings
-from composer_fsdp2.migration.dialects.composer.limits import LIMITS
-from composer_fsdp2.migration.dialects.composer.set_by_foundry import set_by_foundry_in, with_foundrys
-from composer_fsdp2.migration.dialects.composer.surroundings import (
-    OF_TRAINING_KEYS,
+    NUMBERS_OF_TRAINING,
+    TRAINER_ROWS,
     Given,
     around_of,
-    clipped,
     clipping_problem,
+    findings_beside,
+    foundrys,
+    implicit_findings,
     open_training,
     precision_of,
+    set_by_foundry,
+    tensor_degree,
     training_of,
 )
-from composer_fsdp2.migration.dialects.composer.unread import contradictions_of, unknown_keys
-from composer_fsdp2.migration.dialects.composer.unsaid import implicit_findings
+from composer_fsdp2.migration.dialects.composer.launch import launch_findings, unfinished_findings
+from composer_fsdp2.migration.dialects.composer.written import CONVERTED, LIMITS, WRITTEN
 from composer_fsdp2.migration.dialects.fingerprints import is_hugging_face
 from composer_fsdp2.migration.lens import Loss, fault
 from composer_fsdp2.migration.paths import Path, value_at
 from composer_fsdp2.migration.run import RunConfig
 
 _PLACES = ("fsdp_config", "parallelism_config.fsdp", "parallelism_config.fsdp2")
-_OF_TRAINER = (key for key, _, _ in BESIDE_WRITTEN if key != "algorithms")
+_OF_TRAINER = (row.name for row in TRAINER_ROWS if row.name != "algorithms")
 _ELSEWHERE = {row.name: row.elsewhere for row in KEYS if row.elsewhere} | dict.fromkeys(_OF_TRAINER, "")
 
 
@@ -63,6 +55,7 @@ class ComposerDialect(Dialect):
     name = target = "composer"
     title = "Composer and LLM Foundry"
     rows = (*KEYS, *BESIDE_ROWS)
+    rows_beside = TRAINER_ROWS
     limits = LIMITS
     interpolates = True
     keeps_implicit = True
@@ -83,44 +76,43 @@ class ComposerDialect(Dialect):
         return path if is_section else None
 
     def read(self, section: Section) -> Reading:
-        known = {name: value for name, value in section.given.items() if name in KEYS_BY_NAME}
-        unknown = unknown_keys(section.given)
-        around = around_of(section)
+        given, around = section.given, around_of(section)
+        known = {name: value for name, value in given.items() if name in KEYS_BY_NAME}
+        unknown = [_unknown(name, value) for name, value in given.items() if name not in KEYS_BY_NAME]
         precision, problem = precision_of(around)
         problems = [each for each in (problem, clipping_problem(around)) if each is not None]
-        elsewhere = (*unknown, *problems, *findings_beside(section, around))
-        by_foundry = set_by_foundry_in(section)
-        in_effect = known | {name: value for name, (value, _) in by_foundry.items()}
-        degree = tensor_degree(section, around)
+        elsewhere = (*unknown, *problems, *findings_beside(around))
+        by_foundry = set_by_foundry(foundrys(around) or {}, given)
+        in_effect = known | {name: each.value for name, each in by_foundry.items()}
+        degree = tensor_degree(around)
         read = partial(translate, precision=precision, device="cpu", tensor_parallel_degree=degree)
         try:
             translation, effective = read(known), read(in_effect)
         except ConfigError as error:
-            return Reading(run=None, findings=(*contradictions_of(in_effect, read, error), *elsewhere), details=section)
+            return Reading(run=None, findings=(*_contradictions(in_effect, read, error), *elsewhere), details=section)
+        training = training_of(around)
         findings = (
-            *(with_foundrys(finding, by_foundry) for finding in translation.findings),
+            *(_as_set(finding, by_foundry) for finding in translation.findings),
             *elsewhere,
-            *implicit_findings(section, around, by_foundry),
-            *open_training(around),
+            *(finding for name, finding in by_foundry.items() if name not in given),
+            *implicit_findings(section, around),
+            *open_training(around, training),
         )
         if any(each.outcome.blocks for each in unknown) or problems or effective.blocking:
             return Reading(run=None, findings=findings, details=section)
-        sharded = replace(effective.config, mesh=effective.config.mesh.data_parallel)
-        run = _of_shared_batches(replace(_run(sharded, effective, known, around), tensor_parallel=degree))
-        return Reading(run=run, findings=findings, rows=KEYS_BY_NAME, details=section)
+        run = RunConfig(
+            config=replace(effective.config, mesh=effective.config.mesh.data_parallel),
+            precision=effective.precision,
+            state_dict_type=known.get("state_dict_type") or "full",
+            verbose=effective.verbose,
+            async_save=bool(known.get("async_save")),
+            tensor_parallel=degree,
+            **training,
+        )
+        return Reading(run=_of_shared_batches(run), findings=findings, rows=KEYS_BY_NAME, details=section)
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
-        for key, value in mesh_words(run.config.mesh):
-            yield Setting(key=key, value=value, fields=KEYS_BY_NAME[key].fields)
-        for key, write in WRITTEN:
-            if (value := write(run)) is not None:
-                yield Setting(key=key, value=value, fields=KEYS_BY_NAME[key].fields)
-
-    def beside(self, run: RunConfig) -> Iterator[Setting]:
-        """Composer's ``precision``, and LLM Foundry's ``algorithms``, batches, duration and ``optimizer``."""
-        for key, fields, write in BESIDE_WRITTEN:
-            if (new := write(run)) is not None:
-                yield Setting(key=key, value=new, fields=fields)
+        return written(WRITTEN, run)
 
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
         """Replace FSDP1's keys by FSDP2's in place; keys whose FSDP2 form only composer_fsdp2 has keep their names."""
@@ -136,12 +128,12 @@ class ComposerDialect(Dialect):
     def own_findings(self, reading: Reading, lost: Sequence[Loss]) -> tuple[Finding, ...]:
         """Return the reading's findings, which already describe this target; any loss in the new text is a fault."""
         faults = (fault(name, "", "the new text loses it") for each in lost for name in each.fields if not each.is_kept)
-        found = (each for each in reading.findings if each.key not in OF_TRAINING_KEYS)
+        found = (each for each in reading.findings if each.key not in NUMBERS_OF_TRAINING)
         return (*found, *launch_findings(reading.details), *faults)
 
     def is_own(self, finding: Finding) -> bool:
         row = KEYS_BY_NAME.get(finding.key)
-        is_ours = row is not None and row.group == KeyGroup.OURS and row.name not in WORDS
+        is_ours = row is not None and row.group == KeyGroup.OURS and row.name not in CONVERTED
         return row is not None and is_ours and finding.value != row.default
 
     def keeps(self, key: str) -> bool:
@@ -154,16 +146,14 @@ class ComposerDialect(Dialect):
         return ReplacedBlock(entry=section.path[:-1] if is_alone else section.path, inner=section.path)
 
     def places(self, row: Row) -> tuple[str, ...]:
-        if row.group == BESIDE:
-            return (row.name, *row.aliases)
-        return tuple(f"{place}.{row.name}" for place in _PLACES)
+        return super().places(row) if row.group == BESIDE else tuple(f"{place}.{row.name}" for place in _PLACES)
 
     def values(self, row: Row) -> tuple[Any, ...]:
         return row.takes.choices
 
     def defaults(self, row: Row) -> Given:
         others = row.defaults if isinstance(row, Key) else {}
-        return {"FSDPConfig": row.default, **others} if others else {"": row.default}
+        return {"FSDPConfig" if others else "": row.default, **others}
 
 
 def _of_shared_batches(run: RunConfig) -> RunConfig:
@@ -175,15 +165,60 @@ def _of_shared_batches(run: RunConfig) -> RunConfig:
     return replace(run, global_batch_size=None if rest else whole)
 
 
-def _run(config: ShardingConfig, translation: Translation, known: Given, around: Given) -> RunConfig:
-    norm, otherwise = clipped(around)
-    return RunConfig(
-        config=config,
-        precision=translation.precision,
-        state_dict_type=known.get("state_dict_type") or "full",
-        verbose=translation.verbose,
-        async_save=bool(known.get("async_save")),
-        max_grad_norm=norm,
-        other_clipping=otherwise,
-        **training_of(around),
+def _as_set(finding: Finding, by_foundry: Mapping[str, Finding]) -> Finding:
+    """Return the finding of a key with the value that LLM Foundry sets."""
+    new = by_foundry.get(finding.key) if finding.origin is Origin.KEY else None
+    return finding if new is None else replace(finding, target=new.target, reason=new.reason)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Keys that are unknown, or contradict each other
+
+# The runtime's own translation, with the file's other settings applied.
+_Read = Callable[[Given], Translation]
+
+
+def _contradictions(known: Given, read: _Read, error: ConfigError) -> list[Finding]:
+    """Return a finding for each key: the usual one if the key can be read alone, else its error, or that of all."""
+    findings, errors = dict[str, Finding](), dict[str, ConfigError]()
+    for name in known:
+        try:
+            findings[name] = _alone((name,), known, read)
+        except ConfigError as own:
+            errors[name] = own
+    if not errors:  # each key is right, and they contradict each other
+        errors[next((name for name in known if name in error.keys), next(iter(known)))] = error
+    for name, wrong in errors.items():
+        reason = str(wrong)
+        findings[name] = Finding(key=name, value=known[name], outcome=Outcome.NEEDS_DECISION, reason=reason)
+    return [findings[name] for name in known]
+
+
+def _alone(names: tuple[str, ...], known: Given, read: _Read) -> Finding:
+    """Return the finding of the first key, read with only those that it needs.
+
+    Raises:
+        ConfigError: the key is wrong in itself.
+    """
+    try:
+        return read({name: known[name] for name in names}).findings[0]
+    except ConfigError as error:
+        needed = [name for name in error.keys if name in known and name not in names]
+        if not needed:
+            raise
+        return _alone((*names, *needed), known, read)
+
+
+def _unknown(name: Any, value: Any) -> Finding:
+    if isinstance(name, str):
+        reason = "no version of Composer knew this key; FSDPConfig took it and did nothing with it"
+        return unknown_key(name, value, KEYS_BY_NAME, reason, hint="")
+    return Finding(
+        key=str(name),
+        value=value,
+        outcome=Outcome.NEEDS_DECISION,
+        reason="YAML does not read this key as text, so that no argument of Composer's FSDPConfig can have it as its "
+        "name",
+        hint="remove it",
+        known=False,
     )

@@ -4,16 +4,14 @@ Neither blocks a migration: the section is right without them, and LLM Foundry r
 trains.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.migration.dialect import Section, implicit
-from composer_fsdp2.migration.dialects.composer.beside_section import BESIDE_ROWS
-from composer_fsdp2.migration.dialects.composer.set_by_foundry import foundrys
-from composer_fsdp2.migration.dialects.composer.surroundings import Given
-from composer_fsdp2.migration.paths import value_at
+from composer_fsdp2.migration.dialects.composer.around import BESIDE_ROWS, Given, foundrys, mappings_above
 
 # fmt: off
 # The fields of TrainConfig in llmfoundry/utils/config_utils.py, 0.22.0; tests/foundry/test_train_config.py compares.
@@ -47,10 +45,11 @@ MANDATORY = (
 )
 # Keys that scripts/train/train.py read in 2023 (mosaicml/llm-foundry, 00b4bae), and their names in 0.22.0.
 _RENAMED = {"model_gauntlet": "eval_gauntlet", "lora": "model.peft_config"}
-_BESIDE = {row.name for row in BESIDE_ROWS}  # their findings are in beside_section.py
+_BESIDE = {row.name for row in BESIDE_ROWS}  # their findings are in around.py
 _COMMAND = "composer -m composer_fsdp2 train"
 _PARAMETERS = "/mnt/config/parameters.yaml"  # where MCLI mounts the mapping under parameters
-_IN_SHELL = {"&&", "||", ";", "|"}
+# Composer's launcher with its options, and a script, with no shell operator between them.
+_LAUNCH = re.compile(r"(?<!\S)composer (?:(?!(?:&&|\|\||;|\|)(?: |$))\S+ )*?(?P<script>\S+\.py)(?!\S)")
 
 
 def launch_findings(section: Section) -> Iterator[Finding]:
@@ -85,9 +84,8 @@ def _trained_by_foundry(section: Section) -> Given | None:
     """Return LLM Foundry's training configuration that contains the section, or None."""
     if section.path[-1:] != ("fsdp_config",):
         return None
-    around = (value_at(section.around, section.path[:depth]) for depth in reversed(range(len(section.path))))
-    mappings = (each for each in around if isinstance(each, Mapping))
-    return next((each for each in mappings if foundrys(each) and {"tokenizer", "train_loader"} <= each.keys()), None)
+    above = reversed(mappings_above(section))
+    return next((each for each in above if foundrys(each) and {"tokenizer", "train_loader"} <= each.keys()), None)
 
 
 def _of_command(command: str, *, is_foundrys: bool) -> Iterator[Finding]:
@@ -114,15 +112,13 @@ def _of_command(command: str, *, is_foundrys: bool) -> Iterator[Finding]:
 
 def _on_fsdp2(line: str, is_foundrys: bool) -> str:
     """Return the shell line that launches the same script on FSDP2; "" if Composer's launcher starts no script."""
-    words = line.split()
-    start = words.index("composer") if "composer" in words else len(words)
-    ends = (number for number, word in enumerate(words) if word.endswith(".py") or word in _IN_SHELL)
-    at = next((number for number in ends if number > start), None)
-    if at is None or words[at] in _IN_SHELL:
+    line = " ".join(line.split())
+    launch = _LAUNCH.search(line)
+    if launch is None:
         return ""
-    is_train = is_foundrys and words[at].rpartition("/")[2] == "train.py"
-    new = ["-m", "composer_fsdp2", *(["train"] if is_train else ["run", words[at]])]
-    return " ".join([*words[:at], *new, *words[at + 1 :]])
+    is_train = is_foundrys and launch["script"].rpartition("/")[2] == "train.py"
+    verb = "train" if is_train else f"run {launch['script']}"
+    return f"{line[: launch.start('script')]}-m composer_fsdp2 {verb}{line[launch.end() :]}"
 
 
 def _refused(given: Mapping[str, Any]) -> Iterator[Finding]:

@@ -9,10 +9,9 @@ reports a key that it does not read.
 
 Sources: transformers 4.51.3 (``training_args.py``, ``trainer.py``), accelerate 1.8.1 (``utils/dataclasses.py``,
 ``utils/launch.py``, ``utils/fsdp_utils.py``, ``commands/launch.py``); for FSDP2 in a Trainer's own arguments
-transformers 5, for ``parallelism_config`` accelerate 1.10; axolotl's are in its file.
+transformers 5, for ``parallelism_config`` accelerate 1.10; axolotl's are in ``huggingface.py``.
 """
 
-from composer_fsdp2.migration.dialects.huggingface.axolotl import AxolotlDialect
-from composer_fsdp2.migration.dialects.huggingface.huggingface import HuggingFaceDialect
+from composer_fsdp2.migration.dialects.huggingface.huggingface import AxolotlDialect, HuggingFaceDialect
 
 __all__ = ["AxolotlDialect", "HuggingFaceDialect"]

@@ -15,8 +15,9 @@ from composer_fsdp2.migration.dialect import Section, implicit
 from composer_fsdp2.migration.dialects.fingerprints import is_axolotls_deepspeed, is_deepspeeds
 from composer_fsdp2.migration.dialects.huggingface.huggingface import HuggingFaceDialect
 from composer_fsdp2.migration.dialects.huggingface.values import STATE_DICTS
-from composer_fsdp2.migration.documents import Document, format_of, nearest_line, open_document
+from composer_fsdp2.migration.documents import Document, nearest_line, open_document
 from composer_fsdp2.migration.paths import Path, Settings, has_path, value_at
+from composer_fsdp2.migration.targets import file_text
 
 # Function that returns the text of the file at a path; None if it does not exist.
 ReadsFile = Callable[[str], str | None]
@@ -238,10 +239,10 @@ def _of_itself(json: _Json) -> WithSettings:
     entries, names = _entries(json)
     source = json.document.name.replace("\\", "/").rpartition("/")[2]
     values = {"distributed_type": "DEEPSPEED", "mixed_precision": json.precision() or "no", "deepspeed_config": entries}
-    lines = (f"# {source} in keys of accelerate, written by composer-fsdp2 migrate.", *format_of("").lines(values), "")
+    text = file_text(HuggingFaceDialect(), values, source)
     findings = tuple(_findings(json, names.values()))
     names |= dict.fromkeys({"distributed_type", "mixed_precision", "the rest of the file"} - {*names})
-    return WithSettings(text="\n".join(lines), json=json, names=names, findings=findings, suffix=".yaml")
+    return WithSettings(text=text, json=json, names=names, findings=findings, suffix=".yaml")
 
 
 def _of_accelerates(document: Document, json: _Json) -> WithSettings:

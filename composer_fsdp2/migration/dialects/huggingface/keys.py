@@ -7,7 +7,7 @@ from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
-from composer_fsdp2.config.rows import ANY, Row, idle, undecided
+from composer_fsdp2.config.rows import ANY
 from composer_fsdp2.config.sharding import ActivationCheckpointing, GradientSync, MixedPrecision
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.parsing import ShardingStrategy
@@ -15,6 +15,7 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
     A1,
     A2,
     AD,
+    AXOLOTL,
     BESIDE,
     BF16,
     BOOL,
@@ -27,8 +28,9 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
     DEVICE,
     DTYPES,
     FLAG,
+    FSDP2,
+    LAUNCHERS,
     NAMES,
-    NOBODY,
     NORM,
     OFFLOADING,
     PIECES,
@@ -48,13 +50,15 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
     SYNCS,
     T1,
     T2,
+    TRAINERS,
+    TRANSFORMERS,
     TRUTH,
     VERSION,
     WORDS,
-    WORDS_TEXT,
     X1,
     X2,
     Reader,
+    everywhere,
     is_word_for_false,
 )
 from composer_fsdp2.migration.lens import Lens, as_is, case, cases
@@ -68,21 +72,18 @@ class Key(Lens):
 
     Args:
         defaults: Default value by reader.
-        read_by: Readers of the key; all that support FSDP if empty. It has no effect on the others.
+        read_by: Readers of the key, by default those of FSDP. It has no effect on the others.
         checked_by: Readers that reject an invalid value but do not use a valid one.
         instead: By reader that ignores the key, the equivalent there.
+        release: Of accelerate, the release that reads the key, if it is later than 1.8.1.
     """
 
+    group: str = SETTINGS
     defaults: Mapping[Any, Any] = field(default_factory=dict)
-    read_by: Collection[Any] = ()
+    read_by: Collection[Reader] = (*TRAINERS, A1, A2)
     checked_by: Collection[Any] = ()
     instead: Mapping[Any, str] = field(default_factory=dict)
-
-
-def reads(reader: Reader, row: Row) -> bool:
-    """Whether the system reads the key."""
-    read_by = row.read_by if isinstance(row, Key) else ()
-    return reader in read_by if read_by else reader is not AD or row.group == DEGREES
+    release: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,14 +107,18 @@ class EffectiveConfig:
 
     Args:
         settings: Value by name in the table.
-        problems: By key: why its value is invalid, and which values are valid.
+        parsed: Value by key, also of keys that are not read.
+        errors: By key, whether it is read or not: why its value is invalid, and which values are valid.
+        problems: By key: why the run does not start.
     """
 
     reader: Reader
     given: tuple[GivenKey, ...]
     around: Mapping[str, Any]
     settings: dict[str, Any]
-    problems: dict[str, str]
+    parsed: dict[str, Any] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         return self.settings[name]
@@ -124,8 +129,7 @@ class EffectiveConfig:
 
     def key_of(self, *names: str) -> str | None:
         """Return the key that set one of these names; None if the file has none of them."""
-        keys = self.keys_of(*names)
-        return keys[-1] if keys else None
+        return next(reversed(self.keys_of(*names)), None)
 
     def value_of(self, key: str) -> Any:
         return next(each.value for each in self.given if each.key == key)
@@ -133,7 +137,7 @@ class EffectiveConfig:
     @property
     def is_on_one_node(self) -> bool:
         """Whether ``num_machines`` of an accelerate file is 1, its default."""
-        return not self.reader.is_trainer and self.around.get("num_machines", 1) in (None, 1, "1")
+        return self.reader not in TRAINERS and self.around.get("num_machines", 1) in (None, 1, "1")
 
     def count(self, key: str) -> int | None:
         """Return the number at a key beside the section, which accelerate also accepts in quotes.
@@ -163,16 +167,6 @@ def wrap_of(config: EffectiveConfig) -> Wrap:
 _POLICY_OF = {WrapKind.ROOT: "NO_WRAP", WrapKind.SIZE: "SIZE_BASED_WRAP"}
 
 
-def _stored_dtype(word: str, config: EffectiveConfig) -> str | None:
-    """Return the dtype in which trained parameters are stored; None without mixed precision.
-
-    accelerate upcasts trained parameters under mixed precision, as DeepSpeed does; axolotl's FSDP2 code leaves them in
-    the dtype in which axolotl loads the model.
-    """
-    low = DTYPES[word]
-    return low if low is None or config.reader is X2 else "float32"
-
-
 def _mixed_precision(word: str, config: EffectiveConfig) -> MixedPrecision:
     """Convert a precision to a mixed precision policy.
 
@@ -181,34 +175,31 @@ def _mixed_precision(word: str, config: EffectiveConfig) -> MixedPrecision:
     dtype = DTYPES[word]
     if dtype is None:
         return MixedPrecision()
-    if config.reader.is_fsdp2:
+    if config.reader in FSDP2:
         return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype, cast_forward_inputs=True)
     return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
 
 
 def _max_grad_norm(value: Any, config: EffectiveConfig) -> Any:
     """Return the clipping norm: a Trainer clips to 1 by default, and does not clip for a norm of 0."""
-    if not config.reader.is_trainer:
-        return value
-    norm = config.around.get("max_grad_norm", 1.0)
-    return None if isinstance(norm, int | float) and norm <= 0 else norm
-
-
-def _chunks(is_tiled: bool, config: EffectiveConfig) -> int | None:
-    return config["tiled_mlp_num_shards"] if is_tiled else None
+    norm = config.around.get("max_grad_norm", 1.0) if config.reader in TRAINERS else value
+    is_off = config.reader in TRAINERS and isinstance(norm, int | float) and norm <= 0
+    return None if is_off else norm
 
 
 def _checkpointing(by_model: Any, config: EffectiveConfig) -> ActivationCheckpointing:
-    is_axolotl = config.reader.is_axolotl
-    offloads = config["activation_offloading"] or by_model in ("offload", "offload_disk")
-    if config["activation_checkpointing"] or offloads:
-        classes = wrap_of(config).classes if config["activation_checkpointing"] else ()
-        return ActivationCheckpointing(checkpoint=True, classes=classes, reentrant=False, cpu_offload=bool(offloads))
-    if not by_model:
+    by_accelerate = config["activation_checkpointing"]
+    offloads = bool(config["activation_offloading"] or by_model in ("offload", "offload_disk"))
+    if not (by_model or by_accelerate or offloads):
         return ActivationCheckpointing()
-    given = config["gradient_checkpointing_kwargs"]
-    reentrant = given.get("use_reentrant", not is_axolotl) if isinstance(given, Mapping) else not is_axolotl
-    return ActivationCheckpointing(checkpoint=True, classes=(), reentrant=bool(reentrant))
+    kwargs = config["gradient_checkpointing_kwargs"]
+    reentrant = {"use_reentrant": config.reader not in AXOLOTL, **(kwargs if isinstance(kwargs, Mapping) else {})}
+    return ActivationCheckpointing(
+        checkpoint=True,
+        classes=wrap_of(config).classes if by_accelerate else (),
+        reentrant=bool(reentrant["use_reentrant"]) and not (by_accelerate or offloads),
+        cpu_offload=offloads,
+    )
 
 
 def _duration(steps: Any, config: EffectiveConfig) -> str | None:
@@ -219,7 +210,7 @@ def _duration(steps: Any, config: EffectiveConfig) -> str | None:
 
 def _rows(rows: Any, config: EffectiveConfig) -> int | None:
     """Return the rows of a microbatch; None if accelerate splits a batch of all ranks."""
-    older = config.around.get("per_gpu_train_batch_size") if config.reader.is_transformers else None
+    older = config.around.get("per_gpu_train_batch_size") if config.reader in TRANSFORMERS else None
     return None if _of_accelerator(config).get("split_batches") else count(older or rows)
 
 
@@ -227,9 +218,9 @@ def _microbatches(rows: Any, config: EffectiveConfig) -> int | None:
     """Return the number of microbatches per step; axolotl derives it from a rank's batch (utils/config, 0.12.2)."""
     around, rows = config.around, _rows(rows, config)
     steps = around.get("gradient_accumulation_steps")
-    if not config.reader.is_trainer:
+    if config.reader not in TRAINERS:
         return None
-    if steps is None and config.reader.is_axolotl and (batch := count(around.get("batch_size"))):
+    if steps is None and config.reader in AXOLOTL and (batch := count(around.get("batch_size"))):
         return None if rows is None else batch // rows
     kwargs = _of_accelerator(config).get("gradient_accumulation_kwargs")
     steps = (kwargs.get("num_steps") if isinstance(kwargs, Mapping) else None) or steps
@@ -238,7 +229,7 @@ def _microbatches(rows: Any, config: EffectiveConfig) -> int | None:
 
 def _of_accelerator(config: EffectiveConfig) -> Mapping[str, Any]:
     given = config.around.get("accelerator_config")
-    return given if isinstance(given, Mapping) and config.reader.is_transformers else {}
+    return given if isinstance(given, Mapping) and config.reader in TRANSFORMERS else {}
 
 
 # Settings beside the optimizer with which it is not AdamW with one learning rate.
@@ -260,7 +251,7 @@ def syncs(in_each: bool, config: EffectiveConfig) -> GradientSync:
         defers = config["gradient_accumulation_steps"] > 1 and config["zero_stage"] < 2
     else:
         steps = config.around.get("gradient_accumulation_steps")
-        defers = config.reader.is_trainer and isinstance(steps, int) and steps > 1 and not in_each
+        defers = config.reader in TRAINERS and isinstance(steps, int) and steps > 1 and not in_each
     return GradientSync.LAST if defers else GradientSync.EVERY
 
 
@@ -274,11 +265,10 @@ def mesh_of(shard: int, config: EffectiveConfig) -> MeshSpec:
     if strategy is ShardingStrategy.NO_SHARD:
         return MeshSpec().without_shards()
     is_given = config.key_of("dp_replicate_size", "dp_shard_size") is not None
-    if config.reader.is_axolotl and shard == 1:  # axolotl does not pass on 1: the remaining ranks shard
-        if replicate > 1:
-            return MeshSpec.of_degrees(-1, replicate)
-        is_given = False
-    if is_given:
+    is_rest = config.reader in AXOLOTL and shard == 1  # axolotl does not pass on 1: the remaining ranks shard
+    if is_rest and replicate > 1:
+        return MeshSpec.of_degrees(-1, replicate)
+    if is_given and not is_rest:
         shard *= config["cp_size"] * config["sp_size"]  # the ranks of a sequence also shard parameters
         if shard == 1:
             raise ConfigError("dp_shard_size is 1, which is no sharding; give the number of ranks of one replica")
@@ -286,14 +276,14 @@ def mesh_of(shard: int, config: EffectiveConfig) -> MeshSpec:
         if config.reader in (A1, A2) and ranks not in (None, total):
             raise ConfigError(f"the sizes of parallelism_config make {total} ranks, and num_processes is {ranks}")
         # axolotl fills the remaining ranks with replicas (utils/distributed.py, 0.12.2).
-        is_open = config.reader.is_axolotl and config.key_of("dp_replicate_size") is None
+        is_open = config.reader in AXOLOTL and config.key_of("dp_replicate_size") is None
         return MeshSpec.of_degrees(shard, -1 if is_open else replicate if replicate > 1 else None)
     if strategy is None or not strategy.is_hybrid or config.is_on_one_node:
         return MeshSpec()
     processes, machines = config.count("num_processes"), config.count("num_machines")
-    if config.reader.is_trainer or processes is None or machines is None:
+    if config.reader in TRAINERS or processes is None or machines is None:
         sizes = "{0}dp_shard_size: GPUs of a node, {0}dp_replicate_size: number of nodes"
-        way = sizes.format("") if config.reader.is_axolotl else f"{DEGREES}: {{{sizes.format(DEGREES_PREFIX)}}}"
+        way = sizes.format("") if config.reader in AXOLOTL else f"{DEGREES}: {{{sizes.format(DEGREES_PREFIX)}}}"
         raise ConfigError(
             "FSDP1 sharded within each node, and replicated over nodes, by the number of GPUs that it found; set it, "
             f"as {way}"
@@ -311,7 +301,8 @@ _OFF: dict[str, Any] = {"target": "", "reason": "off, as by default", "asks": Fa
 
 
 def off(finding: Finding) -> Finding:
-    return replace(finding, **_OFF)
+    outcome = Outcome.UNNEEDED if finding.outcome is Outcome.UNSUPPORTED else finding.outcome
+    return replace(finding, outcome=outcome, **_OFF)
 
 
 def _switch(name: str) -> Callable[[Finding, EffectiveConfig], Finding]:
@@ -319,19 +310,16 @@ def _switch(name: str) -> Callable[[Finding, EffectiveConfig], Finding]:
     return cases(case(lambda value, config: not config[name], **_OFF))
 
 
-def _target_of_strategy(config: EffectiveConfig) -> str:
-    strategy = config["sharding_strategy"]
-    is_2d = strategy.is_hybrid and not config.is_on_one_node
-    mesh = "a 2-D mesh" if is_2d else "one mesh of all ranks"
-    return f"reshard_after_forward={strategy.reshards_after_forward} on {mesh}"
+def _is_2d(config: EffectiveConfig) -> bool:
+    return config["sharding_strategy"].is_hybrid and not config.is_on_one_node
 
 
-def _reason_of_strategy(config: EffectiveConfig) -> str:
-    strategy = config["sharding_strategy"]
-    where = "; sharded within a node, replicated over nodes" if strategy.is_hybrid else ""
-    if strategy.is_hybrid and config.is_on_one_node:
-        where = "; on one machine all ranks are one node, with nobody to replicate to"
-    return f"parameters are {'freed' if strategy.reshards_after_forward else 'kept'} after forward{where}"
+def _where(config: EffectiveConfig) -> str:
+    """Return over which ranks a strategy shards, as an addition to its reason."""
+    if _is_2d(config):
+        return "; sharded within a node, replicated over nodes"
+    is_hybrid = config["sharding_strategy"].is_hybrid
+    return "; on one machine all ranks are one node, with nobody to replicate to" if is_hybrid else ""
 
 
 _OF_STRATEGY = (
@@ -343,13 +331,19 @@ _OF_STRATEGY = (
     ),
     case(
         lambda value, config: config["sharding_strategy"] is not None,
-        target=_target_of_strategy,
-        reason=_reason_of_strategy,
+        target=lambda config: (
+            f"reshard_after_forward={config['sharding_strategy'].reshards_after_forward} on "
+            f"{'a 2-D mesh' if _is_2d(config) else 'one mesh of all ranks'}"
+        ),
+        reason=lambda config: (
+            f"parameters are {'freed' if config['sharding_strategy'].reshards_after_forward else 'kept'} after forward"
+            f"{_where(config)}"
+        ),
     ),
 )
 # False in quotes, which a reader that treats any text as true takes for true.
 _IN_QUOTES = case(
-    lambda value, config: config.reader.is_transformers and isinstance(value, str) and is_word_for_false(value),
+    lambda value, config: config.reader in TRANSFORMERS and isinstance(value, str) and is_word_for_false(value),
     _NEEDS_DECISION,
     reason="transformers treats any text as true, so that this was on",
     hint="as trained: true; as written: false, without quotes",
@@ -366,29 +360,31 @@ SIZE_REASON = (
 SIZE_HINT = "TRANSFORMER_BASED_WRAP, with the classes of the layers"
 
 
-def of_wrap(finding: Finding, config: EffectiveConfig) -> Finding:
-    """Adapt the finding for classes or a number that the auto-wrap policy does not use."""
-    policy = config["auto_wrap_policy"]
-    is_size = finding.key.endswith("min_num_params")
-    needed = "SIZE_BASED_WRAP" if is_size else "TRANSFORMER_BASED_WRAP"
-    if policy == needed:
-        return finding
-    if is_size and finding.value == 0:
-        return idle(finding, "0 has no effect")
-    if config.key_of("auto_wrap_policy") is not None:
-        return idle(finding, f"not read under {policy}")
-    if config.reader is T1 and "fsdp" not in config.around:
-        return undecided(
-            finding,
+def _of_wrap(policy: str) -> Callable[[Finding, EffectiveConfig], Finding]:
+    """Return a ``decide`` for classes or a number that one auto-wrap policy uses."""
+    words = {**dict.fromkeys((T1, T2), "auto_wrap in fsdp"), **dict.fromkeys((X1, X2), f"auto_wrap_policy: {policy}")}
+    return cases(
+        case(lambda value, config: config["auto_wrap_policy"] == policy),
+        case(lambda value, config: value == 0, _UNNEEDED, reason="0 has no effect"),
+        case(
+            lambda value, config: config.key_of("auto_wrap_policy") is not None,
+            _UNNEEDED,
+            reason=lambda config: f"not read under {config['auto_wrap_policy']}",
+        ),
+        case(
+            lambda value, config: config.reader is T1 and "fsdp" not in config.around,
+            _NEEDS_DECISION,
             reason="only auto_wrap in fsdp makes use of it, and whether that was given is not known here",
             hint="with auto_wrap: write fsdp here; without it the whole model was one unit: remove this key",
-        )
-    way = "auto_wrap in fsdp" if config.reader.is_transformers else f"auto_wrap_policy: {needed}"
-    way = way if config.reader.is_trainer else f"fsdp_{way}"
-    return undecided(
-        finding,
-        reason="no wrapping was asked for: the whole model was one unit, all of it gathered at once",
-        hint=f"as trained: remove it; as written: {way}",
+        ),
+        case(
+            lambda value, config: True,
+            _NEEDS_DECISION,
+            reason="no wrapping was asked for: the whole model was one unit, all of it gathered at once",
+            hint=lambda config: (
+                "as trained: remove it; as written: " + words.get(config.reader, f"fsdp_auto_wrap_policy: {policy}")
+            ),
+        ),
     )
 
 
@@ -438,13 +434,6 @@ _UNPREFIXED = "the same key without the prefix"
 _KEPT = "accelerate reads it for FSDP2 as for FSDP1"
 
 
-def _everywhere(value: Any) -> dict[Reader, Any]:
-    return dict.fromkeys(Reader, value)
-
-
-_TRAINERS = (T1, T2, X1, X2)
-
-
 def _instead(trainer: str, launcher: str = "") -> dict[Reader, str]:
     """Return the equivalent of a key by reader that ignores it.
 
@@ -456,46 +445,16 @@ def _instead(trainer: str, launcher: str = "") -> dict[Reader, str]:
     return {reader: way for reader, way in ways.items() if way}
 
 
-# A key of accelerate 1.12 for DeepSpeed's sequence parallelism.
-SEQUENCE_DTYPE = "seq_parallel_communication_data_type"
 _LAUNCHER = "belongs to DeepSpeed's launcher; torchrun and composer have their own options for the nodes"
-# The other keys of sequence parallelism, in parallelism_config.
-SEQUENCES = {
-    "sp_size": "over how many ranks",
-    "sp_backend": "who divides sequences",
-    "sp_seq_length": "the length that all sequences have",
-    "sp_seq_length_is_variable": "whether lengths differ",
-    "sp_attn_implementation": "which attention computes",
-}
-# DeepSpeed keys that do not affect FSDP2.
-_OF_DEEPSPEED = (
-    ("deepspeed_multinode_launcher", "who starts the processes of several nodes", _LAUNCHER),
-    ("deepspeed_hostfile", "the nodes", _LAUNCHER),
-    ("deepspeed_exclusion_filter", "nodes and GPUs to leave out", _LAUNCHER),
-    ("deepspeed_inclusion_filter", "nodes and GPUs to take", _LAUNCHER),
-    ("offload_optimizer_nvme_path", "where a disk takes the optimizer's state", "of use with the device nvme only"),
-    ("offload_param_nvme_path", "where a disk takes parameters", "of use with the device nvme only"),
-    (
-        "deepspeed_moe_layer_cls_names",
-        "layers that ZeRO 3 gathers as wholes, since ranks use other experts in them",
-        "FSDP2 gathers units as wholes, whichever experts a rank uses",
-    ),
-    (
-        SEQUENCE_DTYPE,
-        "of what ranks of one sequence exchange",
-        "belongs to DeepSpeed's sequence parallelism",
-    ),
-)
-
 # fmt: off
-_ROWS: tuple[Key, ...] = (
+ROWS: tuple[Key, ...] = (
     Key(name="fsdp", takes=WORDS, group=BESIDE, outcome=Outcome.EXACT,
-        target="reshard_after_forward, the mesh, cpu_offload, the wrapped modules", read_by=(T1, T2, X1, X2),
+        target="reshard_after_forward, the mesh, cpu_offload, the wrapped modules", read_by=TRAINERS,
         fields=("reshard_after_forward", "mesh", "cpu_offload", "wrap"),
         decide=cases(
             case(lambda value, config: config["fsdp"].ignored, _NEEDS_DECISION,
                 reason=lambda config: "of a list, transformers passes over what is not an option: "
-                + ", ".join(config["fsdp"].ignored), hint=f"keep of {WORDS_TEXT} those that you mean"),
+                + ", ".join(config["fsdp"].ignored), hint=f"keep of {WORDS.text} those that you mean"),
             *_OF_STRATEGY,
             case(lambda value, config: config.reader is not X2 and value is not True and not config["fsdp"].auto_wrap
                 and not config.key_of("auto_wrap_policy"), _APPROXIMATE,
@@ -503,16 +462,18 @@ _ROWS: tuple[Key, ...] = (
                 hint="set auto_wrap_policy in fsdp_config")),
         meaning="turns FSDP on: the strategy, offload, auto_wrap",
         reason="each word has its form under FSDP2"),
-    Key(name="distributed_type", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=(A1, A2, AD),
+    Key(name="distributed_type", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=LAUNCHERS,
         meaning="FSDP makes accelerate launch read fsdp_config, DEEPSPEED deepspeed_config",
         decide=cases(case(lambda value, config: config.reader is AD,
         reason="turns DeepSpeed on, whose place FSDP2 takes")),
         reason="turns FSDP on; in accelerate's files fsdp_version tells FSDP2 apart"),
     Key(name="mixed_precision", takes=PRECISION, group=BESIDE, outcome=Outcome.EXACT,
-        target="mixed_precision: param_dtype and reduce_dtype alike", defaults=_everywhere("no"), read_by=(A1, A2, AD),
+        target="mixed_precision: param_dtype and reduce_dtype alike", defaults=everywhere("no"), read_by=LAUNCHERS,
 
         read={"precision": lambda value, config: PRECISIONS[value], "mixed_precision": _mixed_precision,
-            "stored_dtype": _stored_dtype},
+            # Trained parameters are upcast by accelerate and DeepSpeed, and as axolotl loads them under its FSDP2.
+            "stored_dtype": lambda value, config:
+                DTYPES[value] if value == "no" or config.reader is X2 else "float32"},
         decide=cases(
             case(lambda value, config: config["mixed_precision"] == "no", target="", reason="no mixed precision"),
             case(lambda value, config: config["mixed_precision"] == "fp8", _APPROXIMATE,
@@ -521,8 +482,8 @@ _ROWS: tuple[Key, ...] = (
         meaning="autocast, and parameters, gradients and buffers of FSDP in this dtype",
         reason="gradients are reduced in the low dtype, too: accelerate gives all of the policy one dtype"),
     Key(name="bf16", takes=BF16, group=BESIDE, outcome=Outcome.EXACT,
-        target="mixed_precision: param_dtype and reduce_dtype bfloat16", defaults=_everywhere(False),
-        read_by=(T1, T2, X1, X2), fields=("precision", "mixed_precision"),
+        target="mixed_precision: param_dtype and reduce_dtype bfloat16", defaults=everywhere(False),
+        read_by=TRAINERS, fields=("precision", "mixed_precision"),
         decide=cases(
             case(lambda value, config: value == "auto",
                 hint="auto is true on every GPU that has bfloat16, and fp16 elsewhere"),
@@ -533,32 +494,33 @@ _ROWS: tuple[Key, ...] = (
         meaning="autocast, and parameters, gradients and buffers of FSDP in bfloat16",
         reason="gradients are reduced in bfloat16, too: accelerate gives all of the policy one dtype"),
     Key(name="fp16", fields=("precision", "mixed_precision"), takes=FLAG, group=BESIDE, outcome=Outcome.EXACT,
-        target="mixed_precision: param_dtype and reduce_dtype float16", defaults=_everywhere(False),
+        target="mixed_precision: param_dtype and reduce_dtype float16", defaults=everywhere(False),
         meaning="autocast with loss scaling, and parameters, gradients and buffers of FSDP in float16",
         reason="gradients are reduced in float16, too: accelerate gives all of the policy one dtype"),
     Key(name="fp8", takes=FLAG, group=BESIDE, outcome=Outcome.APPROXIMATE,
-        target="precision: amp_fp8; mixed_precision: bfloat16", defaults=_everywhere(False), read_by=(X1, X2),
+        target="precision: amp_fp8; mixed_precision: bfloat16", defaults=everywhere(False), read_by=AXOLOTL,
         fields=("precision",),
         decide=_switch("fp8"), meaning="matrix products in fp8, by torchao",
         reason="FSDP takes bfloat16; the matrix products in fp8 are another library's",
         hint="check that the fp8 library in use takes FSDP2"),
     Key(name="tiled_mlp", takes=FLAG, group=BESIDE, outcome=Outcome.APPROXIMATE,
-        target="tiled_mlp", defaults=_everywhere(False), read_by=(X1, X2), read={"tiled_chunks": _chunks},
+        target="tiled_mlp", defaults=everywhere(False), read_by=AXOLOTL,
+        read={"tiled_chunks": lambda value, config: config["tiled_mlp_num_shards"] if value else None},
         decide=_switch("tiled_mlp"), meaning="MLPs are computed in pieces of the sequence",
         reason="the same MLPs in pieces, each computed once more in backward"),
     Key(name="tiled_mlp_num_shards", takes=PIECES, group=BESIDE, outcome=Outcome.APPROXIMATE, target="tiled_mlp",
-        defaults=_everywhere(4), read_by=(X1, X2), fields=("tiled_mlp",), decide=_switch("tiled_mlp"),
+        defaults=everywhere(4), read_by=AXOLOTL, fields=("tiled_mlp",), decide=_switch("tiled_mlp"),
         meaning="into how many pieces; without it axolotl goes by the length of the sequence",
         reason="a detail of tiled_mlp"),
     Key(name="accelerator_config", takes=SYNCS, group=BESIDE, outcome=Outcome.EXACT, target="gradient_sync",
-        defaults=_everywhere(False), read_by=(T1, T2, X1, X2), read={"accumulation.gradient_sync": syncs},
+        defaults=everywhere(False), read_by=TRAINERS, read={"accumulation.gradient_sync": syncs},
         decide=cases(case(lambda value, config: not config["accelerator_config"], _UNNEEDED,
         reason="nothing in it is about sharding")),
         meaning="of accelerate's other settings, whether each microbatch reduces gradients "
         "(gradient_accumulation_kwargs: {sync_each_batch: true})",
         reason="each microbatch reduces its gradients, there as here"),
     Key(name="unfrozen_parameters", takes=NAMES, group=BESIDE, outcome=Outcome.EXACT, target="train_only",
-        defaults=_everywhere(()), read_by=(X1, X2),
+        defaults=everywhere(()), read_by=AXOLOTL,
         read={"train_only": lambda value, config: tuple(
             re.sub(r"\.(?!\+)", r"\.", _ROWS_OF_ONE.sub("", each)) for each in value)},
         decide=cases(
@@ -573,12 +535,12 @@ _ROWS: tuple[Key, ...] = (
         reason="the same parameters, the others frozen before the model is sharded; a pattern that matches no name is "
         "an error"),
     Key(name="activation_offloading", takes=OFFLOADING, group=BESIDE, outcome=Outcome.APPROXIMATE,
-        target="activation_checkpointing, and activation_cpu_offload", defaults=_everywhere(False), read_by=(X1, X2),
+        target="activation_checkpointing, and activation_cpu_offload", defaults=everywhere(False), read_by=AXOLOTL,
         fields=("activation_checkpointing",), decide=_switch("activation_offloading"),
         meaning="layers are recomputed, from inputs that rest in host memory",
         reason="the same layers, inside their units; legacy and disk differ in how the inputs are moved"),
     Key(name="gradient_checkpointing", takes=RECOMPUTING, group=BESIDE, outcome=Outcome.APPROXIMATE,
-        target="activation_checkpointing", defaults=_everywhere(False), read_by=(T1, T2, X1, X2),
+        target="activation_checkpointing", defaults=everywhere(False), read_by=TRAINERS,
         read={"activation_checkpointing": _checkpointing}, decide=cases(
         case(lambda value, config: config["gradient_checkpointing"] in ("offload", "offload_disk"),
             target="activation_checkpointing, and activation_cpu_offload",
@@ -589,7 +551,7 @@ _ROWS: tuple[Key, ...] = (
         meaning="the model recomputes its layers in backward, from outside of their units",
         reason="the same layers are recomputed, but inside their units, which saves a second all-gather"),
     Key(name="gradient_checkpointing_kwargs", fields=("activation_checkpointing.reentrant",), takes=ANY, group=BESIDE,
-        outcome=Outcome.EXACT, target="activation_checkpointing: reentrant or not", read_by=(T1, T2, X1, X2),
+        outcome=Outcome.EXACT, target="activation_checkpointing: reentrant or not", read_by=TRAINERS,
         meaning="which of torch's implementations recomputes (use_reentrant, true by default; false in axolotl)",
         reason="both implementations run inside a fully_shard unit"),
     Key(name="version", write=lambda run: 2, takes=VERSION, outcome=Outcome.EXACT,
@@ -610,7 +572,7 @@ _ROWS: tuple[Key, ...] = (
             target="reshard_after_forward: true", reason="axolotl 0.12 to 0.14 exports true only, so that parameters "
             "were freed after forward", hint="FSDP_RESHARD_AFTER_FORWARD=false in the environment keeps them")),
         write=lambda run: run.config.reshard_after_forward is not False, takes=RESHARD, outcome=Outcome.EXACT,
-        target="reshard_after_forward", defaults=_everywhere(True), read_by=(T2, A2, X2),
+        target="reshard_after_forward", defaults=everywhere(True), read_by=(T2, A2, X2),
         instead=_instead(trainer="full_shard or shard_grad_op in fsdp", launcher="fsdp_sharding_strategy"),
         meaning="whether parameters are freed after forward; FSDP1 did not read it beside a strategy, which there "
         "always is", reason="FSDP2's own word"),
@@ -620,7 +582,7 @@ _ROWS: tuple[Key, ...] = (
         AD: "TRANSFORMER_BASED_WRAP"}, read_by=(A1, A2, T2, X1, X2),
         instead=_instead(trainer="the word auto_wrap in fsdp"), read={"wrap": lambda value, config: wrap_of(config)},
         write=lambda run: _POLICY_OF.get(run.wrap.kind, "TRANSFORMER_BASED_WRAP"), decide=cases(
-        case(lambda value, config: config["auto_wrap_policy"] == "SIZE_BASED_WRAP" and config.reader.is_fsdp2,
+        case(lambda value, config: config["auto_wrap_policy"] == "SIZE_BASED_WRAP" and config.reader in FSDP2,
             Outcome.UNSUPPORTED, reason=SIZE_REASON, hint=SIZE_HINT),
         case(lambda value, config: config["auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
             and not config["transformer_layer_cls_to_wrap"],
@@ -630,18 +592,18 @@ _ROWS: tuple[Key, ...] = (
         meaning="which modules become units of their own", reason="the same modules, each a unit"),
     Key(name="transformer_layer_cls_to_wrap", fields=("wrap.classes",),
         write=lambda run: ",".join(run.wrap.classes) or None, takes=CLASSES, outcome=Outcome.EXACT,
-        target="fully_shard on each module of these classes", defaults=_everywhere(()),
-        instead=_instead(trainer=_UNPREFIXED), decide=of_wrap,
+        target="fully_shard on each module of these classes", defaults=everywhere(()),
+        instead=_instead(trainer=_UNPREFIXED), decide=_of_wrap("TRANSFORMER_BASED_WRAP"),
         meaning="classes of the modules that become units; by default those of the model's _no_split_modules",
         reason="the same modules, each a unit"),
     Key(name="min_num_params", fields=("wrap.min_num_params",), write=lambda run: run.wrap.min_num_params or None,
         takes=COUNT, outcome=Outcome.EXACT, target="fully_shard on modules chosen by FSDP1's rule",
-        defaults=_everywhere(0), instead=_instead(trainer=_UNPREFIXED), decide=of_wrap,
+        defaults=everywhere(0), instead=_instead(trainer=_UNPREFIXED), decide=_of_wrap("SIZE_BASED_WRAP"),
         meaning="under SIZE_BASED_WRAP, modules with at least so many parameters that no unit below them holds",
         reason="the same modules, each a unit"),
     Key(name="offload_params", read={"cpu_offload": as_is}, write=lambda run: run.config.cpu_offload,
         aliases=("cpu_offload",), takes=BOOL, outcome=Outcome.EXACT, target="CPUOffloadPolicy",
-        defaults=_everywhere(False), read_by=(A1, A2, T2, X1, X2),
+        defaults=everywhere(False), read_by=(A1, A2, T2, X1, X2),
         instead=_instead(trainer="the word offload in fsdp"),
         meaning="parameters, gradients and the optimizer rest in host memory", reason="the same under FSDP2"),
     Key(name="backward_prefetch", takes=PREFETCH, outcome=Outcome.EXACT,
@@ -663,12 +625,12 @@ _ROWS: tuple[Key, ...] = (
             case(lambda value, config: True, _APPROXIMATE, target="FSDP2's own prefetch",
                 reason="FSDP2 gathers the next unit before a unit's gradients, not after", hint=_ONE_MORE_UNIT)),
         meaning="when backward gathers the next unit; not at all by default"),
-    Key(name="backward_prefetch_policy", takes=ANY, outcome=Outcome.APPROXIMATE, read_by=(NOBODY,),
+    Key(name="backward_prefetch_policy", takes=ANY, outcome=Outcome.APPROXIMATE, read_by=(),
         instead=_instead(trainer="backward_prefetch", launcher="fsdp_backward_prefetch"),
         meaning="backward_prefetch, as accelerate up to 0.34 called it; from 1.0 on nobody reads it",
         reason="accelerate up to 0.34 read it, and later releases prefetch nothing; no number depends on it"),
     Key(name="forward_prefetch", takes=BOOL, outcome=Outcome.EXACT,
-        target="set_modules_to_forward_prefetch, one unit ahead", defaults=_everywhere(False), read_by=(T1, A1),
+        target="set_modules_to_forward_prefetch, one unit ahead", defaults=everywhere(False), read_by=(T1, A1),
         instead=_instead(trainer=_UNPREFIXED, launcher="set_modules_to_forward_prefetch in the script"),
 
         read={"prefetch.forward": lambda value, config: 1 if value else None},
@@ -694,23 +656,23 @@ _ROWS: tuple[Key, ...] = (
         reason="rank 0's values go out before training"),
     Key(name="cpu_ram_efficient_loading", takes=BOOL, outcome=Outcome.EXACT,
         target="cpu_ram_efficient_loading",
-        defaults={**_everywhere(False), A1: True, A2: True},
+        defaults={**everywhere(False), A1: True, A2: True},
         instead=_instead(trainer=_UNPREFIXED), fields=("sync_module_states",),
         write=lambda run: run.config.sync_module_states is not False, decide=cases(
             case(lambda value, config: config["cpu_ram_efficient_loading"],
                 hint="where a target has no such word: LLM Foundry's init_device: mixed, with sync_module_states"),
             case(lambda value, config: True, asks=False, target="", reason="off: each rank reads the weights itself")),
         meaning="only rank 0 reads a pretrained model's weights; the others get them from it", reason=_KEPT),
-    Key(name="use_orig_params", takes=BOOL, outcome=Outcome.UNNEEDED, defaults=_everywhere(True),
+    Key(name="use_orig_params", takes=BOOL, outcome=Outcome.UNNEEDED, defaults=everywhere(True),
         read_by=(T1, A1, X1), instead=_instead(trainer=_UNPREFIXED),
         meaning="parameters keep their own tensors instead of one flat one a unit",
         reason="FSDP2 has no flat parameter: each keeps its own tensor, whatever this says"),
-    Key(name="limit_all_gathers", takes=TRUTH, outcome=Outcome.UNNEEDED, defaults=_everywhere(True),
+    Key(name="limit_all_gathers", takes=TRUTH, outcome=Outcome.UNNEEDED, defaults=everywhere(True),
         read_by=(T1, X1), instead=_instead(trainer=_UNPREFIXED),
         meaning="keeps the CPU from queueing more all-gathers than memory can hold",
         reason="FSDP2 bounds the memory of gathered parameters by itself, without blocking the CPU"),
     Key(name="activation_checkpointing", takes=TRUTH, outcome=Outcome.EXACT,
-        target="checkpoint_wrapper on the wrapped modules", defaults=_everywhere(False),
+        target="checkpoint_wrapper on the wrapped modules", defaults=everywhere(False),
         instead=_instead(trainer=_UNPREFIXED), fields=("activation_checkpointing",),
         write=lambda run: run.config.activation_checkpointing.checkpoint,
         decide=cases(
@@ -719,7 +681,7 @@ _ROWS: tuple[Key, ...] = (
             case(lambda value, config: wrap_of(config).kind is WrapKind.SIZE, _APPROXIMATE,
                 reason="accelerate recomputes the modules that its policy chose by size; here the layers that the "
                 "model names are recomputed: the same numbers, another memory"),
-            case(lambda value, config: wrap_of(config).kind is WrapKind.ROOT and config.reader.is_fsdp2,
+            case(lambda value, config: wrap_of(config).kind is WrapKind.ROOT and config.reader in FSDP2,
                 _NEEDS_DECISION,
                 reason="accelerate recomputes the modules that its policy wraps, and breaks where there is no policy",
                 hint="set a policy, or recompute in the model"),
@@ -728,13 +690,13 @@ _ROWS: tuple[Key, ...] = (
                 hint="set a policy, so that the layers are recomputed as wholes")),
         meaning="wrapped modules are recomputed in backward, by torch's non-reentrant implementation",
         reason="the same modules, inside their units"),
-    Key(name="ignored_modules", takes=ANY, outcome=Outcome.NEEDS_DECISION, target="ignored_params", read_by=(NOBODY,),
+    Key(name="ignored_modules", takes=ANY, outcome=Outcome.NEEDS_DECISION, target="ignored_params", read_by=(),
         instead=_instead(trainer="FullyShardedDataParallelPlugin(ignored_modules=...) in the script"),
         meaning="modules that stay out of FSDP: up to accelerate 1.9 read from the plugin that a script builds; later "
         "a pattern of their paths (fsdp_ignored_modules, from 1.10 with FSDP1, from 1.12 with FSDP2)",
         reason="which modules they are, a script or a pattern decides"),
     Key(name="mixed_precision_policy", takes=ANY, outcome=Outcome.NEEDS_DECISION, target="MixedPrecisionPolicy",
-        read_by=(NOBODY,),
+        read_by=(),
         instead=_instead(trainer="FullyShardedDataParallelPlugin(mixed_precision_policy=...) in the script"),
         meaning="the dtypes one by one: read from the plugin that a script builds, never from a file",
         reason="no configuration file sets it"),
@@ -745,7 +707,7 @@ _ROWS: tuple[Key, ...] = (
             meaning="for TPUs: torch_xla's own FSDP",
             outcome=Outcome.UNSUPPORTED,
             reason="torch_xla's FSDP is another system; FSDP2 has no form for it",
-            defaults=_everywhere(None if takes is ANY else False),
+            defaults=everywhere(None if takes is ANY else False),
             read_by=(T1, T2),
             instead=_instead(trainer=_UNPREFIXED),
             decide=cases(_IN_QUOTES) if takes is TRUTH else None,
@@ -757,54 +719,59 @@ _ROWS: tuple[Key, ...] = (
             ("xla_fsdp_settings", ANY),
         )
     ),
-    Key(name="dp_replicate_size", fields=("mesh",), takes=DEGREE, group=DEGREES, outcome=Outcome.EXACT,
-        target="data_parallel_replicate_degree", defaults=_everywhere(1), decide=_DEGREE_OF_1,
+    Key(name="dp_replicate_size", fields=("mesh",), takes=DEGREE, group=DEGREES, read_by=tuple(Reader), release="1.10",
+        outcome=Outcome.EXACT, target="data_parallel_replicate_degree", defaults=everywhere(1), decide=_DEGREE_OF_1,
         meaning="so many replicas, each sharded over dp_shard_size ranks (FSDP2 only, accelerate 1.10)",
         reason="replicas average their gradients"),
-    Key(name="dp_shard_size", takes=DEGREE, group=DEGREES, outcome=Outcome.EXACT,
-        target="data_parallel_shard_degree", defaults=_everywhere(1), read={"mesh": mesh_of},
-        decide=cases(case(lambda value, config: value == 1 and config.reader.is_axolotl, _UNNEEDED,
+    Key(name="dp_shard_size", takes=DEGREE, group=DEGREES, read_by=tuple(Reader), release="1.10", outcome=Outcome.EXACT,
+        target="data_parallel_shard_degree", defaults=everywhere(1), read={"mesh": mesh_of},
+        decide=cases(case(lambda value, config: value == 1 and config.reader in AXOLOTL, _UNNEEDED,
             reason="1 has no effect")),
         meaning="over how many ranks parameters are sharded (FSDP2 only, accelerate 1.10)",
         reason="the ranks of one replica"),
-    Key(name="tp_size", read={"tensor_parallel": as_is}, takes=DEGREE, group=DEGREES, outcome=Outcome.EXACT,
-        meaning="tensor parallelism over so many ranks (accelerate 1.10)",
-        reason="an axis of its own, beside the shards", defaults=_everywhere(1), decide=_DEGREE_OF_1),
+    Key(name="tp_size", read={"tensor_parallel": as_is}, takes=DEGREE, group=DEGREES, read_by=tuple(Reader),
+        release="1.10", outcome=Outcome.EXACT, meaning="tensor parallelism over so many ranks (accelerate 1.10)",
+        reason="an axis of its own, beside the shards", defaults=everywhere(1), decide=_DEGREE_OF_1),
     Key(name="cp_size", read={"context_parallel_degree": lambda value, config: value * config["sp_size"]}, takes=DEGREE,
-        group=DEGREES, outcome=Outcome.EXACT, meaning="context parallelism over so many ranks (accelerate 1.10)",
+        group=DEGREES, read_by=tuple(Reader), release="1.10", outcome=Outcome.EXACT,
+        meaning="context parallelism over so many ranks (accelerate 1.10)",
         reason="ranks that share sequences, and shard parameters as well: by a ring there, by "
-        "heads here, with the same numbers up to rounding", defaults=_everywhere(1), decide=_DEGREE_OF_1),
-    Key(name="sp_size", fields=("context_parallel_degree",), takes=DEGREE, group=DEGREES, outcome=Outcome.EXACT,
-        target="context_parallel_degree", read_by=(AD,),
+        "heads here, with the same numbers up to rounding", defaults=everywhere(1), decide=_DEGREE_OF_1),
+    Key(name="sp_size", fields=("context_parallel_degree",), takes=DEGREE, group=DEGREES, release="1.12",
+        outcome=Outcome.EXACT, target="context_parallel_degree", read_by=(AD,),
         meaning="sequences over so many ranks, by DeepSpeed's Ulysses (accelerate 1.12)",
         reason="ranks that share sequences, and shard parameters as well: attention exchanges heads for sequence, "
-        "there as here", defaults=_everywhere(1), decide=_DEGREE_OF_1),
-    *(Key(name=name, takes=ANY, group=DEGREES, outcome=Outcome.UNNEEDED, defaults=_everywhere(None), read_by=(AD,),
-        meaning=f"of DeepSpeed's sequence parallelism, {text}", reason="the new run divides sequences by itself")
-        for name, text in SEQUENCES.items() if name != "sp_size"),
-    *(Key(name=name, takes=ANY, group=DEGREES, outcome=Outcome.APPROXIMATE, defaults=_everywhere(None),
-        read_by=(T1, T2, A1, A2),
+        "there as here", defaults=everywhere(1), decide=_DEGREE_OF_1),
+    *(Key(name=f"sp_{name}", takes=ANY, group=DEGREES, release="1.12", outcome=Outcome.UNNEEDED,
+        defaults=everywhere(None), read_by=(AD,), meaning=f"of DeepSpeed's sequence parallelism, {text}",
+        reason="the new run divides sequences by itself")
+        for name, text in (
+            ("backend", "who divides sequences"), ("seq_length", "the length that all sequences have"),
+            ("seq_length_is_variable", "whether lengths differ"),
+            ("attn_implementation", "which attention computes"))),
+    *(Key(name=name, takes=ANY, group=DEGREES, release="1.10", outcome=Outcome.APPROXIMATE,
+        defaults=everywhere(None), read_by=(T1, T2, A1, A2),
         meaning="how ranks of one sequence get each other's keys and values (accelerate 1.10)",
         reason="another way of communication: the same numbers up to rounding")
         for name in ("cp_backend", "cp_comm_strategy")),
     Key(name="ep_size", read={"expert_parallel": as_is, "has_expert_axis": lambda value, config: value != 1},
         takes=DEGREE, group=DEGREES, outcome=Outcome.EXACT, meaning="experts over so many ranks, by axolotl's plugin",
-        reason="an axis of its own, beside the shards", defaults=_everywhere(1), read_by=(X1, X2), decide=_DEGREE_OF_1),
+        reason="an axis of its own, beside the shards", defaults=everywhere(1), read_by=AXOLOTL, decide=_DEGREE_OF_1),
     Key(name="cpu_offload_pin_memory", takes=BOOL, outcome=Outcome.APPROXIMATE, target="pinned host memory",
-        defaults=_everywhere(True), read_by=(X1, X2), decide=cases(
+        defaults=everywhere(True), read_by=AXOLOTL, decide=cases(
             case(lambda value, config: config["cpu_offload_pin_memory"], _UNNEEDED, reason="pinned, as by default"),
             case(lambda value, config: not config["offload_params"], _UNNEEDED, reason="nothing is offloaded")),
         meaning="whether what rests in host memory is pinned, and so never swapped out",
         reason="offloaded shards are pinned here: faster copies, and the host needs the memory for them"),
     Key(name="final_state_dict_type", takes=STATE_DICT, outcome=Outcome.APPROXIMATE, target="state_dict_type",
-        defaults=_everywhere(None), read_by=(X1, X2),
+        defaults=everywhere(None), read_by=AXOLOTL,
         decide=cases(case(lambda value, config: config["final_state_dict_type"] == config["state_dict_type"], _UNNEEDED,
             reason="what state_dict_type says as well")),
         meaning="what the model that is saved at the end holds, if not what the checkpoints do",
         reason="one key says it for all checkpoints",
         hint="composer-fsdp2 checkpoint convert makes the other form of the last one"),
     Key(name="zero_stage", takes=STAGE, group=DEEPSPEED, outcome=Outcome.APPROXIMATE,
-        target="FULL_SHARD: reshard_after_forward=True on one mesh of all ranks", defaults=_everywhere(2),
+        target="FULL_SHARD: reshard_after_forward=True on one mesh of all ranks", defaults=everywhere(2),
         read_by=(AD,), fields=("reshard_after_forward", "mesh"),
         decide=cases(
             case(lambda value, config: config["zero_stage"] == 3),
@@ -815,30 +782,30 @@ _ROWS: tuple[Key, ...] = (
         "FSDP2 unit by unit: the same numbers, other memory"),
     *(
         Key(name=f"offload_{what}_device", takes=DEVICE, group=DEEPSPEED, outcome=Outcome.APPROXIMATE,
-        target="CPUOffloadPolicy", defaults=_everywhere("none"), read_by=(AD,), fields=("cpu_offload",),
+        target="CPUOffloadPolicy", defaults=everywhere("none"), read_by=(AD,), fields=("cpu_offload",),
         decide=_device(what), meaning=f"where {text}",
         reason="FSDP2 offloads parameters, gradients and the optimizer's state together")
         for what, text in (("optimizer", "the optimizer's state rests"), ("param", "parameters rest, under stage 3"))
     ),
     Key(name="zero3_init_flag", takes=BOOL, group=DEEPSPEED, outcome=Outcome.EXACT,
-        target="sync_module_states", defaults=_everywhere(False), read_by=(AD,), fields=("sync_module_states",),
+        target="sync_module_states", defaults=everywhere(False), read_by=(AD,), fields=("sync_module_states",),
         decide=cases(case(lambda value, config: config["zero_stage"] != 3 or not config["zero3_init_flag"], _UNNEEDED,
             reason="off, or without effect below stage 3")),
         meaning="parameters are sharded while from_pretrained makes the model, so that no rank holds all of them",
         reason="DeepSpeed sends rank 0's values out, and so does sync_module_states",
         hint="where a rank has no memory for the whole model: init_device: mixed in LLM Foundry, meta in a script"),
     Key(name="zero3_save_16bit_model", takes=BOOL, group=DEEPSPEED, outcome=Outcome.APPROXIMATE,
-        target="state_dict_type", defaults=_everywhere(False), read_by=(AD,), fields=("state_dict_type",),
+        target="state_dict_type", defaults=everywhere(False), read_by=(AD,), fields=("state_dict_type",),
         decide=_switch("zero3_save_16bit_model"), meaning="save_pretrained writes full weights, in 16 bits",
         reason="full checkpoints, in the parameters' own dtype"),
     Key(name="gradient_clipping", takes=NORM, group=DEEPSPEED, outcome=Outcome.EXACT, target="gradient clipping",
-        defaults=_everywhere(None) | {AD: 1.0}, read_by=(AD,),
+        defaults=everywhere(None) | {AD: 1.0}, read_by=(AD,),
         read={"max_grad_norm": _max_grad_norm},
         decide=cases(case(lambda value, config: not config["gradient_clipping"], _UNNEEDED, reason="0 clips nothing")),
         meaning="to which norm DeepSpeed clips gradients: 1 by default",
         reason="the norm of all gradients, by both"),
     Key(name="gradient_accumulation_steps", takes=STEPS, group=DEEPSPEED, outcome=Outcome.EXACT,
-        target="gradient_sync: every from stage 2 on, else last", defaults=_everywhere(1), read_by=(AD,),
+        target="gradient_sync: every from stage 2 on, else last", defaults=everywhere(1), read_by=(AD,),
         fields=("accumulation.gradient_sync",),
         decide=cases(
             case(lambda value, config: config["gradient_accumulation_steps"] == 1, _UNNEEDED,
@@ -852,45 +819,60 @@ _ROWS: tuple[Key, ...] = (
                 "before".format(config["gradient_accumulation_steps"]))),
         meaning="how many microbatches make a step", reason="stages 2 and 3 reduce gradients in each microbatch"),
     Key(name="deepspeed_config_file", takes=ANY, group=DEEPSPEED, outcome=Outcome.NEEDS_DECISION, read_by=(AD,),
-        defaults=_everywhere(None), meaning="DeepSpeed's own settings, in a file of their own, which hold instead",
+        defaults=everywhere(None), meaning="DeepSpeed's own settings, in a file of their own, which hold instead",
         reason="the file is neither in the working directory nor beside this one",
         hint="migrate where it is launched; or write its zero_optimization.stage here as zero_stage, offload_... as "
         "offload_optimizer_device and offload_param_device, and remove this"),
     *(
         Key(name=name, takes=ANY, group=DEEPSPEED, outcome=Outcome.UNNEEDED, read_by=(AD,),
-            defaults=_everywhere(None), meaning=meaning, reason=reason)
-        for name, meaning, reason in _OF_DEEPSPEED
+            release="1.12" if name.startswith("seq") else "", defaults=everywhere(None), meaning=meaning,
+            reason=reason)
+        for name, meaning, reason in (  # keys that do not affect FSDP2
+            ("deepspeed_multinode_launcher", "who starts the processes of several nodes", _LAUNCHER),
+            ("deepspeed_hostfile", "the nodes", _LAUNCHER),
+            ("deepspeed_exclusion_filter", "nodes and GPUs to leave out", _LAUNCHER),
+            ("deepspeed_inclusion_filter", "nodes and GPUs to take", _LAUNCHER),
+            ("offload_optimizer_nvme_path", "where a disk takes the optimizer's state",
+                "of use with the device nvme only"),
+            ("offload_param_nvme_path", "where a disk takes parameters", "of use with the device nvme only"),
+            (
+                "deepspeed_moe_layer_cls_names",
+                "layers that ZeRO 3 gathers as wholes, since ranks use other experts in them",
+                "FSDP2 gathers units as wholes, whichever experts a rank uses",
+            ),
+            (
+                "seq_parallel_communication_data_type",  # accelerate 1.12
+                "of what ranks of one sequence exchange",
+                "belongs to DeepSpeed's sequence parallelism",
+            ),
+        )
     ),
-    Key(name="per_device_train_batch_size", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS,
+    Key(name="per_device_train_batch_size", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=TRAINERS,
         target="device_train_microbatch_size", read={"microbatch_size": _rows, "num_microbatches": _microbatches},
         meaning="rows of a rank's microbatch, of which gradient_accumulation_steps make a step",
         reason="as many rows"),
-    Key(name="max_steps", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS, target="max_duration",
+    Key(name="max_steps", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=TRAINERS, target="max_duration",
         read={"max_duration": _duration},
         decide=cases(case(lambda value, config: count(value) is None, _UNNEEDED, reason="the epochs count")),
         meaning="steps of the optimizer; -1: as many as num_train_epochs has", reason="as many batches"),
-    Key(name="num_train_epochs", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS,
+    Key(name="num_train_epochs", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=TRAINERS,
         target="max_duration", fields=("max_duration",), decide=cases(
         case(lambda value, config: count(config["max_steps"]) is not None, _UNNEEDED, reason="max_steps counts")),
         meaning="epochs", reason="as many epochs"),
-    Key(name="optim", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS, target="optimizer",
+    Key(name="optim", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=TRAINERS, target="optimizer",
         read={"optimizer": lambda name, config: optimizer_of(
             {"name": _optimizer(name, config), **{option: config[key] for key, option in OF_TRAINERS.items()}})},
         meaning="the optimizer",
         reason="the same formula"),
-    Key(name="weight_decay", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS, target="optimizer",
+    Key(name="weight_decay", takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=TRAINERS, target="optimizer",
         read={"undecayed": lambda value, config: "biases and norms" if number_of(value) else None},
         fields=("optimizer",), meaning="an option of AdamW", reason="the same decay"),
-    *(Key(name=name, takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=_TRAINERS, target="optimizer",
+    *(Key(name=name, takes=ANY, group=BESIDE, outcome=Outcome.EXACT, read_by=TRAINERS, target="optimizer",
         fields=("optimizer",), meaning="an option of AdamW", reason="the same value")
         for name in OF_TRAINERS if name != "weight_decay"),
 )
 # fmt: on
-ROWS = tuple(replace(row, group=row.group or SETTINGS) for row in _ROWS)
-SYNC_ROW = next(row for row in ROWS if row.name == "sync_module_states")
 BY_PLACE = {(row.group, name): row for row in ROWS for name in (row.name, *row.aliases)}
-# Keys without effect under FSDP2, whatever their value.
-WITHOUT_EFFECT = ("use_orig_params", "limit_all_gathers")
 # Rows by axolotl's key beside fsdp_config.
 OF_AXOLOTL = {
     "fsdp_version": BY_PLACE[SETTINGS, "version"],

@@ -1,37 +1,10 @@
-"""Fields of a run that accelerate's FSDP2 configuration cannot set, or that accelerate implements differently."""
+"""Fields of a run that accelerate's or axolotl's FSDP2 cannot configure, or implements differently."""
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.migration.dialects.huggingface.keys import SIZE_HINT, SIZE_REASON
 from composer_fsdp2.migration.dialects.huggingface.values import DEGREES_PREFIX
-from composer_fsdp2.migration.lens import Limitation, limits
-from composer_fsdp2.migration.run import OF_TRAINING, RunConfig, WrapKind
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The mesh
-
-
-def degrees_of(run: RunConfig) -> dict[str, int]:
-    """Return the sizes for ``parallelism_config``; without it, accelerate shards over all ranks.
-
-    Empty for a mesh with an open size that the number of ranks does not determine, and for one that accelerate
-    rejects: other axes beside replicas of one rank.
-    """
-    mesh, tensor, context = run.config.mesh, run.tensor_parallel, run.context_parallel
-    if mesh.is_grouped:
-        return {}
-    replicate, shard = mesh.replicate_degree if mesh.has_replicas else 1, mesh.shard_degree
-    is_alone = replicate == tensor == context == 1
-    if is_alone and (run.num_ranks is None or shard in (-1, run.num_ranks)):
-        return {}
-    if run.num_ranks is not None and (replicate == -1) != (shard == -1):
-        rest = run.num_ranks // tensor // abs(replicate * shard)
-        replicate, shard = (rest if size == -1 else size for size in (replicate, shard))
-    # Parameters are also sharded over the ranks of a sequence.
-    is_refused = shard == context and replicate > 1 and max(tensor, context) > 1
-    if shard < 2 or replicate < 1 or shard % context or is_refused:
-        return {}
-    return {"dp_replicate_size": replicate, "dp_shard_size": shard // context, "tp_size": tensor, "cp_size": context}
-
+from composer_fsdp2.migration.lens import Limitation, covers, limits
+from composer_fsdp2.migration.run import OF_TRAINING, WrapKind
 
 _SINCE_1_10 = "accelerate reads parallelism_config from 1.10 on; 1.8.1 refuses the whole file"
 # Fields that parallelism_config sets.
@@ -40,7 +13,11 @@ _SCRIPT = "in the training script"
 _POLICY = f"FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy(...)) {_SCRIPT}"
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 # fmt: off
-_OF_MESH = (
+_STORED_AS_CREATED = limits(_APPROXIMATE, "stored_dtype", now=None,
+    reason="without mixed precision trained parameters keep the dtype that they are created in; {value} was asked for",
+    hint="create the model in {value}")
+LIMITS: tuple[Limitation, ...] = (
+    # The mesh.
     limits(_UNSUPPORTED, "mesh.groups", "mesh", reason="accelerate shards over all ranks, or replicas of them"),
     limits(_UNSUPPORTED, "mesh.shards", "mesh", was=1, reason="accelerate's FSDP2 has no run without shards (NO_SHARD)",
         hint="distributed_type: MULTI_GPU, which is DDP"),
@@ -56,21 +33,7 @@ _OF_MESH = (
         reason="accelerate shards over as many ranks as it is launched with", hint="launch {shard_degree}"),
     limits(_APPROXIMATE, "num_ranks", target="num_processes",
         reason="accelerate shards over as many ranks as it is launched with", hint="launch {value}"),
-)
-OF_PRECISION = (
-    *(limits(_UNSUPPORTED, f"mixed_precision.{name}",
-        reason="mixed_precision sets one dtype for parameters and gradients, and not {value}", hint=_POLICY)
-        for name in ("param_dtype", "reduce_dtype")),
-    limits(_APPROXIMATE, "mixed_precision.cast_forward_inputs", "mixed_precision.output_dtype",
-        "mixed_precision.cast_root_inputs",
-        reason="accelerate's FSDP2 casts inputs and outputs of every unit to the low dtype; rotary angles lose digits",
-        hint=_POLICY),
-    limits(_APPROXIMATE, "mixed_precision.output_dtype", "mixed_precision.cast_root_inputs",
-        reason="accelerate's FSDP2 casts the outputs of every unit to the low dtype", hint=_POLICY),
-    limits(_UNNEEDED, "mixed_precision.cast_root_inputs", reason="without a low dtype nothing is cast"),
-)
-# Features of accelerate's FSDP1 that its FSDP2 lacks or implements differently.
-OF_FSDP1: tuple[Limitation, ...] = (
+    # Features of accelerate's FSDP1 that its FSDP2 lacks or implements differently.
     limits(_APPROXIMATE, "prefetch.forward",
         reason="accelerate's FSDP2 prefetches no unit in forward: the same numbers, maybe slower",
         hint=f"set_modules_to_forward_prefetch {_SCRIPT}"),
@@ -146,13 +109,8 @@ OF_FSDP1: tuple[Limitation, ...] = (
         reason="accelerate's FSDP2 recomputes each child of a unit by itself, always by the non-reentrant "
         "implementation, and without the random numbers of forward: dropout differs",
         hint="gradient_checkpointing_enable() on the model keeps them"),
-)
-# Features that only other systems' files configure.
-STORED_AS_CREATED = limits(_APPROXIMATE, "stored_dtype", now=None,
-    reason="without mixed precision trained parameters keep the dtype that they are created in; {value} was asked for",
-    hint="create the model in {value}")
-OF_OTHERS: tuple[Limitation, ...] = (
-    STORED_AS_CREATED,
+    # Features that only other systems' files configure.
+    _STORED_AS_CREATED,
     limits(_APPROXIMATE, "stored_dtype", target="float32",
         reason="accelerate up to 1.12 stores parameters, and the optimizer's state, in float32 under mixed precision, "
         "and not {value}: finer, and more memory where they were created in less; 1.13.0 leaves them as created"),
@@ -187,6 +145,100 @@ OF_OTHERS: tuple[Limitation, ...] = (
         "accelerate refuses them, as it does other axes beside replicas of one rank",
         hint=f"write {DEGREES_PREFIX}{kind[0]}p_size: {{value}} beside the other sizes")
         for kind in ("tensor_parallel", "context_parallel_degree")),
+    # Precision.
+    *(limits(_UNSUPPORTED, f"mixed_precision.{name}",
+        reason="mixed_precision sets one dtype for parameters and gradients, and not {value}", hint=_POLICY)
+        for name in ("param_dtype", "reduce_dtype")),
+    limits(_APPROXIMATE, "mixed_precision.cast_forward_inputs", "mixed_precision.output_dtype",
+        "mixed_precision.cast_root_inputs",
+        reason="accelerate's FSDP2 casts inputs and outputs of every unit to the low dtype; rotary angles lose digits",
+        hint=_POLICY),
+    limits(_APPROXIMATE, "mixed_precision.output_dtype", "mixed_precision.cast_root_inputs",
+        reason="accelerate's FSDP2 casts the outputs of every unit to the low dtype", hint=_POLICY),
+    limits(_UNNEEDED, "mixed_precision.cast_root_inputs", reason="without a low dtype nothing is cast"),
 )
-LIMITS = (*_OF_MESH, *OF_FSDP1, *OF_OTHERS, *OF_PRECISION)
+# fmt: on
+
+# Fields for which accelerate's limitations do not apply to axolotl.
+_OWN_OF_AXOLOTL = (
+    "freeze",
+    "cpu_offload",  # axolotl's function moves the values
+    "reshard_after_forward",
+    "activation_checkpointing.checkpoint",
+    "activation_checkpointing.cpu_offload",
+    "max_grad_norm",
+    "save_only_model",
+    "compile",
+    "expert_parallel",
+    "num_ranks",
+    "wrap.embeddings",
+    "wrap.output",
+    "wrap.experts",
+    "stored_dtype",
+    "tiled_mlp.chunks",
+    "mesh",
+    "tensor_parallel",
+    "context_parallel_degree",
+    *OF_TRAINING,
+)
+
+
+# fmt: off
+LIMITS_OF_AXOLOTL: tuple[Limitation, ...] = (
+    *(each for each in LIMITS if each.beside or not covers(_OWN_OF_AXOLOTL, each.fields[0])),
+    limits(_APPROXIMATE, "reshard_after_forward", was=False, target="FSDP_RESHARD_AFTER_FORWARD",
+        reason="axolotl 0.12 to 0.14 exports true only: parameters are freed after forward, the same numbers with less "
+        "memory and more communication", hint="FSDP_RESHARD_AFTER_FORWARD=false in the environment keeps them"),
+    limits(_UNSUPPORTED, "reshard_after_forward", reason="axolotl takes true or false only, no group size"),
+    limits(_APPROXIMATE, "state_dict_type", target="state_dict_type: FULL_STATE_DICT",
+        reason="a Trainer refuses save_only_model with sharded checkpoints"),
+    _STORED_AS_CREATED,
+    limits(_NEEDS_DECISION, "stored_dtype",
+        reason="axolotl's FSDP2 stores trained parameters, and the optimizer's state, in the low dtype that it loads "
+        "the model in, and the run stores them in {value}: FSDP1 and accelerate upcast them to float32",
+        hint="--to accelerate keeps float32, as fsdp_version: 1 does; --force writes it, to train in the low dtype"),
+    limits(_NEEDS_DECISION, "max_grad_norm", target="max_grad_norm",
+        reason="axolotl clips nothing at a norm of {value}, with which the run trains nothing, or in the wrong "
+        "direction", hint="set a positive norm, or 0 to clip nothing"),
+    limits(_NEEDS_DECISION, "train_only", target="unfrozen_parameters",
+        reason="axolotl escapes each dot of a pattern before which no + follows, and takes a range in brackets at its "
+        "end for rows: {value} would match other names", hint="write names without wildcards"),
+    limits(_NEEDS_DECISION, "freeze", target="unfrozen_parameters",
+        reason="axolotl names what is trained, not what is frozen",
+        hint="unfrozen_parameters: patterns of all names but "
+        "those of {value}"),
+    limits(_APPROXIMATE, "tiled_mlp.classes", target="tiled_mlp",
+        reason="axolotl tiles the MLPs of the model that it loads, and takes no classes: the same numbers"),
+    limits(_APPROXIMATE, "wrap.embeddings", "wrap.output", "wrap.experts", is_any=True, title="further units",
+        reason="axolotl has no word for {value}, which become parts of the root's unit",
+        hint="add their classes to transformer_layer_cls_to_wrap"),
+    limits(_UNSUPPORTED, "mesh.groups", "mesh", reason="axolotl shards over all ranks, or replicas of them"),
+    limits(_UNSUPPORTED, "mesh.shards", "mesh", was=1, reason="axolotl's FSDP2 has no run without shards (NO_SHARD)",
+        hint="leave fsdp_config out, which is DDP"),
+    *(limits(_NEEDS_DECISION, field, "mesh", target="dp_shard_size",
+        reason="axolotl takes all sizes of a mesh; the number of ranks is not known here, or it refuses them, as it "
+        "does other axes beside replicas of one rank",
+        hint=f"dp_shard_size: GPUs of a replica, dp_replicate_size: number of replicas{other}")
+        for field, other in (
+            ("mesh.replicas", ""), ("mesh.shards", ""), ("tensor_parallel", ", tensor_parallel_size: {value}"),
+            ("context_parallel_degree", ", context_parallel_size: {value}"),
+            ("expert_parallel", ", expert_parallel_size: {value}"))),
+    limits(_NEEDS_DECISION, "has_expert_axis", "expert_parallel", target="expert_parallel_size",
+        reason="axolotl's ranks of experts are an axis of their own, beside the shards: parameters are sharded over "
+        "fewer ranks", hint="write the sizes that are meant, with their product the number of ranks"),
+    limits(_APPROXIMATE, "activation_checkpointing.checkpoint", "activation_checkpointing",
+        "activation_checkpointing.cpu_offload", was=False, target="activation_offloading",
+        title="activation offloading",
+        reason="axolotl offloads what recomputation starts from, and recomputes: the same numbers, more computation"),
+    limits(_APPROXIMATE, "activation_checkpointing.reentrant", target="activation_checkpointing",
+        reason="axolotl's FSDP2 recomputes without reentering: the same numbers"),
+    limits(_APPROXIMATE, "num_ranks", target="num_processes",
+        reason="axolotl shards over as many ranks as it is launched with", hint="launch {value}"),
+    limits(_APPROXIMATE, "undecayed", target="weight_decay",
+        reason="axolotl decays neither biases nor the weights of norms, the run all parameters"),
+    limits(_APPROXIMATE, *OF_TRAINING, is_any=True, title="batches, steps and optimizer",
+        reason="axolotl counts the microbatches of a rank, whose number is not known here, and steps or whole epochs; "
+        "its optimizers are a Trainer's",
+        hint="set gradient_accumulation_steps, max_steps or num_epochs, optimizer and learning_rate"),
+)
 # fmt: on

@@ -1,18 +1,18 @@
-"""The table of ROLL's keys, and the fields of a run that several keys decide together."""
+"""The tables of ROLL: its keys, and the fields of a run that its files lose."""
 
 import ast
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Outcome
-from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.mesh import MeshSpec, divisors_text
 from composer_fsdp2.config.parallel import IdleExperts, TiledMLP
-from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, Row, idle, one_of, takes_if, undecided
+from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, idle, one_of, takes_if
 from composer_fsdp2.config.sharding import DTYPES_BY_SHORT_NAME, ActivationCheckpointing, GradientSync
 from composer_fsdp2.migration.effective import Effective
-from composer_fsdp2.migration.lens import Lens, as_is, case, cases, unless
-from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+from composer_fsdp2.migration.lens import Lens, Limitation, as_is, case, cases, limits, unless
+from composer_fsdp2.migration.run import OF_TRAINING, RunConfig, Wrap, WrapKind
 from composer_fsdp2.migration.training import OF_TRAINERS, count, optimizer_of
 
 STRATEGIES = ("fsdp2_train", "fsdp2_infer")
@@ -42,67 +42,42 @@ _FOR_GRADIENTS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Worker(Effective):
-    """The effective configuration of one worker.
+    """The effective configuration of one worker."""
 
-    Args:
-        num_ranks: The number of ranks; None if device_mapping does not determine it.
-    """
-
-    num_ranks: int | None
+    @property
+    def num_ranks(self) -> int | None:
+        """The number of ranks; None if device_mapping does not determine it."""
+        return count_of(self.given.get("device_mapping"))
 
     @property
     def is_training(self) -> bool:
         return bool(self["strategy_name"] != "fsdp2_infer")
 
-    def problem(self, row: Row) -> str:
-        value, ranks = self[row.name], self.num_ranks
-        if problem := Effective.problem(self, row):
-            return problem
-        if row.name == "fsdp_size" and ranks is not None and 1 < value < ranks and ranks % value:
-            return f"the {ranks} ranks of device_mapping are not a multiple of it; use {_divisors(ranks)}"
-        if row.name == "reshard_after_forward" and type(value) is int:
-            size = self["fsdp_size"]
-            shards = size if isinstance(size, int) and 1 < size < (ranks or size + 1) else ranks
-            if shards is not None and shards % value:
-                return (
-                    f"it does not divide the {shards} ranks that a parameter is sharded over; use {_divisors(shards)}"
-                )
-        return ""
-
-    def finding(self, row: Row, key: str, value: Any) -> Finding:
+    def finding(self, row: Lens, key: str, value: Any) -> Finding:
         if not self.is_training and row.name in _FOR_GRADIENTS and not self.problem(row):
             return idle(row.usual(key, value), _NO_GRADIENTS)
         return Effective.finding(self, row, key, value)
 
 
-def _divisors(number: int) -> str:
-    return " or ".join(str(each) for each in range(1, number + 1) if number % each == 0)
-
-
 def count_of(devices: Any) -> int | None:
     """Return the number of devices; of strings, which ROLL evaluates, only lists, ranges and their sums are parsed."""
-    if isinstance(devices, str):
-        try:
-            return len(_listed(ast.parse(devices.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, TypeError, MemoryError):
-            return None
-    return len(devices) if isinstance(devices, list) else None
+    try:
+        listed = _listed(ast.parse(devices.strip(), mode="eval").body) if isinstance(devices, str) else devices
+        return len(listed) if isinstance(listed, list | tuple | range) else None
+    except (SyntaxError, ValueError, TypeError, MemoryError, OverflowError):
+        return None
 
 
-def _listed(node: ast.expr) -> Sequence[Any]:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        if node.func.id == "list" and len(node.args) == 1:
-            return _listed(node.args[0])
-        if node.func.id == "range":
-            return range(*(ast.literal_eval(argument) for argument in node.args))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return [*_listed(node.left), *_listed(node.right)]
-    value = ast.literal_eval(node)
-    if not isinstance(value, list | tuple):
-        raise ValueError("no list")
-    return value
+def _listed(node: ast.expr) -> Any:
+    match node:
+        case ast.Call(func=ast.Name(id="list"), args=[argument], keywords=[]):
+            return _listed(argument)
+        case ast.Call(func=ast.Name(id="range"), args=arguments, keywords=[]):
+            return range(*map(ast.literal_eval, arguments))
+        case ast.BinOp(op=ast.Add()):
+            return [*_listed(node.left), *_listed(node.right)]
+    return ast.literal_eval(node)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,10 +99,6 @@ def reduced_in(worker: Effective) -> str:
 def _reduce_word(run: RunConfig) -> str:
     precision = run.config.mixed_precision
     return word_of(precision.reduce_dtype or precision.param_dtype or "float32")
-
-
-def _with_dtype(finding: Finding, worker: Worker) -> Finding:
-    return replace(finding, value=worker.given.get("reduce_dtype") or word_of(reduced_in(worker)))
 
 
 def _mesh(size: int, worker: Worker) -> MeshSpec:
@@ -174,14 +145,6 @@ def _wrap_policy(run: RunConfig) -> dict[str, Any] | None:
     return {key: value for key, value in policy.items() if value} or None
 
 
-def _idle_experts(value: Any, worker: Worker) -> IdleExperts | None:
-    return IdleExperts.IN_ORDER if _wrap(value, worker).experts else None
-
-
-def _syncs(value: bool, worker: Worker) -> GradientSync:
-    return GradientSync.EVERY if value or not worker.is_training else GradientSync.LAST
-
-
 def _recomputed(disabled: bool, worker: Worker) -> ActivationCheckpointing:
     reentrant = worker["model_args.gradient_checkpointing_use_reentrant"]
     if not worker.is_training or disabled:
@@ -199,71 +162,55 @@ def tiles_of(run: RunConfig) -> tuple[int | None, str | None]:
     return run.mlp_chunks, types[0] if len(classes) == 1 else None
 
 
-def _pieces(worker: Worker) -> int | None:
-    """Return the number of pieces in which MLPs are computed; None for one piece."""
-    is_tiled = worker.is_training and worker.is_on("apply_tiled_mlp") and worker["tiled_num_shards"] > 1
-    return worker["tiled_num_shards"] if is_tiled else None
-
-
-def _tiled(value: Any, worker: Worker) -> TiledMLP | None:
-    """Return the tiled MLPs if ``model_type`` names their class, otherwise None."""
-    chunks, cls = _pieces(worker), MLPS.get(str(worker["model_type"]))
-    return None if chunks is None or cls is None else TiledMLP(classes=(cls,), chunks=chunks)
-
-
-def _chunks(value: Any, worker: Worker) -> int | None:
-    return None if _tiled(value, worker) is not None else _pieces(worker)
+def _tiling_of(worker: Worker) -> tuple[TiledMLP | None, int | None]:
+    """Return the tiled MLPs if ``model_type`` names their class, otherwise the number of pieces."""
+    chunks, cls = worker["tiled_num_shards"], MLPS.get(str(worker["model_type"]))
+    if not (worker.is_training and worker.is_on("apply_tiled_mlp") and chunks > 1):
+        return None, None
+    return (None, chunks) if cls is None else (TiledMLP(classes=(cls,), chunks=chunks), None)
 
 
 def _prefixes(worker: Worker) -> list[str]:
     """Return the prefixes that ROLL compares with parameter names: those of a list, or of a string split at commas."""
     given = worker["model_args.freeze_module_prefix"]
-    return [str(each) for each in given] if isinstance(given, list) else str(given or "").split(",")
+    return [*map(str, given)] if isinstance(given, list) else [] if given is None else str(given or "").split(",")
 
 
-def _frozen(value: Any, worker: Worker) -> tuple[str, ...]:
-    return tuple(name for each in _prefixes(worker) if (name := each.strip().removesuffix(".")))
+def _numbered(worker: Worker) -> str:
+    """Return the first prefix that ends with a digit, and is one of longer numbers, too."""
+    return next((each for each in _prefixes(worker) if each[-1:].isdigit()), "")
 
 
-def _ulysses(finding: Finding, worker: Worker) -> Finding:
+def _open(worker: Worker) -> str:
+    """Return the first prefix that does not end with a dot."""
+    return next((each for each in _prefixes(worker) if not each.endswith(".")), "")
+
+
+def _is_undivided(worker: Worker) -> bool:
+    """Return whether there are fewer shards than ranks of a sequence."""
     size, shards = worker["model_args.ulysses_size"], worker["fsdp_size"]
-    if not (isinstance(size, int) and isinstance(shards, int) and shards < size):
-        return finding
-    if "fsdp_size" in worker.given:
-        reason = f"ROLL fails with it, because fsdp_size {shards} is smaller: no run was trained so"
-        return undecided(finding, reason, f"set fsdp_size to {size} or more, or ulysses_size to 1")
-    hint = f"ROLL fails where fsdp_size is smaller, and its default is {shards}"  # or an interpolation, read elsewhere
-    return replace(finding, outcome=Outcome.APPROXIMATE, hint=hint)
+    return isinstance(size, int) and isinstance(shards, int) and shards < size  # an interpolation is read elsewhere
 
 
-def _freeze(finding: Finding, worker: Worker) -> Finding:
-    """Adjust the finding: ROLL freezes each parameter whose name starts with a prefix; here a prefix ends at a dot."""
-    names = _prefixes(worker)
-    if not finding.asks:
-        return finding
-    if "" in map(str.strip, names):
-        return undecided(finding, "an empty prefix freezes every parameter", "remove the comma, or name the modules")
-    if names != [each.strip() for each in names]:
-        reason = "releases of ROLL that keep the spaces around a comma freeze nothing by such a prefix"
-        return undecided(finding, reason, "as written: remove the spaces; as such a release trained: remove the prefix")
-    open_ = [each for each in names if not each.endswith(".")]
-    if numbered := next((each for each in open_ if each[-1].isdigit()), None):
-        reason = f"ROLL freezes all names that start with {numbered}, also those of {numbered}0; here it ends at a dot"
-        return undecided(finding, reason, f"{numbered}. for this module alone; or name each of them")
-    if not open_:
-        return finding
-    return replace(
-        finding,
-        outcome=Outcome.APPROXIMATE,
-        reason=f"here {open_[0]} ends at a dot; ROLL also freezes {open_[0]}_2, if the model has such a name",
-        hint="name the others, too, if there are any; a prefix with a dot at its end is the same in both",
-    )
+def _odd_size(size: int, worker: Worker) -> str:
+    ranks = worker.num_ranks
+    if ranks is None or not 1 < size < ranks or ranks % size == 0:
+        return ""
+    return f"the {ranks} ranks of device_mapping are not a multiple of it; use {divisors_text(ranks)}"
+
+
+def _odd_group(group: Any, worker: Worker) -> str:
+    size, ranks = worker["fsdp_size"], worker.num_ranks
+    shards = size if isinstance(size, int) and 1 < size < (ranks or size + 1) else ranks
+    if type(group) is not int or shards is None or shards % group == 0:
+        return ""
+    return f"it does not divide the {shards} ranks that a parameter is sharded over; use {divisors_text(shards)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The table
 
-_APPROXIMATE = Outcome.APPROXIMATE
+_EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 _tiling = cases(
     case(
         lambda value, worker: worker.is_on("apply_tiled_mlp") and str(worker["model_type"]) not in MLPS,
@@ -290,10 +237,35 @@ _RESHARD = takes_if(
     lambda value: value is None or isinstance(value, bool) or POSITIVE_INT.fits(value),
 )
 # fmt: off
+_ulysses = cases(
+    case(lambda value, worker: _is_undivided(worker) and "fsdp_size" in worker.given, Outcome.NEEDS_DECISION,
+        reason=lambda worker: f"ROLL fails with it, because fsdp_size {worker['fsdp_size']} is smaller: no run was "
+        "trained so",
+        hint=lambda worker: f"set fsdp_size to {worker['model_args.ulysses_size']} or more, or ulysses_size to 1"),
+    case(lambda value, worker: _is_undivided(worker), _APPROXIMATE,
+        hint=lambda worker: f"ROLL fails where fsdp_size is smaller, and its default is {worker['fsdp_size']}"),
+)
+# ROLL freezes each parameter whose name starts with a prefix; here a prefix ends at a dot.
+_freeze = cases(
+    case(lambda value, worker: not all(map(str.strip, _prefixes(worker))), Outcome.NEEDS_DECISION,
+        reason="an empty prefix freezes every parameter", hint="remove the comma, or name the modules"),
+    case(lambda value, worker: any(each != each.strip() for each in _prefixes(worker)), Outcome.NEEDS_DECISION,
+        reason="releases of ROLL that keep the spaces around a comma freeze nothing by such a prefix",
+        hint="as written: remove the spaces; as such a release trained: remove the prefix"),
+    case(lambda value, worker: _numbered(worker) != "", Outcome.NEEDS_DECISION,
+        reason=lambda worker: f"ROLL freezes all names that start with {_numbered(worker)}, also those of "
+        f"{_numbered(worker)}0; here it ends at a dot",
+        hint=lambda worker: f"{_numbered(worker)}. for this module alone; or name each of them"),
+    case(lambda value, worker: _open(worker) != "", _APPROXIMATE,
+        reason=lambda worker: f"here {_open(worker)} ends at a dot; ROLL also freezes {_open(worker)}_2, if the model "
+        "has such a name",
+        hint="name the others, too, if there are any; a prefix with a dot at its end is the same in both"),
+)
 ROWS: tuple[Lens, ...] = (
     Lens(name="strategy_name", default="fsdp2_train", outcome=Outcome.EXACT, target="fully_shard",
         takes=one_of(*STRATEGIES), meaning="training or inference with FSDP2", reason="both shard with fully_shard"),
     Lens(name="fsdp_size", is_told=True, default=1, outcome=Outcome.EXACT, target="mesh", takes=INT,
+        wrong=_odd_size,
         read={"mesh": _mesh},
         write=_shards, decide=cases(
             case(lambda size, worker: size <= 1 or (worker.num_ranks is not None and size >= worker.num_ranks),
@@ -320,7 +292,8 @@ ROWS: tuple[Lens, ...] = (
     Lens(name="reduce_dtype", is_told=True, default="float32", outcome=Outcome.EXACT,
         target="MixedPrecisionPolicy(reduce_dtype)", takes=_DTYPE,
         read={"mixed_precision.reduce_dtype": lambda value, worker: reduced_in(worker)}, write=_reduce_word,
-        decide=_with_dtype, meaning="the dtype in which gradients are reduced",
+        decide=lambda finding, worker: replace(finding, value=worker.given.get("reduce_dtype") or
+            word_of(reduced_in(worker))), meaning="the dtype in which gradients are reduced",
         reason="the same argument of fully_shard; null is the default"),
     Lens(name="enable_mix_precision", default=True, outcome=Outcome.EXACT, target="MixedPrecisionPolicy(reduce_dtype)",
         takes=BOOL, fields=("mixed_precision.reduce_dtype",),
@@ -330,7 +303,8 @@ ROWS: tuple[Lens, ...] = (
         reason="decides reduce_dtype where the file does not give it; later ROLL only"),
     Lens(name="reshard_after_forward", is_told=True, default=None, outcome=Outcome.EXACT,
         target="reshard_after_forward",
-        takes=_RESHARD, read={"reshard_after_forward": lambda value, worker: True if value is None else value},
+        takes=_RESHARD, wrong=_odd_group,
+        read={"reshard_after_forward": lambda value, worker: True if value is None else value},
         write=lambda run: run.config.reshard_after_forward,
         decide=cases(case(lambda value, worker: value is None, reason="torch's own choice: freed in all units but the "
             "root", hint="torch 2.7 takes no null here, so that ROLL fails with it: say true")),
@@ -345,7 +319,9 @@ ROWS: tuple[Lens, ...] = (
             case(lambda value, worker: not value, Outcome.UNNEEDED, reason="nothing is offloaded")),
         meaning="keeping parameters, gradients and optimizer state in CPU memory",
         reason="the same policy of fully_shard; any value that is not false, 0, null or empty turns it on"),
-    Lens(name="wrap_policy", read={"wrap": _wrap, "idle_experts": _idle_experts}, write=_wrap_policy, default=None,
+    Lens(name="wrap_policy", write=_wrap_policy, default=None,
+        read={"wrap": _wrap, "idle_experts":
+            lambda value, worker: IdleExperts.IN_ORDER if _wrap(value, worker).experts else None},
         outcome=Outcome.EXACT, target="units", takes=takes_if("a mapping", lambda value: isinstance(value, Mapping)),
         meaning="which modules become units", reason="empty: the classes that the model names (_no_split_modules)"),
     Lens(name="wrap_policy.transformer_layer_cls_to_wrap", fields=("wrap.kind", "wrap.classes"), default=None,
@@ -373,7 +349,8 @@ ROWS: tuple[Lens, ...] = (
         meaning="running experts without tokens on one token, so that all ranks issue the same collectives",
         reason="every rank runs each expert in one order, on no rows where it has no token, in the place of one row "
         "times 0: the same numbers"),
-    Lens(name="apply_tiled_mlp", read={"tiled_mlp": _tiled, "tiled_chunks": _chunks},
+    Lens(name="apply_tiled_mlp", read={"tiled_mlp": lambda value, worker: _tiling_of(worker)[0],
+            "tiled_chunks": lambda value, worker: _tiling_of(worker)[1]},
         write=lambda run: unless(False, tiles_of(run)[0] is not None), default=False, outcome=Outcome.EXACT,
         takes=BOOL, neutral=(False,), target="tiled_mlp", decide=_tiling,
         meaning="computing MLPs in pieces of the sequence",
@@ -414,7 +391,8 @@ ROWS: tuple[Lens, ...] = (
         meaning="one grouped matrix product for all experts of a layer",
         reason="a kernel of the model (transformers 5.2 and later) and no part of sharding: the same numbers up to "
         "rounding", hint="choose grouped_mm as the experts' implementation in the model's configuration"),
-    Lens(name="reduce_scatter_during_grad_accumulation", read={"accumulation.gradient_sync": _syncs},
+    Lens(name="reduce_scatter_during_grad_accumulation", read={"accumulation.gradient_sync":
+        lambda value, worker: GradientSync.EVERY if value or not worker.is_training else GradientSync.LAST},
         write=lambda run: False if run.config.accumulation.gradient_sync is GradientSync.LAST else None, default=True,
         outcome=Outcome.EXACT, target="gradient_sync", takes=BOOL,
         meaning="whether gradients are reduced in every microbatch (true) or in a batch's last (false)",
@@ -432,7 +410,8 @@ ROWS: tuple[Lens, ...] = (
         reason="attention exchanges heads for sequence, there as here, and these ranks take one batch; a model whose "
         "attention cannot be divided so is refused when it is planned"),
     Lens(name="model_args.freeze_module_prefix", default=None, outcome=Outcome.EXACT, target="freeze",
-        neutral=(None,), read={"freeze": _frozen}, decide=_freeze,
+        neutral=(None,), decide=_freeze, read={"freeze": lambda value, worker:
+            tuple(name for each in _prefixes(worker) if (name := each.strip().removesuffix(".")))},
         meaning="parameters that are not trained, by the beginning of their names",
         reason="the same parameters, frozen before the model is sharded, by prefixes that end at a dot"),
     Lens(name="model_args.lora_target",
@@ -484,3 +463,141 @@ ROWS: tuple[Lens, ...] = (
 )
 # fmt: on
 BY_NAME = {row.name: row for row in ROWS}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fields of a run that ROLL's FSDP2 cannot configure, or implements differently
+
+# The norm to which ROLL clips gradients if the top level of the file has no max_grad_norm.
+GRAD_NORM = 1.0
+_CLASSES_KEY = "wrap_policy.transformer_layer_cls_to_wrap"
+# fmt: off
+LIMITS: tuple[Limitation, ...] = (
+    limits(_UNSUPPORTED, "mesh.groups", "mesh",
+        reason="ROLL has one mesh of all ranks, no groups that do not meet", hint="choose fsdp_size"),
+    limits(_UNSUPPORTED, "mesh.shards", "mesh", was=1,
+        reason="fsdp_size 1 is all ranks to ROLL, so that it cannot keep full parameters on each rank",
+        hint="fsdp_size 2 keeps half of them; or accept sharding over all ranks"),
+    limits(_NEEDS_DECISION, "mesh.replicas", "mesh", beside={"mesh.shards": -1}, target="fsdp_size",
+        reason="ROLL is told the number of shards, which the number of replicas gives with that of ranks only",
+        hint="set fsdp_size to the number of ranks divided by {replicate_degree}"),
+    limits(_APPROXIMATE, "mesh.replicas", target="fsdp_size",
+        reason="ROLL makes replicas of the ranks that are left, those of other axes included"),
+    limits(_EXACT, "num_ranks", target="device_mapping",
+        reason="ROLL counts the ranks by device_mapping, outside of this section",
+        hint="device_mapping: list(range(0, {value})) for as many"),
+    limits(_APPROXIMATE, "wrap.experts", target="apply_expert_patch",
+        reason="ROLL makes each expert a unit with apply_expert_patch only: the same numbers"),
+    limits(_NEEDS_DECISION, "wrap.kind", "wrap", was=WrapKind.HOOKS, target=_CLASSES_KEY,
+        reason="ROLL wraps by class, and which classes the model's hooks choose stands in its code",
+        hint="name them in wrap_policy; a transformers model names its own if nothing is given"),
+    limits(_NEEDS_DECISION, "wrap.kind", "wrap", was=WrapKind.SIZE, target=_CLASSES_KEY,
+        reason="ROLL wraps by class, not by size", hint="name the classes of these {value} in wrap_policy"),
+    limits(_APPROXIMATE, "wrap.kind", "wrap", was=WrapKind.ROOT,
+        reason="ROLL always makes layers units; the numbers do not depend on it, and less memory is needed"),
+    limits(_APPROXIMATE, "mixed_precision.param_dtype", target="param_dtype: fp32",
+        reason="ROLL always casts, and takes null for bf16", hint="choose the dtype that the model is created in"),
+    limits(_APPROXIMATE, "mixed_precision.reduce_dtype", target="reduce_dtype",
+        reason="ROLL reduces in float32 unless told otherwise, so that param_dtype is written"),
+    limits(_UNSUPPORTED, "mixed_precision.output_dtype", reason="ROLL has no key for the dtype of outputs"),
+    limits(_UNSUPPORTED, "precision", was="amp_fp8", title="products in fp8",
+        reason="ROLL's FSDP2 computes nothing in fp8", hint="param_dtype: bf16 computes in bfloat16"),
+    limits(_APPROXIMATE, "precision", target="param_dtype",
+        reason="ROLL runs each step under torch.autocast in param_dtype"),
+    limits(_APPROXIMATE, "mixed_precision.buffer_dtype", reason="ROLL leaves buffers in the dtype that they have",
+        hint="cast them where the model is made"),
+    limits(_APPROXIMATE, "mixed_precision.cast_forward_inputs", "mixed_precision.cast_root_inputs",
+        reason="ROLL casts no inputs of units and leaves it to torch.autocast"),
+    limits(_APPROXIMATE, "mixed_precision.cast_root_inputs",
+        reason="ROLL casts no inputs and leaves it to torch.autocast; token ids are not cast anyway"),
+    limits(_UNSUPPORTED, "activation_checkpointing.cpu_offload", reason="ROLL does not keep activations in CPU memory"),
+    limits(_NEEDS_DECISION, "activation_checkpointing.checkpoint", "activation_checkpointing",
+        target="model_args.disable_gradient_checkpointing",
+        reason="ROLL recomputes activations unless model_args, outside of this section, says otherwise",
+        hint="set model_args.disable_gradient_checkpointing: true, or recompute: the numbers do not depend on it"),
+    limits(_APPROXIMATE, "activation_checkpointing.classes", "activation_checkpointing.checkpoint", was=None,
+        title="activation_checkpointing",
+        reason="which modules the model's hooks recompute stands in its code; ROLL recomputes the layers that the "
+        "model itself chooses (gradient_checkpointing_enable): the same numbers, another memory"),
+    limits(_APPROXIMATE, "activation_checkpointing.classes",
+        reason="ROLL recomputes the layers that the model itself chooses (gradient_checkpointing_enable): the same "
+        "numbers, another memory"),
+    limits(_APPROXIMATE, "activation_checkpointing.reentrant", was=True,
+        target="model_args.gradient_checkpointing_use_reentrant",
+        reason="ROLL recomputes without reentering, in mixtures of experts excepted; both give the same numbers",
+        hint="set model_args.gradient_checkpointing_use_reentrant: true for the same implementation"),
+    limits(_APPROXIMATE, "activation_checkpointing.reentrant", was=False, title="non-reentrant checkpointing",
+        target="model_args.gradient_checkpointing_use_reentrant",
+        reason="ROLL reenters in mixtures of experts unless it is set to false; both give the same numbers",
+        hint="set model_args.gradient_checkpointing_use_reentrant: false for the same implementation"),
+    limits(_UNSUPPORTED, "activation_checkpointing.transformer_engine",
+        reason="ROLL recomputes with torch's implementation only"),
+    *(limits(_APPROXIMATE, f"prefetch.{phase}", reason=f"ROLL leaves the order of gathers in {phase} to "
+        "FSDP2; the numbers do not depend on it") for phase in ("forward", "backward")),
+    limits(
+        _APPROXIMATE,
+        "accumulation.gradient_sync",
+        was=GradientSync.DEFER_REPLICA,
+        target="reduce_scatter_during_grad_accumulation: true",
+        reason="ROLL reduces over shards and replicas together, in every microbatch or in the last: more communication",
+    ),
+    limits(_APPROXIMATE, "has_expert_axis",
+        reason="ROLL takes the ranks of experts from those of the shards: the same numbers"),
+    limits(_APPROXIMATE, "accumulation.reshard_after_backward",
+        reason="ROLL frees parameters after each backward: less memory, more communication"),
+    limits(_APPROXIMATE, "idle_experts", is_kept=True, target="apply_expert_patch",
+        reason="ROLL runs experts without tokens on one token, times 0: the same numbers where all of them are finite"),
+    limits(_NEEDS_DECISION, "expert_parallel_degree", target="ep_size",
+        reason="ROLL's ep_size splits experts by a patch of the model's own, not stacked ones as LLM Foundry's",
+        hint="ep_size: {value}, where ROLL knows the model"),
+    limits(_UNSUPPORTED, "idle_towers",
+        reason="ROLL runs a tower where the batch has something for it; ranks without would wait for the others",
+        hint="name no class of the tower in wrap_policy: it is in the unit around it then"),
+    limits(_APPROXIMATE, "collective_guard",
+        reason="ROLL does not compare where ranks stand; a run whose ranks diverge hangs until NCCL's timeout"),
+    *(limits(_UNNEEDED, field, reason="ROLL gives a batch to each data-parallel rank, not to each rank")
+        for field in ("check_data", "broadcast_batch")),
+    limits(_APPROXIMATE, "sync_module_states",
+        reason="ROLL always gives all ranks the values of rank 0"),
+    limits(_UNSUPPORTED, "ignored_modules", reason="ROLL shards all modules"),
+    limits(_APPROXIMATE, "mixed_precision.gradients", target="reduce_dtype",
+        reason="ROLL keeps gradients in the dtype of the parameters, which is reduce_dtype in later versions"),
+    limits(_APPROXIMATE, "state_dict_type",
+        reason="ROLL writes shards, and beside them the full model for Hugging Face, without an optimizer"),
+    limits(_NEEDS_DECISION, "context_parallel_degree", target="model_args.ulysses_size",
+        reason="ROLL says it in model_args, outside of this section; fsdp_size must not be smaller",
+        hint="set model_args.ulysses_size: {value}"),
+    limits(_NEEDS_DECISION, "train_only", target="model_args.freeze_module_prefix",
+        reason="ROLL names what is frozen, by prefixes; the run names what is trained: {value}",
+        hint="set model_args.freeze_module_prefix to the names of all others"),
+    limits(_NEEDS_DECISION, "freeze", target="model_args.freeze_module_prefix",
+        reason="ROLL says it in model_args, outside of this section",
+        hint="set model_args.freeze_module_prefix: {value}, by names of the transformers model; a dot at the end of a "
+        "module's name keeps longer names out"),
+    limits(_APPROXIMATE, "tiled_mlp.chunks", "tiled_mlp",
+        reason=f"ROLL tiles {', '.join(dict.fromkeys(MLPS.values()))} only: the same numbers, and more memory in long "
+        "sequences"),
+    limits(_APPROXIMATE, "tiled_mlp.classes",
+        reason="without a model_type, which names one class, ROLL tiles all MLPs that it knows: "
+        "the same numbers"),
+    limits(_NEEDS_DECISION, "other_clipping", "max_grad_norm", target="max_grad_norm",
+        reason=f"ROLL clips gradients to a norm, {GRAD_NORM} unless the top of the file sets it; the run clips them by "
+        "{value}", hint="choose a norm, or a large number for none"),
+    limits(_APPROXIMATE, "max_grad_norm", was=None, target="max_grad_norm",
+        reason=f"ROLL clips gradients to a norm of {GRAD_NORM} unless the top of the file says otherwise",
+        hint="set max_grad_norm there to a large number, such as 1.0e+9, or train with clipping"),
+    limits(_APPROXIMATE, "max_grad_norm", target="max_grad_norm",
+        reason=f"ROLL says it at the top of the file, for all workers, and clips to {GRAD_NORM} without",
+        hint="set max_grad_norm: {value} there"),
+    limits(_APPROXIMATE, "stored_dtype", target="reduce_dtype",
+        reason="ROLL stores trained parameters, and the optimizer's state, in reduce_dtype, and not {value}"),
+    *(limits(_UNSUPPORTED, f"{kind}_parallel", reason=f"ROLL's FSDP2 has no {kind} parallelism",
+        hint="its megatron_train strategy has") for kind in ("tensor", "pipeline")),
+    limits(_APPROXIMATE, "selective_checkpointing",
+        reason="ROLL recomputes all layers or none: less memory, more computation, the same numbers"),
+    limits(_UNSUPPORTED, "compile", reason="ROLL has no key for torch.compile with FSDP2"),
+    limits(_APPROXIMATE, *OF_TRAINING, is_any=True, title="batches, steps and optimizer", target="training_args",
+        reason="ROLL has them in a worker's training_args, outside of this section",
+        hint="set training_args.per_device_train_batch_size, gradient_accumulation_steps and learning_rate"),
+    limits(_UNNEEDED, "verbose", reason="ROLL has its own words for its log"),
+)
+# fmt: on

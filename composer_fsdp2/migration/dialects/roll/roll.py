@@ -1,6 +1,6 @@
 """ROLL's dialect: reads a worker's part of a file into a run, and writes a run as such a part."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,17 +8,23 @@ from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.rows import INT, Row, undecided, unknown_key
 from composer_fsdp2.migration.dialect import (
     Dialect,
-    Expression,
     Reading,
     ReplacedBlock,
     Section,
     Setting,
     implicit,
 )
-from composer_fsdp2.migration.dialects.roll.keys import BY_NAME, ROWS, STRATEGIES, Worker, count_of, reduced_in
-from composer_fsdp2.migration.dialects.roll.limits import GRAD_NORM, LIMITS
+from composer_fsdp2.migration.dialects.roll.keys import (
+    BY_NAME,
+    GRAD_NORM,
+    LIMITS,
+    ROWS,
+    STRATEGIES,
+    Worker,
+    reduced_in,
+)
 from composer_fsdp2.migration.paths import Path, value_at
-from composer_fsdp2.migration.run import RunConfig
+from composer_fsdp2.migration.run import OF_TRAINING, RunConfig
 
 _PATH: Path = ("strategy_args", "strategy_config")
 _FILE = {"strategy_args": {"strategy_name": STRATEGIES[0], "strategy_config": {}}}
@@ -66,6 +72,7 @@ class RollDialect(Dialect):
     limits = LIMITS
     interpolates = True  # Hydra's compose, and OmegaConf.to_container(resolve=True)
     keeps_files = True
+    closed_degree = "shard_degree"
     words = ("strategy_args",)
     heads = (("strategy_args", (("strategy_name", "fsdp2_train"),)), ("strategy_config", ()))
     silent = (Section.at(_PATH, _FILE),)
@@ -77,29 +84,22 @@ class RollDialect(Dialect):
 
     def read(self, section: Section) -> Reading:
         worker = _worker(section)
-        misshapen = [name for name in ("strategy_config", "model_args") if name in worker.given]
         norm = worker.around.get("max_grad_norm", GRAD_NORM)
-        is_bad_norm = norm is not None and not INT.fits(norm) and not isinstance(norm, float)
-        findings = list(worker.findings(ROWS, str, _other))
-        if is_bad_norm:
+        is_number = norm is None or INT.fits(norm) or isinstance(norm, float)
+        findings = list(worker.findings(_other))
+        if not is_number:
             findings.append(implicit("max_grad_norm", Outcome.NEEDS_DECISION, "it takes a number", value=norm))
         run = None
-        if not (misshapen or is_bad_norm or any(map(worker.problem, ROWS))):
-            of_training = {"stored_dtype": reduced_in(worker), "max_grad_norm": norm} if worker.is_training else {}
-            run = RunConfig.of_fields({**worker.fields(ROWS), **_FIXED, **of_training})
-            run = run if worker.is_training else run.without_training()
-        rows = {key: BY_NAME[key] for key in BY_NAME if key in worker.given}
+        if is_number and worker.is_valid:
+            of_training: dict[str, Any] = {"stored_dtype": reduced_in(worker), "max_grad_norm": norm}
+            if not worker.is_training:
+                of_training = dict.fromkeys(OF_TRAINING)
+            run = RunConfig.of_fields({**worker.fields(), **_FIXED, **of_training})
         return Reading(
             run=run,
             findings=(*findings, *(_IMPLICIT_TRAINING if worker.is_training else ()), *_IMPLICIT),
-            rows=rows | BY_NAME,
+            rows={key: row for key, row in BY_NAME.items() if key in worker.given} | BY_NAME,
         )
-
-    def express(self, run: RunConfig) -> Expression:
-        """``Dialect.express``, with an open number of shards computed from the number of ranks."""
-        mesh = run.config.mesh
-        is_open = not mesh.is_grouped and mesh.has_replicas and mesh.shard_degree == -1
-        return super().express(run.with_degrees() if is_open else run)
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
         """``Dialect.settings`` of a section, without keys outside it such as ``model_args``."""
@@ -128,39 +128,28 @@ class RollDialect(Dialect):
 
 def _worker(section: Section) -> Worker:
     """Return the worker of a section, with keys named as in the table; ``around``, the file, configures all workers."""
-    has_worker = "strategy_args" in section.path
-    around = value_at(section.around, section.path[: section.path.index("strategy_args")]) if has_worker else {}
-    given = dict(_flat(section.given, ("wrap_policy",)))
-    if section.path[-1:] == ("strategy_args",):  # strategy_config is missing or null
-        given = {"strategy_name": section.given["strategy_name"]}
-    elif (strategy := around.get("strategy_args")) is not None:
-        given = {"strategy_name": strategy.get("strategy_name")} | given
-    model = around.get("model_args")
-    beside = (("strategy_config", section.given.get("strategy_config")), ("model_args", model))
-    given |= {name: value for name, value in beside if value is not None and not isinstance(value, Mapping)}
+    given: dict[str, Any] = {}
+    around: Mapping[str, Any] = {}
+    if "strategy_args" in section.path:
+        around = value_at(section.around, section.path[: section.path.index("strategy_args")])
+        given["strategy_name"] = around["strategy_args"].get("strategy_name")
+    if section.path[-1:] != ("strategy_args",):  # else strategy_config is missing, null or no mapping
+        for key, value in section.given.items():
+            is_nested = key == "wrap_policy" and isinstance(value, Mapping) and len(value) > 0
+            given |= {f"{key}.{name}": each for name, each in value.items()} if is_nested else {str(key): value}
+    mappings = {"strategy_config": section.given.get("strategy_config"), "model_args": around.get("model_args")}
+    given |= {name: value for name, value in mappings.items() if value is not None and not isinstance(value, Mapping)}
     for group in ("model_args", "training_args"):
         own = around.get(group)
         mapping = own if isinstance(own, Mapping) else {}
         given |= {name: value for key, value in mapping.items() if (name := f"{group}.{key}") in BY_NAME}
     if "device_mapping" in around:
         given["device_mapping"] = around["device_mapping"]
-    ranks = count_of(around.get("device_mapping"))
-    return Worker(given=given, rows=BY_NAME, around=section.around, num_ranks=ranks)
-
-
-def _flat(given: Mapping[str, Any], nested_keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    for key, value in given.items():
-        if key in nested_keys and isinstance(value, Mapping) and value:
-            yield from ((f"{key}.{name}", each) for name, each in value.items())
-        else:
-            yield str(key), value
+    return Worker(given=given, rows=BY_NAME, around=section.around, mappings=tuple(mappings))
 
 
 def _other(key: str, value: Any) -> Finding:
     """Return the finding of a key without a row."""
-    if key in ("strategy_config", "model_args"):
-        reason, hint = "ROLL takes a mapping here, and fails with this", "write its keys below it, or remove it"
-        return Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason=reason, hint=hint)
     if key in _OF_OTHERS:
         usual = Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason="", known=False)
         return undecided(usual, _UNKNOWN, f"as trained: remove it; ROLL's own word is {_OF_OTHERS[key]}")

@@ -1,15 +1,17 @@
-"""The table of TorchTitan's keys."""
+"""The tables of TorchTitan: its keys, its models' units, and the fields of a run that its files lose."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, one_of, takes_if
 from composer_fsdp2.config.sharding import LOW_PRECISION, ActivationCheckpointing
-from composer_fsdp2.migration.dialects.torchtitan.model_units import units_of
 from composer_fsdp2.migration.effective import Effective
-from composer_fsdp2.migration.lens import Lens, as_is, case, cases, unless
-from composer_fsdp2.migration.run import RunConfig
+from composer_fsdp2.migration.lens import Lens, Limitation, as_is, case, cases, limits, unless
+from composer_fsdp2.migration.paths import find_at
+from composer_fsdp2.migration.run import OF_TRAINING, RunConfig, Wrap, WrapKind
 from composer_fsdp2.migration.training import OF_TRAINERS, adamw_of, count, duration_in, optimizer_of, option
 
 DTYPES = ("float32", "bfloat16")
@@ -42,6 +44,35 @@ def _belonging(only_with: str, *names: str, reason: str, outcome: Outcome = Outc
     )
 
 
+_CLASSES = ("TransformerBlock",)
+_USUAL_WRAP = Wrap(kind=WrapKind.CLASSES, classes=_CLASSES, embeddings=True, output=True)
+_USUAL_UNITS = (
+    "the token embedding, each block, the last norm together with the output (which default leaves gathered; here it "
+    "is freed like the others), and the rest (in v0.1.0 each block, and the rest)"
+)
+# The modules that are units, which TorchTitan's models choose in their parallelize.py: as a ``wrap``, and as a text.
+_OWN_UNITS = {
+    "flux": (
+        Wrap(kind=WrapKind.CLASSES, classes=("DoubleStreamBlock", "SingleStreamBlock")),
+        "each block, the four layers before them, the last one, and the rest; the four and the last one stay with "
+        "the rest here",
+    ),
+    "llama3-siglip2": (
+        replace(_USUAL_WRAP, classes=(*_CLASSES, "TransformerLayer")),
+        f"each layer of the encoder, {_USUAL_UNITS}",
+    ),
+    "transformers_modeling_backend": (
+        replace(_USUAL_WRAP, classes=()),
+        f"{_USUAL_UNITS}; blocks are the layers of transformers' model",
+    ),
+}
+
+
+def units_of(values: Mapping[str, Any]) -> tuple[Wrap, str]:
+    """Return the units of the model that a file names, as the ``wrap`` of a run and as a text for reports."""
+    return _OWN_UNITS.get(str(find_at(values, ("model", "name"))), (_USUAL_WRAP, _USUAL_UNITS))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Fields that several keys decide
 
@@ -52,13 +83,13 @@ def _mesh(shards: int, file: Effective) -> MeshSpec:
     return MeshSpec.of_degrees(shards if shards == -1 else shards * context, replicas if replicas > 1 else None)
 
 
-def _shards(run: RunConfig) -> int:
-    """Return the shard degree; 0 to omit it: grouped mesh, open replicas, or not divisible by context parallelism."""
-    mesh, context = run.config.mesh, run.context_parallel
+def _shards(run: RunConfig) -> int | None:
+    """Return the shard degree; None for a grouped mesh, open replicas, or one that context parallelism divides not."""
+    mesh = run.config.mesh
     if mesh.is_grouped or mesh.replicate_degree == -1:
-        return 0
-    shards = mesh.shard_degree
-    return -1 if shards == -1 else 0 if shards % context else shards // context
+        return None
+    shards, rest = divmod(mesh.shard_degree, run.context_parallel)
+    return -1 if mesh.shard_degree == -1 else None if rest else shards
 
 
 def _context(run: RunConfig) -> int | None:
@@ -73,28 +104,16 @@ def _replicas(run: RunConfig) -> int | None:
     return None if mesh.is_grouped or mesh.replicate_degree == -1 else mesh.replicate_degree
 
 
-def _reshards(value: str, file: Effective) -> bool:
-    return value == "always" or (value == "default" and not file.is_on("parallelism.pipeline_parallel_degree"))
-
-
-def _param_dtype(run: RunConfig) -> str:
-    return "bfloat16" if run.config.mixed_precision.param_dtype in LOW_PRECISION else "float32"
-
-
 def _recomputed(mode: str, file: Effective) -> ActivationCheckpointing:
     if mode == "none":
         return ActivationCheckpointing()
-    return ActivationCheckpointing(checkpoint=True, classes=units_of(file.around).wrap.classes, reentrant=False)
+    return ActivationCheckpointing(checkpoint=True, classes=units_of(file.around)[0].classes, reentrant=False)
 
 
 def _mode(run: RunConfig) -> str:
     if not run.config.activation_checkpointing.checkpoint:
         return "none"
     return "selective" if run.selective_checkpointing else "full"
-
-
-def _selective(option: str, file: Effective) -> str | None:
-    return option if file["activation_checkpoint.mode"] == "selective" and option != "1" else None
 
 
 def has_fp8_layers(file: Effective) -> bool:
@@ -108,7 +127,7 @@ def has_fp8_layers(file: Effective) -> bool:
 _DEFAULTS = {"name": "AdamW", "lr": 8e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 # fmt: off
-_APPROXIMATE = Outcome.APPROXIMATE
+_EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 _OPTION = "activation_checkpoint.selective_ac_option"
 ROWS: tuple[Lens, ...] = (
     Lens(name="parallelism.data_parallel_replicate_degree", fields=("mesh",), write=_replicas, default=1,
@@ -118,7 +137,7 @@ ROWS: tuple[Lens, ...] = (
     Lens(name="parallelism.data_parallel_shard_degree", is_told=True, default=-1, outcome=Outcome.EXACT,
         target="data_parallel_shard_degree", takes=_SHARD,
         aliases=("training.data_parallel_shard_degree", "training.data_parallel_degree"), read={"mesh": _mesh},
-        write=lambda run: _shards(run) or None, decide=cases(case(
+        write=_shards, decide=cases(case(
         lambda value, file: value == 1 and not file.is_on("parallelism.context_parallel_degree"),
         _APPROXIMATE, hint="leave it: the numbers differ by what is cast",
         reason="without shards TorchTitan uses DDP, and torch.autocast for mixed precision; here FSDP2 replicates "
@@ -127,7 +146,8 @@ ROWS: tuple[Lens, ...] = (
         reason="the shard axis of the mesh"),
     Lens(name="parallelism.fsdp_reshard_after_forward", is_told=True, default="default", outcome=Outcome.EXACT,
         target="reshard_after_forward", takes=one_of("default", "always", "never"),
-        read={"reshard_after_forward": _reshards},
+        read={"reshard_after_forward": lambda value, file: value == "always" or
+            (value == "default" and not file.is_on("parallelism.pipeline_parallel_degree"))},
         write=lambda run: "never" if not run.config.reshard_after_forward else
         "default" if run.pipeline_parallel == 1 else "always", decide=cases(
         case(lambda value, file: value == "default" and file.is_on("parallelism.pipeline_parallel_degree"),
@@ -188,7 +208,8 @@ ROWS: tuple[Lens, ...] = (
         neutral=(False,), aliases=("experimental.enable_compiled_autograd",),
         meaning="compiling the backward; up to v0.2.0",
         reason="composer_fsdp2 does not compile the backward: slower, the same numbers up to rounding"),
-    Lens(name="training.mixed_precision_param", read={"mixed_precision.param_dtype": as_is}, write=_param_dtype,
+    Lens(name="training.mixed_precision_param", read={"mixed_precision.param_dtype": as_is},
+        write=lambda run: "bfloat16" if run.config.mixed_precision.param_dtype in LOW_PRECISION else "float32",
         is_told=True, default="bfloat16", outcome=Outcome.EXACT, target="MixedPrecisionPolicy(param_dtype)",
         takes=one_of(*DTYPES), meaning="the dtype in which parameters are gathered and computed with",
         reason="the same argument of fully_shard"),
@@ -226,7 +247,8 @@ ROWS: tuple[Lens, ...] = (
         reason="each block's activations are kept or recomputed, by torch's implementation without reentering"),
     Lens(name="activation_checkpoint.selective_ac_option", is_told=True, default="2", outcome=Outcome.APPROXIMATE,
         target="activation_checkpointing", takes=_SELECTIVE, only_with="activation_checkpoint.mode = selective",
-        read={"selective_checkpointing": _selective},
+        read={"selective_checkpointing": lambda option, file:
+            option if file["activation_checkpoint.mode"] == "selective" and option != "1" else None},
         write=lambda run: run.selective_checkpointing if run.config.activation_checkpointing.checkpoint else None,
         decide=cases(case(lambda value, file: value == "1", Outcome.EXACT, reason="all blocks")),
         meaning="under selective: every n-th block, or by operator",
@@ -352,3 +374,103 @@ ROWS: tuple[Lens, ...] = (
 )
 # fmt: on
 NAMES = {name: row for row in ROWS for name in (row.name, *row.aliases)}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fields of a run that TorchTitan cannot configure, or implements differently
+
+# fmt: off
+LIMITS: tuple[Limitation, ...] = (
+    limits(_UNSUPPORTED, "mesh.groups", "mesh",
+        reason="TorchTitan has one mesh of all ranks, no groups that do not meet", hint="choose two degrees"),
+    limits(_NEEDS_DECISION, "mesh.replicas", "mesh", was=-1, target="parallelism.data_parallel_replicate_degree",
+        reason="TorchTitan leaves the shards open, never the replicas",
+        hint="set it to the number of ranks divided by {shard_degree}, and data_parallel_shard_degree to "
+        "{shard_degree}"),
+    limits(_APPROXIMATE, "mesh.shards", was=1, is_kept=True,
+        target="parallelism.data_parallel_shard_degree = 1",
+        reason="without shards TorchTitan uses DDP, and torch.autocast for mixed precision"),
+    limits(_NEEDS_DECISION, "context_parallel_degree", "mesh.shards", target="parallelism.data_parallel_shard_degree",
+        reason="TorchTitan shards parameters over the ranks that share a sequence, and {value} does not divide the "
+        "{shard_degree} shards", hint="choose a degree that does"),
+    limits(_APPROXIMATE, "context_parallel_degree", is_kept=True, target="parallelism.context_parallel_degree",
+        reason="TorchTitan sends keys and values around a ring: the same numbers up to rounding"),
+    limits(_APPROXIMATE, "wrap", target="parallelize.py of the model",
+        reason="TorchTitan's models choose their units in code: the token embedding, each block, the last norm with "
+        "the output; the numbers do not depend on it"),
+    limits(_UNSUPPORTED, "reshard_after_forward", target="parallelism.fsdp_reshard_after_forward",
+        reason="TorchTitan frees parameters everywhere or nowhere, and does not keep them in groups of {value} ranks",
+        hint="default needs less memory, never less communication"),
+    limits(_NEEDS_DECISION, "mixed_precision.param_dtype", target="training.mixed_precision_param",
+        reason="TorchTitan computes in bfloat16 or float32",
+        hint="bfloat16 has a wider range than float16 and needs no scaling of gradients; float32 is exact"),
+    limits(_APPROXIMATE, "mixed_precision.reduce_dtype", target="training.mixed_precision_reduce",
+        reason="TorchTitan reduces in float32 only: finer, and more communication"),
+    limits(_APPROXIMATE, "stored_dtype",
+        target="training.dtype", reason="TorchTitan creates parameters in training.dtype, which is float32 unless it "
+        "is set; {value} was asked for"),
+    limits(_NEEDS_DECISION, "precision", was="amp_fp8", title="products in fp8", target="model.converters",
+        reason="TorchTitan's converters make float8 layers of torchao's, and of those of its own models",
+        hint='model.converters = ["quantize.linear.float8"], or train in bfloat16'),
+    limits(_UNSUPPORTED, "mixed_precision.output_dtype", reason="TorchTitan has no key for the dtype of outputs"),
+    limits(_APPROXIMATE, "precision", target="training.mixed_precision_param",
+        reason="TorchTitan's FSDP casts parameters and inputs of units, and uses no torch.autocast"),
+    limits(_APPROXIMATE, "mixed_precision.cast_forward_inputs", "mixed_precision.cast_root_inputs",
+        reason="TorchTitan up to v0.2.2 casts the inputs of each unit"),
+    limits(_APPROXIMATE, "mixed_precision.buffer_dtype",
+        reason="TorchTitan leaves buffers in the dtype that they have"),
+    limits(_APPROXIMATE, "activation_checkpointing.classes", target="activation_checkpoint.mode",
+        reason="TorchTitan recomputes its blocks: the same numbers, another memory"),
+    limits(_APPROXIMATE, "activation_checkpointing.reentrant", target="activation_checkpoint.mode",
+        reason="TorchTitan recomputes without reentering: the same numbers"),
+    limits(_UNSUPPORTED, "activation_checkpointing.cpu_offload", "activation_checkpointing",
+        reason="TorchTitan does not keep activations in CPU memory"),
+    limits(_UNSUPPORTED, "activation_checkpointing.transformer_engine",
+        reason="TorchTitan recomputes with torch's implementation only"),
+    *(limits(_APPROXIMATE, f"prefetch.{phase}", reason="TorchTitan leaves the order of gathers to "
+        "FSDP2; the numbers do not depend on it") for phase in ("forward", "backward")),
+    limits(_APPROXIMATE, "accumulation.gradient_sync",
+        reason="TorchTitan reduces gradients in every microbatch: less memory, more communication"),
+    limits(_APPROXIMATE, "has_expert_axis", title="expert parallelism",
+        reason="TorchTitan takes the ranks of experts from those of the shards: the same numbers"),
+    limits(_APPROXIMATE, "accumulation.reshard_after_backward",
+        reason="TorchTitan frees parameters after each backward: less memory, more communication"),
+    limits(_UNNEEDED, "idle_experts",
+        reason="TorchTitan runs all experts of a layer in one grouped product, so that ranks do not diverge"),
+    limits(_NEEDS_DECISION, "expert_parallel_degree", target="parallelism.expert_parallel_degree",
+        reason="TorchTitan splits experts of its own models, along axes that it takes from those of the mesh",
+        hint="parallelism.expert_parallel_degree = {value}, where the model has it"),
+    limits(_UNSUPPORTED, "idle_towers",
+        reason="TorchTitan runs a tower where the batch has something for it; ranks without would wait for the others"),
+    limits(_APPROXIMATE, "collective_guard", target="comm.train_timeout_seconds",
+        reason="TorchTitan does not compare where ranks stand, but ends a run that hangs, after a time",
+        hint="comm.train_timeout_seconds is 100 unless it is set"),
+    *(limits(_UNNEEDED, field, reason="TorchTitan's loaders count data-parallel ranks: those that share a batch read "
+        "the same") for field in ("check_data", "broadcast_batch")),
+    limits(_APPROXIMATE, "sync_module_states",
+        reason="TorchTitan creates the model's values sharded, on each rank its part, and broadcasts none"),
+    limits(_UNSUPPORTED, "ignored_modules", reason="TorchTitan shards all modules"),
+    limits(_APPROXIMATE, "mixed_precision.gradients", target="training.dtype",
+        reason="TorchTitan keeps gradients in the dtype of the parameters",
+        hint="training.dtype = 'bfloat16' stores parameters and gradients in it"),
+    limits(_APPROXIMATE, "state_dict_type", target="checkpoint",
+        reason="TorchTitan's checkpoints are sharded",
+        hint="last_save_in_hf = true writes the last one unsharded, for Hugging Face"),
+    limits(_NEEDS_DECISION, "other_clipping", "max_grad_norm", target="training.max_norm",
+        reason="TorchTitan clips gradients to a norm, 1 unless it is set; the run clips them by {value}",
+        hint="choose a norm, or a large number for none"),
+    limits(_APPROXIMATE, "max_grad_norm", target="training.max_norm",
+        reason="TorchTitan clips gradients to a norm of 1 unless told otherwise",
+        hint="set max_norm to the run's own, or to a large number for none"),
+    limits(_UNSUPPORTED, "freeze", "train_only", is_any=True, reason="TorchTitan trains all parameters",
+        hint="freeze them in the model's code"),
+    limits(_UNSUPPORTED, "tiled_mlp.chunks", "tiled_mlp", reason="TorchTitan computes MLPs in one piece"),
+    limits(_APPROXIMATE, "save_only_model", target="checkpoint.last_save_model_only",
+        reason="TorchTitan leaves the optimizer out of the last checkpoint only"),
+    limits(_APPROXIMATE, "undecayed", target="optimizer.weight_decay",
+        reason="a Trainer decays neither biases nor the weights of norms, TorchTitan all parameters"),
+    limits(_APPROXIMATE, *OF_TRAINING, is_any=True, title="batches, steps and optimizer",
+        reason="TorchTitan counts the rows of all ranks, whose number is not known here, and steps; its optimizers are "
+        "Adam and AdamW", hint="set training.global_batch_size, training.steps and optimizer"),
+    limits(_UNNEEDED, "verbose", reason="TorchTitan has its own words for its log"),
+)
+# fmt: on

@@ -7,13 +7,11 @@ from typing import Any
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.rows import Row, idle, unknown_key
 from composer_fsdp2.config.text import nearest_names
-from composer_fsdp2.migration.dialect import Dialect, Expression, Reading, Section, implicit
-from composer_fsdp2.migration.dialects.torchtitan.keys import NAMES, ROWS
-from composer_fsdp2.migration.dialects.torchtitan.limits import LIMITS
-from composer_fsdp2.migration.dialects.torchtitan.model_units import units_of
+from composer_fsdp2.migration.dialect import Dialect, Reading, Section, implicit
+from composer_fsdp2.migration.dialects.torchtitan.keys import LIMITS, NAMES, ROWS, units_of
 from composer_fsdp2.migration.effective import Effective
 from composer_fsdp2.migration.lens import Loss
-from composer_fsdp2.migration.paths import Path
+from composer_fsdp2.migration.paths import Path, find_at, has_path, value_at
 from composer_fsdp2.migration.run import RunConfig
 
 _TABLES = ("parallelism", "training", "activation_checkpoint", "checkpoint", "compile")
@@ -72,30 +70,29 @@ class TorchTitanDialect(Dialect):
     rows = tuple(replace(row, group=row.name.rpartition(".")[0]) for row in ROWS)
     limits = LIMITS
     suffix = ".toml"
+    closed_degree = "replicate_degree"  # only the number of shards may be open
     has_own_models = keeps_files = True
     words = ("parallelism", "activation_checkpoint", "mixed_precision_", "local_batch_size", "flavor")
     silent = (Section.at(("parallelism",), {"parallelism": {}}),)
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
         """Return the path of the file's one section: [parallelism], or else its first table of ``_TABLES``."""
-        if path or all(_at(values, name) is None for name in _OWN_KEYS):
+        if path or all(find_at(values, name.split(".")) is None for name in _OWN_KEYS):
             return None
         return next(((name,) for name in _TABLES if isinstance(values.get(name), Mapping)), None)
 
     def read(self, section: Section) -> Reading:
         file = effective(section)
+        wrap, told = units_of(section.around)
         units = implicit(
             "units",
             Outcome.APPROXIMATE,
-            f"TorchTitan's units stand in its code: {units_of(section.around).told}; the numbers do not depend on "
-            "which modules are units",
+            f"TorchTitan's units stand in its code: {told}; the numbers do not depend on which modules are units",
         )
-        findings = file.findings(ROWS, lambda key: _short(section, key), lambda key, value: _other(section, key, value))
-        is_bad = any(map(file.problem, ROWS)) or file.given.keys() & {*_TABLES}
-        fixed = _FIXED | {"wrap": units_of(section.around).wrap}
-        rows = {_short(section, key): row for row in ROWS for key in (row.name, *row.aliases) if key in file.given}
+        findings = file.findings(lambda key, value: _other(section, key, value), lambda key: _short(section, key))
+        rows = {_short(section, key): row for key, row in NAMES.items() if key in file.given}
         return Reading(
-            run=None if is_bad else RunConfig.of_fields(file.fields(ROWS) | fixed),
+            run=RunConfig.of_fields({**file.fields(), **_FIXED, "wrap": wrap}) if file.is_valid else None,
             findings=(*findings, units, *_IMPLICIT),
             rows=rows | {row.name: row for row in ROWS},
         )
@@ -110,12 +107,6 @@ class TorchTitanDialect(Dialect):
             for each in super().own_findings(reading, lost)
         )
 
-    def express(self, run: RunConfig) -> Expression:
-        """``Dialect.express``, with an open number of replicas computed from that of ranks: only shards may be open."""
-        mesh = run.config.mesh
-        is_open = not mesh.is_grouped and mesh.replicate_degree == -1
-        return super().express(run.with_degrees() if is_open else run)
-
     def path_of(self, section: Section, key: str) -> Path:
         return tuple(key.split(".")) if "." in key else (*section.path, key)
 
@@ -126,22 +117,20 @@ class TorchTitanDialect(Dialect):
 
 def effective(section: Section) -> Effective:
     """Return the section's keys, and known or misspelt keys of other tables; the rest does not concern sharding."""
-    own = section.place
+    own, around = section.place, section.around
     given = {f"{own}.{key}": value for key, value in section.given.items()}
     for name in NAMES:
-        table, _, key = name.rpartition(".")
-        others = _at(section.around, table)
-        if table != own and isinstance(others, Mapping) and key in others:
-            given[name] = others[key]
+        if name not in given and has_path(around, name.split(".")):
+            given[name] = value_at(around, name.split("."))
     for table in _TABLES:
-        others = section.around.get(table)
-        if others is not None and not isinstance(others, Mapping):
+        others = around.get(table, {})
+        if not isinstance(others, Mapping):
             given[table] = others
-        for key, value in others.items() if table != own and isinstance(others, Mapping) else ():
-            name = f"{table}.{key}"
+            continue
+        for name in (f"{table}.{key}" for key in others if table != own):
             if name not in given and name not in _OTHERS and nearest_names(name, NAMES, 1, likeness=0.85):
-                given[name] = value
-    return Effective(given=given, rows=NAMES, around=section.around)
+                given[name] = others[name.removeprefix(f"{table}.")]
+    return Effective(given=given, rows=NAMES, around=around, mappings=_TABLES)
 
 
 def _short(section: Section, name: str) -> str:
@@ -151,19 +140,10 @@ def _short(section: Section, name: str) -> str:
 
 def _other(section: Section, key: str, value: Any) -> Finding:
     """Return the finding of a key without a row."""
-    if key in _TABLES:
-        reason, hint = "it is a table of TorchTitan's", "write its keys below it, or remove it"
-        return Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason=reason, hint=hint)
     table, _, name = key.rpartition(".")
     known = [each.rpartition(".")[2] for each in (*NAMES, *_OTHERS) if each.rpartition(".")[0] == table]
-    extension = next((found for each in _EXTENSIONS if (found := _at(section.around, each))), None)
+    extension = next((found for each in _EXTENSIONS if (found := find_at(section.around, each.split(".")))), None)
     hint = f"{extension}, which the file names, may know it" if extension else "remove it"
     finding = replace(unknown_key(name, value, known, _UNKNOWN, hint), key=_short(section, key))
     reason = "it has to do with neither sharding nor memory"
     return replace(idle(finding, reason), known=True) if key in _OTHERS else finding
-
-
-def _at(values: Any, name: str) -> Any:
-    for part in name.split("."):
-        values = values.get(part) if isinstance(values, Mapping) else None
-    return values

@@ -1,7 +1,122 @@
-"""Fields of a run that no ``fsdp_config`` can configure, or that composer_fsdp2 implements differently."""
+"""The keys of an ``fsdp_config`` that are written for a run, and the fields of a run that they lose."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from enum import Enum
+from operator import attrgetter
+from typing import Any
 
 from composer_fsdp2.config.findings import Outcome
-from composer_fsdp2.migration.lens import Limitation, limits
+from composer_fsdp2.config.sharding import ActivationCheckpointing, GradientDtype, MixedPrecision
+from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Key, KeyGroup
+from composer_fsdp2.fsdp1.parallel_words import idle_towers_words, tiled_words
+from composer_fsdp2.fsdp1.parsing import BackwardPrefetch, GivenPrecision, mixed_precision_of
+from composer_fsdp2.fsdp1.policy_words import checkpointed_words, freeze_words, wrap_policy_words
+from composer_fsdp2.migration.lens import Lens, Limitation, limits, unless
+from composer_fsdp2.migration.run import RunConfig
+
+
+def _groups(run: RunConfig) -> Any:
+    """Return the groups of shards, and those of replicas if there are any; None for a mesh of all ranks."""
+    groups = [list(each.ranks) or str(each) for each in reversed(run.config.mesh.groups)]
+    return groups if len(groups) > 1 else next(iter(groups), None)
+
+
+def _shards(run: RunConfig) -> int | None:
+    return None if run.config.mesh.is_grouped else unless(-1, run.config.mesh.shard_degree)
+
+
+def _replicas(run: RunConfig) -> int | None:
+    mesh = run.config.mesh
+    return mesh.replicate_degree if mesh.has_replicas and not mesh.is_grouped else None
+
+
+def _mixed_precision(run: RunConfig) -> str | dict[str, str]:
+    """Return Composer's name for the mixed precision (FULL, DEFAULT or PURE) if one matches, otherwise the dtypes."""
+    asked = run.config.mixed_precision
+    dtypes = {name: getattr(asked, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
+    for word in ("FULL", "DEFAULT", "PURE"):
+        if mixed_precision_of(GivenPrecision(word), run.precision) == MixedPrecision(**dtypes):
+            return word
+    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+
+
+Write = Callable[[RunConfig], Any]
+
+
+def _field_of(row: Key) -> Write:
+    """Return a function that writes a key specific to composer_fsdp2, unless its value is the default.
+
+    Experts are units only if idle experts run as well; classes are written only if activations are recomputed or
+    offloaded.
+    """
+
+    def write(run: RunConfig) -> Any:
+        config = run.config
+        if not config.activation_checkpointing.enabled:
+            config = replace(config, activation_checkpointing=ActivationCheckpointing())
+        if config.idle_experts is None:
+            config = replace(config, wrap=replace(config.wrap, experts=()))
+        field = attrgetter(*row.fields)(config)
+        value = field.value if isinstance(field, Enum) else CONVERTED.get(row.name, lambda each: each)(field)
+        return unless(row.default, value)
+
+    return write
+
+
+# Conversion of these keys' fields to their values in a file; other systems have keys for these fields, too.
+CONVERTED: Mapping[str, Callable[[Any], Any]] = {
+    "wrap_policy": wrap_policy_words,
+    "activation_checkpointing_policy": checkpointed_words,
+    "freeze": freeze_words,
+    "train_only": freeze_words,
+    "tiled_mlp": tiled_words,
+    "idle_towers": idle_towers_words,
+}
+
+
+def _checkpointing(value: Callable[[ActivationCheckpointing], Any]) -> Write:
+    """Return a function that writes the value only if activations are recomputed or offloaded."""
+    return lambda run: (
+        value(run.config.activation_checkpointing) if run.config.activation_checkpointing.enabled else None
+    )
+
+
+def _if(value: Callable[[RunConfig], object]) -> Write:
+    """Return a function that writes ``true`` if the value is truthy, otherwise nothing."""
+    return lambda run: True if value(run) else None
+
+
+# Keys with their values for a run, in the order of a new section; None leaves a key out.
+_WRITES: Mapping[str, Write] = {
+    "process_group": _groups,
+    "data_parallel_shard_degree": _shards,
+    "data_parallel_replicate_degree": _replicas,
+    "reshard_after_forward": lambda run: run.config.reshard_after_forward,
+    "mixed_precision": _mixed_precision,
+    "state_dict_type": lambda run: run.state_dict_type,
+    "activation_checkpointing": _checkpointing(lambda each: each.checkpoint),
+    "activation_checkpointing_reentrant": _checkpointing(lambda each: None if each.reentrant else False),
+    "backward_prefetch": lambda run: BackwardPrefetch.NONE.value if run.config.prefetch.backward == 0 else None,
+    "backward_prefetch_limit": lambda run: run.config.prefetch.backward or None,
+    "forward_prefetch": _if(lambda run: run.config.prefetch.forward is not None),
+    "activation_cpu_offload": _if(lambda run: run.config.activation_checkpointing.cpu_offload),
+    "te_checkpoint_wrapper": _if(lambda run: run.config.activation_checkpointing.transformer_engine),
+    "forward_prefetch_limit": lambda run: unless(1, run.config.prefetch.forward or 1),
+    "cpu_offload": _if(lambda run: run.config.cpu_offload),
+    "sync_module_states": _if(lambda run: run.config.sync_module_states),
+    "keep_low_precision_grads": _if(lambda run: run.config.mixed_precision.gradients is not GradientDtype.OF_PARAMETER),
+    **{row.name: _field_of(row) for row in KEYS if row.group == KeyGroup.OURS and row.sets},
+    "async_save": _if(lambda run: run.async_save),
+    "verbose": _if(lambda run: run.verbose),
+}
+WRITTEN = tuple(
+    Lens(name=name, fields=KEYS_BY_NAME[name].fields, write=write, outcome=Outcome.EXACT)
+    for name, write in _WRITES.items()
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fields of a run that no ``fsdp_config`` can configure, or that composer_fsdp2 implements differently
 
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 _STACKED = (
