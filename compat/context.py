@@ -14,8 +14,9 @@ from torch import nn
 
 from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.errors import UnsupportedError
-from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel, know
-from composer_fsdp2.parallel.causal_lm import refuse_generation
+from composer_fsdp2.parallel.adapters import KEY, AttentionFacts, ModelAdapter, register_model_adapter
+from composer_fsdp2.parallel.divided_layers import DividedLayers
+from composer_fsdp2.parallel.hugging_face import refuse_generation
 from composer_fsdp2.parallel.padding import note_copies
 from composer_fsdp2.training.context import ContextGroup
 from composer_fsdp2.training.run import find_context
@@ -80,8 +81,11 @@ def eval_forward(original: Callable[..., Any], self: Any, batch: Any, outputs: A
         return original(self, batch, outputs)
     if batch.get("mode") in _TASKS:
         raise _no_tasks("this evaluation")
+    if not group.divides_losses:
+        return original(self, batch, outputs)
     before, self.labels = self.labels, None
-    output = original(self, batch, outputs)
+    with group.returning_parts():
+        output = original(self, batch, outputs)
     if self.labels is None:  # it shifts none where the model computes the loss itself
         self.labels = before
     else:
@@ -161,39 +165,52 @@ def _problems(model: Any) -> Iterator[str]:
 # LLM Foundry's MPT: a part of its sequences
 
 
-def _start(whole: Any, model: Any, attentions: Sequence[Any], group: ContextGroup) -> None:
-    """Embeddings run on whole rows, so that positions are right by themselves; what they give is cut."""
+def _start(whole: Any, model: Any, attentions: Sequence[Any], group: ContextGroup) -> Callable[[], None]:
     transformer = model.transformer
-    model.forward = _padded_forward(model.forward, group)
+    paths = tuple(f"transformer.blocks.{number}" for number in range(len(transformer.blocks)))
+    layers = DividedLayers(name="MPTForCausalLM.transformer.blocks", layers=paths, group=group)
+    transformer.forward = _padded_forward(transformer.forward, group)
     model.generate = functools.partial(refuse_generation, "generate")
-    embedded = transformer.emb_drop.forward
-    transformer.emb_drop.forward = lambda x: group.part(embedded(x))
     if transformer.rope:
         transformer.rotary_embedding.forward = _rotary_of_part(transformer.rotary_embedding.forward, group)
     for attention in attentions:
-        attention.attn_fn = _exchanged(attention.attn_fn, group)
-    for composer_model in whole.modules():
-        if getattr(composer_model, "model", None) is model and hasattr(composer_model, "loss_fn"):
+        attention.attn_fn = _exchanged(attention.attn_fn, layers)
+    trainers = [each for each in whole.modules() if getattr(each, "model", None) is model and hasattr(each, "loss_fn")]
+    group.divides_losses = group.divides_losses and bool(trainers)
+    if group.divides_losses:
+        model.forward = _forward_of_part(model.forward, group)
+        for composer_model in trainers:
             composer_model.loss = functools.partial(_loss_of_part, composer_model, group)
+    return functools.partial(layers.connect, model)
 
 
 _FILL = {"input_ids": 0, "inputs_embeds": 0, "attention_mask": 0, "sequence_id": -1, "position_ids": 0}
 
 
 def _padded_forward(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
+    """The transformer's forward, on rows that the ranks can divide."""
+
+    @functools.wraps(forward)
+    def of_part(input_ids: Any = None, **kwargs: Any) -> Any:
+        for name in ("past_key_values", "output_attentions", "output_hidden_states"):
+            if kwargs.get(name):
+                refuse_generation(f"a forward with {name}")
+        given = {name: each for name, each in (kwargs | {"input_ids": input_ids}).items() if each is not None}
+        length = given["input_ids" if input_ids is not None else "inputs_embeds"].shape[1]
+        padded = {name: group.padded(given[name], 1, fill) for name, fill in _FILL.items() if name in given}
+        output = forward(**given | padded)
+        if not group.in_parts:
+            output.last_hidden_state = output.last_hidden_state[:, :length]
+        return output
+
+    return of_part
+
+
+def _forward_of_part(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
     @functools.wraps(forward)
     def of_part(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            kwargs |= {"input_ids": args[0]}
-        if args[1:] or any(kwargs.get(name) is not None for name in ("past_key_values", "labels")):
-            raise UnsupportedError(
-                f"{KEY}: MPT takes its inputs by name, and neither past_key_values nor labels; train it as LLM "
-                "Foundry's ComposerMPTCausalLM, which computes the loss",
-                keys=(KEY,),
-            )
-        given = {name: each for name, each in kwargs.items() if each is not None}
-        padded = {name: group.padded(given[name], 1, fill) for name, fill in _FILL.items() if name in given}
-        return forward(**kwargs | padded)
+        with group.returning_parts():
+            return forward(*args, **kwargs)
 
     return of_part
 
@@ -208,13 +225,15 @@ def _rotary_of_part(forward: Callable[..., Any], group: ContextGroup) -> Callabl
     return of_part
 
 
-def _exchanged(attend: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
+def _exchanged(attend: Callable[..., Any], layers: DividedLayers) -> Callable[..., Any]:
     """An attention function of MPT: tensors are (batch, places, heads x features), masks and biases of whole rows."""
+    group = layers.group
 
     @functools.wraps(attend)
     def exchanged(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, n_heads: int, kv_n_heads: int, **options: Any
     ) -> Any:
+        layers.note_exchange()
         numbers = (n_heads, kv_n_heads, kv_n_heads)
         parts = [each.unflatten(2, (n, -1)) for each, n in zip((query, key, value), numbers, strict=True)]
         query, key, value = group.to_heads(parts, 2, 1)
@@ -241,4 +260,6 @@ def _loss_of_part(model: Any, group: ContextGroup, outputs: Any, batch: Mapping[
     return losses.sum() / group.items(labels, torch.promote_types(torch.float32, logits.dtype))
 
 
-know(KnownModel(name="LLM Foundry's MPT", is_one=_is_mpt, attentions=_attentions, problems=_problems, start=_start))
+register_model_adapter(
+    ModelAdapter(name="LLM Foundry's MPT", matches=_is_mpt, attentions=_attentions, problems=_problems, start=_start)
+)

@@ -20,7 +20,7 @@ from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 
 from .configuration import EveryKeyFSDP2Config
-from .tensor import as_meant
+from .tensor import as_meant, layer_plan_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +137,7 @@ def tensor_parallel_of(run: FoundryRun, model: nn.Module) -> TensorParallel | No
         return None
     builders = importlib.import_module("llmfoundry.utils.builders")
     given = dict(run.tensor)
+    strategy = given.pop("strategy")
     with _quiet_foundry():
-        plan = builders.build_tp_strategies(given.pop("strategy"), model)
+        plan = layer_plan_of(builders.build_tp_strategies, strategy, model)
     return as_meant(model, TensorParallel.read({**given, "layer_plan": plan}))

@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2._torch.parts import local_tensor, local_tensors
 from composer_fsdp2._torch.private_names import ActivationWrapper, own_parameters
 from composer_fsdp2._torch.unit import hooks_of
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
 from composer_fsdp2.fsdp1.children import wrapped_children
 from composer_fsdp2.sharding.agree import agree, gather
@@ -44,6 +45,7 @@ from composer_fsdp2.sharding.sharded import is_sharded, reshard, sharded_roots
 from composer_fsdp2.sharding.ties import join
 from composer_fsdp2.training.guard import check_guard
 from composer_fsdp2.training.reductions import LocalValues, reduce_parts, settle
+from composer_fsdp2.training.run import run_of
 
 from .optimizers import reports_norms
 from .seams import seam
@@ -418,14 +420,25 @@ def dist_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, opti
 @seam(
     "composer.callbacks.activation_monitor",
     "ActivationMonitor.before_forward",
-    why="names of activation checkpointing's wrappers were logged; fsdp1_metric_names",
+    why="names of activation checkpointing's wrappers were logged; fsdp1_metric_names; parts of split layers",
 )
 def before_forward(original: Callable[..., Any], self: ActivationMonitor, state: State, logger: Logger) -> None:
     """``ActivationMonitor.before_forward``, which takes the modules' names from the model once."""
     if not self.module_names and is_sharded(state.model):
+        _refuse_parts_of_activations(state.model)
         # Beside the callback's own names of modules: its hook below is told of the callback and a module, no model.
         self._composer_fsdp2_names = _logged_module_names(state.model, as_fsdp1=_as_fsdp1(state))
     original(self, state, logger)
+
+
+def _refuse_parts_of_activations(model: nn.Module) -> None:
+    """Raise, on all ranks, where layers are split: what a rank has of their outputs says nothing of the whole."""
+    plan = run_of(model).plan
+    if plan is not None and plan.split:
+        raise UnsupportedError(
+            f"ActivationMonitor: {and_more([each.path for each in plan.split])}: split over ranks, of which each would "
+            "log the norms and means of its own part of the activations; leave ActivationMonitor out, or the layer plan"
+        )
 
 
 @seam(

@@ -1,7 +1,7 @@
 """Tensor parallelism as a Trainer, a script or LLM Foundry asks for it."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
+from composer_fsdp2.fsdp1.policy_words import AUTO
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
-from composer_fsdp2.parallel.tensor import parallelize_model
+from composer_fsdp2.parallel.tensor import LayerPlan, parallelize_model
 
 from .seams import seam
 
@@ -87,7 +88,19 @@ def as_meant(model: nn.Module, asked: TensorParallel) -> TensorParallel:
     return replace(asked, layer_plan=_ffn_plan(model), gathers_batches=True)
 
 
-def _is_of_ffn(layer_plan: Mapping[str, ParallelStyle]) -> bool:
+@seam(
+    "llmfoundry.utils.builders",
+    "build_tp_strategies",
+    why="it knows no strategy but ffn, which splits MPT's feed-forwards alone",
+)
+def layer_plan_of(original: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    """Of the strategy ``auto`` the plan of a known model, which is made where the model is sharded."""
+    return AUTO if name == AUTO else original(name, *args, **kwargs)
+
+
+def _is_of_ffn(layer_plan: LayerPlan) -> bool:
+    if isinstance(layer_plan, str):
+        return False
     gathers = [path for path, style in layer_plan.items() if _gathers_batches(style)]
     return bool(gathers) and all(path.rpartition(".")[2] == "ffn" for path in gathers)
 

@@ -30,11 +30,13 @@ _FILES = {
     "estimate.replay": "estimate_step",
     "estimate.step": "StepEstimate",
     "fsdp1.translate": "Translation translate",
+    "parallel.adapters": "AttentionFacts ModelAdapter register_model_adapter",
     "parallel.tiled_mlp": "tile_mlp",
     "prepare": "apply_activation_checkpointing apply_plan plan_sharding prepare_fully_shard",
     "sharding.plan": "ShardingPlan ShardUnit",
     "sharding.sharded": "reshard",
     "training.clipping": "clip_grad_adaptive_ clip_grad_norm_",
+    "training.context": "ContextGroup",
     "training.full_params": "summon_full_params",
     "training.microbatches": "begin_microbatch",
 }
@@ -80,6 +82,9 @@ if TYPE_CHECKING:  # and editors; with "as" it is an export to them
     from composer_fsdp2.estimate.step import StepEstimate as StepEstimate
     from composer_fsdp2.fsdp1.translate import Translation as Translation
     from composer_fsdp2.fsdp1.translate import translate as translate
+    from composer_fsdp2.parallel.adapters import AttentionFacts as AttentionFacts
+    from composer_fsdp2.parallel.adapters import ModelAdapter as ModelAdapter
+    from composer_fsdp2.parallel.adapters import register_model_adapter as register_model_adapter
     from composer_fsdp2.parallel.tiled_mlp import tile_mlp as tile_mlp
     from composer_fsdp2.prepare import apply_activation_checkpointing as apply_activation_checkpointing
     from composer_fsdp2.prepare import apply_plan as apply_plan
@@ -90,6 +95,7 @@ if TYPE_CHECKING:  # and editors; with "as" it is an export to them
     from composer_fsdp2.sharding.sharded import reshard as reshard
     from composer_fsdp2.training.clipping import clip_grad_adaptive_ as clip_grad_adaptive_
     from composer_fsdp2.training.clipping import clip_grad_norm_ as clip_grad_norm_
+    from composer_fsdp2.training.context import ContextGroup as ContextGroup
     from composer_fsdp2.training.full_params import summon_full_params as summon_full_params
     from composer_fsdp2.training.microbatches import begin_microbatch as begin_microbatch
 else:  # not for type checkers, which would believe in any name

@@ -1,7 +1,6 @@
 """The front door, in FSDP1's shape: translate, read the model's hooks, plan, agree, apply."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from composer_fsdp2._torch.private_names import parent_mesh
 from composer_fsdp2.config.findings import Outcome
@@ -28,10 +26,16 @@ from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.parallel.experts import plan_experts, with_experts
 from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches
-from composer_fsdp2.parallel.idle_towers import refuse_examples
+from composer_fsdp2.parallel.idle_towers import refuse_towers
 from composer_fsdp2.parallel.order import carry_out, refuse_illegal
 from composer_fsdp2.parallel.sequences import plan_context
-from composer_fsdp2.parallel.tensor import TensorPlan, parallelized_along, plan_parallelize, read_parallelized
+from composer_fsdp2.parallel.tensor import (
+    LayerPlan,
+    TensorPlan,
+    parallelized_along,
+    plan_parallelize,
+    read_parallelized,
+)
 from composer_fsdp2.parallel.tiled_mlp import choose_tiled
 from composer_fsdp2.sharding.activations import (
     caching_modules,
@@ -71,9 +75,10 @@ def prepare_fully_shard(
         auto_microbatching: Composer's ``device_train_microbatch_size='auto'``. Changes nothing here: the Trainer's own
             loop votes and repeats, under the shim.
         tensor_parallel: Composer's TPConfig or a mapping with its keys, ``tensor_parallel_degree`` and ``layer_plan``:
-            layers are split over consecutive ranks before the model is sharded over the others. The ranks of one such
-            group train on the same batch. A model that the script itself split by torch's ``parallelize_module``, along
-            a slice of one mesh with the tensor axis last, is taken as it is.
+            layers are split over consecutive ranks before the model is sharded over the others, by torch's styles, or
+            by the plan of a known model (``layer_plan`` "auto"). The ranks of one such group train on the same batch. A
+            model that the script itself split by torch's ``parallelize_module``, along a slice of one mesh with the
+            tensor axis last, is taken as it is.
         te_rng_seed: Seed of Transformer Engine's checkpointing (``te_checkpoint_wrapper`` under ``amp_fp8``).
     Returns:
         ``(hook_handles, fsdp_modules)``, both empty: they served FSDP1's automatic microbatching.
@@ -134,7 +139,7 @@ def plan_sharding(
     *,
     optimizers: Optimizers = None,
     precision: str | None = None,
-    tensor_parallel: Mapping[str, ParallelStyle] | None = None,
+    tensor_parallel: LayerPlan | None = None,
 ) -> ShardingPlan:
     """Choose the FSDP units of ``model`` without touching it.
 
@@ -145,8 +150,8 @@ def plan_sharding(
         config: What ``translate`` gave.
         optimizers: Checked against the model, if given.
         precision: Composer's (``translate(...).precision``), for wrap functions whose settings say DEFAULT or PURE.
-        tensor_parallel: By the path of a module torch's style, for the tensor axis of ``config.mesh``. None where there
-            is no such axis, or the script has split the model already.
+        tensor_parallel: By the path of a module torch's style, for the tensor axis of ``config.mesh``; "auto" for the
+            plan of a known model. None where there is no such axis, or the script has split the model already.
     Raises:
         PlanError: the model is sharded already, a wrap function failed, the optimizer is another model's or holds
             nothing that is trained, a parameter cannot be sharded, or there is nothing to shard.
@@ -169,7 +174,8 @@ def plan_sharding(
     refuse_illegal(plan)
     refuse_frozen(model, optimizers, plan.frozen)
     refuse_experts_of_batches(model, plan.expert_blocks)
-    refuse_examples(model, plan.tower_models)
+    recomputed = plan.checkpointed if config.activation_checkpointing.checkpoint else ()
+    refuse_towers(model, plan.tower_models, recomputed)
     key = "keep_low_precision_grads"
     if cast := cast_gradients(model, plan):
         raise UnsupportedError(
@@ -180,7 +186,7 @@ def plan_sharding(
     return plan
 
 
-def _plan_parallelize(model: nn.Module, mesh: MeshSpec, layer_plan: Mapping[str, ParallelStyle] | None) -> TensorPlan:
+def _plan_parallelize(model: nn.Module, mesh: MeshSpec, layer_plan: LayerPlan | None) -> TensorPlan:
     """What is split along the tensor axis, by the plan or by the script before.
 
     Raises:
@@ -204,7 +210,9 @@ def _plan_parallelize(model: nn.Module, mesh: MeshSpec, layer_plan: Mapping[str,
             f"the mesh is {mesh.text}, and the layer plan of tensor parallelism names {len(layer_plan or ())} modules: "
             "give both, a tensor_parallel_degree above 1 and a plan, or neither"
         )
-    return plan_parallelize(model, layer_plan, mesh.tensor_degree) if layer_plan else present
+    if not layer_plan:
+        return present
+    return plan_parallelize(model, layer_plan, mesh.tensor_degree, mesh.shard_degree if mesh.is_resolved else 1)
 
 
 def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:

@@ -250,9 +250,8 @@ def test_both_sides_are_one_run(pair: Pair, read: Any):
             assert getattr(left, field) == getattr(right, field), field
 
 
-# Of split layers a plan needs the script's layer plan, or another system's.
+# Of split layers a plan needs the script's layer plan.
 SPLIT = {"composer/llama-tp-script-fsdp1.yaml": "trainer.parallelism_config.tp"}
-SPLIT["torchtitan/llama3-70b-torchtitan.toml"] = "tensor parallelism"
 
 
 @each_planned
@@ -292,9 +291,10 @@ def test_units_are_as_configured(pair: Pair, read: Any):
     blocks = [unit for unit in plan.units if unit.name in numbered(known.blocks)]
     assert {unit.reshard_after_forward for unit in blocks} <= {known.reshard}
     assert {unit.reshard_after_forward for unit in plan.units if unit.is_root} == {False}
-    shapes = {unit.mesh.shape for unit in plan.units if unit.name not in known.split_experts}
+    shapes = {unit.mesh.shape for unit in plan.units}
     assert shapes == {known.mesh or (known.ranks,)}
-    assert {unit.mesh.shape for unit in plan.units if unit.name in known.split_experts} <= {(known.ranks // 8, 8)}
+    split = [unit for unit in plan.units if unit.name in known.split_experts]
+    assert {spec.expert_degree for unit in split for spec in unit.parameters} <= {8}
     precisions = [unit.mixed_precision for unit in blocks]
     assert {(each.param_dtype, each.reduce_dtype, each.buffer_dtype) for each in precisions} <= {known.dtypes}
     assert {unit.cpu_offload for unit in plan.units} == {False}

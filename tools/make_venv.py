@@ -61,13 +61,13 @@ STACKS = {
     "engine": Stack(
         folder=ROOT / ".venv-engine",
         requirements=("torch==2.13.0", "--editable", ".[engine-test]"),
-        contents="torch 2.13.0 and the engine's test tools, without Composer",
+        contents="torch 2.13.0, transformers 5.24.0 and the engine's test tools, without Composer",
         cost="1 to 5 minutes and up to 5 GB",
     ),
     "newest": Stack(
         folder=ROOT / ".venv-newest",
         requirements=("torch", "--editable", ".[engine-test]"),
-        contents="the newest torch that pip finds and the engine's test tools, without Composer",
+        contents="the newest torch that pip finds, transformers 5.24.0 and the engine's test tools, without Composer",
         cost="2 to 10 minutes and up to 8 GB",
         upgraded=("torch",),
     ),

@@ -22,8 +22,19 @@ _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 # What is imported, or looked up in a module, when files of this folder are imported.
 _IN_MODULES: dict[str, tuple[str, ...]] = {
     f"{_FULLY_SHARD}._fsdp_common": ("TrainingState",),
-    f"{_FULLY_SHARD}._fsdp_collectives": ("_get_gradient_divide_factors", "dist"),
-    f"{_FULLY_SHARD}._fsdp_param_group": ("FSDPParamGroup", "AllReduceState"),
+    f"{_FULLY_SHARD}._fsdp_collectives": (
+        "AllGatherResult",
+        "_get_gradient_divide_factors",
+        "_get_param_all_gather_inputs",
+        "dist",
+    ),
+    f"{_FULLY_SHARD}._fsdp_param_group": (
+        "AllReduceState",
+        "FSDPParamGroup",
+        "foreach_all_gather",
+        "foreach_all_gather_copy_out",
+        "foreach_reduce",
+    ),
     f"{_FULLY_SHARD}._fsdp_param": ("FSDPParam",),
     f"{_FULLY_SHARD}._fsdp_state": ("FSDPState", "FSDPStateContext"),
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": (
@@ -43,7 +54,12 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     "torch.distributed.distributed_c10d": ("PrefixStore", "_get_default_store"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.storage": ("_dtype_to_storage_type_map",),
-    "torch._C": ("_DisableAutocast", "_are_functorch_transforms_active", "_dispatch_has_kernel_for_dispatch_key"),
+    "torch._C": (
+        "_DisableAutocast",
+        "_are_functorch_transforms_active",
+        "_current_graph_task_id",
+        "_dispatch_has_kernel_for_dispatch_key",
+    ),
     "torch.ops.aten": (
         "_to_copy",
         "_local_scalar_dense",
@@ -60,6 +76,7 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     "torch": (
         "_disable_dynamo",
         "_foreach_add_",
+        "_foreach_copy_",
         "_foreach_lerp",
         "_foreach_lerp_",
         "_foreach_mul_",
@@ -86,7 +103,8 @@ _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
         "fsdp_params", "is_sharded", "is_unsharded", "lazy_init", "mesh_info", "post_backward", "post_forward",
         "pre_forward", "reduce_grads", "reshard", "unshard"),
     (f"{_FULLY_SHARD}._fsdp_param", "FSDPParam"): ("_init_sharded_param", "_module_info",
-        "_setattr_on_modules", "_unsharded_param", "free_unsharded_param",
+        "_orig_size", "all_gather_outputs", "alloc_all_gather_outputs", "init_all_gather_outputs",
+        "padded_sharded_param_size", "reduce_dtype", "_setattr_on_modules", "_unsharded_param", "free_unsharded_param",
         "grad_offload_event", "offload_to_cpu", "pin_memory", "reset_sharded_param", "sharded_param", "to_unsharded"),
     ("torch.distributed.fsdp", "FSDPModule"): ("_get_fsdp_state",),
     ("torch.distributed.tensor", "DTensor"): ("_local_tensor", "_spec"),

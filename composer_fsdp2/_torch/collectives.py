@@ -94,6 +94,20 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     _launch(dist.all_reduce, "all-reduce", tensor, group=group)
 
 
+def all_to_all(
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    to_receive: Sequence[int],
+    to_send: Sequence[int],
+    group: dist.ProcessGroup,
+    *,
+    async_op: bool = False,
+) -> Any:
+    """Exchange so many elements with each rank of ``group``, announced to the watches like a unit's own collective."""
+    sizes = list(to_receive), list(to_send)
+    return _launch(dist.all_to_all_single, "all-to-all", received, sent, *sizes, group=group, async_op=async_op)
+
+
 def announce(kind: str) -> None:
     """Announce to the watches of what lies between units; all ranks come to it."""
     for listed in tuple(_between_units):

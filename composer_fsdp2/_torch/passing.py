@@ -277,13 +277,15 @@ class Passage:
         Returns:
             The output, and the ids of the inputs that were not written to.
         """
+        own: dict[int, Tensor] = {}
+        unwritten: set[int] = set()
+        # Before containers have the caller's again: a cache's entries are held by nothing else.
+        sources, views = _alive(self._sources), _alive(self._views)
         for container, key, part, new in self._replaced:
             if container.get is not None and container.set is not None and container.get(key) is new:
                 container.set(key, part)
         self._replaced = []
-        own: dict[int, Tensor] = {}
-        unwritten: set[int] = set()
-        for tensor, passed in _alive(self._sources):
+        for tensor, passed in sources:
             own[id(passed)] = tensor
             if getattr(passed.grad_fn, "then", None) == self._then:
                 unwritten.add(id(tensor))
@@ -291,7 +293,7 @@ class Passage:
             # It is written to in the graph alone: values that were saved for backward are valid.
             with _autograd._unsafe_preserve_version_counter(tensor):
                 _Adopt.apply(tensor, passed)
-        for tensor, passed in _alive(self._views):
+        for tensor, passed in views:
             own[id(passed)] = tensor
             unwritten |= {id(tensor)} if id(tensor._base) in unwritten else set()
         return _replace_in_place(output, lambda each: own.get(id(each), each), []), unwritten

@@ -39,6 +39,11 @@ def is_compiled(module: nn.Module) -> bool:
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward in this thread, as it does where a forward is recomputed."""
+    return torch._C._current_graph_task_id() != -1
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -49,11 +49,13 @@ class UnitHooks:
         watches: Called before the unit's collectives, with the path that each knows the unit by.
         replicated: By mesh, parameters that lie unsharded on every rank of it; their gradients are averaged where the
             backward ends.
+        after_reduction: Called in turn where a backward that reduced gradients ends; what one raises ends it.
     """
 
     watches: list[tuple[Watch, str]] = field(default_factory=list)
     shown: Shown | None = None
     replicated: Mapping[DeviceMesh, Sequence[nn.Parameter]] = field(default_factory=dict)
+    after_reduction: list[Callable[[], None]] = field(default_factory=list)
 
 
 def hooks_of(unit: FSDPModule) -> UnitHooks:
@@ -114,10 +116,15 @@ class State(FSDPState):
         """Called where the backward of a model ends, on the unit where it began."""
         with at_work(self.hooks.watches, "backward"):
             super()._root_post_backward_final_callback()
-            if self.hooks.replicated and self._state_ctx.is_last_backward and self._reduces_gradients():
-                for mesh, parameters in self.hooks.replicated.items():
+            hooks = self.hooks
+            if not (hooks.replicated or hooks.after_reduction):
+                return
+            if self._state_ctx.is_last_backward and self._reduces_gradients():
+                for mesh, parameters in hooks.replicated.items():
                     if trainable := [parameter for parameter in parameters if parameter.requires_grad]:
                         _average_gradients(trainable, mesh)
+                for then in tuple(hooks.after_reduction):
+                    then()
 
     def _reduces_gradients(self) -> bool:
         """Whether ``set_requires_gradient_sync`` and ``set_requires_all_reduce`` are on."""

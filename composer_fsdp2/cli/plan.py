@@ -84,9 +84,6 @@ class Plan(Command):
         str | None, typer.Option("--flops", metavar="989TFLOPS", help="The most that a device computes.")
     ] = None
     no_activations: Annotated[bool, typer.Option("--no-activations", help="Leave out what the model computes.")] = False
-    against_fsdp1: Annotated[
-        bool, typer.Option("--against-fsdp1", help="Say what changes against FSDP1, by a model.")
-    ] = False
     suggest: Annotated[
         bool, typer.Option("--suggest", help="The cheapest settings that fit, as diffs of the file.")
     ] = False
@@ -189,7 +186,6 @@ def _answer(options: Plan) -> tuple[str, int]:
             memory=Memory(given_bytes=memory, reserve=reserve) if memory is not None else None,
             machine=machine,
             counts_activations=not options.no_activations,
-            against_fsdp1=options.against_fsdp1,
         )
         step = plan_step(run, options.file, questions)
         given = step.memory if options.suggest else None

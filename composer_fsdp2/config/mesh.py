@@ -200,15 +200,10 @@ class MeshSpec(Value):
         return cls(axes=(*replicas, _shard(shard), *split), device_type=device_type)
 
     @classmethod
-    def of_experts(cls, degree: int, *, tensor: int = 1, device_type: str = "cpu") -> "MeshSpec":
-        """All ranks: each ``degree`` consecutive ones split experts between them, which are sharded over the others.
-
-        With ``tensor`` above 1 each of these stands for so many consecutive ranks, which split other layers, and all of
-        which have its experts.
-        """
+    def of_experts(cls, degree: int, *, device_type: str = "cpu") -> "MeshSpec":
+        """All ranks: each ``degree`` consecutive ones split experts between them, which are sharded over the others."""
         split = MeshAxis(name=EXPERT_AXIS, role=AxisRole.EXPERT, size=degree)
-        alike = () if tensor == 1 else (MeshAxis(name=TENSOR_AXIS, role=AxisRole.TENSOR, size=tensor),)
-        return cls(axes=(_shard(-1), split, *alike), device_type=device_type)
+        return cls(axes=(_shard(-1), split), device_type=device_type)
 
     @classmethod
     def of_groups(

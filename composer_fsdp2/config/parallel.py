@@ -53,19 +53,26 @@ class ExpertBlock(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitExperts(Value):
-    """A module whose experts, one after the other in the first dimension of its weights, ranks split between them.
+    """A module whose experts ranks split between them.
 
     Args:
         module: Its path.
-        num_experts: Of all ranks; 0 where the module itself exchanges tokens and knows.
-        is_split: Whether its weights are DTensors already.
-        is_added: Whether it is a unit for its mesh alone: its values are drawn with those of the unit around it.
+        kind: Which of the known kinds of layers it is; "" if a script split its weights, and it exchanges tokens.
+        num_experts: Of all ranks; 0 if a script split the weights.
+        degree: How many ranks split them.
+        is_added: Whether it is a unit for its experts alone: its values are drawn with those of the unit around it.
     """
 
     module: str
-    num_experts: int
-    is_split: bool = False
+    kind: str = ""
+    num_experts: int = 0
+    degree: int
     is_added: bool = True
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a script split its weights, which are DTensors before sharding."""
+        return not self.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

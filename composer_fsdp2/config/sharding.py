@@ -143,6 +143,7 @@ class ShardingConfig(Value):
             check_split_sequences(self.mesh)
         if self.expert_parallel_degree > 1:
             check_split_experts(self.mesh)
+            check_expert_degree(self.expert_parallel_degree, self.mesh)
 
     @property
     def data_block_size(self) -> int:
@@ -192,23 +193,31 @@ def check_split_sequences(mesh: MeshSpec, where: str = "the model") -> None:
 
 
 def check_split_experts(mesh: MeshSpec, *others: str) -> None:
-    """Refuse experts that are split beside replicas, or beside groups of ranks.
+    """Refuse experts that are split beside groups of ranks.
 
     Args:
         others: Further problems, which the same error names.
     Raises:
         UnsupportedError: names what to leave out.
     """
-    beside = {
-        "HSDP + MoE is not supported; leave data_parallel_replicate_degree, HYBRID_SHARD or NO_SHARD out": (
-            mesh.has_replicas
-        ),
-        "beside process_group: groups of ranks are no mesh of all ranks; leave one of the two out": mesh.is_grouped,
-    }
-    problems = [*(text for text, is_given in beside.items() if is_given), *others]
-    if problems:
+    grouped = "beside process_group: groups of ranks are no mesh of all ranks; leave one of the two out"
+    if problems := [*([grouped] if mesh.is_grouped else []), *others]:
         key = "expert_parallel_degree"
         raise UnsupportedError("\n".join(f"{key}: {text}" for text in problems), keys=(key,))
+
+
+def check_expert_degree(degree: int, mesh: MeshSpec) -> None:
+    """Refuse a degree that does not divide the ranks over which a parameter is sharded (when they are known).
+
+    Raises:
+        ConfigError: names the number and those that would do.
+    """
+    if mesh.shard_degree != -1 and mesh.shard_degree % degree:
+        raise ConfigError(
+            f"parameters are sharded over {mesh.shard_degree} ranks, which is not a multiple of "
+            f"expert_parallel_degree {degree}; use {divisors_text(mesh.shard_degree)}",
+            keys=("expert_parallel_degree",),
+        )
 
 
 def check_reshard_degree(reshard_after_forward: bool | int, mesh: MeshSpec, where: str = "") -> None:

@@ -16,6 +16,8 @@ class WrapKind(enum.Enum):
     ROOT = "the whole model is one unit"
 
 
+AUTO_EXPERTS = ("auto",)
+
 _FIELDS = {
     WrapKind.HOOKS: (),
     WrapKind.CLASSES: ("classes", "embeddings", "output", "experts"),
@@ -34,7 +36,7 @@ class Wrap(Value):
         min_num_params: Under SIZE: a module with at least so many elements that no unit below it holds.
         embeddings: Whether the input embeddings are a unit.
         output: Whether the output head is one.
-        experts: Classes of experts that are.
+        experts: Classes of experts that are; ``AUTO_EXPERTS`` for all that the model calls experts.
     Raises:
         ConfigError: SIZE without a number from 1 on, or what the kind has no use for.
     """

@@ -169,11 +169,13 @@ class Root:
             ranks = _fewer_ranks(sizes)
         num_bytes = sizes.gathered_elements * sizes.param_bytes
         copied_in = _cast_or_copied_in(sizes) if unit.lies is _Lies.SHARDED else num_bytes // len(ranks) * sizes.is_cast
+        # An all-to-all has what is sent in its buffer, too, about as much as what arrives.
+        op, buffer = ("all_to_all", 2 * num_bytes) if sizes.exchanges else ("all_gather", num_bytes)
         self.ledger.take(Kind.COMMUNICATION, copied_in)
-        self.ledger.take(Kind.COMMUNICATION, num_bytes)
+        self.ledger.take(Kind.COMMUNICATION, buffer)
         self.ledger.give_back(Kind.COMMUNICATION, copied_in)
-        self.send("all_gather", sizes.name, num_bytes, ranks)
-        unit.pending = num_bytes
+        self.send(op, sizes.name, num_bytes, ranks)
+        unit.pending = buffer
 
     def _wait(self, unit: UnitState) -> None:
         if unit.pending is None:
@@ -183,7 +185,7 @@ class Root:
         # A local variable keeps the one before until the function returns.
         before, self._last_gather = (self._last_gather, 0) if is_forward else (0, self._last_gather)
         for each in sizes.parameters:
-            self.ledger.take(Kind.GATHERED, each.padded_shard * sizes.num_ranks * sizes.param_bytes)
+            self.ledger.take(Kind.GATHERED, _gathered(each, sizes))
         if unit.lies is _Lies.SHARDED_AFTER_FORWARD:
             self.ledger.give_back(Kind.GATHERED, self._after_forward_bytes(unit))
         unit.lies, unit.pending, unit.was_gathered = _Lies.GATHERED, None, True
@@ -222,7 +224,7 @@ class Root:
     # Gradients
 
     def _take_gradient(self, unit: UnitState, sizes: ParameterSizes) -> None:
-        num_bytes = sizes.full * unit.sizes.param_bytes
+        num_bytes = sizes.part * unit.sizes.param_bytes
         unit.gradients[sizes.name] = num_bytes
         self.ledger.take(Kind.UNSHARDED_GRADIENTS, num_bytes)
 
@@ -249,7 +251,7 @@ class Root:
     def _put_off(self, unit: UnitState) -> None:
         if unit.sizes.reduce_bytes == unit.sizes.param_bytes:
             return
-        full = {each.name: each.full for each in unit.sizes.parameters}
+        full = {each.name: each.part for each in unit.sizes.parameters}
         for name, num_bytes in unit.gradients.items():
             unit.accumulated[name] = full[name] * unit.sizes.reduce_bytes
             self.ledger.take(Kind.UNSHARDED_GRADIENTS, unit.accumulated[name])
@@ -265,19 +267,39 @@ class Root:
             return
         self._free_all_reduced(unit)
         reduced = [each for each in sizes.parameters if each.name in gradients]
-        elements = sum(each.padded_shard for each in reduced)
-        self._reduce_scatter_input = elements * sizes.num_ranks * sizes.reduce_bytes
+        if sizes.exchanges:
+            gradients = self._exchange(sizes, reduced, gradients)
+        elements, num_ranks = sum(each.padded_shard for each in reduced), 1 if sizes.exchanges else sizes.num_ranks
+        self._reduce_scatter_input = elements * num_ranks * sizes.reduce_bytes
         self.ledger.take(Kind.COMMUNICATION, self._reduce_scatter_input)
         # A loop's variable keeps the last gradient until the function returns.
-        is_looped = sizes.num_ranks > 1 or not self.ways.skips_groups_of_one
+        is_looped = num_ranks > 1 or not self.ways.skips_groups_of_one
         last = gradients[reduced[-1].name] if is_looped else 0
         self.ledger.give_back(Kind.UNSHARDED_GRADIENTS, sum(gradients.values()) - last)
         output = elements * sizes.reduce_bytes
         self.ledger.take(Kind.COMMUNICATION, output)
-        if is_looped:
+        if is_looped and not sizes.exchanges:
             self.send("reduce_scatter", sizes.name, self._reduce_scatter_input, sizes.shard_ranks)
         self._reduce_over_replicas(unit, reduced, output)
         self.ledger.give_back(Kind.UNSHARDED_GRADIENTS, last)
+
+    def _exchange(
+        self, sizes: UnitSizes, reduced: Sequence[ParameterSizes], gradients: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Of parts that ranks gathered, this rank's shards arrive, are added up, and are what is reduced further.
+
+        Returns:
+            The bytes of what takes the gradients' place: sums in fp32 at least.
+        """
+        num_bytes = sum(each.part for each in reduced) * sizes.reduce_bytes
+        self.ledger.take(Kind.COMMUNICATION, num_bytes)
+        self.ledger.give_back(Kind.UNSHARDED_GRADIENTS, sum(gradients.values()))
+        self.ledger.take(Kind.COMMUNICATION, num_bytes)
+        self.send("all_to_all", sizes.name, num_bytes, sizes.shard_ranks)
+        sums = {each.name: each.padded_shard * max(sizes.reduce_bytes, 4) for each in reduced}
+        self.ledger.take(Kind.UNSHARDED_GRADIENTS, sum(sums.values()))
+        self.ledger.give_back(Kind.COMMUNICATION, 2 * num_bytes)
+        return sums
 
     def _reduce_over_replicas(self, unit: UnitState, reduced: Sequence[ParameterSizes], output: int) -> None:
         if unit.sizes.replica_ranks:
@@ -333,7 +355,7 @@ def _cast_or_copied_in(sizes: UnitSizes) -> int:
 
 
 def _gathered(each: ParameterSizes, sizes: UnitSizes) -> int:
-    return each.padded_shard * sizes.num_ranks * sizes.param_bytes
+    return sizes.gathered(each) * sizes.param_bytes
 
 
 def _kept_after_forward(each: ParameterSizes, sizes: UnitSizes) -> int:

@@ -6,7 +6,6 @@ from html import escape
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.text import human_bytes
-from composer_fsdp2.estimate.fsdp1_model import state_peak_of
 from composer_fsdp2.estimate.plan_text import collective_rows, human_count, human_seconds, plan_text, where
 from composer_fsdp2.estimate.planned_step import PlannedStep, unit_kinds
 from composer_fsdp2.estimate.step import Kind, MemorySample, Phase
@@ -40,7 +39,7 @@ def plan_page(step: PlannedStep, suggestions: str = "") -> str:
         suggestions: What ``--suggest`` says, as text.
     """
     proposed = f"<h2>Suggestions</h2>\n<pre>{escape(suggestions)}</pre>" if suggestions else ""
-    first, others = (_head, _verdict, _timeline), (_units, _collectives, _bounds, _fsdp1, _findings, _text)
+    first, others = (_head, _verdict, _timeline), (_units, _collectives, _bounds, _findings, _text)
     before, after = ([line for part in parts for line in part(step)] for parts in (first, others))
     body = "\n".join((*before, proposed, *after))
     title = escape(f"plan of {step.source}")
@@ -355,27 +354,6 @@ def _list(title: str, texts: Sequence[str]) -> Iterator[str]:
         items = "".join(f"<li>{escape(text)}</li>" for text in texts)
         heading = f'<p class="soft">{escape(title)}</p>' if title else ""
         yield f"{heading}<ul>{items}</ul>"
-
-
-def _fsdp1(step: PlannedStep) -> Iterator[str]:
-    model, estimate = step.fsdp1, step.estimate
-    if model is None:
-        return
-    moving = step.most_of(Kind.GATHERED, Kind.UNSHARDED_GRADIENTS, Kind.COMMUNICATION)
-    rows = [
-        (name, human_bytes(before), human_bytes(after))
-        for name, before, after in (
-            ("parameters", model.parameters_bytes, estimate.parameters_bytes),
-            ("gradients", model.gradients_bytes, estimate.gradients_bytes),
-            ("optimizer", model.optimizer_bytes, estimate.optimizer_bytes),
-            ("gathered, full gradients, buffers", model.gathered_peak_bytes + model.gradients_peak_bytes, moving),
-            ("all but activations, at most", model.state_peak_bytes, state_peak_of(estimate)),
-        )
-    ]
-    yield "<h2>Against FSDP1</h2>"
-    yield "<p>A model of FSDP1, not a measurement; <code>composer-fsdp2 compare</code> measures.</p>"
-    yield from _table(("bytes of a rank", "FSDP1", "FSDP2"), rows)
-    yield from _list("What else changes:", model.differences)
 
 
 def _findings(step: PlannedStep) -> Iterator[str]:

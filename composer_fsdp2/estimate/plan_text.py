@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.text import human_bytes, printable
 from composer_fsdp2.estimate.bounds import Bounds
-from composer_fsdp2.estimate.fsdp1_model import state_peak_of
 from composer_fsdp2.estimate.planned_step import PlannedStep, unit_kinds
 from composer_fsdp2.estimate.step import Kind, MemorySample
 
@@ -18,7 +17,7 @@ _SHOWN_FINDINGS = 4
 
 def plan_text(step: PlannedStep) -> str:
     """The whole answer: the run, its memory, units, collectives, bounds and findings, and the verdict last."""
-    parts = (_run, _memory, _units, _collectives, _bounds, _fsdp1, _findings, _verdict)
+    parts = (_run, _memory, _units, _collectives, _bounds, _findings, _verdict)
     return "\n".join(printable(line) for part in parts for line in part(step))
 
 
@@ -146,29 +145,6 @@ def _lines_of(bounds: Bounds) -> Iterator[str]:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
-
-
-def _fsdp1(step: PlannedStep) -> Iterator[str]:
-    model = step.fsdp1
-    if model is None:
-        return
-    estimate = step.estimate
-    rows = [
-        (name, human_bytes(before), human_bytes(after), _change(before, after))
-        for name, before, after in (
-            ("parameters", model.parameters_bytes, estimate.parameters_bytes),
-            ("optimizer", model.optimizer_bytes, estimate.optimizer_bytes),
-            (
-                "gathered, full gradients, buffers",
-                model.gathered_peak_bytes + model.gradients_peak_bytes,
-                step.most_of(Kind.GATHERED, Kind.UNSHARDED_GRADIENTS, Kind.COMMUNICATION),
-            ),
-            ("all but activations", model.state_peak_bytes, state_peak_of(estimate)),
-        )
-    ]
-    yield from _table(("against FSDP1 (a model of it, not measured)", "FSDP1", "FSDP2", "change"), rows)
-    for text in model.differences:
-        yield from _wrapped(text)
 
 
 def _change(before: int, after: int) -> str:

@@ -10,7 +10,6 @@ from composer_fsdp2.config.sizes import Reserve
 from composer_fsdp2.config.value import Value, plain
 from composer_fsdp2.estimate.bounds import Bounds
 from composer_fsdp2.estimate.events import MicrobatchTrace
-from composer_fsdp2.estimate.fsdp1_model import Fsdp1Model, state_peak_of
 from composer_fsdp2.estimate.links import LinkBytes, Traffic, sent_by_unit, traffic
 from composer_fsdp2.estimate.step import Kind, StepEstimate
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
@@ -47,7 +46,6 @@ class PlannedStep(Value):
         findings: What a translation and the building of the model have to say.
         memory: None where none was given.
         bounds: None where no speed was given.
-        fsdp1: None where nobody asked.
     """
 
     source: str
@@ -64,7 +62,6 @@ class PlannedStep(Value):
     findings: tuple[Finding, ...] = ()
     memory: Memory | None = None
     bounds: Bounds | None = None
-    fsdp1: Fsdp1Model | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -103,7 +100,6 @@ class PlannedStep(Value):
             "units": [_unit(unit, sent) for unit, sent in self.units_and_bytes()],
             "collectives": [_collectives(each) for each in self.traffic],
             "bounds": _bounds(self.bounds),
-            "fsdp1_model": self._fsdp1(),
             "findings": plain(self.findings),
             "notes": list(self.estimate.notes),
             "suggestions": None,
@@ -160,15 +156,6 @@ class PlannedStep(Value):
                 "label": peak.label,
                 "bytes": {kind.value: peak.bytes_of(kind) for kind in Kind},
             },
-        }
-
-    def _fsdp1(self) -> dict[str, Any] | None:
-        if self.fsdp1 is None:
-            return None
-        return {
-            **self.fsdp1.to_json(),
-            "state_peak_bytes": self.fsdp1.state_peak_bytes,
-            "fsdp2_state_peak_bytes": state_peak_of(self.estimate),
         }
 
 

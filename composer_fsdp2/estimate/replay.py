@@ -168,6 +168,12 @@ class _Replay:
         self.ledger.take(Kind.OPTIMIZER, num_bytes)
         return num_bytes
 
+    def _trained_bytes(self) -> list[int]:
+        """Of this rank's part of each parameter that is trained on its device."""
+        kept = [each for each in self.sizes.values() if not each.is_offloaded]
+        sharded = [p.own_shard * each.own_bytes for each in kept for p in each.parameters if p.is_trained]
+        return sharded + [spec.numel * dtype_bytes(spec.dtype) for spec in self.unsharded if spec.is_trained]
+
     def _state_of(self, sizes: UnitSizes) -> int:
         trained = [each for each in sizes.parameters if each.is_trained]
         return sum(self.optimizer.state_bytes(each.own_shard, sizes.own_bytes) for each in trained)
@@ -237,8 +243,12 @@ class _Replay:
             self.ledger.give_back(Kind.COMMUNICATION, num_bytes)
 
     def optimizer_step(self) -> None:
+        """Gradients and state are there; what the step allocates beside them is freed again."""
         self.phase = Phase.OPTIMIZER
         self.ledger.mark()
+        num_bytes = self.optimizer.step_bytes(self._trained_bytes(), self.plan.mesh.device_type)
+        self.ledger.take(Kind.OPTIMIZER, num_bytes)
+        self.ledger.give_back(Kind.OPTIMIZER, num_bytes)
         event = StepEvent(moment=Moment.END, unit="")
         self._sample(-1, -1, event)
 

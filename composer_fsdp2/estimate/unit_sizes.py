@@ -16,13 +16,15 @@ class ParameterSizes:
     """One parameter on one rank, in elements.
 
     Args:
-        full: Of the gathered parameter; of the rank's part, where tensor or expert parallelism has split it before.
+        full: Of the full parameter; of the rank's part, where tensor parallelism has split it before.
+        part: Of what the rank gathers: of experts that ranks split, the mean of the ranks.
         padded_shard: Of the storage that every rank holds: ``fully_shard`` pads the first dimension.
         own_shard: Of what is in it, which the optimizer's state is as large as.
     """
 
     name: str
     full: int
+    part: int
     padded_shard: int
     own_shard: int
     is_trained: bool
@@ -64,9 +66,18 @@ class UnitSizes:
         return sum(each.padded_shard for each in self.parameters)
 
     @property
+    def exchanges(self) -> bool:
+        """Whether ranks gather different parts, by an all-to-all."""
+        return any(each.part < each.full for each in self.parameters)
+
+    def gathered(self, each: ParameterSizes) -> int:
+        """The elements of one of its parameters while it is gathered: of all ranks' storages, padding included; or of
+        a part of it, without."""
+        return each.part if self.exchanges else each.padded_shard * self.num_ranks
+
+    @property
     def gathered_elements(self) -> int:
-        """Of all ranks' storages together, padding included."""
-        return self.shard_elements * self.num_ranks
+        return sum(map(self.gathered, self.parameters))
 
 
 def unit_sizes(unit: ShardUnit, *, rank: int, world_size: int) -> UnitSizes:
@@ -106,6 +117,7 @@ def _parameter_sizes(
     return ParameterSizes(
         name=spec.name,
         full=rows * row,
+        part=rows * row // spec.expert_degree,
         padded_shard=padded_rows * row,
         own_shard=own_rows * row,
         is_trained=spec.is_trained,

@@ -71,6 +71,12 @@ def notes_of_hooks(modules: Mapping[str, nn.Module], units: Iterable[str]) -> It
         )
 
 
+def called_experts(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a model calls experts, by their own or their list's name."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    yield from (module for path, module in modules.items() if path and _is_called_expert(path, modules))
+
+
 def expert_blocks(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable[str]) -> tuple[ExpertBlock, ...]:
     """The modules that call experts of which some are units, or hold some.
 
@@ -107,7 +113,8 @@ def _is_expert(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> bool:
 
 
 def _is_named_expert(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> bool:
-    return type(modules[path]).__name__ in wrap.experts or _is_called_expert(path, modules)
+    is_shared = "shared" in path.rpartition(".")[2].casefold()  # runs on every rank, before the others or after them
+    return (type(modules[path]).__name__ in wrap.experts and not is_shared) or _is_called_expert(path, modules)
 
 
 def _is_called_expert(path: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -126,7 +133,8 @@ def _plural(name: str) -> str:
 
 
 def _is_in_list(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    return isinstance(modules[path.rpartition(".")[0]], _LISTS)
+    holder = modules[path.rpartition(".")[0]]
+    return isinstance(holder, _LISTS) and not (isinstance(holder, nn.ModuleDict) and has_forward(holder))
 
 
 def _is_one_of_several(path: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -141,8 +149,11 @@ def _is_sibling(path: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _is_layer(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    is_in_row = isinstance(modules[path.rpartition(".")[0]], nn.Sequential)
-    return _is_in_list(path, modules) or (is_in_row and _has_siblings(path, modules))
+    """Whether a module is one of a row. The parts of a whole model, too, may be in an ``nn.ModuleDict``: by names."""
+    holder, name = modules[path.rpartition(".")[0]], path.rpartition(".")[2]
+    if isinstance(holder, nn.ModuleDict):
+        return _is_in_list(path, modules) and name[-1:].isdecimal() and _has_siblings(path, modules)
+    return isinstance(holder, nn.ModuleList) or (isinstance(holder, nn.Sequential) and _has_siblings(path, modules))
 
 
 def _has_siblings(path: str, modules: Mapping[str, nn.Module]) -> bool:

@@ -24,7 +24,8 @@ from composer_fsdp2.fsdp1.experts import expert_blocks, notes_of_hooks, notes_of
 from composer_fsdp2.fsdp1.module_settings import read_overrides
 from composer_fsdp2.fsdp1.policies import Policy, read_policy
 from composer_fsdp2.fsdp1.recomputed import choose_recomputed
-from composer_fsdp2.fsdp1.towers import notes_of_towers, tower_models
+from composer_fsdp2.fsdp1.towers import notes_of_towers, notes_of_trained_towers, tower_models
+from composer_fsdp2.sharding.frozen import choose_frozen
 from composer_fsdp2.sharding.materialize import Initializers
 from composer_fsdp2.sharding.modules import has_forward, ignored_modules
 from composer_fsdp2.sharding.ties import join
@@ -55,7 +56,12 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen, notes = _choose_units(model, modules, config, roots, searched, precision)
     blocks = () if config.idle_experts is None else expert_blocks(modules, config.wrap, chosen)
-    of_towers = () if config.idle_towers is None else tower_models(modules, [*chosen, *roots], config.idle_towers)
+    units, frozen = {*chosen, *roots}, {*choose_frozen(model, config.freeze, config.train_only).names}
+    of_towers: tuple[TowerModel, ...] = ()
+    if config.idle_towers is None:
+        notes = (*notes, *notes_of_trained_towers(modules, units, frozen))
+    else:
+        of_towers = tower_models(modules, units, config.idle_towers, frozen)
     checkpointed, more_notes = choose_recomputed(model, modules, config, roots)
     return ModelChoices(
         roots=tuple(roots),

@@ -484,10 +484,10 @@ _ROWS: tuple[Key, ...] = (
     Key(name="expert_parallel_degree", takes=POSITIVE_INT, default=1,
         group=KeyGroup.OURS, outcome=_EXACT, target="experts that lie on different ranks, to which tokens travel",
         neutral=(1,), fields=("expert_parallel_degree",), sets=True,
-        meaning="over how many ranks the experts of a layer are split, where one weight holds them all (torch_dmoe); "
-        "fully_shard shards each part over the other ranks",
-        reason="tokens travel to the ranks of their experts and back; everything else is sharded over all ranks, each "
-        "of which has its own batch"),
+        meaning="over how many consecutive ranks the experts of a layer are split (Hugging Face's mixtures, LLM "
+        "Foundry's torch_dmoe): each of them gathers its own experts alone",
+        reason="tokens travel to the ranks of their experts and back; all parameters are sharded over all ranks, as "
+        "without, and each rank has its own batch"),
     Key(name="freeze", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="requires_grad_(False), before the "
         "model is sharded", takes=_PREFIXES, neutral=(None,), fields=("freeze",), sets=True,
         meaning="prefixes of the names of parameters that are not trained; they end at dots",
@@ -542,8 +542,9 @@ _ROWS: tuple[Key, ...] = (
     Key(name="wrap_policy", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="fully_shard on each of these "
         "modules", takes=_WRAP_POLICY, neutral=(None,), nested=WRAP_KEYS, fields=("wrap",), sets=True,
         meaning="which modules below the roots become units, in the place of the model's fsdp_wrap_fn: by class "
-        "(transformer_layer_cls_to_wrap: a list, auto for the model's _no_split_modules, or [] for none; and "
-        "wrap_embeddings, wrap_lm_output, moe_experts), or by size (min_num_params), as FSDP1's policies",
+        "(transformer_layer_cls_to_wrap: a list, auto for the model's _no_split_modules, or [] for none; "
+        "wrap_embeddings, wrap_lm_output; moe_experts: a list, or auto for what the model calls experts), or by size "
+        "(min_num_params), as FSDP1's policies",
         reason="each module that it chooses is a unit; _fsdp_wrap on a module takes precedence"),
 )
 # fmt: on

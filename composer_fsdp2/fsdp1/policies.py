@@ -9,8 +9,9 @@ from typing import Protocol
 
 from torch import nn
 
-from composer_fsdp2.config.wrap import Wrap, WrapKind
+from composer_fsdp2.config.wrap import AUTO_EXPERTS, Wrap, WrapKind
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.fsdp1.experts import called_experts
 from composer_fsdp2.sharding.classes import classes_named
 
 # Attributes that hold the two ends of a language model: Llama's and its relatives', and TorchTitan's.
@@ -79,9 +80,11 @@ def _asked_ends(model: nn.Module, wrap: Wrap) -> Iterator[_Asked]:
 
 
 def _asked_classes(model: nn.Module, wrap: Wrap) -> Iterator[_Asked]:
+    if wrap.experts == AUTO_EXPERTS:
+        yield "moe_experts is auto", "moe_experts", list(called_experts(model))
     is_asked = {
         "transformer_layer_cls_to_wrap": (wrap.kind is WrapKind.CLASSES, wrap.classes),
-        "moe_experts": (bool(wrap.experts), wrap.experts),
+        "moe_experts": (wrap.experts not in ((), AUTO_EXPERTS), wrap.experts),
     }
     for key, (is_given, names) in is_asked.items():
         for cls in classes_named(model, names, key=f"fsdp_config.wrap_policy.{key}") if is_given else ():

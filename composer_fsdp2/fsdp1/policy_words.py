@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_fsdp2.config.text import did_you_mean, short
-from composer_fsdp2.config.wrap import Wrap, WrapKind
+from composer_fsdp2.config.wrap import AUTO_EXPERTS, Wrap, WrapKind
 from composer_fsdp2.errors import ConfigError
 
 AUTO = "auto"  # the classes that the model itself names
@@ -44,7 +44,7 @@ def parse_wrap_policy(value: object) -> Wrap:
 
 def _wrap_of(given: Mapping[str, Any]) -> Wrap:
     embeddings, output = _flag(given, "wrap_embeddings"), _flag(given, "wrap_lm_output")
-    experts = class_names(given.get("moe_experts", ()), "moe_experts", "class names")
+    experts = _experts(given.get("moe_experts", ()))
     if _SIZE in given:
         asked = {"wrap_embeddings": embeddings, "wrap_lm_output": output, "moe_experts": experts}
         beside = next((key for key, each in asked.items() if each), None)
@@ -59,6 +59,13 @@ def _wrap_of(given: Mapping[str, Any]) -> Wrap:
         output=output,
         experts=experts,
     )
+
+
+def _experts(value: object) -> tuple[str, ...]:
+    """True is what a person writes beside ``wrap_embeddings: true``: those that the model calls experts."""
+    if isinstance(value, bool):
+        return AUTO_EXPERTS if value else ()
+    return AUTO_EXPERTS if _is_auto(value) else class_names(value, "moe_experts", f"class names, or {AUTO}")
 
 
 def _is_auto(value: object) -> bool:
@@ -108,8 +115,12 @@ def wrap_policy_words(wrap: Wrap) -> dict[str, Any] | None:
     if wrap.kind is WrapKind.SIZE:
         return {_SIZE: wrap.min_num_params}
     classes = list(wrap.classes) or ([] if wrap.kind is WrapKind.ROOT else AUTO)
-    others = {"wrap_embeddings": wrap.embeddings, "wrap_lm_output": wrap.output, "moe_experts": list(wrap.experts)}
+    others = {"wrap_embeddings": wrap.embeddings, "wrap_lm_output": wrap.output, "moe_experts": _expert_words(wrap)}
     return {_CLASSES: classes, **{key: value for key, value in others.items() if value}}
+
+
+def _expert_words(wrap: Wrap) -> list[str] | str:
+    return AUTO if wrap.experts == AUTO_EXPERTS else list(wrap.experts)
 
 
 def parse_checkpointed_classes(value: object) -> tuple[str, ...] | None:

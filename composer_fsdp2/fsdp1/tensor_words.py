@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from composer_fsdp2.config.text import did_you_mean, short
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.policy_words import AUTO
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,14 +24,14 @@ class TensorParallel:
 
     Args:
         degree: Over how many consecutive ranks layers are split; 1: none.
-        layer_plan: By a module's path, torch's style.
+        layer_plan: By a module's path, torch's style; "auto" for that of a known model.
         mesh: The slice that Composer's State cut from its mesh of all axes.
         is_idle: It was given, and asks for nothing.
         gathers_batches: The ranks of a group read different data, all of which each is to compute with.
     """
 
     degree: int = 1
-    layer_plan: Mapping[str, ParallelStyle] = field(default_factory=dict)
+    layer_plan: Mapping[str, ParallelStyle] | Literal["auto"] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
     is_idle: bool = False
     gathers_batches: bool = False
@@ -65,20 +66,22 @@ class TensorParallel:
         return cls(degree=degree, layer_plan=_by_path(plan), mesh=given.get("device_mesh"))
 
 
-def _by_path(plan: Any) -> dict[str, ParallelStyle]:
+def _by_path(plan: Any) -> Mapping[str, ParallelStyle] | Literal["auto"]:
     """One style alone is the whole model's, as torch takes it."""
+    if plan == AUTO:
+        return "auto"
     return dict(plan) if isinstance(plan, Mapping) else {"": plan}
 
 
 def _problems_of_plan(plan: object) -> list[str]:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    if isinstance(plan, ParallelStyle):
+    if isinstance(plan, ParallelStyle) or plan == AUTO:
         return []
     if not isinstance(plan, Mapping) or not plan:
         return [
             f"{_PLACE}.layer_plan is {short(plan)}; give a mapping from the paths of modules to torch's styles, such "
-            "as {'model.layers.*.mlp.up_proj': ColwiseParallel()}"
+            "as {'model.layers.*.mlp.up_proj': ColwiseParallel()}, or auto for the plan of a known model"
         ]
     return [
         f"{_PLACE}.layer_plan[{path!r}] is {short(style)}; give a style of torch.distributed.tensor.parallel"

@@ -5,16 +5,17 @@ next unit meanwhile: gloo aborts the process, NCCL waits. With ``idle_towers`` t
 (``parallel/idle_towers.py``).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import nn
 
+from composer_fsdp2._torch.private_names import own_parameters
 from composer_fsdp2.config.parallel import TowerModel
 from composer_fsdp2.config.text import and_more, did_you_mean
 from composer_fsdp2.config.wrap import Wrap, WrapKind
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.fsdp1.policies import given_by, input_embeddings, output_embeddings
-from composer_fsdp2.sharding.modules import ancestors_or_self, first_paths, has_forward, is_at_or_under
+from composer_fsdp2.sharding.modules import ancestors_or_self, first_paths, has_forward, is_at_or_under, is_pretrained
 from composer_fsdp2.sharding.ties import join
 
 
@@ -39,37 +40,99 @@ def notes_of_towers(modules: Mapping[str, nn.Module], wrap: Wrap, units: Sequenc
             )
 
 
+def notes_of_trained_towers(
+    modules: Mapping[str, nn.Module], units: Collection[str], frozen: Collection[str]
+) -> Iterator[str]:
+    """What a unit leads to of which nothing but such parts is trained.
+
+    Args:
+        modules: Those of the model, by every path.
+        units: The paths of all units.
+        frozen: The names of parameters that will not be trained.
+    """
+    parts = [
+        part for caller, found in _by_caller(modules, towers(modules)) for part in _optional(caller, modules, found)
+    ]
+    if alone := _trained_alone(modules, units, parts, frozen):
+        yield (
+            f"all that is trained in the unit around {and_more(alone)} lies in parts that a batch without anything for "
+            "them does not enter. Unless every batch of every rank enters them, ranks wait for each other without end, "
+            "or abort; set idle_towers: auto, or train something else of that unit"
+        )
+
+
 def tower_models(
-    modules: Mapping[str, nn.Module], units: Sequence[str], given: Sequence[str]
+    modules: Mapping[str, nn.Module], units: Collection[str], given: Sequence[str], frozen: Collection[str]
 ) -> tuple[TowerModel, ...]:
-    """The modules around towers in which units lie, and what else in there is gathered beside them.
+    """The modules around towers that only some ranks would gather or reduce, and what else in there is gathered.
+
+    A tower has units in it, or all that is trained of the unit around it: a unit without gradients reduces none.
 
     Args:
         modules: Those of the model, by every path.
         units: The paths of all that will be units, by whomever they are chosen.
         given: The paths of towers; empty for what transformers' models have beside their text model, and for what lies
             between the two (projectors), which such a batch passes over as well.
+        frozen: The names of parameters that will not be trained.
     Raises:
         PlanError: one of those given is no part of the model, cannot be called, or lies in another.
     """
     _refuse_towers(modules, given)
-    found = [path for path in given or towers(modules) if _has_unit(path, units)]
-    callers = dict.fromkeys(_caller(path, modules) for path in found)
-    return tuple(_tower_model(caller, modules, units, found, with_siblings=not given) for caller in callers)
+    callers = [
+        (caller, found if given else _optional(caller, modules, found))
+        for caller, found in _by_caller(modules, given or towers(modules))
+    ]
+    alone = _trained_alone(modules, units, [part for _, parts in callers for part in parts], frozen)
+    models = (
+        _tower_model(caller, modules, units, [part for part in parts if part in alone or _has_unit(part, units)])
+        for caller, parts in callers
+    )
+    return tuple(each for each in models if each.towers)
+
+
+def _by_caller(modules: Mapping[str, nn.Module], found: Sequence[str]) -> list[tuple[str, list[str]]]:
+    callers: dict[str, list[str]] = {}
+    for path in found:
+        callers.setdefault(_caller(path, modules), []).append(path)
+    return list(callers.items())
+
+
+def _optional(caller: str, modules: Mapping[str, nn.Module], found: Sequence[str]) -> list[str]:
+    """What was found, and what lies between it and the text; of a text model, whose layers they are, nothing else."""
+    if not {*_layers_for_other_inputs(modules)}.isdisjoint(found):
+        return list(found)
+    ends = _ends(modules[caller])
+    parts = _called_parts(caller, modules[caller])
+    return [path for path in parts if path in found or ends.isdisjoint(modules[path].modules())]
+
+
+def _trained_alone(
+    modules: Mapping[str, nn.Module], units: Collection[str], parts: Sequence[str], frozen: Collection[str]
+) -> list[str]:
+    """The parts that have all the trained parameters of the unit around them."""
+    trained: dict[str, set[str | None]] = {}  # by unit, the parts; None: elsewhere
+    for path, module in modules.items():
+        if any(p.requires_grad and join(path, name) not in frozen for name, p in own_parameters(module)):
+            around = ancestors_or_self(path)
+            if unit := next((each for each in around if each in units), ""):
+                trained.setdefault(unit, set()).add(next((each for each in around if each in parts), None))
+    alone = [(unit, found) for unit, found in trained.items() if None not in found]
+    return [part for part in parts if any(part in found and not is_at_or_under(unit, part) for unit, found in alone)]
 
 
 def _tower_model(
-    caller: str, modules: Mapping[str, nn.Module], units: Sequence[str], found: Sequence[str], *, with_siblings: bool
+    caller: str, modules: Mapping[str, nn.Module], units: Collection[str], own: Sequence[str]
 ) -> TowerModel:
-    outer = modules[caller]
-    parts = [path for path in _called_parts(caller, outer) if _has_unit(path, units)]
-    ends = [*input_embeddings(outer), *output_embeddings(outer)]
-    beside = [path for path in parts if with_siblings and not any(end in ends for end in modules[path].modules())]
-    own = [path for path in parts if path in found or path in beside]
+    ends = _ends(modules[caller])
+    parts = [path for path in _called_parts(caller, modules[caller]) if _has_unit(path, units)]
     # Called directly by a model that holds them deeper down.
     embeddings = [path for path in units if modules[path] in ends and is_at_or_under(path, caller)]
     others = dict.fromkeys(path for path in (*parts, *embeddings) if path not in own)
     return TowerModel(model=caller, towers=tuple(own), sync_points=tuple(others))
+
+
+def _ends(model: nn.Module) -> set[nn.Module]:
+    return {*input_embeddings(model), *output_embeddings(model)}
 
 
 def _called_parts(path: str, module: nn.Module) -> Iterator[str]:
@@ -86,7 +149,7 @@ def _caller(path: str, modules: Mapping[str, nn.Module]) -> str:
     return next((each for each in ancestors_or_self(path)[1:] if has_forward(modules[each])), "")
 
 
-def _has_unit(path: str, units: Sequence[str]) -> bool:
+def _has_unit(path: str, units: Collection[str]) -> bool:
     return any(is_at_or_under(unit, path) for unit in units)
 
 
@@ -106,13 +169,23 @@ def _refuse_towers(modules: Mapping[str, nn.Module], given: Sequence[str]) -> No
 
 
 def towers(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The paths of what transformers' models hold beside their text model, with a configuration of its own.
+    """The paths of what transformers' models hold beside their text model, with a configuration of its own, and of the
+    text model's layers that read nothing else.
 
     A model whose main input is text takes its other inputs where there are any; one that embeds or writes the text is
     not optional.
     """
     outer_ones = first_paths(modules).items()
-    return list(dict.fromkeys(path for outer, path in outer_ones for path in _towers_of(outer, path)))
+    parts = (path for outer, path in outer_ones for path in _towers_of(outer, path))
+    return list(dict.fromkeys((*parts, *_layers_for_other_inputs(modules))))
+
+
+def _layers_for_other_inputs(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Mllama's: text without an image passes over the layers that attend to one."""
+    for path, module in modules.items():
+        if isinstance(getattr(module, "layers", None), nn.ModuleList) and is_pretrained(module):
+            numbers = getattr(module.config, "cross_attention_layers", None) or ()
+            yield from (join(path, f"layers.{number}") for number in numbers)
 
 
 def _towers_of(model: nn.Module, path: str) -> Iterator[str]:
@@ -146,7 +219,7 @@ def _ends_of(model: nn.Module) -> set[nn.Module]:
 
 
 def _instead(model: nn.Module, wrap: Wrap, elsewhere: Sequence[nn.Module]) -> str:
-    ends = {*input_embeddings(model), *output_embeddings(model)}
+    ends = _ends(model)
     names = dict.fromkeys(type(module).__name__ for module in elsewhere if module not in ends)
     if wrap.kind is WrapKind.CLASSES and names:
         return f"transformer_layer_cls_to_wrap: [{', '.join(names)}]"

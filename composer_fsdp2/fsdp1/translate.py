@@ -13,6 +13,7 @@ from composer_fsdp2.config.sharding import (
     MixedPrecision,
     Prefetch,
     ShardingConfig,
+    check_expert_degree,
     check_reshard_degree,
     check_split_experts,
     check_split_sequences,
@@ -269,6 +270,7 @@ def _refuse_beside_axes(values: Mapping[str, Any], mesh: MeshSpec) -> None:
         check_split_sequences(mesh)
     if values["expert_parallel_degree"] > 1:
         check_split_experts(mesh)
+        check_expert_degree(values["expert_parallel_degree"], mesh)
 
 
 def _refuse_beside_tensor_axis(values: Mapping[str, Any]) -> None:

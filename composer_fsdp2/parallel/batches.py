@@ -1,16 +1,16 @@
-"""Ranks that compute one batch together have the same one: found out, or seen to.
+"""Ranks that compute one batch together: compare what their loaders returned, or share it.
 
 [Note: data blocks] A layer that is split over ranks, and a sequence that is, belong to one batch. The ranks that share
-it, a data block, are consecutive: ``tensor degree x context degree`` of them, as both axes are the innermost. Nothing
-in a loader knows of them: with a batch of its own on each rank, the parts of different samples are added up, all losses
-are finite, and the model learns from nothing.
+it, a data block, are consecutive: ``tensor degree x context degree`` of them, as both axes are the innermost. A loader
+does not know about them. If each rank of a block reads another batch, parts of different samples are added up: all
+losses are finite, and the model learns nothing.
 
-[Note: same draws] What a layer plan leaves whole, each rank of a group along the tensor axis computes whole. A dropout
-there must drop the same elements on all of them: else split layers add up parts of different inputs, and what each rank
-holds whole gets a gradient of its own and drifts apart, with finite losses and without an error. Composer seeds each
-rank with a number of its own. So the ranks of a group go on from the random states of their first one: torch's, numpy's
-(of which Composer's GyroDropout draws) and Python's. Inside of what is split, each drops its own features by the same
-pattern.
+[Note: same draws] Modules that a layer plan does not split run as a whole on each rank of the tensor axis. A dropout
+among them must drop the same elements on all of these ranks: otherwise split layers add up parts of different inputs,
+and the ranks' copies of unsplit parameters get different gradients and drift apart, without an error. Composer seeds
+every rank differently. So the ranks of the tensor axis continue with the random states of their first rank: those of
+torch, numpy (used by Composer's GyroDropout) and Python. Inside a split module each rank drops its features with the
+same pattern.
 """
 
 import io
@@ -18,6 +18,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def make_batch_group(config: ShardingConfig) -> BatchGroup | None:
 
 
 def draw_alike(block: BatchGroup) -> None:
-    """Give the ranks that split layers the random states of the first of them: of all generators in use.
+    """Copy the random states of all generators from the first rank of the tensor axis to its other ranks.
 
     Called on all ranks of the block: after sharding, and before batches that are shared. Sends 15 kB a rank.
     """
@@ -71,12 +72,12 @@ def check_batch(batch: Any, group: dist.ProcessGroup | None = None, *, what: str
     Args:
         batch: Of any structure; values, shapes and dtypes are compared, to the last bit.
         group: The ranks that share this rank's batch; None for all.
-        what: The batch in a message's words.
+        what: The name of the batch in messages.
     Raises:
         ConfigError: names the ranks, what differs, and the ways out.
 
-    Called on all ranks. Waits for the device, so not for every batch: the first of an epoch shows a loader that gives
-    each rank its own.
+    Called on all ranks. Waits for the device, so compare the first batch of an epoch, which shows whether a loader is
+    split over all ranks.
     """
     check_parts(parts_of(batch), group, what=what)
 
@@ -99,36 +100,31 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 
 
 def _refuse(parts: Sequence[Sequence[Part]], ranks: Sequence[int], what: str, ways_out: str | None) -> None:
-    other = next(number for number, each in enumerate(parts) if each != parts[0])
-    raise ConfigError(
-        f"ranks {ranks[0]} and {ranks[other]} compute one batch together (as each {len(ranks)} ranks in a row do) and "
-        f"have different ones at {what}: {_difference(parts[0], parts[other])}. "
-        f"{_ways_out(len(ranks)) if ways_out is None else ways_out}; check_data: false trains on all the same",
-        keys=("check_data", "broadcast_batch"),
-    )
-
-
-def _difference(ours: Sequence[Part], theirs: Sequence[Part]) -> str:
-    """The first value that differs, in words."""
-    a, b = next(((a, b) for a, b in zip(ours, theirs, strict=False) if a != b), (None, None))
-    if a is None or b is None:
-        longer = max(ours, theirs, key=len)
-        return f"one of them alone has {longer[min(len(ours), len(theirs))].path}"
-    if a.path != b.path:
-        return f"{a.path} is in one, {b.path} in the other"
-    if a.kind != b.kind:
-        return f"{a.path} is {a.kind} in one, {b.kind} in the other"
-    return f"{a.path}, {a.kind}, has other values"
-
-
-def _ways_out(size: int) -> str:
-    """What gives the ranks of a group the same data."""
-    return (
+    other, size = next(number for number, each in enumerate(parts) if each != parts[0]), len(ranks)
+    ways_out = ways_out or (
         f"Give the ranks of a group the same data: a DistributedSampler with num_replicas=world_size // {size} and "
         f"rank=rank // {size} (composer.utils.dist.get_sampler takes both); a StreamingDataset with replication={size} "
         f"(`replication: {size}` in the dataset section of an LLM Foundry YAML); or broadcast_batch: first or gather "
         "in the fsdp section, whatever the loader reads"
     )
+    raise ConfigError(
+        f"ranks {ranks[0]} and {ranks[other]} compute one batch together (as each {size} ranks in a row do) and "
+        f"have different ones at {what}: {_difference(parts[0], parts[other])}. {ways_out}; check_data: false trains "
+        "on all the same",
+        keys=("check_data", "broadcast_batch"),
+    )
+
+
+def _difference(ours: Sequence[Part], theirs: Sequence[Part]) -> str:
+    """Describe the first value that differs."""
+    a, b = next((a, b) for a, b in zip_longest(ours, theirs) if a != b)
+    if a is None or b is None:
+        return f"one of them alone has {(a or b).path}"
+    if a.path != b.path:
+        return f"{a.path} is in one, {b.path} in the other"
+    if a.kind != b.kind:
+        return f"{a.path} is {a.kind} in one, {b.kind} in the other"
+    return f"{a.path}, {a.kind}, has other values"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,11 +142,11 @@ def share_batch(
 
     Args:
         batch: What this rank read: tensors, in whatever structure can be pickled. It is not changed.
-        group: The ranks that share a batch; None for all. Over gloo nobody waits for a device, if the batch is in host
-            memory, too.
-        how: ``first``: the first rank's. ``gather``: the rows of all, in the order of ranks, so that no sample is lost;
+        group: The ranks that share a batch; None for all. With gloo and a batch in host memory, no rank waits for its
+            device.
+        how: ``first``: the first rank's. ``gather``: the rows of all, in the order of ranks;
             where all have read the same batch already, that one. Text of different lengths is padded to the longest.
-            ``False`` gives back the batch.
+            ``False`` returns ``batch``.
         counts: Whether this rank's rows are among those gathered; if no rank's are, the first rank's.
     Returns:
         The same on all ranks of the group, with tensors on this rank's device.
@@ -166,30 +162,24 @@ def share_batch(
 
 
 def _first(batch: Any, group: dist.ProcessGroup | None) -> Any:
-    source = _ranks_of(group)[0]
-    sent = [Packed.of(batch) if dist.get_rank() == source else None]
-    dist.broadcast_object_list(sent, source, group)
-    assert sent[0] is not None
-    sent[0].check()
-    return batch if dist.get_rank() == source else sent[0].open()
+    is_source = dist.get_rank(group) == 0
+    sent = [Packed.of(batch) if is_source else Packed()]
+    dist.broadcast_object_list(sent, _ranks_of(group)[0], group)
+    return batch if is_source and not sent[0].error else sent[0].open()
 
 
 def _gathered(batch: Any, group: dist.ProcessGroup | None, counts: bool) -> Any:
     packed, digest = Packed.of(batch), digest_of(parts_of(batch))
-    headers = gather((digest, counts, packed.error), group)
-    if len({digest for digest, _, _ in headers}) == 1 and not packed.error:
+    headers = gather((digest, packed.error, counts), group)
+    if len({(digest, error) for digest, error, _ in headers}) == 1 and not packed.error:
         return batch  # replicated data: the rows of all would be each of them several times
-    packed_batches: list[Packed] = gather(packed, group)
-    taken = [rank for rank, (_, counts, _) in enumerate(headers) if counts] or [0]
-    for each in packed_batches:
-        each.check()
-    own = dist.get_rank(group)
-    return join_rows([batch if rank == own else packed_batches[rank].open() for rank in taken])
+    batches = [each.open() for each in gather(packed, group)]
+    return join_rows([each for each, (_, _, counts) in zip(batches, headers, strict=True) if counts] or batches[:1])
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A value for other ranks: as bytes, in which tensors have no rank's own device, or why it cannot be pickled."""
+    """A pickled value for other ranks, or the error of pickling it. Tensors are stored without their device's index."""
 
     content: bytes = b""
     error: str = ""
@@ -199,11 +189,16 @@ class Packed:
         file = io.BytesIO()
         try:
             _Pickler(file).dump(value)
-        except Exception as error:  # whatever the value's own types raise
+        except Exception as error:  # of any type
             return cls(error=f"{type(error).__name__}: {error}"[:2000])
         return cls(file.getvalue())
 
-    def check(self) -> None:
+    def open(self) -> Any:
+        """The value, with tensors on this rank's device.
+
+        Raises:
+            ConfigError: it could not be pickled.
+        """
         if self.error:
             raise ConfigError(
                 f"broadcast_batch: a batch cannot be sent ({self.error}); give the ranks of a group the same data "
@@ -211,28 +206,22 @@ class Packed:
                 "out",
                 keys=("broadcast_batch",),
             )
-
-    def open(self) -> Any:
-        """The value, with tensors on this rank's device."""
         return pickle.loads(self.content)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a tensor without its rank's device, and faster than torch, which makes an archive of each."""
+    """Pickles the bytes of a tensor, which is faster than torch's reduction: that one writes an archive per tensor."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor:  # a subclass knows itself how it is pickled
+        # Subclasses define their own reduction.
+        if type(value) is not torch.Tensor or (raw := bytes_of(value)) is None:
             return NotImplemented
-        try:
-            content = bytearray(bytes_of(value).numpy())
-        except (RuntimeError, NotImplementedError, TypeError):  # sparse: its indices and values come
-            return NotImplemented
-        return _tensor, (content, value.dtype, value.shape, value.device.type, value.is_pinned())
+        return _tensor, (bytearray(raw.numpy()), value.dtype, value.shape, value.device.type, value.is_pinned())
 
 
 def _tensor(
     content: bytearray, dtype: torch.dtype, shape: torch.Size, device_type: str, is_pinned: bool
 ) -> torch.Tensor:
     tensor = torch.frombuffer(content, dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
-    # A copy to the device from memory that is not pinned would wait for it.
+    # Copies to the device from memory that is not pinned are synchronous.
     return tensor.pin_memory() if is_pinned else tensor.to(device_type)

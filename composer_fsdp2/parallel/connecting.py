@@ -1,4 +1,4 @@
-"""Tensors that carry no value into a computation, and are reached by its backward all the same."""
+"""Autograd nodes that let backward reach modules whose outputs add nothing to the loss."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,74 +7,65 @@ import torch
 
 from composer_fsdp2._torch.passing import tensors_in, with_tensors
 
-# Of a forward: by place, and by name.
+# Positional and keyword arguments of a forward.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def connect(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``tensor``, whose backward also gives each of ``others``, which have no elements, its gradient: none."""
+    """Return ``tensor``; its backward also returns an empty gradient for each of ``others``, which are empty."""
     connected: torch.Tensor = _Connect.apply(tensor, *others)
     return connected
 
 
-def no_rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor[:0]``, whose backward takes no pass over what the tensor's gradient is added up in.
-
-    The tensor must get a gradient from elsewhere.
-    """
-    rows: torch.Tensor = _NoRows.apply(tensor)
-    return rows
-
-
-def without_rows(arguments: Arguments) -> Arguments:
-    """With no rows of each tensor that has as many as the first; still of the same graph."""
-    num_rows = next((tensor.shape[0] for tensor in tensors_in(arguments) if tensor.dim()), 0)
-
-    def of(tensor: torch.Tensor) -> torch.Tensor:
-        return no_rows_of(tensor) if num_rows and tensor.dim() and tensor.shape[0] == num_rows else tensor
-
-    changed: Arguments = with_tensors(arguments, of)
-    return changed
-
-
-def kept_without_rows(arguments: Arguments) -> Arguments:
-    """Without rows, and of no graph, so that no forward's activations are kept for the next."""
-    kept: Arguments = with_tensors(
-        without_rows(arguments), lambda each: each.detach() if each.numel() else torch.empty_like(each)
-    )
-    return kept
-
-
 def connect_first(output: Any, others: Sequence[torch.Tensor]) -> Any:
-    """The output with its first tensor of floating point numbers connected."""
+    """``connect`` the first floating point tensor of a module's output."""
     first = next((each for each in tensors_in(output) if each.is_floating_point()), None)
     if first is None:
         return output
     return with_tensors(output, lambda each: connect(each, others) if each is first else each)
 
 
-def is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+def without_rows(arguments: Arguments) -> Arguments:
+    """Slice ``[:0]`` of each tensor with as many rows as the first; the slices stay in autograd's graph.
+
+    The tensors must get their gradients from elsewhere.
+    """
+    num_rows = next((tensor.shape[0] for tensor in tensors_in(arguments) if tensor.dim()), 0)
+
+    changed: Arguments = with_tensors(
+        arguments, lambda each: _NoRows.apply(each) if num_rows and each.dim() and len(each) == num_rows else each
+    )
+    return changed
+
+
+def kept_without_rows(arguments: Arguments) -> Arguments:
+    """``without_rows``, detached and copied, which frees the activations that they are slices of."""
+    kept: Arguments = with_tensors(
+        without_rows(arguments), lambda each: each.detach() if each.numel() else torch.empty_like(each)
+    )
+    return kept
 
 
 class _Connect(torch.autograd.Function):
-    """Adding sums of nothing would take a pass over the tensor, in forward and in backward."""
+    """Instead of adding empty sums, which would read all of the tensor in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         ctx.empty = [(other.shape, other.dtype, other.device) for other in others]
         ctx.save_for_backward(tensor.new_empty(0))
-        return tensor.detach()  # a view, as the tensor itself becomes one, could not be written to afterwards
+        return tensor.detach()  # the tensor itself would be returned as a view, which a module cannot write to in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Whatever is recomputed around it is recomputed here, before a hook in ``others`` gathers anything.
+        # Under activation checkpointing this recomputes the forward, before a hook of ``others`` all-gathers anything.
         _ = ctx.saved_tensors
         nothing = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.empty)
         return gradient, *nothing
 
 
 class _NoRows(torch.autograd.Function):
+    """``tensor[:0]``, but its backward adds nothing to the tensor's gradient instead of zeros."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()[:0]

@@ -1,16 +1,14 @@
-"""What a batch holds, whatever its structure, as text that is equal on ranks that have the same one."""
+"""The contents of a batch as text that is equal in every process, to compare batches between ranks."""
 
-import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 
 class Part(NamedTuple):
-    """One value of a batch: its place, its type and shape, and a hash of its content where that is long."""
+    """One value of a batch: its path, its type and shape, and its text, or a hash of a longer one."""
 
     path: str
     kind: str
@@ -18,108 +16,78 @@ class Part(NamedTuple):
 
 
 def parts_of(batch: Any, name: str = "batch") -> list[Part]:
-    """All values of a batch in one order, also of mappings and sets whose order differs between processes.
+    """List all values of a batch of any structure, in an order that does not depend on the process.
 
-    Tensors are compared by their bytes, so that NaN is equal to itself; the device they lie on is no part of it. Waits
-    for the device of tensors that lie on one. Does not communicate.
+    Tensors are compared by their bytes, so NaN equals itself; their device is ignored. Waits for the device of a tensor
+    that is on one. Does not communicate.
     """
     return list(_parts(batch, name, ()))
 
 
 def digest_of(parts: list[Part]) -> bytes:
     """16 bytes."""
-    text = "\n".join("\t".join(part) for part in parts)
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+    return _hashed("\n".join("\t".join(part) for part in parts)).digest()
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's elements: 1-D, uint8, on the CPU.
-
-    Raises:
-        RuntimeError, NotImplementedError, TypeError: its elements do not lie side by side (sparse, quantized).
-    """
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise NotImplementedError(f"a tensor of layout {tensor.layout}")
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The elements as a 1-D uint8 tensor on the CPU; None for sparse, nested, quantized and meta tensors."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        return None
     dense = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().cpu().contiguous()
     return dense.reshape(-1).view(torch.uint8)
 
 
 _PLAIN = frozenset((int, float, complex, bool, str, type(None)))
-
-
-def _parts(value: Any, path: str, above: tuple[int, ...]) -> Iterator[Part]:
-    """``above``: the ids of what contains the value, to end where it contains itself."""
-    if type(value) in _PLAIN:
-        yield Part(path, type(value).__name__, _short(repr(value)))
-    elif isinstance(value, bytes | bytearray):
-        yield Part(path, f"{len(value)} bytes", _hash(memoryview(value)))
-    elif isinstance(value, torch.Tensor):
-        yield from _of_tensor(value, path, above)
-    elif id(value) in above:
-        yield Part(path, "one of those that it is in", str(above.index(id(value))))
-    else:
-        inside = partial(_parts, above=(*above, id(value)))
-        yield Part(path, _type_name(value), "")
-        yield from _inside(value, path, inside)
-
-
-def _inside(value: Any, path: str, inside: Any) -> Iterator[Part]:
-    if isinstance(value, Mapping):
-        for key, each in sorted(value.items(), key=lambda item: repr(item[0])):
-            yield from inside(each, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple) and all(type(each) in _PLAIN for each in value):
-        yield Part(path, f"{len(value)} values", _short(repr(list(value))))
-    elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from inside(each, f"{path}[{number}]")
-    elif isinstance(value, set | frozenset):
-        yield Part(path, f"{len(value)} values", _hash("\n".join(sorted(str(list(inside(v, ""))) for v in value))))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from inside(getattr(value, field.name, None), f"{path}.{field.name}")
-    elif isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-        yield Part(path, value.__module__, value.__qualname__)
-    else:
-        yield from _as_pickled(value, path, inside)
-
-
-def _as_pickled(value: Any, path: str, inside: Any) -> Iterator[Part]:
-    """What a pickle would hold; a pickle itself would hold sets in an order that differs between processes."""
-    try:
-        reduced = value.__reduce_ex__(2)
-    except Exception:  # the type may raise what it likes; then its type is all that is compared
-        return
-    if isinstance(reduced, str):
-        yield Part(path, "global", reduced)
-        return
-    for name, part in zip(("made by", "from", "state", "items", "entries"), reduced, strict=False):
-        yield from inside(list(part) if name in ("items", "entries") and part is not None else part, f"{path} ({name})")
-
-
-def _of_tensor(tensor: torch.Tensor, path: str, above: tuple[int, ...]) -> Iterator[Part]:
-    kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    try:
-        raw = bytes_of(tensor)
-    except (RuntimeError, NotImplementedError, TypeError):
-        yield Part(path, kind, str(tensor.layout))
-        if tensor.layout is not torch.strided and not tensor.is_meta:  # its indices and values
-            yield from _as_pickled(tensor, path, partial(_parts, above=(*above, id(tensor))))
-    else:
-        yield Part(path, kind, _hash(raw.numpy().data))
-
-
-def _type_name(value: Any) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
 _SHORT = 200
 
 
-def _short(text: str) -> str:
-    return text.replace("\n", "\\n") if len(text) <= _SHORT else _hash(text)
+def _parts(value: Any, path: str, parents: tuple[int, ...]) -> Iterator[Part]:
+    """``parents``: the ids of the containers around the value, to end where one contains itself."""
+    raw = bytes_of(value) if isinstance(value, torch.Tensor) else None
+    if raw is not None:
+        kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        yield Part(path, kind, _hashed(raw.numpy().data).hexdigest())
+    elif type(value) in _PLAIN:
+        text = repr(value)
+        yield Part(path, type(value).__name__, text if len(text) <= _SHORT else _hashed(text).hexdigest())
+    elif isinstance(value, bytes | bytearray):
+        yield Part(path, f"{len(value)} bytes", _hashed(memoryview(value)).hexdigest())
+    elif isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        yield Part(path, value.__module__, value.__qualname__)
+    elif id(value) in parents:
+        yield Part(path, "a container of itself", str(parents.index(id(value))))
+    else:
+        yield Part(path, f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."), "")
+        for step, each in _members(value):
+            yield from _parts(each, path + step, (*parents, id(value)))
 
 
-def _hash(content: str | memoryview) -> str:
+def _members(value: Any) -> list[tuple[str, Any]]:
+    """The parts of a container, and their paths in it; of any other object, those of its pickle.
+
+    A pickle's bytes would not do: they list a set in an order that depends on the process.
+    """
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", value[key]) for key in sorted(value, key=repr)]
+    if isinstance(value, list | tuple):
+        return [(f"[{number}]", each) for number, each in enumerate(value)]
+    if isinstance(value, set | frozenset):
+        return [(" (members)", each) for each in sorted(str(parts_of(each)) for each in value)]
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:  # of any type; then the class alone is compared
+        return []
+    if isinstance(reduced, str):
+        return [(" (global)", reduced)]
+    made_by, of, *rest = reduced
+    names = ("state", "items", "entries")  # the latter two are iterators
+    inside = [
+        (f" ({name})", list(each) if isinstance(each, Iterator) else each)
+        for name, each in zip(names, rest, strict=False)
+    ]
+    return [(" (made by)", made_by), (" (from)", of), *inside]
+
+
+def _hashed(content: str | memoryview) -> Any:
     raw = content.encode(errors="surrogatepass") if isinstance(content, str) else content
-    return hashlib.blake2b(raw, digest_size=16).hexdigest()
+    return hashlib.blake2b(raw, digest_size=16)

@@ -1,18 +1,23 @@
-"""``idle_experts``: experts without tokens run all the same, on no rows, so that ranks gather them in one order.
+"""``idle_experts``: run experts without tokens on zero rows, to all-gather them in one order on all ranks.
 
-[Note: idle experts] Where experts are units of their own, a rank gathers those that its tokens chose. Experts are of
-equal size, so ranks that chose others gather those together with them: no error, and wrong gradients. Here every rank
-runs each expert of a block once, in the order of registration. One that has no tokens gets no rows: that takes no
-floating point work, gives gradients of exactly zero, and cannot be NaN. What it returns is made part of the block's
-output, so that backward, which runs in the reversed order of forward, reaches it on every rank.
+[Note: idle experts] Where experts are separate FSDP units, a rank all-gathers those that its tokens chose. Experts are
+of equal size, so the all-gathers of different experts on different ranks match: no error, and wrong gradients. Here
+every rank runs each expert of a block once, in the order of registration. One without tokens runs on zero rows: no
+floating point work, gradients of exactly zero, never NaN. Its output is connected to the block's output, and so
+backward, in the reversed order of forward, reaches it on every rank.
 
-The order of hooks decides. An expert's runs before the one with which ``fully_shard`` gathers it; those of the block
-run inside of its own, if it is a unit, too: backward gathers a unit once its output's gradient is there. Hence *after*
-``fully_shard``.
+Another unit of the block, such as an expert shared by all tokens, is all-gathered before all experts on every rank or
+after all of them. A rank that reaches it without having called an expert does not know which: if another rank is at an
+expert, it is after. This is found out in the first forward in which a token chose an expert.
+
+The order of hooks matters. An expert's pre-hook must run before the one with which ``fully_shard`` all-gathers it. The
+block's hooks must run inside FSDP's own, if the block is a unit: in backward that unit is all-gathered once the
+gradient of its output is known. So register them *after* ``fully_shard``.
 """
 
-import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +29,9 @@ from torch.utils.hooks import RemovableHandle
 from composer_fsdp2._torch.collectives import is_announced
 from composer_fsdp2._torch.passing import tensors_in
 from composer_fsdp2._torch.private_names import BatchNorm, untraced
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.config.parallel import ExpertBlock
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.parallel.connecting import Arguments, connect_first, kept_without_rows, without_rows
 from composer_fsdp2.sharding.modules import at_path
@@ -68,18 +75,17 @@ def start_idle_experts(
 ) -> None:
     """Run the idle experts of a model that was just sharded, from now on. Called on all ranks.
 
-    In the first forward of each block ranks ask each other before each expert whether it comes in order on all of them.
+    In the first forward of each block, ranks compare before each expert whether all of them are in order.
 
     Args:
-        before: The modules by their paths, before wrappers of checkpointing were put around some: what is recomputed
-            must run the block's hooks again, and not those of an expert that is recomputed by itself.
-        limit_s: For how many seconds ranks wait for each other's answers; None: for as long as for other votes.
+        before: The modules by their paths, without checkpoint wrappers: recomputing a block must run its hooks again,
+            recomputing a single expert must not.
+        limit_s: The timeout of these comparisons in seconds; None: that of other votes.
     """
     for block in blocks:
-        experts = {path: at_path(model, path) for path in block.experts}
-        outer = before[block.block]
-        order = _Order(block.block, tuple(experts), asking(outer, _OPERATION, limit_s))
-        _start(outer, list(experts.values()), order)
+        outer, experts = before[block.block], {path: at_path(model, path) for path in block.experts}
+        beside = _units_beside(outer, experts.values())
+        _Order(block.block, experts, beside, asking(outer, _OPERATION, limit_s)).start(outer)
 
 
 def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[RemovableHandle]:
@@ -98,96 +104,141 @@ def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[Rem
     ``prepare_fully_shard`` does it for ``idle_experts: in_order``. See [Note: idle experts].
 
     Args:
-        block: Calls the experts in its forward, in the order given here; it may pass over any of them.
-        experts: Each takes tokens as rows of its first argument, and treats every row by itself.
+        block: Calls the experts in its forward, in this order; it may skip any of them.
+        experts: Each takes tokens as rows of its first argument, and computes every row independently.
     Returns:
         The hooks' handles; without the hooks all is as before.
+    Raises:
+        PlanError: the block has other units beside the experts.
 
     On all ranks alike; does not communicate.
     """
     kind = type(block).__name__
-    return _start(
-        block, list(experts), _Order(kind, tuple(f"{kind}'s expert {number}" for number in range(len(experts))))
-    )
+    if beside := _units_beside(block, experts):
+        raise PlanError(
+            f"{kind} has units beside its experts ({and_more([*beside])}), and ranks that do not ask each other cannot "
+            "tell whether these are gathered before the experts or after; leave them in the unit of the layer, or have "
+            "prepare_fully_shard start idle_experts: in_order"
+        )
+    named = {f"{kind}'s expert {number}": expert for number, expert in enumerate(experts)}
+    return _Order(kind, named, {}, None).start(block)
 
 
-def _start(block: nn.Module, experts: Sequence[nn.Module], order: "_Order") -> list[RemovableHandle]:
-    order.experts = experts
-    order.were_units = [isinstance(expert, FSDPModule) for expert in experts]
-    return [
-        block.register_forward_pre_hook(order.begin, with_kwargs=True),
-        *(
-            expert.register_forward_pre_hook(order.before(number), prepend=True, with_kwargs=True)
-            for number, expert in enumerate(experts)
-        ),
-        block.register_forward_hook(order.end, prepend=True),
-    ]
+def _units_beside(block: nn.Module, experts: Iterable[nn.Module]) -> dict[str, Any]:
+    """The FSDP units in a block that are neither experts nor in one, by their paths in the block."""
+    of_experts = {each for expert in experts for each in expert.modules()}
+    below = [(path, module) for path, module in block.named_modules() if path and module not in of_experts]
+    return {path: module for path, module in below if isinstance(module, FSDPModule)}
 
 
 class _Order:
-    """One forward of a block after the other, and how far it is.
+    """The forwards of one block: which experts have run, and what the next idle ones run on.
 
     Args:
         block: Its name.
-        names: Those of the experts.
-        ask: For the first forward; None: no other rank is told where an expert comes out of order.
+        experts: By their names, in order.
+        beside: The units in the block that are no experts, by their paths.
+        ask: Compares with the other ranks in the first forward; None: the other ranks do not learn of an error.
     """
 
-    def __init__(self, block: str, names: tuple[str, ...], ask: Ask | None = None) -> None:
-        self._block, self._names, self._ask = block, names, ask
-        self.experts: Sequence[nn.Module] = ()
-        self.were_units: list[bool] = []
+    def __init__(
+        self, block: str, experts: Mapping[str, nn.Module], beside: Mapping[str, nn.Module], ask: Ask | None
+    ) -> None:
+        self._block, self._beside, self._ask = block, beside, ask
+        self._names, self._experts = [*experts], [*experts.values()]
+        self._asked = (
+            f"idle_experts: in_order runs each expert of {block} once in a forward, in the order of registration"
+        )
+        self._were_units = [isinstance(expert, FSDPModule) for expert in self._experts]
+        # For each unit beside: whether it runs after the experts, once known.
+        self._is_after: dict[str, bool | None] = dict.fromkeys(beside)
+        self._is_any_chosen = False  # in this forward, by a token of any rank
+        self._passed: list[str] = []  # the units beside that ran before any expert in this forward
         self._next: int | None = None  # None: outside of the block's forward
-        self._is_idle = False  # while one runs on no rows
+        self._is_idle = False  # while an expert runs on no rows
         self._input: tuple[torch.Tensor, ...] = ()
-        self._call: Arguments | None = None  # of the last that was no idle one
-        self._of_before: Arguments | None = None  # the same of the last forward that had one, without rows
+        self._call: Arguments | None = None  # the latest arguments with tokens in this forward
+        self._of_before: Arguments | None = None  # the same from the latest forward with some, without rows
         self._outputs: list[torch.Tensor] = []
         self._checked: set[int] = set()
+
+    def start(self, block: nn.Module) -> list[RemovableHandle]:
+        """Register the hooks; those of units run before FSDP's own."""
+        return [
+            block.register_forward_pre_hook(self.begin, with_kwargs=True),
+            *(
+                unit.register_forward_pre_hook(partial(self.before_unit, path), prepend=True)
+                for path, unit in self._beside.items()
+            ),
+            *(
+                expert.register_forward_pre_hook(partial(self.before_expert, number), prepend=True, with_kwargs=True)
+                for number, expert in enumerate(self._experts)
+            ),
+            block.register_forward_hook(self.end, prepend=True),
+        ]
 
     @untraced
     def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._next, self._call, self._outputs, self._is_idle = 0, None, [], False
+        self._is_any_chosen, self._passed = False, []
         self._input = tuple(tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point())[:1]
-        if self.were_units != [isinstance(expert, FSDPModule) for expert in self.experts]:
+        if self._were_units != [isinstance(expert, FSDPModule) for expert in self._experts]:
             raise PlanError(
                 f"experts of {self._block} were sharded after run_idle_experts, so that each is gathered before the "
                 "idle ones in front of it; call it after fully_shard"
             )
 
-    def before(self, number: int) -> Callable[..., None]:
-        """The hook of an expert."""
+    @untraced
+    def before_expert(self, number: int, expert: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_idle:
+            return
+        if self._next is None or number < self._next:
+            how = "outside of that module's forward"
+            if self._next is not None:
+                is_last = self._next == number + 1 and self._call is not None
+                how = "twice" if is_last else f"after {self._names[self._next - 1]}"
+                self._agree(out_of_order=number + 1)
+            raise ComposerFSDP2Error(f"{self._asked}; {self._names[number]} was called {how}. {_WAY_OUT}")
+        self._run_idle(number, args, kwargs)
+        self._agree(is_chosen=True)
+        self._next, self._call = number + 1, (args, kwargs)
 
-        @untraced
-        def run_those_in_front(expert: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._is_idle:
-                return
-            if self._next is None:
-                raise ComposerFSDP2Error(self._out_of_order(number))
-            if number < self._next:
-                self._agree(_Problem.OUT_OF_ORDER, number)
-                raise ComposerFSDP2Error(self._out_of_order(number))
-            self._run_idle(number, args, kwargs)
-            self._agree()
-            self._next, self._call = number + 1, (args, kwargs)
-
-        return run_those_in_front
+    @untraced
+    def before_unit(self, path: str, unit: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._next is None:
+            return
+        is_asked = self._is_after[path] is None and self._next == 0
+        if is_asked and not self._agree(is_at_expert=False):
+            self._passed.append(path)
+        elif self._is_after[path] is not False:
+            self._is_after[path] = True
+            self._run_rest(is_asked=is_asked)
+        elif self._next:
+            last = self._names[self._next - 1]
+            self._run_rest()  # the other ranks do, too, before they come here
+            raise ComposerFSDP2Error(
+                f"idle_experts: in_order gathers {path} of {self._block} before the experts, as in its first "
+                f"forward; now it was called after {last}. {_WAY_OUT}"
+            )
 
     @untraced
     def end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._call is not None:
             self._of_before = kept_without_rows(self._call)
-        self._run_idle(len(self.experts), *(self._call or self._without_call()))
+        self._run_rest()
         self._agree()
-        self._ask = None
+        if self._is_any_chosen:
+            self._is_after |= dict.fromkeys(self._passed, False)
+        if None not in self._is_after.values():
+            self._ask = None
         outputs = [each for each in self._outputs if each.requires_grad]
         self._next, self._call, self._outputs, self._input = None, None, [], ()
-        # Also where none was idle: what is recomputed is recomputed before the last expert is gathered for backward.
+        # Also without idle experts: a checkpoint must recompute before backward all-gathers the last expert.
         return connect_first(output, outputs) if torch.is_grad_enabled() else None
 
     def _without_call(self) -> Arguments:
-        """What experts run on where no token of this rank goes to any: a part of the input, which gets a gradient, of
-        zeros, and whatever else they were given before."""
+        """The arguments of experts if no token of this rank chose any: zero rows of the block's input, and the other
+        arguments of the latest forward."""
         rows = tuple(each.reshape(-1, each.shape[-1])[:0] for each in self._input)
         if self._of_before is None or not rows:
             return rows, {}
@@ -196,91 +247,81 @@ class _Order:
             return (*rows, *args[1:]), kwargs
         return args, kwargs | dict(zip(kwargs, rows, strict=False))
 
-    def _run_idle(self, end: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the experts from the next one to that before ``end``, on no rows of these arguments."""
-        assert self._next is not None
-        if self._next == end:
-            return
-        args, kwargs = without_rows((args, kwargs))
-        for number in range(self._next, end):
-            self._agree()
-            self._next, self._is_idle = number + 1, True
-            try:
-                self._outputs.extend(self._output_of(number, args, kwargs))
-            except Exception as error:
-                # Where ranks vote, the vote that the others come to next tells them of a rank that is out of memory.
-                is_voted_on = is_out_of_memory(error) and is_announced()
-                if not is_voted_on and not _has_units_below(self.experts[number]):
-                    self._agree(_Problem.FAILS, number)
-                error.add_note(
-                    f"idle_experts: in_order ran {self._names[number]} on no rows, as no token of this rank chose it"
-                    + (self._unknown if end == len(self.experts) and not (self._call or self._of_before) else "")
-                )
-                raise
-            finally:
-                self._is_idle = False
+    def _run_rest(self, *, is_asked: bool = False) -> None:
+        self._run_idle(len(self._experts), *(self._call or self._without_call()), is_asked=is_asked)
 
-    def _agree(self, problem: "_Problem | None" = None, number: int = 0) -> None:
-        """Ask the other ranks, each of which is at the same place, whether all is well.
+    def _run_idle(self, end: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_asked: bool = False) -> None:
+        """Run the experts from the next one to that before ``end``, on these arguments without rows.
 
         Args:
-            problem: This rank's, with an expert of this number.
+            is_asked: Whether the ranks have already compared before the first of these experts.
+        """
+        assert self._next is not None
+        first = self._next
+        if first < end:
+            args, kwargs = without_rows((args, kwargs))
+        for number in range(first, end):
+            if number > first or not is_asked:
+                self._agree()
+            self._next = number + 1
+            try:
+                with replaced(self, "_is_idle", True):
+                    self._outputs.extend(self._output_of(number, args, kwargs))
+            except Exception as error:
+                # Where ranks vote, the next vote shows that a rank is out of memory. And in an expert that contains
+                # units, the others may wait for one of these.
+                expert = self._experts[number]
+                has_units = any(isinstance(each, FSDPModule) for each in expert.modules() if each is not expert)
+                if not has_units and not (is_out_of_memory(error) and is_announced()):
+                    self._agree(failed=number + 1)
+                note = f"idle_experts: in_order ran {self._names[number]} on no rows, as no token of this rank chose it"
+                if end == len(self._experts) and not (self._call or self._of_before):
+                    others = f"another expert of {self._block}"
+                    note += f" or {others} yet, whose arguments would tell what it takes. {_LEAVE}"
+                error.add_note(note)
+                raise
+
+    def _agree(
+        self, *, out_of_order: int = 0, failed: int = 0, is_at_expert: bool = True, is_chosen: bool = False
+    ) -> bool:
+        """Compare with the other ranks, which are at the same place, whether one has a problem.
+
+        Args:
+            out_of_order: 1 + the number of an expert that this rank called out of order; 0 for none.
+            failed: The same for one that raised on no rows.
+            is_at_expert: Whether this rank is at an expert or at the end of the block, not at a unit beside them.
+            is_chosen: Whether a token of this rank chose the expert.
+        Returns:
+            Whether any rank is at an expert.
         Raises:
-            ComposerFSDP2Error: another rank has one, and this one has none.
+            ComposerFSDP2Error: another rank has a problem, and this one has none.
         """
         if self._ask is None:
-            return
+            return is_at_expert
         assert self._next is not None
         place = (*self._names, f"the end of {self._block}")[self._next]
-        kinds = len(_Problem)
-        [found] = self._ask(place, [0 if problem is None else number * kinds + problem.value])
-        if not found or problem is not None:
-            return
-        name, kind = self._names[(found - 1) // kinds], _Problem((found - 1) % kinds + 1)
-        texts = {
-            _Problem.OUT_OF_ORDER: f"{self._asked}; another rank called {name} twice, or after a later one. {_WAY_OUT}",
-            _Problem.FAILS: f"{name} failed on no rows on another rank, whose error says how. {_LEAVE}",
-        }
-        raise ComposerFSDP2Error(texts[kind])
+        answers = self._ask(place, [out_of_order, failed, is_at_expert, is_chosen])
+        self._is_any_chosen |= bool(answers[3])
+        if out_of_order or failed:
+            return is_at_expert
+        if found := answers[0]:
+            raise ComposerFSDP2Error(
+                f"{self._asked}; another rank called {self._names[found - 1]} twice, or after a later one. {_WAY_OUT}"
+            )
+        if found := answers[1]:
+            raise ComposerFSDP2Error(
+                f"{self._names[found - 1]} failed on no rows on another rank, whose error says how. {_LEAVE}"
+            )
+        return bool(answers[2])
 
     def _output_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        expert, name = self.experts[number], self._names[number]
-        if number in self._checked:
-            return tensors_in(expert(*args, **kwargs))
-        with _NoRows(name):
-            output = expert(*args, **kwargs)
-        if any(tensor.numel() for tensor in tensors_in(output)):
+        name = self._names[number]
+        with nullcontext() if number in self._checked else _NoRows(name):
+            outputs = tensors_in(self._experts[number](*args, **kwargs))
+        if any(tensor.numel() for tensor in outputs):
             raise ComposerFSDP2Error(f"{name} gives more than no rows for no rows: {_IS_NOT_TOKEN_WISE}")
         self._checked.add(number)
-        return tensors_in(output)
-
-    @property
-    def _asked(self) -> str:
-        return (
-            f"idle_experts: in_order runs each expert of {self._block} once in a forward, in the order of registration"
-        )
-
-    @property
-    def _unknown(self) -> str:
-        return f" or another expert of {self._block} yet, whose arguments would tell what it takes. {_LEAVE}"
-
-    def _out_of_order(self, number: int) -> str:
-        asked = self._asked
-        if self._next is None:
-            return f"{asked}; {self._names[number]} was called outside of that module's forward. {_WAY_OUT}"
-        is_last = self._next == number + 1 and self._call is not None
-        how = "twice" if is_last else f"after {self._names[self._next - 1]}"
-        return f"{asked}; {self._names[number]} was called {how}. {_WAY_OUT}"
-
-
-class _Problem(enum.Enum):
-    OUT_OF_ORDER = 1
-    FAILS = 2
-
-
-def _has_units_below(expert: nn.Module) -> bool:
-    """Whether other ranks may be waiting inside of it, where this one failed."""
-    return any(isinstance(each, FSDPModule) for each in expert.modules() if each is not expert)
+        return outputs
 
 
 class _NoRows(TorchFunctionMode):

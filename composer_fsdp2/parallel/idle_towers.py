@@ -1,22 +1,24 @@
-"""``idle_towers``: a part of the model that a batch does not enter runs on an example, where another rank enters it.
+"""``idle_towers``: run a part of the model that this rank's batch skips on an example, when another rank enters it.
 
-[Note: idle towers] Units in a vision tower are gathered by the ranks that have an image in their batch; the others
-would wait at the next unit. So ranks ask each other, before each tower and before each part that all of them run: which
-tower is the first that some rank is about to enter? All run that one next, a rank that is about to enter it on its
-image, the others on an example, until no rank is about to enter any. However often each rank enters a tower (an image,
-then a video), all run the same towers in one order; where nobody has an image, nobody runs it.
+[Note: idle towers] The units in a vision tower are all-gathered by the ranks with an image in their batch, while the
+others would wait at the next unit. So before each tower, and before each part that all ranks run (a sync point), the
+ranks agree on the first tower that any rank is about to enter. All run that one next, a rank that is about to enter it
+on its image, the others on an example, until no rank is about to enter any. However often each rank enters a tower (an
+image, then a video), all ranks run the same towers in one order. A tower that no rank enters does not run.
 
-What a tower returns is made part of the next part's inputs by a slice of no rows, on ranks with an image as well:
-backward then reaches all of the tower on all of them, also a last layer whose output the model does not read. The
+A tower's output is connected to the input of the next sync point by an empty slice, on ranks with an image as well:
+backward then reaches all of the tower on all ranks, also a last layer whose output the model does not read. The
 example's gradient is exactly zero.
 
-An example is what the user gave (``example_inputs`` on the tower), or the smallest input that this rank saw, with zeros
-in the place of its floating point numbers. A rank that saw none gets it from those that did.
+The example is ``example_inputs`` of the tower, or the smallest input that this rank saw, its floating point values
+replaced by zeros. A rank that saw none receives one from another rank.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -26,16 +28,16 @@ from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2._torch.private_names import BatchNorm, untraced
 from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.config.parallel import TowerModel
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.parallel.batches import Packed
-from composer_fsdp2.parallel.connecting import connect, is_floating
+from composer_fsdp2.parallel.connecting import Arguments, connect
 from composer_fsdp2.sharding.agree import gather
-from composer_fsdp2.sharding.modules import at_path
+from composer_fsdp2.sharding.modules import at_path, is_at_or_under
 from composer_fsdp2.training.control import Operation
 from composer_fsdp2.training.out_of_memory import Ask, asking
 
 EXAMPLE = "example_inputs"
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, and those by name
 
 _OPERATION = Operation(
     "idle_towers",
@@ -44,12 +46,20 @@ _OPERATION = Operation(
 )
 
 
-def refuse_examples(model: nn.Module, models: Sequence[TowerModel]) -> None:
-    """Raise for an ``example_inputs`` that no tower could be called with.
+def refuse_towers(model: nn.Module, models: Sequence[TowerModel], checkpointed: Sequence[str]) -> None:
+    """Raise for an ``example_inputs`` that no tower could be called with, and for recomputation around a tower's model.
 
+    Args:
+        checkpointed: The paths of the recomputed modules.
     Raises:
-        PlanError: names the tower.
+        PlanError: names the module.
     """
+    for each in models:
+        if around := [path for path in checkpointed if is_at_or_under(each.model, path)]:
+            raise PlanError(
+                f"idle_towers: {around[0]} is recomputed as one, and ranks could not agree in backward on the "
+                f"towers that it calls ({and_more(each.towers)}); recompute the blocks in it and in the towers instead"
+            )
     for path in (path for each in models for path in each.towers):
         given = getattr(at_path(model, path), EXAMPLE, None)
         if not isinstance(given, torch.Tensor | tuple | Mapping | None):
@@ -66,143 +76,161 @@ def start_idle_towers(
 
     Args:
         before: The modules by their paths, before wrappers of checkpointing were put around some.
-        limit_s: For how many seconds ranks wait for each other's answers; None: for as long as for other votes.
+        limit_s: The timeout of these comparisons in seconds; None: that of other votes.
     """
     for each in models:
         outer = before[each.model]
-        towers = _Towers(each, {path: at_path(model, path) for path in each.towers}, asking(outer, _OPERATION, limit_s))
-        outer.register_forward_pre_hook(towers.begin, with_kwargs=True)
+        towers = _Towers(each, [at_path(model, path) for path in each.towers], asking(outer, _OPERATION, limit_s))
+        _wrap_forward(outer, towers)
         for number, tower in enumerate(towers.modules):
-            # Before the tower is gathered; what it returns is looked at before its unit's own hook does so.
-            tower.register_forward_pre_hook(towers.before_tower(number), prepend=True, with_kwargs=True)
+            # Before FSDP's own hooks: the pre-hook all-gathers, the forward hook registers the backward's hooks.
+            tower.register_forward_pre_hook(partial(towers.before_tower, number), prepend=True, with_kwargs=True)
             tower.register_forward_hook(towers.after_tower, prepend=True)
         for path in each.sync_points:
-            meeting = towers.before_meeting(path)
-            at_path(model, path).register_forward_pre_hook(meeting, prepend=True, with_kwargs=True)
-        outer.register_forward_hook(towers.end, prepend=True)
+            at_path(model, path).register_forward_pre_hook(
+                partial(towers.before_sync_point, path), prepend=True, with_kwargs=True
+            )
+
+
+def _wrap_forward(outer: nn.Module, towers: "_Towers") -> None:
+    """Wrap ``forward`` itself, not by hooks: peft calls the ``forward`` of the model that it adapts."""
+    forward = outer.forward
+
+    @wraps(forward)
+    def with_towers(*args: Any, **kwargs: Any) -> Any:
+        towers.begin(args, kwargs)
+        return towers.end(forward(*args, **kwargs))
+
+    outer.forward = with_towers
+
+
+class _Graph(Enum):
+    """What autograd records of a tower, which must be alike on all ranks."""
+
+    NONE = 0  # a model may call a tower that it does not train under ``torch.no_grad``
+    PARAMETERS = 1
+    THROUGH = 2  # its inputs' gradients, too
+
+    @staticmethod
+    def of(inputs: Sequence[torch.Tensor]) -> "_Graph":
+        if not torch.is_grad_enabled():
+            return _Graph.NONE
+        return _Graph.THROUGH if any(each.requires_grad for each in inputs) else _Graph.PARAMETERS
 
 
 class _Towers:
-    """One forward after the other of the module around towers, on this rank.
+    """The forwards of one module that calls towers, on this rank.
 
     Attributes:
         modules: The towers.
     """
 
-    def __init__(self, plan: TowerModel, towers: Mapping[str, nn.Module], ask: Ask) -> None:
-        self._model, self._names, self._ask = plan.model or "the model", plan.towers, ask
-        self.modules = list(towers.values())
-        self._examples: dict[int, _Example] = {}
-        for number, tower in enumerate(self.modules):
-            if (given := getattr(tower, EXAMPLE, None)) is not None:
-                self._examples[number] = _Example.given(given)
-        self._known_to_all: set[int] = set()
+    def __init__(self, plan: TowerModel, modules: Sequence[nn.Module], ask: Ask) -> None:
+        self._model, self._names, self._ask, self.modules = plan.model or "the model", plan.towers, ask, modules
+        given = {number: getattr(tower, EXAMPLE, None) for number, tower in enumerate(modules)}
+        self._examples = {number: _Example.given(inputs) for number, inputs in given.items() if inputs is not None}
+        self._known_to_all: set[int] = set()  # the towers for which every rank has an example
         self._checked: set[int] = set()
-        self._is_open = self._is_idle = False
+        self._is_open = False  # in the forward
+        self._is_asking = False  # and not in a tower that runs on an example
         self._device = torch.device("cpu")
-        self._unconnected: list[torch.Tensor] = []  # without elements; of the towers that ran since the last meeting
+        self._unconnected: list[torch.Tensor] = []  # empty slices of the outputs of towers since the last sync point
 
     @untraced
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._is_open, self._is_idle, self._unconnected = True, False, []
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._is_open, self._is_asking, self._unconnected = True, True, []
         self._device = next((tensor.device for tensor in tensors_in((args, kwargs))), self._device)
 
-    def before_tower(self, number: int) -> Callable[..., _Arguments | None]:
-        @untraced
-        def meet(tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
-            if not self._is_open or self._is_idle:
-                return None
-            self._keep_example(number, args, kwargs)
-            has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in((args, kwargs)))
-            while (first := self._first(self._names[number], number, has_gradient)) and first[0] != number:
-                self._run_idle(*first)
-            is_alike = first is None or first[1] is has_gradient
-            return None if is_alike else _with_main(args, kwargs, _as_trained)
-
-        return meet
+    @untraced
+    def before_tower(
+        self, number: int, tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        if not self._is_asking:
+            return None
+        inputs, known = tensors_in((args, kwargs)), self._examples.get(number)
+        if known is None or known.num_elements > sum(each.numel() for each in inputs):
+            self._examples[number] = _Example.seen(args, kwargs)
+        graph = _Graph.of(inputs)
+        of_all = self._run_towers_of_others(self._names[number], (number, graph))
+        return None if graph in (_Graph.NONE, of_all) else _with_main(args, kwargs, _as_trained)
 
     @untraced
     def after_tower(self, tower: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._is_open:
-            reached = (each for each in tensors_in(output) if each.requires_grad)
-            self._unconnected += [each.reshape(-1)[:0] for each in reached]
-
-    def before_meeting(self, path: str) -> Callable[..., _Arguments | None]:
-        @untraced
-        def meet(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
-            if not self._is_open or self._is_idle:
-                return None
-            self._run_all_idle(path)
-            if not self._unconnected:
-                return None
-            # What it computes with, so that backward goes through it on all ranks: tokens with images in them need
-            # gradients where text alone may not.
-            connected = _with_main(args, kwargs, lambda tensor: connect(tensor, self._unconnected))
-            if connected is not None:
-                self._unconnected = []
-            return connected
-
-        return meet
+            self._unconnected += [each.reshape(-1)[:0] for each in tensors_in(output) if each.requires_grad]
 
     @untraced
-    def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        self._run_all_idle(f"the end of {self._model}")
-        self._is_open, unconnected, self._unconnected = False, self._unconnected, []
-        return _connect_to_all(output, unconnected) if unconnected else None
+    def before_sync_point(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        if not self._is_asking:
+            return None
+        self._run_towers_of_others(path)
+        # To its main input, to make backward pass through it on all ranks: without an image it may need no gradient.
+        unconnected = self._unconnected
+        connected = _with_main(args, kwargs, lambda tensor: connect(tensor, unconnected)) if unconnected else None
+        if connected is not None:
+            self._unconnected = []
+        return connected
 
-    def _run_all_idle(self, where: str) -> None:
-        while first := self._first(where, None, False):
-            self._run_idle(*first)
+    @untraced
+    def end(self, output: Any) -> Any:
+        self._run_towers_of_others(f"the end of {self._model}")
+        self._is_open, self._is_asking, unconnected, self._unconnected = False, False, self._unconnected, []
+        if not unconnected:
+            return output
+        # Any of its tensors may be the loss.
+        return with_tensors(output, lambda each: connect(each, unconnected) if each.is_floating_point() else each)
 
-    def _first(self, where: str, own: int | None, has_gradient: bool) -> tuple[int, bool] | None:
-        """The first tower that a rank is about to enter, and whether with inputs that need gradients; None: no rank is.
+    def _run_towers_of_others(self, where: str, own: tuple[int, _Graph] | None = None) -> _Graph | None:
+        """Run on examples what other ranks are about to enter, until that is ``own`` or nothing.
 
         Args:
-            where: Where this rank is.
-            own: The tower that it is about to enter.
+            where: The place in the model that this rank has reached.
+            own: The tower that it is about to enter, and what this adds to autograd's graph.
+        Returns:
+            The most that ``own`` adds to it on any rank.
         """
-        code = 0 if own is None else 2 * (len(self.modules) - own) + has_gradient
-        [found] = self._ask(where, [code])
-        if not found:
-            return None
-        number = len(self.modules) - found // 2
-        if number not in self._known_to_all:
-            self._make_known(number, where)
-        return number, bool(found % 2)
+        code = 0 if own is None else len(_Graph) * (len(self.modules) - own[0]) + own[1].value
+        while found := self._ask(where, [code])[0]:
+            number, graph = len(self.modules) - found // len(_Graph), _Graph(found % len(_Graph))
+            if number not in self._known_to_all:
+                self._make_known(number, where)
+            if own is not None and own[0] == number:
+                return graph
+            self._run_idle(number, graph)
+        return None
 
     def _make_known(self, number: int, where: str) -> None:
-        """Give ranks that have no example of a tower that of another: one that is about to enter it has one."""
+        """Send an example of a tower to the ranks that have none: the rank that is about to enter it has one."""
         [lacks] = self._ask(where, [number not in self._examples])
         if lacks:
             own = self._examples.get(number)
-            given = [each for each in gather(own and Packed.of(own)) if each is not None]
-            if errors := [each.error for each in given if each.error]:
+            sent = [each for each in gather(own and Packed.of(own)) if each is not None]
+            if errors := [each.error for each in sent if each.error]:
                 raise PlanError(
                     f"idle_towers: what {self._names[number]} was called with cannot be sent to ranks that saw no "
                     f"input of it yet ({errors[0]}); give each rank an example: {EXAMPLE} on that module"
                 )
-            self._examples.setdefault(number, min((each.open() for each in given), key=lambda each: each.num_elements))
+            self._examples.setdefault(number, min((each.open() for each in sent), key=lambda each: each.num_elements))
         self._known_to_all.add(number)
 
-    def _keep_example(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        known = self._examples.get(number)
-        if known is None or known.num_elements > sum(each.numel() for each in tensors_in((args, kwargs))):
-            self._examples[number] = _Example.seen(args, kwargs)
-
-    def _run_idle(self, number: int, has_gradient: bool) -> None:
+    def _run_idle(self, number: int, graph: _Graph) -> None:
         tower, name = self.modules[number], self._names[number]
-        args, kwargs = self._examples[number].arguments(self._device)
-        if has_gradient:
+        args, kwargs = self._examples[number].arguments_on(self._device)
+        if graph is _Graph.THROUGH:
             args, kwargs = _with_main(args, kwargs, _as_trained) or (args, kwargs)
-        self._is_idle = True
         try:
-            with _without_statistics(tower):
+            with ExitStack() as stack:
+                stack.enter_context(replaced(self, "_is_asking", False))
+                stack.enter_context(torch.set_grad_enabled(graph is not _Graph.NONE))
+                for each in tower.modules():
+                    if isinstance(each, BatchNorm) and each.training:  # its statistics are of images alone
+                        stack.enter_context(replaced(each, "training", False))
                 output = tower(*args, **kwargs)
         except Exception as error:
             error.add_note(f"idle_towers ran {name} on an example, as only other ranks have an input for it")
             raise
-        finally:
-            self._is_idle = False
         if number not in self._checked:
             if not all(bool(each.isfinite().all()) for each in tensors_in(output) if each.is_floating_point()):
                 raise ComposerFSDP2Error(
@@ -214,102 +242,62 @@ class _Towers:
 
 def _with_main(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
-) -> _Arguments | None:
-    """The arguments with a change to the tensor that a part computes with; None where there is none.
-
-    Masks and positions are no such tensors.
-    """
-    places: list[int | str] = [number for number, each in enumerate(args) if is_floating(each)]
-    places += [key for key, each in kwargs.items() if is_floating(each) and not key.endswith(("mask", "positions"))]
+) -> Arguments | None:
+    """The arguments with their main tensor changed: floating point, and no mask or positions. None without any."""
+    given: dict[Any, Any] = dict(enumerate(args)) | kwargs
+    places = [
+        key
+        for key, each in given.items()
+        if isinstance(each, torch.Tensor) and each.is_floating_point() and not str(key).endswith(("mask", "positions"))
+    ]
     if not places:
         return None
-    given: dict[int | str, Any] = dict(enumerate(args))
-    given.update(kwargs)
-    place = next((each for each in places if given[each].requires_grad), places[0])
+    place = next((key for key in places if given[key].requires_grad), places[0])
     given[place] = change(given[place])
     return tuple(given[number] for number in range(len(args))), {key: given[key] for key in kwargs}
 
 
 def _as_trained(tensor: torch.Tensor) -> torch.Tensor:
-    """What comes from a part that is trained, as on another rank: a unit whose inputs need no gradients ends its
-    backward later than one whose inputs do."""
+    """Requiring grad, as the output of a trained part on another rank: without inputs that require grad, a unit's
+    backward ends later than with them."""
     return tensor.detach().requires_grad_()
 
 
-def _connect_to_all(output: Any, others: Sequence[torch.Tensor]) -> Any:
-    """An output of which any tensor may be the loss."""
-    return with_tensors(output, lambda each: connect(each, others) if each.is_floating_point() else each)
-
-
-@contextmanager
-def _without_statistics(tower: nn.Module) -> Iterator[None]:
-    """No batch norm learns from an example what images are like."""
-    with ExitStack() as stack:
-        for each in tower.modules():
-            if isinstance(each, BatchNorm) and each.training:
-                stack.enter_context(replaced(each, "training", False))
-        yield
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Examples
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Like:
-    """A tensor of an example: zeros, or ``values``."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    stays_on_cpu: bool
-    values: torch.Tensor | None = None
-
-    def made(self, device: torch.device) -> torch.Tensor:
-        device = torch.device("cpu") if self.stays_on_cpu else device
-        if self.values is not None:
-            return self.values.to(device)
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Example:
-    """What a tower is called with, with a ``_Like`` in the place of each tensor."""
+    """Arguments of a tower.
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    Args:
+        num_elements: Of its tensors; the smallest example is used.
+        stays_on_cpu: Whether tensors that are on the CPU belong there.
+    """
+
+    arguments: Arguments
     num_elements: int
+    stays_on_cpu: bool
 
     @staticmethod
-    def seen(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "_Example":
-        """With zeros, and the numbers of images, sizes and the like as they are."""
+    def seen(args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Example":
+        """Arguments of a call: zeros for floating point tensors, the values of others, such as image sizes."""
 
-        def like(tensor: torch.Tensor) -> _Like:
-            is_value = not tensor.is_floating_point()
-            values = tensor.detach().clone() if is_value else None
-            on_cpu = tensor.device.type == "cpu"
-            return _Like(shape=tensor.shape, dtype=tensor.dtype, stays_on_cpu=on_cpu, values=values)
+        def of(tensor: torch.Tensor) -> torch.Tensor:
+            # One zero in memory, whatever the shape.
+            return tensor.new_zeros(()).expand(tensor.shape) if tensor.is_floating_point() else tensor.detach().clone()
 
         num_elements = sum(each.numel() for each in tensors_in((args, kwargs)))
-        return _Example(
-            args=with_tensors(args, like), kwargs=with_tensors(dict(kwargs), like), num_elements=num_elements
-        )
+        return _Example(with_tensors((args, kwargs), of), num_elements, stays_on_cpu=True)
 
     @staticmethod
     def given(inputs: torch.Tensor | tuple[Any, ...] | Mapping[str, Any]) -> "_Example":
-        """As it is, on the model's device."""
+        """``example_inputs``; preferred to any input seen."""
+        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+        arguments = (inputs, {}) if isinstance(inputs, tuple) else ((), dict(inputs))
+        return _Example(arguments, -1, stays_on_cpu=False)
 
-        def like(tensor: torch.Tensor) -> _Like:
-            return _Like(shape=tensor.shape, dtype=tensor.dtype, stays_on_cpu=False, values=tensor.detach())
+    def arguments_on(self, device: torch.device) -> Arguments:
+        def on(tensor: torch.Tensor) -> torch.Tensor:
+            to = tensor.device if self.stays_on_cpu and tensor.device.type == "cpu" else device
+            return tensor.detach().to(to, copy=True, memory_format=torch.contiguous_format)
 
-        args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else ()
-        args = (inputs,) if isinstance(inputs, torch.Tensor) else args
-        kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
-        return _Example(
-            args=with_tensors(args, like), kwargs=with_tensors(kwargs, like), num_elements=-1
-        )  # none is preferred
-
-    def arguments(self, device: torch.device) -> _Arguments:
-        def made(like: _Like) -> torch.Tensor:
-            return like.made(device)
-
-        return with_tensors(self.args, made, kind=_Like), with_tensors(dict(self.kwargs), made, kind=_Like)
+        moved: Arguments = with_tensors(self.arguments, on)
+        return moved

@@ -1,25 +1,23 @@
-"""The rows of several batches one after another, as one batch: what one loader would have given for all of them.
+"""Concatenation of several ranks' batches, for ``broadcast_batch: gather``.
 
-A row is what lies along dimension 0 of a tensor with as many, or in one place of a list. Batches of text that were
-padded to different lengths are padded to the longest, as their collator would have.
+Supported are the structures that Composer splits into microbatches: a tensor, a mapping, or a list or tuple of these.
+Inside of it a tensor has its rows along dimension 0, and a list has one value per row. Tokens are padded to the
+longest batch, as a collator pads them.
 """
 
-import copy
-import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn import functional as F
 
 from composer_fsdp2._torch.passing import tensors_in
 from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.contents import digest_of, parts_of
 
-# What Hugging Face's and LLM Foundry's collators put in places that attention_mask leaves out; the token there is read
-# from the batch.
+# The padding values of Hugging Face's and LLM Foundry's collators. The pad token itself is read from the batch.
 _FILL = {
     "attention_mask": 0,
     "labels": -100,
@@ -30,11 +28,11 @@ _FILL = {
     "special_tokens_mask": 1,
 }
 _TOKENS, _MASK = "input_ids", "attention_mask"
-_BATCH = "batch"  # the path of the whole
-# Places of a batch in a batch, which would be those of other rows afterwards (LLM Foundry's in-context learning tasks;
-# where packed rows begin, which flash attention is told).
-_OF_ROWS = ("choice_groupings", "cu_seq_lens_q", "cu_seq_lens_k")
-# Pieces of pictures and sounds, of which rows have any number, in the order of rows (the later ones of Qwen's models).
+_BATCH = "batch"  # the path of the whole batch
+# Row or token offsets into one rank's batch, which would be wrong in the joined one: LLM Foundry's in-context learning
+# tasks, and flash attention on packed rows.
+_OFFSETS = ("choice_groupings", "cu_seq_lens_q", "cu_seq_lens_k")
+# Patches, frames and their sizes, in the order of rows, any number per row (Qwen2.5-VL, Qwen2-Audio).
 _OF_MEDIA = re.compile(r"(pixel|image|video|audio|patch|second_per_grid|input_feature|feature_attention)\w*('\])?$")
 
 _OTHERWISE = (
@@ -44,188 +42,122 @@ _OTHERWISE = (
 
 
 def join_rows(batches: Sequence[Any]) -> Any:
-    """One batch of the rows of all, in order.
+    """Concatenate the rows of all batches, in order. A mapping of any class becomes a dict.
 
     Raises:
-        ConfigError: they cannot be put together; names the place, and what to do.
+        ConfigError: names the value that cannot be concatenated, and the alternatives.
     """
     return batches[0] if len(batches) == 1 else _join(batches, [_num_rows(batch) for batch in batches], _BATCH)
 
 
+def _num_rows(batch: Any) -> int | None:
+    """The number of rows of ``input_ids``, else of the first tensor; None without tensors."""
+    mappings = [each for each in (batch if isinstance(batch, list | tuple) else [batch]) if isinstance(each, Mapping)]
+    tokens = [each[_TOKENS] for each in mappings if _TOKENS in each]
+    return next((len(tensor) for tensor in tensors_in([tokens, batch]) if tensor.ndim), None)
+
+
 def _join(values: Sequence[Any], rows: Sequence[int | None], path: str) -> Any:
     first = values[0]
-    if len({type(value) for value in values}) > 1:
-        raise _cannot(path, f"is of different types: {', '.join(sorted({type(v).__name__ for v in values}))}")
-    if isinstance(first, torch.Tensor) and first.ndim:
-        return _join_tensors(values, rows, path)
-    if isinstance(first, Mapping):
+    is_alike = len({type(value) for value in values}) == 1
+    if is_alike and isinstance(first, torch.Tensor) and first.ndim:
+        has_rows = all(len(tensor) == number for tensor, number in zip(values, rows, strict=True))
+        return _join_tensors(values, path) if has_rows or _OF_MEDIA.search(path) else _same_on_all(values, path)
+    if is_alike and isinstance(first, Mapping):
         return _join_mappings(values, rows, path)
-    if isinstance(first, list | tuple) and not isinstance(first, PackedSequence):
-        return _join_sequences(values, rows, path)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in dataclasses.fields(first) if field.init]
-        return dataclasses.replace(
-            first, **{name: _join([getattr(v, name) for v in values], rows, f"{path}.{name}") for name in names}
-        )
-    contents = [parts_of(value, path) for value in values]
-    if any(each != contents[0] for each in contents):
-        raise _cannot(path, f"is {short(first)} on one rank and {short(values[-1])} on another, and has no rows")
-    return first
+    if is_alike and type(first) in (list, tuple):
+        if path == _BATCH and len({len(value) for value in values}) == 1:
+            places = enumerate(zip(*values, strict=True))
+            return type(first)(_join(each, rows, f"{path}[{number}]") for number, each in places)
+        if path != _BATCH and all(len(value) == number for value, number in zip(values, rows, strict=True)):
+            return type(first)(each for value in values for each in value)
+    return _same_on_all(values, path)
 
 
-def _join_tensors(tensors: Sequence[torch.Tensor], rows: Sequence[int | None], path: str) -> torch.Tensor:
-    if any(len(tensor) != number for tensor, number in zip(tensors, rows, strict=True)) and not _OF_MEDIA.search(path):
-        return _of_no_rows(tensors, rows, path)
-    kinds = {(tensor.dtype, tensor.shape[1:]) for tensor in tensors}
-    if len(kinds) > 1 or tensors[0].layout is not torch.strided:
+def _join_tensors(tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
+    if len({(tensor.dtype, tensor.shape[1:]) for tensor in tensors}) > 1:
         shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
         raise _cannot(path, f"has rows that do not fit together ({shapes})")
-    joined = torch.cat(list(tensors))
-    # As the loader's own: a copy to the device from other memory waits for it.
-    return joined.pin_memory() if any(tensor.is_pinned() for tensor in tensors) else joined
+    return _pinned_like(torch.cat(list(tensors)), tensors)
 
 
-def _of_no_rows(tensors: Sequence[torch.Tensor], rows: Sequence[int | None], path: str) -> torch.Tensor:
-    """A tensor that is the batch's as a whole, such as a mask that all rows have: once, if all have the same.
+def _same_on_all(values: Sequence[Any], path: str) -> Any:
+    """A value that belongs to no row, such as a mask for all rows: kept once if it is equal on all ranks.
 
-    A vector of whole numbers is likelier places in the batch, as offsets are, which would be those of one rank's rows.
+    A vector of integers of another length is refused even then: it may hold offsets into one rank's rows.
     """
-    first = tensors[0]
-    is_places = first.ndim == 1 and not first.is_floating_point() and first.dtype != torch.bool
-    if is_places or len({digest_of(parts_of(tensor)) for tensor in tensors}) > 1:
-        why = "may say places of rows" if is_places else "is not the same on all ranks"
-        raise _cannot(
-            path, f"has {_listed(map(len, tensors))} in dimension 0, where batches have {_listed(rows)} rows, and {why}"
-        )
+    first = values[0]
+    is_vector = isinstance(first, torch.Tensor) and first.ndim == 1
+    if is_vector and not first.is_floating_point() and first.dtype != torch.bool:
+        raise _cannot(path, f"has {len(first)} numbers, not one per row, and may hold offsets into one rank's rows")
+    if len({digest_of(parts_of(value)) for value in values}) > 1:
+        shown = " and ".join(" ".join(short(value).split()) for value in values)
+        raise _cannot(path, f"is not one value per row, and differs between ranks ({shown})")
     return first
 
 
-def _join_mappings(values: Sequence[Mapping[Any, Any]], rows: Sequence[int | None], path: str) -> Any:
-    first = values[0]
-    keys = dict.fromkeys(key for value in values for key in value)
-    having = {key: [rank for rank, value in enumerate(values) if value.get(key) is not None] for key in keys}
-    odd = [key for key, ranks in having.items() if 0 < len(ranks) < len(values)]
-    if others := [key for key in odd if not _OF_MEDIA.search(str(key))]:
-        raise _cannot(path, f"has {', '.join(sorted(map(repr, others)))} on some ranks only")
-    if found := [key for key in _OF_ROWS if key in first]:
-        raise _cannot(f"{path}[{found[0]!r}]", "says places of rows, which others take")
+def _join_mappings(values: Sequence[Mapping[Any, Any]], rows: Sequence[int | None], path: str) -> dict[Any, Any]:
     values = _padded(values, path)
     joined = {}
-    for key, ranks in having.items():
-        taken = ranks or range(len(values))  # of rows without pictures there is nothing to join
+    for key in dict.fromkeys(key for value in values for key in value):
+        if key in _OFFSETS:
+            raise _cannot(f"{path}[{key!r}]", "holds offsets into one rank's rows")
+        having = [rank for rank, value in enumerate(values) if value.get(key) is not None]
+        if 0 < len(having) < len(values) and not _OF_MEDIA.search(str(key)):
+            raise _cannot(path, f"has {key!r} on some ranks only")
+        taken = having or range(len(values))  # rows without pictures add nothing to pictures
         own = [values[rank].get(key) for rank in taken]
-        joined[key] = _join_member(own, [rows[rank] for rank in taken], f"{path}[{key!r}]")
-    if type(first) is dict:
-        return joined
-    try:
-        like: Any = copy.copy(first)  # such as a BatchEncoding
-        for key, value in joined.items():
-            like[key] = value
-    except TypeError:
-        return joined
-    return like
-
-
-def _join_member(values: Sequence[Any], rows: Sequence[int | None], path: str) -> Any:
-    """A list in a mapping or a pair has a value for each row, also where these have as many rows: Composer splits it
-    so."""
-    kind = type(values[0])
-    if kind in (list, tuple) and all(type(v) is kind and len(v) == n for v, n in zip(values, rows, strict=True)):
-        return kind(each for value in values for each in value)
-    return _join(values, rows, path)
-
-
-def _join_sequences(values: Sequence[Any], rows: Sequence[int | None], path: str) -> Any:
-    first, is_batch = values[0], path == _BATCH
-    if all(_is_of_rows(value, None if is_batch else number) for value, number in zip(values, rows, strict=True)):
-        return type(first)(each for value in values for each in value)
-    if len({len(value) for value in values}) > 1:
-        raise _cannot(path, f"has {' and '.join(str(len(value)) for value in values)} values")
-    # (x, y) as Composer splits it: a list in it has a value for each row.
-    is_pair = is_batch and all(isinstance(each, torch.Tensor | list | tuple) for each in first)
-    join = _join_member if is_pair else _join
-    joined = [join(each, rows, f"{path}[{number}]") for number, each in enumerate(zip(*values, strict=True))]
-    return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
-
-
-def _is_of_rows(value: Sequence[Any], rows: int | None) -> bool:
-    """Whether each of its values belongs to one row, as Composer splits a list; else each is a part of the batch.
-
-    Args:
-        rows: Of the batch around it; None where it is the batch, or nothing says how many.
-    """
-    if rows is None:
-        return not any(isinstance(each, torch.Tensor | Mapping | list | tuple) for each in value)
-    has_all_rows = bool(value) and all(_num_rows(each) == rows for each in value)
-    return len(value) == rows and not has_all_rows and not hasattr(value, "_fields")
-
-
-def _num_rows(batch: Any) -> int | None:
-    """The rows of its first tensor, in a mapping that of tokens; None without any."""
-    return next((len(tensor) for tensor in _tensors(batch) if tensor.ndim), None)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, Mapping):
-        first = [value[_TOKENS]] if _TOKENS in value else []
-        yield from (tensor for each in (*first, *value.values()) for tensor in _tensors(each))
-    elif isinstance(value, list | tuple):
-        yield from (tensor for each in value for tensor in _tensors(each))
-    else:
-        yield from tensors_in(value)
+        joined[key] = _join(own, [rows[rank] for rank in taken], f"{path}[{key!r}]")
+    return joined
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Text of different lengths
+# Padding
 
 
 def _padded(values: Sequence[Mapping[Any, Any]], path: str) -> Sequence[Mapping[Any, Any]]:
-    """Batches of text at the length of the longest; others as they are."""
+    """The batches, with tokens and what belongs to them padded to the longest."""
     tokens = [value.get(_TOKENS) for value in values]
     if not all(isinstance(each, torch.Tensor) and each.ndim == 2 for each in tokens):
         return values
     lengths = [each.shape[1] for each in tokens]  # type: ignore[union-attr]
     if len(set(lengths)) == 1:
         return values
-    if _MASK not in values[0]:
-        raise _cannot(
-            path, f"has rows of {_listed(lengths)} tokens and no {_MASK}, so that nothing says which would be padding"
-        )
-    left, fill = _is_padded_left(values), {**_FILL, _TOKENS: _pad_token(values)}
-    longest = max(lengths)
-    return [_pad(value, own, longest, fill, left, path) for value, own in zip(values, lengths, strict=True)]
+    if not all(_MASK in value for value in values):
+        listed = " and ".join(map(str, dict.fromkeys(lengths)))
+        raise _cannot(path, f"has rows of {listed} tokens and no {_MASK}, so that nothing says which would be padding")
+    is_left, fill = _is_padded_left(values), {**_FILL, _TOKENS: _pad_token(values)}
+    return [
+        {key: _pad(each, own, max(lengths), fill.get(key), is_left, f"{path}[{key!r}]") for key, each in value.items()}
+        for value, own in zip(values, lengths, strict=True)
+    ]
 
 
-def _pad(
-    value: Mapping[Any, Any], length: int, longest: int, fill: Mapping[str, int], left: bool, path: str
-) -> Mapping[Any, Any]:
-    padded = dict(value)
-    for key, tensor in value.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.shape[1] != length:
-            continue
-        if key not in fill or tensor.ndim > 2:
-            raise _cannot(f"{path}[{key!r}]", f"has rows of {length} places on one rank and {longest} on another")
-        padded[key] = tensor.new_full((len(tensor), longest), fill[key])
-        place = slice(longest - length, None) if left else slice(length)
-        padded[key][:, place] = tensor
-        padded[key] = padded[key].pin_memory() if tensor.is_pinned() else padded[key]
-    return padded
+def _pad(value: Any, length: int, longest: int, fill: int | None, is_left: bool, path: str) -> Any:
+    """``value`` with its dimension 1 padded, if it is a tensor whose dimension 1 is the sequence."""
+    if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != length:
+        return value
+    if fill is None or value.ndim > 2:
+        raise _cannot(path, f"has rows of {length} places on one rank and {longest} on another")
+    missing = (longest - length, 0) if is_left else (0, longest - length)
+    return _pinned_like(F.pad(value, missing, value=fill), [value])
 
 
 def _is_padded_left(values: Iterable[Mapping[Any, Any]]) -> bool:
-    """Whether a row begins with padding, and none ends with it."""
+    """Whether a row begins with padding and none ends with it."""
     masks = [value[_MASK].bool() for value in values if value[_MASK].numel()]
     return any(not mask[:, 0].all() for mask in masks) and all(bool(mask[:, -1].all()) for mask in masks)
 
 
 def _pad_token(values: Iterable[Mapping[Any, Any]]) -> int:
-    """The token in places that the mask leaves out; 0 where there is no such place."""
+    """The token at masked positions; 0 where no position is masked."""
     found = (value[_TOKENS][~value[_MASK].bool()] for value in values if value[_MASK].shape == value[_TOKENS].shape)
     return next((int(tokens[0]) for tokens in found if tokens.numel()), 0)
 
 
-def _listed(numbers: Iterable[object]) -> str:
-    return " and ".join(map(str, dict.fromkeys(numbers)))
+def _pinned_like(tensor: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In pinned memory if a source is, to keep copies to the device asynchronous."""
+    return tensor.pin_memory() if any(each.is_pinned() for each in sources) else tensor
 
 
 def _cannot(path: str, what: str) -> ConfigError:

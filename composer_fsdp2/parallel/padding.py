@@ -4,26 +4,20 @@
 flash attention take none. Under causal attention a token sees no place behind it. So with padding on the right tokens
 have the same outputs and gradients without a mask; padded places have others, which reach no loss where their labels do
 not count. With padding elsewhere attention gets the places of each row in another order, tokens first, and its output
-is put back. A mask is built only where the label of a padded place counts, as that of the first token behind padding on
-the left: the loss of one process includes it, with what such a place attends to under the mask.
+is put back. The model makes its mask only where the label of a padded place counts, as that of the first token behind
+padding on the left: the loss of one process includes it, with what such a place attends to under the mask.
 """
 
-import functools
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from composer_fsdp2.training.context import IGNORED_LABEL
 
-log = logging.getLogger(__name__)
-
 _FEATURES = ("attention_mask", "labels")
-_CAUSAL = ("sdpa", "flash_attention_2")  # without a mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,34 +90,18 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
 # Masks
 
 
-def mask_of_rows(
-    given: torch.Tensor | None, padding: Padding, name: str, length: int, device: torch.device
-) -> torch.Tensor | None:
-    """What attention needs to know of whole rows, in a form that a model hands on as it is; None for causal alone.
+def order_of_rows(mask: torch.Tensor) -> torch.Tensor:
+    """The places of each row with tokens first, as ``attend_in_order`` takes them.
 
     Args:
-        given: 1 for each place to attend to, (batch, places), or None for all.
-        name: Of the attention.
-        length: Of rows that ranks can divide, with places at their ends that no other sees.
+        mask: 1 for each token, (batch, places).
     Returns:
-        For ``attend_padded``, (batch, 1, 1, length): int8, 1 for a place to attend to, 0 for padding, -1 for a place
-        that was added; or int64, the places of each row with tokens first. For flash attention (batch, length), as
-        given. Not floating point, which a unit would cast.
+        int64, (batch, 1, 1, places): a form that layers hand on as if it were their mask.
     """
-    if given is None or (padding.is_right and not padding.counts):
-        return None if name in _CAUSAL else torch.ones(1, 1, 1, length, dtype=torch.int8, device=device)
-    missing = length - given.shape[1]
-    if name == "flash_attention_2":
-        return nn.functional.pad(given, (0, missing))
-    rows = nn.functional.pad((given != 0).to(torch.int8), (0, missing), value=-1)[:, None, None, :]
-    if name == "sdpa" and not padding.counts:
-        return rows.argsort(dim=-1, descending=True, stable=True)
-    if name == "sdpa":
-        _say_mask(len(given), length)
-    return rows
+    return (mask != 0).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, None, None, :]
 
 
-def attend_padded(
+def attend_in_order(
     attend: Callable[..., torch.Tensor],
     mask: torch.Tensor | None,
     query: torch.Tensor,
@@ -135,37 +113,12 @@ def attend_padded(
     """What ``attend(query, key, value, mask)`` returns for whole rows, (batch, heads, places, features).
 
     Args:
-        attend: Its mask is one to add to scores, flash attention's own, or None for causal alone.
-        mask: Of ``mask_of_rows``.
+        attend: Its mask is the model's, or None.
+        mask: The model's, or what ``order_of_rows`` returned.
         dim: Of the places in what it returns, 1 or 2.
     """
-    if mask is None or mask.dim() != 4:
+    if mask is None or mask.dtype != torch.int64 or mask.dim() != 4:
         return attend(query, key, value, mask)
-    if mask.dtype != torch.int64:
-        return attend(query, key, value, _additive_mask(mask, query.dtype))
     places = mask.transpose(2, 3)  # (batch, 1, places, 1)
     output = attend(*(each.take_along_dim(places, 2) for each in (query, key, value)), None)
     return output.take_along_dim(mask.argsort(dim=-1).transpose(dim, 3), dim)
-
-
-def _additive_mask(places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The causal mask to add to scores, made once for all layers: it stays with what all layers get."""
-    made: dict[torch.dtype, torch.Tensor] = vars(places).setdefault("_additive", {})
-    if dtype not in made:
-        length = places.shape[-1]
-        is_seen = torch.ones(length, length, dtype=torch.bool, device=places.device).tril() & (places > 0)
-        if places.device.type != "cpu":  # kernels return NaN for a place that sees nothing, such as padding on the left
-            is_seen |= ~is_seen.any(-1, keepdim=True)
-        mask = torch.zeros(is_seen.shape, dtype=dtype, device=places.device)
-        # A place that sees nothing attends to its row alike, in one process as well: not to what was added to the row.
-        made[dtype] = mask.masked_fill_(~is_seen, torch.finfo(dtype).min).masked_fill_(places < 0, -torch.inf)
-    return made[dtype]
-
-
-@functools.cache
-def _say_mask(num_rows: int, length: int) -> None:
-    log.warning(
-        "context_parallel_degree: a label counts at a padded place of the batch, so attention needs a mask of "
-        f"{num_rows} x {length} x {length} elements, and kernels without one (flash attention) are not used; set the "
-        "labels of padding to -100, and with padding on the left those of first tokens, too, or pad on the right"
-    )

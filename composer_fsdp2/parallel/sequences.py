@@ -3,7 +3,7 @@
 See [Note: context parallelism].
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -12,16 +12,16 @@ from torch import nn
 from composer_fsdp2.config.mesh import AxisRole
 from composer_fsdp2.config.sharding import ShardingConfig, check_split_sequences
 from composer_fsdp2.errors import UnsupportedError
-from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel, know, known_models
-from composer_fsdp2.parallel.causal_lm import HUGGING_FACE
+from composer_fsdp2.parallel.adapters import KEY, AttentionFacts, ModelAdapter, model_adapters, register_model_adapter
+from composer_fsdp2.parallel.hugging_face import HUGGING_FACE
 from composer_fsdp2.parallel.qwen_vl import QWEN_VL
 from composer_fsdp2.sharding.meshes import group_along
 from composer_fsdp2.sharding.modules import ancestors_or_self, at_path
 from composer_fsdp2.sharding.plan import ShardingPlan
 from composer_fsdp2.training.context import ContextGroup
 
-know(HUGGING_FACE)
-know(QWEN_VL)
+register_model_adapter(HUGGING_FACE)
+register_model_adapter(QWEN_VL)
 
 
 def plan_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
@@ -45,49 +45,61 @@ def plan_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
     problems: list[str] = []
     notes: list[str] = []
     attentions: list[str] = []
-    for path, kind in found.items():
+    for path, adapter in found.items():
         module = at_path(model, path)
         where = path or "the model"
-        facts = {f"{path}.{inner}" if path else inner: each for inner, each in kind.attentions(module).items()}
-        problems += [f"{where}: {text}" for text in kind.problems(module)]
+        facts = {f"{path}.{inner}" if path else inner: each for inner, each in adapter.attentions(module).items()}
+        problems += [f"{where}: {text}" for text in adapter.problems(module)]
         problems += _problems_of_attentions(facts, heads_per)
-        notes += [f"{where}: {text}" for text in (*kind.notes(module), *_notes_of_losses(model, path))]
+        notes += [f"{where}: {text}" for text in (*adapter.notes(module), *_notes_of_losses(model, path))]
         attentions += facts
         if not facts:
-            problems.append(f"{where}: no attention in it is known to go through {kind.name}'s interface")
+            problems.append(f"{where}: no attention in it is that of {adapter.name}; leave the key out")
     if problems:
         raise UnsupportedError("\n".join(f"{KEY} {degree}: {text}" for text in problems), keys=(KEY,))
     return replace(plan, exchanging=tuple(attentions), notes=(*plan.notes, *notes))
 
 
-def start_context(model: nn.Module, plan: ShardingPlan) -> ContextGroup | None:
+def start_context(model: nn.Module, plan: ShardingPlan) -> tuple[ContextGroup | None, Callable[[], None]]:
     """Make the model compute a part of its sequences, as the plan says; before it is wrapped or sharded.
 
+    Returns:
+        This rank's group, and what is to be called once the model is sharded.
     Called on all ranks; makes the groups of ranks.
     """
     degree = plan.config.context_parallel_degree
     if degree == 1:
-        return None
+        return None, lambda: None
     # The ranks of the tensor axis are the innermost: with 2 of each, 0 and 1 split layers, 0 and 2 sequences.
     group = group_along((-1, degree, _tensor_degree(plan.config)), 1, AxisRole.CONTEXT.value)
-    context = ContextGroup(group=group, size=degree, index=dist.get_rank(group))
-    for path, kind in _models(model).items():
+    found = _models(model)
+    is_known = not any(any(_notes_of_losses(model, path)) for path in found)
+    context = ContextGroup(group=group, size=degree, index=dist.get_rank(group), divides_losses=is_known)
+    afterwards = []
+    for path, adapter in found.items():
         inside = [each for each in plan.exchanging if path in ancestors_or_self(each)]
-        kind.start(model, at_path(model, path), [at_path(model, each) for each in inside], context)
-    return context
+        afterwards.append(
+            adapter.start(model, at_path(model, path), [at_path(model, each) for each in inside], context)
+        )
+
+    def connect() -> None:
+        for each in filter(None, afterwards):
+            each()
+
+    return context, connect
 
 
 def _tensor_degree(config: ShardingConfig) -> int:
     return config.mesh.degree(AxisRole.TENSOR)
 
 
-def _models(model: nn.Module) -> dict[str, KnownModel]:
-    """The outermost modules of a known kind, by path."""
-    found: dict[str, KnownModel] = {}
+def _models(model: nn.Module) -> dict[str, ModelAdapter]:
+    """The adapters of the outermost modules that have one, by path."""
+    found: dict[str, ModelAdapter] = {}
     for path, module in model.named_modules():
-        kind = next((kind for kind in known_models() if kind.is_one(module)), None)
-        if kind is not None and not any(above in found for above in ancestors_or_self(path)):
-            found[path] = kind
+        adapter = next((each for each in model_adapters() if each.matches(module)), None)
+        if adapter is not None and not any(above in found for above in ancestors_or_self(path)):
+            found[path] = adapter
     return found
 
 
@@ -102,13 +114,13 @@ def _notes_of_losses(model: nn.Module, path: str) -> Iterator[str]:
         written_in = getattr(getattr(around, "loss", None), "__module__", None)
         if written_in is not None and not written_in.startswith(_KNOWN_LOSSES):
             yield (
-                f"{KEY}: {around.__name__}.loss is written in {written_in}: it gets logits of a part of each sequence, "
-                "and labels of the whole; have it return the loss of the model's outputs, which the model divides right"
+                f"{KEY}: {around.__name__}.loss is written in {written_in}, so that logits and loss are computed of "
+                "whole rows on each rank; leave it to the model's own loss to compute a part"
             )
 
 
 def _unknown(model: nn.Module) -> str:
-    kinds = ", ".join(kind.name for kind in reversed(known_models()))
+    kinds = ", ".join(adapter.name for adapter in reversed(model_adapters()))
     return (
         f"{KEY}: no attention of {type(model).__name__} is known that could exchange heads for sequence; it works with "
         f"{kinds}. Leave the key out, or give the model an attention of these"

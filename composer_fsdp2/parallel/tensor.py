@@ -1,13 +1,14 @@
-"""Tensor and sequence parallelism: a layer plan in torch's words, planned on a model that nothing has touched yet.
+"""Tensor and sequence parallelism: a layer plan of torch's styles, checked on a model before it is changed.
 
-What torch leaves to its user is decided and checked here: a path that matches nothing is an error and no warning; a
-weight that is tied stays tied, and both of its sides are split alike; a dimension that the ranks cannot divide evenly
-is refused, with the module that has it.
+torch leaves some checks to its user; they are made here. A path that matches no module is an error, not a warning. A
+tied weight stays tied, and both of its sides are split alike. A dimension that the ranks cannot divide evenly is an
+error that names the module.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from typing import Literal, TypeAlias
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,11 +17,14 @@ from torch.distributed.tensor import parallel as _styles
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
+from composer_fsdp2._torch.capabilities import needs_even_shards
 from composer_fsdp2._torch.private_names import own_parameters, parent_mesh
 from composer_fsdp2.config.mesh import EXPERT_AXIS
 from composer_fsdp2.config.text import did_you_mean
 from composer_fsdp2.config.value import json_text
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.layer_plans import automatic_plan, matching_paths, problems_of_projections
+from composer_fsdp2.parallel.padded_styles import AddedPlaces, padded
 from composer_fsdp2.sharding.agree import agree
 from composer_fsdp2.sharding.decide import refuse_sharded
 from composer_fsdp2.sharding.modules import first_paths
@@ -29,7 +33,10 @@ from composer_fsdp2.sharding.parallelize import parallelize, tie_again
 from composer_fsdp2.sharding.plan import SplitModule
 from composer_fsdp2.sharding.ties import ParameterUse, join, parameter_uses, tie_groups
 
-# Of a module's own parameters by name.
+# By the path of a module its style, or AUTO.
+LayerPlan: TypeAlias = Mapping[str, ParallelStyle] | Literal["auto"]
+
+# From the names of a module's own parameters.
 _Placements = dict[str, Placement]
 
 _OF_WEIGHTS: dict[type[ParallelStyle], dict[type[nn.Module], _Placements]] = {
@@ -42,7 +49,7 @@ _OF_WEIGHTS: dict[type[ParallelStyle], dict[type[nn.Module], _Placements]] = {
         nn.Embedding: {"weight": Shard(0)},
     },
 }
-# Styles that lay out what goes into a module or comes out of it. Later versions have one for both.
+# Styles that redistribute the inputs or outputs of a module. Later versions have one for both.
 _OF_ACTIVATIONS = tuple(
     getattr(_styles, name)
     for name in ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
@@ -64,29 +71,35 @@ class TensorPlan:
     placements: Mapping[nn.Parameter, Placement] = field(default_factory=dict)
 
 
-def plan_parallelize(model: nn.Module, layer_plan: Mapping[str, ParallelStyle], degree: int) -> TensorPlan:
+def plan_parallelize(model: nn.Module, layer_plan: LayerPlan, degree: int, num_shards: int = 1) -> TensorPlan:
     """Decide what each style of a layer plan does to ``model``, without touching it.
 
     Args:
         model: Not split or sharded yet; parameters may be on the meta device.
         layer_plan: By the path of a module in the model, its style. A ``*`` stands for any child's name, as in
-            torch's ``parallelize_module``.
+            torch's ``parallelize_module``. "auto": that of a known model.
         degree: Over how many ranks.
+        num_shards: Over how many others the model will be sharded, where that is known.
     Raises:
         PlanError: names every path that matches nothing, with the nearest one; styles that do not fit their module;
-            dimensions that ``degree`` does not divide; and ties of which one side alone is split, or both differently.
+            dimensions that ``degree`` does not divide; and tied weights with one side split, or both differently.
 
     Every rank must call this with the same arguments; it does not communicate.
     """
+    if isinstance(layer_plan, str):
+        layer_plan = automatic_plan(model, degree, num_shards if needs_even_shards() else 1)
     problems: list[str] = []
     modules, uses = dict(model.named_modules(remove_duplicate=False)), parameter_uses(model)
     styles = _styles_by_path(modules, layer_plan, problems)
-    placements = _placements(modules, uses, styles, problems)
-    problems.extend(_problems_of_shapes(uses, placements, degree))
-    problems.extend(_problems_of_heads(modules, styles, degree))
+    placements = _placements(modules, uses, styles, degree, problems)
+    problems.extend(problems_of_projections(modules, styles, degree))
     if problems:
         raise PlanError("the layer plan of tensor parallelism does not fit the model:\n" + "\n".join(problems))
-    split = tuple(SplitModule(path=path, style=_text_of(style), parallelize=style) for path, style in styles.items())
+    added: AddedPlaces = {}
+    split = tuple(
+        SplitModule(path=path, style=_text_of(style), parallelize=padded(style, added))
+        for path, style in styles.items()
+    )
     return TensorPlan(modules=split, placements=placements)
 
 
@@ -96,10 +109,8 @@ def read_parallelized(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
     Raises:
         PlanError: parameters are DTensors of another kind than tensor parallelism makes, or of several meshes.
     """
-    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return TensorPlan(), None
-    uses = {use: use.parameter for use in parameter_uses(model) if isinstance(use.parameter, DTensor)}
-    uses = {use: parameter for use, parameter in uses.items() if not is_of_experts(parameter)}
+    found = {use: use.parameter for use in parameter_uses(model) if isinstance(use.parameter, DTensor)}
+    uses = {use: parameter for use, parameter in found.items() if not is_of_experts(parameter)}
     meshes = list(dict.fromkeys(parameter.device_mesh for parameter in uses.values()))
     if not meshes:
         return TensorPlan(), None
@@ -114,7 +125,7 @@ def read_parallelized(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
             f"parameters are split along {len(meshes)} different meshes already; give parallelize_module one slice of "
             "one mesh for all of them"
         )
-    paths = {path: None for use in uses for path, _ in use.owners}
+    paths = dict.fromkeys(path for use in uses for path, _ in use.owners)
     modules = tuple(SplitModule(path=path, style="parallelize_module, by the script") for path in paths)
     return TensorPlan(modules=modules, placements={p: p.placements[0] for p in uses.values()}), meshes[0]
 
@@ -124,13 +135,11 @@ def is_of_experts(parameter: DTensor) -> bool:
     return parameter.device_mesh.mesh_dim_names == (EXPERT_AXIS,)
 
 
-def parallelize_model(
-    model: nn.Module, optimizers: Optimizers, layer_plan: Mapping[str, ParallelStyle], mesh: DeviceMesh
-) -> None:
-    """Split a model in place as a layer plan says, without sharding it; ``prepare_fully_shard`` takes it as it is then.
+def parallelize_model(model: nn.Module, optimizers: Optimizers, layer_plan: LayerPlan, mesh: DeviceMesh) -> None:
+    """Split a model in place by a layer plan, without sharding it; ``prepare_fully_shard`` takes the result.
 
-    What ``torch.distributed.tensor.parallel.parallelize_module`` does, with ties kept, unknown paths refused, and an
-    optimizer that follows with its groups and state.
+    What ``torch.distributed.tensor.parallel.parallelize_module`` does; in addition tied weights stay tied, unknown
+    paths are errors, and the optimizer follows with its groups and state.
 
     Args:
         mesh: The slice of a mesh of all ranks along which to split.
@@ -163,21 +172,23 @@ def parallelized_along(model: nn.Module, world_size: int) -> DeviceMesh | None:
     axis, or two.
 
     Raises:
-        PlanError: it is another one; says which mesh to make.
+        PlanError: it is another axis; the message names the mesh to make.
     """
     mesh = read_parallelized(model)[1]
-    if mesh is None:
-        return None
-    parent = parent_mesh(mesh)
-    names, own = parent.mesh_dim_names or ("",), mesh.mesh_dim_names or ("",)
-    holds_all = parent.mesh.flatten().tolist() == list(range(world_size))
-    if parent.ndim not in (2, 3) or not holds_all or names[-1] != own[0]:
+    if mesh is not None and (parent_mesh(mesh).ndim not in (2, 3) or not is_last_axis(mesh, world_size)):
         raise PlanError(
-            f"the model is split along {mesh}, of {parent}; make one mesh of all ranks with named axes, the tensor "
-            'axis last, as init_device_mesh("cuda", (shard, tensor), mesh_dim_names=("shard", "tensor")), and give '
-            'parallelize_module its slice mesh["tensor"]'
+            f"the model is split along {mesh}, of {parent_mesh(mesh)}; make one mesh of all ranks with named axes, the "
+            'tensor axis last, as init_device_mesh("cuda", (shard, tensor), mesh_dim_names=("shard", "tensor")), and '
+            'give parallelize_module its slice mesh["tensor"]'
         )
     return mesh
+
+
+def is_last_axis(mesh: DeviceMesh, world_size: int) -> bool:
+    """Whether it is a slice along the last axis of a mesh of all ranks in order."""
+    parent = parent_mesh(mesh)
+    names, own = parent.mesh_dim_names or ("",), mesh.mesh_dim_names or ("",)
+    return parent.mesh.flatten().tolist() == list(range(world_size)) and names[-1] == own[0]
 
 
 def _styles_by_path(
@@ -187,7 +198,7 @@ def _styles_by_path(
     first_path = first_paths(known)
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for pattern, style in layer_plan.items():
-        matches = list(dict.fromkeys(first_path[module] for module in _matching(known[""], pattern)))
+        matches = list(dict.fromkeys(first_path[known[path]] for path in matching_paths(known[""], pattern)))
         if not matches:
             problems.append(f"no module {pattern!r}{_nearest(pattern, known)}")
         for path in matches:
@@ -206,17 +217,11 @@ def _nearest(pattern: str, known: Collection[str]) -> str:
     return did_you_mean(pattern, known, f"paths begin at the model that is trained, such as {first!r}")
 
 
-def _matching(model: nn.Module, pattern: str) -> list[nn.Module]:
-    found = [model]
-    for part in pattern.split(".") if pattern else ():
-        found = [child for module in found for name, child in module.named_children() if fnmatch(name, part)]
-    return found
-
-
 def _placements(
     modules: Mapping[str, nn.Module],
     uses: Iterable[ParameterUse],
     styles: Mapping[str, ParallelStyle],
+    degree: int,
     problems: list[str],
 ) -> dict[nn.Parameter, Placement]:
     of_modules: dict[nn.Module, _Placements] = {}
@@ -230,11 +235,20 @@ def _placements(
     found: dict[nn.Parameter, Placement] = {}
     for use in uses:
         sides = {join(path, name): of_modules.get(modules[path], {}).get(name) for path, name in use.owners}
-        distinct = list(dict.fromkeys(sides.values()))
-        if len(distinct) > 1:
-            problems.append(_problem_of_tie(sides))
-        elif distinct[0] is not None:
-            found[use.parameter] = distinct[0]
+        placement, *others = dict.fromkeys(sides.values())
+        if others:
+            told = [f"{name} {'unsplit' if side is None else repr(side)}" for name, side in sides.items()]
+            problems.append(
+                f"one parameter, tied, would be split in several ways: {', '.join(told)}. Plan all of its modules, or "
+                "none; an embedding RowwiseParallel and a head ColwiseParallel are both Shard(dim=0)"
+            )
+        elif placement is not None:
+            found[use.parameter] = placement
+        if not others and isinstance(placement, Shard) and (size := use.parameter.shape[placement.dim]) % degree:
+            problems.append(
+                f"{use.name} has {size} in dimension {placement.dim}, which tensor_parallel_degree {degree} does not "
+                "divide; use a degree that does, or leave the module out of the plan"
+            )
     return found
 
 
@@ -242,7 +256,7 @@ def _placements_of(module: nn.Module, style: ParallelStyle) -> _Placements:
     """What a style makes of a module's own parameters.
 
     Raises:
-        PlanError: it does not fit; the message says what does.
+        PlanError: it does not fit; the message names the modules that do.
     """
     own = [name for name, _ in own_parameters(module)]
     for kind, by_class in _OF_WEIGHTS.items():
@@ -272,44 +286,8 @@ def _placements_of(module: nn.Module, style: ParallelStyle) -> _Placements:
     )
 
 
-def _problem_of_tie(sides: Mapping[str, Placement | None]) -> str:
-    told = {name: "unsplit" if placement is None else repr(placement) for name, placement in sides.items()}
-    return (
-        f"one parameter, tied, would be split in several ways: {', '.join(map(' '.join, told.items()))}. Plan all of "
-        "its modules, or none; an embedding RowwiseParallel and a head ColwiseParallel are both Shard(dim=0)"
-    )
-
-
-def _problems_of_shapes(
-    uses: Iterable[ParameterUse], placements: Mapping[nn.Parameter, Placement], degree: int
-) -> Iterator[str]:
-    for use in uses:
-        placement = placements.get(use.parameter)
-        if isinstance(placement, Shard) and (size := use.parameter.shape[placement.dim]) % degree:
-            yield (
-                f"{use.name} has {size} in dimension {placement.dim}, which tensor_parallel_degree {degree} does not "
-                "divide; use a degree that does, or leave the module out of the plan"
-            )
-
-
-def _problems_of_heads(
-    modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], degree: int
-) -> Iterator[str]:
-    """An attention whose projections are split computes with whole heads on each rank."""
-    for path, style in styles.items():
-        module, above = modules[path], modules[path.rpartition(".")[0]]
-        head_dim = getattr(above, "head_dim", None)
-        if isinstance(style, ColwiseParallel) and isinstance(module, nn.Linear) and isinstance(head_dim, int):
-            heads, rest = divmod(module.out_features, head_dim)
-            if not rest and heads % degree:
-                yield (
-                    f"{path} has {heads} heads of {head_dim}, which tensor_parallel_degree {degree} does not divide; "
-                    "use a degree that does, or leave the attention's projections out of the plan"
-                )
-
-
 def _text_of(style: ParallelStyle) -> str:
-    """A style in torch's words, alike on all ranks."""
+    """A style as its constructor call, the same text on all ranks."""
     settings = {name: repr(value) for name, value in sorted(vars(style).items()) if name != "src_data_rank"}
     told = ", ".join(f"{name}={text}" for name, text in settings.items() if " at 0x" not in text)
     return f"{type(style).__name__}({told})"

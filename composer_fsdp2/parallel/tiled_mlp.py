@@ -1,20 +1,27 @@
-"""MLPs that are computed in pieces of the sequence, so that a long one needs the memory of a piece.
+"""MLPs that are computed in pieces of the sequence, to need the memory of one piece.
 
-[Note: tiled MLP] An MLP computes each token by itself, so pieces of the sequence one after the other give the same.
-Each is checkpointed: what the wide layers save lives in backward for that piece alone. A piece runs the instance's
-former ``forward``, not the module, so what hooks do around it (gathering parameters, a tensor parallel plan's layouts)
-is done once, and the gradients of all pieces are one sum before they are reduced.
+[Note: tiled MLP] An MLP computes each token independently, so the outputs of pieces are those of the whole.
+Each is checkpointed: backward recomputes and saves the wide activations of one piece at a time. A piece runs the
+instance's original ``forward``, not the module: hooks (all-gathers, a tensor parallel plan's layouts) run once, and the
+gradients of all pieces are summed before they are reduced.
 
-[Note: sequence parallelism] A ``RowwiseParallel`` whose output is sharded over the sequence gives each rank a part of
-every piece, where the model expects a part of the whole. Pieces are then taken of each rank's part alike: put together
-they are again that rank's.
+[Note: sequence parallelism] A ``RowwiseParallel`` whose output is sharded over the sequence returns one rank's part of
+every piece, where the model expects that rank's part of the whole sequence. So a piece takes tokens of every rank's
+part: the concatenated outputs are again one rank's part.
+
+[Note: trial] Modules that mix tokens are known by class and by name, except in other people's code;
+and a tensor parallel plan shows in the parameters, its output layout does not. So the first forward computes two pieces
+together and apart: the output's length is that of one rank's part or of the whole, and other numbers mean that tokens
+are mixed. They are compared to half of the dtype's digits, because matrix products of more rows round differently.
 """
 
 import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, update_wrapper
+from contextlib import ExitStack, contextmanager
+from functools import update_wrapper
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,13 +30,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from composer_fsdp2._torch.collectives import announce
-from composer_fsdp2._torch.private_names import BatchNorm, without_wrappers
+from composer_fsdp2._torch.passing import with_tensors
+from composer_fsdp2._torch.private_names import BatchNorm, untraced, without_wrappers
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.config.parallel import TiledMLP
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.classes import classes_named
 from composer_fsdp2.sharding.modules import at_path, has_forward
 
-_SEQUENCE = -2  # the axis of tokens; the last one holds a token's numbers
+_SEQUENCE = -2  # the axis of tokens; the last one is that of features
 _KEY = "tiled_mlp"
 _Run = Callable[[torch.Tensor], Any]
 _Setting = bool | int | float | str | None  # what may stand beside the tensor
@@ -38,8 +47,8 @@ _Setting = bool | int | float | str | None  # what may stand beside the tensor
 def tile_mlp(model: nn.Module, *, classes: Sequence[str | type[nn.Module]], chunks: int) -> list[str]:
     """Compute the MLPs of ``model`` in pieces of the sequence, in place: the same gradients in less memory.
 
-    Any MLP whose ``forward`` takes one tensor and computes each token by itself: Llama's, GPT's, MPT's. The instances
-    get another ``forward``; no class is touched. Before or after sharding, checkpointing and ``parallelize_module``.
+    Any MLP whose ``forward`` takes one tensor and computes each token independently: Llama's, GPT's, MPT's. It replaces
+    ``forward`` of the instances, and of no class. Before or after sharding, checkpointing and ``parallelize_module``.
 
     Args:
         classes: Those of the MLPs, or their names.
@@ -49,15 +58,15 @@ def tile_mlp(model: nn.Module, *, classes: Sequence[str | type[nn.Module]], chun
         The paths of these MLPs.
     Raises:
         ConfigError: no class, or fewer than 2 chunks.
-        PlanError: no module is of such a class, or one does not compute each token by itself; nothing has been changed
-            then.
+        PlanError: no module is of such a class, or one is known to mix tokens; nothing has been
+            changed then. The first forward raises it for one that mixes tokens by another name: two pieces are
+            computed together and apart there, once.
 
     In each gradient the pieces' parts are added up in the dtype that the MLP computes in. Dropout draws its numbers
     piece by piece: the same in forward and backward, but not those of the undivided MLP. Does not communicate.
     """
     names = tuple(each if isinstance(each, str) else each.__name__ for each in classes)
-    tiled = TiledMLP(classes=names, chunks=chunks)
-    paths = choose_tiled(model, tiled, place="tile_mlp")
+    paths = choose_tiled(model, TiledMLP(classes=names, chunks=chunks), place="tile_mlp")
     apply_tiling(model, paths, chunks)
     return list(paths)
 
@@ -79,11 +88,10 @@ def choose_tiled(model: nn.Module, tiled: TiledMLP | None, *, place: str = f"fsd
         if isinstance(module, types) and module not in inside:
             chosen[path] = module
             inside.update(module.modules())
-    reasons = {path: next(_reasons_against(module), None) for path, module in chosen.items()}
     problems = [
-        f"{place}: {path or 'the model itself'} ({type(chosen[path]).__name__}) {reason}"
-        for path, reason in reasons.items()
-        if reason is not None
+        f"{place}: {path or 'the model itself'} ({type(module).__name__}) {reason}"
+        for path, module in chosen.items()
+        for reason in islice(_reasons_against(module), 1)
     ]
     if problems:
         raise PlanError("\n".join(problems[:3]))
@@ -91,7 +99,7 @@ def choose_tiled(model: nn.Module, tiled: TiledMLP | None, *, place: str = f"fsd
 
 
 def apply_tiling(model: nn.Module, paths: Sequence[str], chunks: int) -> None:
-    """Give the modules at these paths, from ``choose_tiled``, a forward that computes piece by piece."""
+    """Replace the forward of the modules at these paths, from ``choose_tiled``, by one that runs on pieces."""
     for path in paths:
         module = at_path(model, path)
         module.forward = _InPieces(module, without_wrappers(path), chunks)
@@ -101,14 +109,13 @@ def apply_tiling(model: nn.Module, paths: Sequence[str], chunks: int) -> None:
 # Which modules can be
 
 
-_OF_ALL_TOKENS = "a norm whose statistics are of all tokens"
-_MIXING: dict[type[nn.Module], str] = {
-    BatchNorm: _OF_ALL_TOKENS,
-    nn.GroupNorm: _OF_ALL_TOKENS,
-    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _OF_ALL_TOKENS),
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), "a convolution over tokens"),
-    nn.RNNBase: "a recurrent layer over tokens",
-    nn.MultiheadAttention: "attention between tokens",
+_ATTENTION = "attention between tokens"
+_MIXING: dict[tuple[type[nn.Module], ...], str] = {
+    (BatchNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d): "a norm whose statistics are "
+    "of all tokens",
+    (nn.Conv1d, nn.Conv2d, nn.Conv3d): "a convolution over tokens",
+    (nn.RNNBase,): "a recurrent layer over tokens",
+    (nn.MultiheadAttention,): _ATTENTION,
 }
 # The same, and blocks of experts, by the names of their parts in transformers' models, MPT and TorchTitan.
 _ATTENDING = re.compile(r"(\w*_)?(attn|attention)")
@@ -129,117 +136,139 @@ def _reasons_against(module: nn.Module) -> Iterator[str]:
             yield f"is tiled already{at}"
         if _ROUTED.fullmatch(name):
             yield f"routes tokens to experts{at}, so it is no token-wise MLP; name the class of the experts instead"
-        mixing = [what for kind, what in _MIXING.items() if isinstance(inner, kind)]
-        if mixing or _ATTENDING.fullmatch(name):
-            what = mixing[0] if mixing else _MIXING[nn.MultiheadAttention]
+        named = _ATTENTION if _ATTENDING.fullmatch(name) else None
+        if what := next((what for kinds, what in _MIXING.items() if isinstance(inner, kinds)), named):
             yield f"has {what}{at}, so pieces of the sequence would give other numbers; leave it out"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What they run
+# Their forward
 
 
 class _InPieces:
-    """The ``forward`` of one module: its former one, of pieces of the sequence ([Note: tiled MLP]).
+    """The ``forward`` of one module: its original one, on pieces of the sequence ([Note: tiled MLP]).
 
-    An object rather than a function, so that a module can be copied and pickled as before.
+    An object rather than a function, to let the module be copied and pickled.
     """
 
     def __init__(self, module: nn.Module, path: str, chunks: int) -> None:
         self.module, self.path, self.chunks = module, path, chunks
-        self.former: Callable[..., Any] = module.forward
-        self.num_parts: int | None = None
-        update_wrapper(self, self.former)
+        self.original: Callable[..., Any] = module.forward
+        self.num_parts: int | None = None  # the number of ranks that the output's sequence is sharded over, once known
+        self.is_token_wise = False  # not known yet
+        update_wrapper(self, self.original)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden, run = self._read(args, kwargs)
-        num_parts = self._num_parts(hidden, run) if hidden.dim() > 1 else 1
-        pieces = self._cut(hidden, num_parts) if hidden.dim() > 1 else [hidden]
-        if len(pieces) == 1:
-            return self.former(*args, **kwargs)
-        outputs = [self._checked(checkpoint(run, piece, use_reentrant=False), piece, num_parts) for piece in pieces]
-        if any(size > 1 for size, _ in _sequence_axes(outputs[0])):
-            return _as(outputs[0], torch.cat([_local(output) for output in outputs], _SEQUENCE))
-        return torch.cat(outputs, _SEQUENCE)
+        can_be_cut = hidden.dim() > 1 and hidden.shape[_SEQUENCE] > 1
+        if can_be_cut and not self.is_token_wise:
+            self._try_pieces(hidden, run)
+        if not can_be_cut or self.num_parts is None:
+            return self.original(*args, **kwargs)
+        pieces = self._cut(hidden, self.num_parts, self.chunks)
+        return _joined([checkpoint(run, piece, use_reentrant=False) for piece in pieces])
 
-    def _read(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-        """The tensor, and the former forward as a function of it alone."""
-        given: dict[int | str, Any] = dict(enumerate(args)) | dict(kwargs.items())
-        tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
-        unknown = any(not isinstance(value, torch.Tensor | _Setting) for value in given.values())
-        if len(tensors) != 1 or unknown:
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, _Run]:
+        """The tensor, and the original forward as a function of that tensor alone."""
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+        if len(tensors) != 1 or not all(isinstance(value, torch.Tensor | _Setting) for value in given.values()):
             shown = ", ".join(f"{name}: {type(value).__name__}" for name, value in given.items())
             raise self._error(f"was called with ({shown}); only one tensor can be cut along its tokens")
-        [name] = tensors
-        return given[name], partial(_call_with, self.former, name, args, kwargs)
 
-    def _num_parts(self, hidden: torch.Tensor, run: _Run) -> int:
-        """Over how many ranks the output's sequence is sharded ([Note: sequence parallelism]).
+        def run(piece: torch.Tensor) -> Any:
+            # Offloaded to the CPU in between, it comes back contiguous; some operators save other tensors then.
+            positional, by_name = with_tensors((args, kwargs), lambda _: piece.contiguous())
+            return self.original(*positional, **by_name)
 
-        A tensor parallel plan is known by its parameters, and what it does with the output by trying, once.
+        return tensors[0], run
+
+    @untraced
+    def _try_pieces(self, hidden: torch.Tensor, run: _Run) -> None:
+        """Compute two pieces together and apart, to set ``num_parts`` and ``is_token_wise``.
+
+        Does nothing where the sequence is too short for the ranks of a tensor parallel plan. See [Note: trial].
+
+        Raises:
+            PlanError: an output has another number of tokens, or the two pieces together have other numbers.
         """
-        mesh = next((each.device_mesh for each in self.module.parameters() if isinstance(each, DTensor)), None)
-        if mesh is None or hidden.shape[_SEQUENCE] < mesh.size():
-            return 1
-        if self.num_parts is None:
-            sample = hidden.narrow(_SEQUENCE, 0, mesh.size())
-            devices = [] if hidden.device.type == "cpu" else [hidden.device]
-            with torch.no_grad(), torch.random.fork_rng(devices, device_type=hidden.device.type):
-                output = run(sample)
-            announce("trial")  # a rank that failed in it tries again, which the others then must, too
-            self.num_parts = max(mesh.size() // max(output.shape[_SEQUENCE], 1), 1)
-        return self.num_parts
+        length, num_shards, num_ranks = hidden.shape[_SEQUENCE], _num_shards(hidden), self._num_ranks()
+        smallest = 2 * max(num_shards, num_ranks)
+        if length < smallest:
+            return
+        tried = min(length, max(2 * math.ceil(length / self.chunks), smallest)) // smallest * smallest
+        both = _like(hidden, _local(hidden).narrow(_SEQUENCE, 0, tried // num_shards))
+        with self._aside(hidden.device):
+            together, num_parts = run(both), 1
+            if num_ranks > 1 and isinstance(together, torch.Tensor):
+                num_parts = max(tried // max(together.shape[_SEQUENCE], 1), 1)
+            halves = self._cut(both, num_parts, 2)
+            apart = [run(half) for half in halves]
+        for half, output in zip(halves, apart, strict=True):
+            expected_shape = (*half.shape[:_SEQUENCE], half.shape[_SEQUENCE] // num_parts)
+            if not isinstance(output, torch.Tensor) or tuple(output.shape[:-1]) != expected_shape:
+                shown = f"{tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
+                raise self._error(f"made {shown} of {tuple(half.shape)}; an MLP gives one tensor, with as many tokens")
+        self.num_parts = num_parts
+        if hidden.is_meta:
+            return
+        expected, found = _local(together), _local(_joined(apart))
+        scale, distance = expected.abs().max().item(), (expected - found).abs().max().item()
+        if distance > math.sqrt(torch.finfo(expected.dtype).eps) * scale:
+            raise self._error(
+                f"gives other numbers for a piece of the sequence than for two pieces together (by {distance:.2g}, the "
+                f"largest is {scale:.2g}), so it mixes tokens"
+            )
+        self.is_token_wise = scale > 0  # zeros, as of a layer that is initialized to zero, prove nothing
 
-    def _cut(self, hidden: torch.Tensor, num_parts: int) -> Sequence[torch.Tensor]:
-        length = hidden.shape[_SEQUENCE]
-        num_ranks = math.prod(size for size, _ in _sequence_axes(hidden))
-        if length % num_parts or length % num_ranks:
-            raise self._error(f"got {length} tokens, which {max(num_parts, num_ranks)} ranks cannot share evenly")
-        if num_ranks > 1:
-            return [_as(hidden, piece) for piece in _local(hidden).chunk(self.chunks, _SEQUENCE)]
-        if num_parts == 1:
-            return hidden.chunk(self.chunks, _SEQUENCE)
-        parts = hidden.unflatten(_SEQUENCE, (num_parts, -1))
-        return [piece.flatten(_SEQUENCE - 1, _SEQUENCE) for piece in parts.chunk(self.chunks, _SEQUENCE)]
+    @contextmanager
+    def _aside(self, device: torch.device) -> Iterator[None]:
+        """Without gradients and dropout, and without a change to the random numbers that training draws."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(
+                torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+            )
+            for module in self.module.modules():
+                stack.enter_context(replaced(module, "training", False))
+            yield
+        torch.clear_autocast_cache()  # of weights that were cast without gradients
+        if self._num_ranks() > 1:
+            announce("trial")  # a rank that failed in it tries again, and then the others must, too
 
-    def _checked(self, output: Any, piece: torch.Tensor, num_parts: int) -> torch.Tensor:
-        expected = (*piece.shape[:_SEQUENCE], piece.shape[_SEQUENCE] // num_parts)
-        if not isinstance(output, torch.Tensor) or tuple(output.shape[:-1]) != expected:
-            shown = f"{tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
-            raise self._error(f"made {shown} of {tuple(piece.shape)}; an MLP gives one tensor, with as many tokens")
-        return output
+    def _num_ranks(self) -> int:
+        """Over how many ranks a tensor parallel plan splits the module."""
+        return next((each.device_mesh.size() for each in self.module.parameters() if isinstance(each, DTensor)), 1)
+
+    def _cut(self, hidden: torch.Tensor, num_parts: int, chunks: int) -> list[torch.Tensor]:
+        """Pieces with the same number of tokens of each rank's part ([Note: sequence parallelism])."""
+        length, num_shards = hidden.shape[_SEQUENCE], _num_shards(hidden)
+        if length % num_parts or length % num_shards:
+            raise self._error(f"got {length} tokens, which {max(num_parts, num_shards)} ranks cannot share evenly")
+        parts = _local(hidden).unflatten(_SEQUENCE, (1 if num_shards > 1 else num_parts, -1))
+        return [_like(hidden, each.flatten(_SEQUENCE - 1, _SEQUENCE)) for each in parts.chunk(chunks, _SEQUENCE)]
 
     def _error(self, problem: str) -> PlanError:
         name = type(self.module).__name__
         return PlanError(f"{_KEY}: {self.path} ({name}) {problem}; leave {name} out of {_KEY}")
 
 
-def _call_with(
-    forward: Callable[..., Any], name: int | str, args: tuple[Any, ...], kwargs: dict[str, Any], piece: torch.Tensor
-) -> Any:
-    """``forward`` with the same arguments, but ``piece`` in the place of the one called ``name``."""
-    # Offloaded to the CPU in between, it comes back contiguous; some operators save other tensors then.
-    piece = piece.contiguous()
-    if isinstance(name, int):
-        return forward(*args[:name], piece, *args[name + 1 :], **kwargs)
-    return forward(*args, **kwargs | {name: piece})
+def _num_shards(tensor: torch.Tensor) -> int:
+    """Over how many ranks a DTensor's sequence is sharded; 1 for any other tensor."""
+    axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True) if isinstance(tensor, DTensor) else ()
+    return math.prod(size for size, placement in axes if placement.is_shard(tensor.dim() + _SEQUENCE))
 
 
-def _sequence_axes(tensor: torch.Tensor) -> list[tuple[int, Any]]:
-    """The mesh axes that a DTensor's sequence is sharded over: size and placement."""
-    if not isinstance(tensor, DTensor):
-        return []
-    axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return [(size, placement) for size, placement in axes if placement.is_shard(tensor.dim() + _SEQUENCE)]
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return _like(pieces[0], torch.cat([_local(piece) for piece in pieces], _SEQUENCE))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _as(model: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor with this rank's part, placed as ``model`` is."""
-    assert isinstance(model, DTensor)
-    return DTensor.from_local(local, model.device_mesh, model.placements, run_check=False)
+def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` as the local part of a DTensor that is placed as ``tensor``; itself if that is no DTensor."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)

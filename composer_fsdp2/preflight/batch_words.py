@@ -87,7 +87,7 @@ BATCH_WORDS: Mapping[str, BatchWords] = {
         options={name: f"optimizer.{name}" for name in ("lr", "weight_decay", "eps")},
     ),
 }
-_OPTIMIZERS = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "adamw_hf": "AdamW", "sgd": "SGD"}
+_OPTIMIZERS = {"adamw_torch": "AdamW", "adamw_hf": "AdamW", "sgd": "SGD"}
 _USUAL = {"microbatch": 1, "accumulation": 1, "sequence": 2048, "optimizer": "AdamW"}
 
 

@@ -14,6 +14,7 @@ from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.dialects.composer.around import (
     around_of,
     findings_beside,
+    has_automatic_plan,
     precision_of,
     tensor_degree,
 )
@@ -33,7 +34,7 @@ from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.run_file import RunFile, assumed
 
 _COMPOSER = DIALECTS["composer"]
-_LAYERS = "auto"  # of wrap_policy and activation_checkpointing_policy: those that the model itself names
+_LAYERS = "auto"  # of wrap_policy, activation_checkpointing_policy and layer_plan: those that the model itself names
 _CLASSES, _RECOMPUTED = "transformer_layer_cls_to_wrap", "activation_checkpointing_policy"
 # Where files of these systems name the model, by a name of the hub's or a folder.
 _MODEL_KEYS = ("model_name_or_path", "base_model", "pretrain", "model.hf_assets_path")
@@ -44,6 +45,7 @@ class _Asked:
     """A section in Composer's words.
 
     Args:
+        tensor_degree: Over how many ranks layers are split, by the plan of a known model.
         named: The model's name on the hub, or its folder, where the file tells.
         is_own_model: Whether the system trains models of its own, of whose classes transformers' has none.
     """
@@ -52,6 +54,7 @@ class _Asked:
     dialect: str
     fsdp: Mapping[str, Any]
     precision: str
+    tensor_degree: int = 1
     named: str | None = None
     is_own_model: bool = False
     findings: tuple[Finding, ...] = field(default=())
@@ -81,11 +84,12 @@ def read_other_file(
         whole = build_model(path, changes)
     whole = built(whole)
     asked = asked if has_hooks else _with_layers(asked, whole)
-    shared = asked.fsdp.get("context_parallel_degree") or 1
+    context = asked.fsdp.get("context_parallel_degree") or 1
+    shared = asked.tensor_degree * (context if isinstance(context, int) else 1)
     batches = read_batches(
         asked.dialect,
         asked.section,
-        num_data_ranks=max(world_size // shared, 1) if isinstance(shared, int) else world_size,
+        num_data_ranks=max(world_size // shared, 1),
         microbatch=microbatch,
         sequence=sequence,
         longest=longest_sequence(whole),
@@ -97,6 +101,7 @@ def read_other_file(
         asked.fsdp,
         world_size=world_size,
         precision=asked.precision,
+        tensor_parallel={"tensor_parallel_degree": asked.tensor_degree, "layer_plan": _LAYERS},
         loss=loss_of(whole, keeps_outputs=asked.dialect == _COMPOSER.name and not is_bare),
         microbatch=batches.microbatch,
         num_microbatches=batches.num_microbatches,
@@ -173,13 +178,15 @@ def _composers(section: Section) -> _Asked:
     precision, problem = precision_of(around)
     findings = [problem] if problem else []
     findings += [each for each in findings_beside(around) if each.outcome.blocks]
-    if (degree := tensor_degree(around)) > 1:
+    degree, has_plan = tensor_degree(around), has_automatic_plan(around)
+    if degree > 1 and not has_plan:
         findings.append(_without_layer_plan(section, degree))
     return _Asked(
         section=section,
         dialect=_COMPOSER.name,
         fsdp=dict(section.given),
         precision=precision,
+        tensor_degree=degree if has_plan else 1,
         findings=tuple(findings),
     )
 
@@ -216,6 +223,7 @@ def _of_run(file: RunFile, dialect: Dialect, section: Section, world_size: int) 
         dialect=dialect.name,
         fsdp={setting.key: setting.value for setting in expression.settings},
         precision=run.precision,
+        tensor_degree=run.tensor_parallel,
         is_own_model=dialect.has_own_models,
         findings=tuple(told),
         adapter=run.adapter,

@@ -8,7 +8,6 @@ from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.estimate.bounds import Machine, step_bounds
 from composer_fsdp2.estimate.events import MicrobatchTrace
-from composer_fsdp2.estimate.fsdp1_model import model_fsdp1
 from composer_fsdp2.estimate.optimizers import OptimizerState, optimizer_state
 from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
 from composer_fsdp2.estimate.replay import estimate_step
@@ -25,14 +24,12 @@ class Questions(Value):
         memory: None where nobody asks whether it fits.
         machine: Of whose speeds; None where nobody asks for time.
         counts_activations: Whether a microbatch is traced.
-        against_fsdp1: Whether FSDP1's step is modelled, too.
     """
 
     gpus_per_node: int = 8
     memory: Memory | None = None
     machine: Machine | None = None
     counts_activations: bool = True
-    against_fsdp1: bool = False
 
 
 def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedStep:
@@ -53,12 +50,8 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
         num_microbatches=run.num_microbatches,
         gpus_per_node=questions.gpus_per_node,
     )
-    machine, fsdp1 = questions.machine, None
+    machine = questions.machine
     peak = "amp_fp8" if run.has_fp8_layers else run.precision
-    if questions.against_fsdp1:
-        fsdp1 = model_fsdp1(
-            run.plan, world_size=run.world_size, optimizer=optimizer, num_microbatches=run.num_microbatches
-        )
     return PlannedStep(
         source=source,
         plan=run.plan.resolve(run.world_size),
@@ -74,7 +67,6 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
         findings=(*run.translation.findings, *run.findings, *findings),
         memory=questions.memory,
         bounds=step_bounds(estimate, trace, machine.computing_in(peak)) if machine else None,
-        fsdp1=fsdp1,
     )
 
 

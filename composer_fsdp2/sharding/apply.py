@@ -41,8 +41,8 @@ from composer_fsdp2.sharding.materialize import (
     rank_zero_rng,
 )
 from composer_fsdp2.sharding.meshes import UnitMesh, device_of, unit_meshes
-from composer_fsdp2.sharding.modules import at_path
-from composer_fsdp2.sharding.parallelize import parallelize_experts, parallelize_unit
+from composer_fsdp2.sharding.modules import at_path, parameter_at
+from composer_fsdp2.sharding.parallelize import parallelize_unit
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit, units_by_root
 from composer_fsdp2.sharding.sharded import sharded_roots
 from composer_fsdp2.sharding.ties import parameter_uses
@@ -81,7 +81,7 @@ def apply_agreed_plan(
     initialisation = decide_initialisation(modules.values(), plan.config.sync_module_states)
     if plan.mesh.device_type == "cpu":
         repair_cpu_collectives()
-    if plan.split or plan.split_experts:
+    if plan.split or any(each.is_split for each in plan.split_experts):
         keep_strides()
         present = [*present, *_parent_meshes(model)]
     made = unit_meshes([unit.mesh for unit in plan.units], present)
@@ -113,7 +113,6 @@ def apply_agreed_plan(
             materializer.make_real(unit_modules[unit.name], mesh)
             of_unit = {module: styles.get(module) for module in unit_modules[unit.name]}
             parallelize_unit(unit, modules, of_unit, mesh.tensor, materializer.same_on_all_ranks(of_unit))
-            parallelize_experts(unit, modules, mesh.expert)
             sharded[unit.name] = _shard(model, unit, mesh.fsdp, left_alone)
     buffer_dtypes = {unit.name: torch_dtype(unit.mixed_precision.buffer_dtype) for unit in plan.units}
     cast_buffers({module: buffer_dtypes[name] for name, inside in unit_modules.items() for module in inside})
@@ -144,7 +143,6 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     named += [*map(str, plan.config.ignored_modules), *plan.checkpointed, *plan.caching, *plan.tiled, *plan.exchanging]
     named += [*(each.path for each in plan.split), *(each.module for each in plan.split_experts)]
     splits = any(each.parallelize is not None for each in plan.split)
-    splits |= any(not each.is_split for each in plan.split_experts)
     named += [path for each in plan.expert_blocks for path in (each.block, *each.experts)]
     named += [path for each in plan.tower_models for path in (each.model, *each.towers, *each.sync_points)]
     problems = [f"no module {path!r}" for path in dict.fromkeys(named) if path not in modules]
@@ -240,8 +238,8 @@ def _drawn_together(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dic
 def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[nn.Parameter]) -> FSDPModule:
     # Looked up again: a checkpointing wrapper may stand at the path by now, and FSDP(AC(block)) is FSDP1's nesting.
     targets = [at_path(model, path) for path in unit.modules]
-    unsharded = left_alone.union(_parameter_at(model, spec.name) for spec in unit.replicated)
-    noted = {spec.name: vars(_parameter_at(model, spec.name)) for spec in unit.parameters}
+    unsharded = left_alone.union(parameter_at(model, spec.name) for spec in unit.replicated)
+    noted = {spec.name: vars(parameter_at(model, spec.name)) for spec in unit.parameters}
     fully_shard(
         targets if len(targets) > 1 else targets[0],
         mesh=mesh,
@@ -258,7 +256,7 @@ def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[
     repair_unit(head)
     accept_full_values(head, owners_of_unit(head))
     for name, attributes in noted.items():
-        vars(_parameter_at(model, name)).update(attributes)  # what a script noted on it
+        vars(parameter_at(model, name)).update(attributes)  # what a script noted on it
     return head
 
 
@@ -278,7 +276,7 @@ def _average_replicated(
         replicated: dict[DeviceMesh, list[nn.Parameter]] = {}
         for unit in units:
             for spec in unit.replicated:
-                replicated.setdefault(meshes[unit.name].fsdp, []).append(_parameter_at(model, spec.name))
+                replicated.setdefault(meshes[unit.name].fsdp, []).append(parameter_at(model, spec.name))
         for unit in units:  # torch ends a backward in the unit where it began
             hooks_of(sharded[unit.name]).replicated = replicated
 
@@ -296,24 +294,19 @@ def _verify(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
     ``modules`` are those from before, by path: sharding and checkpointing leave them where parameters are registered.
     """
 
-    def parameter_at(name: str) -> object:
+    def registered_at(name: str) -> object:
         path, _, attribute = name.rpartition(".")
         return getattr(modules[path], attribute)
 
     for names in plan.tie_groups:
-        tied = {id(parameter_at(name)) for name in names}
+        tied = {id(registered_at(name)) for name in names}
         if len(tied) > 1:
             raise ComposerFSDP2Error(
                 f"{' = '.join(names)} came apart while sharding; this is a bug of composer_fsdp2, please report it"
             )
     for unit in plan.units:
         for spec in unit.parameters:
-            if not isinstance(parameter_at(spec.name), DTensor):
+            if not isinstance(registered_at(spec.name), DTensor):
                 raise ComposerFSDP2Error(
                     f"{spec.name} was not sharded with {unit.name}; this is a bug of composer_fsdp2, please report it"
                 )
-
-
-def _parameter_at(model: nn.Module, name: str) -> nn.Parameter:
-    path, _, attribute = name.rpartition(".")
-    return getattr(at_path(model, path), attribute)

@@ -28,20 +28,17 @@ class UnitMesh:
         whole: All axes.
         fsdp: The shard and replicate axes, for ``fully_shard``.
         tensor: The tensor-parallel axis, or None.
-        expert: The expert-parallel axis, or None.
     """
 
     whole: DeviceMesh
     fsdp: DeviceMesh
     tensor: DeviceMesh | None
-    expert: DeviceMesh | None
 
     @classmethod
     def of(cls, mesh: DeviceMesh, spec: MeshSpec) -> "UnitMesh":
-        slices = (_slice(mesh, spec, *roles) for roles in (DATA_PARALLEL, [AxisRole.TENSOR], [AxisRole.EXPERT]))
-        fsdp, tensor, expert = slices
+        fsdp, tensor = (_slice(mesh, spec, *roles) for roles in (DATA_PARALLEL, [AxisRole.TENSOR]))
         assert fsdp is not None, "every mesh shards or replicates"
-        return cls(mesh, fsdp, tensor, expert)
+        return cls(mesh, fsdp, tensor)
 
 
 def _slice(mesh: DeviceMesh, spec: MeshSpec, *roles: AxisRole) -> DeviceMesh | None:

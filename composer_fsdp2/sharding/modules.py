@@ -37,6 +37,13 @@ def at_path(model: nn.Module, path: str) -> nn.Module:
     return module
 
 
+def parameter_at(model: nn.Module, name: str) -> nn.Parameter:
+    """By its name before sharding and wrapping."""
+    path, _, attribute = name.rpartition(".")
+    parameter: nn.Parameter = getattr(at_path(model, path), attribute)
+    return parameter
+
+
 def is_at_or_under(path: str, ancestor: str) -> bool:
     """Whether a module path lies at or below another; everything lies below the model's, ''."""
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")

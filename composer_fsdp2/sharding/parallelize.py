@@ -1,4 +1,4 @@
-"""Split the modules of a unit over the ranks of a tensor or expert axis, just before the unit is sharded.
+"""Split the modules of a unit over the ranks of a tensor axis, just before the unit is sharded.
 
 [Note: split parameters] torch's styles put new parameters where the old ones stood. What was noted on the old ones is
 carried over: whether they are trained (torch 2.7 trains what was frozen), attributes, and ties, of which each side
@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from composer_fsdp2._torch.private_names import own_parameters
@@ -42,28 +41,6 @@ def parallelize_unit(
     for spec in unit.parameters:
         if len(spec.names) > 1 and spec.tensor_placement is not None:
             tie_again(modules, spec.names)
-
-
-def parallelize_experts(unit: ShardUnit, modules: Mapping[str, nn.Module], mesh: DeviceMesh | None) -> None:
-    """Leave each rank its experts in the weights of a unit; their values are full, and alike on the ranks that do so.
-
-    Args:
-        unit: As planned; its weights are not tied.
-        modules: Those of the whole model, by every path.
-        mesh: The expert axis, if there is one.
-
-    Called on all ranks; does not communicate.
-    """
-    if mesh is None:
-        return
-    for spec in unit.parameters:
-        path, _, name = spec.name.rpartition(".")
-        old: nn.Parameter = getattr(modules[path], name)
-        if not isinstance(old, DTensor) and spec.tensor_placement is not None:
-            part = distribute_tensor(old.detach(), mesh, [spec.tensor_placement], src_data_rank=None)
-            new = nn.Parameter(part, old.requires_grad)
-            vars(new).update(vars(old))
-            setattr(modules[path], name, new)
 
 
 def parallelize(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, *, source: int | None = 0) -> None:

@@ -31,12 +31,14 @@ class ParameterSpec(Value):
     parameters would agree on one plan, and then wait for different reductions.
     ``tensor_placement``: how it lies along the mesh's tensor or expert axis; None where it is no DTensor there, and the
     same on each of these ranks.
+    ``expert_degree``: how many ranks split the experts that it belongs to, and gather their own part of them alone.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
     tensor_placement: Placement | None = None
+    expert_degree: int = 1
     is_trained: bool = True
 
     @property
@@ -48,8 +50,9 @@ class ParameterSpec(Value):
         return math.prod(self.shape)
 
     def numel_of(self, split_degree: int) -> int:
-        """How many elements are left where so many ranks split it."""
-        return self.numel // split_degree if isinstance(self.tensor_placement, Shard) else self.numel
+        """How many elements a rank gathers where so many ranks split it; of experts the mean of ranks."""
+        numel = self.numel // split_degree if isinstance(self.tensor_placement, Shard) else self.numel
+        return numel // self.expert_degree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,10 +281,7 @@ def _split_lines(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _expert_lines(plan: ShardingPlan) -> Iterator[str]:
-    degree = {unit.name: unit.mesh.expert_degree for unit in plan.units}
-    keys = (
-        (_NUMBER.sub(".*", each.module), degree.get(each.module, 1), each.num_experts) for each in plan.split_experts
-    )
+    keys = ((_NUMBER.sub(".*", each.module), each.degree, each.num_experts) for each in plan.split_experts)
     alike = Counter(keys)
     for (path, ranks, num_experts), count in alike.items():
         several = f" ({count} modules)" if count > 1 else ""

@@ -4,14 +4,20 @@
 of them. Embeddings, norms, MLPs and the head work on a place at a time, so on a part as on the whole. Attention alone
 does not: there the ranks exchange, by all-to-all, their places of all heads for all places of some heads, attend, and
 exchange back (Ulysses, arXiv 2309.14509). Parameters are sharded over all ranks, and their gradients averaged, as
-without it. So what is averaged must be the mean's gradient: each rank's loss is the sum over its own places, divided by
-the number of all places that are counted, times the number of ranks. Labels are shifted before they are cut, since the
-last place of a part is to predict the first of the next one.
+without it.
+
+The objective is the mean over ranks of their losses. Before the first layer a rank takes its part of the rows
+(``part``); behind the last it gathers those of all ranks (``to_whole``). Any head and any loss then computes whole
+rows, the same on each rank of a group, and autograd sums the ranks' gradients of each part. A causal language
+model's loss need not gather: each rank's is the sum over its own places, divided by the number of all places that are
+counted, times the number of ranks. Labels are shifted before they are cut, since the last place of a part is to predict
+the first of the next one.
 """
 
+import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composer_fsdp2._torch.collectives import launch
+from composer_fsdp2._torch.collectives import all_gather_single, launch
 
 IGNORED_LABEL = -100  # torch's, Hugging Face's and LLM Foundry's
 
@@ -33,12 +39,26 @@ class ContextGroup:
         index: Which of the parts of a sequence this rank has.
         weight: What the mean of the batch that comes next will be multiplied by before its gradients are averaged over
             ranks, such as its number of rows; the same on all ranks of the group. A tensor is on the batch's device.
+        divides_losses: Whether a model that gets labels returns the loss and logits of this rank's part. Otherwise all
+            that a model returns is of whole rows.
+        in_parts: Whether the forward that runs now returns parts.
     """
 
     group: dist.ProcessGroup
     size: int
     index: int
     weight: float | torch.Tensor = 1.0
+    divides_losses: bool = True
+    in_parts: bool = False
+
+    @contextlib.contextmanager
+    def returning_parts(self) -> Iterator[None]:
+        """In the block forwards return this rank's part of whole rows, with the places that fill them up."""
+        before, self.in_parts = self.in_parts, True
+        try:
+            yield
+        finally:
+            self.in_parts = before
 
     def padded(self, tensor: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
         """``tensor`` with so many more places at the end of ``dim`` that the ranks can divide it evenly."""
@@ -52,6 +72,12 @@ class ContextGroup:
         """This rank's part of a tensor whose ``dim`` the ranks can divide evenly."""
         length = tensor.shape[dim] // self.size
         return tensor.narrow(dim, self.index * length, length)
+
+    def to_whole(self, tensor: torch.Tensor, length: int, dim: int = 1) -> torch.Tensor:
+        """The first ``length`` places of ``dim``, of the parts of all ranks in order. One all-gather, and an all-to-all
+        in backward, whose gradients are the sums of those of all ranks."""
+        whole: torch.Tensor = _Gather.apply(self, dim, tensor)
+        return whole.narrow(dim, 0, length)
 
     def shifted_labels(self, labels: torch.Tensor, *, is_shifted: bool = False) -> torch.Tensor:
         """For each place of this rank's part the label that it is to predict, from the labels of whole rows.
@@ -111,6 +137,27 @@ class _Exchange(torch.autograd.Function):
         is_needed = ctx.needs_input_grad[3:]
         back = iter(_exchange([*itertools.compress(gradients, is_needed)], group, joined, divided))
         return None, None, None, *(next(back) if each else None for each in is_needed)
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks along one dimension; in backward each rank gets all ranks' gradients of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ContextGroup, dim: int, part: torch.Tensor) -> torch.Tensor:
+        ctx.arguments = group, dim
+        sent = part.movedim(dim, 0).contiguous()
+        whole = sent.new_empty(group.size * sent.shape[0], *sent.shape[1:])
+        launch(all_gather_single, whole, sent, group=group.group)
+        return whole.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        group, dim = ctx.arguments
+        sent = gradients[0].movedim(dim, 0).contiguous()
+        received = torch.empty_like(sent)
+        # gloo has no reduce-scatter.
+        launch(dist.all_to_all_single, received, sent, group=group.group)
+        return None, None, received.unflatten(0, (group.size, -1)).sum(0).movedim(0, dim)
 
 
 def _exchange(tensors: Sequence[torch.Tensor], group: ContextGroup, divided: int, joined: int) -> list[torch.Tensor]:

@@ -22,7 +22,6 @@ from composer_fsdp2._torch.collectives import InFlight, all_gather_single, reduc
 from composer_fsdp2._torch.private_names import dtensor_random_states, own_buffers
 from composer_fsdp2._torch.reset import forget_masks, reset_after_error
 from composer_fsdp2._torch.unit import watch_collectives
-from composer_fsdp2.config.mesh import EXPERT_AXIS
 from composer_fsdp2.sharding.agree import device_of_group
 from composer_fsdp2.sharding.random_states import random_states, set_random_states
 from composer_fsdp2.sharding.sharded import resting_parameters, units
@@ -169,8 +168,9 @@ def _warm_up(model: nn.Module) -> None:
     """Use each axis of the model once, with all kinds of collectives that it sends. Called on all ranks."""
     meshes = dict.fromkeys(each.device_mesh for each in resting_parameters(model) if isinstance(each, DTensor))
     of_all = [group for mesh in meshes for group in mesh.get_all_groups()]  # of the axes that split layers, too
-    exchanging = [mesh.get_group(EXPERT_AXIS) for mesh in meshes if EXPERT_AXIS in (mesh.mesh_dim_names or ())]
-    if (context := run_of(model).context) is not None:
+    run = run_of(model)
+    exchanging = [*run.exchanging, *(of_all if run.exchanging else ())]  # shards of experts travel, too
+    if (context := run.context) is not None:
         exchanging.append(context.group)
     for group in dict.fromkeys([*of_all, *exchanging]):
         size = dist.get_world_size(group)

@@ -50,6 +50,7 @@ class Run:
         latest_vote: Weak reference to the last ``OutOfMemoryVote``, which may be stopped.
         context: The ranks that share this rank's sequences, under context parallelism.
         batch: The ranks that share this rank's batch, under tensor or context parallelism.
+        exchanging: Process groups along which tokens travel to their experts.
     """
 
     plan: ShardingPlan | None = None
@@ -60,6 +61,7 @@ class Run:
     latest_vote: weakref.ref[Any] | None = None
     context: ContextGroup | None = None
     batch: BatchGroup | None = None
+    exchanging: tuple[dist.ProcessGroup, ...] = ()
 
 
 def start_run(model: nn.Module, plan: ShardingPlan, meshes: Mapping[str, UnitMesh]) -> Run:

@@ -33,6 +33,7 @@ from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
 from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2._torch.reset import reset_after_error
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.estimate._torch.counting import Collectives
 
 WIDTH = 6
 
@@ -703,3 +704,41 @@ def test_inputs_and_outputs(folder: str) -> None:
 def test_autocast_keeps_no_copies_of_weights(folder: str) -> None:
     """Its cache is off within a unit, and on again afterwards, also after an error."""
     all_of(check_copies, check_cache_after_an_error)
+
+
+# --- what a unit returns of its inputs
+
+
+class Remembering(nn.Module):
+    """Adds to a cache, as attention does to keys and values; and returns all of it, as some of transformers' do."""
+
+    def __init__(self, returns_cache: bool) -> None:
+        super().__init__()
+        self.linear, self.returns_cache = linear(), returns_cache
+
+    def forward(self, x: torch.Tensor, cache: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        cache.append(self.linear(x))
+        return torch.tanh(cache[-1]), cache if self.returns_cache else None
+
+
+def run_remembering(model: Any, x: torch.Tensor) -> torch.Tensor:
+    cache: list[torch.Tensor] = []
+    for each in model.children():
+        x, _ = each(x, cache)
+    return x
+
+
+@on_ranks(2)
+def test_a_cache_that_layers_hand_on_has_none_gathered_again(folder: str):
+    """In the backward of each layer all later ones would be gathered once more, and stay so: the whole model."""
+
+    def counts(returns_cache: bool) -> dict[str, dict[str, int]]:
+        layers = {name: Remembering(returns_cache) for name in "abcd"}
+        model = whole(lambda: Running(run_remembering, dict.fromkeys(layers, True), **layers))
+        ours(model, None)
+        for _ in range(2):
+            with Collectives() as sent:
+                model(batch(0)).sum().backward()
+        return sent.counts
+
+    assert counts(True) == counts(False)

@@ -168,6 +168,47 @@ def test_padding_is_read_in_host_memory():
             Padding.of(moved["attention_mask"], moved["labels"])
 
 
+# --- MPT below its MPTForCausalLM
+
+
+class Reward(nn.Module):
+    """A head on the transformer, and the mean of its logits."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.language = build(kind).model
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        rewards = self.head(self.language.transformer(input_ids=tokens).last_hidden_state)[:, -1]
+        return rewards.sin().mean() + self.language(input_ids=tokens).logits[:, -1].sin().mean()
+
+
+def check_reward(kind: str, degree: int) -> None:
+    import composer_fsdp2.compat.context  # what knows MPT, as install() would import
+
+    del composer_fsdp2
+    torch.set_default_dtype(torch.float64)
+    model, reference = (nn.ModuleDict({"model": Reward(kind)}) for _ in range(2))  # of one seed
+    prepare_fully_shard(model, None, FULL | {"context_parallel_degree": degree}, device="cpu")
+    tokens = torch.randint(VOCABULARY, (8 // degree, 9), generator=torch.Generator().manual_seed(2))
+    loss = model["model"](tokens.chunk(4 // degree)[dist.get_rank() // degree])
+    loss.backward()
+    reference["model"](tokens).backward()
+    assert_gradients(model, reference)
+    if degree == 4:
+        with pytest.raises(UnsupportedError, match=r"a layer of MPTForCausalLM.transformer.blocks runs outside"):
+            model["model"].language.transformer.blocks[1](torch.zeros(1, 8, 16))
+
+
+@on_ranks(4)
+def test_a_head_on_mpt_sees_whole_rows():
+    """It took the last place of this rank's part for the last of the row."""
+    for_each(
+        check_reward, {f"{kind}, {degree}": (kind, degree) for kind, degree in (("mpt-alibi", 2), ("mpt-rope", 4))}
+    )
+
+
 # --- what is refused
 
 
@@ -204,9 +245,6 @@ def own_forward(self: Any, input_ids: Any = None, labels: Any = None, **options:
     """One that averages the losses of the labels that it gets."""
 
 
-FACTORS = {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
-
-
 def refused_models() -> list[tuple[Any, str]]:
     import transformers
 
@@ -223,32 +261,25 @@ def refused_models() -> list[tuple[Any, str]]:
         return changed(build("mpt").model, name, value, where)
 
     sizes = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
-    heads = {**sizes, "num_attention_heads": 4, "num_key_value_heads": 2}
-    own, hybrid = llama(), llama()
-    own.__class__ = type("OwnLoss", (type(own),), {"forward": own_forward})
+    gpt2 = {"n_embd": 16, "n_layer": 1, "n_head": 4, "attn_pdrop": 0.0}
+    hybrid = llama()
     hybrid.model.layers.append(nn.Linear(16, 16))
-    of_length = "which depend on the length of what it sees, a part of a sequence"
     return [
         (llama(attention_dropout=0.25), "model.model.layers.0.self_attn: attention dropout of 0.25"),
-        (
-            transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**heads, use_sliding_window=True)),
-            "a sliding window or chunks of 4096 places",
-        ),
-        (
-            transformers.MistralForCausalLM(transformers.MistralConfig(**heads)),
-            "set it to null in the model's configuration",
-        ),
         (changed(llama(), "_attn_implementation", "flex_attention", config), "'flex_attention'"),
-        (transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=4)), "in this release"),
-        (llama("LlamaModel"), "LlamaModel has no loss over shifted labels"),
-        (llama("LlamaForSequenceClassification"), "has no loss over shifted labels"),
-        (changed(llama(), "is_causal", False, attention), "it is not causal"),
+        (
+            transformers.GPTJForCausalLM(transformers.GPTJConfig(n_embd=16, n_layer=1, n_head=4, rotary_dim=2)),
+            "in this release",
+        ),
+        (transformers.BertForMaskedLM(transformers.BertConfig(**sizes, num_attention_heads=4)), "no attention in it"),
+        (
+            transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(**gpt2, reorder_and_upcast_attn=True, attn_implementation="eager")
+            ),
+            "reorder_and_upcast_attn goes past transformers' interface; set it to false",
+        ),
         (changed(llama(), "sinks", nn.Parameter(torch.zeros(4)), attention), "likely one for each head"),
         (changed(llama(), "mixer", nn.Conv1d(4, 4, 2), attention), "self_attn.mixer is a convolution over places"),
-        (llama(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), of_length),
-        (llama(rope_scaling={"rope_type": "longrope", "factor": 2.0} | FACTORS), of_length),
-        (changed(llama(), "loss_function", nn.functional.cross_entropy), "was given a loss_function of its own"),
-        (own, "OwnLoss.forward is written in "),
         (hybrid, "model.layers.1 has no attention, and may mix places in another way"),
         (mpt("attn_dropout_p", 0.5, mpt_attention), "attention dropout of 0.5"),
         (mpt("sliding_window_size", 8, mpt_attention), "its sliding_window_size was not tested"),
@@ -272,13 +303,25 @@ def test_what_attention_cannot_divide_is_refused_by_name():
         assert raised.value.keys == ("context_parallel_degree",)
     with pytest.raises(UnsupportedError, match="its 4 heads cannot be divided over 3 ranks"):
         plan_of(llama(), 3)
-    plan = plan_of(changed(llama(), "output_router_logits", True, lambda model: model.config))
-    assert any("loss that balances experts" in note for note in plan.notes)
-    assert plan.exchanging == ("model.model.layers.0.self_attn",)
-    holder = Averaging()
-    holder.model = llama()
-    [note] = plan_sharding(holder, ShardingConfig(context_parallel_degree=2)).notes
-    assert "Averaging.loss is written in" in note
+    assert plan_of(llama()).exchanging == ("model.model.layers.0.self_attn",)
+
+
+@on_ranks(1)
+def test_a_plan_says_which_losses_are_of_whole_rows():
+    """Right, and with the logits of whole rows on each rank: more memory than the user may expect."""
+    own = llama()
+    own.__class__ = type("OwnLossForCausalLM", (type(own),), {"forward": own_forward})
+    averaging = Averaging()
+    averaging.model = llama()
+    for holder, text in (
+        (own, "OwnLossForCausalLM.forward is written in "),
+        (changed(llama(), "loss_function", nn.functional.cross_entropy), "its loss_function has no parameters"),
+        (averaging, "Averaging.loss is written in"),
+    ):
+        model = holder if holder is averaging else nn.ModuleDict({"model": holder})
+        [note] = plan_sharding(model, ShardingConfig(context_parallel_degree=2)).notes
+        assert text in note and "of whole rows on each rank" in note, note
+    assert plan_of(llama()).notes == plan_of(llama("LlamaModel")).notes == ()
 
 
 @on_ranks(2)
@@ -290,18 +333,21 @@ def test_what_a_forward_cannot_divide_is_refused():
     holder.model = model
     prepare_fully_shard(holder, None, {"context_parallel_degree": 2}, device="cpu")
     for options, text in (
-        ({"output_attentions": True}, "output_attentions is of whole rows"),
-        ({"logits_to_keep": 1}, "logits_to_keep is of whole rows"),
-        ({"num_items_in_batch": 100}, "num_items_in_batch is counted over all ranks"),
+        ({"output_attentions": True}, "output_attentions is not known of whole rows"),
+        ({"logits_to_keep": 1, "labels": tokens}, "logits_to_keep is of whole rows"),
+        ({"num_items_in_batch": 100, "labels": tokens}, "num_items_in_batch is counted over all ranks"),
         ({"past_key_values": []}, "generate, and evaluate tasks that generate, in a run of their own"),
-        ({"attention_mask": torch.ones(1, 1, 6, 6)}, "attention_mask has 4 dimensions"),
-        ({"token_type_ids": tokens}, "it is not known which part of it"),
+        ({"use_cache": True}, "a forward with use_cache needs whole sequences"),
+        ({"angles": tokens}, "model.layers.0 got angles, and it is not known which part of it"),
     ):
         with pytest.raises(UnsupportedError, match=text):
             model(input_ids=tokens, **options)
     with pytest.raises(UnsupportedError, match="generate needs whole sequences"):
         model.generate(tokens)
-    assert model(input_ids=tokens).logits.shape[1] == 3
+    assert model(input_ids=tokens, labels=tokens).logits.shape[1] == 3
+    output = model(input_ids=tokens, output_hidden_states=True)
+    assert output.logits.shape[1] == 6 and {states.shape[1] for states in output.hidden_states} == {6}
+    assert output.past_key_values is None
 
 
 @on_ranks(2)
@@ -366,16 +412,14 @@ def test_a_trainer_splits_experts_and_trains_as_one_process(tmp_path: Path):
 @on_ranks(4)
 def test_split_experts_get_the_values_of_foundrys_initialization():
     """The same weights as without the key, drawn by MPT's own param_init_fn."""
-    # From the meta device; and with replicas, which LLM Foundry refuses too.
+    replicas = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
     torch.set_default_dtype(torch.float64)
     values = []
-    for config in ({}, split(2)):
+    for config in ({}, split(2), split(2, sharding_strategy="HYBRID_SHARD", **replicas)):
         with torch.device("meta"):
             model = build("mpt-glu")
         torch.manual_seed(7)
         prepare_fully_shard(model, None, FULL | config, device="cpu")
         values.append(full_parameters(model))
     assert_same(values[1], values[0])
-    replicas = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
-    with FSDP2(), pytest.raises(UnsupportedError, match=r"HSDP [+] MoE is not supported"):
-        train(Run(kind="mpt-glu", degree=1, config=split(2, sharding_strategy="HYBRID_SHARD", **replicas)))
+    assert_same(values[2], values[0])

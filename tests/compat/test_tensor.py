@@ -313,3 +313,14 @@ def refuse_bad_value(section: dict[str, Any] | None, tensor: dict[str, Any], say
 def test_bad_values_are_errors_of_the_trainer_on_every_rank(folder: str):
     """Composer hands the mappings on as they are: what its Trainer says is what prepare_fully_shard says."""
     for_each(refuse_bad_value, BAD_VALUES)
+
+
+@on_ranks(2)
+def test_activations_of_split_layers_are_not_logged(folder: str):
+    """Each rank would log the norms of its own part, or end in an error of torch that names no callback."""
+    from composer.callbacks import ActivationMonitor
+
+    says = r"ActivationMonitor: model.embedding and \d+ more: split over ranks.*; leave ActivationMonitor out"
+    for plan in (layer_plan, sequence_plan):
+        with FSDP2(), pytest.raises(ComposerFSDP2Error, match=says):
+            train(split(plan=plan), tensor_degree=TENSOR, callbacks=(ActivationMonitor(interval="10ba"),))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.cases import for_each
-from support.known_models import IMAGES, TEXT, build, llava, mpt, qwen_vl
+from support.known_models import IMAGES, TEXT, build, llava, mllama, mpt, qwen_vl
 from support.on_ranks import on_ranks
 from torch import nn
 
@@ -45,6 +45,27 @@ def test_units_in_a_tower_are_told(folder: str):
         "llava": (llava, "model.vision_tower", "vision_model.encoder.layers.0", "LlamaDecoderLayer"),
     }
     for_each(check, cases)
+
+
+@on_ranks(1)
+def test_what_trains_in_a_tower_alone_is_told(folder: str):
+    """LoRA and a projector: a rank with text alone has no gradient to reduce where the others reduce the root's."""
+    text = [f"model.language_model.{name}" for name in ("model.embed_tokens", "model.norm", "lm_head")]
+    layers = Wrap(kind=WrapKind.CLASSES, classes=("LlamaDecoderLayer",))
+
+    def notes(*frozen: str) -> tuple[str, ...]:
+        return plan_sharding(llava(), ShardingConfig(wrap=layers, freeze=frozen)).notes
+
+    [note] = notes("model.vision_tower", *text)
+    assert note.startswith("all that is trained in the unit around model.multi_modal_projector lies in parts")
+    assert not notes("model.vision_tower") and not notes("model.vision_tower", "model.multi_modal_projector", *text)
+
+
+@on_ranks(1)
+def test_layers_that_attend_to_images_are_towers(folder: str):
+    """Text without an image passes over them, as over the vision tower."""
+    found = towers(dict(mllama().named_modules()))
+    assert found == ["model.vision_model", "model.language_model.model.layers.1"]
 
 
 def models_without_towers() -> dict[str, nn.Module]:

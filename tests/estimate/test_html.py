@@ -16,7 +16,6 @@ from support.translations import config_of
 from composer_fsdp2 import estimate_step, plan_sharding
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.estimate.bounds import GPUS, step_bounds
-from composer_fsdp2.estimate.fsdp1_model import model_fsdp1
 from composer_fsdp2.estimate.html import drawn_samples, plan_page
 from composer_fsdp2.estimate.optimizers import optimizer_state
 from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
@@ -52,7 +51,6 @@ def planned(
         findings=(finding,),
         memory=None if memory_bytes is None else Memory(given_bytes=memory_bytes),
         bounds=step_bounds(estimate, None, GPUS["h100"]),
-        fsdp1=model_fsdp1(plan, world_size=16, optimizer=optimizer, num_microbatches=num_microbatches),
     )
 
 
@@ -74,7 +72,7 @@ class Addresses(HTMLParser):
 def test_the_page_is_whole_and_asks_for_nothing_from_outside():
     """A cluster's login node has no network, and a page that is sent on must not call home; a file's name or a
     finding's value must not become a part of the page."""
-    bare = replace(planned(memory_bytes=None), bounds=None, fsdp1=None, findings=())
+    bare = replace(planned(memory_bytes=None), bounds=None, findings=())
     for step in (planned(), planned(num_blocks=300), bare):
         page = plan_page(step, "1. a <b> & c")
         minidom.parseString(page.removeprefix("<!DOCTYPE html>\n"))
@@ -98,7 +96,6 @@ def test_the_page_says_what_the_plan_says():
         "all_gather",
         "reduce_scatter",
         "is left for what is not modelled",
-        "A model of FSDP1",
         "a_key: '<b>'",
     ):
         assert words in text

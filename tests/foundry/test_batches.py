@@ -23,6 +23,8 @@ CONTEXT = ("fsdp_config.context_parallel_degree=2",)
 GLU = ("model.ffn_config.ffn_type=mptglu", "model.n_layers=1")
 FFN = ("tp_config.strategy=ffn", "tp_config.tensor_parallel_degree=2")
 
+AUTO = ("tp_config.strategy=auto", FFN[1], "fsdp_config.broadcast_batch=gather")  # all of the model
+
 
 def ffn_split(model: Any) -> set[str]:
     """Which projections of the feed-forwards are laid out along a tensor axis."""
@@ -35,7 +37,7 @@ def check_yaml(folder: str) -> None:
     short = "max_duration=2ba"
     log = logging.getLogger("composer_fsdp2.compat.tensor")  # what the shim logs of split layers
     alone = train(FSDP2, YAML, folder, "alone", *GLU, short)
-    for name, how in {"ffn": FFN, "sequences": CONTEXT}.items():
+    for name, how in {"ffn": FFN, "auto": AUTO, "sequences": CONTEXT}.items():
         times: list[Any] = []
         split: list[set[str]] = []
 
@@ -48,7 +50,7 @@ def check_yaml(folder: str) -> None:
         difference = largest_difference(gathered.losses, alone.losses)
         assert difference <= 1e-5, f"{name}, {difference}: {gathered.losses}, {alone.losses}"
         assert (int(times[0].sample), int(times[0].token)) == (2 * 16, 2 * 16 * 64), f"{name}: {times}"
-        assert split == [{"up_proj", "gate_proj", "down_proj"} if how is FFN else set()], f"{name}: {split}"
+        assert split == [{"up_proj", "gate_proj", "down_proj"} if how in (FFN, AUTO) else set()], f"{name}: {split}"
         if how is FFN and dist.get_rank() == 0:
             [message] = [call.args[0].getMessage() for call in handle.call_args_list]
             assert "FSDP1 trained the ranks" in message and "gate_proj is split as well" in message, message

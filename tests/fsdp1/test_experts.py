@@ -9,8 +9,9 @@ from support.models import Chain
 from torch import nn
 
 from composer_fsdp2 import plan_sharding
+from composer_fsdp2.config.parallel import IdleExperts
 from composer_fsdp2.config.sharding import ShardingConfig
-from composer_fsdp2.config.wrap import Wrap, WrapKind
+from composer_fsdp2.config.wrap import AUTO_EXPERTS, Wrap, WrapKind
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.sharding.plan import ShardingPlan
 
@@ -137,3 +138,54 @@ def test_what_all_ranks_run_is_neither_refused_nor_told():
     expert_model = nn.Module()
     expert_model.expert_model = model_of().model
     assert not plan_of(expert_model, classes=("Layer",)).notes
+
+
+class Parts(nn.ModuleDict):
+    """A block whose parts are the members of the mapping that it is."""
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+IN_MAPPINGS: dict[str, nn.Module] = {
+    "a model's parts": nn.ModuleDict({"wte": nn.Embedding(4, 4), "h": nn.ModuleList(ffns()), "ln_f": nn.LayerNorm(4)}),
+    "two stacks": nn.ModuleDict({"encoder": nn.ModuleList(ffns()), "decoder": nn.ModuleList(ffns())}),
+    "two stacks of a class": nn.ModuleDict({"encoder": Chain(a=nn.ModuleList(ffns())), "decoder": Chain(b=Ffn())}),
+    "blocks": nn.ModuleList([Parts({"ffn": Ffn(), "other": Ffn()}), Parts({"ffn": Ffn(), "other": Ffn()})]),
+}
+
+
+@pytest.mark.parametrize("case", IN_MAPPINGS)
+def test_layers_in_mappings_are_no_experts(case: str):
+    """A model that calls its parts by name (``transformer = nn.ModuleDict(...)``), and blocks that are mappings."""
+    for root in (IN_MAPPINGS[case], nn.ModuleDict({"transformer": IN_MAPPINGS[case]})):
+        model = nn.Module()
+        model.model = root
+        root.forward = lambda x: x
+        wrap = Wrap(kind=WrapKind.CLASSES, classes=("Ffn",))
+        plan = plan_sharding(model, ShardingConfig(wrap=wrap, idle_experts=IdleExperts.IN_ORDER))
+        assert not plan.expert_blocks, plan.expert_blocks
+        assert not any("one of several of a class" in note for note in plan.notes), plan.notes
+        assert any(unit.name for unit in plan.units)
+
+
+def test_a_shared_expert_is_none_of_those_that_ranks_pass_over():
+    """DeepSeek-V3's is of the class of the others, and runs on every rank."""
+    model = model_of(moe=Chain(experts=nn.ModuleList(ffns()), shared_experts=Ffn()))
+    wrap = Wrap(kind=WrapKind.CLASSES, classes=("Layer",), experts=("Ffn",))
+    plan = plan_sharding(model, ShardingConfig(wrap=wrap, idle_experts=IdleExperts.IN_ORDER))
+    moe = "model.layers.1.moe"
+    assert f"{moe}.shared_experts" in [unit.name for unit in plan.units]
+    assert plan.expert_blocks[0].experts == tuple(f"{moe}.experts.{number}" for number in range(3))
+
+
+def test_experts_are_found_by_what_the_model_calls_them():
+    """``moe_experts: true`` stands beside ``wrap_embeddings: true``; a class's name is in nobody's head."""
+    model = model_of(moe=Chain(experts=nn.ModuleList(ffns()), shared_expert=Ffn()))
+    wrap = Wrap(kind=WrapKind.CLASSES, classes=("Layer",), experts=AUTO_EXPERTS)
+    plan = plan_sharding(model, ShardingConfig(wrap=wrap, idle_experts=IdleExperts.IN_ORDER))
+    experts = [f"model.layers.1.moe.experts.{number}" for number in range(3)]
+    assert [unit.name for unit in plan.units] == ["model.layers.0", *experts, "model.layers.1", "model"]
+    assert plan.expert_blocks[0].experts == tuple(experts)
+    [note] = plan_sharding(model_of(), ShardingConfig(wrap=wrap)).notes
+    assert note == "wrap_policy.moe_experts is auto, and the model has no such module, so it makes no unit"

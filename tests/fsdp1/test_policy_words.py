@@ -38,6 +38,11 @@ def test_each_spelling_of_a_policy():
             {LAYERS: "auto", "wrap_embeddings": False, "wrap_lm_output": True, "moe_experts": ["E"]},
             Wrap(kind=WrapKind.CLASSES, output=True, experts=("E",)),
         ),
+        *(
+            ({LAYERS: ["A"], "moe_experts": each}, Wrap(kind=WrapKind.CLASSES, classes=("A",), experts=("auto",)))
+            for each in (True, "auto")
+        ),
+        ({LAYERS: ["A"], "moe_experts": False}, Wrap(kind=WrapKind.CLASSES, classes=("A",))),
         *(({"min_num_params": number}, by_size) for number in (10**8, "1e8", 1e8, "100000000", "1E+8")),
         ({"min_num_params": "1e8", "moe_experts": None, "wrap_embeddings": False}, by_size),
         # null is what was not given; [] and false ask for nothing.
@@ -68,6 +73,8 @@ def test_what_a_configuration_file_hands_over_is_read():
         ({LAYERS: "A,B"}, "'A,B', which is no class name"),
         ({LAYERS: ["A", 3]}, "3, which is no class name"),
         ({LAYERS: ["auto", "A"]}, "give it alone"),
+        ({LAYERS: ["A"], "moe_experts": 3}, "moe_experts is 3; give a list of class names, or auto"),
+        ({"min_num_params": 5, "moe_experts": True}, "moe_experts stands beside min_num_params"),
         ({LAYERS: None}, "gives neither"),
         ({LAYERS: None, "min_num_params": None}, "gives neither"),
         ({"min_num_params": None}, "gives neither"),

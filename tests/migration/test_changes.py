@@ -104,11 +104,11 @@ CASES = {
         file=TITAN,
         name="405b.toml",
         told={
-            "tensor_parallel_degree": (NEEDS_DECISION, "layer_plan"),  # what to write instead
+            "tensor_parallel_degree": (EXACT, "layer_plan"),
             "enable_async_tensor_parallel": (None, "split layers"),
         },
         untold=("tensor parallelism",),
-        blocking=["tensor_parallel_degree", "model.converters"],
+        blocking=["model.converters"],
     ),
     "and of split experts": Case(file=ROLL, told={"ep_size": (None,)}, untold=("expert parallelism",)),
     "ROLL's context parallelism is TorchTitan's, too, by a ring; that its numbers round otherwise is told": Case(

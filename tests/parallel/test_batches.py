@@ -253,11 +253,8 @@ def test_the_rows_of_a_group_are_gathered_in_the_order_of_its_ranks(folder: str)
     cases: dict[str, Any] = {
         "tensor": tensor,
         "mapping": mapping,
-        "like a mapping": UserDict(input_ids=ids, attention_mask=torch.ones_like(ids)),
+        "like a mapping": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
         "tuple": (tensor, ids),
-        "nested": [{"x": tensor}, (ids, [ids, tensor])],
-        "named": Pair(tensor, ids),
-        "text": [*a["text"], *b["text"]],
     }
     for_each(check, {name: (name, expected) for name, expected in cases.items()})
     own = batches(first)["mapping"]
@@ -292,22 +289,35 @@ def test_rows_that_do_not_fit_together_are_an_error_on_every_rank(folder: str) -
         ),
         "images": (torch.ones(2, 3, 4 + rank), r"batch has rows that do not fit together \(float32 \[2, 3, 4\], "),
         "dtypes": (torch.ones(2, dtype=torch.int64 if rank else torch.int32), r"\(int32 \[2\], int64 \[2\]\)"),
+        "named tuples": (Pair(ids[:, :3] * rank, ids), r"batch is not one value per row, and differs .*Pair\(x="),
+        "dataclasses": (batches(rank)["dataclass"], r"batch is not one value per row, and differs .*Image\(pixels="),
+        "text": (batches(rank)["text"], r"batch\[1\] is not one value per row, .*'text 0\\n' and 'text 1\\n'"),
+        "parts in a pair": ((ids[:, :3], [ids[:, :3] * rank] * 3), r"batch\[1\] is not one value per row, and differs"),
         "keys": ({"x": ids[:, :3]} | ({"weights": mask} if rank else {}), r"batch has 'weights' on some ranks only"),
-        "packed": ({"x": ids[:, :3], "cu_seq_lens_q": ids[0]}, r"batch\['cu_seq_lens_q'\] says places of rows"),
+        "packed": ({"x": ids[:, :3], "cu_seq_lens_q": ids[0]}, r"batch\['cu_seq_lens_q'\] holds offsets into"),
         "offsets": (
             {"x": ids[:, :3] * rank, "offsets": torch.tensor([0, 3, 6])},
-            r"batch\['offsets'\] has 3 in dimension 0, where batches have 2 rows, and may say places of rows",
+            r"batch\['offsets'\] has 3 numbers, not one per row, and may hold offsets",
         ),
         "of no row": (
             {"x": ids[:, :3] * rank, "position_ids": ids[:1, :3] * rank},
-            r"batch\['position_ids'\] has 1 in dimension 0, where batches have 2 rows, and is not the same",
+            r"batch\['position_ids'\] is not one value per row, and differs between ranks \(tensor",
         ),
-        "numbers": ({"x": ids[:, :3], "scale": rank}, r"batch\['scale'\] is 0 on one rank and 1 on another"),
-        "types": ([ids] if rank else (ids,), r"batch is of different types: list, tuple"),
-        "lengths": ((ids[:, :3],) * (1 + rank), r"batch has 1 and 2 values"),
+        "numbers": (
+            {"x": ids[:, :3], "scale": rank},
+            r"batch\['scale'\] is not one value per row, and differs between ranks \(0 and 1\)",
+        ),
+        "types": (
+            [ids] if rank else (ids,),
+            r"batch is not one value per row, and differs between ranks \(\(tensor.* and \[tensor",
+        ),
+        "lengths": (
+            (ids[:, :3],) * (1 + rank),
+            r"batch is not one value per row, and differs between ranks \(\(tensor",
+        ),
         "in-context learning": (
             {"input_ids": ids[:, :3] * rank, "choice_groupings": [(0, 1)]},
-            r"batch\['choice_groupings'\] says places of rows, which others take",
+            r"batch\['choice_groupings'\] holds offsets into",
         ),
     }
 

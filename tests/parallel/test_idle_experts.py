@@ -66,8 +66,12 @@ class Moe(nn.Module):
         expert: type[Expert] = Expert,
         order: Callable[[list[int]], list[int]] = sorted,
         num_experts: int = NUM_EXPERTS,
+        shared: str = "",
     ) -> None:
         super().__init__()
+        self.shared = shared  # the place of an expert that all tokens share: before or after the others
+        if shared:
+            self.shared_expert = expert()
         self.gate = nn.Linear(WIDTH, num_experts, bias=False)
         self.experts = nn.ModuleList(expert() for _ in range(num_experts))
         self.order, self.experts_weigh = order, issubclass(expert, Weighted)
@@ -78,6 +82,7 @@ class Moe(nn.Module):
         rows = x.reshape(-1, WIDTH)
         weights, chosen = self.gate(rows).softmax(-1).topk(2)
         result = torch.zeros_like(rows)
+        common = self.shared_expert(rows) if self.shared == "before" else 0
         hit = set() if self.is_passed_over else set(chosen.flatten().tolist())
         self.idle.append(len(self.experts) - len(hit))
         for number in self.order(list(hit)):
@@ -86,7 +91,8 @@ class Moe(nn.Module):
             expert = self.experts[number]
             output = expert(*arguments) if self.experts_weigh else expert(arguments[0]) * arguments[1]
             result = result.index_add(0, row, output)
-        return result.view_as(x), weights
+        common = self.shared_expert(rows) if self.shared == "after" else common
+        return (result + common).view_as(x), weights
 
 
 class Layer(nn.Module):
@@ -213,6 +219,11 @@ TRAINED: dict[str, tuple[Any, ...]] = {
         | {"freeze": ["decoder.embed", "decoder.layers.0.moe.experts.1"]},
         {"expert": Weighted} | TWO_LAYERS,
     ),
+    "a shared expert after the others, as DeepSeek-V3's": (IN_ORDER, {"shared": "after"} | TWO_LAYERS),
+    "a shared expert before the others, recomputed": (
+        LAYERS_RECOMPUTED[0],
+        LAYERS_RECOMPUTED[1] | {"shared": "before"},
+    ),
 }
 
 
@@ -236,6 +247,43 @@ def check_passed_over(reentrant: bool | None) -> None:
         assert_gradients(model, reference)
         for each in (model, reference):
             each.zero_grad()
+
+
+def check_shared(shared: str, passing: list[set[int]]) -> None:
+    """Beside an expert that all tokens share; in each step the given ranks have no token for any other."""
+    model, reference = sharded(IN_ORDER, shared=shared)
+    for step, idle in enumerate(passing):
+        for peer in range(dist.get_world_size()):
+            for each in (reference, model) if peer == dist.get_rank() else (reference,):
+                set_route(each, peer in idle)
+            (loss_of(reference, batch(step, peer)) / dist.get_world_size()).backward()
+        loss_of(model, batch(step, dist.get_rank())).backward()
+        assert_gradients(model, reference)
+        for each in (model, reference):
+            each.zero_grad()
+
+
+def test_ranks_without_a_token_beside_a_shared_expert():
+    """A rank that has called no expert yet cannot see whether it gathers the shared one before them or after."""
+    routes = {"one rank, then none": [{1}, set(), {0}], "both, then one": [{0, 1}, {0}, {1}], "none": [set(), {1}]}
+    cases = {f"{shared}: {name}": (shared, rows) for shared in ("before", "after") for name, rows in routes.items()}
+    run_ranks(for_each, 2, check_shared, cases)
+
+
+def check_shared_elsewhere() -> None:
+    model, _ = sharded(IN_ORDER, shared="before")
+    loss_of(model, batch(0, dist.get_rank())).backward()
+    for layer in model.decoder.layers:
+        layer.moe.shared = "after"
+    with pytest.raises(
+        ComposerFSDP2Error, match=r"shared_expert of decoder.layers.0.moe before the experts, .* now it"
+    ):
+        loss_of(model, batch(0, dist.get_rank()))
+
+
+def test_a_shared_expert_that_changes_its_place_is_an_error():
+    """Ranks would gather it at different places."""
+    run_ranks(check_shared_elsewhere, 2)
 
 
 def set_route(model: nn.Module, is_passed_over: bool) -> None:
@@ -437,6 +485,22 @@ def test_experts_that_do_not_work_token_by_token_are_named():
         plan_of(model, IN_ORDER)
     text = errors_of(build(expert=Scaled), RuntimeError)  # torch's own words, and whose they are
     assert "idle_experts: in_order ran Moe's expert" in text and text.endswith("as no token of this rank chose it")
+
+
+def check_shared_by_hand() -> None:
+    model = build(shared="after")
+    moe = model.decoder.layers[0].moe
+    for expert in (*moe.experts, moe.shared_expert):
+        fully_shard(expert)
+    with pytest.raises(
+        PlanError, match=r"Moe has units beside its experts \(shared_expert\), .* leave them in the unit"
+    ):
+        run_idle_experts(moe, moe.experts)
+
+
+def test_a_script_that_shards_a_shared_expert_by_hand_is_told():
+    """Its ranks do not ask each other."""
+    run_ranks(check_shared_by_hand, 1)
 
 
 # --- in a plan

@@ -30,9 +30,10 @@ from composer_fsdp2.training.control import Control
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
 WIDTH = 6
+PARTS = ("vision", "sound", "bridge")
 TOWERS = {
     "wrap_policy": {"transformer_layer_cls_to_wrap": ["Block"]},
-    "idle_towers": ["model.vision", "model.sound", "model.bridge"],
+    "idle_towers": [f"model.{name}" for name in PARTS],
 }
 GUARD = {"collective_guard": 60}
 
@@ -96,10 +97,33 @@ class Multimodal(nn.Module):
         return {"loss": output.square().mean(), "logits": output, "name": "of the batch"}
 
 
+class Untrained(Multimodal):
+    """Calls a tower that it does not train as scripts do, and leaves the tower's parameters as they are."""
+
+    def forward(self, ids: torch.Tensor, parts: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        x = self.embed(ids)
+        for kind, patches in parts:
+            with torch.no_grad():
+                read, _ = getattr(self, kind)(patches, sizes=torch.tensor([len(patches)]))
+            x = x + self.bridge(read).mean(0)
+        return {"loss": self.head(self.text(x)).square().mean()}
+
+
+class Adapted(nn.Module):
+    """Calls the model's forward itself, past all hooks, as peft's LoraModel does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base = model
+
+    def forward(self, *batch: Any) -> Any:
+        return self.base.forward(*batch)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.model = Multimodal()
+        self.model: Any = Multimodal()
 
     def forward(self, *batch: Any) -> dict[str, Any]:
         return self.model(*batch)
@@ -182,6 +206,14 @@ def recomputing_blocks(model: Model) -> None:
     model.model.activation_checkpointing_fn = lambda module: isinstance(module, Block)
 
 
+def untrained(model: Model) -> None:
+    model.model.__class__ = Untrained
+
+
+def adapted(model: Model) -> None:
+    model.model = Adapted(model.model)
+
+
 BY_SIZE = {"wrap_policy": {"min_num_params": 60}, "freeze": ["model.vision"]}
 KEPT = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
 KEPT |= {"sharding_strategy": "SHARD_GRAD_OP"}
@@ -193,6 +225,8 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
         "recomputed, kept after forward": (TOWERS | KEPT, in_turn, recomputing_blocks),
         "embeddings too, a tower frozen": (TOWERS | BY_SIZE, in_turn),
         "all but the towers frozen": (TOWERS | OTHERS, an_image_on_the_first),
+        "without gradients in a tower that could have them": (TOWERS, in_turn, untrained),
+        "within an adapter": (TOWERS | {"idle_towers": [f"model.base.{name}" for name in PARTS]}, in_turn, adapted),
     },
     4: {"in turn": (TOWERS, in_turn), "several, in different orders": (TOWERS, in_different_orders)},
 }
@@ -260,18 +294,27 @@ class Lock:
         raise TypeError("stays here")
 
 
+class Locking(Untrained):
+    """Gives its tower something that cannot be sent."""
+
+    def forward(self, ids: torch.Tensor, parts: list[tuple[str, torch.Tensor]]) -> Any:
+        return [self.vision(patches, sizes=torch.tensor([3]), lock=Lock()) for _, patches in parts]
+
+
+def locking(model: Model) -> None:
+    forward = model.model.vision.forward
+    model.model.vision.forward = lambda patches, *, sizes, lock: forward(patches, sizes=sizes)
+    model.model.__class__ = Locking
+
+
 def check_unsent() -> None:
-    model, _ = sharded(TOWERS)
-    original = model.model.vision.forward
-    model.model.vision.forward = lambda patches, *, sizes, lock=None: original(patches, sizes=sizes)
-    ids, parts = an_image_on_the_first(0, dist.get_rank())
-    model.model.forward = lambda ids, parts: [
-        model.model.vision(p, sizes=torch.tensor([3]), lock=Lock()) for _, p in parts
-    ]
+    model = build()
+    locking(model)
+    prepare_fully_shard(model, None, FULL | GUARD | TOWERS, device="cpu")
     with pytest.raises(
         PlanError, match=r"what model.vision was called with cannot .* \(TypeError: stays here\); give each"
     ):
-        model(ids, parts)
+        model(*an_image_on_the_first(0, dist.get_rank()))
 
 
 @reports_soon
@@ -393,6 +436,11 @@ def test_keys_that_cannot_be_followed():
     model.model.sound.example_inputs = 3
     with pytest.raises(PlanError, match=r"example_inputs of model.sound is a int; give the arguments"):
         plan_of(model, TOWERS)
+    model = build()
+    model.model._activation_checkpointing = True
+    recomputed = r"idle_towers: model is recomputed as one, .* \(model.vision and 2 more\); recompute the blocks"
+    with pytest.raises(PlanError, match=recomputed):
+        plan_of(model, TOWERS | KEPT)
     [note] = plan_of(build(), {"idle_towers": ["model.vision"]}).notes
     assert note.startswith(
         "idle_towers is given, and no unit lies in a part that a batch may not enter, so it does nothing"

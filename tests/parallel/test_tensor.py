@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support.cases import for_each
 from support.clips import assert_same_gradients
-from support.language import MLP, Language, batch, layer_plan, loss_of, sequence_plan
+from support.language import HEAD, MLP, WIDTH, Attention, Language, Layer, batch, layer_plan, loss_of, sequence_plan
 from support.legality import TENSOR, Carried, check_carried, check_clips, check_start, split_by_script
 from support.on_ranks import on_ranks
 from support.ranks import run_ranks
@@ -20,10 +20,20 @@ from support.training import FULL
 from support.translations import config_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
-from composer_fsdp2 import PlanError, apply_plan, plan_sharding, prepare_fully_shard
+from composer_fsdp2 import PlanError, apply_plan, begin_microbatch, plan_sharding, prepare_fully_shard
+from composer_fsdp2.estimate._torch.counting import Collectives
 
 ATOL = 1e-12
 
@@ -42,6 +52,44 @@ def partly_frozen() -> Language:
     return model
 
 
+def shorter(num_tokens: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """The loss of sequences that have so many tokens less."""
+    return lambda model, tokens: loss_of(model, tokens[:, :-num_tokens])
+
+
+class ByNames(Layer):
+    """As transformers calls its attention."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x=self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+def by_names() -> Language:
+    model = Language(num_layers=1)
+    model.model.layers[0].__class__ = ByNames
+    return model
+
+
+def named_sequence_plan(*, by_output: bool) -> dict[str, ParallelStyle]:
+    """The sequence is divided behind an embedding that gives all of it, and gathered before the last norm, or head."""
+    whole, part = Replicate(), Shard(1)
+    gathered = {"input_kwarg_layouts": {"x": part}, "desired_input_kwarg_layouts": {"x": whole}}
+    plan = sequence_plan() | {"model.layers.*.attention": PrepareModuleInput(**gathered)}
+    if by_output:
+        del plan["model.norm"]
+        return plan | {
+            "model.embedding": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=part),
+            "model.layers.0": PrepareModuleOutput(output_layouts=part, desired_output_layouts=whole),
+            "model.head": ColwiseParallel(output_layouts=whole),
+        }
+    return plan | {
+        "model.embedding": RowwiseParallel(input_layouts=whole),
+        "model.layers.0": PrepareModuleInput(input_layouts=whole, desired_input_layouts=part, use_local_output=True),
+        "model.norm": SequenceParallel(use_local_output=True),
+    }
+
+
 split = partial(Carried, plan=layer_plan, num_shared=TENSOR)
 tied = partial(Language, tied=True, num_layers=1)
 RECOMPUTED = {"activation_checkpointing": True}
@@ -58,6 +106,13 @@ TRAINED: dict[str, Carried] = {
     "frozen, microbatches": split(build=partly_frozen, num_microbatches=2),
     "sequence, microbatches, reduced in the last": split(
         config={"gradient_sync": "last"}, plan=sequence_plan, num_microbatches=2
+    ),
+    "a sequence that the ranks do not divide": split(config=RECOMPUTED, plan=sequence_plan, loss=shorter(3)),
+    "fewer tokens than ranks, divided by inputs": split(
+        plan=partial(named_sequence_plan, by_output=False), loss=shorter(5), degree=4, num_shared=4, build=by_names
+    ),
+    "fewer tokens than ranks, divided by outputs": split(
+        plan=partial(named_sequence_plan, by_output=True), loss=shorter(5), degree=4, num_shared=4, build=by_names
     ),
     "split by the script, sequence": Carried(
         prepare=split_by_script("tp", "dp", "tp", plan=sequence_plan), num_shared=TENSOR
@@ -199,6 +254,144 @@ def test_a_dropout_drops_the_same_on_the_ranks_that_split_a_layer(folder: str) -
     expected = loss_of(reference, tokens)
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=0, atol=ATOL)
+    assert_same_gradients(model, reference, atol=ATOL)
+
+
+# --- parameters that are not split, between layers that are
+
+
+class Tempered(Attention):
+    """Norms over each head's queries, as Qwen3 and Gemma3 have them, and a learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.query_norm, self.temperature = nn.LayerNorm(HEAD), nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (each(x).unflatten(-1, (-1, HEAD)) for each in (self.query, self.key, self.value))
+        heads = [self.query_norm(query) * self.temperature, key, value]  # B, T, heads, HEAD
+        mixed = nn.functional.scaled_dot_product_attention(*(each.transpose(1, 2) for each in heads), is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def tempered(*, trained: tuple[str, ...] = ("query_norm", "temperature"), gain: float = 1.0) -> Language:
+    """``gain`` of the weights behind the attention: with none, nothing in it gets a gradient in the first step."""
+    model = Language(num_layers=1)
+    model.model.layers[0].attention = Tempered()
+    for name, parameter in model.named_parameters():
+        if "query_norm" in name or "temperature" in name:
+            parameter.requires_grad_(any(each in name for each in trained))
+    nn.init.constant_(model.model.layers[0].attention.out.bias, 0.5)
+    model.model.layers[0].attention.out.weight.data *= gain
+    return model
+
+
+def without(plan: dict[str, ParallelStyle], path: str) -> dict[str, ParallelStyle]:
+    return {key: style for key, style in plan.items() if key != path}
+
+
+NORM = "model.layers.0.attention.query_norm"
+OF_NORM = "model.layers.*.attention.query_norm"
+SUMMED = f"{OF_NORM!r}: SequenceParallel(use_local_output=True)"
+only_norm = partial(tempered, trained=("query_norm",))
+DIVERGING: dict[str, tuple[Carried, int, tuple[str, ...]]] = {
+    "a norm of heads": (split(build=only_norm), 0, (f"{NORM}.weight, {NORM}.bias:", SUMMED, "layer_plan: auto")),
+    "a norm of heads, recomputed, in microbatches, with replicas": (
+        split(build=only_norm, config=RECOMPUTED | REPLICAS | {"gradient_sync": "last"}, num_microbatches=2),
+        0,
+        (f"{NORM}.weight", SUMMED),
+    ),
+    "a temperature": (
+        split(build=partial(tempered, trained=("temperature",))),
+        0,
+        ("model.layers.0.attention.temperature:", "in a module of its own"),
+    ),
+    "a norm left out of sequence parallelism": (
+        split(plan=lambda: without(sequence_plan(), "model.norm") | {"model.norm": local_output()}),
+        0,
+        ("model.norm.weight, model.norm.bias:", "'model.norm': SequenceParallel(use_local_output=True)"),
+    ),
+    "a gradient that begins in the second step": (split(build=partial(only_norm, gain=0.0)), 1, (SUMMED,)),
+}
+
+
+def local_output() -> ParallelStyle:
+    """Of a norm's input, a part of the sequence, what a rank has of it."""
+    return PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=True)
+
+
+def check_diverging(row: Carried, step_of_error: int, says: tuple[str, ...]) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = row.build()
+    optimizer = row.optimizer(model.parameters())
+    row.shard(model, optimizer=optimizer)
+    for step in range(step_of_error + 1):
+        for number in range(row.num_microbatches):
+            begin_microbatch(model, is_last=number == row.num_microbatches - 1)
+            loss = loss_of(model, batch(step, 2))
+            if step == step_of_error and number == row.num_microbatches - 1:
+                with pytest.raises(PlanError) as caught:
+                    loss.backward()
+                missing = [text for text in says if text not in str(caught.value)]
+                assert not missing, f"{missing} not in: {caught.value}"
+            else:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+SUMMING: dict[str, Carried] = {
+    "a norm of heads": split(
+        build=only_norm, plan=lambda: layer_plan() | {OF_NORM: SequenceParallel(use_local_output=True)}
+    ),
+    "frozen": split(build=partial(tempered, trained=())),
+}
+
+
+@on_ranks(4)
+def test_what_would_get_a_part_of_its_gradient_is_refused_or_summed(folder: str) -> None:
+    """Unsplit weights between split layers drifted apart in silence: each rank trained its own copy on its heads."""
+    for_each(check_diverging, DIVERGING)
+    for_each(check_carried, {name: (row,) for name, row in SUMMING.items()})
+
+
+@on_ranks(TENSOR)
+def test_comparing_gradients_sends_nothing_after_the_first_backward(folder: str) -> None:
+    """A check in every step would make the host wait for the device."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Language(num_layers=1)
+    split().shard(model)
+    counts = []
+    for step in range(3):
+        with Collectives() as counted:
+            loss_of(model, batch(step, 2)).backward()
+        counts.append({name: found["calls"] for name, found in counted.counts.items()})
+    assert counts[0] != counts[1] == counts[2], counts
+
+
+# --- losses from parts of the vocabulary
+
+
+@on_ranks(4)
+def test_a_loss_of_logits_that_ranks_split_is_that_of_one_process(folder: str) -> None:
+    """torch's loss_parallel gathers no logits, of which there is one for each token and word."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Language(num_layers=1)
+    reference = copy.deepcopy(model)
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    split(plan=lambda: layer_plan() | {"model.head": head}).shard(model)
+    tokens = batch(0, 4)
+    with loss_parallel():
+        loss = loss_of(model, tokens.chunk(2)[dist.get_rank() // TENSOR])
+        loss.backward()
+    total = loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach()
+    dist.all_reduce(total)
+    expected = loss_of(reference, tokens)
+    expected.backward()
+    torch.testing.assert_close(total / dist.get_world_size(), expected.detach(), rtol=0, atol=ATOL)
     assert_same_gradients(model, reference, atol=ATOL)
 
 

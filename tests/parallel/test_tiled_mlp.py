@@ -395,13 +395,70 @@ def test_what_is_no_token_wise_mlp_is_refused_by_name():
     assert tile_mlp(experts, classes=["SwiGLU"], chunks=2) == ["experts.0", "experts.1"]
 
 
+class Responding(SwiGLU):
+    """Divides by a norm over tokens, as ConvNeXt V2's response normalization."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x / x.norm(dim=-2, keepdim=True))
+
+
+class Shifting(SwiGLU):
+    """Adds the token before, as RWKV's channel mixing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + nn.functional.pad(x, (0, 0, 1, -1)))
+
+
+class Gated(Responding):
+    """Tells nothing of itself before it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+
+
+@pytest.mark.parametrize("kind", [Responding, Shifting])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_mlp_that_mixes_tokens_by_another_name_is_an_error(kind: type[SwiGLU], dtype: torch.dtype):
+    """Each piece would be divided by a norm of its own: another model, without a word."""
+    torch.manual_seed(0)
+    model = Chain(net=Layers(Layer(kind()))).to(dtype)
+    tile_mlp(model, classes=[kind.__name__], chunks=CHUNKS)
+    with pytest.raises(
+        PlanError, match=rf"mlp \({kind.__name__}\) gives other numbers for a piece .* so it mixes tokens"
+    ):
+        model(sequences(0).to(dtype))
+
+
+def test_an_mlp_of_zeros_is_looked_at_again():
+    """Of zeros nothing is known; once it is trained, it is."""
+    model = Chain(net=Gated()).double()
+    tile_mlp(model, classes=["Gated"], chunks=CHUNKS)
+    assert not model(sequences(0)).any()
+    nn.init.normal_(model.net.down.weight)
+    with pytest.raises(PlanError, match="so it mixes tokens"):
+        model(sequences(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_mlp_of_few_digits_and_dropout_mixes_no_tokens(dtype: torch.dtype):
+    """Rounding and dropped elements are no other tokens; the numbers that dropout draws are those without the look."""
+    mlp = SwiGLU(width=64, hidden=256, dropout=0.5).to(dtype)
+    x = torch.randn(2, 512, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tile_mlp(Chain(net=mlp), classes=["SwiGLU"], chunks=4)
+    torch.manual_seed(1)
+    first, seen = mlp(x), mlp.forward.is_token_wise
+    torch.manual_seed(1)
+    assert seen and mlp.training and torch.equal(mlp(x), first)
+
+
 def test_calls_that_cannot_be_cut_are_errors():
     """A second tensor would meet a piece of the first; fewer tokens would be put together in the wrong places."""
     x = sequences(0)
     model = Chain(attn=Cumulative(), mlp=GELU().double())
     tile_mlp(model, classes=["Cumulative", "GELU"], chunks=2)
     for call, message in (
-        (lambda: model.attn(x), "tiled_mlp: attn (Cumulative) made (2, 5, 6) of (2, 10, 6); an MLP gives one tensor"),
+        (lambda: model.attn(x), "tiled_mlp: attn (Cumulative) made (2, 5, 6) of (2, 9, 6); an MLP gives one tensor"),
         (lambda: model.attn(x, x), "attn (Cumulative) was called with (0: Tensor, 1: Tensor); only one tensor"),
         (lambda: model.attn(x, other=x), "was called with (0: Tensor, other: Tensor)"),
         (lambda: model.mlp(x, [x]), "was called with (0: Tensor, 1: list)"),

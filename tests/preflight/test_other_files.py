@@ -70,11 +70,14 @@ def test_how_tokens_are_shared_out_is_said(tmp_path: Path):
         assert any("Every expert" in note for note in notes) == bool(sizes), kind
 
 
-def test_layers_that_torchtitan_splits_ask_for_a_decision(tmp_path: Path):
-    """The plan is of unsplit layers; without a finding that blocks it would pass for the run's."""
+def test_layers_that_torchtitan_splits_are_split_in_the_plan(tmp_path: Path):
+    """By the plan of Hugging Face's model: a plan of unsplit layers would pass for the run's."""
     path = YAMLS / "torchtitan/llama3-70b-torchtitan.toml"
-    run = read_run(path, world_size=256, model_config=config(tmp_path))
-    assert [each.key for each in run.findings if each.outcome.blocks] == ["tensor parallelism"]
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
+    run = read_run(path, world_size=256, model_config=config(tmp_path, **wide))
+    assert not [each.key for each in run.findings if each.outcome.blocks]
+    assert run.plan.mesh.tensor_degree == 8
+    assert any(each.path.endswith("layers.0.mlp.down_proj") for each in run.plan.split)
     assert batch(run) == (8, 1, 8192)
     # TorchTitan's own blocks are transformers' layers; the embeddings and the output are units as well.
     assert len([unit for unit in run.plan.units if unit.parameters]) == 3 + 2 + 1

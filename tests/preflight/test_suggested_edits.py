@@ -205,8 +205,8 @@ ASKED: dict[str, tuple[str, str, dict[str, str]]] = {
         {"microbatch_size": "leaves them to auto"},
     ),
     "layers that nobody splits yet": (
-        "run.toml",
-        TITAN.replace("= -1  # all", "= -1\ntensor_parallel_degree = 2"),
+        "run.yaml",
+        "tp_config: {strategy: mine, tensor_parallel_degree: 2}\nfsdp_config: {sharding_strategy: FULL_SHARD}\n",
         {"microbatch_size": "asks for a decision first", "replicas": "asks for a decision first"},
     ),
 }

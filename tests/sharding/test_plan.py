@@ -96,6 +96,7 @@ def test_a_plan_is_json():
         "shape": [11, 6],
         "dtype": "float32",
         "tensor_placement": None,
+        "expert_degree": 1,
         "is_trained": True,
     }
     assert read["config"]["mesh"]["axes"][0]["size"] == 4

@@ -59,13 +59,81 @@ def llava(device: str = "meta") -> nn.Module:
     return build("LlavaConfig LlavaForConditionalGeneration", **parts, image_token_index=IMAGE_TOKEN, device=device)
 
 
+def mllama(device: str = "meta") -> nn.Module:
+    """Its second layer attends to an image, which opens to it where a gate does, of which all begin at zero."""
+    images = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_global_layers": 1,
+        "attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_output_dim": 32, "max_num_tiles": 1,
+        "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}  # fmt: skip
+    layers = {"num_hidden_layers": 3, "cross_attention_layers": [1], "rope_scaling": {"rope_type": "default"}}
+    model = build(
+        "MllamaConfig MllamaForConditionalGeneration",
+        vision_config=images,
+        text_config=TEXT | layers | {"pad_token_id": 0},
+        image_token_index=IMAGE_TOKEN,
+        device=device,
+    )
+    for name, parameter in model.named_parameters():
+        if "gate" in name and parameter.dim() == 1 and "gate_proj" not in name:
+            nn.init.constant_(parameter, 0.5)
+    return model
+
+
+# What the configurations of mixtures of experts call the number of experts, and sizes that they alone have.
+_MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mixtral": ("num_local_experts", {"head_dim": 4}),
+    "Qwen2Moe": ("num_experts", {"moe_intermediate_size": 8}),
+    "Qwen3Moe": ("num_experts", {"moe_intermediate_size": 8, "head_dim": 4}),
+    "Olmoe": ("num_experts", {}),
+    "DeepseekV3": ("n_routed_experts", {
+        "moe_intermediate_size": 8, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "q_lora_rank": 8,
+        "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "num_key_value_heads": 4}),
+}  # fmt: skip
+
+
 def mixture(architecture: str, num_experts: int, *, device: str = "meta") -> nn.Module:
-    """A mixture of experts: Qwen3Moe, Qwen2Moe or Mixtral."""
-    names = {"Mixtral": "num_local_experts"}
-    sizes = {names.get(architecture, "num_experts"): num_experts, "num_experts_per_tok": 2, "head_dim": 4}
-    of_experts = {} if architecture == "Mixtral" else {"moe_intermediate_size": 8}
+    """A mixture of experts: one of ``_MIXTURES``."""
+    name, sizes = _MIXTURES[architecture]
     words = f"{architecture}Config {architecture}ForCausalLM"
-    return build(words, **TEXT, **sizes, **of_experts, device=device)
+    return build(words, **TEXT | sizes | {name: num_experts, "num_experts_per_tok": 2}, device=device)
+
+
+_NUM_EXPERTS = 4
+_OF_EXPERTS = {
+    "num_experts": _NUM_EXPERTS,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": _NUM_EXPERTS, "head_dim": 4},
+    "Qwen2Moe": _OF_EXPERTS | {"shared_expert_intermediate_size": 12},
+    "Qwen3Moe": _OF_EXPERTS | {"head_dim": 4, "norm_topk_prob": False},
+    "Olmoe": {"num_experts": _NUM_EXPERTS},
+    "DeepseekV3": {
+        "n_routed_experts": _NUM_EXPERTS, "moe_intermediate_size": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "n_group": 2, "topk_group": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4, "v_head_dim": 4, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+
+
+def small_mixture(architecture: str, num_layers: int = 1, **config: Any) -> Any:
+    """transformers' model itself, of 4 experts, with values so wide that tokens choose different ones.
+
+    Args:
+        num_layers: Those with experts.
+    """
+    import transformers
+
+    sizes = TEXT | {"num_hidden_layers": num_layers, "num_experts_per_tok": 2, "initializer_range": 0.4}
+    if architecture == "DeepseekV3":
+        sizes["num_hidden_layers"] += 1  # the first is dense
+    config_class, model_class = (getattr(transformers, architecture + end) for end in ("Config", "ForCausalLM"))
+    model = model_class(config_class(**sizes | MIXTURES[architecture] | config))
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # that of transformers 5 for float64
+    return model
 
 
 def mpt(**config: Any) -> nn.Module:

@@ -26,10 +26,10 @@ class Run:
         others: The other units that hold parameters.
         experts: Where the experts lie that are units of their own, and how many there are; they are not recomputed.
         reshard: Whether a block's parameters are freed after forward.
-        mesh: Replicas and shards; None: every rank holds a shard.
+        mesh: Replicas and shards, or shards and ranks that split layers; None: every rank holds a shard.
         dtypes: Of parameters in forward, of gradients while they are reduced, and of buffers.
         recomputed: How many modules are, and then how, and what is gathered ahead.
-        split_experts: The units of experts over 8 ranks, each of them sharded over the others.
+        split_experts: The units of which 8 ranks gather experts of their own.
         tied: Modules of one weight.
     """
 
@@ -217,7 +217,7 @@ OTHERS = {
     ),
     ("torchtitan/llama3-70b-torchtitan.toml", "torchtitan/llama3-70b-composer.yaml"): of_llama(
         256, 80, 70_553_706_496, "llama 3 70b", right=NOT_TRANSFORMERS, others=TITANS,
-        decisions=frozenset({"tensor_parallel_degree"}), **FULL_SUMS,
+        mesh=(32, 8), **FULL_SUMS,
     ),
     ("composer/gpt2-script-fsdp1.yaml", "composer/gpt2-script-fsdp2.yaml"): Run(
         ranks=8, parameters=124_439_808, config="gpt 2", blocks={"model.transformer.h": 12}, others=("model",),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Run:
     optimizer: dict[str, dict[str, Any]]  # its state, full, by the parameter's own name, if asked for
 
 
-def composer_model(*, tied: bool = False) -> Any:
+def composer_model(build: Callable[[], nn.Module]) -> Any:
     from composer import ComposerModel
     from composer.metrics import LanguageCrossEntropy
 
@@ -38,7 +39,7 @@ def composer_model(*, tied: bool = False) -> Any:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(9)
-            self.model = Decoder(tied=tied, num_layers=1)
+            self.model = build()
             self.metric = LanguageCrossEntropy()
 
         def forward(self, batch: Any) -> torch.Tensor:
@@ -86,6 +87,7 @@ def train(
     *,
     tensor_degree: int = 1,
     tied: bool = False,
+    build: Callable[[], nn.Module] | None = None,
     make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     clip: tuple[str, float] | None = ("norm", 0.5),
     num_microbatches: int | str = 1,
@@ -99,6 +101,9 @@ def train(
     rate.
 
     The ranks of a group along the tensor axis read the same. Called on all ranks.
+
+    Args:
+        build: What makes logits of tokens; None: a small decoder, ``tied`` or not.
     """
     from composer import Trainer
     from composer.algorithms import GradientClipping
@@ -106,7 +111,7 @@ def train(
     from support.scripts.train_with_trainer import Record
 
     torch.set_default_dtype(dtype)
-    model = composer_model(tied=tied)
+    model = composer_model(build or partial(Decoder, tied=tied, num_layers=1))
     num_readers = torch_dist.get_world_size() // tensor_degree
     place = {"num_replicas": num_readers, "rank": torch_dist.get_rank() // tensor_degree}
     # Or "auto".

@@ -129,7 +129,11 @@ def check_refused(row: Refused) -> None:
     assert state_of(model) == before
 
 
-def check_carried(row: Carried) -> None:
+# The largest differences from one process: of losses, of clipped norms, and of parameters at the end.
+Distances = dict[str, float]
+
+
+def check_carried(row: Carried) -> Distances:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = row.build()
@@ -142,8 +146,9 @@ def check_carried(row: Carried) -> None:
             stepped.step()
             stepped.zero_grad()
     row.shard(model, optimizer=optimizer)
-    assert_steps_are_those_of_one_process(model, reference, row, optimizer, theirs)
+    distances = assert_steps_are_those_of_one_process(model, reference, row, optimizer, theirs)
     assert ties_of(model) == ties_of(reference)
+    return distances
 
 
 def ties_of(model: nn.Module) -> list[list[str]]:
@@ -160,13 +165,13 @@ def assert_steps_are_those_of_one_process(
     row: Carried,
     optimizer: torch.optim.Optimizer,
     theirs: torch.optim.Optimizer | None = None,
-) -> None:
+) -> Distances:
     """Steps of clipped gradients, on batches of which each block of ranks has a part."""
 
     def loss(each: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return row.loss(each, tokens % VOCABULARY)
 
-    compare_training(
+    return compare_training(
         model,
         reference,
         optimizer,
@@ -188,7 +193,7 @@ def compare_training(
     num_microbatches: int = 1,
     num_shared: int = 1,
     loss: Callable[[Any, torch.Tensor], torch.Tensor] = loss_of,
-) -> None:
+) -> Distances:
     """The loss and the clipped norm of each step, with a rate that falls, and the parameters at the end.
 
     Args:
@@ -198,6 +203,7 @@ def compare_training(
     groups, group = dist.get_world_size() // num_shared, dist.get_rank() // num_shared
     tolerance = _tolerance(*reference.parameters())
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (ours, theirs)]
+    distances = {"loss": 0.0, "norm": 0.0}
     for step in range(num_steps):
         tokens = batch(step, 2 * num_microbatches * groups)
         expected = loss(reference, tokens)
@@ -212,11 +218,14 @@ def compare_training(
         torch.testing.assert_close(total / dist.get_world_size(), expected.detach(), rtol=0, atol=tolerance)
         norm, wanted = clip_grad_norm_(model, 0.1)["model"], nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         torch.testing.assert_close(norm, wanted, rtol=0, atol=tolerance, check_dtype=False)
+        found = total / dist.get_world_size() - expected.detach()
+        for name, difference in (("loss", found), ("norm", norm - wanted)):
+            distances[name] = max(distances[name], float(difference.abs()))
         for optimizer, scheduler in zip((ours, theirs), schedulers, strict=True):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    assert_same_parameters(model, reference)
+    return distances | {"parameters": assert_same_parameters(model, reference)}
 
 
 def check_clips(row: Carried, *names: str) -> None:
@@ -284,7 +293,8 @@ def check_start(row: Carried, build: Callable[[], nn.Module], start: str, num_co
     return sent
 
 
-def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
+def assert_same_parameters(model: nn.Module, reference: nn.Module) -> float:
+    """The largest difference."""
     wanted = dict(reference.named_parameters())
     tolerance = _tolerance(*wanted.values())
     found = full_parameters(model)
@@ -293,6 +303,7 @@ def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(
             value, wanted[name].detach(), rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
+    return max(float((value - wanted[name].detach()).abs().max()) for name, value in found.items() if value.numel())
 
 
 def _tolerance(*parameters: torch.Tensor) -> float:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
 
-from composer_fsdp2.parallel.attention import AttentionFacts, KnownModel, know
+from composer_fsdp2 import AttentionFacts, ModelAdapter, register_model_adapter
 from composer_fsdp2.training.context import ContextGroup
 
 VOCABULARY, WIDTH, HEAD = 20, 16, 4
@@ -104,10 +104,10 @@ def attend_exchanged(group: ContextGroup, query: torch.Tensor, key: torch.Tensor
     return group.to_sequence(attend(*group.to_heads((query, key, value), 2, 1)), 2, 1)
 
 
-know(
-    KnownModel(
+register_model_adapter(
+    ModelAdapter(
         name="the test's Reader",
-        is_one=lambda module: isinstance(module, Reader),
+        matches=lambda module: isinstance(module, Reader),
         attentions=facts_of,
         problems=lambda model: iter(()),
         notes=lambda model: iter(("its notes",)),

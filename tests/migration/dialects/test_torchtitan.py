@@ -210,7 +210,7 @@ def test_a_file_of_an_earlier_release_stays_as_it_is():
     assert not migration.is_changed and migration.exit_code == 0
     moved = migrate_text(text, "old.toml", dialect="torchtitan", at="training")
     outcomes = {each.key: each.outcome for each in moved.sections[0].findings}
-    assert outcomes["tensor_parallel_degree"] is Outcome.NEEDS_DECISION
+    assert outcomes["tensor_parallel_degree"] is Outcome.EXACT
     assert outcomes["float8.enable_float8_linear"] is Outcome.UNSUPPORTED
     assert outcomes["compile"] is Outcome.APPROXIMATE
 
@@ -245,7 +245,7 @@ SHAPES: dict[str, tuple[str, list[str]]] = {
     "v0.1.0 dense": (shape("llama3", ONES, V1, BY_OPERATOR, f"[float8]\n{OFF}", training="compile = false\n"), []),
     "v0.1.0 tensors": (
         shape("llama3", ONES.replace("tensor_parallel_degree = 1", "tensor_parallel_degree = 8"), V1, FULLY),
-        ["tensor_parallel_degree"],
+        [],
     ),
     "v0.1.0 float8": (
         shape(
@@ -283,7 +283,7 @@ SHAPES: dict[str, tuple[str, list[str]]] = {
 
 
 MODE = "config.activation_checkpointing.checkpoint"
-PARALLELISMS = {"tensor": NEEDS_DECISION, "pipeline": UNSUPPORTED, "context": APPROXIMATE, "expert": APPROXIMATE}
+PARALLELISMS = {"tensor": EXACT, "pipeline": UNSUPPORTED, "context": APPROXIMATE, "expert": APPROXIMATE}
 # Each is read with its feature only.
 DETAILS = [
     ("disable_loss_parallel", True, "tensor_parallel_degree", EXACT),

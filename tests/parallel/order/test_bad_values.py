@@ -55,7 +55,7 @@ NAMES: dict[str, str] = {
     "tiled_mlp {'classes': ['MPL'], 'chunks': 2}": "did you mean MLP",
     "tiled_mlp {'classes': ['MLP'], 'chunks': 2, 'chunk': 2}": "did you mean chunks",
     "broadcast_batch 'firsst'": "first (",
-    "expert_parallel_degree 3": "world size 4 is not a multiple of expert_parallel_degree 3; use 1, 2 or 4",
+    "expert_parallel_degree 3": "over 4 ranks, which is not a multiple of expert_parallel_degree 3; use 1, 2 or 4",
     **{f"context_parallel_degree {degree}": "world size 4 is not a multiple of" for degree in (3, 8, 10**12)},
 }
 

@@ -100,15 +100,15 @@ OF_FOUR: dict[str, Carried] = {
     ),
     "layers, then parameters, clipped and stepped over two meshes with foreach": split(optimizer=adamw),
     "sequence parallelism without split layers": Carried(plan=sequence_plan, degree=1),
+    "rows of an expert that the other ranks do not divide": Carried(
+        config={"expert_parallel_degree": 2}, build=partial(MoELanguage, num_experts=2, width=3, num_layers=1)
+    ),
     "split and tiled": split(config={"tiled_mlp": {"classes": ["MLP"], "chunks": 2}}),
 }
 
 # Refused by a torch that shards evenly beside another axis (test_refused.py).
 IF_UNEVEN: dict[str, Carried] = {
     "rows that the ranks of both axes do not divide, tied": split(build=tied(vocabulary=22)),
-    "rows of an expert that the other ranks do not divide": Carried(
-        config={"expert_parallel_degree": 2}, build=partial(MoELanguage, num_experts=2, width=3, num_layers=1)
-    ),
 }
 
 

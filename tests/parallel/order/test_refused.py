@@ -77,6 +77,25 @@ def after_sharding(model: nn.Module) -> None:
     parallelize_model(model, None, layer_plan(), mesh["tensor"])
 
 
+GATHERED = "ColwiseParallel(output_layouts=Replicate())"
+
+
+def fused(name: str, *, width: int = 32) -> Any:
+    """A layer beside the others that no forward calls."""
+
+    def build() -> Language:
+        model = Language(num_layers=1)
+        setattr(model.model.layers[0].mlp, name, nn.Linear(16, 2 * width))
+        return model
+
+    return build
+
+
+def with_head_count(model: nn.Module) -> None:
+    """As LLM Foundry's attention, which rearranges by it."""
+    model.model.layers[0].attention.n_heads = 4
+
+
 def first_layer(settings: Any) -> Any:
     return wrap(lambda decoder: {decoder.layers[0]: settings})
 
@@ -154,6 +173,19 @@ SPLIT: dict[str, Refused] = {
     ),
     "heads that the ranks do not divide": split(
         says=("model.layers.0.attention.query has 3 heads of 4",), build=lambda: Language(width=12)
+    ),
+    "a layer that holds two projections": split(
+        says=("model.layers.0.mlp.gate_up", "several projections", "(64 columns)", GATHERED),
+        build=fused("gate_up"),
+        plan=with_plan(model__layers__0__mlp__gate_up=ColwiseParallel()),
+    ),
+    "one that is known by its name": split(
+        says=("model.layers.0.mlp.kv_proj", "several projections", "(16 columns)", GATHERED),
+        build=fused("kv_proj", width=8),
+        plan=with_plan(model__layers__0__mlp__kv_proj=ColwiseParallel()),
+    ),
+    "heads of half the width": split(
+        says=("model.layers.0.attention.query: Attention", "n_heads = 4", GATHERED), prepare=with_head_count
     ),
     "a tie with one side planned": split(
         says=("one parameter, tied", "model.head.weight unsplit"), build=tied, plan=with_plan(model__head=None)
@@ -286,19 +318,15 @@ CONTEXTS: dict[str, Refused] = {
 }
 
 
-def two_experts() -> MoELanguage:
-    return MoELanguage(num_experts=2, width=3)
-
-
 PARTS: dict[str, Refused] = {
     "experts that the ranks do not divide": Refused(
         says=("has 6 experts, which expert_parallel_degree 4 does not divide", "1, 2, 3 or 6"),
         config={"expert_parallel_degree": 4},
         build=lambda: MoELanguage(num_experts=6),
     ),
-    "replicas beside split experts": Refused(
-        says=("HSDP + MoE is not supported", "data_parallel_replicate_degree"),
-        config=EXPERTS | {"data_parallel_replicate_degree": 2},
+    "experts over more ranks than a replica has": Refused(
+        says=("sharded over 2 ranks, which is not a multiple of expert_parallel_degree 4", "use 1 or 2"),
+        config={"expert_parallel_degree": 4, "data_parallel_replicate_degree": 2},
         build=MoELanguage,
     ),
     "experts in the layer plan, too": Refused(
@@ -308,7 +336,7 @@ PARTS: dict[str, Refused] = {
         build=MoELanguage,
     ),
     "split experts without any": Refused(
-        says=("expert_parallel_degree 2", "no layer with all experts in one weight"), config=EXPERTS
+        says=("expert_parallel_degree 2", "no layer of experts that is known"), config=EXPERTS
     ),
     "an integer beside split experts": Refused(
         says=("reshards to 2 ranks, beside expert parallelism", "true or false"),
@@ -371,9 +399,6 @@ IF_EVEN: dict[str, Refused] = {
         says=("22 rows, which this torch must divide evenly into 4", "install torch 2.13"),
         build=lambda: Language(vocabulary=22),
         do=partial(apply_changed, plan=layer_plan()),
-    ),
-    "rows of an expert that the other ranks do not divide": Refused(
-        says=("use a larger expert_parallel_degree",), config=EXPERTS, build=two_experts
     ),
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.rows import POSITIVE_INT, Row, idle, takes_if
 from composer_fsdp2.fsdp1.parsing import PRECISIONS
+from composer_fsdp2.fsdp1.policy_words import AUTO
 from composer_fsdp2.migration.dialect import Section, implicit
 from composer_fsdp2.migration.effective import Effective
 from composer_fsdp2.migration.interpolated import has_interpolation
@@ -94,6 +95,12 @@ def _clipping(run: RunConfig) -> Given | None:
     return {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": norm}} if norm > 0 else None
 
 
+def _split_layers(run: RunConfig) -> Given | None:
+    """Return LLM Foundry's tp_config, whose strategy ``auto`` is the layer plan of a known model."""
+    degree = run.tensor_parallel
+    return {"strategy": AUTO, "tensor_parallel_degree": degree} if degree > 1 else None
+
+
 def _duration(value: Any, around: Effective) -> str | None:
     return value if isinstance(value, str) else f"{value}ep" if count(value) else None
 
@@ -147,6 +154,7 @@ TRAINER_ROWS: tuple[Lens, ...] = (
     Lens(name="precision", fields=("precision",), write=lambda run: run.precision, outcome=_EXACT),
     Lens(name="algorithms", read={"max_grad_norm": lambda value, around: _clipped(around.given)[0],
         "other_clipping": lambda value, around: _clipped(around.given)[1]}, write=_clipping, outcome=_EXACT),
+    Lens(name="tp_config", fields=("tensor_parallel",), write=_split_layers, outcome=_EXACT),
     Lens(name="device_train_microbatch_size", read={"microbatch_size": count},
         write=lambda run: run.microbatch_size, outcome=_EXACT),
     Lens(name="global_train_batch_size", read={"global_batch_size": count}, fields=("num_microbatches",),
@@ -197,7 +205,7 @@ BESIDE_ROWS: tuple[Row, ...] = (
         nested=("tensor_parallel_degree", "layer_plan", "strategy"),
         target="tp_config", takes=_TENSOR, decide=_TENSOR_CASES,
         meaning="tensor parallelism: over how many ranks layers are split (tensor_parallel_degree), and by which layer "
-        "plan, LLM Foundry's strategy or a script's layer_plan",
+        "plan, LLM Foundry's strategy or a script's layer_plan; auto: the plan of a known model",
         reason="layers are split by the same plan, before the model is sharded",
         hint="the ranks that split a layer must read one batch: they compare it, and broadcast_batch lets them share "
         "what they read",
@@ -217,8 +225,18 @@ BESIDE_ROWS: tuple[Row, ...] = (
 
 def tensor_degree(around: Given) -> int:
     """Return the number of ranks over which layers are split."""
-    given: Given = next((value for _, value in _given_beside(BESIDE_ROWS[0], around)), {})
+    given = _tensor_config(around)
     return given.get(_DEGREE, 1) if _TENSOR.fits(given) else 1
+
+
+def has_automatic_plan(around: Given) -> bool:
+    """Return whether layers are split by the plan of a known model, which needs no script."""
+    given = _tensor_config(around)
+    return _TENSOR.fits(given) and AUTO in (given.get("strategy"), given.get("layer_plan"))
+
+
+def _tensor_config(around: Given) -> Given:
+    return next((value for _, value in _given_beside(BESIDE_ROWS[0], around)), {})
 
 
 def findings_beside(around: Given) -> Iterator[Finding]:

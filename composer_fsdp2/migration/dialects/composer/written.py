@@ -120,8 +120,8 @@ WRITTEN = tuple(
 
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 _STACKED = (
-    "expert_parallel_degree: {value}, with which tokens travel, is for LLM Foundry's torch_dmoe, where one weight "
-    "holds all of a layer's experts"
+    "expert_parallel_degree: {value}, with which tokens travel, splits them where it knows the model's layers "
+    "(Hugging Face's Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3; LLM Foundry's torch_dmoe)"
 )
 # fmt: off
 LIMITS: tuple[Limitation, ...] = (
@@ -150,18 +150,14 @@ LIMITS: tuple[Limitation, ...] = (
         hint="set it to true if the model is created on rank 0 only"),
     limits(_NEEDS_DECISION, "ignored_modules", target="ignored_modules",
         reason="a file cannot name modules", hint="set fsdp_config['ignored_modules'] in the script"),
-    limits(_NEEDS_DECISION, "tensor_parallel", target="tp_config",
-        reason="which layers are split, and how, is a layer plan of the model, which stands beside the section and in "
-        "code",
-        hint="a script: parallelism_config['tp'] = {'tensor_parallel_degree': {value}, 'layer_plan': {path: style}}; "
-        "LLM Foundry: tp_config: {strategy: ffn, tensor_parallel_degree: {value}}, which splits MPT's feed-forwards; "
-        "or more shards in its place: without it, and with data_parallel_shard_degree times {value} where it is set, "
-        "all ranks have batches of their own: the same global_train_batch_size gives each of them 1/{value} of what a "
-        "group had, the same batch of each rank makes a step {value} times as large"),
+    limits(_EXACT, "tensor_parallel", is_kept=True,
+        target="tp_config: {strategy: auto, tensor_parallel_degree: {value}}",
+        reason="layers are split by the plan of the model, if it is one of transformers' with a base_model_tp_plan or "
+        "LLM Foundry's MPT; LLM Foundry reads the degree beside the section",
+        hint="a script: parallelism_config['tp'] = {'tensor_parallel_degree': {value}, 'layer_plan': 'auto'}"),
     limits(_UNSUPPORTED, "pipeline_parallel", reason="composer_fsdp2 has no pipeline parallelism"),
     limits(_UNSUPPORTED, "has_expert_axis", "expert_parallel",
-        reason="the ranks of the experts are an axis beside the shards there, and composer_fsdp2 has none for experts "
-        "that are modules of their own",
+        reason="the ranks of the experts are an axis beside the shards there, and those of shards in composer_fsdp2",
         hint=f"train without it: experts are sharded like all other parameters; {_STACKED}"),
     limits(_APPROXIMATE, "expert_parallel", target="experts in the units of wrap_policy",
         reason="experts are sharded like all other parameters and gathered where they run, while no token travels: the "

@@ -383,7 +383,8 @@ ROWS: tuple[Lens, ...] = (
         reason="ROLL's experts are modules of a transformers model, whose tokens travel by a patch of ROLL's; here "
         "they are sharded like all other parameters, and gathered where they run: the same numbers, more communication",
         hint="with wrap_policy.moe_experts one expert is gathered at a time, else all of a layer's; the fsdp_config "
-        "key expert_parallel_degree, with which tokens travel, is for LLM Foundry's torch_dmoe"),
+        "key expert_parallel_degree, with which tokens travel, splits those of Hugging Face's Mixtral, Qwen2-MoE, "
+        "Qwen3-MoE, OLMoE and DeepSeek-V3, and LLM Foundry's torch_dmoe"),
     Lens(name="efsdp_size", default=1, outcome=Outcome.APPROXIMATE, takes=POSITIVE_INT, only_with="ep_size",
         target="shards of experts, over the ranks of the mesh", meaning="over how many ranks an expert is sharded",
         reason="experts are sharded over as many ranks as all other parameters"),

@@ -157,19 +157,19 @@ ROWS: tuple[Lens, ...] = (
         meaning="whether parameters are freed between forward and backward; default: unless there is a pipeline",
         reason="the same argument of fully_shard"),
     Lens(name="parallelism.tensor_parallel_degree", read={"tensor_parallel": as_is},
-        write=lambda run: unless(1, run.tensor_parallel), default=1, outcome=Outcome.NEEDS_DECISION,
-        takes=POSITIVE_INT, target="tp_config", neutral=(1,), aliases=("training.tensor_parallel_degree",),
+        write=lambda run: unless(1, run.tensor_parallel), default=1, outcome=Outcome.EXACT,
+        takes=POSITIVE_INT, target="layer_plan: auto", neutral=(1,), aliases=("training.tensor_parallel_degree",),
         meaning="tensor parallelism",
-        reason="which layers are split, and how, is a layer plan, which TorchTitan has in the code of its models; with "
-        "SequenceParallel for the norms, where a sequence is split between split layers",
-        hint="hand the plan to Composer's Trainer in parallelism_config['tp'], or set tensor_parallel_degree = 1"),
+        reason="layers are split by the plan of Hugging Face's model, which does not divide the sequence between them, "
+        "as TorchTitan's plans do: the same numbers, more memory for activations",
+        hint="a layer plan of your own, with SequenceParallel for the norms, divides it"),
     Lens(name="parallelism.disable_loss_parallel", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL,
         only_with="parallelism.tensor_parallel_degree", aliases=("training.disable_loss_parallel",),
         target="the output's layout in the layer plan",
         decide=cases(case(lambda value, file: value is True, Outcome.EXACT, reason="logits are whole there as here")),
         meaning="whether the loss is computed from whole logits (true) or from each rank's part of the vocabulary",
         reason="Composer's losses and metrics read whole logits, so that the plan gathers them: the same numbers, more "
-        "memory", hint="ColwiseParallel(output_layouts=Replicate()) for the output layer"),
+        "memory", hint="torch's loss_parallel, with a layer plan of your own"),
     *_belonging("parallelism.tensor_parallel_degree", "parallelism.enable_async_tensor_parallel",
         outcome=Outcome.APPROXIMATE, reason="the communication of split layers is not overlapped with their products: "
         "the same numbers, less speed"),
@@ -199,8 +199,9 @@ ROWS: tuple[Lens, ...] = (
         meaning="expert parallelism; without experts in the model it does nothing",
         reason="tokens travel to the GroupedExperts of TorchTitan's own models there; here experts are sharded like "
         "all other parameters, and a layer is gathered with all of its own: the same numbers, more communication",
-        hint="a model whose experts are LLM Foundry's torch_dmoe splits them with the fsdp_config key "
-        "expert_parallel_degree; others need the memory for one layer's experts"),
+        hint="the fsdp_config key expert_parallel_degree, with which tokens travel, splits the experts of Hugging "
+        "Face's Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and DeepSeek-V3, and of LLM Foundry's torch_dmoe; others need the "
+        "memory for one layer's experts"),
     *_belonging("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree",
         "parallelism.expert_parallel_comm_backend", outcome=Outcome.APPROXIMATE,
         reason="belongs to expert parallelism, in whose place experts are sharded and gathered: the same numbers"),

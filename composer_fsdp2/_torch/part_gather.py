@@ -1,0 +1,244 @@
+"""Units of which each rank gathers some parameters in part: the experts that it computes with.
+
+[Note: gathered parts] Each parameter is sharded over all ranks of the unit's shard axis, as without expert parallelism,
+so that optimizers, clipping and checkpoints find what they always find, under the model's own names. What differs is
+what a rank gathers: of consecutive ranks, ``degree`` of them, each needs other rows. So shards travel by one all-to-all
+in place of the all-gather, and gradients by one in place of the reduce-scatter. A rank receives as many bytes as if the
+parameters that it needs were sharded over the ranks that need them, too.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+
+from composer_fsdp2._torch.collectives import all_to_all
+from composer_fsdp2._torch.groups import groups_of, state_of
+from composer_fsdp2._torch.replaced import replaced
+
+_autograd: Any = torch.autograd
+# The first row and the one after the last, by the place along the expert axis.
+Rows = Sequence[tuple[int, int]]
+
+
+def gather_parts(unit: FSDPModule, degree: int, rows: Mapping[nn.Parameter, Rows]) -> None:
+    """Have a unit gather of each parameter the rows that this rank needs.
+
+    While it is gathered, a module shows these rows alone: a parameter of no rows where the rank needs none.
+
+    Args:
+        unit: Sharded along dimension 0 over a multiple of ``degree`` ranks; not gathered yet.
+        degree: How many consecutive ranks of the shard axis need different rows.
+        rows: By sharded parameter, those that each of these ranks needs; one that is missing is needed in full.
+
+    Does not communicate.
+    """
+    _take_over()
+    for group in groups_of(state_of(unit)):
+        exchange = _Exchange(group.mesh_info.shard_mesh_size, group.mesh_info.shard_mesh_rank, degree)
+        for number, parameter in enumerate(group.fsdp_params):
+            size = parameter._orig_size
+            needed = rows.get(parameter.sharded_param) or [(0, size[0])] * degree
+            exchange.parts.append(_Part(needed, size[0], math.prod(size[1:]), parameter.padded_sharded_param_size[0]))
+            parameter.exchange, parameter.number = exchange, number
+            first, end = needed[exchange.place % degree]
+            # What torch makes the full parameter of; its strides are those of the contiguous whole.
+            parameter._orig_size = torch.Size([end - first, *size[1:]])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Args: the rows of each place, of all, the elements of a row, and the rows of a shard, padding included."""
+
+    needed: Rows
+    num_rows: int
+    row: int
+    padded_rows: int
+
+    def common(self, shard: int, place: int) -> tuple[int, int]:
+        """The rows of a shard that a place needs."""
+        (first, end), start = self.needed[place], shard * self.padded_rows
+        first, end = max(first, start), min(end, start + self.padded_rows, self.num_rows)
+        return first, max(first, end)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements of the parameter with this number, from ``start`` on: of this rank's shard, or of its part."""
+
+    parameter: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What travels of some parameters: this rank's shards by the place that needs them, and its parts by shard."""
+
+    of_shards: tuple[tuple[_Piece, ...], ...]
+    of_parts: tuple[tuple[_Piece, ...], ...]
+
+    @functools.cached_property
+    def shard_sizes(self) -> list[int]:
+        return [sum(piece.numel for piece in pieces) for pieces in self.of_shards]
+
+    @functools.cached_property
+    def part_sizes(self) -> list[int]:
+        return [sum(piece.numel for piece in pieces) for pieces in self.of_parts]
+
+
+class _Exchange:
+    """Of one unit, over ``num_shards`` ranks, of which this is the one at ``place``."""
+
+    def __init__(self, num_shards: int, place: int, degree: int) -> None:
+        self.num_shards, self.place, self.degree = num_shards, place, degree
+        self.copies = num_shards // degree  # ranks that need the same rows
+        self.parts: list[_Part] = []
+        self._layouts: dict[tuple[int, ...], _Layout] = {}
+
+    def layout(self, parameters: Sequence[Any]) -> _Layout:
+        """Of all parameters, or of those that have gradients."""
+        key = tuple([each.number for each in parameters])
+        if key not in self._layouts:
+            self._layouts[key] = self._layout([self.parts[number] for number in key])
+        return self._layouts[key]
+
+    def _layout(self, parts: Sequence[_Part]) -> _Layout:
+        def pieces(shard: int, place: int, *, of_shard: bool) -> Iterator[_Piece]:
+            for number, part in enumerate(parts):
+                first, end = part.common(shard, place)
+                origin = shard * part.padded_rows if of_shard else part.needed[place][0]
+                if end > first:
+                    yield _Piece(number, (first - origin) * part.row, (end - first) * part.row)
+
+        own = self.place % self.degree
+        return _Layout(
+            tuple(tuple(pieces(self.place, place, of_shard=True)) for place in range(self.degree)),
+            tuple(tuple(pieces(shard, own, of_shard=False)) for shard in range(self.num_shards)),
+        )
+
+    def gather(
+        self, parameters: list[Any], group: dist.ProcessGroup, async_op: bool, copy_in: Any, stream: Any, device: Any
+    ) -> Any:
+        layout, handle = self.layout(parameters), torch.get_device_module(device.type)
+        length, received = sum(layout.shard_sizes), sum(layout.part_sizes)
+        with handle.stream(copy_in):
+            shards = [shard for (shard,) in _fsdp_collectives._get_param_all_gather_inputs(parameters)]
+            pieces = [shards[p.parameter].narrow(0, p.start, p.numel) for of in layout.of_shards for p in of]
+            # One buffer for both directions, as torch has it: it is kept until what arrived has been copied.
+            buffer = shards[0].new_empty(self.copies * length + received, device=device)
+            sent, arrived = buffer.split([self.copies * length, received])
+            if pieces:
+                sent.view(self.copies, length).copy_(torch.cat(pieces))
+        stream.wait_stream(copy_in)
+        with handle.stream(stream):
+            work = all_to_all(
+                arrived, sent, layout.part_sizes, layout.shard_sizes * self.copies, group, async_op=async_op
+            )
+            event = stream.record_event()
+        return _fsdp_collectives.AllGatherResult(buffer, event, work, [], [], [])
+
+    @torch.no_grad()
+    def copy_out(self, result: Any, parameters: list[Any]) -> None:
+        """Into the full parameters, once what was sent is there."""
+        buffer = result.all_gather_output
+        if result.all_gather_event is not None:
+            torch.get_device_module(buffer.device.type).current_stream().wait_event(result.all_gather_event)
+        if isinstance(result.all_gather_work, dist.Work):
+            result.all_gather_work.wait()
+        layout = self.layout(parameters)
+        for each in parameters:
+            each.init_all_gather_outputs([each._orig_size.numel()], [buffer.dtype], 1, buffer.device)
+            each.alloc_all_gather_outputs()
+        outputs = [each.all_gather_outputs[0] for each in parameters]
+        pieces = [piece for of_shard in layout.of_parts for piece in of_shard]
+        arrived = buffer.narrow(0, buffer.numel() - sum(layout.part_sizes), sum(layout.part_sizes))
+        with _autograd._unsafe_preserve_version_counter(tuple(outputs)):
+            targets = [outputs[each.parameter].narrow(0, each.start, each.numel) for each in pieces]
+            torch._foreach_copy_(targets, list(arrived.split([each.numel for each in pieces])))
+
+    def reduce(
+        self, parameters: list[Any], gradients: list[torch.Tensor], group: dist.ProcessGroup
+    ) -> list[torch.Tensor]:
+        """The mean over ``group`` of each gradient, of this rank's shards; padded. Empties ``gradients``."""
+        layout = self.layout(parameters)
+        dtype, device = parameters[0].reduce_dtype or gradients[0].dtype, parameters[0].device
+        length, num_sent = sum(layout.shard_sizes), sum(layout.part_sizes)
+        sent = torch.empty(num_sent, dtype=dtype, device=device)
+        pieces = [piece for of_shard in layout.of_parts for piece in of_shard]
+        flat = [each.reshape(-1) for each in gradients]
+        torch._foreach_copy_(
+            list(sent.split([each.numel for each in pieces])),
+            [flat[each.parameter].narrow(0, each.start, each.numel) for each in pieces],
+        )
+        flat.clear()
+        gradients.clear()
+        arrived = sent.new_empty(self.copies * length)
+        all_to_all(arrived, sent, layout.shard_sizes * self.copies, layout.part_sizes, group)
+        # At least in fp32: no sum of many ranks overflows in fp16, and none is rounded more than once.
+        wide = torch.promote_types(dtype, torch.float32)
+        total = arrived.view(self.copies, length).sum(0, dtype=wide).div_(self.num_shards)
+        shards = [torch.zeros(each.padded_sharded_param_size, dtype=wide, device=device) for each in parameters]
+        for of_place, part in zip(layout.of_shards, total.split(layout.shard_sizes), strict=True):
+            if of_place:  # what several places need is added up
+                targets = [shards[each.parameter].view(-1).narrow(0, each.start, each.numel) for each in of_place]
+                torch._foreach_add_(targets, list(part.split([each.numel for each in of_place])))
+        return shards
+
+
+@functools.cache
+def _take_over() -> None:
+    """Where torch gathers and reduces the parameters of a unit, have ours do so with units that have an exchange."""
+    torchs: Any = _fsdp_param_group
+    gather, copy_out, reduce = torchs.foreach_all_gather, torchs.foreach_all_gather_copy_out, torchs.foreach_reduce
+
+    @torch.no_grad()
+    def foreach_all_gather(parameters: list[Any], *args: Any) -> Any:
+        exchange = _exchange_of(parameters)
+        return gather(parameters, *args) if exchange is None else exchange.gather(parameters, *args[:5])
+
+    def foreach_all_gather_copy_out(result: Any, parameters: list[Any], group: dist.ProcessGroup) -> None:
+        exchange = _exchange_of(parameters)
+        copy_out(result, parameters, group) if exchange is None else exchange.copy_out(result, parameters)
+
+    @torch.no_grad()
+    def foreach_reduce(parameters: list[Any], gradients: list[torch.Tensor], group: Any, *args: Any) -> Any:
+        exchange = _exchange_of(parameters)
+        if exchange is None:
+            return reduce(parameters, gradients, group, *args)
+        shards = exchange.reduce(parameters, gradients, group)
+        # torch does the rest, with what it takes for the whole: replicas, offload, and gradients that are there.
+        with replaced(_fsdp_collectives, "dist", _Alone(vars(_fsdp_collectives)["dist"])):
+            return reduce(parameters, shards, _Alone, *args)
+
+    torchs.foreach_all_gather = foreach_all_gather
+    torchs.foreach_all_gather_copy_out = foreach_all_gather_copy_out
+    torchs.foreach_reduce = foreach_reduce
+
+
+def _exchange_of(parameters: Sequence[Any]) -> _Exchange | None:
+    return getattr(parameters[0], "exchange", None) if parameters else None
+
+
+class _Alone:
+    """A process group of one rank, in which torch 2.7 reduces all the same; and ``torch.distributed`` with it."""
+
+    def __init__(self, distributed: Any) -> None:
+        self._distributed = distributed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._distributed, name)
+
+    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, **unused: Any) -> None:
+        output.copy_(input)
+
+    @staticmethod
+    def size() -> int:
+        return 1

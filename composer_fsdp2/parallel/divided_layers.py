@@ -1,0 +1,193 @@
+"""Layers that compute this rank's part of every sequence, in a model whose other modules compute whole rows.
+
+[Note: divided layers] Embeddings, positions and masks are the model's own, of whole rows. The first layer's input is
+cut, and so are the rotary angles that each layer gets; the last layer's output is gathered. Attention sees all places
+of some heads, and takes the model's mask unchanged: windows, both directions, packed rows. Hooks do this outside
+of recomputed blocks, and a layer that runs anywhere else raises: its attention would take a part for the whole.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2._torch.passing import tensors_in, with_tensors
+from composer_fsdp2._torch.private_names import is_in_backward, untraced
+from composer_fsdp2.errors import UnsupportedError
+from composer_fsdp2.parallel.adapters import KEY
+from composer_fsdp2.parallel.padding import Padding, attend_in_order
+from composer_fsdp2.sharding.modules import at_path
+from composer_fsdp2.training.context import ContextGroup
+
+
+def takes_any(name: str) -> bool:
+    return True
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DividedLayers:
+    """The layers of a model that run one after the other, and where they are in a forward.
+
+    Args:
+        name: Of the list of layers, in messages.
+        layers: The path of each, in order. The first parameter of a layer is its input, (rows, places, features), and
+            the first of its outputs is the next one's.
+        angles: Parameters with this beginning are tensors (..., places, features) for each place of whole rows.
+        caches: Parameters that a layer gets None for: keys and values of a part are of no use to others.
+        takes_whole: Whether a layer takes tensors of whole rows, or of none, under this name.
+        full_mask: Makes a mask of whole rows without padding, from a layer's input and their length: where the ranks
+            cannot divide the length, attention must not see the places that fill it up. None if it is causal.
+        keeps_whole: Whether the output is gathered in each forward, since the model reshapes it to whole rows.
+        is_open: Whether a forward is between the first layer and the last one.
+        length: Of the whole rows of that forward, or of the one before.
+        padding: Of the batch, while a forward runs that returns the loss of a part.
+        order: What layers get as ``attention_mask``, of ``order_of_rows``, in the place of a mask of the model's.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    group: ContextGroup
+    angles: str = "position_embeddings"
+    caches: tuple[str, ...] = ()
+    takes_whole: Callable[[str], bool] = takes_any
+    full_mask: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+    keeps_whole: bool = False
+    is_open: bool = False
+    length: int = 0
+    num_exchanges: int = 0
+    gathers: bool = True
+    padding: Padding | None = None
+    order: torch.Tensor | None = None
+
+    def connect(self, model: nn.Module) -> None:
+        """Put the hooks on the layers, or on their wrappers.
+
+        Args:
+            model: In which ``layers`` are paths.
+        """
+        for path in self.layers:
+            layer = at_path(model, path)
+            enter = untraced(partial(self._enter, path, _parameters_of(layer)))
+            layer.register_forward_pre_hook(enter, with_kwargs=True)
+        layer.register_forward_hook(untraced(partial(self._leave)))
+
+    def note_exchange(self) -> None:
+        """Called by attention before it exchanges.
+
+        Raises:
+            UnsupportedError: its layer does not run between the first and the last one.
+        """
+        if not self.is_open and not is_in_backward():
+            raise self._outside()
+        self.num_exchanges += 1
+
+    def exchanged(
+        self,
+        attend: Callable[..., torch.Tensor],
+        mask: torch.Tensor | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        dim: int,
+    ) -> torch.Tensor:
+        """What ``attend(query, key, value, mask)`` returns for whole rows of some heads, of all heads of a part.
+
+        Args:
+            attend: Gets tensors (rows, heads, places, features), in the same layout.
+            mask: Of whole rows, the model's own, or what ``order_of_rows`` returned; its last dimension is places.
+            dim: Of the places in what ``attend`` returns, 1 or 2; the other one is of heads.
+        Called on all ranks; two all-to-alls.
+        """
+        self.note_exchange()
+        query, key, value = self.group.to_heads((query, key, value), 1, 2)
+        padded = query.shape[2]
+        length = padded if mask is None else _places_of(mask)
+        query, key, value = (each.narrow(2, 0, length) for each in (query, key, value))
+        output = attend_in_order(attend, mask, query, key, value, dim=dim)
+        return self.group.to_sequence(self.group.padded(output, dim, 0), 3 - dim, dim)
+
+    def whole(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """What these layers computed of a part, of whole rows; as it is if it is of these already."""
+        return tensor if tensor.shape[dim] == self.length else self.group.to_whole(tensor, self.length, dim)
+
+    def part(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's part of a tensor of whole rows; as it is if it is one already."""
+        is_whole = tensor.shape[dim] == self.length
+        return self.group.part(self.group.padded(tensor, dim, 0), dim) if is_whole else tensor
+
+    def _enter(
+        self, path: str, parameters: tuple[str, ...], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        hidden = given[parameters[0]]
+        if path == self.layers[0]:
+            if not is_in_backward():
+                self.is_open, self.length, self.num_exchanges = True, hidden.shape[1], 0
+                self.gathers = self.keeps_whole or not self.group.in_parts
+            hidden = self.group.part(self.group.padded(hidden, 1, 0))
+        elif not self.is_open and not is_in_backward():
+            raise self._outside()
+        changed = {parameters[0]: hidden}
+        for name, value in given.items():
+            if name.startswith(self.angles):
+                changed[name] = with_tensors(value, self._angles_of_part)
+            elif name in self.caches:
+                changed[name] = None
+            elif name != parameters[0] and tensors_in(value) and not self.takes_whole(name):
+                raise UnsupportedError(
+                    f"{KEY}: {path} got {name}, and it is not known which part of it belongs to a part of a row; leave "
+                    "the key out",
+                    keys=(KEY,),
+                )
+        if self.order is not None:
+            changed["attention_mask"] = self.order
+        if self.full_mask and given.get("attention_mask") is None and self.length % self.group.size:
+            changed["attention_mask"] = self.full_mask(hidden, self.length)
+        positional = tuple(changed.get(name, value) for name, value in zip(parameters, args, strict=False))
+        return positional, {
+            **kwargs,
+            **{name: changed[name] for name in changed if name not in parameters[: len(args)]},
+        }
+
+    def _angles_of_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.group.part(self.group.padded(tensor, tensor.dim() - 2, 0), tensor.dim() - 2)
+
+    def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
+        """Behind the last layer."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        if not is_in_backward() and self.num_exchanges != len(self.layers):
+            raise UnsupportedError(
+                f"{KEY}: attention of {self.num_exchanges} of the {len(self.layers)} layers of {self.name} exchanged "
+                "heads for sequence, so that the others attended within a part; leave the key out",
+                keys=(KEY,),
+            )
+        self.is_open = False
+        if not self.gathers:
+            return output
+        hidden = self.group.to_whole(hidden, self.length)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def _outside(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"{KEY}: a layer of {self.name} runs outside of the model's forward, which divides sequences among ranks; "
+            "call the model, or leave the key out",
+            keys=(KEY,),
+        )
+
+
+def _places_of(mask: torch.Tensor) -> int:
+    """transformers 4.51 may add one to the last dimension of a causal mask."""
+    is_square = mask.dim() == 4 and mask.shape[-2] > 1
+    return mask.shape[-2 if is_square else -1]
+
+
+def _parameters_of(layer: nn.Module) -> tuple[str, ...]:
+    """Of the forward of a layer, or of what is wrapped in it."""
+    parameters = inspect.signature(layer.forward).parameters.values()
+    names = tuple(each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return names or _parameters_of(next(layer.children()))

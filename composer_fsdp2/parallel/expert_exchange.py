@@ -1,0 +1,110 @@
+"""Exchange of tokens between the ranks that split experts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from composer_fsdp2._torch.collectives import launch
+from composer_fsdp2.parallel.expert_products import Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts of a layer, which the ranks of a group split evenly, in order."""
+
+    num_experts: int
+    group: dist.ProcessGroup
+
+    @property
+    def own(self) -> range:
+        """The numbers of this rank's."""
+        num_own = self.num_experts // dist.get_world_size(self.group)
+        first = dist.get_rank(self.group) * num_own
+        return range(first, first + num_own)
+
+
+def exchange(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    experts: Experts,
+    compute: Callable[[Rows], torch.Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Apply the experts of all ranks to this rank's rows and sum the outputs by weight, as a layer's own loop does.
+
+    Args:
+        rows: [tokens, width].
+        weights, chosen: [tokens, choices], of the router: by how much each expert counts, and which it is.
+        compute: Applies this rank's experts to rows, also to none.
+        dtype: Of the sums; None: that of ``rows``.
+    Returns:
+        [tokens, width].
+
+    Called on all ranks; three exchanges, two more in backward. The host reads the device once.
+    """
+    num_choices, chosen = chosen.shape[-1], chosen.flatten()
+    order = chosen.argsort(stable=True)
+    tokens = order // num_choices
+    # bincount would have the host wait for its largest number.
+    counts = chosen.new_zeros(experts.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+    arriving, sent, received, of_own = _agree(counts, experts.group)
+    arrived = _Exchange.apply(rows[tokens], sent, received, experts.group)
+    computed = _by_expert(arrived, arriving, of_own, compute)
+    back = _Exchange.apply(computed, received, sent, experts.group)
+    weighted = back * weights.flatten()[order].unsqueeze(-1)
+    out = torch.zeros_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
+    return out.index_add_(0, tokens, weighted.to(out.dtype))
+
+
+def _by_expert(
+    arrived: torch.Tensor, arriving: torch.Tensor, of_own: list[int], compute: Callable[[Rows], torch.Tensor]
+) -> torch.Tensor:
+    """Rows arrive ordered by the rank that sent them, and then by expert.
+
+    An expert without rows is computed on none. The gradients of all ranks are then exchanged in the same order.
+    """
+    num_ranks, num_own = arriving.shape
+    numbers = torch.arange(num_own, device=arrived.device).repeat(num_ranks)
+    numbers = numbers.repeat_interleave(arriving.flatten(), output_size=len(arrived))
+    order = numbers.argsort(stable=True)
+    return compute(Rows(arrived[order], of_own, numbers[order]))[order.argsort()]
+
+
+def _agree(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[int], list[int], list[int]]:
+    """Exchange how many rows will be exchanged.
+
+    Args:
+        counts: How many rows each expert of all ranks gets from this rank.
+    Returns:
+        How many rows arrive, [ranks, own experts], on the device; and on the host how many this rank sends to each
+        rank, receives from each, and computes with each of its experts.
+
+    Waits for the device once.
+    """
+    num_ranks, arriving = dist.get_world_size(group), torch.empty_like(counts)
+    launch(dist.all_to_all_single, arriving, counts, group=group)
+    arriving = arriving.view(num_ranks, -1)
+    numbers = torch.cat([counts.view(num_ranks, -1).sum(1), arriving.sum(1), arriving.sum(0)]).tolist()
+    return arriving, numbers[:num_ranks], numbers[num_ranks : 2 * num_ranks], numbers[2 * num_ranks :]
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends rows to the ranks of a group, so many to each, and their gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.back = (received, sent, group)
+        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+        launch(dist.all_to_all_single, arrived, rows.contiguous(), received, sent, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Exchange.apply(grad, *ctx.back), None, None, None

@@ -1,0 +1,197 @@
+"""Layers of experts that are known: LLM Foundry's ``torch_dmoe``, and those of Hugging Face's mixtures.
+
+Each keeps its own router; only the loop over experts is replaced.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from composer_fsdp2.parallel.expert_exchange import Experts, exchange
+from composer_fsdp2.parallel.expert_products import Rows, gated_mlp
+
+_NUMBER = "moe_num_experts"
+# Instead of an expert's number: a parameter consists of all experts, concatenated in its first dimension.
+ALL_EXPERTS = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of layer.
+
+    Args:
+        number_of: How many experts a module of this kind has; 0 for any other module.
+        expert_of: The number of the expert that a parameter belongs to, by its name in the module; ``ALL_EXPERTS``, or
+            None where it belongs to no expert.
+        method: The name of the method that calls the experts.
+        compute: Replaces it; called with the module, its experts, and the method's arguments.
+    """
+
+    number_of: Callable[[nn.Module], int]
+    expert_of: Callable[[str], int | None]
+    method: str
+    compute: Callable[..., Any]
+
+
+def _expert_of_list(name: str) -> int | None:
+    first, _, rest = name.partition(".")
+    return int(rest.partition(".")[0]) if first == "experts" else None
+
+
+def _takes(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hugging Face, transformers 4: a list of modules. Their blocks route with a `gate`, and loop.
+
+_ROUTED = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "OlmoeSparseMoeBlock")
+
+
+def _number_in_list(block: nn.Module, classes: Collection[str], loop: str, takes: tuple[str, ...]) -> int:
+    """For a block of one of these classes whose method ``loop`` calls a list of experts."""
+    experts, method = getattr(block, "experts", None), getattr(block, loop, None)
+    if type(block).__name__ not in classes or not isinstance(experts, nn.ModuleList) or not callable(method):
+        return 0
+    return len(experts) if _takes(method) == takes else 0
+
+
+def _of_block(block: nn.Module) -> int:
+    """``transformers/models/mixtral/modeling_mixtral.py`` and others, 4.51: the block's own forward loops."""
+    has_router = isinstance(getattr(block, "gate", None), nn.Linear)
+    return _number_in_list(block, _ROUTED, "forward", ("hidden_states",)) if has_router else 0
+
+
+def _compute_block(block: Any, experts: Experts, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the block computes, with its own router and shared expert; and the router's logits."""
+    shape = hidden_states.shape
+    if block.training and (noise := getattr(block, "jitter_noise", 0)) > 0:
+        hidden_states = hidden_states * torch.empty_like(hidden_states).uniform_(1.0 - noise, 1.0 + noise)
+    rows = hidden_states.reshape(-1, shape[-1])
+    logits = block.gate(rows)
+    weights, chosen = torch.topk(F.softmax(logits, dim=1, dtype=torch.float), block.top_k, dim=-1)
+    if getattr(block, "norm_topk_prob", True):
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    out = exchange(rows, weights.to(rows.dtype), chosen, experts, partial(_of_modules, block.experts, experts))
+    if hasattr(block, "shared_expert"):
+        out = out + torch.sigmoid(block.shared_expert_gate(rows)) * block.shared_expert(rows)
+    return out.view(shape), logits
+
+
+def _of_method(block: nn.Module) -> int:
+    """``transformers/models/deepseek_v3/modeling_deepseek_v3.py``, 4.51: the loop is a separate method."""
+    return _number_in_list(block, ("DeepseekV3MoE",), "moe", ("hidden_states", "topk_indices", "topk_weights"))
+
+
+def _compute_method(
+    block: Any, experts: Experts, hidden_states: torch.Tensor, topk_indices: torch.Tensor, topk_weights: torch.Tensor
+) -> torch.Tensor:
+    compute = partial(_of_modules, block.experts, experts)
+    out = exchange(hidden_states, topk_weights, topk_indices, experts, compute, dtype=topk_weights.dtype)
+    return out.type(hidden_states.dtype)
+
+
+# The gate and up projections, and the down projection.
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+def _of_modules(modules: nn.ModuleList, experts: Experts, rows: Rows) -> torch.Tensor:
+    """What this rank's own modules compute: together, where each is three plain matrices around an activation."""
+    own: list[Any] = [modules[number] for number in experts.own]
+    names = next((names for names in _GATED if all(_has_plain(each, names) for each in own)), None)
+    if names is None:
+        parts = zip(own, rows.values.split(rows.counts), strict=True)
+        return torch.cat([module(part) for module, part in parts])
+    gate, up, down = ([getattr(each, name).weight for each in own] for name in names)
+    return gated_mlp(rows, (gate, up), down, own[0].act_fn)
+
+
+def _has_plain(expert: nn.Module, names: tuple[str, ...]) -> bool:
+    """Adapters, biases and hooks are computed with the module itself."""
+    layers = [getattr(expert, name, None) for name in names]
+    return hasattr(expert, "act_fn") and all(
+        type(each) is nn.Linear and each.bias is None and not each._forward_hooks and not each._forward_pre_hooks
+        for each in layers
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hugging Face, transformers 5: all experts in two weights. The block stays as it is.
+
+
+def _of_weights(module: nn.Module) -> int:
+    """``transformers/integrations/moe.py``, 5.x: gated experts without biases, which share one activation."""
+    shapes = {name: tuple(each.shape) for name, each in module.named_parameters()}
+    is_known = shapes.keys() == {"gate_up_proj", "down_proj"} and callable(getattr(module, "act_fn", None))
+    is_unlike = any(getattr(module, name, False) for name in ("is_transposed", "has_bias", "has_post_expert_norm"))
+    if not is_known or is_unlike or _takes(module.forward) != ("hidden_states", "top_k_index", "top_k_weights"):
+        return 0
+    num_experts, width, half = shapes["down_proj"] if len(shapes["down_proj"]) == 3 else (0, 0, 0)
+    return num_experts if shapes["gate_up_proj"] == (num_experts, 2 * half, width) else 0
+
+
+def _compute_weights(
+    module: Any, experts: Experts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    def compute(rows: Rows) -> torch.Tensor:
+        return gated_mlp(rows, (module.gate_up_proj,), module.down_proj, module.act_fn)
+
+    return exchange(hidden_states, top_k_weights, top_k_index, experts, compute)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LLM Foundry
+
+
+def _of_torch_dmoe(module: nn.Module) -> int:
+    """``llmfoundry/models/layers/dmoe.py``, 0.22.0.
+
+    Its ``mlp`` has the weights of all experts and takes rows and the number of one; the layer loops over the experts.
+    """
+    weights = getattr(module, "mlp", None)
+    if not isinstance(weights, nn.Module):
+        return 0
+    is_known = _takes(module.forward) == ("x", "scores", "expert_weights", "top_experts")
+    return getattr(weights, _NUMBER, 0) if is_known and _takes(weights.forward) == ("x", "expert_idx") else 0
+
+
+def _compute_torch_dmoe(
+    layer: Any,
+    experts: Experts,
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    expert_weights: torch.Tensor,
+    top_experts: torch.Tensor,
+) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return exchange(rows, expert_weights, top_experts, experts, partial(_of_numbers, layer.mlp, experts)).view(x.shape)
+
+
+def _of_numbers(mlp: nn.Module, experts: Experts, rows: Rows) -> torch.Tensor:
+    # It divides its weights, of which a rank gathers a part, by its number of experts.
+    num_experts = getattr(mlp, _NUMBER)
+    setattr(mlp, _NUMBER, len(experts.own))
+    try:
+        return torch.cat([mlp(part, number) for number, part in enumerate(rows.values.split(rows.counts))])
+    finally:
+        setattr(mlp, _NUMBER, num_experts)
+
+
+KINDS: Mapping[str, Kind] = {
+    "torch_dmoe": Kind(
+        number_of=_of_torch_dmoe, expert_of=lambda name: ALL_EXPERTS, method="forward", compute=_compute_torch_dmoe
+    ),
+    "modules": Kind(number_of=_of_block, expert_of=_expert_of_list, method="forward", compute=_compute_block),
+    "modules, in a method": Kind(
+        number_of=_of_method, expert_of=_expert_of_list, method="moe", compute=_compute_method
+    ),
+    "weights": Kind(
+        number_of=_of_weights, expert_of=lambda name: ALL_EXPERTS, method="forward", compute=_compute_weights
+    ),
+}

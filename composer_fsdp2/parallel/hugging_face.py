@@ -1,0 +1,457 @@
+"""Hugging Face's models whose attention uses transformers' interface, on a part of their sequences.
+
+Nothing of transformers is imported or replaced: a model that is there has imported it, the interface takes functions by
+name, and only the forwards of the one model change. See [Note: divided layers].
+"""
+
+import copy
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from composer_fsdp2.errors import UnsupportedError
+from composer_fsdp2.parallel.adapters import KEY, AttentionFacts, ModelAdapter
+from composer_fsdp2.parallel.divided_layers import DividedLayers
+from composer_fsdp2.parallel.padding import Padding, order_of_rows
+from composer_fsdp2.sharding.modules import ancestors_or_self, is_pretrained
+from composer_fsdp2.training.context import ContextGroup
+
+log = logging.getLogger(__name__)
+
+NAME = "Hugging Face's models whose attention goes through transformers' interface"
+_OURS = "composer_fsdp2_ulysses"
+_FORMER = ("eager", "sdpa", "flash_attention_2")
+
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Facts of a model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stack:
+    """Layers that run one after the other.
+
+    Args:
+        path: Of the list.
+        owner: The model of transformers that runs them.
+        layers: By path.
+        attentions: The attention modules in them, by path.
+    """
+
+    path: str
+    owner: Any
+    layers: Mapping[str, nn.Module]
+    attentions: Mapping[str, Any]
+
+    @property
+    def is_causal(self) -> bool:
+        return all(each.is_causal and getattr(each.config, "is_causal", True) for each in self.attentions.values())
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a place may not see all those before it."""
+        configs = [each.config for each in self.attentions.values() if getattr(each.config, "use_sliding_window", True)]
+        kinds = ("sliding_window", "attention_chunk_size")
+        return any(getattr(config, kind, None) for config in configs for kind in kinds)
+
+    def why_whole(self) -> str | None:
+        """Why each rank computes these layers on whole rows."""
+        if not {"input_ids", "inputs_embeds"} & _parameters_of(self.owner.forward):
+            return "its rows are not those of a text"
+        if any(len(_attention_modules(layer)) > 1 for layer in self.layers.values()):
+            return "its layers attend to another sequence, too"
+        return None
+
+
+def _stacks(model: nn.Module) -> list[_Stack]:
+    """The lists of layers whose attention uses transformers' interface."""
+    modules = dict(model.named_modules())
+    attentions = _attention_modules(model)
+    found: dict[str, _Stack] = {}
+    for path, module in modules.items():
+        inside = {name: each for name, each in attentions.items() if path in ancestors_or_self(name)}
+        if not isinstance(module, nn.ModuleList) or not inside or found.keys() & {*ancestors_or_self(path)}:
+            continue
+        owner = next(modules[above] for above in ancestors_or_self(path) if is_pretrained(modules[above]))
+        layers = {f"{path}.{name}": layer for name, layer in module.named_children()}
+        found[path] = _Stack(path=path, owner=owner, layers=layers, attentions=inside)
+    return list(found.values())
+
+
+def _divided(model: nn.Module) -> list[_Stack]:
+    return [stack for stack in _stacks(model) if stack.why_whole() is None]
+
+
+def _attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Those that look an attention function up by the name in their configuration."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if hasattr(module, "is_causal")
+        and hasattr(getattr(module, "config", None), "_attn_implementation")
+        and not is_pretrained(module)
+    }
+
+
+def _attentions(model: nn.Module) -> Mapping[str, AttentionFacts]:
+    return {path: _facts(module) for stack in _divided(model) for path, module in stack.attentions.items()}
+
+
+def _facts(module: Any) -> AttentionFacts:
+    dropouts = (getattr(module, name, None) for name in ("attention_dropout", "attn_dropout", "dropout"))
+    return AttentionFacts(
+        num_heads=module.config.num_attention_heads,
+        dropout=next((getattr(each, "p", each) for each in dropouts if each is not None), 0.0),
+        problems=tuple(_problems_of_attention(module)),
+    )
+
+
+def _problems_of_attention(module: Any) -> Iterator[str]:
+    former = module.config._attn_implementation
+    if not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in _files_of(module)):
+        yield "it does not go through transformers' interface in this release; leave the key out"
+    elif former not in _FORMER or _attend_of(module, former) is None:
+        known = f"{', '.join(_FORMER[:-1])} or {_FORMER[-1]}"
+        yield f"its attention is {former!r}; give the model attn_implementation: {known}"
+    if next(module.parameters(recurse=False), None) is not None:
+        yield "it has parameters of its own, which are likely one for each head; leave the key out"
+    if getattr(module, "reorder_and_upcast_attn", False):
+        yield "reorder_and_upcast_attn goes past transformers' interface; set it to false"
+
+
+def _parameters_of(function: Callable[..., Any]) -> set[str]:
+    try:
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of another language
+        return set()
+
+
+def _problems(model: nn.Module) -> Iterator[str]:
+    stacks = _stacks(model)
+    divided = [stack for stack in stacks if stack.why_whole() is None]
+    if stacks and not divided:
+        yield from (f"{stack.path}: {stack.why_whole()}; leave the key out" for stack in stacks)
+    for stack in divided:
+        yield from (f"{text}; leave the key out" for text in _other_mixers(stack))
+
+
+def _other_mixers(stack: _Stack) -> Iterator[str]:
+    """What mixes places beside attention, as state-space models and convolutions do: on a part, in silence."""
+    for path, layer in stack.layers.items():
+        if not any(path in ancestors_or_self(attention) for attention in stack.attentions):
+            yield f"{path} has no attention, and may mix places in another way"
+        for name, module in layer.named_modules(prefix=path):
+            if isinstance(module, nn.Conv1d):
+                yield f"{name} is a convolution over places"
+
+
+def _notes(model: Any) -> Iterator[str]:
+    yield from (
+        f"{KEY}: {stack.path} computes whole rows on each rank: {stack.why_whole()}"
+        for stack in _stacks(model)
+        if stack.why_whole() and "input_ids" in _parameters_of(stack.owner.forward)
+    )
+    if type(model).__name__.endswith("ForCausalLM") and (why := _why_undivided(model)):
+        yield f"{KEY}: logits and loss are computed of whole rows on each rank: {why}"
+
+
+def _why_undivided(model: Any) -> str | None:
+    """Why the loss of a model is not known to be a sum over a number that it is given, to which a part can add its own.
+
+    Of a part it may take the mean, or compare places with labels of others.
+    """
+    forward = inspect.unwrap(type(model).forward)
+    name = type(model).__name__
+    if not forward.__module__.startswith("transformers."):
+        return f"{name}.forward is written in {forward.__module__}"
+    kinds = [each.kind for each in inspect.signature(model.forward).parameters.values()]
+    if "labels" not in _parameters_of(model.forward) or inspect.Parameter.VAR_KEYWORD not in kinds:
+        return f"{name}.forward takes no labels, or no shift_labels and num_items_in_batch for its loss"
+    if "loss_function" not in forward.__code__.co_names or len(_divided(model)) != 1:
+        return f"{name}.forward computes a loss of its own"
+    if getattr(model.config, "is_encoder_decoder", False):
+        return f"the labels of {name} are another sequence"
+    if not {"shift_labels", "num_items_in_batch"} <= _parameters_of(model.loss_function):
+        return "its loss_function has no parameters shift_labels and num_items_in_batch, as ForCausalLMLoss has"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """How a module attended before, and the layers that it exchanges heads for sequence in."""
+
+    attend: Attend
+    layers: DividedLayers
+
+
+_EXCHANGES: WeakKeyDictionary[nn.Module, _Exchange] = WeakKeyDictionary()
+
+
+class _WithFewerHeads:
+    """An attention module as its function may see it, where key and value heads were repeated."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module, self.num_key_value_groups = module, groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _attend_exchanged(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """A function of the interface: tensors are (batch, heads, places, features), the mask is of whole rows."""
+    exchange = _EXCHANGES[module]
+    group = exchange.layers.group
+    if options.get("dropout"):
+        raise UnsupportedError(f"{KEY}: attention dropout of {options['dropout']:g}; set it to 0", keys=(KEY,))
+    bias = options.get("position_bias")  # (1, heads, places, places)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        length = query.shape[2]
+        seen = _WithFewerHeads(module, query.shape[1] // key.shape[1])
+        if bias is not None:
+            options["position_bias"] = group.part(bias, 1)[..., :length, :length]
+        if "is_causal" in options:  # decided by the places of a part
+            options["is_causal"] = mask is None and bool(module.is_causal)
+        return exchange.attend(seen, query, key, value, mask, **options)[0]
+
+    return exchange.layers.exchanged(attend, attention_mask, query, key, value, dim=1), None
+
+
+def _attend_of(module: nn.Module, name: str) -> Attend | None:
+    """The function that a module attends with under this name."""
+    if name == "eager":  # the one of the model's own file
+        found = (getattr(file, "eager_attention_forward", None) for file in _files_of(module))
+        return next((attend for attend in found if attend is not None), None)
+    return _functions().get(name)
+
+
+def _files_of(module: nn.Module) -> list[Any]:
+    return [sys.modules[cls.__module__] for cls in type(module).__mro__ if cls.__module__ in sys.modules]
+
+
+def _functions() -> Any:
+    return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+
+
+def _mask_of_all(attention: str, hidden: torch.Tensor, length: int) -> torch.Tensor:
+    """A mask in which all places see each other, for an attention by its name."""
+    if attention == "flash_attention_2":
+        return hidden.new_ones(len(hidden), length, dtype=torch.int64)
+    if attention == "sdpa":
+        return torch.ones(1, 1, 1, length, dtype=torch.bool, device=hidden.device)
+    return hidden.new_zeros(1, 1, 1, length)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+# What layers may get of whole rows, or of no rows: attention takes it as it is.
+_OF_WHOLE_ROWS = {
+    "attention_mask", "position_ids", "cache_position", "last_cache_position", "labels", "shift_labels",
+    "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_bias", "kwargs",
+}  # fmt: skip
+_CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
+_OF_PLACES = ("last_hidden_state", "hidden_states")
+
+
+def _start(whole: nn.Module, model: Any, attentions: Sequence[Any], group: ContextGroup) -> Callable[[], None]:
+    table = _functions()
+    table.register(_OURS, _attend_exchanged) if hasattr(table, "register") else table.update({_OURS: _attend_exchanged})
+    group.divides_losses = group.divides_losses and _why_undivided(model) is None
+    started = [_start_stack(stack, model, group) for stack in _divided(model)]
+    model.forward = _forward_of_rows(model, started[0])
+    model.generate = functools.partial(refuse_generation, "generate")
+
+    def connect() -> None:
+        for layers in started:
+            layers.connect(model)
+
+    return connect
+
+
+def _start_stack(stack: _Stack, model: nn.Module, group: ContextGroup) -> DividedLayers:
+    attentions = [*stack.attentions.values()]
+    name = attentions[0].config._attn_implementation
+    layers = DividedLayers(
+        name=f"{type(model).__name__}.{stack.path}",
+        layers=tuple(stack.layers),
+        group=group,
+        caches=_CACHES,
+        takes_whole=_OF_WHOLE_ROWS.__contains__,
+        full_mask=None if stack.is_causal else functools.partial(_mask_of_all, name),
+        keeps_whole="output_shape" in inspect.unwrap(type(stack.owner).forward).__code__.co_varnames,  # as in GPT-2
+    )
+    configs: dict[int, Any] = {}
+    for module in attentions:
+        attend = _attend_of(module, module.config._attn_implementation)
+        assert attend is not None
+        _EXCHANGES[module] = _Exchange(attend, layers)
+        # A copy: by its own the model makes masks, of the form that the former attention takes.
+        config = configs.setdefault(id(module.config), copy.deepcopy(module.config))
+        config._attn_implementation = _OURS
+        module.config = config
+        if hasattr(module, "compute_bias"):  # T5's, by the lengths of the tensors that attention gets
+            module.compute_bias = _bias_of_whole_rows(module.compute_bias, group)
+    stack.owner.forward = _forward_of_owner(stack, layers, name)
+    return layers
+
+
+def _bias_of_whole_rows(compute_bias: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
+    def of_whole_rows(query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Any:
+        return compute_bias(query_length * group.size, key_length * group.size, *args, **kwargs)
+
+    return of_whole_rows
+
+
+def _forward_of_owner(stack: _Stack, layers: DividedLayers, name: str) -> Callable[..., Any]:
+    """The forward of the model that runs the layers; what it returns is of whole rows, or of parts."""
+    forward, signature = stack.owner.forward, inspect.signature(stack.owner.forward)
+
+    @functools.wraps(forward)
+    def of_part(*args: Any, **kwargs: Any) -> Any:
+        given = _arguments(signature, args, kwargs)
+        refuse_arguments(given, *_CACHES, "output_attentions")
+        try:
+            output = forward(**_without_padding(given, layers, stack, name))
+        finally:
+            layers.order = None
+        if layers.is_open:
+            raise UnsupportedError(f"{KEY}: the last layer of {stack.path} did not run; leave the key out", keys=(KEY,))
+        return _placed(output, layers, given)
+
+    return of_part
+
+
+def _placed(output: Any, layers: DividedLayers, given: Mapping[str, Any]) -> Any:
+    """Outputs for places, all of them of whole rows or all of parts."""
+    place = layers.part if layers.group.in_parts else layers.whole
+    if isinstance(output, tuple):
+        if given.get("output_hidden_states"):
+            raise UnsupportedError(f"{KEY}: output_hidden_states needs return_dict=True; give it", keys=(KEY,))
+        return (place(output[0]), *output[1:])
+    for name in output.keys() & {*_CACHES}:
+        output[name] = None
+    for name in _OF_PLACES:
+        if (value := output.get(name)) is not None:
+            output[name] = place(value) if isinstance(value, torch.Tensor) else tuple(map(place, value))
+    if (logits := output.get("router_logits")) is not None:  # (rows x places, experts); the loss is of whole rows
+        num_rows = len(output[0])
+        output["router_logits"] = tuple(
+            layers.whole(each.unflatten(0, (num_rows, -1))).flatten(0, 1) for each in logits
+        )
+    return output
+
+
+def _forward_of_rows(model: nn.Module, layers: DividedLayers) -> Callable[..., Any]:
+    """The model's forward; with labels its loss and logits are of this rank's part, if its loss can be divided."""
+    group = layers.group
+    forward, signature = model.forward, inspect.signature(model.forward)
+    dtype = next((p.dtype for p in model.parameters() if p.dtype == torch.float64), torch.float32)
+
+    @functools.wraps(forward)
+    def of_part(*args: Any, **kwargs: Any) -> Any:
+        given = _arguments(signature, args, kwargs)
+        refuse_arguments(given, *_CACHES, "use_cache")
+        if given.get("labels") is None or not group.divides_losses:
+            return forward(**given)
+        _refuse_of_part(given)
+        layers.padding = Padding.of(given.get("attention_mask"), given["labels"])  # layers see no labels
+        labels = group.shifted_labels(given["labels"])
+        given |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": group.items(labels, dtype)}
+        try:
+            with group.returning_parts():
+                return forward(**given)
+        finally:
+            layers.padding = None
+
+    return of_part
+
+
+def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """As a dict, with those of ``**kwargs``."""
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    more = [each.name for each in signature.parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
+    return given | given.pop(more[0], {}) if more else given
+
+
+def _without_padding(given: dict[str, Any], layers: DividedLayers, stack: _Stack, name: str) -> dict[str, Any]:
+    """Arguments without a mask where no place whose label counts sees the difference. See [Note: padding]."""
+    mask, padding = given.get("attention_mask"), layers.padding
+    if padding is None or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return given
+    if padding.counts and name == "sdpa":
+        _say_mask()
+    # Without a mask transformers 5 takes positions that begin anew for packed rows.
+    if padding.counts or not stack.is_causal or given.get("position_ids") is not None:
+        return given
+    if not padding.is_right:
+        # Models without rotary angles may compute positions from the mask; a checkpoint of transformers' own may run
+        # the layers' hooks again, when the order is gone.
+        checkpointed = any(
+            getattr(each, "gradient_checkpointing", False) for each in (stack.owner, *stack.layers.values())
+        )
+        if name != "sdpa" or stack.has_windows or checkpointed or not hasattr(stack.owner, "rotary_emb"):
+            return given
+        layers.order = order_of_rows(mask)
+    return given | {"attention_mask": None}
+
+
+@functools.cache
+def _say_mask() -> None:
+    log.warning(
+        "context_parallel_degree: a label counts at a padded place of the batch, so attention needs a mask of rows x "
+        "length x length elements, and kernels without one (flash attention) are not used; set the labels of padding "
+        "to -100, and with padding on the left those of first tokens, too, or pad on the right"
+    )
+
+
+def refuse_arguments(given: Mapping[str, Any], *names: str) -> None:
+    """Raise for an argument of one of these names: on all ranks, as they have the same batch."""
+    for name in names:
+        value = given.get(name)
+        if name.startswith("output_") and value:
+            raise UnsupportedError(f"{KEY}: {name} is not known of whole rows; leave it out", keys=(KEY,))
+        if not name.startswith("output_") and value is not None and value is not False:
+            refuse_generation(f"a forward with {name}")
+
+
+def _refuse_of_part(given: Mapping[str, Any]) -> None:
+    problems = [f"{key} is of whole rows" for key in ("logits_to_keep",) if given.get(key)]
+    if given.get("num_items_in_batch") is not None:
+        problems.append("num_items_in_batch is counted over all ranks of each forward")
+    if problems:
+        raise UnsupportedError("\n".join(f"{KEY}: {text}; leave it out" for text in problems), keys=(KEY,))
+
+
+def refuse_generation(what: str, *args: Any, **kwargs: Any) -> None:
+    raise UnsupportedError(
+        f"{KEY}: {what} needs whole sequences on every rank; generate, and evaluate tasks that generate, in a run of "
+        "their own without this key, from a checkpoint of this one",
+        keys=(KEY,),
+    )
+
+
+HUGGING_FACE = ModelAdapter(
+    name=NAME, matches=is_pretrained, attentions=_attentions, problems=_problems, notes=_notes, start=_start
+)

@@ -1,0 +1,145 @@
+"""Whether parameters that the ranks of a tensor axis do not split get the same gradient on all of these ranks.
+
+[Note: partial gradients] Between a column-wise and a row-wise layer each rank computes with its own heads or features,
+and between modules of sequence parallelism with its own part of the sequence. A parameter that is not in the layer plan
+and is applied there, such as the weight of a norm over each head's query, gets this rank's part of its gradient alone.
+torch does not sum the parts, and the copies of the parameter diverge. Whether that is so depends on the forward, so the
+gradients themselves are compared, where the first backward ends.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.unit import hooks_of
+from composer_fsdp2._torch.unit_parameters import distinct_units
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.sharding.agree import device_of_group
+from composer_fsdp2.sharding.meshes import UnitMesh
+from composer_fsdp2.sharding.modules import at_path, parameter_at
+from composer_fsdp2.sharding.plan import ShardingPlan, units_by_root
+from composer_fsdp2.training.run import Run
+
+# Numbers that are sent of each gradient: its sums over every so many elements.
+_WIDTH = 256
+# By dtype, of what two copies' gradients may differ: as a share of the gradient's norm, by which equal computations
+# differ where kernels add in no fixed order; and as a share of the largest gradient's root mean square, since a smaller
+# gradient may be all rounding, as that of a bias of keys is.
+_TOLERANCES = {torch.float64: (1e-6, 1e-12)}
+_TOLERANCES_OF_OTHERS = (3e-2, 1e-6)
+
+
+def compare_unsplit_gradients(model: nn.Module, plan: ShardingPlan, run: Run, meshes: Mapping[str, UnitMesh]) -> None:
+    """Have the first backward raise on all ranks if copies of a parameter along the tensor axis would diverge.
+
+    A parameter whose gradient is zero then, or not finite, is compared again, in backwards that are twice as far apart
+    each time. After that nothing is left to do, and nothing is sent.
+
+    Args:
+        model: Sharded.
+        plan: Whose mesh has a tensor axis.
+        meshes: Of each unit by its name.
+
+    Called on all ranks; does not communicate.
+    """
+    for units in units_by_root(plan.units).values():
+        root, along = at_path(model, units[-1].name), meshes[units[-1].name].tensor
+        assert along is not None, "all units have the model's mesh, beside split layers"
+        specs = [spec for unit in units for spec in (*unit.parameters, *unit.replicated)]
+        names = [spec.name for spec in specs if spec.tensor_placement is None and spec.is_trained]
+        pending = {name: parameter_at(model, name) for name in names}
+        compare = _Comparison(pending, along.get_group(), run.groups[root])
+        for unit in distinct_units(at_path(model, path) for each in units for path in each.modules):
+            hooks_of(unit).after_reduction.append(compare)
+
+
+@dataclass(slots=True, eq=False)
+class _Comparison:
+    """Called where a backward ends that reduced gradients.
+
+    Args:
+        pending: By name, the parameters that were not compared yet.
+        along: The ranks with copies of them.
+        groups: Together they reach all ranks of the model.
+    """
+
+    pending: dict[str, nn.Parameter]
+    along: dist.ProcessGroup
+    groups: Sequence[dist.ProcessGroup | None]
+    num_backwards: int = 0
+
+    def __call__(self) -> None:
+        self.num_backwards += 1
+        if not self.pending or self.num_backwards & (self.num_backwards - 1):
+            return
+        differences, norms = self._squares()
+        parameters = list(self.pending.items())
+        mean_squares = [norm / parameter.numel() for norm, (_, parameter) in zip(norms, parameters, strict=True)]
+        largest = max(filter(math.isfinite, mean_squares), default=0.0)
+        wrong: list[str] = []
+        for (name, parameter), difference, norm in zip(parameters, differences, norms, strict=True):
+            if norm == 0 or not math.isfinite(norm):
+                continue
+            del self.pending[name]
+            of_norm, of_largest = _TOLERANCES.get(parameter.dtype, _TOLERANCES_OF_OTHERS)
+            if difference > max(of_norm**2 * norm, of_largest**2 * largest * parameter.numel()):
+                wrong.append(name)
+        if wrong:
+            raise PlanError("\n".join(_told(wrong, is_all=len(wrong) == len(parameters))))
+
+    def _squares(self) -> list[list[float]]:
+        """Of each gradient the square of its distance from the mean along the axis, and of its norm.
+
+        Over all ranks of the model: two all-reduces, of 2 KiB and of 16 bytes for each parameter.
+        """
+        device = device_of_group(self.along)
+        gradients = [parameter.grad for parameter in self.pending.values()]
+        local = [torch.zeros(1) if each is None else local_tensor(each).detach() for each in gradients]
+        folded = torch.stack([_folded(each).to(device) for each in local])  # (parameters, _WIDTH)
+        mean = folded.clone()
+        dist.all_reduce(mean, group=self.along)
+        mean /= dist.get_world_size(self.along)
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64).square().to(device) for each in local]
+        squares = torch.stack([(folded - mean).square().sum(1), torch.stack(norms)])
+        for group in self.groups:
+            dist.all_reduce(squares, group=group)
+        found: list[list[float]] = squares.tolist()
+        return found
+
+
+def _folded(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements as rows of ``_WIDTH``, the last one filled up with zeros, added up."""
+    flat = tensor.flatten()
+    whole = len(flat) // _WIDTH * _WIDTH
+    folded = flat[:whole].view(-1, _WIDTH).sum(0, dtype=torch.float64)
+    folded[: len(flat) - whole] += flat[whole:]
+    return folded
+
+
+def _told(names: Sequence[str], *, is_all: bool) -> Iterator[str]:
+    yield (
+        f"{and_more(names, 3)}: the ranks of the tensor axis do not split these parameters, and got different "
+        "gradients for them, each of its own heads or part of the sequence, so that their copies would diverge. "
+        "layer_plan: auto places those of known models. In a layer plan of your own add, for each norm or other module "
+        "that holds them and no modules,"
+    )
+    # ``layers.0.norm`` is named as ``layers.*.norm``.
+    patterns = dict.fromkeys(
+        ".".join("*" if each.isdigit() else each for each in name.split(".")[:-1]) for name in names
+    )
+    yield from (f"  {path!r}: SequenceParallel(use_local_output=True)" for path in [*patterns][:8])
+    yield (
+        "which sums their gradients. Hold a parameter of a larger module in a module of its own, or leave the split "
+        "layers before and behind it out of the plan."
+    )
+    if is_all:
+        yield (
+            "No unsplit parameter has the same gradient on these ranks, so they may have read different batches: set "
+            "broadcast_batch: first"
+        )

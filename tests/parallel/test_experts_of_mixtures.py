@@ -1,0 +1,292 @@
+"""Expert parallelism of Hugging Face's mixtures beside one process: losses, norms and parameters of two steps."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.known_models import MIXTURES, small_mixture
+from support.language import batch
+from support.legality import Carried, Refused, check_carried, check_clips, check_refused, check_start, one_layer
+from support.on_ranks import on_ranks
+from support.synchronisations import Synchronisations
+from support.training import FULL, assert_gradients
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional as F
+
+from composer_fsdp2 import prepare_fully_shard
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def build(architecture: str, num_layers: int = 1, **config: Any) -> nn.Module:
+    model = nn.Module()
+    model.model = small_mixture(architecture, num_layers, **config)
+    return model
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Of the logits: transformers' own loss is in float32."""
+    with in_float64():
+        logits = model.model(tokens[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def in_float64() -> Any:
+    """DeepSeek's router computes in float32, whatever the model's dtype: its sums over a batch are those of no parts
+    of it."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3
+
+    class Torch:
+        float32 = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    return mock.patch.object(modeling_deepseek_v3, "torch", Torch())
+
+
+def carried(architecture: str, degree: int, **options: Any) -> Carried:
+    config = {"expert_parallel_degree": degree} | options.pop("config", {})
+    sizes, frozen = options.pop("sizes", {}), options.pop("frozen", "$^")
+    options = {"optimizer": adamw_of} | options
+
+    def partly_frozen() -> nn.Module:
+        model = build(architecture, **sizes)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not re.search(frozen, name))
+        return model
+
+    return Carried(config=config, build=partly_frozen, loss=loss_of, **options)
+
+
+def adamw_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+@on_ranks(4)
+def test_each_mixture_trains_as_one_process(folder: str) -> None:
+    """Whoever splits the experts of a released model trains the model of one process, with AdamW and clipping, with
+    another batch on every rank."""
+    rows = {f"{name}, {degree}": (carried(name, degree),) for name in MIXTURES for degree in (2, 4)}
+    for_each(check_carried, rows)
+
+
+REPLICAS = {"data_parallel_replicate_degree": 2}
+
+
+def layers(architecture: str, *, recomputed: bool = True, **config: Any) -> dict[str, Any]:
+    """Decoder layers are units, and what is recomputed."""
+    kinds = [f"{architecture}DecoderLayer"]
+    policy = {"activation_checkpointing": True, "activation_checkpointing_policy": kinds} if recomputed else {}
+    return {"wrap_policy": {"transformer_layer_cls_to_wrap": kinds}} | policy | config
+
+
+def attention_plan(model: str = "model.model.layers.*") -> dict[str, Any]:
+    names = {"q_proj": ColwiseParallel, "k_proj": ColwiseParallel, "v_proj": ColwiseParallel, "o_proj": RowwiseParallel}
+    return {f"{model}.self_attn.{name}": style() for name, style in names.items()}
+
+
+def shared_expert_plan() -> dict[str, Any]:
+    names = {"gate_proj": ColwiseParallel, "up_proj": ColwiseParallel, "down_proj": RowwiseParallel}
+    return {f"model.model.layers.*.mlp.shared_expert.{name}": names[name]() for name in names}
+
+
+COMBINED: dict[str, Carried] = {
+    "layers as units, recomputed": carried("Qwen3Moe", 2, config=layers("Qwen3Moe")),
+    "recomputed, not reentrant, beside replicas": carried(
+        "Mixtral",
+        2,
+        config=layers("Mixtral", activation_checkpointing_reentrant=False) | REPLICAS,
+        sizes={"num_layers": 2},
+    ),
+    "kept gathered, beside replicas": carried(
+        "Qwen2Moe", 2, config=layers("Qwen2Moe", recomputed=False, sharding_strategy="SHARD_GRAD_OP") | REPLICAS
+    ),
+    "offloaded": carried("Olmoe", 2, config={"cpu_offload": True}),
+    "microbatches, reduced in the last": carried("Qwen3Moe", 2, config={"gradient_sync": "last"}, num_microbatches=2),
+    "microbatches, over replicas in the last": carried(
+        "Qwen3Moe", 2, config=REPLICAS | {"gradient_sync": "defer_replica"}, num_microbatches=2
+    ),
+    "rows that ranks do not divide, guarded": carried(
+        "Qwen3Moe", 2, sizes={"moe_intermediate_size": 5}, config={"collective_guard": 60}
+    ),
+    "fewer rows than ranks": carried("Qwen3Moe", 2, sizes={"moe_intermediate_size": 2}),
+    "experts frozen": carried("Qwen2Moe", 2, frozen=r"\.experts\."),
+    "all else frozen, recomputed": carried("Mixtral", 4, config=layers("Mixtral"), frozen=r"^(?!.*\.experts\.)"),
+    "layers split too": carried("Mixtral", 2, plan=attention_plan, num_shared=2),
+    "shared experts split too, recomputed": carried(
+        "Qwen2Moe", 2, plan=shared_expert_plan, num_shared=2, config=layers("Qwen2Moe")
+    ),
+    "state from before": carried("DeepseekV3", 2, steps_before=2),
+    "another optimizer": carried("Mixtral", 2, optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1, 0.9)),
+}
+
+
+@on_ranks(4)
+def test_experts_are_split_beside_everything_else(folder: str) -> None:
+    """Tokens travel within a replica, and replicas average what they have learned; layers that are recomputed send
+    their tokens again; and whoever splits layers too has the same tokens on all ranks that do."""
+    for_each(check_carried, {name: (row,) for name, row in COMBINED.items()})
+
+
+# --- sequences
+
+
+@on_ranks(4)
+@mock.patch.object(torch.Tensor, "float", torch.Tensor.double)  # in which the model computes its loss
+def test_experts_are_split_beside_divided_sequences(folder: str) -> None:
+    """Ranks that share a batch have other tokens of it, which travel like those of another batch."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = build("Qwen3Moe")
+    for path, module in list(model.named_modules()):  # torch's norms of the same weights: its own round to float32
+        if type(module).__name__ == "Qwen3MoeRMSNorm":
+            model.set_submodule(path, nn.RMSNorm(len(module.weight), eps=module.variance_epsilon))
+    reference = copy.deepcopy(model)
+    prepare_fully_shard(model, None, FULL | {"expert_parallel_degree": 2, "context_parallel_degree": 2}, device="cpu")
+    for step in range(2):
+        batches = batch(step, 4).chunk(2)
+        own = batches[dist.get_rank() // 2]
+        loss = model.model(input_ids=own, labels=own, use_cache=False).loss
+        loss.backward()
+        expected = torch.stack([loss_of(reference, each) for each in batches]).mean()
+        expected.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        assert abs(total.item() / dist.get_world_size() - expected.item()) <= 1e-12
+        assert_gradients(model, reference)
+        for each in (model, reference):
+            each.zero_grad()
+
+
+# --- values from the start
+
+
+def drawn(architecture: str) -> nn.Module:
+    model = build(architecture)
+
+    def draw(module: nn.Module) -> None:
+        for each in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.normal_(each, std=0.3)
+
+    model.model.param_init_fn = draw
+    model.model.fsdp_wrap_fn = lambda module: type(module).__name__.endswith("DecoderLayer")
+    return model
+
+
+@on_ranks(4)
+def test_split_experts_start_with_the_values_of_an_unsplit_model(folder: str) -> None:
+    """A model that does not fit is built on the meta device; its experts are those that one process draws."""
+
+    def start(architecture: str, config: dict[str, Any], start: str) -> None:
+        check_start(carried(architecture, 2, config=config), lambda: drawn(architecture), start)
+
+    cases = {
+        "meta": ("Qwen2Moe", {}, "meta"),
+        "meta, beside replicas": ("DeepseekV3", REPLICAS, "meta"),
+        "mixed": ("Mixtral", {}, "mixed"),
+    }
+    for_each(start, cases)
+
+
+@on_ranks(4)
+def test_gradients_are_clipped_and_parameters_seen_as_in_one_process(folder: str) -> None:
+    """By any norm; and within summon_full_params every rank sees all experts, and what is written into them stays."""
+    check_clips(carried("Qwen2Moe", 2), "by the largest", "by value", "adaptive")
+
+
+# --- the host waits
+
+
+@on_ranks(2)
+def test_a_layer_waits_for_its_device_once(folder: str) -> None:
+    """A GPU would stand still in each layer, once for each expert that transformers' own loop looks for tokens of."""
+    for architecture in ("Mixtral", "DeepseekV3"):
+        torch.set_default_dtype(torch.float64)
+        model = build(architecture, 2)
+        prepare_fully_shard(model, None, FULL | {"expert_parallel_degree": 2}, device="cpu")
+        loss_of(model, batch(0, 2)).backward()  # in the first step roots are found
+        with Synchronisations() as found:
+            loss_of(model, batch(1, 2)).backward()
+        assert len(found.of_packages("composer_fsdp2")) == 2, found
+        assert not [each for each in found.of_packages("transformers") if "experts" in str(each)], found
+
+
+# --- what is refused
+
+
+def freeze_one(model: Any) -> None:
+    next(model.model.model.layers[0].mlp.experts[1].parameters()).requires_grad_(False)
+
+
+def share(model: Any) -> None:
+    first, second, *_ = model.model.model.layers[0].mlp.experts
+    second.up_proj.weight = first.up_proj.weight
+
+
+EXPERTS = {"expert_parallel_degree": 2}
+OF_EXPERTS = {"transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayer"], "moe_experts": ["Qwen3MoeMLP"]}
+REFUSED: dict[str, Refused] = {
+    "experts that are units": Refused(
+        says=("mlp.experts.0.down_proj.weight", "let no expert be a unit"),
+        config=EXPERTS | {"idle_experts": "in_order", "wrap_policy": OF_EXPERTS},
+    ),
+    "an expert that is ignored": Refused(
+        says=("mlp.experts.3.down_proj.weight", "ignored"),
+        config=EXPERTS | {"ignored_modules": lambda model: [model.model.model.layers[0].mlp.experts[3]]},
+    ),
+    "one expert frozen": Refused(
+        says=("mlp.experts.1.gate_proj.weight is not", "in all experts of the layer, or in none"),
+        config=EXPERTS,
+        prepare=freeze_one,
+    ),
+    "experts that share a weight": Refused(says=("untie it",), config=EXPERTS, prepare=share),
+    "experts in the layer plan": Refused(
+        says=("mlp.experts.0.up_proj", "take it out of the plan"),
+        config=EXPERTS,
+        plan=lambda: {"model.model.layers.*.mlp.experts.*.up_proj": ColwiseParallel()},
+    ),
+    "a degree that the experts do not have": Refused(
+        says=("has 6 experts, which expert_parallel_degree 4 does not divide", "1, 2, 3 or 6"),
+        config={"expert_parallel_degree": 4},
+        build=lambda: build("Qwen3Moe", num_experts=6),
+    ),
+    "full replicas": Refused(
+        says=("over 1 ranks, which is not a multiple of expert_parallel_degree 2",),
+        config=EXPERTS | {"sharding_strategy": "NO_SHARD"},
+    ),
+    "another mixture": Refused(
+        says=("no layer of experts that is known", "Mixtral"), config=EXPERTS, build=lambda: build_other()
+    ),
+}
+
+
+def build_other() -> nn.Module:
+    """Whose routing nobody has looked at."""
+    model = build("Qwen3Moe")
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeSparseMoeBlock":
+            module.__class__ = type("OtherSparseMoeBlock", (type(module),), {})
+    return model
+
+
+@pytest.mark.skipif(int(transformers.__version__.partition(".")[0]) > 4, reason="experts are no modules there")
+@on_ranks(4)
+def test_what_cannot_be_split_is_refused(folder: str) -> None:
+    """By name, on every rank, before anything was touched."""
+    torch.set_default_dtype(torch.float64)
+    of_qwen = {
+        name: replace(row, build=lambda: build("Qwen3Moe")) if row.build is one_layer else row
+        for name, row in REFUSED.items()
+    }
+    for_each(check_refused, {name: (row,) for name, row in of_qwen.items()})

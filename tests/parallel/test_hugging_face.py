@@ -1,0 +1,343 @@
+"""Hugging Face's models whose sequences ranks divide, beside one process: with transformers 4.51 or 5, no Composer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support import known_models
+from support.cases import for_each
+from support.examples import IS_THOROUGH
+from support.legality import Carried, Distances, check_carried
+from support.on_ranks import on_ranks
+from support.ranks import run_ranks
+from torch import nn
+from torch.nn import functional as F
+
+from composer_fsdp2 import UnsupportedError, prepare_fully_shard
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install -e .[engine-test]")
+
+from support.transformers_models import (
+    CONFIGS,
+    IN_RELEASE_4,
+    Holder,
+    build,
+    in_float64,
+    is_release_4,
+    pretrained,
+)
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
+REENTRANT = {"activation_checkpointing": True, "activation_checkpointing_reentrant": True}
+
+
+# --- batches, of which every rank of a group has the same
+
+
+def batch_of(tokens: torch.Tensor, padding: str = "", length: int = 9) -> dict[str, torch.Tensor]:
+    """Rows of which a third is padded by one or two places, with token 0, which stands nowhere else."""
+    tokens = tokens[:, :length].clamp(min=1)
+    number, places = tokens[:, :1] % 3, torch.arange(length)
+    if not padding:
+        return {"input_ids": tokens}
+    is_text = places >= number if padding == "left" else places < length - number
+    return {"input_ids": tokens * is_text, "attention_mask": is_text.long()}
+
+
+def learned(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Labels of a causal model: of tokens that follow a token."""
+    tokens, mask = batch["input_ids"], batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    follows = F.pad(mask[:, :-1], (1, 0))
+    return torch.where((mask * follows > 0) & (tokens % 5 > 0), tokens, -100)
+
+
+def causal(model: Any, tokens: torch.Tensor, padding: str = "", length: int = 9, **options: Any) -> torch.Tensor:
+    batch = batch_of(tokens, padding, length)
+    return model.model(**batch, labels=learned(batch), **options).loss
+
+
+def counted(model: Any, tokens: torch.Tensor, padding: str) -> torch.Tensor:
+    """The labels of padded places count."""
+    batch = batch_of(tokens, padding)
+    return model.model(**batch, labels=tokens[:, :9]).loss
+
+
+def packed(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Two texts in a row; transformers 5 keeps them apart where it has no cache, which is off where layers are run
+    again."""
+    batch = batch_of(tokens)
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3]).expand_as(batch["input_ids"])
+    return model.model(**batch, labels=learned(batch), position_ids=positions, **options).loss
+
+
+def masked(model: Any, tokens: torch.Tensor, padding: str = "", length: int = 9) -> torch.Tensor:
+    """As many labels in each row, so that the mean over ranks is that of all."""
+    batch = batch_of(tokens, padding, length)
+    is_learned = torch.isin(torch.arange(length), torch.tensor([1, 4, 6]))
+    return model.model(**batch, labels=torch.where(is_learned, tokens[:, :length], -100)).loss
+
+
+def classified(model: Any, tokens: torch.Tensor, padding: str = "", of_tokens: bool = False) -> torch.Tensor:
+    batch = batch_of(tokens, padding)
+    return model.model(**batch, labels=tokens[:, :9] % 2 if of_tokens else tokens[:, 1] % 2).loss
+
+
+def pooled(model: Any, tokens: torch.Tensor, padding: str = "", length: int = 9) -> torch.Tensor:
+    """An embedder: the mean of a row's places, against another row's."""
+    batch = batch_of(tokens, padding, length)
+    states = model.model(**batch).last_hidden_state
+    weights = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
+    rows = (states * weights).sum(1) / weights.sum(1)
+    return (rows * torch.linspace(-1, 1, rows.shape[-1])).sum(1).sin().mean()
+
+
+def translated(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """From a sequence to a shorter one, as many labels in each row."""
+    return model.model(**batch_of(tokens, "right"), labels=tokens[:, :5].contiguous()).loss
+
+
+class WithHead(nn.Module):
+    """A language model as part of another module, as trl's value heads, reward models and chunked losses have it."""
+
+    def __init__(self, name: str, how: str) -> None:
+        super().__init__()
+        self.language = pretrained(name, "Model" if how == "reward" else "ForCausalLM")
+        self.head = nn.Linear(16, 1) if how != "chunked" else None
+        self.how = how
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.how)(batch)
+
+    def reward(self, batch: Any) -> torch.Tensor:
+        """Of the last place."""
+        return self.head(self.language(**batch).last_hidden_state)[:, -1].sin().mean()
+
+    def values(self, batch: Any) -> torch.Tensor:
+        """As trl: of all places, beside the logits."""
+        output = self.language(**batch, output_hidden_states=True)
+        values = self.head(output.hidden_states[-1]) + output.hidden_states[1].sin().mean(-1, keepdim=True)
+        best = output.logits.log_softmax(-1).gather(2, batch["input_ids"][..., None])
+        return (values * best.roll(1, 1)).mean()
+
+    def chunked(self, batch: Any) -> torch.Tensor:
+        """The loss of a few places at a time."""
+        states = self.language.model(**batch).last_hidden_state
+        labels = batch["input_ids"][:, 1:]
+        chunks = zip(states[:, :-1].split(3, 1), labels.split(3, 1), strict=True)
+        losses = [
+            F.cross_entropy(self.language.lm_head(x).flatten(0, 1), y.flatten(), reduction="sum") for x, y in chunks
+        ]
+        return sum(losses) / labels.numel()
+
+
+def holding(how: str) -> Holder:
+    return Holder(WithHead("llama", how))
+
+
+def headed(model: Any, tokens: torch.Tensor, padding: str = "", length: int = 9) -> torch.Tensor:
+    return model.model(**batch_of(tokens, padding, length))
+
+
+def own_forward(self: Any, input_ids: Any, labels: Any = None, **options: Any) -> Any:
+    """One that averages the losses of the labels that it gets."""
+    logits = self.lm_head(self.model(input_ids, **options).last_hidden_state)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return type("Output", (), {"loss": loss})
+
+
+def with_own_forward() -> Holder:
+    model = pretrained("llama")
+    model.__class__ = type("OwnLoss", (type(model),), {"forward": own_forward})
+    return Holder(model)
+
+
+def with_own_loss() -> Holder:
+    model = pretrained("llama")
+    model.loss_function = lambda logits, labels, vocab_size, **_: F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
+    return Holder(model)
+
+
+def even(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model.model(tokens[:, :9], labels=tokens[:, :9]).loss
+
+
+def build_with_tower(kind: Callable[..., Any]) -> Holder:
+    return Holder(kind(device="cpu").model.double())
+
+
+def pictured(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """An image in each row, over the border of two parts."""
+    tokens = tokens[:, :9].clamp(min=1)
+    is_image = torch.isin(torch.arange(9), torch.tensor([2, 3, 4, 5])).expand_as(tokens)
+    draw = torch.Generator().manual_seed(int(tokens.sum()))
+    image: dict[str, Any] = {"pixel_values": torch.randn(len(tokens), 3, 28, 28, generator=draw)}
+    if "Qwen" in type(model.model).__name__:
+        grid = torch.tensor([[1, 2, 8]] * len(tokens))
+        patches = torch.randn(16 * len(tokens), 3 * 2 * 14 * 14, generator=draw)
+        image = {"pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": is_image.long()}
+    rows = torch.where(is_image, known_models.IMAGE_TOKEN, tokens)
+    labels = torch.where(is_image, -100, tokens)
+    return model.model(input_ids=rows, attention_mask=torch.ones_like(rows), labels=labels, **image).loss
+
+
+def checkpointing_itself(kind: str) -> Holder:
+    holder = build("llama", kind)
+    holder.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return holder.train()
+
+
+# --- what is trained
+
+
+def row(build: Callable[[], Any], loss: Loss, degree: int = 2, config: Any = None) -> Carried:
+    return Carried(
+        config={"context_parallel_degree": degree} | (config or {}), build=build, loss=loss, num_shared=degree
+    )
+
+
+def rows_of(name: str) -> dict[str, Carried]:
+    """A kind of model: causal ones with padding on both sides, recomputed, at two degrees; encoders with masks."""
+    if name == "bert" or name == "modernbert":
+        of_masks, of_rows = partial(build, name, "ForMaskedLM"), partial(build, name, "ForSequenceClassification")
+        eager = partial(of_masks, attention="eager")
+        return {
+            "masked, 2": row(of_masks, masked, 2, RECOMPUTED),
+            "masked, padded, 4": row(of_masks, partial(masked, padding="right"), 4),
+            "masked, padded, eager": row(eager, partial(masked, padding="left")),
+            "masked, 8 places, eager": row(
+                partial(of_masks, attention="eager"), partial(masked, length=8), 4, REENTRANT
+            ),
+            "rows": row(of_rows, partial(classified, padding="right"), 2, RECOMPUTED),
+        }
+    if name == "t5":
+        encoder = partial(build, name, "EncoderModel")
+        return {
+            "encoder, 2": row(encoder, pooled, 2, RECOMPUTED),
+            "encoder, padded, 4": row(encoder, partial(pooled, padding="right"), 4),
+            "encoder, eager": row(partial(encoder, attention="eager"), partial(pooled, padding="right", length=8)),
+            "translation": row(partial(build, name, "ForConditionalGeneration"), translated, 2, RECOMPUTED),
+        }
+    of_text, eager = partial(build, name), partial(build, name, attention="eager")
+    if name == "qwen3-moe":  # whose loss that balances experts is of one batch: not the mean of those of several
+        rows = {"sdpa": row(of_text, causal, 4, RECOMPUTED), "eager": row(eager, partial(causal, length=8), 4)}
+        padded = {side: row(of_text, partial(causal, padding=side), 4) for side in ("left", "right")}
+        return rows | (padded if is_release_4() else {})  # 5 counts tokens in float32 alone
+    attentions = {"eager": eager} if name == "gemma2" else {"sdpa": of_text, "eager": eager}  # softcap
+    first = next(iter(attentions.values()))
+    rows = {
+        **{f"{kind}, 2": row(each, causal, 2, RECOMPUTED) for kind, each in attentions.items()},
+        "right, 4": row(first, partial(causal, padding="right"), 4, RECOMPUTED),
+        "left": row(first, partial(causal, padding="left")),
+        "left, eager": row(eager, partial(causal, padding="left", length=8)),
+        "packed, apart": row(first, partial(packed, use_cache=False), 2, RECOMPUTED),
+    }
+    more = {
+        **{f"{kind}, 4": row(each, partial(causal, length=8), 4) for kind, each in attentions.items()},
+        "left, counted": row(first, partial(counted, padding="left")),
+        "packed": row(first, packed),
+    }
+    return rows | (more if IS_THOROUGH else {})
+
+
+of_tokens = partial(classified, of_tokens=True)
+HEADS: dict[str, Carried] = {
+    "reward": row(partial(holding, "reward"), headed, 2, RECOMPUTED),
+    "reward, 4, padded": row(partial(holding, "reward"), partial(headed, padding="left"), 4, REENTRANT),
+    "values": row(partial(holding, "values"), partial(headed, length=8), 2, RECOMPUTED),
+    "values, 4": row(partial(holding, "values"), headed, 4),
+    "chunked": row(partial(holding, "chunked"), headed, 2, RECOMPUTED),
+    "rows": row(partial(build, "llama", "ForSequenceClassification"), partial(classified, padding="right"), 4),
+    "tokens": row(
+        partial(build, "llama", "ForTokenClassification", classifier_dropout=0.0), partial(classified, of_tokens=True)
+    ),
+    "embedder": row(partial(build, "qwen2", "Model"), partial(pooled, padding="left"), 2, REENTRANT),
+    "transformers' own checkpointing": row(
+        partial(checkpointing_itself, "ForCausalLM"), partial(causal, padding="left")
+    ),
+    "the same, of whole rows": row(partial(checkpointing_itself, "Model"), pooled, 4),
+    "a forward of its own": row(with_own_forward, even),
+    "a loss of its own": row(with_own_loss, even),
+    "angles by the length": row(
+        partial(build, "llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=6), causal
+    ),
+}
+
+
+def with_towers() -> dict[str, Carried]:
+    """Qwen2.5-VL of release 4 has an adapter of its own: compat/test_known_models.py."""
+    kinds = {"llava": known_models.llava} | ({} if is_release_4() else {"Qwen2.5-VL": known_models.qwen_vl})
+    # Without decay: what LLaVA's tower does not use has no gradient in one process.
+    options = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
+    return {
+        name: replace(row(partial(build_with_tower, kind), pictured, 4, RECOMPUTED), **options)
+        for name, kind in kinds.items()
+    }
+
+
+def check(carried: Carried) -> Distances:
+    with in_float64():
+        return check_carried(carried)
+
+
+class Outside(nn.Module):
+    """What has layers run outside of the model's forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.language = pretrained("llama", "Model")
+        self.how = how
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        language = self.language
+        states = language.embed_tokens(tokens)
+        angles = language.rotary_emb(states, torch.arange(tokens.shape[1])[None])
+        if self.how == "attention":
+            return language.layers[0].self_attn(states, position_embeddings=angles, attention_mask=None)
+        return language.layers[1](states, position_embeddings=angles, attention_mask=None)
+
+
+@on_ranks(2)
+def test_attention_outside_of_a_divided_forward_raises():
+    """It would take each rank's part for a row, on every rank another one."""
+    for how in ("attention", "a layer"):
+        holder = Holder(Outside(how))
+        holder.model.fsdp_wrap_fn = lambda module: False
+        prepare_fully_shard(holder, None, {"context_parallel_degree": 2}, device="cpu")
+        with pytest.raises(UnsupportedError, match=r"a layer of LlamaModel.layers runs outside of the model's"):
+            holder.model(torch.ones(2, 8, dtype=torch.long))
+
+
+def check_kind(name: str) -> None:
+    for_each(check, {case: (carried,) for case, carried in rows_of(name).items()})
+
+
+def known(name: str) -> bool:
+    return name in IN_RELEASE_4 or not is_release_4()
+
+
+# Each has a fast relative.
+SLOW = ("qwen2", "qwen3", "gpt-neox")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CONFIGS]
+)
+def test_training_is_that_of_one_process(name: str):
+    """A mask, an angle or a weight of a part in the place of the whole's trains another model, in silence."""
+    if not known(name):
+        pytest.skip(f"attention of {name} does not go through transformers' interface before release 5")
+    run_ranks(check_kind, 4, name)
+
+
+@on_ranks(4)
+def test_what_stands_on_a_model_sees_whole_rows():
+    """A head that took this rank's part for a row had another loss on each rank, and nobody was told."""
+    for_each(check, {name: (carried,) for name, carried in (HEADS | with_towers()).items()})
