@@ -252,7 +252,7 @@ class _Watch:
     def _measure_gradients(self, state: State) -> None:
         """All gradients are there, unscaled and not yet clipped."""
         if self._batch["is_counted"]:
-            self._counting.end(state.model)
+            self._counting.end_backward()
         _synchronize()
         began = time.perf_counter()
         self._batch["squares"] = gradient_squares(state.model)
@@ -261,6 +261,8 @@ class _Watch:
         self._aside = time.perf_counter() - began
 
     def _end_batch(self, state: State) -> None:
+        if self._batch["is_counted"]:
+            self._counting.end(state.model)
         _synchronize()
         loss = (getattr(state, "total_loss_dict", None) or {}).get("loss/train/total", math.nan)
         self._batch |= {

@@ -20,10 +20,10 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 
 class Counting:
-    """Counts from ``begin`` to ``end``.
+    """Counts collectives from ``begin`` to ``end_backward``, and memory from ``begin`` to ``end``.
 
-    Collectives are counted on all ranks alike; the memory of FSDP2's state on rank 0 alone, whose every operator is
-    looked at then.
+    Collectives are counted on all ranks alike, without those of clipping and of callbacks; the memory of FSDP2's state
+    on rank 0 alone, whose every operator is looked at then, with what the optimizer's step allocates.
     """
 
     def __init__(self) -> None:
@@ -32,6 +32,7 @@ class Counting:
         self._collectives = Collectives()
         self._state: StateBytes | None = None
         self._counters = contextlib.ExitStack()
+        self._of_backward = contextlib.ExitStack()
         self._unsharded: nn.Module | None = None
         self._first: Any = None
         self._shapes: list[list[torch.Size]] = []
@@ -49,7 +50,7 @@ class Counting:
         has_state = bool(state.optimizers and state.optimizers[0].state)  # not in a first batch
         if counts_state and has_state and not _is_offloaded(state.model):
             self._state = self._counters.enter_context(StateBytes(state.model, state.optimizers[0]))
-        self._counters.enter_context(self._collectives)
+        self._of_backward.enter_context(self._collectives)
 
     def note_microbatch(self, batch: Any) -> None:
         """Called before the forward of each."""
@@ -58,6 +59,9 @@ class Counting:
             on_meta = with_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
             self._first = on_meta if self._first is None else self._first
             self._shapes.append([tensor.shape for tensor in tensors_in(on_meta)])
+
+    def end_backward(self) -> None:
+        self._of_backward.close()
 
     def end(self, model: nn.Module) -> None:
         self._counters.close()

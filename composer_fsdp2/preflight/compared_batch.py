@@ -56,7 +56,9 @@ def predict_batch(batch: CountedBatch) -> Prediction:
         state = state_of_step(plan, trace, **how)
     except ComposerFSDP2Error as error:
         return Prediction(reason=str(error))
-    state_bytes = max(max(each.meanwhile_bytes, each.afterwards_bytes) for each in state.samples)
+    # What the optimizer's step allocates is no state.
+    of_microbatches = (each for each in state.samples if each.microbatch >= 0)
+    state_bytes = max(max(each.meanwhile_bytes, each.afterwards_bytes) for each in of_microbatches)
     rests_on = "" if traceable is None or trace is None else traceable.rests_on
     return prediction_of(step, batch, state_bytes=state_bytes, rests_on=rests_on, notes=notes)
 
