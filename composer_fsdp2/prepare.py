@@ -1,6 +1,7 @@
 """The front door, in FSDP1's shape: translate, read the model's hooks, plan, agree, apply."""
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from composer_fsdp2.fsdp1.read import GivenConfig
 from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
-from composer_fsdp2.parallel.experts import plan_experts, with_experts
+from composer_fsdp2.parallel.experts import paths_of_experts, plan_experts, with_experts
 from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches
 from composer_fsdp2.parallel.idle_towers import refuse_towers
 from composer_fsdp2.parallel.order import carry_out, refuse_illegal
@@ -163,7 +164,8 @@ def plan_sharding(
     """
     refuse_sharded(model)
     check_optimizers(model, optimizers)
-    split = _plan_parallelize(model, config.mesh, tensor_parallel)
+    of_experts = paths_of_experts(model) if config.expert_parallel_degree > 1 else frozenset[str]()
+    split = _plan_parallelize(model, config.mesh, tensor_parallel, of_experts)
     choices = read_hooks(model, config, precision=precision)
     experts = plan_experts(model, config, choices, partial(read_overrides, config=config, precision=precision))
     placements = {**split.placements, **experts.placements}
@@ -186,7 +188,9 @@ def plan_sharding(
     return plan
 
 
-def _plan_parallelize(model: nn.Module, mesh: MeshSpec, layer_plan: LayerPlan | None) -> TensorPlan:
+def _plan_parallelize(
+    model: nn.Module, mesh: MeshSpec, layer_plan: LayerPlan | None, of_experts: Collection[str]
+) -> TensorPlan:
     """What is split along the tensor axis, by the plan or by the script before.
 
     Raises:
@@ -212,7 +216,8 @@ def _plan_parallelize(model: nn.Module, mesh: MeshSpec, layer_plan: LayerPlan | 
         )
     if not layer_plan:
         return present
-    return plan_parallelize(model, layer_plan, mesh.tensor_degree, mesh.shard_degree if mesh.is_resolved else 1)
+    num_shards = mesh.shard_degree if mesh.is_resolved else 1
+    return plan_parallelize(model, layer_plan, mesh.tensor_degree, num_shards, not_automatic=of_experts)
 
 
 def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:

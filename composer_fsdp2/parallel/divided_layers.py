@@ -46,6 +46,8 @@ class DividedLayers:
         length: Of the whole rows of that forward, or of the one before.
         padding: Of the batch, while a forward runs that returns the loss of a part.
         order: What layers get as ``attention_mask``, of ``order_of_rows``, in the place of a mask of the model's.
+        num_passes: How often the first layer has run in the forward of the model that owns the layers; None where that
+            is not known.
     """
 
     name: str
@@ -62,6 +64,7 @@ class DividedLayers:
     gathers: bool = True
     padding: Padding | None = None
     order: torch.Tensor | None = None
+    num_passes: int | None = None
 
     def connect(self, model: nn.Module) -> None:
         """Put the hooks on the layers, or on their wrappers.
@@ -127,6 +130,7 @@ class DividedLayers:
         hidden = given[parameters[0]]
         if path == self.layers[0]:
             if not is_in_backward():
+                self._note_pass()
                 self.is_open, self.length, self.num_exchanges = True, hidden.shape[1], 0
                 self.gathers = self.keeps_whole or not self.group.in_parts
             hidden = self.group.part(self.group.padded(hidden, 1, 0))
@@ -153,6 +157,18 @@ class DividedLayers:
             **kwargs,
             **{name: changed[name] for name in changed if name not in parameters[: len(args)]},
         }
+
+    def _note_pass(self) -> None:
+        """Raise where the first layer would cut a part of rows, as if it were rows."""
+        if self.num_passes is None:
+            return
+        if self.num_passes and (self.is_open or not self.gathers):
+            raise UnsupportedError(
+                f"{KEY}: {self.layers[0]} of {self.name} runs several times in a forward, on what it has divided "
+                "already; leave the key out",
+                keys=(KEY,),
+            )
+        self.num_passes += 1
 
     def _angles_of_part(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.group.part(self.group.padded(tensor, tensor.dim() - 2, 0), tensor.dim() - 2)

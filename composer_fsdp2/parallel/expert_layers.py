@@ -41,7 +41,7 @@ class Kind:
 
 def _expert_of_list(name: str) -> int | None:
     first, _, rest = name.partition(".")
-    return int(rest.partition(".")[0]) if first == "experts" else None
+    return int(rest.partition(".")[0]) if first == "experts" and rest else None
 
 
 def _takes(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -109,16 +109,23 @@ def _of_modules(modules: nn.ModuleList, experts: Experts, rows: Rows) -> torch.T
         parts = zip(own, rows.values.split(rows.counts), strict=True)
         return torch.cat([module(part) for module, part in parts])
     gate, up, down = ([getattr(each, name).weight for each in own] for name in names)
-    return gated_mlp(rows, (gate, up), down, own[0].act_fn)
+    return gated_mlp(rows, (gate, up), down, lambda gate, up: own[0].act_fn(gate) * up)
 
 
 def _has_plain(expert: nn.Module, names: tuple[str, ...]) -> bool:
-    """Adapters, biases and hooks are computed with the module itself."""
+    """Adapters, biases, hooks, and whatever is not as transformers has it are computed with the module itself."""
     layers = [getattr(expert, name, None) for name in names]
-    return hasattr(expert, "act_fn") and all(
-        type(each) is nn.Linear and each.bias is None and not each._forward_hooks and not each._forward_pre_hooks
-        for each in layers
+    is_theirs = type(expert).__module__.startswith("transformers.models.") and hasattr(expert, "act_fn")
+    return (
+        is_theirs
+        and all(type(each) is nn.Linear and each.bias is None for each in layers)
+        and not any("forward" in vars(each) or _has_hooks(each) for each in expert.modules())
     )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,7 +135,7 @@ def _has_plain(expert: nn.Module, names: tuple[str, ...]) -> bool:
 def _of_weights(module: nn.Module) -> int:
     """``transformers/integrations/moe.py``, 5.x: gated experts without biases, which share one activation."""
     shapes = {name: tuple(each.shape) for name, each in module.named_parameters()}
-    is_known = shapes.keys() == {"gate_up_proj", "down_proj"} and callable(getattr(module, "act_fn", None))
+    is_known = shapes.keys() == {"gate_up_proj", "down_proj"} and _gate_of(module) is not None
     is_unlike = any(getattr(module, name, False) for name in ("is_transposed", "has_bias", "has_post_expert_norm"))
     if not is_known or is_unlike or _takes(module.forward) != ("hidden_states", "top_k_index", "top_k_weights"):
         return 0
@@ -136,11 +143,26 @@ def _of_weights(module: nn.Module) -> int:
     return num_experts if shapes["gate_up_proj"] == (num_experts, 2 * half, width) else 0
 
 
+def _gate_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What is between the two weights: a method of its own, as of models that limit its values, or the activation."""
+    if callable(own := getattr(module, "_apply_gate", None)):
+        return own
+    activation: Any = getattr(module, "act_fn", None)
+
+    def apply_gate(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return apply_gate if callable(activation) else None
+
+
 def _compute_weights(
     module: Any, experts: Experts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     def compute(rows: Rows) -> torch.Tensor:
-        return gated_mlp(rows, (module.gate_up_proj,), module.down_proj, module.act_fn)
+        apply_gate = _gate_of(module)
+        assert apply_gate is not None, "as when the layer was found"
+        return gated_mlp(rows, (module.gate_up_proj,), module.down_proj, apply_gate)
 
     return exchange(hidden_states, top_k_weights, top_k_index, experts, compute)
 

@@ -17,16 +17,15 @@ _MOST_PADDING = 2
 
 
 def gated_mlp(
-    rows: "Rows", gate_up: Sequence[Weights], down: Weights, activation: Callable[[torch.Tensor], torch.Tensor]
+    rows: "Rows", gate_up: Sequence[Weights], down: Weights, apply_gate: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """``down(activation(gate(rows)) * up(rows))``, each row with the weights of its expert.
+    """``down(apply_gate(...))``, each row with the weights of its expert.
 
     Args:
-        gate_up: The gate's weights and the others', or both in one, the gate's first in dimension 1.
+        gate_up: One weight or several, as the gate's and the others'.
+        apply_gate: Of the rows times each of these.
     """
-    wide = [_linear(rows.values, weights, rows) for weights in gate_up]
-    gate, up = wide if len(wide) == 2 else wide[0].chunk(2, dim=-1)
-    return _linear(activation(gate) * up, down, rows)
+    return _linear(apply_gate(*(_linear(rows.values, weights, rows) for weights in gate_up)), down, rows)
 
 
 @dataclass(frozen=True, eq=False)

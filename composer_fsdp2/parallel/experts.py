@@ -100,6 +100,17 @@ def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices
     return ExpertPlan(layers=layers, choices=choices, placements=dict.fromkeys(split, Shard(0)))
 
 
+def paths_of_experts(model: nn.Module) -> frozenset[str]:
+    """The modules of experts in layers that are known, which no layer plan may split beside expert parallelism."""
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        for known in KINDS.values():
+            if known.number_of(module):
+                inside = (name for name, _ in module.named_modules() if known.expert_of(name) is not None)
+                found.update(f"{path}.{name}" if path else name for name in inside if name)
+    return frozenset(found)
+
+
 def with_experts(plan: ShardingPlan, layers: tuple[SplitExperts, ...]) -> ShardingPlan:
     """The plan with these layers.
 

@@ -127,6 +127,21 @@ def _problems_of_attention(module: Any) -> Iterator[str]:
         yield "it has parameters of its own, which are likely one for each head; leave the key out"
     if getattr(module, "reorder_and_upcast_attn", False):
         yield "reorder_and_upcast_attn goes past transformers' interface; set it to false"
+    if isinstance(getattr(module, "indexer", None), nn.Module):
+        yield "its indexer chooses among the places that it gets, those of a part; leave the key out"
+    if _counts_places(module):
+        yield "it scales queries by places that it counts itself, and would count those of a part; leave the key out"
+
+
+def _counts_places(module: Any) -> bool:
+    """Whether an attention module computes with positions itself, beside rotary angles."""
+    forward = inspect.unwrap(type(module).forward)
+    if hasattr(module, "attn_temperature_tuning"):  # Llama 4, in layers without rotary angles
+        return bool(module.attn_temperature_tuning) and not getattr(module, "use_rope", False)
+    return not {"arange", "get_llama_4_attn_scale"}.isdisjoint(getattr(forward, "__code__", _NO_CODE).co_names)
+
+
+_NO_CODE = (lambda: None).__code__
 
 
 def _parameters_of(function: Callable[..., Any]) -> set[str]:
@@ -332,22 +347,29 @@ def _forward_of_owner(stack: _Stack, layers: DividedLayers, name: str) -> Callab
     def of_part(*args: Any, **kwargs: Any) -> Any:
         given = _arguments(signature, args, kwargs)
         refuse_arguments(given, *_CACHES, "output_attentions")
+        layers.num_passes = 0
         try:
             output = forward(**_without_padding(given, layers, stack, name))
         finally:
-            layers.order = None
+            layers.order = layers.num_passes = None
         if layers.is_open:
             raise UnsupportedError(f"{KEY}: the last layer of {stack.path} did not run; leave the key out", keys=(KEY,))
-        return _placed(output, layers, given)
+        return _placed(output, layers, _has_states(given, stack.owner.config))
 
     return of_part
 
 
-def _placed(output: Any, layers: DividedLayers, given: Mapping[str, Any]) -> Any:
+def _has_states(given: Mapping[str, Any], config: Any) -> bool:
+    """Whether the states of all layers are among the outputs."""
+    asked = given.get("output_hidden_states")
+    return bool(getattr(config, "output_hidden_states", False) if asked is None else asked)
+
+
+def _placed(output: Any, layers: DividedLayers, has_states: bool) -> Any:
     """Outputs for places, all of them of whole rows or all of parts."""
     place = layers.part if layers.group.in_parts else layers.whole
     if isinstance(output, tuple):
-        if given.get("output_hidden_states"):
+        if has_states:
             raise UnsupportedError(f"{KEY}: output_hidden_states needs return_dict=True; give it", keys=(KEY,))
         return (place(output[0]), *output[1:])
     for name in output.keys() & {*_CACHES}:
@@ -376,7 +398,8 @@ def _forward_of_rows(model: nn.Module, layers: DividedLayers) -> Callable[..., A
         if given.get("labels") is None or not group.divides_losses:
             return forward(**given)
         _refuse_of_part(given)
-        layers.padding = Padding.of(given.get("attention_mask"), given["labels"])  # layers see no labels
+        if isinstance(mask := given.get("attention_mask"), torch.Tensor) and mask.dim() == 2:
+            layers.padding = Padding.of(mask, given["labels"])  # layers see no labels
         labels = group.shifted_labels(given["labels"])
         given |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": group.items(labels, dtype)}
         try:

@@ -126,7 +126,14 @@ def _padded(values: Sequence[Mapping[Any, Any]], path: str) -> Sequence[Mapping[
     if not all(_MASK in value for value in values):
         listed = " and ".join(map(str, dict.fromkeys(lengths)))
         raise _cannot(path, f"has rows of {listed} tokens and no {_MASK}, so that nothing says which would be padding")
-    is_left, fill = _is_padded_left(values), {**_FILL, _TOKENS: _pad_token(values)}
+    pad_token = _pad_token(values)
+    labels = [value.get("labels") for value in values]
+    if pad_token is None and any(
+        each is not None and not _is_of_tokens(each, value) for each, value in zip(labels, values, strict=True)
+    ):
+        # A classifier finds the last token of a row by it.
+        raise _cannot(f"{path}[{_TOKENS!r}]", "is not padded on any rank, so that nothing says which token pads it")
+    is_left, fill = _is_padded_left(values), {**_FILL, _TOKENS: pad_token or 0}
     return [
         {key: _pad(each, own, max(lengths), fill.get(key), is_left, f"{path}[{key!r}]") for key, each in value.items()}
         for value, own in zip(values, lengths, strict=True)
@@ -149,10 +156,14 @@ def _is_padded_left(values: Iterable[Mapping[Any, Any]]) -> bool:
     return any(not mask[:, 0].all() for mask in masks) and all(bool(mask[:, -1].all()) for mask in masks)
 
 
-def _pad_token(values: Iterable[Mapping[Any, Any]]) -> int:
-    """The token at masked positions; 0 where no position is masked."""
-    found = (value[_TOKENS][~value[_MASK].bool()] for value in values if value[_MASK].shape == value[_TOKENS].shape)
-    return next((int(tokens[0]) for tokens in found if tokens.numel()), 0)
+def _pad_token(values: Iterable[Mapping[Any, Any]]) -> int | None:
+    """The token at masked positions; None where no position is masked."""
+    found = (value[_TOKENS][~value[_MASK].bool()] for value in values if _is_of_tokens(value[_MASK], value))
+    return next((int(tokens[0]) for tokens in found if tokens.numel()), None)
+
+
+def _is_of_tokens(tensor: Any, value: Mapping[Any, Any]) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.shape == value[_TOKENS].shape
 
 
 def _pinned_like(tensor: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -47,7 +47,9 @@ def refuse_illegal(plan: ShardingPlan) -> None:
 
     Every rank must call this with the same plan; it does not communicate.
     """
-    problems = [*_of_nesting(plan), *_of_layers(plan), *problems_of_experts(plan), *_of_units(plan)]
+    problems = [
+        *_of_nesting(plan), *_of_pieces(plan), *_of_layers(plan), *problems_of_experts(plan), *_of_units(plan),
+    ]  # fmt: skip
     if problems:
         raise PlanError("\n".join(problems))
 
@@ -105,6 +107,18 @@ def _of_nesting(plan: ShardingPlan) -> Iterator[str]:
                 "of plan_sharding, bottom-up"
             )
         taken |= dict.fromkeys(unit.modules, unit.name)
+
+
+def _of_pieces(plan: ShardingPlan) -> Iterator[str]:
+    """Each piece would gather a unit inside, and a rank with a short sequence has fewer pieces than the others."""
+    for tiled in plan.tiled:
+        inside = [path for unit in plan.units for path in unit.modules if tiled in ancestors_or_self(path)[1:]]
+        if inside:
+            yield (
+                f"{tiled} is computed in pieces, and {and_more(inside)} in it would be gathered by each of them, on "
+                f"ranks with sequences of other lengths another number of times; make {tiled} the unit, or leave it "
+                "out of tiled_mlp"
+            )
 
 
 def _of_layers(plan: ShardingPlan) -> Iterator[str]:

@@ -117,7 +117,7 @@ def attend_in_order(
         mask: The model's, or what ``order_of_rows`` returned.
         dim: Of the places in what it returns, 1 or 2.
     """
-    if mask is None or mask.dtype != torch.int64 or mask.dim() != 4:
+    if mask is None or mask.dtype != torch.int64 or mask.dim() != 4 or mask.shape[2] != 1:
         return attend(query, key, value, mask)
     places = mask.transpose(2, 3)  # (batch, 1, places, 1)
     output = attend(*(each.take_along_dim(places, 2) for each in (query, key, value)), None)

@@ -71,7 +71,14 @@ class TensorPlan:
     placements: Mapping[nn.Parameter, Placement] = field(default_factory=dict)
 
 
-def plan_parallelize(model: nn.Module, layer_plan: LayerPlan, degree: int, num_shards: int = 1) -> TensorPlan:
+def plan_parallelize(
+    model: nn.Module,
+    layer_plan: LayerPlan,
+    degree: int,
+    num_shards: int = 1,
+    *,
+    not_automatic: Collection[str] = (),
+) -> TensorPlan:
     """Decide what each style of a layer plan does to ``model``, without touching it.
 
     Args:
@@ -80,6 +87,7 @@ def plan_parallelize(model: nn.Module, layer_plan: LayerPlan, degree: int, num_s
             torch's ``parallelize_module``. "auto": that of a known model.
         degree: Over how many ranks.
         num_shards: Over how many others the model will be sharded, where that is known.
+        not_automatic: Paths that "auto" leaves out: of what is split otherwise.
     Raises:
         PlanError: names every path that matches nothing, with the nearest one; styles that do not fit their module;
             dimensions that ``degree`` does not divide; and tied weights with one side split, or both differently.
@@ -87,7 +95,8 @@ def plan_parallelize(model: nn.Module, layer_plan: LayerPlan, degree: int, num_s
     Every rank must call this with the same arguments; it does not communicate.
     """
     if isinstance(layer_plan, str):
-        layer_plan = automatic_plan(model, degree, num_shards if needs_even_shards() else 1)
+        automatic = automatic_plan(model, degree, num_shards if needs_even_shards() else 1)
+        layer_plan = {path: style for path, style in automatic.items() if path not in not_automatic}
     problems: list[str] = []
     modules, uses = dict(model.named_modules(remove_duplicate=False)), parameter_uses(model)
     styles = _styles_by_path(modules, layer_plan, problems)

@@ -168,6 +168,16 @@ def texts(lengths: list[int], seed: int) -> list[torch.Tensor]:
     return [torch.randint(0, 8, (length,), generator=generator) for length in lengths]
 
 
+def test_rows_without_padding_are_padded_where_each_token_has_a_label():
+    """A classifier takes the last token that is no padding, and token 0 for one."""
+    rows = [torch.ones(1, length, dtype=torch.long) for length in (3, 5)]
+    learned = [{"input_ids": row, "attention_mask": row, "labels": row} for row in rows]
+    assert join_rows(learned)["input_ids"][0].tolist() == [1, 1, 1, 0, 0]
+    classified = [each | {"labels": torch.tensor([1])} for each in learned]
+    with pytest.raises(ConfigError, match=r"batch\['input_ids'\] is not padded on any rank, .* broadcast_batch: first"):
+        join_rows(classified)
+
+
 def test_a_mask_of_booleans_is_padded_as_one_of_numbers():
     """What a collator gives as a mask is not the same everywhere."""
     boolean = [{"input_ids": torch.ones(1, n), "attention_mask": torch.ones(1, n).bool()} for n in (2, 3)]

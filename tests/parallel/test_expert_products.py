@@ -29,6 +29,11 @@ def weights_of(num_experts: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [(torch.randn(num_experts, *shape, dtype=dtype) / 4).requires_grad_() for shape in shapes]
 
 
+def apply_gate(*wide: torch.Tensor) -> torch.Tensor:
+    gate, up = wide if len(wide) == 2 else wide[0].chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def one_by_one(rows: Rows, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     parts = zip(rows.values.split(rows.counts), gate, up, down, strict=True)
     return torch.cat([F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d) for x, g, u, d in parts])
@@ -45,7 +50,7 @@ def check(counts: list[int], form: str, dtype: torch.dtype, autocast: bool) -> N
     tolerance = 2e-2 if autocast or dtype == torch.bfloat16 else 1e-5 if dtype == torch.float32 else 1e-12
     leaves, found = (rows.values, gate, up, down), []
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for out in (gated_mlp(rows, *given[form], F.silu), one_by_one(rows, gate, up, down)):
+        for out in (gated_mlp(rows, *given[form], apply_gate), one_by_one(rows, gate, up, down)):
             found.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
     for one, other in zip(*found, strict=True):
         scale = 1 + (other.abs().max().item() if other.numel() else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -127,6 +128,7 @@ COMBINED: dict[str, Carried] = {
     "shared experts split too, recomputed": carried(
         "Qwen2Moe", 2, plan=shared_expert_plan, num_shared=2, config=layers("Qwen2Moe")
     ),
+    "layers split by the model's own plan": carried("Qwen2Moe", 2, plan=lambda: "auto", num_shared=2),
     "state from before": carried("DeepseekV3", 2, steps_before=2),
     "another optimizer": carried("Mixtral", 2, optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1, 0.9)),
 }
@@ -137,6 +139,99 @@ def test_experts_are_split_beside_everything_else(folder: str) -> None:
     """Tokens travel within a replica, and replicas average what they have learned; layers that are recomputed send
     their tokens again; and whoever splits layers too has the same tokens on all ranks that do."""
     for_each(check_carried, {name: (row,) for name, row in COMBINED.items()})
+
+
+# --- experts that are not quite those of a release
+
+
+class Limited(nn.Module):
+    """As transformers 5 has experts whose gate is not the activation alone, in DeepSeek-V4 and Step-3.7."""
+
+    def __init__(self, num_experts: int = 4, width: int = 16, hidden: int = 8) -> None:
+        super().__init__()
+        self.act_fn = nn.SiLU()
+        self.gate_up_proj = nn.Parameter(torch.randn(num_experts, 2 * hidden, width))
+        self.down_proj = nn.Parameter(torch.randn(num_experts, width, hidden))
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate.clamp(max=0.5)) * up.clamp(-0.5, 0.5)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        wide = torch.einsum("tw,ehw->teh", hidden_states, self.gate_up_proj)
+        out = torch.einsum("teh,ewh->tew", self._apply_gate(wide), self.down_proj)
+        chosen = torch.zeros_like(out[..., 0]).scatter(1, top_k_index, top_k_weights)
+        return (out * chosen.unsqueeze(-1)).sum(1)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.router, self.experts = nn.Embedding(24, 16), nn.Linear(16, 4), Limited()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows = self.embedding(tokens).flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).topk(2)
+        return self.experts(rows, chosen, weights)
+
+
+@on_ranks(2)
+def test_a_gate_of_the_experts_own_is_computed(folder: str) -> None:
+    """Whoever trains a model that limits what is between the weights does not train another one, in silence."""
+
+    def build() -> nn.Module:
+        model = nn.Module()
+        model.model = Mixture()
+        return model
+
+    def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model.model(tokens), tokens.flatten() % 16)
+
+    check_carried(Carried(config={"expert_parallel_degree": 2}, build=build, loss=loss))
+
+
+def halved(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 0.5
+
+
+def halved_backwards(module: nn.Module, to_inputs: Any, to_outputs: Any) -> tuple[torch.Tensor]:
+    return (to_inputs[0] * 0.5,)
+
+
+def limit(expert: Any) -> None:
+    """As a script that changes an expert's class."""
+
+    class Narrow(type(expert)):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).clamp(-0.1, 0.1)
+
+    expert.__class__ = Narrow
+
+
+CHANGES: dict[str, Any] = {
+    "a hook": lambda expert: expert.register_forward_hook(halved),
+    "a hook of the backward": lambda expert: expert.register_full_backward_hook(halved_backwards),
+    "a hook of the backward, on a layer": lambda expert: expert.up_proj.register_full_backward_hook(halved_backwards),
+    "another class": limit,
+}
+
+
+@pytest.mark.skipif(int(transformers.__version__.partition(".")[0]) > 4, reason="experts are no modules there")
+@on_ranks(2)
+def test_experts_that_a_script_changed_are_called_as_they_are(folder: str) -> None:
+    """A hook, or a forward of the script's own, takes part as on one process."""
+
+    def changed(change: Any) -> nn.Module:
+        model = build("Qwen3Moe")
+        for layer in model.model.model.layers:
+            for expert in layer.mlp.experts:
+                change(expert)
+        return model
+
+    rows = {name: replace(carried("Qwen3Moe", 2), build=partial(changed, each)) for name, each in CHANGES.items()}
+    for_each(check_carried, {name: (row,) for name, row in rows.items()})
 
 
 # --- sequences

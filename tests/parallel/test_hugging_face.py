@@ -18,7 +18,7 @@ from support.ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
-from composer_fsdp2 import UnsupportedError, prepare_fully_shard
+from composer_fsdp2 import UnsupportedError, plan_sharding, prepare_fully_shard, translate
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install -e .[engine-test]")
 
@@ -74,6 +74,14 @@ def packed(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
     batch = batch_of(tokens)
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3]).expand_as(batch["input_ids"])
     return model.model(**batch, labels=learned(batch), position_ids=positions, **options).loss
+
+
+def packed_by_mask(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Two texts in a row, kept apart by a mask of 4 dimensions, which models take as it is."""
+    batch, text = batch_of(tokens), torch.tensor([0] * 5 + [1] * 4)
+    mask = ((text[:, None] == text) & torch.ones(9, 9).tril().bool()).expand(len(tokens), 1, 9, 9)
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3]).expand_as(batch["input_ids"])
+    return model.model(**batch, labels=learned(batch), attention_mask=mask, position_ids=positions).loss
 
 
 def masked(model: Any, tokens: torch.Tensor, padding: str = "", length: int = 9) -> torch.Tensor:
@@ -265,6 +273,7 @@ HEADS: dict[str, Carried] = {
     "the same, of whole rows": row(partial(checkpointing_itself, "Model"), pooled, 4),
     "a forward of its own": row(with_own_forward, even),
     "a loss of its own": row(with_own_loss, even),
+    "a mask of 4 dimensions": row(partial(build, "llama"), packed_by_mask),
     "angles by the length": row(
         partial(build, "llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=6), causal
     ),
@@ -313,6 +322,76 @@ def test_attention_outside_of_a_divided_forward_raises():
         prepare_fully_shard(holder, None, {"context_parallel_degree": 2}, device="cpu")
         with pytest.raises(UnsupportedError, match=r"a layer of LlamaModel.layers runs outside of the model's"):
             holder.model(torch.ones(2, 8, dtype=torch.long))
+
+
+def repeating(*order: int) -> Holder:
+    """Layers stand in the list more than once."""
+    model = pretrained("llama", num_hidden_layers=len(order))
+    layers = [*model.model.layers]
+    model.model.layers = nn.ModuleList(layers[number] for number in order)
+    return Holder(model)
+
+
+def with_states_by_config() -> Holder:
+    return build("llama", "Model", output_hidden_states=True)
+
+
+@on_ranks(2)
+def test_what_would_mix_parts_and_rows_raises_by_name():
+    """A part that is cut again has positions and labels of others; a tuple had states of both."""
+    tokens = torch.ones(2, 8, dtype=torch.long)
+    cases: dict[str, tuple[Any, ...]] = {
+        "one layer": (partial(repeating, 0, 0), {"labels": tokens}, r"layers.0 of .* runs several times in a forward"),
+        "the first": (partial(repeating, 0, 0, 1), {}, r"layers.0 of .* runs several times in a forward"),
+        "states": (with_states_by_config, {"return_dict": False}, "output_hidden_states needs return_dict=True"),
+    }
+    for build_case, options, message in cases.values():
+        holder = build_case()
+        prepare_fully_shard(holder, None, {"context_parallel_degree": 2}, device="cpu")
+        for _ in range(2):  # what raised leaves nothing behind
+            with pytest.raises(UnsupportedError, match=message):
+                holder.model(tokens, **options)
+
+
+def counting_places(num_layers: int, *, is_tuned: bool = True) -> Holder:
+    """Llama 4, of which each fourth layer has no rotary angles, and scales queries by their places."""
+    import transformers
+
+    config = transformers.Llama4TextConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=24, intermediate_size_mlp=24,
+        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, head_dim=4, pad_token_id=0,
+        moe_layers=[], attn_temperature_tuning=is_tuned, floor_scale=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    return Holder(transformers.Llama4ForCausalLM(config))
+
+
+@on_ranks(2)
+def test_attention_that_counts_places_is_refused():
+    """It counted those of a part: the losses were off by a percent, and nobody was told."""
+    config = {"context_parallel_degree": 2}
+    with pytest.raises(UnsupportedError, match=r"layers.3.self_attn: it scales queries by places that it counts"):
+        prepare_fully_shard(counting_places(4), None, config, device="cpu")
+    for holder in (counting_places(3), counting_places(4, is_tuned=False)):
+        prepare_fully_shard(holder, None, config, device="cpu")
+
+
+def test_attention_with_an_indexer_is_refused():
+    """It compared a part with a mask of whole rows: an error of sizes in the first forward."""
+    import transformers
+
+    if not hasattr(transformers, "DeepseekV32Config"):
+        pytest.skip("this release has no attention with an indexer")
+    config = transformers.DeepseekV32Config(
+        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, n_routed_experts=4, moe_intermediate_size=8, first_k_dense_replace=1, q_lora_rank=8,
+        kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, index_n_heads=4, index_head_dim=8,
+        index_topk=3, pad_token_id=0, attn_implementation="sdpa",
+    )  # fmt: skip
+    holder = Holder(transformers.DeepseekV32ForCausalLM(config))
+    with pytest.raises(UnsupportedError, match=r"layers.0.self_attn: its indexer chooses among the places"):
+        plan_sharding(
+            holder, translate({"context_parallel_degree": 2}, precision="fp32", device="cpu", world_size=2).config
+        )
 
 
 def check_kind(name: str) -> None:

@@ -352,6 +352,14 @@ PARTS: dict[str, Refused] = {
         says=("idle_towers", "no module 'model.layrs'", "did you mean model.layers?"),
         config={"idle_towers": ["model.layrs"]},
     ),
+    "units in an MLP that is tiled": Refused(
+        says=(
+            "model.layers.0.mlp is computed in pieces, and model.layers.0.mlp.up",
+            "make model.layers.0.mlp the unit",
+        ),
+        config={"tiled_mlp": {"classes": ["MLP"], "chunks": 2}},
+        prepare=wrap(lambda language: {language.layers[0].mlp.up: True}),
+    ),
     "an MLP that is tiled twice": Refused(
         says=("model.layers.0.mlp (MLP) is tiled already",),
         config={"tiled_mlp": {"classes": ["MLP"], "chunks": 2}},
