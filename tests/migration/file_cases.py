@@ -102,7 +102,7 @@ def asked_of_runtime(text: str, num_ranks: int) -> ShardingConfig | None:
     values = yaml.safe_load(text)
     section = Section.at(DIALECTS["composer"].sections(values)[0], values)
     known = {key: value for key, value in section.given.items() if key in KEYS_BY_NAME and "${" not in str(value)}
-    if "model" in values:  # as LLM Foundry does
+    if values.get("model", {}).get("init_device") == "mixed":  # as LLM Foundry does
         known |= {"load_monolith_rank0_only": True, "sync_module_states": True}
     return translate(
         known,
@@ -118,6 +118,7 @@ MESH_KEYS = {
     "data_parallel_shard_degree",
     "data_parallel_replicate_degree",
     "tensor_parallel_degree",
+    "expert_parallel_degree",
     "process_group",
     "reshard_after_forward",
 }

@@ -628,11 +628,11 @@ REFUSED = {
     "a group size beside split layers": (4, TENSOR, "reshard_after_forward: 2"),
     "a group size that no group takes": (16, "", "process_group: set2, reshard_after_forward: 8"),
     "groups beside divided sequences": (4, "", "process_group: set2, context_parallel_degree: 2"),
-    "experts beside replicas": (4, "", "data_parallel_replicate_degree: 2, expert_parallel_degree: 2"),
     "experts beside groups": (4, "", "process_group: set2, expert_parallel_degree: 2"),
     "Foundry's mixed init beside split layers": (4, TENSOR + "model: {name: mpt, init_device: mixed}\n", ""),
 }
 TAKEN = {
+    "experts beside replicas": (4, "", "data_parallel_replicate_degree: 2, expert_parallel_degree: 2"),
     "a hybrid of groups": (16, "", "sharding_strategy: HYBRID_SHARD, process_group: [set8, mod8]"),
     "nodes": (16, "", "process_group: node"),
     "nodes, and across them": (

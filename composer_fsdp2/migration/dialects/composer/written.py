@@ -154,7 +154,9 @@ LIMITS: tuple[Limitation, ...] = (
         target="tp_config: {strategy: auto, tensor_parallel_degree: {value}}",
         reason="layers are split by the plan of the model, if it is one of transformers' with a base_model_tp_plan or "
         "LLM Foundry's MPT; LLM Foundry reads the degree beside the section",
-        hint="a script: parallelism_config['tp'] = {'tensor_parallel_degree': {value}, 'layer_plan': 'auto'}"),
+        hint="the ranks that split a layer must read one batch: replication: {value} in LLM Foundry's dataset section, "
+        "or broadcast_batch: first or gather beside; a script: parallelism_config['tp'] = {'tensor_parallel_degree': "
+        "{value}, 'layer_plan': 'auto'}"),
     limits(_UNSUPPORTED, "pipeline_parallel", reason="composer_fsdp2 has no pipeline parallelism"),
     limits(_UNSUPPORTED, "has_expert_axis", "expert_parallel",
         reason="the ranks of the experts are an axis beside the shards there, and those of shards in composer_fsdp2",

@@ -12,7 +12,7 @@ import yaml
 from composer_fsdp2.migration.dialects.huggingface import HuggingFaceDialect
 from composer_fsdp2.migration.dialects.huggingface.values import OF_ACCELERATES_FILE
 from composer_fsdp2.migration.migrate import Migration, migrate_text
-from tests.migration.file_cases import APPROXIMATE, NEEDS_DECISION, Case, each_case, read_first, settings_of
+from tests.migration.file_cases import APPROXIMATE, EXACT, NEEDS_DECISION, Case, each_case, read_first, settings_of
 from tests.migration.huggingface_oracle import ask
 
 # What `accelerate config` writes around the section.
@@ -167,10 +167,10 @@ CASES = {
         )
         for name, (text, says) in SHAPES.items()
     },
-    "a run over parts of layers would train as plain FSDP; three findings said one thing": Case(
+    "a run over parts of layers would train as plain FSDP": Case(
         file=HEAD + FSDP2 + axes(tp=2, dp_shard=2, dp_replicate=2) + AROUND,
-        told={IN_TWO: (NEEDS_DECISION, "layer plan")},
-        blocking=[IN_TWO],
+        told={IN_TWO: (EXACT, "tp_config: {strategy: auto, tensor_parallel_degree: 2}", "must read one batch")},
+        blocking=[],
     ),
     **{
         f"a decision would ask what is clear of divided sequences: {sizes}, {len(head)}": Case(

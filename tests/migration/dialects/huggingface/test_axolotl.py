@@ -135,8 +135,8 @@ SETTINGS = [
     ("zzz: 1", {"reshard_after_forward": True}),
 ]
 AXES = {
-    "tensor_parallel_size: 2\ndp_shard_size: 2\ndp_replicate_size: 2\n": {"tensor_parallel_size": NEEDS_DECISION},
-    "dp_shard_size: 2\ncontext_parallel_size: 2\ntensor_parallel_size: 2\n": {"tensor_parallel_size": NEEDS_DECISION},
+    "tensor_parallel_size: 2\ndp_shard_size: 2\ndp_replicate_size: 2\n": {"tensor_parallel_size": EXACT},
+    "dp_shard_size: 2\ncontext_parallel_size: 2\ntensor_parallel_size: 2\n": {"tensor_parallel_size": EXACT},
     "expert_parallel_size: 2\ndp_shard_size: 2\n": {"expert_parallel_size": UNSUPPORTED},
     "dp_shard_size: 2\ncontext_parallel_size: 2\n": {},
 }
@@ -181,7 +181,7 @@ CASES = {
         f"other axes are told of once by the key that asks: {keys}": Case(
             file=AROUND + keys + OF_TODAY,
             told={key: (outcome,) for key, outcome in asked.items()},
-            blocking=[*asked],
+            blocking=[key for key, outcome in asked.items() if outcome.blocks],
         )
         for keys, asked in AXES.items()
     },
