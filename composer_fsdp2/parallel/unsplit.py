@@ -5,24 +5,32 @@ and between modules of sequence parallelism with its own part of the sequence. A
 and is applied there, such as the weight of a norm over each head's query, gets this rank's part of its gradient alone.
 torch does not sum the parts, and the copies of the parameter diverge. Whether that is so depends on the forward, so the
 gradients themselves are compared, where the first backward ends.
+
+The opposite mistake, ``SequenceParallel`` on a module whose input each rank has in full, makes the gradient of its
+parameters degree times too large, on all ranks alike. So the inputs of these modules are compared as well. Parts of a
+sequence differ, unless all of its places are equal; then the comparison is repeated.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import SequenceParallel
 
 from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.private_names import untraced
 from composer_fsdp2._torch.unit import hooks_of
 from composer_fsdp2._torch.unit_parameters import distinct_units
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.agree import device_of_group
 from composer_fsdp2.sharding.meshes import UnitMesh
-from composer_fsdp2.sharding.modules import at_path, parameter_at
+from composer_fsdp2.sharding.modules import at_path, is_at_or_under, parameter_at
 from composer_fsdp2.sharding.plan import ShardingPlan, units_by_root
 from composer_fsdp2.training.run import Run
 
@@ -33,13 +41,15 @@ _WIDTH = 256
 # gradient may be all rounding, as that of a bias of keys is.
 _TOLERANCES = {torch.float64: (1e-6, 1e-12)}
 _TOLERANCES_OF_OTHERS = (3e-2, 1e-6)
+_ROUNDING = 1e-24  # of the square of equal sums' distance from their mean
 
 
 def compare_unsplit_gradients(model: nn.Module, plan: ShardingPlan, run: Run, meshes: Mapping[str, UnitMesh]) -> None:
     """Have the first backward raise on all ranks if copies of a parameter along the tensor axis would diverge.
 
     A parameter whose gradient is zero then, or not finite, is compared again, in backwards that are twice as far apart
-    each time. After that nothing is left to do, and nothing is sent.
+    each time. After that nothing is left to do, and nothing is sent. It raises as well if ``SequenceParallel`` gets
+    inputs that are not divided.
 
     Args:
         model: Sharded.
@@ -54,7 +64,10 @@ def compare_unsplit_gradients(model: nn.Module, plan: ShardingPlan, run: Run, me
         specs = [spec for unit in units for spec in (*unit.parameters, *unit.replicated)]
         names = [spec.name for spec in specs if spec.tensor_placement is None and spec.is_trained]
         pending = {name: parameter_at(model, name) for name in names}
-        compare = _Comparison(pending, along.get_group(), run.groups[root])
+        divided = [each.path for each in plan.split if isinstance(each.parallelize, SequenceParallel)]
+        below = {path: at_path(model, path) for path in divided if is_at_or_under(path, units[-1].name)}
+        inputs = {path: _Input(module) for path, module in below.items() if _is_trained(module)}
+        compare = _Comparison(pending, inputs, along.get_group(), run.groups[root])
         for unit in distinct_units(at_path(model, path) for each in units for path in each.modules):
             hooks_of(unit).after_reduction.append(compare)
 
@@ -65,25 +78,29 @@ class _Comparison:
 
     Args:
         pending: By name, the parameters that were not compared yet.
+        inputs: By path, the modules of sequence parallelism whose inputs were not compared yet.
         along: The ranks with copies of them.
         groups: Together they reach all ranks of the model.
     """
 
     pending: dict[str, nn.Parameter]
+    inputs: dict[str, "_Input"]
     along: dist.ProcessGroup
     groups: Sequence[dist.ProcessGroup | None]
     num_backwards: int = 0
 
     def __call__(self) -> None:
         self.num_backwards += 1
-        if not self.pending or self.num_backwards & (self.num_backwards - 1):
+        if not (self.pending or self.inputs) or self.num_backwards & (self.num_backwards - 1):
             return
         differences, norms = self._squares()
+        self._compare_inputs(differences, norms)
         parameters = list(self.pending.items())
+        norms = norms[: len(parameters)]
         mean_squares = [norm / parameter.numel() for norm, (_, parameter) in zip(norms, parameters, strict=True)]
         largest = max(filter(math.isfinite, mean_squares), default=0.0)
         wrong: list[str] = []
-        for (name, parameter), difference, norm in zip(parameters, differences, norms, strict=True):
+        for (name, parameter), difference, norm in zip(parameters, differences, norms, strict=False):
             if norm == 0 or not math.isfinite(norm):
                 continue
             del self.pending[name]
@@ -93,24 +110,62 @@ class _Comparison:
         if wrong:
             raise PlanError("\n".join(_told(wrong, is_all=len(wrong) == len(parameters))))
 
-    def _squares(self) -> list[list[float]]:
-        """Of each gradient the square of its distance from the mean along the axis, and of its norm.
+    def _compare_inputs(self, differences: Sequence[float], norms: Sequence[float]) -> None:
+        of_inputs = zip(list(self.inputs), differences[len(self.pending) :], norms[len(self.pending) :], strict=True)
+        compared = [(path, difference <= _ROUNDING * norm) for path, difference, norm in of_inputs if norm > 0]
+        for path, _ in compared:
+            self.inputs.pop(path).handle.remove()
+        if whole := [path for path, is_same in compared if is_same]:
+            raise PlanError(
+                f"{and_more(whole, 3)}: SequenceParallel, and each rank of the tensor axis has the whole input, so "
+                f"that gradients would be {dist.get_world_size(self.along)} times too large; take it out of the layer "
+                "plan, or divide the sequence before it, as RowwiseParallel(output_layouts=Shard(1)) does"
+            )
 
-        Over all ranks of the model: two all-reduces, of 2 KiB and of 16 bytes for each parameter.
+    def _squares(self) -> list[list[float]]:
+        """Of each gradient, and then of each input, the square of its distance from the mean along the axis, and of
+        its norm.
+
+        Over all ranks of the model: two all-reduces, of 2 KiB and of 16 bytes for each parameter or input.
         """
         device = device_of_group(self.along)
         gradients = [parameter.grad for parameter in self.pending.values()]
         local = [torch.zeros(1) if each is None else local_tensor(each).detach() for each in gradients]
-        folded = torch.stack([_folded(each).to(device) for each in local])  # (parameters, _WIDTH)
+        inputs = [each.folded for each in self.inputs.values()]
+        folded = torch.stack([each.to(device) for each in (*map(_folded, local), *inputs)])  # (rows, _WIDTH)
         mean = folded.clone()
         dist.all_reduce(mean, group=self.along)
         mean /= dist.get_world_size(self.along)
-        norms = [torch.linalg.vector_norm(each, dtype=torch.float64).square().to(device) for each in local]
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64).square().to(device) for each in (*local, *inputs)]
         squares = torch.stack([(folded - mean).square().sum(1), torch.stack(norms)])
         for group in self.groups:
             dist.all_reduce(squares, group=group)
         found: list[list[float]] = squares.tolist()
         return found
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+
+class _Input:
+    """What a module of sequence parallelism got in the last forward in training, before it is laid out.
+
+    Attributes:
+        folded: As ``_folded`` returns it; zeros of an input in which all places are equal, or that is a DTensor.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.folded = torch.zeros(_WIDTH, dtype=torch.float64)
+        self.handle = module.register_forward_pre_hook(self._note, prepend=True)
+
+    @untraced
+    def _note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        given = next((each for each in args if isinstance(each, torch.Tensor)), None)
+        if given is None or isinstance(given, DTensor) or given.dim() < 2 or not torch.is_grad_enabled():
+            return
+        varies = (given != given.narrow(1, 0, 1)).any()
+        self.folded = _folded(given.detach()) * varies
 
 
 def _folded(tensor: torch.Tensor) -> torch.Tensor:

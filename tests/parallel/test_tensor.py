@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.clips import assert_same_gradients
 from support.language import HEAD, MLP, WIDTH, Attention, Language, Layer, batch, layer_plan, loss_of, sequence_plan
-from support.legality import TENSOR, Carried, check_carried, check_clips, check_start, split_by_script
+from support.legality import TENSOR, Carried, check_carried, check_clips, check_start, split_by_script, with_plan
 from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from support.training import FULL
@@ -339,6 +339,30 @@ def check_diverging(row: Carried, step_of_error: int, says: tuple[str, ...]) -> 
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@on_ranks(TENSOR)
+def test_sequence_parallelism_of_whole_sequences_is_refused(folder: str) -> None:
+    """The norm's gradient would be as many times too large as there are ranks, on all of them alike."""
+    torch.set_default_dtype(torch.float64)
+    for name in ("model__layers__0__norm_1", "model__norm"):
+        torch.manual_seed(0)
+        model = Language(num_layers=1)
+        split(plan=with_plan(**{name: SequenceParallel(use_local_output=True)})).shard(model)
+        told = rf"{name.replace('__', '.')}: SequenceParallel, .* the whole input, .* 2 times too large; take it out"
+        with pytest.raises(PlanError, match=told):
+            loss_of(model, batch(0, 2)).backward()
+
+
+@on_ranks(TENSOR)
+def test_equal_parts_of_a_sequence_are_no_whole_ones(folder: str) -> None:
+    """Of a row of one token, as a benchmark has it, all ranks compute the same numbers."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Language(num_layers=1)
+    split(plan=sequence_plan).shard(model)
+    for tokens in (torch.zeros_like(batch(0, 2)), batch(0, 2), batch(1, 2)):
+        loss_of(model, tokens).backward()
 
 
 SUMMING: dict[str, Carried] = {
