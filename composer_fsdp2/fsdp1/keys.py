@@ -466,7 +466,8 @@ _ROWS: tuple[Key, ...] = (
     Key(name="check_data", takes=_CHECK_DATA, default=None, group=KeyGroup.OURS, outcome=_EXACT,
         target="a hash of the first batch of each epoch and evaluation", neutral=(None,), fields=("check_data",),
         sets=True,
-        meaning="whether ranks that share a batch compare it, and raise where it differs; without the key they do",
+        meaning="whether ranks that share a batch compare it, and raise where it differs, and whether ranks that split "
+        "layers compare the gradients of what they do not split in the first backward; without the key they do",
         reason="under FSDP1 such ranks trained on parts of different samples, with finite losses and no error"),
     Key(name="collective_guard", default=None, group=KeyGroup.OURS, outcome=_EXACT,
         target="the connections of the votes: local sockets, and one gloo group of the nodes' first ranks",

@@ -15,15 +15,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel
+from torch.utils.hooks import RemovableHandle
 
 from composer_fsdp2._torch.parts import local_tensor
-from composer_fsdp2._torch.private_names import untraced
 from composer_fsdp2._torch.unit import hooks_of
 from composer_fsdp2._torch.unit_parameters import distinct_units
 from composer_fsdp2.config.text import and_more
@@ -42,6 +42,7 @@ _WIDTH = 256
 _TOLERANCES = {torch.float64: (1e-6, 1e-12)}
 _TOLERANCES_OF_OTHERS = (3e-2, 1e-6)
 _ROUNDING = 1e-24  # of the square of equal sums' distance from their mean
+_INPUTS: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # of ``_note_input``
 
 
 def compare_unsplit_gradients(model: nn.Module, plan: ShardingPlan, run: Run, meshes: Mapping[str, UnitMesh]) -> None:
@@ -66,8 +67,9 @@ def compare_unsplit_gradients(model: nn.Module, plan: ShardingPlan, run: Run, me
         pending = {name: parameter_at(model, name) for name in names}
         divided = [each.path for each in plan.split if isinstance(each.parallelize, SequenceParallel)]
         below = {path: at_path(model, path) for path in divided if is_at_or_under(path, units[-1].name)}
-        inputs = {path: _Input(module) for path, module in below.items() if _is_trained(module)}
-        compare = _Comparison(pending, inputs, along.get_group(), run.groups[root])
+        inputs = {path: module for path, module in below.items() if _is_trained(module)}
+        hooks = {path: module.register_forward_pre_hook(_note_input) for path, module in inputs.items()}
+        compare = _Comparison(pending, inputs, hooks, along.get_group(), run.groups[root])
         for unit in distinct_units(at_path(model, path) for each in units for path in each.modules):
             hooks_of(unit).after_reduction.append(compare)
 
@@ -79,12 +81,14 @@ class _Comparison:
     Args:
         pending: By name, the parameters that were not compared yet.
         inputs: By path, the modules of sequence parallelism whose inputs were not compared yet.
+        hooks: Of these modules.
         along: The ranks with copies of them.
         groups: Together they reach all ranks of the model.
     """
 
     pending: dict[str, nn.Parameter]
-    inputs: dict[str, "_Input"]
+    inputs: dict[str, nn.Module]
+    hooks: dict[str, RemovableHandle]
     along: dist.ProcessGroup
     groups: Sequence[dist.ProcessGroup | None]
     num_backwards: int = 0
@@ -114,7 +118,8 @@ class _Comparison:
         of_inputs = zip(list(self.inputs), differences[len(self.pending) :], norms[len(self.pending) :], strict=True)
         compared = [(path, difference <= _ROUNDING * norm) for path, difference, norm in of_inputs if norm > 0]
         for path, _ in compared:
-            self.inputs.pop(path).handle.remove()
+            _INPUTS.pop(self.inputs.pop(path), None)
+            self.hooks.pop(path).remove()
         if whole := [path for path, is_same in compared if is_same]:
             raise PlanError(
                 f"{and_more(whole, 3)}: SequenceParallel, and each rank of the tensor axis has the whole input, so "
@@ -131,7 +136,8 @@ class _Comparison:
         device = device_of_group(self.along)
         gradients = [parameter.grad for parameter in self.pending.values()]
         local = [torch.zeros(1) if each is None else local_tensor(each).detach() for each in gradients]
-        inputs = [each.folded for each in self.inputs.values()]
+        nothing = torch.zeros(_WIDTH, dtype=torch.float64)
+        inputs = [_INPUTS.get(each, nothing) for each in self.inputs.values()]
         folded = torch.stack([each.to(device) for each in (*map(_folded, local), *inputs)])  # (rows, _WIDTH)
         mean = folded.clone()
         dist.all_reduce(mean, group=self.along)
@@ -148,24 +154,18 @@ def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
-class _Input:
-    """What a module of sequence parallelism got in the last forward in training, before it is laid out.
+def _note_input(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """A forward pre-hook: keep this rank's part of the input that a forward in training gets, folded.
 
-    Attributes:
-        folded: As ``_folded`` returns it; zeros of an input in which all places are equal, or that is a DTensor.
+    Not in a compiled model: torch 2.7 can end no graph at what a collective returns. A function of this file rather
+    than a method or a closure, whose cells Dynamo would guard.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.folded = torch.zeros(_WIDTH, dtype=torch.float64)
-        self.handle = module.register_forward_pre_hook(self._note, prepend=True)
-
-    @untraced
-    def _note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        given = next((each for each in args if isinstance(each, torch.Tensor)), None)
-        if given is None or isinstance(given, DTensor) or given.dim() < 2 or not torch.is_grad_enabled():
-            return
-        varies = (given != given.narrow(1, 0, 1)).any()
-        self.folded = _folded(given.detach()) * varies
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    given = local_tensor(args[0].detach()) if args else torch.zeros(1)
+    if given.dim() > 1:
+        # Zero where all places are equal: parts of such a sequence are equal, too.
+        _INPUTS[module] = _folded(given) * (given != given.narrow(1, 0, 1)).any()
 
 
 def _folded(tensor: torch.Tensor) -> torch.Tensor:
