@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.parallel.expert_exchange import Experts, exchange
 from composer_fsdp2.parallel.expert_products import Rows, gated_mlp
 
@@ -48,18 +49,26 @@ def _takes(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
+def _is_of_transformers(method: Any) -> bool:
+    """Whether the code of a method is in transformers: a script's own may compute something else.
+
+    Its globals tell: a wrapper takes over the name and the module of what it wraps.
+    """
+    written_in: str = getattr(method, "__globals__", {}).get("__name__", "")
+    return written_in.startswith("transformers.")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Hugging Face, transformers 4: a list of modules. Their blocks route with a `gate`, and loop.
 
 _ROUTED = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "OlmoeSparseMoeBlock")
 
 
-def _number_in_list(block: nn.Module, classes: Collection[str], loop: str, takes: tuple[str, ...]) -> int:
+def _number_in_list(block: Any, classes: Collection[str], loop: str, takes: tuple[str, ...]) -> int:
     """For a block of one of these classes whose method ``loop`` calls a list of experts."""
     experts, method = getattr(block, "experts", None), getattr(block, loop, None)
-    if type(block).__name__ not in classes or not isinstance(experts, nn.ModuleList) or not callable(method):
-        return 0
-    return len(experts) if _takes(method) == takes else 0
+    is_known = type(block).__name__ in classes and isinstance(experts, nn.ModuleList) and _is_of_transformers(method)
+    return len(block.experts) if is_known and _takes(getattr(block, loop)) == takes else 0
 
 
 def _of_block(block: nn.Module) -> int:
@@ -112,20 +121,19 @@ def _of_modules(modules: nn.ModuleList, experts: Experts, rows: Rows) -> torch.T
     return gated_mlp(rows, (gate, up), down, lambda gate, up: own[0].act_fn(gate) * up)
 
 
+# What a script adds to a single module.
+_ADDED = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def _has_plain(expert: nn.Module, names: tuple[str, ...]) -> bool:
     """Adapters, biases, hooks, and whatever is not as transformers has it are computed with the module itself."""
     layers = [getattr(expert, name, None) for name in names]
-    is_theirs = type(expert).__module__.startswith("transformers.models.") and hasattr(expert, "act_fn")
     return (
-        is_theirs
+        hasattr(expert, "act_fn")
+        and _is_of_transformers(expert.forward)
         and all(type(each) is nn.Linear and each.bias is None for each in layers)
-        and not any("forward" in vars(each) or _has_hooks(each) for each in expert.modules())
+        and not any(vars(each).get(name) for each in expert.modules() for name in _ADDED)
     )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,7 +143,8 @@ def _has_hooks(module: nn.Module) -> bool:
 def _of_weights(module: nn.Module) -> int:
     """``transformers/integrations/moe.py``, 5.x: gated experts without biases, which share one activation."""
     shapes = {name: tuple(each.shape) for name, each in module.named_parameters()}
-    is_known = shapes.keys() == {"gate_up_proj", "down_proj"} and _gate_of(module) is not None
+    has_gate = hasattr(module, "_apply_gate") or hasattr(module, "act_fn")
+    is_known = shapes.keys() == {"gate_up_proj", "down_proj"} and has_gate and _is_of_transformers(module.forward)
     is_unlike = any(getattr(module, name, False) for name in ("is_transposed", "has_bias", "has_post_expert_norm"))
     if not is_known or is_unlike or _takes(module.forward) != ("hidden_states", "top_k_index", "top_k_weights"):
         return 0
@@ -143,26 +152,16 @@ def _of_weights(module: nn.Module) -> int:
     return num_experts if shapes["gate_up_proj"] == (num_experts, 2 * half, width) else 0
 
 
-def _gate_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What is between the two weights: a method of its own, as of models that limit its values, or the activation."""
-    if callable(own := getattr(module, "_apply_gate", None)):
-        return own
-    activation: Any = getattr(module, "act_fn", None)
-
-    def apply_gate(gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return activation(gate) * up
-
-    return apply_gate if callable(activation) else None
-
-
 def _compute_weights(
     module: Any, experts: Experts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
+    def activate(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return module.act_fn(gate) * up
+
     def compute(rows: Rows) -> torch.Tensor:
-        apply_gate = _gate_of(module)
-        assert apply_gate is not None, "as when the layer was found"
-        return gated_mlp(rows, (module.gate_up_proj,), module.down_proj, apply_gate)
+        # A method of its own, as of models that limit the values, may be between the two weights.
+        return gated_mlp(rows, (module.gate_up_proj,), module.down_proj, getattr(module, "_apply_gate", activate))
 
     return exchange(hidden_states, top_k_weights, top_k_index, experts, compute)
 
@@ -197,12 +196,8 @@ def _compute_torch_dmoe(
 
 def _of_numbers(mlp: nn.Module, experts: Experts, rows: Rows) -> torch.Tensor:
     # It divides its weights, of which a rank gathers a part, by its number of experts.
-    num_experts = getattr(mlp, _NUMBER)
-    setattr(mlp, _NUMBER, len(experts.own))
-    try:
+    with replaced(mlp, _NUMBER, len(experts.own)):
         return torch.cat([mlp(part, number) for number, part in enumerate(rows.values.split(rows.counts))])
-    finally:
-        setattr(mlp, _NUMBER, num_experts)
 
 
 KINDS: Mapping[str, Kind] = {

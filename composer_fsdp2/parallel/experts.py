@@ -33,7 +33,7 @@ from composer_fsdp2.parallel.tensor import is_last_axis, is_of_experts
 from composer_fsdp2.sharding.meshes import group_along
 from composer_fsdp2.sharding.modules import ancestors_or_self, at_path, is_at_or_under
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
-from composer_fsdp2.sharding.ties import parameter_uses
+from composer_fsdp2.sharding.ties import join, parameter_uses
 
 _KEY = "expert_parallel_degree"
 _MESH_KEYS = ("device_mesh", "mesh")
@@ -102,13 +102,12 @@ def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices
 
 def paths_of_experts(model: nn.Module) -> frozenset[str]:
     """The modules of experts in layers that are known, which no layer plan may split beside expert parallelism."""
-    found: set[str] = set()
-    for path, module in model.named_modules():
-        for known in KINDS.values():
-            if known.number_of(module):
-                inside = (name for name, _ in module.named_modules() if known.expert_of(name) is not None)
-                found.update(f"{path}.{name}" if path else name for name in inside if name)
-    return frozenset(found)
+    return frozenset(
+        join(path, name)
+        for path, module, kind, _ in _known_layers(model)
+        for name, _ in module.named_modules()
+        if name and KINDS[kind].expert_of(name) is not None
+    )
 
 
 def with_experts(plan: ShardingPlan, layers: tuple[SplitExperts, ...]) -> ShardingPlan:
@@ -263,21 +262,24 @@ def _split_by_script(model: nn.Module, of_model: MeshSpec) -> dict[nn.Parameter,
     return split
 
 
+def _known_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]:
+    """The path of each layer of a known kind, the module, its kind, and how many experts it has."""
+    for path, module in model.named_modules():
+        for kind, known in KINDS.items():
+            if number := known.number_of(module):
+                yield path, module, kind, number
+
+
 def _layers(
     model: nn.Module, choices: ModelChoices, split: Mapping[nn.Parameter, DeviceMesh], degree: int
 ) -> tuple[SplitExperts, ...]:
     """The layers of known kinds, and the modules with weights that a script split."""
-    found: dict[str, SplitExperts] = {}
-    for path, module in model.named_modules():
-        for kind, known in KINDS.items():
-            if number := known.number_of(module):
-                found[path] = SplitExperts(
-                    module=path,
-                    kind=kind,
-                    num_experts=number,
-                    degree=degree,
-                    is_added=path not in choices.chosen,
-                )
+    found = {
+        path: SplitExperts(
+            module=path, kind=kind, num_experts=number, degree=degree, is_added=path not in choices.chosen
+        )
+        for path, _, kind, number in _known_layers(model)
+    }
     with_mesh = {
         path
         for path, choice in choices.chosen.items()
@@ -297,7 +299,7 @@ def _layers(
         raise PlanError(
             f"{_KEY} {degree}: the model has no layer of experts that is known. Known are Hugging Face's Mixtral, "
             "Qwen2-MoE, Qwen3-MoE, OLMoE and DeepSeek-V3, mixtures of transformers 5 with all experts in two weights "
-            "without biases, and LLM Foundry's torch_dmoe; leave the key out"
+            "without biases, and LLM Foundry's torch_dmoe, with the forward of their library; leave the key out"
         )
     return tuple(found.values())
 

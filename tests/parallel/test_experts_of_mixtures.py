@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import replace
-from functools import partial
+from functools import partial, update_wrapper
+from types import FunctionType, MethodType
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from composer_fsdp2 import prepare_fully_shard
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
+IS_FIVE = int(transformers.__version__.partition(".")[0]) > 4
 
 
 def build(architecture: str, num_layers: int = 1, **config: Any) -> nn.Module:
@@ -144,6 +146,14 @@ def test_experts_are_split_beside_everything_else(folder: str) -> None:
 # --- experts that are not quite those of a release
 
 
+def in_transformers(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class, with a forward as if it were written in a file of transformers."""
+    code: Any = kind.forward.__code__
+    kind.forward = FunctionType(code, {"__name__": "transformers.models.limited.modeling_limited", "torch": torch})
+    return kind
+
+
+@in_transformers
 class Limited(nn.Module):
     """As transformers 5 has experts whose gate is not the activation alone, in DeepSeek-V4 and Step-3.7."""
 
@@ -218,7 +228,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.skipif(int(transformers.__version__.partition(".")[0]) > 4, reason="experts are no modules there")
+@pytest.mark.skipif(IS_FIVE, reason="experts are no modules there")
 @on_ranks(2)
 def test_experts_that_a_script_changed_are_called_as_they_are(folder: str) -> None:
     """A hook, or a forward of the script's own, takes part as on one process."""
@@ -232,6 +242,59 @@ def test_experts_that_a_script_changed_are_called_as_they_are(folder: str) -> No
 
     rows = {name: replace(carried("Qwen3Moe", 2), build=partial(changed, each)) for name, each in CHANGES.items()}
     for_each(check_carried, {name: (row,) for name, row in rows.items()})
+
+
+# Another method of the same parameters, for the module that holds a layer's experts, by its path in the layer.
+OTHER_METHODS: dict[str, tuple[str, str, Any]] = {
+    "Qwen3Moe": ("mlp", "forward", lambda self, hidden_states: (hidden_states, None)),
+    "DeepseekV3": ("mlp", "moe", lambda self, hidden_states, topk_indices, topk_weights: hidden_states),
+}
+OF_WEIGHTS = ("mlp.experts", "forward", lambda self, hidden_states, top_k_index, top_k_weights: hidden_states)
+
+
+def subclass(module: nn.Module, name: str, method: Any) -> None:
+    """As a script that changes what a class computes, and not what it is called."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {name: method})
+
+
+def replace_method(module: nn.Module, name: str, method: Any) -> None:
+    setattr(module, name, MethodType(method, module))
+
+
+def replace_wrapped(module: nn.Module, name: str, method: Any) -> None:
+    """As accelerate, whose hooks are around a forward that keeps its name and its signature."""
+    before = getattr(module, name)
+    setattr(module, name, update_wrapper(partial(lambda *args: method(module, *args)), before))
+
+
+@on_ranks(2)
+def test_a_block_that_computes_something_else_is_not_known(folder: str) -> None:
+    """A script's own forward under the name of a release's was replaced by the release's: another model was trained,
+    without an error."""
+    torch.set_default_dtype(torch.float64)
+
+    def changed(architecture: str, change: Any) -> nn.Module:
+        path, name, method = OF_WEIGHTS if IS_FIVE else OTHER_METHODS[architecture]
+        model = build(architecture)
+        change(model.model.model.layers[-1].get_submodule(path), name, method)
+        return model
+
+    def of_weights() -> nn.Module:
+        model = nn.Module()
+        model.model = Mixture()
+        subclass(model.model.experts, *OF_WEIGHTS[1:])
+        return model
+
+    builds = {
+        f"{architecture}, {change.__name__}": partial(changed, architecture, change)
+        for architecture in OTHER_METHODS
+        for change in (subclass, replace_method, replace_wrapped)
+    }
+    says = ("no layer of experts that is known", "with the forward of their library")
+    rows = {name: Refused(says=says, config=EXPERTS, build=each) for name, each in builds.items()}
+    rows["experts in two weights"] = Refused(says=says, config=EXPERTS, build=of_weights)
+    for_each(check_refused, {name: (row,) for name, row in rows.items()})
 
 
 # --- sequences
@@ -375,7 +438,7 @@ def build_other() -> nn.Module:
     return model
 
 
-@pytest.mark.skipif(int(transformers.__version__.partition(".")[0]) > 4, reason="experts are no modules there")
+@pytest.mark.skipif(IS_FIVE, reason="experts are no modules there")
 @on_ranks(4)
 def test_what_cannot_be_split_is_refused(folder: str) -> None:
     """By name, on every rank, before anything was touched."""
