@@ -19,16 +19,12 @@ from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2._torch.private_names import is_in_backward, untraced
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.adapters import KEY
-from composer_fsdp2.parallel.padding import Padding, attend_in_order
+from composer_fsdp2.parallel.padding import Padding, is_order
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.training.context import ContextGroup
 
 
-def takes_any(name: str) -> bool:
-    return True
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class DividedLayers:
     """The layers of a model that run one after the other, and where they are in a forward.
 
@@ -55,7 +51,7 @@ class DividedLayers:
     group: ContextGroup
     angles: str = "position_embeddings"
     caches: tuple[str, ...] = ()
-    takes_whole: Callable[[str], bool] = takes_any
+    takes_whole: Callable[[str], bool] = lambda name: True
     full_mask: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     keeps_whole: bool = False
     is_open: bool = False
@@ -111,7 +107,12 @@ class DividedLayers:
         padded = query.shape[2]
         length = padded if mask is None else _places_of(mask)
         query, key, value = (each.narrow(2, 0, length) for each in (query, key, value))
-        output = attend_in_order(attend, mask, query, key, value, dim=dim)
+        if mask is None or not is_order(mask):
+            output = attend(query, key, value, mask)
+        else:
+            places = mask.transpose(2, 3)  # (rows, 1, places, 1)
+            output = attend(*(each.take_along_dim(places, 2) for each in (query, key, value)), None)
+            output = output.take_along_dim(mask.argsort(dim=-1).transpose(dim, 3), dim)
         return self.group.to_sequence(self.group.padded(output, dim, 0), 3 - dim, dim)
 
     def whole(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:

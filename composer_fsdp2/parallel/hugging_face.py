@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.adapters import KEY, AttentionFacts, ModelAdapter
 from composer_fsdp2.parallel.divided_layers import DividedLayers
@@ -24,7 +25,7 @@ from composer_fsdp2.parallel.padding import Padding, order_of_rows
 from composer_fsdp2.sharding.modules import ancestors_or_self, is_pretrained
 from composer_fsdp2.training.context import ContextGroup
 
-log = logging.getLogger(__name__)
+_warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 NAME = "Hugging Face's models whose attention goes through transformers' interface"
 _OURS = "composer_fsdp2_ulysses"
@@ -152,10 +153,9 @@ def _parameters_of(function: Callable[..., Any]) -> set[str]:
 
 
 def _problems(model: nn.Module) -> Iterator[str]:
-    stacks = _stacks(model)
-    divided = [stack for stack in stacks if stack.why_whole() is None]
-    if stacks and not divided:
-        yield from (f"{stack.path}: {stack.why_whole()}; leave the key out" for stack in stacks)
+    divided = _divided(model)
+    if not divided:
+        yield from (f"{stack.path}: {stack.why_whole()}; leave the key out" for stack in _stacks(model))
     for stack in divided:
         yield from (f"{text}; leave the key out" for text in _other_mixers(stack))
 
@@ -205,15 +205,8 @@ def _why_undivided(model: Any) -> str | None:
 # Attention
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """How a module attended before, and the layers that it exchanges heads for sequence in."""
-
-    attend: Attend
-    layers: DividedLayers
-
-
-_EXCHANGES: WeakKeyDictionary[nn.Module, _Exchange] = WeakKeyDictionary()
+# How an attention module attended before, and the layers that it exchanges heads for sequence in.
+_EXCHANGING: WeakKeyDictionary[nn.Module, tuple[Attend, DividedLayers]] = WeakKeyDictionary()
 
 
 class _WithFewerHeads:
@@ -235,8 +228,7 @@ def _attend_exchanged(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """A function of the interface: tensors are (batch, heads, places, features), the mask is of whole rows."""
-    exchange = _EXCHANGES[module]
-    group = exchange.layers.group
+    former, layers = _EXCHANGING[module]
     if options.get("dropout"):
         raise UnsupportedError(f"{KEY}: attention dropout of {options['dropout']:g}; set it to 0", keys=(KEY,))
     bias = options.get("position_bias")  # (1, heads, places, places)
@@ -245,12 +237,12 @@ def _attend_exchanged(
         length = query.shape[2]
         seen = _WithFewerHeads(module, query.shape[1] // key.shape[1])
         if bias is not None:
-            options["position_bias"] = group.part(bias, 1)[..., :length, :length]
+            options["position_bias"] = layers.group.part(bias, 1)[..., :length, :length]
         if "is_causal" in options:  # decided by the places of a part
             options["is_causal"] = mask is None and bool(module.is_causal)
-        return exchange.attend(seen, query, key, value, mask, **options)[0]
+        return former(seen, query, key, value, mask, **options)[0]
 
-    return exchange.layers.exchanged(attend, attention_mask, query, key, value, dim=1), None
+    return layers.exchanged(attend, attention_mask, query, key, value, dim=1), None
 
 
 def _attend_of(module: nn.Module, name: str) -> Attend | None:
@@ -321,22 +313,21 @@ def _start_stack(stack: _Stack, model: nn.Module, group: ContextGroup) -> Divide
     for module in attentions:
         attend = _attend_of(module, module.config._attn_implementation)
         assert attend is not None
-        _EXCHANGES[module] = _Exchange(attend, layers)
+        _EXCHANGING[module] = attend, layers
         # A copy: by its own the model makes masks, of the form that the former attention takes.
         config = configs.setdefault(id(module.config), copy.deepcopy(module.config))
         config._attn_implementation = _OURS
         module.config = config
         if hasattr(module, "compute_bias"):  # T5's, by the lengths of the tensors that attention gets
-            module.compute_bias = _bias_of_whole_rows(module.compute_bias, group)
+            module.compute_bias = functools.partial(_bias_of_whole_rows, module.compute_bias, group)
     stack.owner.forward = _forward_of_owner(stack, layers, name)
     return layers
 
 
-def _bias_of_whole_rows(compute_bias: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
-    def of_whole_rows(query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Any:
-        return compute_bias(query_length * group.size, key_length * group.size, *args, **kwargs)
-
-    return of_whole_rows
+def _bias_of_whole_rows(
+    compute_bias: Callable[..., Any], group: ContextGroup, query_length: int, key_length: int, *args: Any, **kwargs: Any
+) -> Any:
+    return compute_bias(query_length * group.size, key_length * group.size, *args, **kwargs)
 
 
 def _forward_of_owner(stack: _Stack, layers: DividedLayers, name: str) -> Callable[..., Any]:
@@ -347,11 +338,8 @@ def _forward_of_owner(stack: _Stack, layers: DividedLayers, name: str) -> Callab
     def of_part(*args: Any, **kwargs: Any) -> Any:
         given = _arguments(signature, args, kwargs)
         refuse_arguments(given, *_CACHES, "output_attentions")
-        layers.num_passes = 0
-        try:
+        with replaced(layers, "num_passes", 0), replaced(layers, "order", None):
             output = forward(**_without_padding(given, layers, stack, name))
-        finally:
-            layers.order = layers.num_passes = None
         if layers.is_open:
             raise UnsupportedError(f"{KEY}: the last layer of {stack.path} did not run; leave the key out", keys=(KEY,))
         return _placed(output, layers, _has_states(given, stack.owner.config))
@@ -398,15 +386,12 @@ def _forward_of_rows(model: nn.Module, layers: DividedLayers) -> Callable[..., A
         if given.get("labels") is None or not group.divides_losses:
             return forward(**given)
         _refuse_of_part(given)
-        if isinstance(mask := given.get("attention_mask"), torch.Tensor) and mask.dim() == 2:
-            layers.padding = Padding.of(mask, given["labels"])  # layers see no labels
+        mask = _mask_of_rows(given)
+        padding = None if mask is None else Padding.of(mask, given["labels"])  # layers see no labels
         labels = group.shifted_labels(given["labels"])
         given |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": group.items(labels, dtype)}
-        try:
-            with group.returning_parts():
-                return forward(**given)
-        finally:
-            layers.padding = None
+        with group.returning_parts(), replaced(layers, "padding", padding):
+            return forward(**given)
 
     return of_part
 
@@ -418,13 +403,23 @@ def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapp
     return given | given.pop(more[0], {}) if more else given
 
 
+def _mask_of_rows(given: Mapping[str, Any]) -> torch.Tensor | None:
+    """The mask of padding, (rows, places), if there is one."""
+    mask = given.get("attention_mask")
+    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+
+
 def _without_padding(given: dict[str, Any], layers: DividedLayers, stack: _Stack, name: str) -> dict[str, Any]:
     """Arguments without a mask where no place whose label counts sees the difference. See [Note: padding]."""
-    mask, padding = given.get("attention_mask"), layers.padding
-    if padding is None or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+    mask, padding = _mask_of_rows(given), layers.padding
+    if padding is None or mask is None:
         return given
     if padding.counts and name == "sdpa":
-        _say_mask()
+        _warn_once(
+            f"{KEY}: a label counts at a padded place of the batch, so attention needs a mask of rows x length x "
+            "length elements, and kernels without one (flash attention) are not used; set the labels of padding to "
+            "-100, and with padding on the left those of first tokens, too, or pad on the right"
+        )
     # Without a mask transformers 5 takes positions that begin anew for packed rows.
     if padding.counts or not stack.is_causal or given.get("position_ids") is not None:
         return given
@@ -440,15 +435,6 @@ def _without_padding(given: dict[str, Any], layers: DividedLayers, stack: _Stack
     return given | {"attention_mask": None}
 
 
-@functools.cache
-def _say_mask() -> None:
-    log.warning(
-        "context_parallel_degree: a label counts at a padded place of the batch, so attention needs a mask of rows x "
-        "length x length elements, and kernels without one (flash attention) are not used; set the labels of padding "
-        "to -100, and with padding on the left those of first tokens, too, or pad on the right"
-    )
-
-
 def refuse_arguments(given: Mapping[str, Any], *names: str) -> None:
     """Raise for an argument of one of these names: on all ranks, as they have the same batch."""
     for name in names:
@@ -460,10 +446,11 @@ def refuse_arguments(given: Mapping[str, Any], *names: str) -> None:
 
 
 def _refuse_of_part(given: Mapping[str, Any]) -> None:
-    problems = [f"{key} is of whole rows" for key in ("logits_to_keep",) if given.get(key)]
-    if given.get("num_items_in_batch") is not None:
-        problems.append("num_items_in_batch is counted over all ranks of each forward")
-    if problems:
+    is_wrong = {
+        "logits_to_keep is of whole rows": given.get("logits_to_keep"),
+        "num_items_in_batch is counted over all ranks of each forward": given.get("num_items_in_batch") is not None,
+    }
+    if problems := [text for text, is_given in is_wrong.items() if is_given]:
         raise UnsupportedError("\n".join(f"{KEY}: {text}; leave it out" for text in problems), keys=(KEY,))
 
 

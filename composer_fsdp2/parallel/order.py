@@ -47,10 +47,8 @@ def refuse_illegal(plan: ShardingPlan) -> None:
 
     Every rank must call this with the same plan; it does not communicate.
     """
-    problems = [
-        *_of_nesting(plan), *_of_pieces(plan), *_of_layers(plan), *problems_of_experts(plan), *_of_units(plan),
-    ]  # fmt: skip
-    if problems:
+    checks = (_of_nesting, _of_pieces, _of_layers, problems_of_experts, _of_units)
+    if problems := [text for check in checks for text in check(plan)]:
         raise PlanError("\n".join(problems))
 
 
@@ -112,8 +110,7 @@ def _of_nesting(plan: ShardingPlan) -> Iterator[str]:
 def _of_pieces(plan: ShardingPlan) -> Iterator[str]:
     """Each piece would gather a unit inside, and a rank with a short sequence has fewer pieces than the others."""
     for tiled in plan.tiled:
-        inside = [path for unit in plan.units for path in unit.modules if tiled in ancestors_or_self(path)[1:]]
-        if inside:
+        if inside := [path for unit in plan.units for path in unit.modules if tiled in ancestors_or_self(path)[1:]]:
             yield (
                 f"{tiled} is computed in pieces, and {and_more(inside)} in it would be gathered by each of them, on "
                 f"ranks with sequences of other lengths another number of times; make {tiled} the unit, or leave it "

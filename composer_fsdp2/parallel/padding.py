@@ -8,7 +8,7 @@ is put back. The model makes its mask only where the label of a padded place cou
 padding on the left: the loss of one process includes it, with what such a place attends to under the mask.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,33 +33,21 @@ class Padding:
     counts: bool
 
     @classmethod
-    def of(cls, mask: torch.Tensor | None, labels: torch.Tensor | None) -> "Padding":
+    def of(cls, mask: torch.Tensor, labels: torch.Tensor) -> "Padding":
         """Of a batch: its mask, 1 for each token, and its labels, which are not shifted; (rows, places).
 
         The host reads the device once, and not at all for what ``note_copies`` saw in host memory.
         """
-        if mask is None:
-            return cls(is_right=True, counts=False)
-        given = [mask] if labels is None else [mask, labels]
-        copies = [_host_copy(each) for each in given]
-        seen = [each for each in copies if each is not None]
-        tokens, *rest = seen if len(seen) == len(given) else given
-        is_token = tokens != 0
+        mask, labels = _in_host_memory(mask, labels)
+        is_token = mask != 0
         ends = ~is_token[:, :-1]  # places that predict a label, and are no tokens
-        found = [(is_token[:, 1:] & ends).any(), *((ends & (each[:, 1:] != IGNORED_LABEL)).any() for each in rest)]
-        begins_again, *counts = torch.stack(found).tolist()
-        return cls(is_right=not begins_again, counts=any(counts))
+        found = (is_token[:, 1:] & ends).any(), (ends & (labels[:, 1:] != IGNORED_LABEL)).any()
+        begins_again, counts = torch.stack(found).tolist()
+        return cls(is_right=not begins_again, counts=counts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A tensor in host memory whose values were copied to a device, and the copy's version then."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-_COPIES = WeakTensorKeyDictionary()
+# By a tensor on a device, the one in host memory that it is a copy of, and the copy's version then.
+_SOURCES = WeakTensorKeyDictionary()
 
 
 def note_copies(batch: Any, moved: Any) -> None:
@@ -73,17 +61,18 @@ def note_copies(batch: Any, moved: Any) -> None:
         for name in _FEATURES:
             source, copy = batch.get(name), moved.get(name)
             if isinstance(source, torch.Tensor) and isinstance(copy, torch.Tensor) and _is_copy(source, copy):
-                _COPIES[copy] = _Copy(source, copy._version)
+                _SOURCES[copy] = source, copy._version
 
 
 def _is_copy(source: torch.Tensor, copy: torch.Tensor) -> bool:
     return source.device.type == "cpu" and copy.device.type != "cpu" and not copy.is_inference()
 
 
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """None where the tensor is no copy, or was changed since."""
-    found: _Copy | None = _COPIES.get(tensor)
-    return found.tensor if found is not None and found.version == tensor._version else None
+def _in_host_memory(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Their sources; the tensors themselves where one is no copy, or was changed since."""
+    found = [(each, *_SOURCES[each]) for each in tensors if each in _SOURCES]
+    sources = [source for copy, source, version in found if copy._version == version]
+    return sources if len(sources) == len(tensors) else tensors
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -91,7 +80,7 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def order_of_rows(mask: torch.Tensor) -> torch.Tensor:
-    """The places of each row with tokens first, as ``attend_in_order`` takes them.
+    """The places of each row with tokens first, as ``DividedLayers.exchanged`` takes them.
 
     Args:
         mask: 1 for each token, (batch, places).
@@ -101,24 +90,6 @@ def order_of_rows(mask: torch.Tensor) -> torch.Tensor:
     return (mask != 0).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, None, None, :]
 
 
-def attend_in_order(
-    attend: Callable[..., torch.Tensor],
-    mask: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    dim: int,
-) -> torch.Tensor:
-    """What ``attend(query, key, value, mask)`` returns for whole rows, (batch, heads, places, features).
-
-    Args:
-        attend: Its mask is the model's, or None.
-        mask: The model's, or what ``order_of_rows`` returned.
-        dim: Of the places in what it returns, 1 or 2.
-    """
-    if mask is None or mask.dtype != torch.int64 or mask.dim() != 4 or mask.shape[2] != 1:
-        return attend(query, key, value, mask)
-    places = mask.transpose(2, 3)  # (batch, 1, places, 1)
-    output = attend(*(each.take_along_dim(places, 2) for each in (query, key, value)), None)
-    return output.take_along_dim(mask.argsort(dim=-1).transpose(dim, 3), dim)
+def is_order(mask: torch.Tensor) -> bool:
+    """Whether ``order_of_rows`` made it, and not the model."""
+    return mask.dtype == torch.int64 and mask.dim() == 4 and mask.shape[2] == 1

@@ -28,13 +28,11 @@ def _is_qwen_vl(module: Any) -> bool:
 
 
 def _attentions(model: Any) -> Mapping[str, AttentionFacts]:
+    modules = {f"model.layers.{number}.self_attn": each.self_attn for number, each in enumerate(model.model.layers)}
     return {
-        f"model.layers.{number}.self_attn": _facts(layer.self_attn) for number, layer in enumerate(model.model.layers)
+        path: AttentionFacts(num_heads=module.num_heads, dropout=module.attention_dropout)
+        for path, module in modules.items()
     }
-
-
-def _facts(module: Any) -> AttentionFacts:
-    return AttentionFacts(num_heads=module.num_heads, dropout=module.attention_dropout)
 
 
 def _problems(model: Any) -> Iterator[str]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composer_fsdp2.config.mesh import AxisRole
-from composer_fsdp2.config.sharding import ShardingConfig, check_split_sequences
+from composer_fsdp2.config.sharding import check_split_sequences
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.adapters import KEY, AttentionFacts, ModelAdapter, model_adapters, register_model_adapter
 from composer_fsdp2.parallel.hugging_face import HUGGING_FACE
@@ -40,8 +40,13 @@ def plan_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         check_split_sequences(unit.mesh, unit.name or "the model")
     found = _models(model)
     if not found:
-        raise UnsupportedError(_unknown(model), keys=(KEY,))
-    heads_per = degree * _tensor_degree(plan.config)
+        kinds = ", ".join(adapter.name for adapter in reversed(model_adapters()))
+        raise UnsupportedError(
+            f"{KEY}: no attention of {type(model).__name__} is known that could exchange heads for sequence; it works "
+            f"with {kinds}. Leave the key out, or give the model an attention of these",
+            keys=(KEY,),
+        )
+    heads_per = degree * plan.config.mesh.tensor_degree
     problems: list[str] = []
     notes: list[str] = []
     attentions: list[str] = []
@@ -71,7 +76,7 @@ def start_context(model: nn.Module, plan: ShardingPlan) -> tuple[ContextGroup | 
     if degree == 1:
         return None, lambda: None
     # The ranks of the tensor axis are the innermost: with 2 of each, 0 and 1 split layers, 0 and 2 sequences.
-    group = group_along((-1, degree, _tensor_degree(plan.config)), 1, AxisRole.CONTEXT.value)
+    group = group_along((-1, degree, plan.config.mesh.tensor_degree), 1, AxisRole.CONTEXT.value)
     found = _models(model)
     is_known = not any(any(_notes_of_losses(model, path)) for path in found)
     context = ContextGroup(group=group, size=degree, index=dist.get_rank(group), divides_losses=is_known)
@@ -87,10 +92,6 @@ def start_context(model: nn.Module, plan: ShardingPlan) -> tuple[ContextGroup | 
             each()
 
     return context, connect
-
-
-def _tensor_degree(config: ShardingConfig) -> int:
-    return config.mesh.degree(AxisRole.TENSOR)
 
 
 def _models(model: nn.Module) -> dict[str, ModelAdapter]:
@@ -117,14 +118,6 @@ def _notes_of_losses(model: nn.Module, path: str) -> Iterator[str]:
                 f"{KEY}: {around.__name__}.loss is written in {written_in}, so that logits and loss are computed of "
                 "whole rows on each rank; leave it to the model's own loss to compute a part"
             )
-
-
-def _unknown(model: nn.Module) -> str:
-    kinds = ", ".join(adapter.name for adapter in reversed(model_adapters()))
-    return (
-        f"{KEY}: no attention of {type(model).__name__} is known that could exchange heads for sequence; it works with "
-        f"{kinds}. Leave the key out, or give the model an attention of these"
-    )
 
 
 def _problems_of_attentions(facts: Mapping[str, AttentionFacts], heads_per: int) -> list[str]:

@@ -67,7 +67,11 @@ def compare_unsplit_gradients(model: nn.Module, plan: ShardingPlan, run: Run, me
         pending = {name: parameter_at(model, name) for name in names}
         divided = [each.path for each in plan.split if isinstance(each.parallelize, SequenceParallel)]
         below = {path: at_path(model, path) for path in divided if is_at_or_under(path, units[-1].name)}
-        inputs = {path: module for path, module in below.items() if _is_trained(module)}
+        inputs = {
+            path: module
+            for path, module in below.items()
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        }
         hooks = {path: module.register_forward_pre_hook(_note_input) for path, module in inputs.items()}
         compare = _Comparison(pending, inputs, hooks, along.get_group(), run.groups[root])
         for unit in distinct_units(at_path(model, path) for each in units for path in each.modules):
@@ -148,10 +152,6 @@ class _Comparison:
             dist.all_reduce(squares, group=group)
         found: list[list[float]] = squares.tolist()
         return found
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
 def _note_input(module: nn.Module, args: tuple[Any, ...]) -> None:
