@@ -1,16 +1,18 @@
-"""``fully_shard``'s own code as a machine of bytes: what its hooks allocate, free and send, in the CPU's order.
+"""What the hooks of ``fully_shard`` allocate, free and send, in the order in which the CPU does.
 
-What counts is the order in which the CPU asks the allocator: FSDP2 keeps tensors alive by references, not by
-``record_stream``. So this follows torch/distributed/fsdp/_fully_shard (2.7 to 2.13: _fsdp_state, _fsdp_param_group,
-_fsdp_collectives) statement by statement, local variables that keep a tensor alive for a moment included, and the
-additions of ``_torch/unit.py``. Where versions differ, ``TorchWays`` says how.
+FSDP2 keeps tensors alive by references, not by ``record_stream``, so the order in which the CPU asks the allocator is
+what counts. This follows torch/distributed/fsdp/_fully_shard of torch 2.7 to 2.13, under torch's own names:
+``ParamGroup`` is ``FSDPParamGroup``, and ``CommContext`` is what the groups of a root share, ``FSDPCommContext`` and
+``FSDPStateContext``. A tensor is an int here, its bytes. Local variables that keep a tensor alive until a function
+returns are followed, too, and the additions of ``_torch/unit.py``.
 """
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from composer_fsdp2.estimate.ledger import Ledger
+from composer_fsdp2._torch.capabilities import recomputation_is_no_forward, skips_groups_of_one
+from composer_fsdp2.estimate.allocated import AllocatedBytes
 from composer_fsdp2.estimate.step import Kind
 from composer_fsdp2.estimate.unit_sizes import ParameterSizes, UnitSizes
 
@@ -18,350 +20,330 @@ from composer_fsdp2.estimate.unit_sizes import ParameterSizes, UnitSizes
 Send = Callable[[str, str, int, Sequence[int]], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchWays:
-    """What differs between versions of torch.
-
-    Args:
-        skips_groups_of_one: No all-gather and no reduce-scatter where a unit is sharded over one rank.
-        recomputation_is_no_forward: A unit that runs forward during backward, inside of a recomputed module, neither
-            reshards afterwards nor counts as run.
-    """
-
-    skips_groups_of_one: bool
-    recomputation_is_no_forward: bool
-
-
-class _Lies(enum.Enum):
+class ShardedState(enum.Enum):
     SHARDED = enum.auto()
-    SHARDED_AFTER_FORWARD = enum.auto()  # over fewer ranks
-    GATHERED = enum.auto()
+    SHARDED_POST_FORWARD = enum.auto()
+    UNSHARDED = enum.auto()
 
 
-class _Doing(enum.Enum):
-    NOTHING = enum.auto()
+class TrainingState(enum.Enum):
     FORWARD = enum.auto()
     PRE_BACKWARD = enum.auto()
     POST_BACKWARD = enum.auto()
+    IDLE = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
-class UnitState:
-    """One unit in a step."""
-
-    sizes: UnitSizes
-    lies: _Lies = _Lies.SHARDED
-    doing: _Doing = _Doing.NOTHING
-    pending: int | None = None  # the bytes of an all-gather that nobody has copied out yet
-    was_gathered: bool = False
-    places_in_order: list[int] = field(default_factory=list)
-    gradients: dict[str, int] = field(default_factory=dict)  # unsharded, in bytes
-    accumulated: dict[str, int] = field(default_factory=dict)  # unsharded, in the dtype they are reduced in
-    partial: int = 0  # reduced over shards, not yet over replicas
-    all_reduced: int = 0  # the buffer that is kept until the unit's next backward, or the end
-    sharded_gradients: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True, kw_only=True)
-class Syncing:
-    """What ``begin_microbatch`` has set."""
-
-    reduces: bool = True
-    all_reduces: bool = True
-    reshards_after_backward: bool = True
-
-
-class Root:
-    """A root and the units below it, which share what FSDP2 keeps for them together.
+class CommContext:
+    """What the units of one root share.
 
     Args:
-        units: All of them, in the order of ``named_modules``: the root first.
+        order: All of them, in the order of ``named_modules``: the root first.
+        send: Called for each collective.
     """
 
-    def __init__(self, units: Sequence[UnitSizes], ledger: Ledger, send: Send, ways: TorchWays) -> None:
-        self.units = [UnitState(sizes) for sizes in units]
-        self.by_name: Mapping[str, UnitState] = {unit.sizes.name: unit for unit in self.units}
-        self.ledger = ledger
-        self.send = send
-        self.ways = ways
-        self.syncing = Syncing()
-        self.order: list[UnitState] = []
-        self._last_gather = 0
-        self._reduce_scatter_input = 0
-        self._first_forward: UnitState | None = None
-        self._is_backward = False
-        self.host_gradients = 0
+    order: Sequence[UnitSizes]
+    allocated: AllocatedBytes
+    send: Send
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    reshard_after_backward: bool = True
+    all_gather_state: int = 0
+    reduce_scatter_state: int = 0
+    iter_forward_root: "ParamGroup | None" = None
+    is_backward: bool = False
+    post_forward_order: "list[ParamGroup]" = field(default_factory=list)
+    groups: "Mapping[str, ParamGroup]" = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.groups = {sizes.name: ParamGroup(sizes, self) for sizes in self.order}
+
+    def root_post_backward_final_callback(self) -> None:
+        for group in self.groups.values():
+            if group.training_state is not TrainingState.POST_BACKWARD:
+                group.post_backward_now()  # the unit's inputs needed no gradient
+            group.training_state = TrainingState.IDLE
+            group.finalize_backward()
+        self.post_forward_order.clear()
+        self.free_reduce_scatter_state()
+        self.is_backward = False
+
+    def free_all_gather_state(self) -> None:
+        self.allocated.free(Kind.COMMUNICATION, self.all_gather_state)
+        self.all_gather_state = 0
+
+    def free_reduce_scatter_state(self) -> None:
+        self.allocated.free(Kind.COMMUNICATION, self.reduce_scatter_state)
+        self.reduce_scatter_state = 0
+
+
+@dataclass(slots=True, eq=False)
+class ParamGroup:
+    """One unit in a step.
+
+    Attributes:
+        was_unsharded: Its parameters have been unsharded at least once.
+        unsharded_grads: In bytes, by the name of the parameter.
+        unsharded_accumulated_grads: The same, in the dtype of the reduction.
+        partial_reduce_output: Reduced over shards, and not yet over replicas.
+        all_reduce_state: The buffer that is kept until the unit's next backward, or the end of this one.
+        sharded_grads: The parameters that have one.
+    """
+
+    sizes: UnitSizes
+    context: CommContext
+    sharded_state: ShardedState = ShardedState.SHARDED
+    training_state: TrainingState = TrainingState.IDLE
+    all_gather_result: int | None = None
+    was_unsharded: bool = False
+    post_forward_indices: list[int] = field(default_factory=list)
+    unsharded_grads: dict[str, int] = field(default_factory=dict)
+    unsharded_accumulated_grads: dict[str, int] = field(default_factory=dict)
+    partial_reduce_output: int = 0
+    all_reduce_state: int = 0
+    sharded_grads: set[str] = field(default_factory=set)
 
     # The hooks
 
-    def pre_forward(self, name: str) -> None:
-        unit = self.by_name[name]
-        if self._first_forward is None:
-            self._first_forward = unit
-        unit.doing = _Doing.FORWARD
-        self._unshard(unit)
-        self._wait(unit)
-        for target in unit.sizes.forward_prefetch:
-            self._unshard(self.by_name[target])
+    def pre_forward(self) -> None:
+        if self.context.iter_forward_root is None:
+            self.context.iter_forward_root = self
+        self.training_state = TrainingState.FORWARD
+        self._unshard()
+        self._wait_for_unshard()
+        self._prefetch(self.sizes.forward_prefetch)
 
-    def post_forward(self, name: str) -> None:
-        unit = self.by_name[name]
-        if not (self._is_backward and self.ways.recomputation_is_no_forward):
-            self._reshard(unit)
-            unit.places_in_order.append(len(self.order))
-            self.order.append(unit)
-        unit.doing = _Doing.NOTHING
-        if self._first_forward is unit:
-            self._free_last_gather()
-            self._first_forward = None
+    def post_forward(self) -> None:
+        context = self.context
+        if not (context.is_backward and recomputation_is_no_forward()):
+            self._reshard_after_forward()
+            self.post_forward_indices.append(len(context.post_forward_order))
+            context.post_forward_order.append(self)
+        self.training_state = TrainingState.IDLE
+        if context.iter_forward_root is self:
+            context.free_all_gather_state()
+            context.iter_forward_root = None
 
-    def pre_backward(self, name: str) -> None:
-        unit = self.by_name[name]
-        self._is_backward = True
-        if unit.doing is not _Doing.PRE_BACKWARD:
-            unit.doing = _Doing.PRE_BACKWARD
-            self._unshard(unit)
-            self._wait(unit)
-            if unit.sizes.backward_prefetch is None and unit.places_in_order:
-                place = unit.places_in_order.pop()
-                if place:
-                    self._unshard(self.order[place - 1])
-        for target in unit.sizes.backward_prefetch or ():
-            self._unshard(self.by_name[target])
+    def pre_backward(self) -> None:
+        self.context.is_backward = True
+        if self.training_state is not TrainingState.PRE_BACKWARD:
+            self.training_state = TrainingState.PRE_BACKWARD
+            self._unshard()
+            self._wait_for_unshard()
+            if self.sizes.backward_prefetch is None and self.post_forward_indices:
+                index = self.post_forward_indices.pop()
+                if index:
+                    self.context.post_forward_order[index - 1]._unshard()
+        self._prefetch(self.sizes.backward_prefetch or ())
 
-    def gradient(self, name: str, parameter: str) -> None:
+    def accumulate_grad(self, parameter: str) -> None:
         """Autograd has accumulated an unsharded gradient; one that was there already takes no more memory."""
-        unit = self.by_name[name]
-        if parameter not in unit.gradients:
-            sizes = next(each for each in unit.sizes.parameters if each.name == parameter)
-            self._take_gradient(unit, sizes)
+        if parameter not in self.unsharded_grads:
+            self._alloc_unsharded_grad(next(each for each in self.sizes.parameters if each.name == parameter))
 
-    def post_backward(self, name: str) -> None:
-        unit = self.by_name[name]
-        self._finish(unit)
-        unit.doing = _Doing.POST_BACKWARD
+    def post_backward(self) -> None:
+        self.post_backward_now()
+        self.training_state = TrainingState.POST_BACKWARD
 
-    def end(self) -> None:
-        for unit in self.units:
-            if unit.doing is not _Doing.POST_BACKWARD:
-                self._finish(unit)  # its inputs needed no gradient
-            unit.doing = _Doing.NOTHING
-            self._free_all_reduced(unit)
-            if unit.pending is not None:  # prefetched for nothing
-                self.ledger.give_back(Kind.COMMUNICATION, unit.pending)
-                unit.pending = None
-            unit.places_in_order.clear()
-        self.order.clear()
-        self._free_reduce_scatter_input()
-        self._is_backward = False
+    def post_backward_now(self) -> None:
+        self._fill_missing_grads()
+        self._accumulate_unsharded_grads()
+        if self.context.reshard_after_backward:
+            self._to_sharded()
+        if self.context.reduce_grads:
+            self._reduce()
+        else:
+            self._to_accumulated_grads()
+
+    def finalize_backward(self) -> None:
+        self._free_all_reduce_state()
+        if self.all_gather_result is not None:  # prefetched, and not used
+            self.context.allocated.free(Kind.COMMUNICATION, self.all_gather_result)
+            self.all_gather_result = None
+        self.post_forward_indices.clear()
 
     # Parameters
 
-    def _unshard(self, unit: UnitState) -> None:
-        sizes = unit.sizes
-        if unit.pending is not None or unit.lies is _Lies.GATHERED or not sizes.parameters:
+    def _prefetch(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.context.groups[name]._unshard()
+
+    def _unshard(self) -> None:
+        sizes, allocated = self.sizes, self.context.allocated
+        is_there = self.all_gather_result is not None or self.sharded_state is ShardedState.UNSHARDED
+        if is_there or not sizes.parameters:
             return
-        if sizes.num_ranks == 1 and self.ways.skips_groups_of_one:
-            unit.pending = 0
+        if sizes.num_ranks == 1 and skips_groups_of_one():
+            self.all_gather_result = 0
             return
-        ranks = sizes.shard_ranks
-        if unit.lies is _Lies.SHARDED_AFTER_FORWARD:
-            ranks = _fewer_ranks(sizes)
         num_bytes = sizes.gathered_elements * sizes.param_bytes
-        copied_in = _cast_or_copied_in(sizes) if unit.lies is _Lies.SHARDED else num_bytes // len(ranks) * sizes.is_cast
+        if self.sharded_state is ShardedState.SHARDED_POST_FORWARD:
+            # Consecutive ranks of the shard group; which of them does not change the numbers.
+            ranks = sizes.shard_ranks[: sizes.ranks_after_forward]
+            all_gather_input = num_bytes // len(ranks) * sizes.is_cast
+        else:
+            ranks = sizes.shard_ranks
+            is_copied = sizes.is_cast or sizes.is_offloaded
+            all_gather_input = sizes.shard_elements * sizes.param_bytes * is_copied
         # An all-to-all has what is sent in its buffer, too, about as much as what arrives.
-        op, buffer = ("all_to_all", 2 * num_bytes) if sizes.exchanges else ("all_gather", num_bytes)
-        self.ledger.take(Kind.COMMUNICATION, copied_in)
-        self.ledger.take(Kind.COMMUNICATION, buffer)
-        self.ledger.give_back(Kind.COMMUNICATION, copied_in)
-        self.send(op, sizes.name, num_bytes, ranks)
-        unit.pending = buffer
+        op, all_gather_output = ("all_to_all", 2 * num_bytes) if sizes.exchanges else ("all_gather", num_bytes)
+        allocated.alloc(Kind.COMMUNICATION, all_gather_input)
+        allocated.alloc(Kind.COMMUNICATION, all_gather_output)
+        allocated.free(Kind.COMMUNICATION, all_gather_input)
+        self.context.send(op, sizes.name, num_bytes, ranks)
+        self.all_gather_result = all_gather_output
 
-    def _wait(self, unit: UnitState) -> None:
-        if unit.pending is None:
+    def _wait_for_unshard(self) -> None:
+        if self.all_gather_result is None:
             return
-        sizes, gathered = unit.sizes, unit.pending
-        is_forward = unit.doing is _Doing.FORWARD
-        # A local variable keeps the one before until the function returns.
-        before, self._last_gather = (self._last_gather, 0) if is_forward else (0, self._last_gather)
-        for each in sizes.parameters:
-            self.ledger.take(Kind.GATHERED, _gathered(each, sizes))
-        if unit.lies is _Lies.SHARDED_AFTER_FORWARD:
-            self.ledger.give_back(Kind.GATHERED, self._after_forward_bytes(unit))
-        unit.lies, unit.pending, unit.was_gathered = _Lies.GATHERED, None, True
+        context, all_gather_result = self.context, self.all_gather_result
+        is_forward = self.training_state is TrainingState.FORWARD
+        # A local variable keeps the state before until the function returns.
+        prev_all_gather_state = context.all_gather_state if is_forward else 0
+        context.allocated.alloc(Kind.GATHERED, self._unsharded_bytes())
+        if self.sharded_state is ShardedState.SHARDED_POST_FORWARD:
+            context.allocated.free(Kind.GATHERED, self._post_forward_bytes())
+        self.sharded_state, self.was_unsharded, self.all_gather_result = ShardedState.UNSHARDED, True, None
         if is_forward:
-            self._last_gather = gathered
+            context.all_gather_state = all_gather_result
         else:
-            self.ledger.give_back(Kind.COMMUNICATION, gathered)
-        self.ledger.give_back(Kind.COMMUNICATION, before)
+            context.allocated.free(Kind.COMMUNICATION, all_gather_result)
+        context.allocated.free(Kind.COMMUNICATION, prev_all_gather_state)
 
-    def _free_last_gather(self) -> None:
-        self.ledger.give_back(Kind.COMMUNICATION, self._last_gather)
-        self._last_gather = 0
-
-    def _after_forward_bytes(self, unit: UnitState) -> int:
-        return sum(_kept_after_forward(each, unit.sizes) for each in unit.sizes.parameters)
-
-    def _reshard(self, unit: UnitState) -> None:
-        """Where forward has ended."""
-        if unit.sizes.stays_gathered:
+    def _reshard_after_forward(self) -> None:
+        sizes, allocated = self.sizes, self.context.allocated
+        if sizes.stays_gathered:
             return
-        if unit.sizes.ranks_after_forward < unit.sizes.num_ranks:
-            for each in unit.sizes.parameters:
-                self.ledger.take(Kind.GATHERED, _kept_after_forward(each, unit.sizes))
-                self.ledger.give_back(Kind.GATHERED, _gathered(each, unit.sizes))
-            unit.lies = _Lies.SHARDED_AFTER_FORWARD
-        else:
-            self._to_sharded(unit)
+        if sizes.ranks_after_forward == sizes.num_ranks:
+            self._to_sharded()
+            return
+        for each in sizes.parameters:
+            num_bytes = sizes.gathered(each) * sizes.param_bytes
+            allocated.alloc(Kind.GATHERED, num_bytes // sizes.ranks_after_forward)
+            allocated.free(Kind.GATHERED, num_bytes)
+        self.sharded_state = ShardedState.SHARDED_POST_FORWARD
 
-    def _to_sharded(self, unit: UnitState) -> None:
-        if unit.lies is _Lies.GATHERED:
-            self.ledger.give_back(Kind.GATHERED, sum(_gathered(each, unit.sizes) for each in unit.sizes.parameters))
-        elif unit.lies is _Lies.SHARDED_AFTER_FORWARD:
-            self.ledger.give_back(Kind.GATHERED, self._after_forward_bytes(unit))
-        unit.lies = _Lies.SHARDED
+    def _to_sharded(self) -> None:
+        if self.sharded_state is ShardedState.UNSHARDED:
+            self.context.allocated.free(Kind.GATHERED, self._unsharded_bytes())
+        elif self.sharded_state is ShardedState.SHARDED_POST_FORWARD:
+            self.context.allocated.free(Kind.GATHERED, self._post_forward_bytes())
+        self.sharded_state = ShardedState.SHARDED
+
+    def _unsharded_bytes(self) -> int:
+        return self.sizes.gathered_elements * self.sizes.param_bytes
+
+    def _post_forward_bytes(self) -> int:
+        sizes = self.sizes
+        each = (sizes.gathered(each) * sizes.param_bytes for each in sizes.parameters)
+        return sum(num_bytes // sizes.ranks_after_forward for num_bytes in each)
 
     # Gradients
 
-    def _take_gradient(self, unit: UnitState, sizes: ParameterSizes) -> None:
-        num_bytes = sizes.part * unit.sizes.param_bytes
-        unit.gradients[sizes.name] = num_bytes
-        self.ledger.take(Kind.UNSHARDED_GRADIENTS, num_bytes)
+    def _alloc_unsharded_grad(self, parameter: ParameterSizes) -> None:
+        num_bytes = parameter.part * self.sizes.param_bytes
+        self.unsharded_grads[parameter.name] = num_bytes
+        self.context.allocated.alloc(Kind.UNSHARDED_GRADIENTS, num_bytes)
 
-    def _finish(self, unit: UnitState) -> None:
-        self._fill_missing(unit)
-        for name in [name for name in unit.gradients if name in unit.accumulated]:
-            self.ledger.give_back(Kind.UNSHARDED_GRADIENTS, unit.gradients.pop(name))
-        if self.syncing.reshards_after_backward:
-            self._to_sharded(unit)
-        if self.syncing.reduces:
-            self._reduce(unit)
-        else:
-            self._put_off(unit)
-
-    def _fill_missing(self, unit: UnitState) -> None:
+    def _fill_missing_grads(self) -> None:
         """Zeros for what the backward did not reach, as ``UnitGroup`` has it."""
-        trained = [each for each in unit.sizes.parameters if each.is_trained] if unit.was_gathered else []
-        missing = [each for each in trained if each.name not in unit.gradients and each.name not in unit.accumulated]
-        is_due = bool(unit.partial) and self.syncing.reduces and self.syncing.all_reduces
+        trained = [each for each in self.sizes.parameters if each.is_trained] if self.was_unsharded else []
+        there = self.unsharded_grads.keys() | self.unsharded_accumulated_grads.keys()
+        missing = [each for each in trained if each.name not in there]
+        is_due = self.partial_reduce_output and self.context.reduce_grads and self.context.all_reduce_grads
         if len(missing) < len(trained) or is_due:
             for each in missing:
-                self._take_gradient(unit, each)
+                self._alloc_unsharded_grad(each)
 
-    def _put_off(self, unit: UnitState) -> None:
-        if unit.sizes.reduce_bytes == unit.sizes.param_bytes:
-            return
-        full = {each.name: each.part for each in unit.sizes.parameters}
-        for name, num_bytes in unit.gradients.items():
-            unit.accumulated[name] = full[name] * unit.sizes.reduce_bytes
-            self.ledger.take(Kind.UNSHARDED_GRADIENTS, unit.accumulated[name])
-            self.ledger.give_back(Kind.UNSHARDED_GRADIENTS, num_bytes)
-        unit.gradients.clear()
+    def _accumulate_unsharded_grads(self) -> None:
+        for name in self.unsharded_accumulated_grads:
+            self.context.allocated.free(Kind.UNSHARDED_GRADIENTS, self.unsharded_grads.pop(name, 0))
 
-    def _reduce(self, unit: UnitState) -> None:
-        sizes, gradients = unit.sizes, {**unit.gradients, **unit.accumulated}
-        unit.gradients.clear()
-        unit.accumulated.clear()
-        self._free_reduce_scatter_input_of(gradients)
-        if not gradients:
+    def _to_accumulated_grads(self) -> None:
+        sizes, allocated = self.sizes, self.context.allocated
+        if sizes.reduce_bytes == sizes.param_bytes:
             return
-        self._free_all_reduced(unit)
-        reduced = [each for each in sizes.parameters if each.name in gradients]
+        for name, num_bytes in self.unsharded_grads.items():
+            accumulated = num_bytes // sizes.param_bytes * sizes.reduce_bytes
+            self.unsharded_accumulated_grads[name] = accumulated
+            allocated.alloc(Kind.UNSHARDED_GRADIENTS, accumulated)
+            allocated.free(Kind.UNSHARDED_GRADIENTS, num_bytes)
+        self.unsharded_grads.clear()
+
+    def _reduce(self) -> None:
+        unsharded_grads = {**self.unsharded_grads, **self.unsharded_accumulated_grads}
+        self.unsharded_grads.clear()
+        self.unsharded_accumulated_grads.clear()
+        if unsharded_grads or skips_groups_of_one():  # 2.13 frees before it returns
+            self.context.free_reduce_scatter_state()
+        if unsharded_grads:
+            self._free_all_reduce_state()
+            self._foreach_reduce(unsharded_grads)
+
+    def _foreach_reduce(self, unsharded_grads: Mapping[str, int]) -> None:
+        sizes, allocated = self.sizes, self.context.allocated
+        reduced = [each for each in sizes.parameters if each.name in unsharded_grads]
         if sizes.exchanges:
-            gradients = self._exchange(sizes, reduced, gradients)
+            unsharded_grads = self._exchange(reduced, unsharded_grads)
         elements, num_ranks = sum(each.padded_shard for each in reduced), 1 if sizes.exchanges else sizes.num_ranks
-        self._reduce_scatter_input = elements * num_ranks * sizes.reduce_bytes
-        self.ledger.take(Kind.COMMUNICATION, self._reduce_scatter_input)
+        reduce_scatter_input = elements * num_ranks * sizes.reduce_bytes
+        allocated.alloc(Kind.COMMUNICATION, reduce_scatter_input)
         # A loop's variable keeps the last gradient until the function returns.
-        is_looped = num_ranks > 1 or not self.ways.skips_groups_of_one
-        last = gradients[reduced[-1].name] if is_looped else 0
-        self.ledger.give_back(Kind.UNSHARDED_GRADIENTS, sum(gradients.values()) - last)
-        output = elements * sizes.reduce_bytes
-        self.ledger.take(Kind.COMMUNICATION, output)
+        is_looped = num_ranks > 1 or not skips_groups_of_one()
+        last = unsharded_grads[reduced[-1].name] if is_looped else 0
+        allocated.free(Kind.UNSHARDED_GRADIENTS, sum(unsharded_grads.values()) - last)
+        reduce_output = elements * sizes.reduce_bytes
+        allocated.alloc(Kind.COMMUNICATION, reduce_output)
         if is_looped and not sizes.exchanges:
-            self.send("reduce_scatter", sizes.name, self._reduce_scatter_input, sizes.shard_ranks)
-        self._reduce_over_replicas(unit, reduced, output)
-        self.ledger.give_back(Kind.UNSHARDED_GRADIENTS, last)
+            self.context.send("reduce_scatter", sizes.name, reduce_scatter_input, sizes.shard_ranks)
+        self.context.reduce_scatter_state = reduce_scatter_input
+        if not sizes.replica_ranks:
+            self._to_sharded_grads(reduced, reduce_output)
+        elif self.context.all_reduce_grads:
+            self.context.send("all_reduce", sizes.name, reduce_output, sizes.replica_ranks)
+            self._to_sharded_grads(reduced, reduce_output)
+            allocated.free(Kind.COMMUNICATION, self.partial_reduce_output)
+            self.partial_reduce_output = 0
+        elif self.partial_reduce_output:
+            allocated.free(Kind.COMMUNICATION, reduce_output)
+        else:
+            self.partial_reduce_output = reduce_output
+        allocated.free(Kind.UNSHARDED_GRADIENTS, last)
 
-    def _exchange(
-        self, sizes: UnitSizes, reduced: Sequence[ParameterSizes], gradients: Mapping[str, int]
-    ) -> dict[str, int]:
+    def _exchange(self, reduced: Sequence[ParameterSizes], unsharded_grads: Mapping[str, int]) -> dict[str, int]:
         """Of parts that ranks gathered, this rank's shards arrive, are added up, and are what is reduced further.
 
         Returns:
             The bytes of what takes the gradients' place: sums in fp32 at least.
         """
+        sizes, allocated = self.sizes, self.context.allocated
         num_bytes = sum(each.part for each in reduced) * sizes.reduce_bytes
-        self.ledger.take(Kind.COMMUNICATION, num_bytes)
-        self.ledger.give_back(Kind.UNSHARDED_GRADIENTS, sum(gradients.values()))
-        self.ledger.take(Kind.COMMUNICATION, num_bytes)
-        self.send("all_to_all", sizes.name, num_bytes, sizes.shard_ranks)
+        allocated.alloc(Kind.COMMUNICATION, num_bytes)
+        allocated.free(Kind.UNSHARDED_GRADIENTS, sum(unsharded_grads.values()))
+        allocated.alloc(Kind.COMMUNICATION, num_bytes)
+        self.context.send("all_to_all", sizes.name, num_bytes, sizes.shard_ranks)
         sums = {each.name: each.padded_shard * max(sizes.reduce_bytes, 4) for each in reduced}
-        self.ledger.take(Kind.UNSHARDED_GRADIENTS, sum(sums.values()))
-        self.ledger.give_back(Kind.COMMUNICATION, 2 * num_bytes)
+        allocated.alloc(Kind.UNSHARDED_GRADIENTS, sum(sums.values()))
+        allocated.free(Kind.COMMUNICATION, 2 * num_bytes)
         return sums
 
-    def _reduce_over_replicas(self, unit: UnitState, reduced: Sequence[ParameterSizes], output: int) -> None:
-        if unit.sizes.replica_ranks:
-            if not self.syncing.all_reduces:
-                if unit.partial:
-                    self.ledger.give_back(Kind.COMMUNICATION, output)
-                else:
-                    unit.partial = output
-                return
-            self.send("all_reduce", unit.sizes.name, output, unit.sizes.replica_ranks)
-        self._lay_down(unit, reduced, output)
-        self.ledger.give_back(Kind.COMMUNICATION, unit.partial)
-        unit.partial = 0
-
-    def _lay_down(self, unit: UnitState, reduced: Sequence[ParameterSizes], output: int) -> None:
+    def _to_sharded_grads(self, reduced: Sequence[ParameterSizes], reduce_output: int) -> None:
         """The reduced gradients become the sharded ones, or are added to them."""
-        sizes = unit.sizes
+        sizes, allocated = self.sizes, self.context.allocated
         own = sum(each.padded_shard for each in reduced) * sizes.own_bytes
         is_cast = sizes.reduce_bytes != sizes.own_bytes
+        is_kept = not sizes.is_offloaded and any(each.name not in self.sharded_grads for each in reduced)
+        self.sharded_grads.update(each.name for each in reduced)
         if is_cast:
-            self.ledger.take(Kind.GRADIENTS, own)
-        is_new = any(each.name not in unit.sharded_gradients for each in reduced)
-        if sizes.is_offloaded:
-            is_new = False
-            self.host_gradients += sum(each.padded_shard for each in reduced if each.name not in unit.sharded_gradients)
-        unit.sharded_gradients.update(each.name for each in reduced)
-        if is_cast and not is_new:
-            self.ledger.give_back(Kind.GRADIENTS, own)
-        if sizes.replica_ranks and (is_cast or not is_new):
-            unit.all_reduced = output  # kept for the stream that reduces it
-        elif is_cast or not is_new:
-            self.ledger.give_back(Kind.COMMUNICATION, output)
-        else:
-            self.ledger.give_back(Kind.COMMUNICATION, output)
-            self.ledger.take(Kind.GRADIENTS, own)
+            allocated.alloc(Kind.GRADIENTS, own)
+            allocated.free(Kind.GRADIENTS, 0 if is_kept else own)
+        if sizes.replica_ranks and (is_cast or not is_kept):
+            self.all_reduce_state = reduce_output
+            return
+        allocated.free(Kind.COMMUNICATION, reduce_output)
+        if is_kept and not is_cast:  # the output is the gradient
+            allocated.alloc(Kind.GRADIENTS, own)
 
-    def _free_all_reduced(self, unit: UnitState) -> None:
-        self.ledger.give_back(Kind.COMMUNICATION, unit.all_reduced)
-        unit.all_reduced = 0
-
-    def _free_reduce_scatter_input_of(self, gradients: Mapping[str, int]) -> None:
-        if gradients or self.ways.skips_groups_of_one:  # 2.13 looks before it returns
-            self._free_reduce_scatter_input()
-
-    def _free_reduce_scatter_input(self) -> None:
-        self.ledger.give_back(Kind.COMMUNICATION, self._reduce_scatter_input)
-        self._reduce_scatter_input = 0
-
-
-def _cast_or_copied_in(sizes: UnitSizes) -> int:
-    """What an all-gather's input is put together in, before it is copied into the output."""
-    return sizes.shard_elements * sizes.param_bytes if sizes.is_cast or sizes.is_offloaded else 0
-
-
-def _gathered(each: ParameterSizes, sizes: UnitSizes) -> int:
-    return sizes.gathered(each) * sizes.param_bytes
-
-
-def _kept_after_forward(each: ParameterSizes, sizes: UnitSizes) -> int:
-    return _gathered(each, sizes) // sizes.ranks_after_forward
-
-
-def _fewer_ranks(sizes: UnitSizes) -> tuple[int, ...]:
-    """Those of the small group: consecutive ones of the shard group. Which of them does not change the numbers."""
-    return sizes.shard_ranks[: sizes.ranks_after_forward]
+    def _free_all_reduce_state(self) -> None:
+        self.context.allocated.free(Kind.COMMUNICATION, self.all_reduce_state)
+        self.all_reduce_state = 0

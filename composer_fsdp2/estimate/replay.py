@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from composer_fsdp2._torch.capabilities import recomputation_is_no_forward, skips_groups_of_one
 from composer_fsdp2.config.sharding import GradientSync
 from composer_fsdp2.config.value import Value
+from composer_fsdp2.estimate.allocated import AllocatedBytes
 from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
-from composer_fsdp2.estimate.fully_shard import Root, Syncing, TorchWays
-from composer_fsdp2.estimate.ledger import Ledger
+from composer_fsdp2.estimate.fully_shard import CommContext, ParamGroup
 from composer_fsdp2.estimate.optimizers import OptimizerState, optimizer_state
 from composer_fsdp2.estimate.reach import link_of, members, num_on_node
 from composer_fsdp2.estimate.step import CollectiveCall, Kind, MemorySample, Phase, StepEstimate
@@ -127,7 +126,7 @@ class _Replay:
     ) -> None:
         self.plan, self.trace, self.optimizer = plan, trace, optimizer
         self.world_size, self.rank, self.gpus_per_node = world_size, rank, gpus_per_node
-        self.ledger = Ledger()
+        self.allocated = AllocatedBytes()
         self.samples: list[MemorySample] = []
         self.states: list[StateSample] = []
         self.keeps_samples = True
@@ -136,18 +135,14 @@ class _Replay:
         self.sizes = {unit.name: unit_sizes(unit, rank=rank, world_size=world_size) for unit in plan.units}
         self.unsharded = tuple(_unsharded(plan))
         self.is_at = [unit.name for unit in plan.units]
-        self.roots = [self._root([unit.name for unit in units]) for units in units_by_root(plan.units).values()]
-        self.root_of = {unit.sizes.name: root for root in self.roots for unit in root.units}
+        self.contexts = [self._context([unit.name for unit in units]) for units in units_by_root(plan.units).values()]
+        self.groups = {name: group for context in self.contexts for name, group in context.groups.items()}
         self.parameters = self._keep_parameters()
         self.optimizer_bytes = self._keep_optimizer()
         self._unsharded_gradients: set[str] = set()
 
-    def _root(self, bottom_up: Sequence[str]) -> Root:
-        units = [self.sizes[name] for name in _outer_first(bottom_up)]
-        ways = TorchWays(
-            skips_groups_of_one=skips_groups_of_one(), recomputation_is_no_forward=recomputation_is_no_forward()
-        )
-        return Root(units, self.ledger, self._send, ways)
+    def _context(self, bottom_up: Sequence[str]) -> CommContext:
+        return CommContext([self.sizes[name] for name in _outer_first(bottom_up)], self.allocated, self._send)
 
     # What is there before the step
 
@@ -155,8 +150,8 @@ class _Replay:
         num_bytes = sum(
             each.shard_elements * each.own_bytes for each in self.sizes.values() if not each.is_offloaded
         ) + sum(spec.numel * dtype_bytes(spec.dtype) for spec in self.unsharded)
-        self.ledger.take(Kind.PARAMETERS, num_bytes)
-        self.ledger.take(Kind.BUFFERS, self.trace.buffer_bytes)
+        self.allocated.alloc(Kind.PARAMETERS, num_bytes)
+        self.allocated.alloc(Kind.BUFFERS, self.trace.buffer_bytes)
         return num_bytes
 
     def _keep_optimizer(self) -> int:
@@ -165,7 +160,7 @@ class _Replay:
             for spec in self.unsharded
             if spec.is_trained
         )
-        self.ledger.take(Kind.OPTIMIZER, num_bytes)
+        self.allocated.alloc(Kind.OPTIMIZER, num_bytes)
         return num_bytes
 
     def _trained_bytes(self) -> list[int]:
@@ -182,53 +177,51 @@ class _Replay:
 
     def microbatch(self, number: int, *, is_last: bool) -> None:
         sync = self.plan.config.accumulation
-        for root in self.roots:
-            root.syncing = Syncing(
-                reduces=is_last or sync.gradient_sync is not GradientSync.LAST,
-                all_reduces=is_last or sync.gradient_sync is not GradientSync.DEFER_REPLICA,
-                reshards_after_backward=is_last or sync.reshard_after_backward,
-            )
+        for context in self.contexts:
+            context.reduce_grads = is_last or sync.gradient_sync is not GradientSync.LAST
+            context.all_reduce_grads = is_last or sync.gradient_sync is not GradientSync.DEFER_REPLICA
+            context.reshard_after_backward = is_last or sync.reshard_after_backward
         self.phase = Phase.FORWARD
         for place, event in enumerate(self.trace.events):
             if event.moment is Moment.PRE_BACKWARD:
                 self.phase = Phase.BACKWARD
-            self.ledger.mark()
+            self.allocated.reset_peak()
             self._run(event)
             self._sample(number, place, event)
 
     def _run(self, event: StepEvent) -> None:
-        root = self.root_of.get(event.unit)
+        group = self.groups.get(event.unit)
         match event.moment:
             case Moment.END:
-                for each in self.roots:
-                    each.end()
+                for each in self.contexts:
+                    each.root_post_backward_final_callback()
                     self._average_replicated(each)
-            case Moment.GRADIENT if root is None or not self._is_sharded(event):
-                self._take_unsharded_gradient(event.parameter or "")
+            case Moment.GRADIENT if group is None or not self._is_sharded(event):
+                self._alloc_unsharded_gradient(event.parameter or "")
             case Moment.GRADIENT:
-                assert root is not None
-                root.gradient(event.unit, event.parameter or "")
+                assert group is not None
+                group.accumulate_grad(event.parameter or "")
             case moment:
-                assert root is not None, f"the trace names no unit of the plan: {event.unit}"
-                _HOOKS[moment](root, event.unit)
+                assert group is not None, f"the trace names no unit of the plan: {event.unit}"
+                _HOOKS[moment](group)
 
     def _is_sharded(self, event: StepEvent) -> bool:
         return any(each.name == event.parameter for each in self.sizes[event.unit].parameters)
 
-    def _take_unsharded_gradient(self, name: str) -> None:
+    def _alloc_unsharded_gradient(self, name: str) -> None:
         spec = next((spec for spec in self.unsharded if name in spec.names), None)
         if spec is not None and spec.name not in self._unsharded_gradients:
             self._unsharded_gradients.add(spec.name)
-            self.ledger.take(Kind.GRADIENTS, spec.numel * dtype_bytes(spec.dtype))
+            self.allocated.alloc(Kind.GRADIENTS, spec.numel * dtype_bytes(spec.dtype))
 
-    def _average_replicated(self, root: Root) -> None:
+    def _average_replicated(self, context: CommContext) -> None:
         """One all-reduce for each axis of each mesh, in a backward that reduces the others; the buffer is kept."""
-        if not (root.syncing.reduces and root.syncing.all_reduces):
+        if not (context.reduce_grads and context.all_reduce_grads):
             return
         by_mesh: dict[object, list[ParameterSpec]] = {}
         meshes = {}
         for unit in self.plan.units:
-            if unit.name in root.by_name:
+            if unit.name in context.groups:
                 for spec in unit.replicated:
                     if spec.is_trained:
                         meshes[unit.mesh.data_parallel] = unit.mesh
@@ -237,18 +230,18 @@ class _Replay:
             mesh = meshes[key]  # type: ignore[index]
             widest = max(4, *(dtype_bytes(spec.dtype) for spec in specs))
             num_bytes = (sum(spec.numel for spec in specs) + len(specs)) * widest
-            self.ledger.take(Kind.COMMUNICATION, num_bytes)
+            self.allocated.alloc(Kind.COMMUNICATION, num_bytes)
             for axis in mesh.data_parallel.axes:
                 self._send("all_reduce", specs[0].name, num_bytes, members(mesh, axis.role, self.rank, self.world_size))
-            self.ledger.give_back(Kind.COMMUNICATION, num_bytes)
+            self.allocated.free(Kind.COMMUNICATION, num_bytes)
 
     def optimizer_step(self) -> None:
         """Gradients and state are there; what the step allocates beside them is freed again."""
         self.phase = Phase.OPTIMIZER
-        self.ledger.mark()
+        self.allocated.reset_peak()
         num_bytes = self.optimizer.step_bytes(self._trained_bytes(), self.plan.mesh.device_type)
-        self.ledger.take(Kind.OPTIMIZER, num_bytes)
-        self.ledger.give_back(Kind.OPTIMIZER, num_bytes)
+        self.allocated.alloc(Kind.OPTIMIZER, num_bytes)
+        self.allocated.free(Kind.OPTIMIZER, num_bytes)
         event = StepEvent(moment=Moment.END, unit="")
         self._sample(-1, -1, event)
 
@@ -259,8 +252,8 @@ class _Replay:
             StateSample(
                 microbatch=number,
                 event=place,
-                meanwhile_bytes=self.ledger.largest_total,
-                afterwards_bytes=self.ledger.total,
+                meanwhile_bytes=self.allocated.peak,
+                afterwards_bytes=self.allocated.total,
             )
         )
         if self.keeps_samples:
@@ -269,10 +262,10 @@ class _Replay:
     def _keep_sample(self, number: int, place: int, event: StepEvent) -> None:
         """The larger of two: while the hook runs, beside what is alive; and from then on, with the state left as is."""
         activations = max(event.peak_bytes, event.live_bytes)
-        if self.ledger.largest_total + event.live_bytes > self.ledger.total + activations:
-            held, activations = self.ledger.largest, event.live_bytes
+        if self.allocated.peak + event.live_bytes > self.allocated.total + activations:
+            held, activations = self.allocated.at_peak, event.live_bytes
         else:
-            held = self.ledger.now
+            held = self.allocated.now
         loss = min(event.loss_bytes, activations)
         label = "optimizer step" if place < 0 else f"{event.moment.value} {event.parameter or event.unit}".strip()
         self.samples.append(
@@ -324,10 +317,10 @@ class _Replay:
 
 
 _HOOKS = {
-    Moment.PRE_FORWARD: Root.pre_forward,
-    Moment.POST_FORWARD: Root.post_forward,
-    Moment.PRE_BACKWARD: Root.pre_backward,
-    Moment.POST_BACKWARD: Root.post_backward,
+    Moment.PRE_FORWARD: ParamGroup.pre_forward,
+    Moment.POST_FORWARD: ParamGroup.post_forward,
+    Moment.PRE_BACKWARD: ParamGroup.pre_backward,
+    Moment.POST_BACKWARD: ParamGroup.post_backward,
 }
 
 

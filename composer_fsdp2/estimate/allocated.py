@@ -1,0 +1,34 @@
+"""Bytes that a rank has allocated on its device, by kind, and their peak."""
+
+from composer_fsdp2.estimate.step import Kind
+
+_PLACE = {kind: place for place, kind in enumerate(Kind)}
+
+
+class AllocatedBytes:
+    """Counts allocations and frees in the order in which the CPU asks for them.
+
+    Attributes:
+        now: One number for each ``Kind``.
+        total: Their sum.
+        at_peak: ``now`` where the sum was largest since ``reset_peak``.
+        peak: That sum.
+    """
+
+    def __init__(self) -> None:
+        self.now = [0] * len(_PLACE)
+        self.total = self.peak = 0
+        self.at_peak = list(self.now)
+
+    def alloc(self, kind: Kind, num_bytes: int) -> None:
+        self.now[_PLACE[kind]] += num_bytes
+        self.total += num_bytes
+        if self.total > self.peak:
+            self.at_peak, self.peak = list(self.now), self.total
+
+    def free(self, kind: Kind, num_bytes: int) -> None:
+        self.now[_PLACE[kind]] -= num_bytes
+        self.total -= num_bytes
+
+    def reset_peak(self) -> None:
+        self.at_peak, self.peak = list(self.now), self.total
