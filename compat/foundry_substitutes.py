@@ -3,10 +3,11 @@
 Parameters stay what they are, so that the plan is the run's own; what becomes of the activations is in each reason.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -56,9 +57,9 @@ SUBSTITUTES: tuple[Substitute, ...] = (
     Substitute(key="attn_config.rope_impl", models=_MPT, when=lambda value: value == "dail", instead="hf",
         target="rope_impl: hf", reason=f"{_FLASH}; its rotation in place keeps less than what is counted"),
     Substitute(key="loss_fn", models=_MPT, default="fused_crossentropy", instead="torch_crossentropy",
-        when=lambda value: value != "torch_crossentropy", target="loss_fn: torch_crossentropy",
-        reason="the kernel needs flash-attn and a GPU; it writes the logits' gradient over the logits, so that the "
-        "loss takes less memory than what is counted"),
+        when=lambda value: value != "torch_crossentropy", target="a cross-entropy of the same memory",
+        reason=f"{_FLASH}; what stands in its place keeps the logits and a number for each token, and makes one "
+        "gradient in the logits' dtype"),
     Substitute(key="fc_type", models=_MPT, when=lambda value: value == "te", instead="torch", target="fc_type: torch",
         reason="it needs Transformer Engine and a GPU; the weights are the same, and what fp8 keeps is not counted"),
     Substitute(key="ffn_config.ffn_type", models=_MPT, when=lambda value: value == "mb_dmoe", instead="torch_dmoe",
@@ -122,11 +123,36 @@ def _finding(row: Substitute, value: Any, is_given: bool) -> Finding:
     return found if is_given else replace(found, origin=Origin.IMPLICIT)
 
 
-def attend_as_flash(model: nn.Module) -> None:
-    """Where MPT's ``flash`` was replaced: attention that keeps for backward what flash attention keeps."""
+def stand_in(model: nn.Module, findings: Iterable[Finding]) -> None:
+    """Have a built model take the memory of the kernels that ``substituted`` replaced."""
+    replaced = {finding.key for finding in findings}
     for module in model.modules():
-        if hasattr(module, "attn_fn") and hasattr(module, "kv_n_heads"):
+        if "model.attn_config.attn_impl" in replaced and hasattr(module, "attn_fn") and hasattr(module, "kv_n_heads"):
             module.attn_fn = _as_flash  # type: ignore[assignment]
+    if "model.loss_fn" in replaced:
+        model.loss_fn = _FusedCrossEntropy()
+
+
+class _FusedCrossEntropy(nn.Module):
+    """The memory of flash-attn's kernel, which computes in fp32 without storing it (``reduction="none"``)."""
+
+    ignore_index = nn.CrossEntropyLoss().ignore_index  # Foundry's loss counts the others
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        losses: Tensor = _CrossEntropy.apply(logits, targets)
+        return losses
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        losses, logarithms, _ = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
+        ctx.save_for_backward(logits, logarithms, targets)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return torch.empty_like(ctx.saved_tensors[0]), None
 
 
 def _as_flash(

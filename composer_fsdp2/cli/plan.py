@@ -70,7 +70,7 @@ class Plan(Command):
     reserve: Annotated[
         str | None,
         typer.Option(
-            "--reserve", metavar="6%+2GiB", help="What of it stays free for what is not modelled; default: 6%+2GiB."
+            "--reserve", metavar="5%+2GiB", help="What of it stays free for what is not modelled; default: 5%+2GiB."
         ),
     ] = None
     gpu: Annotated[Gpu | None, typer.Option("--gpu", help="Whose peak numbers bound the step's time.")] = None

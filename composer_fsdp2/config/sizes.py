@@ -78,7 +78,7 @@ class Reserve(Value):
     It stands for what is not modelled: the allocator's fragmentation, NCCL's buffers and CUDA's context.
     """
 
-    share: float = 0.06
+    share: float = 0.05
     fixed_bytes: int = 2 * 2**30
 
     def of(self, memory_bytes: int) -> int:
@@ -91,7 +91,7 @@ class Reserve(Value):
 
 
 def parse_reserve(text: str, name: str) -> Reserve:
-    """``6%+2GiB``, ``10%``, ``4GiB``, or ``0`` for none.
+    """``5%+2GiB``, ``10%``, ``4GiB``, or ``0`` for none.
 
     Raises:
         ConfigError: a part is neither a share in percent nor a size with a unit; or all of the memory is reserved.
@@ -101,9 +101,9 @@ def parse_reserve(text: str, name: str) -> Reserve:
         if part == "0":
             continue
         if part.endswith("%"):
-            share += _measured(part, name, {"%": 0.01}, "write 6%+2GiB")
+            share += _measured(part, name, {"%": 0.01}, "write 5%+2GiB")
         else:
             fixed_bytes += parse_bytes(part, name)
     if share >= 1:
-        raise ConfigError(f"{name} {text} reserves all of the memory; write 6%+2GiB")
+        raise ConfigError(f"{name} {text} reserves all of the memory; write 5%+2GiB")
     return Reserve(share=share, fixed_bytes=fixed_bytes)

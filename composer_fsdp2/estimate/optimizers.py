@@ -125,9 +125,10 @@ def optimizer_state(name: str, options: Mapping[str, Any] | None = None) -> Opti
         tensors=row.state.tensors + _given(options, row.adds) if has_state else 0,
         step_tensors=row.state.step_tensors + _given(options, row.allocates),
     )
-    if options.get("fused"):
+    implementation = options.get("implementation")
+    if options.get("fused", implementation == "fused"):
         return _without_allocations(state)
-    if state.foreach_tensors is None or options.get("foreach") is False:
+    if state.foreach_tensors is None or options.get("foreach", implementation != "for-loop") is False:
         return replace(state, foreach_tensors=None)
     return replace(state, foreach_tensors=state.foreach_tensors + _given(options, row.allocates_foreach))
 

@@ -20,8 +20,9 @@ class BatchWords:
     Args:
         microbatch, accumulation, rank_batch, global_batch, sequence, optimizer: Names with dots; ``rank_batch`` is a
             rank's rows in a step, in place of the accumulation.
-        defaults: What the system takes where none is given, by field.
-        options: Of the optimizer, by torch's name for each.
+        defaults: What the system takes where none is given, by field or option.
+        options: Of the optimizer, by torch's name for each; ``implementation`` is TorchTitan's for ``fused`` and
+            ``foreach``.
     """
 
     microbatch: tuple[str, ...]
@@ -36,6 +37,7 @@ class BatchWords:
 
 _LENGTHS = ("max_seq_length", "max_length", "sequence_length", "max_seq_len", "cutoff_len", "model_max_length")
 _ADAM = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
+_OPTIONS = ("lr", "weight_decay", "eps", "betas", "momentum", "nesterov", "amsgrad", "foreach", "fused")
 _OF_COMPOSER = "device_train_microbatch_size"
 _TRAINER = BatchWords(
     microbatch=("per_device_train_batch_size",),
@@ -59,7 +61,7 @@ BATCH_WORDS: Mapping[str, BatchWords] = {
         sequence=("max_seq_len", *_LENGTHS, "sequence_len"),
         optimizer=("optimizer.name", "optim"),
         defaults={},
-        options={name: f"optimizer.{name}" for name in ("lr", "weight_decay", "eps", "betas", "momentum", "amsgrad")},
+        options={name: f"optimizer.{name}" for name in _OPTIONS},
     ),
     "huggingface": _TRAINER,
     "axolotl": BatchWords(
@@ -83,8 +85,8 @@ BATCH_WORDS: Mapping[str, BatchWords] = {
         global_batch=("training.global_batch_size",),
         sequence=("training.seq_len",),
         optimizer=("optimizer.name",),
-        defaults={"microbatch": 8, "sequence": 2048, "optimizer": "AdamW"},
-        options={name: f"optimizer.{name}" for name in ("lr", "weight_decay", "eps")},
+        defaults={"microbatch": 8, "sequence": 2048, "optimizer": "AdamW", "implementation": "fused"},
+        options={name: f"optimizer.{name}" for name in ("lr", "weight_decay", "eps", "fused", "implementation")},
     ),
 }
 _OPTIMIZERS = {"adamw_torch": "AdamW", "adamw_hf": "AdamW", "sgd": "SGD"}
@@ -154,7 +156,8 @@ def read_batches(
     else:
         count = number("accumulation") if words.accumulation else 1
     name = str(number("optimizer"))
-    options = {own: _first(section, [key])[1] for own, key in words.options.items()}
+    found = {own: _first(section, [key])[1] for own, key in words.options.items()}
+    options = {own: words.defaults.get(own) if value is None else value for own, value in found.items()}
     return Batches(
         microbatch=rows,
         num_microbatches=count,

@@ -55,10 +55,8 @@ def read_foundry_yaml(
     findings: list[Finding] = []
     if model is None:
         given, findings = foundry_substitutes.substituted(foundry.model)
-        attends_as_flash = any(found.key == "model.attn_config.attn_impl" for found in findings)
         model = _built(foundry_run.build_foundry, foundry, given, model_config, file)
-        if attends_as_flash:
-            foundry_substitutes.attend_as_flash(model)
+        foundry_substitutes.stand_in(model, findings)
     whole = built(model)
     config = foundry.config
     rows, num_microbatches, assumptions = batches_of(

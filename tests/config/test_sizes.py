@@ -18,7 +18,7 @@ READ: list[tuple[Callable[[str, str], Any], str, Any]] = [
     (parse_bandwidth, "450GB/s", 450e9),
     (parse_bandwidth, "200 gbps", 25e9),  # bits: bytes are written with a B
     (parse_flops, "989TFLOPS", 989e12),
-    (parse_reserve, "6%+2GiB", Reserve()),
+    (parse_reserve, "5%+2GiB", Reserve()),
     (parse_reserve, "10%", Reserve(share=0.1, fixed_bytes=0)),
     (parse_reserve, "0", Reserve(share=0, fixed_bytes=0)),
 ]
@@ -54,5 +54,5 @@ def test_what_could_mean_two_things_is_refused():
 
 
 def test_a_reserve():
-    assert Reserve().of(100 * 2**30) == 8 * 2**30
-    assert str(Reserve()) == "6 % + 2.0 GiB" and str(Reserve(share=0, fixed_bytes=0)) == "nothing"
+    assert Reserve().of(100 * 2**30) == 7 * 2**30
+    assert str(Reserve()) == "5 % + 2.0 GiB" and str(Reserve(share=0, fixed_bytes=0)) == "nothing"

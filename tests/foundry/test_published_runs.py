@@ -1,0 +1,66 @@
+"""Runs that others published, planned: none that fitted is refused, and none that ran out of memory is let through."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from published import OUT_OF_MEMORY, PAGE, Published, Row, all_rows, page, plan_mpt, published, refused
+
+from composer_fsdp2.estimate.step import Kind
+
+# As LLM Foundry's tables have them, at 2,048 tokens.
+PARAMETERS = {
+    "MPT 125M": 125_311_488,
+    "MPT 350M": 355_985_408,
+    "MPT 760M": 760_470_528,
+    "MPT 1B": 1_315_950_592,
+    "MPT 3B": 2_651_837_440,
+    "MPT 7B": 6_658_859_008,
+    "MPT 13B": 12_853_954_560,
+    "MPT 30B": 29_975_214_080,
+    "MPT 70B": 64_862_437_376,
+}
+
+
+def check(runs: Sequence[Published]) -> list[Row]:
+    rows = all_rows(runs)
+    assert not refused(rows)
+    failed = [row for row in rows if row.run.reported == OUT_OF_MEMORY]
+    assert failed and not any(row.fits for row in failed)
+    for row in rows:
+        if row.run.tokens == 2048 and row.run.model in PARAMETERS:
+            assert row.parameters == PARAMETERS[row.run.model], row.run.model
+        # Tensors are a part of what PyTorch reserves for them.
+        if re.fullmatch(r"[\d.]+", row.run.reported):
+            assert 0.8 * float(row.run.reported) < row.peak_gib < float(row.run.reported), row
+    return rows
+
+
+def test_runs_that_fitted_are_not_refused():
+    """Some of them; MPT's are on the smallest GPUs."""
+    small = (40, "MPT 7B", 2048)
+    runs = [run for run in published() if run.source[:2] in ("ti", "hf") or (run.gib, run.model, run.tokens) == small]
+    assert len(runs) > 15
+    check(runs)
+
+
+@pytest.mark.slow
+def test_the_page_of_published_runs_is_what_is_planned():
+    rows = check(published())
+    assert {row.run.model for row in rows} >= PARAMETERS.keys()
+    assert page(rows) == PAGE.read_text()
+
+
+def test_the_fused_loss_takes_the_logits_and_their_gradient(tmp_path: Path):
+    """2 bytes each in bf16: flash-attn's kernel writes no logarithm, and its backward one tensor (``empty_like``)."""
+    run = next(run for run in published() if (run.model, run.tokens) == ("MPT 125M", 2048))
+    for loss, num_bytes in (("fused_crossentropy", 4), ("torch_crossentropy", 14)):
+        planned = plan_mpt(run, "125M", tmp_path, loss_fn=loss)
+        entries = run.microbatch * run.tokens * 50368
+        assert planned.most_of(Kind.LOSS) / entries == pytest.approx(num_bytes, rel=0.05), loss
