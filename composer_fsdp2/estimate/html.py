@@ -4,18 +4,25 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 
-from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.text import human_bytes
-from composer_fsdp2.estimate.plan_text import collective_rows, human_count, human_seconds, plan_text, where
-from composer_fsdp2.estimate.planned_step import PlannedStep, unit_kinds
+from composer_fsdp2.estimate.plan_text import (
+    Table,
+    bounds_table,
+    collectives_table,
+    human_count,
+    human_seconds,
+    memory_table,
+    plan_text,
+    shown_findings,
+    units_table,
+    where,
+)
+from composer_fsdp2.estimate.planned_step import PlannedStep
 from composer_fsdp2.estimate.step import Kind, MemorySample, Phase
-from composer_fsdp2.sharding.plan import ShardUnit
 
 _COLUMNS = 480  # of the timeline: of more samples the largest of each few is drawn
-_MAX_BARS = 256
 _WIDTH, _HEIGHT = 960.0, 300.0
 _LEFT, _TOP, _BOTTOM = 74.0, 16.0, 34.0
-_BAR_HEIGHT = 180.0
 
 # Of one lightness each, told apart by red-green-blind readers too: state, what is gathered, what the model computes.
 _COLOURS = {
@@ -85,7 +92,7 @@ _RULES = (
     "ul{padding-left:20px;margin:6px 0}li{overflow-wrap:anywhere}"
     "pre{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px;overflow-x:auto;"
     "font:12.5px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}"
-    ".unit{fill:#d98a1f}.unit.root{fill:#5b82bd}summary{cursor:pointer;color:var(--soft);margin-top:36px}"
+    "summary{cursor:pointer;color:var(--soft);margin-top:36px}"
 )
 
 
@@ -153,13 +160,8 @@ def _timeline(step: PlannedStep) -> Iterator[str]:
         f"<figcaption>Largest in {escape(where(peak))}. From left to right: the order of events, not time."
         f"{assumed}</figcaption></figure>"
     )
-    rows = [
-        (f'<i class="k{place}"></i>{kind.value}', human_bytes(peak.bytes_of(kind)), human_bytes(step.most_of(kind)))
-        for place, kind in enumerate(Kind)
-        if step.most_of(kind)
-    ]
-    rows.append(("sum", human_bytes(peak.total_bytes), ""))
-    yield from _table(("", "at the peak", "at most"), rows)
+    colours = [f'<i class="k{place}"></i>' for place, kind in enumerate(Kind) if step.most_of(kind)]
+    yield from _table(memory_table(step), colours)
 
 
 def _picture(name: str, height: float, shapes: Iterable[str]) -> Iterator[str]:
@@ -266,87 +268,40 @@ def _peak_mark(peak: MemorySample, samples: Sequence[MemorySample], scale: _Scal
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Units and collectives
+# What text has as well
 
 
 def _units(step: PlannedStep) -> Iterator[str]:
     yield "<h2>Units</h2>"
-    units = [unit for unit, _ in step.units_and_bytes()]
-    if len(units) <= _MAX_BARS:
-        yield from _picture("bytes of each unit, gathered", _BAR_HEIGHT + 6, _unit_bars(units))
-        yield "<figcaption>Bytes of each unit while it is gathered; a root's is blue.</figcaption></figure>"
-    rows = [
-        (
-            escape(kind.name),
-            f"{kind.units}",
-            human_count(kind.parameters),
-            human_bytes(kind.gathered_bytes),
-            human_bytes(kind.sent.intra),
-            human_bytes(kind.sent.inter),
-        )
-        for kind in unit_kinds(step.units_and_bytes())
-    ]
-    header = ("units of a kind", "number", "parameters of one", "gathered, one", "sent in a node", "in groups across")
-    yield from _table(header, rows)
-
-
-def _unit_bars(units: Sequence[ShardUnit]) -> Iterator[str]:
-    most = 1.05 * max((unit.unsharded_bytes for unit in units), default=0) or 1.0
-    width = min(60.0, (_WIDTH - _LEFT) / max(len(units), 1))
-    gap = min(2.0, width / 4)
-    yield from _axis(most, lambda num_bytes: _BAR_HEIGHT * (1 - num_bytes / most))
-    for number, unit in enumerate(units):
-        height = _BAR_HEIGHT * unit.unsharded_bytes / most
-        yield (
-            f'<rect class="unit{" root" * unit.is_root}" x="{_LEFT + number * width + gap / 2:.1f}" '
-            f'y="{_BAR_HEIGHT - height:.1f}" width="{width - gap:.1f}" height="{height:.1f}">'
-            f"<title>{escape(unit.name or '(the model)')}: {human_bytes(unit.unsharded_bytes)}</title></rect>"
-        )
+    yield from _table(units_table(step))
 
 
 def _collectives(step: PlannedStep) -> Iterator[str]:
     yield "<h2>Collectives of a step, for one rank</h2>"
-    header = ("collective", "ranks", "link", "calls", "full buffers", "sent in a ring", "to other nodes")
-    yield from _table(header, collective_rows(step))
+    yield from _table(collectives_table(step))
     yield (
         '<p class="soft">In a ring a rank sends (n-1)/n of a full buffer, and of an all-reduce twice that. A ring over '
         "several nodes leaves each once: the last column is a rank’s share of it.</p>"
     )
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Cells are HTML."""
+def _table(table: Table, marks: Sequence[str] = ()) -> Iterator[str]:
+    """Marks are HTML before the first cell of each row."""
     yield '<div class="scroll"><table><thead><tr>'
-    yield "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    yield "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
     yield "</tr></thead><tbody>"
-    for row in rows:
-        yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
+    for mark, row in zip(marks or [""] * len(table.rows), table.rows, strict=True):
+        first, *others = map(escape, row)
+        yield f"<tr><td>{mark}{first}</td>" + "".join(f"<td>{cell}</td>" for cell in others) + "</tr>"
     yield "</tbody></table></div>"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What else there is to say
-
-
 def _bounds(step: PlannedStep) -> Iterator[str]:
-    bounds = step.bounds
-    if bounds is None:
-        return
-    yield "<h2>Bounds of a step</h2>"
-    rows = [
-        ("computing", human_seconds(bounds.compute_s)),
-        ("sending within nodes", human_seconds(bounds.intra_s)),
-        ("sending between nodes", human_seconds(bounds.inter_s)),
-        ("a step takes at least", human_seconds(bounds.lower_s)),
-        ("one after the other, at the same speeds", human_seconds(bounds.serial_s)),
-    ]
-    if bounds.exposed_s is not None:
-        rows.append(("communication that no overlap hides, at least", human_seconds(bounds.exposed_s)))
-    if bounds.mfu_at_most is not None:
-        rows.append(("MFU at most", f"{bounds.mfu_at_most:.1%}"))
-    yield from _table(("", "of one rank"), rows)
-    yield from _list("Speeds:", bounds.machine.sources)
-    yield from _list("Not known, and not in these numbers:", bounds.unknown)
+    if step.bounds is not None:
+        yield "<h2>Bounds of a step</h2>"
+        yield from _table(bounds_table(step))
+        yield from _list("Speeds:", step.bounds.machine.sources)
+        yield from _list("Not known, and not in these numbers:", step.bounds.unknown)
 
 
 def _list(title: str, texts: Sequence[str]) -> Iterator[str]:
@@ -357,13 +312,9 @@ def _list(title: str, texts: Sequence[str]) -> Iterator[str]:
 
 
 def _findings(step: PlannedStep) -> Iterator[str]:
-    """What blocks, what is not quite as it was, and what was assumed; the rest is in ``--json``."""
-    quiet = (Outcome.EXACT, Outcome.UNNEEDED)
-    others = [each for each in step.findings if each.asks and each.outcome not in quiet and not each.outcome.blocks]
-    texts = [str(finding) for finding in (*step.blocking, *others)]
-    if texts or step.estimate.notes:
+    if texts := [*map(str, shown_findings(step)), *step.estimate.notes]:
         yield "<h2>Findings</h2>"
-        yield from _list("", [*texts, *step.estimate.notes])
+        yield from _list("", texts)
 
 
 def _text(step: PlannedStep) -> Iterator[str]:

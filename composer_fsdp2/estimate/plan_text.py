@@ -1,18 +1,25 @@
 """What ``plan`` says of a run, as text that fits a screen."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from composer_fsdp2.config.findings import Outcome
+from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.text import human_bytes, printable
-from composer_fsdp2.estimate.bounds import Bounds
 from composer_fsdp2.estimate.planned_step import PlannedStep, unit_kinds
 from composer_fsdp2.estimate.step import Kind, MemorySample
 
 WIDTH = 96
-_BAR = 24
 _SHOWN_KINDS = 6
 _SHOWN_FINDINGS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of ``plan``, for text and for HTML; the first column is to the left, the others to the right."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
 def plan_text(step: PlannedStep) -> str:
@@ -51,57 +58,69 @@ def _run(step: PlannedStep) -> Iterator[str]:
     yield f"  on each rank {number} {'microbatches' if number > 1 else 'microbatch'} of {rows} a step"
 
 
+def memory_table(step: PlannedStep) -> Table:
+    """By kind, in the order of ``Kind``; without those of which there is nothing."""
+    peak = step.estimate.peak
+    rows = [
+        (kind.value, human_bytes(size := peak.bytes_of(kind)), f"{size / peak.total_bytes:.0%}", human_bytes(most))
+        for kind in Kind
+        if (most := step.most_of(kind))
+    ]
+    return Table(("by kind", "at the peak", "share", "at most"), tuple(rows))
+
+
 def _memory(step: PlannedStep) -> Iterator[str]:
     peak = step.estimate.peak
-    yield f"memory of a rank, where it is largest: {human_bytes(peak.total_bytes)}"
+    yield f"memory of a rank, at its peak: {human_bytes(peak.total_bytes)}"
     yield f"  in {where(peak)}"
-    for kind in Kind:
-        if size := peak.bytes_of(kind):
-            share = size / peak.total_bytes
-            yield f"  {kind.value:<23} {human_bytes(size):>11}  {share:>4.0%}  {'█' * round(share * _BAR)}".rstrip()
+    yield from _lines(memory_table(step))
     if step.trace is None:
-        yield "  activations             not counted"
+        yield "  activations are not counted"
     if step.estimate.host_bytes:
         yield f"  and in the host's memory, for each rank: {human_bytes(step.estimate.host_bytes)}"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    for row in (header, *rows):
+def _lines(table: Table) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in (table.header, *table.rows)) for column in range(len(table.header))]
+    for row in (table.header, *table.rows):
         first, *others = row
         cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        indent = "" if row is header else "  "
-        yield f"{indent}{first:<{widths[0] + (2 if row is header else 0)}}  {'  '.join(cells)}".rstrip()
+        indent = "" if row is table.header else "  "
+        yield f"{indent}{first:<{widths[0] + 2 - len(indent)}}  {'  '.join(cells)}".rstrip()
 
 
-def _short(name: str, length: int = 34) -> str:
-    return name if len(name) <= length else f"…{name[1 - length :]}"
-
-
-def _units(step: PlannedStep) -> Iterator[str]:
-    kinds = unit_kinds(step.units_and_bytes())
+def units_table(step: PlannedStep) -> Table:
+    """Units of one kind in a row, the most parameters first."""
+    kinds = sorted(unit_kinds(step.units_and_bytes()), key=lambda kind: -kind.units * kind.parameters)
     rows = [
         (
-            _short(kind.name),
+            kind.name,
             f"{kind.units}",
             human_count(kind.parameters),
             human_bytes(kind.gathered_bytes),
             human_bytes(kind.sent.intra),
             human_bytes(kind.sent.inter),
         )
-        for kind in sorted(kinds, key=lambda kind: -kind.units * kind.parameters)
+        for kind in kinds
     ]
-    yield from _table(
-        ("units of a kind", "number", "parameters", "gathered", "sent in nodes", "between"), rows[:_SHOWN_KINDS]
-    )
-    if len(rows) > _SHOWN_KINDS:
-        yield f"  and {len(rows) - _SHOWN_KINDS} more kinds; --json has them all"
+    return Table(("units of a kind", "number", "parameters", "gathered", "sent in nodes", "between"), tuple(rows))
 
 
-def collective_rows(step: PlannedStep) -> list[tuple[str, ...]]:
-    """Of a step's collectives that are alike: what, ranks, link, calls, and bytes of buffers, sent, and to nodes."""
-    return [
+def _units(step: PlannedStep) -> Iterator[str]:
+    table = units_table(step)
+    shown = [(_short(name), *others) for name, *others in table.rows[:_SHOWN_KINDS]]
+    yield from _lines(Table(table.header, tuple(shown)))
+    if len(table.rows) > len(shown):
+        yield f"  and {len(table.rows) - len(shown)} more kinds; --json has them all"
+
+
+def _short(name: str, length: int = 34) -> str:
+    return name if len(name) <= length else f"…{name[1 - length :]}"
+
+
+def collectives_table(step: PlannedStep) -> Table:
+    """Of a step, for one rank; sent is in a ring."""
+    rows = [
         (
             f"{each.phase.value}: {each.op}",
             f"{each.ranks}",
@@ -113,52 +132,58 @@ def collective_rows(step: PlannedStep) -> list[tuple[str, ...]]:
         )
         for each in step.traffic
     ]
+    return Table(("collectives of a step", "ranks", "link", "calls", "buffers", "sent", "to nodes"), tuple(rows))
 
 
 def _collectives(step: PlannedStep) -> Iterator[str]:
-    yield from _table(
-        ("collectives of a step", "ranks", "link", "calls", "buffers", "sent", "to nodes"), collective_rows(step)
-    )
+    yield from _lines(collectives_table(step))
+
+
+def bounds_table(step: PlannedStep) -> Table:
+    """Without rows where no speed was given."""
+    bounds = step.bounds
+    if bounds is None:
+        return Table((), ())
+    rows = [
+        ("computing", human_seconds(bounds.compute_s)),
+        ("sending in nodes", human_seconds(bounds.intra_s)),
+        ("sending between nodes", human_seconds(bounds.inter_s)),
+        ("all without overlap", human_seconds(bounds.serial_s)),
+    ]
+    if bounds.exposed_s is not None:
+        rows.append(("exposed communication", f"at least {human_seconds(bounds.exposed_s)}"))
+    if bounds.mfu_at_most is not None:
+        rows.append(("MFU", f"at most {bounds.mfu_at_most:.1%}"))
+    return Table(("a step", f"at least {human_seconds(bounds.lower_s)}"), tuple(rows))
 
 
 def _bounds(step: PlannedStep) -> Iterator[str]:
     if step.bounds is not None:
-        yield from _lines_of(step.bounds)
-
-
-def _lines_of(bounds: Bounds) -> Iterator[str]:
-    parts = (("computing", bounds.compute_s), ("in nodes", bounds.intra_s), ("between nodes", bounds.inter_s))
-    said = ", ".join(f"{name} {human_seconds(seconds)}" for name, seconds in parts if seconds)
-    yield f"a step takes at least {human_seconds(bounds.lower_s)}: {said or 'nothing is known to take time'}"
-    more = []
-    if bounds.exposed_s is not None:
-        more.append(f"communication that no overlap hides: at least {human_seconds(bounds.exposed_s)}")
-    if bounds.mfu_at_most is not None:
-        more.append(f"MFU at most {bounds.mfu_at_most:.1%}")
-    if more:
-        yield f"  {'; '.join(more)}"
-    yield f"  one after the other, at the same speeds: {human_seconds(bounds.serial_s)}"
-    if bounds.machine.sources:
-        yield from _wrapped("; ".join(bounds.machine.sources))
-    yield from _wrapped("Not known: contention, stragglers, kernels, data loading, NCCL's choices (--json says more).")
+        yield from _lines(bounds_table(step))
+        if step.bounds.machine.sources:
+            yield from _wrapped("; ".join(step.bounds.machine.sources))
+        yield from _wrapped(
+            "Not known: contention, stragglers, kernels, data loading, NCCL's choices (--json says more)."
+        )
 
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
-def _change(before: int, after: int) -> str:
-    return f"{(after - before) / before:+.1%}" if before else ""
+def shown_findings(step: PlannedStep) -> list[Finding]:
+    """What blocks comes first; what is exact or not needed is left to ``--json``."""
+    quiet = (Outcome.EXACT, Outcome.UNNEEDED)
+    others = [each for each in step.findings if each.asks and each.reason and not each.outcome.blocks]
+    return [*step.blocking, *(each for each in others if each.outcome not in quiet)]
 
 
 def _findings(step: PlannedStep) -> Iterator[str]:
-    """What blocks comes first; what is exact or not needed is left to ``--json``."""
-    said = [*step.blocking, *(each for each in step.findings if each.asks and not each.outcome.blocks and each.reason)]
-    told = [each for each in said if each.outcome not in (Outcome.EXACT, Outcome.UNNEEDED)]
-    for finding in told[:_SHOWN_FINDINGS]:
+    found = shown_findings(step)
+    for finding in found[:_SHOWN_FINDINGS]:
         yield from textwrap.wrap(str(finding), WIDTH, initial_indent="finding: ", subsequent_indent="    ", max_lines=2)
-    if len(told) > _SHOWN_FINDINGS:
-        yield f"and {len(told) - _SHOWN_FINDINGS} more findings; --json has them all"
+    if len(found) > _SHOWN_FINDINGS:
+        yield f"and {len(found) - _SHOWN_FINDINGS} more findings; --json has them all"
     for note in step.estimate.notes:
         yield from textwrap.wrap(note, WIDTH, initial_indent="note: ", subsequent_indent="    ")
 
@@ -166,7 +191,8 @@ def _findings(step: PlannedStep) -> Iterator[str]:
 def _verdict(step: PlannedStep) -> Iterator[str]:
     memory, peak = step.memory, step.estimate.peak_bytes
     if step.blocking:
-        yield f"verdict: {len(step.blocking)} findings need a decision before it can run"
+        number = len(step.blocking)
+        yield f"verdict: {number} {'finding needs' if number == 1 else 'findings need'} a decision before it can run"
     if memory is None:
         yield "verdict: no memory was given to compare with; --memory 80GiB does"
         return

@@ -119,7 +119,7 @@ def test_the_text_fits_a_screen(step: PlannedStep):
     for said in (
         "960 parameters in 3 units on 4 ranks",
         "decoder.blocks.*",
-        "a step takes at least",
+        "exposed communication",
         "verdict: fits",
     ):
         assert said in words, words
