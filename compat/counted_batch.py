@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2._torch.passing import tensors_in, with_tensors
-from composer_fsdp2.comparing.counted import counted
-from composer_fsdp2.comparing.job import Job
-from composer_fsdp2.comparing.predicting import CountedBatch
+from composer_fsdp2.comparing.counted_batch import CountedBatch, counted
+from composer_fsdp2.comparing.job import Options
 from composer_fsdp2.comparing.run_record import CollectiveCount
 from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
 from composer_fsdp2.estimate.blocks import copy_with
@@ -71,10 +70,12 @@ class Counting:
             self.peak_bytes = self._state.peak_of_all + sum(buffers.values())
             self._state = None
 
-    def batch(self, job: Job, state: State, plan: ShardingPlan, *, num_ranks: int, is_auto: bool) -> CountedBatch:
+    def batch(
+        self, options: Options, state: State, plan: ShardingPlan, *, num_ranks: int, is_auto: bool
+    ) -> CountedBatch:
         """What was counted, for a prediction."""
         return CountedBatch(
-            job=job,
+            options=options,
             plan=plan.resolve(num_ranks),
             model=None if self._first is None else self._unsharded,
             microbatch=self._first,

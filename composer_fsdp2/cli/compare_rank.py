@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from composer_fsdp2.comparing.predicting import CountedBatch
+    from composer_fsdp2.comparing.counted_batch import CountedBatch
     from composer_fsdp2.comparing.run_record import Prediction
 
 

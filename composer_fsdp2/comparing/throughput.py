@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from composer_fsdp2.comparing.run_record import RunRecord
 from composer_fsdp2.config.value import Value
 
-_WARMING_UP = 2  # batches in which memory and kernels are still being chosen
+_WARMING_UP = 2  # batches in which the allocator and the choice of kernels settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +16,8 @@ class Throughput(Value):
     """Of one run.
 
     Args:
-        batches: How many were timed: neither the first ones, where there are others, nor the one that was counted.
-        low: With ``high`` the interval in which the median lies with 95 % confidence, or the range where that takes
-            more batches.
+        batches: How many were timed: neither the first ones, if there are others, nor the counted one.
+        low: With ``high`` the 95 % confidence interval of the median, or the range where that takes more batches.
     """
 
     batches: int
@@ -37,8 +36,7 @@ def throughput(run: RunRecord) -> Throughput:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies with 95 % confidence, whatever the distribution: two order statistics (a sign test)."""
-    half_width = 0.98 * math.sqrt(len(values))
-    first = max(0, math.floor(len(values) / 2 - half_width))
+    """The median's 95 % confidence interval for any distribution: two order statistics (a sign test)."""
+    first = max(0, math.floor(len(values) / 2 - 0.98 * math.sqrt(len(values))))
     ordered = sorted(values)
     return ordered[first], ordered[-1 - first]

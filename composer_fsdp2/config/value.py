@@ -3,9 +3,9 @@
 import enum
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -38,6 +38,16 @@ def plain(value: object) -> Any:
 def json_text(value: object) -> str:
     """The value as one line of JSON."""
     return json.dumps(value, default=_simpler)
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """The value of this type that ``to_json`` wrote: a dataclass, an enum, a tuple of either, or JSON's own types."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        types = get_type_hints(kind)
+        return kind(**{name: from_json(types[name], each) for name, each in value.items()})
+    if get_origin(kind) is tuple:
+        return tuple(from_json(get_args(kind)[0], each) for each in value)
+    return kind(value) if isinstance(kind, enum.EnumMeta) else value
 
 
 def _simpler(value: object) -> object:
