@@ -1,7 +1,7 @@
 """One rank of a compared run: the user's own file, watched from its first ``fit`` to the last batch that counts.
 
-Nothing of the file is edited. What the Trainer is given in place of its own settings, and why, is noted as an
-``Override``, and all of them stand in the report.
+The file is not edited. Every argument of the Trainer that the comparison replaces is recorded as an ``Override`` with
+its reason, for the report.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ from composer_fsdp2.comparing.job import Job
 from composer_fsdp2.comparing.reference import Reference, write_reference
 from composer_fsdp2.comparing.run_record import BatchRecord, Override, Prediction, RunRecord, Settings, TensorDistance
 from composer_fsdp2.config.text import short
+from composer_fsdp2.config.value import json_text
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.contents import digest_of, parts_of
 from composer_fsdp2.sharding.agree import gather
@@ -38,7 +39,7 @@ from .counted_batch import Counting
 from .scripts import run_file
 from .seams import Seam, put_back, replace
 
-_COUNTED_BATCH = 2  # of those that are compared; the first makes what later ones find
+_COUNTED_BATCH = 2  # of those that are compared; the first allocates what later ones reuse
 _NOT_ON_THE_CPU = (
     "FSDP1 was told that the current CUDA device is the CPU, and meta tensors were filled there: without a GPU it "
     "raises otherwise"
@@ -77,7 +78,7 @@ def _train(job: Job) -> None:
 
 @contextlib.contextmanager
 def _fsdp1(watch: "_Watch") -> Iterator[None]:
-    """Composer as it is. Where there is no GPU it still asks for one, and FSDP1 takes any device."""
+    """Composer unchanged. Without a GPU it still queries the current one, and FSDP1 accepts any device."""
     if torch.cuda.is_available():
         yield
         return
@@ -124,7 +125,7 @@ class _Watch:
     def _counts_state(self) -> bool:
         return self.job.engine is Sharding.FSDP2 and dist.get_global_rank() == 0
 
-    # --- in place of Composer's own
+    # --- replacements of Composer's
 
     @contextlib.contextmanager
     def over_trainers(self) -> Iterator[None]:
@@ -163,7 +164,7 @@ class _Watch:
             for evaluator in trainer.state.evaluators:
                 evaluator.eval_interval = _never
             original(trainer, *args, **kwargs)
-            self._finish()  # the run is shorter than what was to be compared
+            self._finish()  # the run has fewer batches than requested
         raise _Compared
 
     def _run_event(self, original: Callable[..., Any], engine: Engine, event: Event | str) -> Any:
@@ -191,7 +192,7 @@ class _Watch:
     # --- settings
 
     def _in_place_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of Trainer that are others than given."""
+        """The arguments of Trainer that the comparison replaces."""
         used: dict[str, Any] = {}
 
         def use(name: str, value: Any, why: str) -> None:
@@ -220,10 +221,10 @@ class _Watch:
     def _note(self, name: str, given: str, used: str, why: str) -> None:
         self._overrides[name] = Override(name=name, given=given, used=used, why=why)
 
-    # --- what is measured
+    # --- measurements
 
     def _begin(self, state: State) -> None:
-        """Before the first batch: the same random numbers on both, and what there is before it."""
+        """Before the first batch: seed both engines alike, and compare their state."""
         _check_sharded(state.model, self.job)
         # Without buffers: FSDP1 casts them to buffer_dtype in the first forward only.
         self._start = self._distances("start", has_buffers=False)
@@ -234,7 +235,7 @@ class _Watch:
             torch.cuda.reset_peak_memory_stats()
 
     def _begin_epoch(self) -> None:
-        """End what would go on without end: a Trainer whose loader is empty begins one epoch after the other."""
+        """Raise where a Trainer would never end: with an empty loader it begins one epoch after the other."""
         self._num_epochs += 1
         if self._num_epochs > 2 and not self._batches:
             raise ConfigError(
@@ -293,7 +294,7 @@ class _Watch:
         end = self._distances("end", learning_rates=self._learning_rates)
         of_ranks = gather(self._batches)
         if dist.get_global_rank() == 0:
-            self._record(state, of_ranks, end).write(self.job.record_path)
+            self.job.record_path.write_text(json_text(self._record(state, of_ranks, end)))
         dist.barrier()
 
     def _distances(

@@ -1,4 +1,4 @@
-"""What rank 0 counts in one batch of a compared run, and notes so that the same batch can be predicted."""
+"""Counts collectives and memory in one batch of a compared run, and records its inputs for a prediction."""
 
 import contextlib
 from typing import Any
@@ -52,9 +52,9 @@ class Counting:
         self._of_backward.enter_context(self._collectives)
 
     def note_microbatch(self, batch: Any) -> None:
-        """Called before the forward of each."""
+        """Called before each microbatch's forward."""
         self.num_microbatches += 1
-        with contextlib.suppress(Exception):  # tensors that lie in no meta device, such as sparse ones
+        with contextlib.suppress(Exception):  # tensors that the meta device does not support, such as sparse ones
             on_meta = with_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
             self._first = on_meta if self._first is None else self._first
             self._shapes.append([tensor.shape for tensor in tensors_in(on_meta)])
@@ -73,7 +73,7 @@ class Counting:
     def batch(
         self, options: Options, state: State, plan: ShardingPlan, *, num_ranks: int, is_auto: bool
     ) -> CountedBatch:
-        """What was counted, for a prediction."""
+        """The counts and the inputs of a prediction."""
         return CountedBatch(
             options=options,
             plan=plan.resolve(num_ranks),
@@ -90,7 +90,7 @@ class Counting:
 
 
 def _is_offloaded(model: nn.Module) -> bool:
-    """Whether parameters lie elsewhere than where they are gathered; what is counted is not told apart then."""
+    """Whether shards are on another device than the mesh; host and device memory would be counted together."""
     return any(
         isinstance(each, DTensor) and local_tensor(each).device.type != each.device_mesh.device_type
         for each in model.parameters()

@@ -18,7 +18,7 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compare(Command):
-    """Train a file, as it is, on FSDP1, on FSDP2 and on FSDP1 again, and say whether it is the same run.
+    """Train a file, as it is, on FSDP1, on FSDP2 and on FSDP1 again, and decide whether it is the same run.
 
     Compares the data, losses, gradient norms before clipping, parameters and optimizer state; the second run on FSDP1
     shows how far the run is from itself. Nothing is saved or logged but the report.
@@ -94,7 +94,7 @@ class Compare(Command):
 
 @contextlib.contextmanager
 def _progress(options: Compare) -> Iterator[Callable[[str, int], None]]:
-    """Told of each run's batches: a bar on a terminal, else a line when one begins."""
+    """Yields a function that shows a run's progress: a bar on a terminal, else a line when it begins."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 

@@ -14,7 +14,7 @@ from typing import Any
 from composer_fsdp2.comparing.drawing import draw
 from composer_fsdp2.comparing.job import Engine, Job, Options
 from composer_fsdp2.comparing.judging import Verdict, judge
-from composer_fsdp2.comparing.launching import Interruptions, RunFailedError, run_ranks
+from composer_fsdp2.comparing.launching import RunFailedError, interruptions, run_ranks
 from composer_fsdp2.comparing.outcome import Outcome
 from composer_fsdp2.comparing.provenance import checkpoint_hash, data_hash, hash_of, versions
 from composer_fsdp2.comparing.run_record import RunRecord
@@ -33,21 +33,21 @@ def compare(options: Options, output: Path | None, show: Show) -> Outcome:
         ConfigError: the options cannot be used, and nothing was started; or the report cannot be written.
     """
     _check(options, output)
-    with Interruptions() as interruptions, _folder(output) as folder:
+    with interruptions() as check, _folder(output) as folder:
         runs: list[RunRecord] = []
         found: dict[str, Any] = {"verdict": Verdict.UNUSABLE}
         hashes = {"file": hash_of(Path(options.file))}
         try:
             for title in titles(options):
                 job = _job(options, title, folder, writes_reference=not runs)
-                runs.append(run_ranks(job, partial(show, title), interruptions))
+                runs.append(run_ranks(job, partial(show, title), check))
         except RunFailedError as problem:
             found["error"] = str(problem)
         except KeyboardInterrupt:
             found["verdict"] = Verdict.INTERRUPTED
         else:
             if options.load_path:
-                hashes["checkpoint"] = checkpoint_hash(options.load_path, interruptions.check)
+                hashes["checkpoint"] = checkpoint_hash(options.load_path, check)
             found = _judged(runs, options, folder if output else None)
         if runs:
             hashes["data"] = data_hash(runs[0])

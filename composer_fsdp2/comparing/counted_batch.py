@@ -1,4 +1,4 @@
-"""The batch whose collectives and memory are counted, so that it can be compared with a prediction."""
+"""The batch whose collectives and memory are counted, to be compared with a prediction."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -17,9 +17,9 @@ _STYLES: Sequence[dict[str, Any]] = (
 
 
 def draw(path: Path, runs: Sequence[RunRecord]) -> str:
-    """Write the picture; "" or why there is none."""
+    """Write the picture; returns "", or why it is missing."""
     try:
-        # By name: nothing else needs it, so it is not installed with the project.
+        # Nothing else needs it, so it is not installed with the project.
         backend: Any = importlib.import_module("matplotlib.backends.backend_agg")
         figures: Any = importlib.import_module("matplotlib.figure")
     except ImportError:

@@ -1,6 +1,6 @@
 """Parameters, optimizer state and buffers of a sharded model, FSDP1's or FSDP2's, as full tensors by canonical names.
 
-FSDP1's own full state dict ends the process where there is no GPU (torch 2.7.0), so the shards are gathered here, one
+FSDP1's own full state dict ends the process without a GPU (torch 2.7.0), so the shards are gathered here, one
 tensor at a time, in the order in which FSDP1 concatenated them in its flat parameters.
 """
 

@@ -1,11 +1,10 @@
 """What a comparison runs: the user's options, and the job of each run, passed to its ranks as a file."""
 
 import enum
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_fsdp2.config.value import Value, from_json, json_text
+from composer_fsdp2.config.value import Value
 
 TOLERANCE = 1e-6  # relative
 
@@ -70,15 +69,10 @@ class Job(Value):
     def progress_path(self) -> Path:
         return Path(self.folder, "batches")
 
+    @property
+    def path(self) -> Path:
+        """Of the job itself."""
+        return Path(self.folder, "job.json")
+
     def log_path(self, rank: int) -> Path:
         return Path(self.folder, f"rank-{rank}.log")
-
-    def write(self) -> Path:
-        path = Path(self.folder, "job.json")
-        path.write_text(json_text(self))
-        return path
-
-    @classmethod
-    def read(cls, path: Path) -> "Job":
-        job: Job = from_json(cls, json.loads(path.read_text()))
-        return job

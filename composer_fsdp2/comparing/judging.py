@@ -50,7 +50,7 @@ class Quantity(Value):
 
     @property
     def is_same(self) -> bool:
-        # Where FSDP1 is not finite in one of its own runs, no distance proves anything.
+        # Where FSDP1 is not finite in one of its runs, no distance proves anything.
         return self.distance <= self.limit < math.inf
 
     @property

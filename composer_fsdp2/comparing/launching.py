@@ -8,10 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 from composer_fsdp2.comparing.job import Job
 from composer_fsdp2.comparing.run_record import RunRecord
+from composer_fsdp2.config.value import from_json, json_text
 from composer_fsdp2.errors import ConfigError
 
 _POLL_S = 0.1
@@ -24,35 +24,30 @@ class RunFailedError(ConfigError):
     """A run ended before its last batch."""
 
 
-class Interruptions:
-    """Whether SIGINT or SIGTERM has arrived within the block.
+@contextlib.contextmanager
+def interruptions() -> Iterator[Callable[[], None]]:
+    """Yields a function that raises KeyboardInterrupt, once, after SIGINT or SIGTERM has arrived within the block.
 
     They raise nothing by themselves: an exception between a rank's start and its entry in a list would leave its
     process behind.
     """
+    arrived: list[int] = []
 
-    def __init__(self) -> None:
-        self._has_arrived = False
-
-    def __enter__(self) -> "Interruptions":
-        self._before = {number: signal.signal(number, self._arrive) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _arrive(self, number: int, frame: object) -> None:
-        self._has_arrived = True
-
-    def check(self) -> None:
-        """Raises KeyboardInterrupt, once for each time that a signal has arrived."""
-        if self._has_arrived:
-            self._has_arrived = False
+    def check() -> None:
+        if arrived:
+            arrived.clear()
             raise KeyboardInterrupt
 
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, frame: arrived.append(number)) for number in numbers]
+    try:
+        yield check
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
-def run_ranks(job: Job, show: Callable[[int], None], interruptions: Interruptions) -> RunRecord:
+
+def run_ranks(job: Job, show: Callable[[int], None], check: Callable[[], None]) -> RunRecord:
     """Start the job's ranks on this machine, wait for them, and read the record that rank 0 writes.
 
     None of their processes outlives the call.
@@ -61,29 +56,30 @@ def run_ranks(job: Job, show: Callable[[int], None], interruptions: Interruption
         show: Called with the number of batches that are done.
     Raises:
         RunFailedError: with the last lines of the rank that failed first, and the path of its log.
-        KeyboardInterrupt: as ``interruptions`` raises it.
+        KeyboardInterrupt: from ``check``, which is called until the ranks have ended.
     """
-    Path(job.folder).mkdir(parents=True)
+    job.path.parent.mkdir(parents=True)
+    job.path.write_text(json_text(job))
     with _ranks(job) as ranks:
-        failed = _wait(job, ranks, show, interruptions)
+        failed = _wait(job, ranks, show, check)
     if not job.record_path.exists():
         rank = failed or 0  # all may have ended without an error
         raise RunFailedError(_failure(job, rank, ranks[rank].returncode))
-    return RunRecord.read(job.record_path)
+    return from_json(RunRecord, job.record_path.read_text())
 
 
 def _wait(
-    job: Job, ranks: list[subprocess.Popen[bytes]], show: Callable[[int], None], interruptions: Interruptions
+    job: Job, ranks: list[subprocess.Popen[bytes]], show: Callable[[int], None], check: Callable[[], None]
 ) -> int | None:
     """Wait until all ranks have ended, or for some seconds after the first has failed; returns that one, if any.
 
-    The others fail because of it, and their logs tell less.
+    The others fail because of it, and their logs have less of the reason.
     """
     deadline, shown, failed = float("inf"), -1, None
     is_running = True
     while is_running:
         is_running = any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline
-        interruptions.check()
+        check()
         done = job.progress_path.read_bytes().count(b"\n") if job.progress_path.exists() else 0
         if done != shown:
             show(shown := done)
@@ -98,7 +94,7 @@ def _wait(
 @contextlib.contextmanager
 def _ranks(job: Job) -> Iterator[list[subprocess.Popen[bytes]]]:
     # Not by Composer's launcher, which imports Composer once more for seconds, and keeps rank 0's output only.
-    command = [sys.executable, "-m", "composer_fsdp2.cli.compare_rank", str(job.write())]
+    command = [sys.executable, "-m", "composer_fsdp2.cli.compare_rank", str(job.path)]
     environment = _environment(job)
     ranks: list[subprocess.Popen[bytes]] = []
     try:
@@ -107,7 +103,7 @@ def _ranks(job: Job) -> Iterator[list[subprocess.Popen[bytes]]]:
                 process = subprocess.Popen(
                     command,
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    start_new_session=True,  # so that the workers of its data loader can be ended with it
+                    start_new_session=True,  # the workers of its data loader end with it
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

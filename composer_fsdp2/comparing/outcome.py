@@ -5,6 +5,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Outcome(Value):
         error: Of a run that failed: its last lines, and the path of its log.
         runs: FSDP1, FSDP2, FSDP1 again: those that reached their end.
         quantities: Empty without a verdict.
-        picture: Why there is no picture; "" if there is one.
+        picture: Why the picture is missing; "" otherwise.
     """
 
     options: Options
@@ -133,12 +134,12 @@ class Outcome(Value):
     def _batch_rows(self) -> Iterator[list[str]]:
         columns = (f"{what}, {run.title}" for what in ("loss", "gradient norm") for run in self.runs)
         yield ["batch", "data", *columns]
-        for number, first in enumerate(self.runs[0].batches):
-            each = [run.batches[number] if number < len(run.batches) else None for run in self.runs]
-            is_same = all(batch is not None and batch.digests == first.digests for batch in each)
-            losses = ["" if batch is None else f"{batch.loss:.7f}" for batch in each]
-            norms = ["" if batch is None else f"{batch.gradient_norm:.7g}" for batch in each]
-            yield [str(first.batch), "same" if is_same else "DIFFERENT", *losses, *norms]
+        for batches in zip_longest(*(run.batches for run in self.runs)):
+            present = [batch for batch in batches if batch]
+            is_same = len(present) == len(batches) and len({batch.digests for batch in present}) == 1
+            losses = [f"{batch.loss:.7f}" if batch else "" for batch in batches]
+            norms = [f"{batch.gradient_norm:.7g}" if batch else "" for batch in batches]
+            yield [str(present[0].batch), "same" if is_same else "DIFFERENT", *losses, *norms]
 
     def _tensor_rows(self) -> Iterator[list[str]]:
         """The furthest apart of each run's parameters, buffers and optimizer state."""

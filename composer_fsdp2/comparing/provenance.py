@@ -38,7 +38,7 @@ def data_hash(run: RunRecord) -> str:
 
 
 def checkpoint_hash(path: str, check: Callable[[], None]) -> str:
-    """SHA-256 of a checkpoint on a local disk, or why there is none.
+    """SHA-256 of a checkpoint on a local disk, or why it is missing.
 
     Large checkpoints take hours, after runs that took longer: an interruption must not lose their verdict.
 

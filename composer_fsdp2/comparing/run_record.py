@@ -1,12 +1,10 @@
 """The record of one run, which rank 0 writes as JSON and the process that judges reads."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from composer_fsdp2.config.value import Value, from_json, json_text
+from composer_fsdp2.config.value import Value
 
 # Kinds of tensors; any other kind is the optimizer's name for its state.
 PARAMETER, BUFFER = "parameter", "buffer"
@@ -152,11 +150,3 @@ class RunRecord(Value):
     findings: tuple[Mapping[str, Any], ...] = ()
     prediction: Prediction = field(default_factory=Prediction)
     notes: tuple[str, ...] = ()
-
-    def write(self, path: Path) -> None:
-        path.write_text(json_text(self))
-
-    @classmethod
-    def read(cls, path: Path) -> "RunRecord":
-        record: RunRecord = from_json(cls, json.loads(path.read_text()))
-        return record

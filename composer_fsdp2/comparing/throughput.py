@@ -16,7 +16,7 @@ class Throughput(Value):
     """Of one run.
 
     Args:
-        batches: How many were timed: neither the first ones, if there are others, nor the counted one.
+        batches: How many were timed: neither the first ones of several, nor the counted one.
         low: With ``high`` the 95 % confidence interval of the median, or the range where that takes more batches.
     """
 

@@ -40,13 +40,18 @@ def json_text(value: object) -> str:
     return json.dumps(value, default=_simpler)
 
 
-def from_json(kind: Any, value: Any) -> Any:
-    """The value of this type that ``to_json`` wrote: a dataclass, an enum, a tuple of either, or JSON's own types."""
+def from_json(kind: type[T], text: str | bytes) -> T:
+    """The value of this type whose ``json_text`` this is: dataclasses, enums, tuples of them, and JSON's own types."""
+    value: T = _typed(kind, json.loads(text))
+    return value
+
+
+def _typed(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         types = get_type_hints(kind)
-        return kind(**{name: from_json(types[name], each) for name, each in value.items()})
+        return kind(**{name: _typed(types[name], each) for name, each in value.items()})
     if get_origin(kind) is tuple:
-        return tuple(from_json(get_args(kind)[0], each) for each in value)
+        return tuple(_typed(get_args(kind)[0], each) for each in value)
     return kind(value) if isinstance(kind, enum.EnumMeta) else value
 
 

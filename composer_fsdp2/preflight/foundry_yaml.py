@@ -9,12 +9,12 @@ from torch import nn
 
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.text import one_line
-from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.preflight.batch_words import Batches
 from composer_fsdp2.preflight.model_config import find_model_config, folder_with
 from composer_fsdp2.preflight.planned_model import Training, built
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice
-from composer_fsdp2.preflight.run_file import Request, RunFile, assumed
+from composer_fsdp2.preflight.run_file import Request, RunFile, as_config_error, assumed
 
 _PATH = "pretrained_model_name_or_path"
 _BESIDE_MODEL = ("train_loader", "tokenizer", "scheduler")
@@ -83,13 +83,9 @@ def _built(build: Any, foundry: Any, given: dict[str, Any], file: RunFile, reque
         if _PATH in given:
             path = find_model_config(request.model_config, given[_PATH])
             given = given | {_PATH: str(exits.enter_context(folder_with(path)))}
-        try:
-            made: nn.Module = build(foundry, given)
-        except ComposerFSDP2Error:
-            raise
-        except Exception as error:
-            raise ConfigError(f"{file.path}: the model cannot be built: {one_line(error)}") from error
-    return made.train()
+        exits.enter_context(as_config_error(f"{file.path}: the model cannot be built"))
+        model: nn.Module = build(foundry, given)
+    return model.train()
 
 
 def _batches(config: Any, request: Request) -> Batches:

@@ -1,4 +1,4 @@
-"""One microbatch's loss as the run computes it, on inputs of its own; fake tensors suffice.
+"""One microbatch's loss as the run computes it, on made-up inputs; fake tensors suffice.
 
 Each returns the loss, and what else lives until the end of backward.
 """
@@ -18,7 +18,7 @@ from composer_fsdp2.preflight.answering import without_values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnBatch:
-    """A loss on a batch of its own.
+    """A loss on a made-up batch.
 
     Args:
         num_experts: In a layer; each is assumed to get as many tokens.

@@ -12,26 +12,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.config.text import one_line
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.preflight.run_file import as_config_error
 
 FILE = "config.json"
 
 
-def find_model_config(given: str | Path | None, name: str | None = None) -> Path:
-    """The ``config.json`` of a model: ``given``, the one in the folder ``name``, or the cached one of that name.
+def find_model_config(path: str | Path | None, name: str | None = None) -> Path:
+    """The ``config.json`` of a model: ``path``, the one in the folder ``name``, or the cached one of that name.
 
     Args:
-        given: ``--model-config``: a file or a folder.
+        path: ``--model-config``: a file or a folder.
         name: A model's name on the Hugging Face hub, or its folder.
     Raises:
-        ConfigError: there is none; names the way to get it.
+        ConfigError: none was found; names the way to get it.
     """
-    if given is not None:
-        path = Path(given) / FILE if Path(given).is_dir() else Path(given)
-        if not str(given) or not path.is_file():
-            raise ConfigError(f"--model-config {given}: there is no file {path}")
-        return path
+    if path is not None:
+        file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+        if not str(path) or not file.is_file():
+            raise ConfigError(f"--model-config {path}: there is no file {file}")
+        return file
     if name is None:
         raise ConfigError("which model is trained is not said here; give its config.json with --model-config")
     in_folder = Path(name).expanduser() / FILE
@@ -96,7 +96,7 @@ def build_model(path: Path, changes: Mapping[str, Any]) -> nn.Module:
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"{path}: transformers here knows no model_type {kind}; a newer one may")
-    try:
+    with as_config_error(f"{path}: the model cannot be built"):
         config = CONFIG_MAPPING[kind].from_dict(values)
         config.use_cache = False
         # Imported before: torch's compiler, which transformers imports, computes with tensors while it is imported.
@@ -105,11 +105,7 @@ def build_model(path: Path, changes: Mapping[str, Any]) -> nn.Module:
         with torch.device("meta"), no_init_weights():
             model: nn.Module = model_class._from_config(config, torch_dtype=torch.float32)
         model.tie_weights()  # type: ignore[operator] # no_init_weights skips it
-        return model.train()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{path}: the model cannot be built: {one_line(error)}") from error
+    return model.train()
 
 
 def _model_class(kind: str, values: Mapping[str, Any]) -> Any:

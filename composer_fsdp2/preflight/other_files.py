@@ -45,7 +45,7 @@ class _Config:
     Args:
         tensor_degree: Of layers that the plan of a known model splits.
         named: The model's name on the hub, or its folder, if the file has it.
-        is_own_model: Whether the system trains models of its own, whose classes transformers does not have.
+        is_own_model: Whether the system trains its own models, whose classes transformers does not have.
     """
 
     section: Section

@@ -3,17 +3,15 @@
 from dataclasses import dataclass, replace
 
 from composer_fsdp2.config.findings import Finding
-from composer_fsdp2.config.text import printable
 from composer_fsdp2.config.value import Value
-from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.bounds import Machine, step_bounds
-from composer_fsdp2.estimate.events import MicrobatchTrace
 from composer_fsdp2.estimate.optimizers import OptimizerState, optimizer_state
 from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
 from composer_fsdp2.estimate.replay import estimate_step
 from composer_fsdp2.estimate.trace import trace_microbatch
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice, PreflightRun
-from composer_fsdp2.preflight.run_file import assumed
+from composer_fsdp2.preflight.run_file import as_config_error, assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,20 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
         ConfigError: the model's forward or backward cannot be traced; names the way out.
     """
     optimizer, findings = counted_optimizer(run.optimizer)
-    trace = _trace(run, source) if questions.counts_activations else None
+    trace = None
+    if questions.counts_activations:
+        size = f"a microbatch of {run.microbatch_size} × {run.sequence_length} tokens"
+        with as_config_error(
+            f"{source}: --no-activations plans everything else, but {size} cannot be traced without data"
+        ):
+            trace = trace_microbatch(
+                run.model,
+                run.plan,
+                run.loss,
+                rows=run.computed_rows,
+                tokens=run.computed_tokens,
+                precision=run.precision,
+            )
     estimate = estimate_step(
         run.plan,
         trace,
@@ -71,28 +82,8 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
     )
 
 
-def _trace(run: PreflightRun, source: str) -> MicrobatchTrace:
-    try:
-        return trace_microbatch(
-            run.model,
-            run.plan,
-            run.loss,
-            rows=run.computed_rows,
-            tokens=run.computed_tokens,
-            precision=run.precision,
-        )
-    except ComposerFSDP2Error:
-        raise
-    except (Exception, SystemExit) as error:  # whatever a model's own code does
-        said = printable(str(error).strip().splitlines()[0]) if str(error).strip() else ""
-        raise ConfigError(
-            f"{source}: one microbatch of {run.microbatch_size} × {run.sequence_length} tokens cannot be traced "
-            f"without data: {type(error).__name__}: {said}; --no-activations plans everything else"
-        ) from error
-
-
 def counted_optimizer(choice: OptimizerChoice) -> tuple[OptimizerState, tuple[Finding, ...]]:
-    """The optimizer's state; AdamW's, with a finding, in place of one that is unknown here."""
+    """The optimizer's state; AdamW's, with a finding, if it is unknown here."""
     try:
         return optimizer_state(choice.name, choice.options), ()
     except ConfigError as error:

@@ -1,21 +1,20 @@
 """A model on the meta device and its file's settings, planned."""
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.config.findings import Finding
-from composer_fsdp2.config.text import one_line
-from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.preflight.batch_words import Batches
 from composer_fsdp2.preflight.losses import ComposerLoss, LabelsLoss
 from composer_fsdp2.preflight.preflight_run import Loss, PreflightRun
-from composer_fsdp2.preflight.run_file import ModelOrFunction, Request
+from composer_fsdp2.preflight.run_file import ModelOrFunction, Request, as_config_error
 from composer_fsdp2.prepare import plan_run
 
 
@@ -61,13 +60,8 @@ def built(model: ModelOrFunction) -> nn.Module:
         ConfigError: the function fails, or returns no module.
     """
     if not isinstance(model, nn.Module):
-        try:
-            with torch.device("meta"):
-                made = model()
-        except ComposerFSDP2Error:
-            raise
-        except Exception as error:
-            raise ConfigError(f"the model cannot be built on the meta device: {one_line(error)}") from error
+        with as_config_error("the model cannot be built on the meta device"), torch.device("meta"):
+            made = model()
         if not isinstance(made, nn.Module):
             raise ConfigError(f"the model's function returns a {type(made).__name__}, and no torch.nn.Module")
         model = made
@@ -83,7 +77,8 @@ def planned_run(model: nn.Module, training: Training, request: Request) -> Prefl
     """
     batches = training.batches
     _refuse_sizes(batches)
-    with _on_nodes_of(request.gpus_per_node):
+    # Launchers set it, and a process_group by nodes reads it.
+    with replaced(os, "environ", {**os.environ, "LOCAL_WORLD_SIZE": str(request.gpus_per_node)}):
         translation, plan = plan_run(
             model,
             training.fsdp_config,
@@ -148,16 +143,3 @@ def _refuse_sizes(batches: Batches) -> None:
             f"a batch of {batches.num_microbatches} microbatches on each rank cannot be planned; give a batch of 1 to "
             f"{_MOST_MICROBATCHES} of them"
         )
-
-
-@contextlib.contextmanager
-def _on_nodes_of(num_ranks: int) -> Iterator[None]:
-    """For a process_group by nodes, which reads the variable that launchers set."""
-    name = "LOCAL_WORLD_SIZE"
-    before = os.environ.get(name)
-    os.environ[name] = str(num_ranks)
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        os.environ.update({} if before is None else {name: before})

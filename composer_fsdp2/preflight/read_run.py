@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from composer_fsdp2.config.text import one_line
-from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.preflight.foundry_yaml import is_foundrys, read_foundry_yaml
 from composer_fsdp2.preflight.other_files import read_other_file
 from composer_fsdp2.preflight.planned_model import planned_run
 from composer_fsdp2.preflight.preflight_run import PreflightRun
-from composer_fsdp2.preflight.run_file import Request, RunFile
+from composer_fsdp2.preflight.run_file import Request, RunFile, as_config_error
 
 
 def read_run(path: str | Path, **how: Any) -> PreflightRun:
@@ -26,9 +24,5 @@ def read_run(path: str | Path, **how: Any) -> PreflightRun:
     request = Request(**how)
     file = RunFile.read(Path(path), request.overrides)
     read = read_foundry_yaml if is_foundrys(file.values) else read_other_file
-    try:
+    with as_config_error(f"{path}: no run can be made of it"):
         return planned_run(*read(file, request), request)
-    except ComposerFSDP2Error:
-        raise
-    except (Exception, SystemExit) as error:  # whatever the code of a model, or of the system that reads the file, does
-        raise ConfigError(f"{path}: no run can be made of it: {one_line(error)}") from error

@@ -1,6 +1,7 @@
 """A user's file as values, with the line of each key, and the command line's additions to it."""
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import nn
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.text import one_line, short
-from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.migration.dialects.huggingface.deepspeed_file import WithSettings, with_settings
 from composer_fsdp2.migration.documents import SUFFIXES, Document, open_document
 from composer_fsdp2.migration.files import read_named
@@ -124,12 +125,22 @@ def _overridden(values: Mapping[str, Any], overrides: tuple[str, ...]) -> Mappin
         return values
     if wrong := [each for each in overrides if "=" not in each or not all(each.partition("=")[0].split("."))]:
         raise ConfigError(f"{wrong[0]} is neither an option nor KEY=VALUE")
-    try:
+    # OmegaConf's own errors, those of its YAML reader, and a TypeError where a list meets a mapping.
+    with as_config_error(" ".join(overrides)):
         merged: Any = OmegaConf.merge(OmegaConf.create(dict(values)), OmegaConf.from_cli(list(overrides)))
         found: Any = OmegaConf.to_container(merged)
-    except Exception as error:  # OmegaConf's own, of its YAML reader, and a TypeError where a list meets a mapping
-        raise ConfigError(f"{' '.join(overrides)}: {one_line(error)}") from error
     return {str(key): value for key, value in found.items()}
+
+
+@contextlib.contextmanager
+def as_config_error(what: str) -> Iterator[None]:
+    """Around code of other packages, which raises anything: a ConfigError with ``what`` and the error on one line."""
+    try:
+        yield
+    except ComposerFSDP2Error:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what}: {one_line(error)}") from error
 
 
 def assumed(key: str, value: object, reason: str, hint: str = "") -> Finding:

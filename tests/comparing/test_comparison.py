@@ -24,6 +24,7 @@ from composer_fsdp2.comparing.judging import Verdict
 from composer_fsdp2.comparing.launching import RunFailedError
 from composer_fsdp2.comparing.outcome import SCHEMA
 from composer_fsdp2.comparing.run_record import RunRecord
+from composer_fsdp2.config.value import json_text
 from composer_fsdp2.errors import ConfigError
 
 
@@ -38,7 +39,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Op
         def run_ranks(job: Job, *_: object) -> RunRecord:
             record = replace(runs.get(job.title.lower().replace(" ", "_"), made_run()), title=job.title)
             Path(job.folder).mkdir(parents=True)
-            record.write(job.record_path)
+            job.record_path.write_text(json_text(record))
             return record
 
         monkeypatch.setattr(comparison, "run_ranks", run_ranks)
