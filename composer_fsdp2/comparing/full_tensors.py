@@ -5,7 +5,7 @@ tensor at a time, in the order in which FSDP1 concatenated them in its flat para
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,53 +110,40 @@ def full_tensors(
                 shards[kind, name] = value
             elif _is_number(value):
                 numbers |= {(kind, each): float(value) for each in _names(name, layout)}
-    of_ranks = _from_all({key: (local_tensor(each).numel(), each.dtype) for key, each in shards.items()})
+    of_ranks = _from_all(list(shards))
     for key in dict.fromkeys(key for of_rank in of_ranks for key in of_rank):
-        if gathered_from := layouts.get(key[1]):
-            yield from _of_flat(key, shards.get(key), gathered_from, [each.get(key) for each in of_ranks])
-        elif all(key in each for each in of_ranks):
-            tensor = shards[key]
-            yield key, _on_cpu(gather_full(tensor) if isinstance(tensor, DTensor) else tensor)
+        kind, name = key
+        shard = shards.get(key)
+        if layout := layouts.get(name):
+            full = _concatenated(shard, dist.get_process_group_ranks(layout.group))
+            contents = layout.contents or ((name, full.numel()),)
+            sizes = [size for _, size in contents]
+            for (each, _), tensor in zip(contents, full[: sum(sizes)].split(sizes), strict=True):  # without padding
+                yield (kind, each), tensor
+        elif shard is None or not all(key in each for each in of_ranks):
+            notes.append(f"{kind} of {name} is not on every rank, and was not compared")
         else:
-            notes.append(f"{key[0]} of {key[1]} is not on every rank, and was not compared")
+            yield key, _on_cpu(gather_full(shard) if isinstance(shard, DTensor) else shard)
     # The lowest rank's number: FSDP1 has no state of a parameter on ranks without rows of it.
     for key, number in {key: each for of_rank in _from_all(numbers)[::-1] for key, each in of_rank.items()}.items():
         yield key, torch.tensor([number], dtype=torch.float64)
     buffers = {canonical(name): buffer for name, buffer in model.named_buffers()} if has_buffers else {}
     for name in dict.fromkeys(name for names in _from_all(list(buffers)) for name in names):
-        own = _on_cpu(local_tensor(buffers[name])) if name in buffers else None
-        yield (BUFFER, name), torch.cat([each for each in _from_all(own) if each is not None])
+        yield (BUFFER, name), _concatenated(buffers.get(name), range(dist.get_world_size()))
 
 
-def _of_flat(
-    key: Key, shard: torch.Tensor | None, flat: _Flat, of_ranks: Sequence[tuple[int, torch.dtype] | None]
-) -> Iterator[tuple[Key, torch.Tensor]]:
-    """A tensor of FSDP1's, or those in its flat parameter, from the shards of all ranks of its group."""
-    sizes = [of_ranks[rank] for rank in dist.get_process_group_ranks(flat.group)]
-    lengths = [0 if each is None else each[0] for each in sizes]
-    is_nccl = "nccl" in str(dist.get_backend(flat.group))
-    padded = torch.zeros(
-        max(1, *lengths),
-        dtype=next(each[1] for each in of_ranks if each is not None),
-        device=torch.device("cuda", torch.cuda.current_device()) if is_nccl else "cpu",
-    )
-    if shard is not None:
-        padded[: shard.numel()] = shard.detach().flatten()
-    pieces = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(pieces, padded, group=flat.group)
-    full = _on_cpu(torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)]))
-    start = 0
-    for name, size in flat.contents or ((key[1], full.numel()),):
-        yield (key[0], name), full[start : start + size]
-        start += size
+def _concatenated(own: torch.Tensor | None, ranks: Iterable[int]) -> torch.Tensor:
+    """The tensors of some ranks, of those that have one. Called on all ranks."""
+    of_ranks = _from_all(None if own is None else _on_cpu(local_tensor(own)))
+    return torch.cat([of_ranks[rank] for rank in ranks if of_ranks[rank] is not None])
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Flat, in fp32 or fp64; a complex number as its two parts."""
+    """A flat copy, in fp32 or fp64; a complex number as its two parts."""
     flat = tensor.detach().flatten()
     flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
     dtype = torch.promote_types(flat.dtype, torch.float32) if flat.is_floating_point() else torch.float64
-    return flat.to("cpu", dtype)
+    return flat.to("cpu", dtype, copy=True)  # a view would be pickled with all of its storage
 
 
 def _flat_parameters(model: nn.Module) -> dict[int, _Flat]:

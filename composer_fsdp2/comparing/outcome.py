@@ -11,8 +11,7 @@ from typing import Any
 
 from composer_fsdp2.comparing.job import TOLERANCE, Options
 from composer_fsdp2.comparing.judging import BATCHES_OF_TOLERANCE, Quantity, Verdict
-from composer_fsdp2.comparing.run_record import BUFFER, PARAMETER, CollectiveCount, RunRecord
-from composer_fsdp2.comparing.throughput import throughput
+from composer_fsdp2.comparing.run_record import BUFFER, PARAMETER, Prediction, RunRecord
 from composer_fsdp2.config.text import and_more, human_bytes
 from composer_fsdp2.config.value import Value, json_text, plain
 
@@ -68,7 +67,7 @@ class Outcome(Value):
             **fields.pop("options"),
             **fields,
             "quantities": quantities,
-            "throughput": [{"title": run.title, **plain(throughput(run))} for run in self.runs],
+            "throughput": [{"title": run.title, **plain(run.throughput)} for run in self.runs],
         }
 
     def summary(self) -> str:
@@ -153,7 +152,7 @@ class Outcome(Value):
     def _throughput_rows(self) -> Iterator[list[str]]:
         yield ["run", "modules that gather", "a batch", "95 % interval", "samples/s", "peak memory of a rank"]
         for run in self.runs:
-            timed = throughput(run)
+            timed = run.throughput
             memory = human_bytes(max(batch.memory_bytes for batch in run.batches))
             interval = f"{timed.low:.4g} to {timed.high:.4g} s"
             seconds = f"{timed.median_s:.4g} s"
@@ -162,31 +161,19 @@ class Outcome(Value):
     def _of_counted_batch(self) -> Iterator[str]:
         """Collectives and memory beside their prediction."""
         fsdp2 = next((run for run in self.runs if run.engine == "FSDP2"), None)
-        predicted = fsdp2.prediction if fsdp2 else None
-        counts = {run.title: run.collectives for run in self.runs[:2]}
-        if predicted and predicted.collectives:
-            counts["predicted"] = predicted.collectives
-        columns = [{(each.op, each.dtype): each for each in column} for column in counts.values()]
-        keys = sorted({key for column in columns for key in column})
-        rows = ([f"{key[0]}, {key[1]}", *(_calls(column.get(key)) for column in columns)] for key in keys)
-        yield _table([["collectives of a batch", *counts], *rows])
-        if fsdp2 is None or predicted is None:
-            return
+        predicted = fsdp2.prediction if fsdp2 else Prediction()
+        columns = {run.title: _counts(run) for run in self.runs[:2]} | {"predicted": _counts(predicted)}
+        columns = {title: column for title, column in columns.items() if column}
+        names = dict.fromkeys(name for column in columns.values() for name in column)
+        rows = ([name, *(column.get(name, "") for column in columns.values())] for name in names)
+        yield _table([["one batch on rank 0", *columns], *rows])
         if predicted.reason:
             yield f"No prediction stands beside them: {predicted.reason}."
-            return
-        rests_on = (
-            f"; it rests on {predicted.rests_on}." if predicted.rests_on else ", in the plan's own order of units."
-        )
-        yield _COUNTED + rests_on
-        memory = (
-            ("parameters, gradients, optimizer state, buffers, collectives", fsdp2.state_bytes, predicted.state_bytes),
-            ("the same and activations", fsdp2.peak_bytes, predicted.peak_bytes),
-        )
-        cells = ([what, f"{ours:,}" if ours else "", f"{expected:,}"] for what, ours, expected in memory if expected)
-        yield _table([["peak of a rank's memory, bytes", "counted on FSDP2", "predicted"], *cells])
-        yield "" if fsdp2.state_bytes else _NOT_COUNTED
-        yield _list(predicted.notes)
+        elif fsdp2:
+            rests_on = f"it rests on {predicted.rests_on}" if predicted.rests_on else "in the plan's own order of units"
+            yield f"{_COUNTED}; {rests_on}."
+            yield "" if fsdp2.state_bytes else _NOT_COUNTED
+            yield _list(predicted.notes)
 
     @property
     def _command(self) -> str:
@@ -236,8 +223,15 @@ def _not_judged(run: RunRecord) -> str:
     return f"{run.title}: {number} of {size} elements, off by up to {largest}: {where}"
 
 
-def _calls(count: CollectiveCount | None) -> str:
-    return "" if count is None else f"{count.calls} calls, {human_bytes(count.num_bytes)}"
+def _counts(counted: RunRecord | Prediction) -> dict[str, str]:
+    """Exact bytes of memory: they are to be equal."""
+    memory = {
+        "peak of parameters, gradients, optimizer state, buffers and collectives, bytes": counted.state_bytes,
+        "peak of the same and activations, bytes": counted.peak_bytes,
+    }
+    calls = {f"{each.op}, {each.dtype}": each for each in counted.collectives}
+    shown = {name: f"{each.calls} calls, {human_bytes(each.num_bytes)}" for name, each in calls.items()}
+    return shown | {name: f"{size:,}" for name, size in memory.items() if size}
 
 
 def _number(value: float) -> str:

@@ -1,11 +1,14 @@
 """The record of one run, which rank 0 writes as JSON and the process that judges reads."""
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from composer_fsdp2.config.value import Value
 
+_WARMING_UP = 2  # batches in which the allocator and the choice of kernels settle
 # Kinds of tensors; any other kind is the optimizer's name for its state.
 PARAMETER, BUFFER = "parameter", "buffer"
 
@@ -115,6 +118,22 @@ class Prediction(Value):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput(Value):
+    """Of one run.
+
+    Args:
+        batches: How many were timed: neither the first ones of several, nor the counted one.
+        low: With ``high`` the 95 % confidence interval of the median, or the range where that takes more batches.
+    """
+
+    batches: int
+    median_s: float
+    low: float
+    high: float
+    samples_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord(Value):
     """One run.
 
@@ -150,3 +169,17 @@ class RunRecord(Value):
     findings: tuple[Mapping[str, Any], ...] = ()
     prediction: Prediction = field(default_factory=Prediction)
     notes: tuple[str, ...] = ()
+
+    @property
+    def throughput(self) -> Throughput:
+        timed = [each for each in self.batches[_WARMING_UP:] if not each.is_counted] or list(self.batches)
+        median = statistics.median(each.seconds for each in timed)
+        low, high = _median_interval(sorted(each.seconds for each in timed))
+        samples = statistics.median(each.samples for each in timed)
+        return Throughput(batches=len(timed), median_s=median, low=low, high=high, samples_per_s=samples / median)
+
+
+def _median_interval(ordered: Sequence[float]) -> tuple[float, float]:
+    """The median's 95 % confidence interval for any distribution: two order statistics (a sign test)."""
+    first = max(0, math.floor(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))))
+    return ordered[first], ordered[-1 - first]
