@@ -54,7 +54,6 @@ def compare(options: Options, output: Path | None, show: Show) -> Outcome:
         outcome = Outcome(options=options, runs=tuple(runs), versions=versions(), hashes=hashes, **found)
         if output is not None:
             _write(outcome, folder)
-            shutil.rmtree(folder / "tensors", ignore_errors=True)
     return outcome
 
 
@@ -124,6 +123,9 @@ def _folder(output: Path | None) -> Iterator[Path]:
     if output is None:
         with tempfile.TemporaryDirectory(prefix="composer-fsdp2-") as folder:
             yield Path(folder)
-    else:
-        output.mkdir(exist_ok=True)
+        return
+    output.mkdir(exist_ok=True)
+    try:
         yield output.absolute()
+    finally:
+        shutil.rmtree(output.absolute() / "tensors", ignore_errors=True)

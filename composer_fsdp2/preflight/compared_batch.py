@@ -25,16 +25,13 @@ def predict_batch(batch: CountedBatch) -> Prediction:
 
     What cannot be predicted is the prediction's ``reason``, or a note; it raises nothing. Does not communicate.
     """
-    optimizer = next(iter(batch.optimizers), None)
-    name = "SGD" if optimizer is None else type(optimizer).__name__
-    state, findings = counted_optimizer(
-        OptimizerChoice(name=name, options={} if optimizer is None else optimizer.defaults)
-    )
+    choices = [OptimizerChoice(name=type(each).__name__, options=each.defaults) for each in batch.optimizers]
+    optimizer, findings = counted_optimizer(choices[0] if choices else OptimizerChoice(name="SGD", options={}))
     notes = [f"{each.reason}." for each in findings]
     plan, trace, rests_on = _from_file(batch, notes) or _from_ranks(batch, notes)
     how: dict[str, Any] = {
         "world_size": batch.num_ranks,
-        "optimizer": state,
+        "optimizer": optimizer,
         "num_microbatches": batch.num_microbatches,
         "gpus_per_node": batch.num_ranks,
     }

@@ -45,7 +45,6 @@ class _Config:
     Args:
         tensor_degree: Of layers that the plan of a known model splits.
         named: The model's name on the hub, or its folder, if the file has it.
-        is_own_model: Whether the system trains its own models, whose classes transformers does not have.
     """
 
     section: Section
@@ -54,7 +53,6 @@ class _Config:
     precision: str
     tensor_degree: int = 1
     named: str | None = None
-    is_own_model: bool = False
     findings: tuple[Finding, ...] = ()
     adapter: str | None = None
     has_fp8_layers: bool = False
@@ -81,8 +79,19 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
         sequence=request.sequence,
         longest=longest_sequence(model),
     )
-    adapters = [_without_adapter(config.adapter)] if config.adapter and request.model is None else []
-    findings = [*adapters, *config.findings, *batches.findings]
+    findings = [*config.findings, *batches.findings]
+    if config.adapter and request.model is None:
+        adapter = Finding(
+            key="adapter",
+            value=config.adapter,
+            outcome=Outcome.NEEDS_DECISION,
+            target="a full fine-tune",
+            reason="the adapter is made in code; gradients and optimizer state are counted for all parameters of the "
+            "model",
+            hint="--model MODULE:FUNCTION plans the model with its adapter",
+            origin=Origin.IMPLICIT,
+        )
+        findings.insert(0, adapter)
     return model, Training(
         fsdp_config=config.fsdp,
         precision=config.precision,
@@ -92,18 +101,6 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
         has_fp8_layers=config.has_fp8_layers,
         # No line of a model's own file configures training.
         findings=tuple(replace(each, where=str(file.path)) for each in findings) if is_bare else file.placed(findings),
-    )
-
-
-def _without_adapter(adapter: str) -> Finding:
-    return Finding(
-        key="adapter",
-        value=adapter,
-        outcome=Outcome.NEEDS_DECISION,
-        target="a full fine-tune",
-        reason="the adapter is made in code; gradients and optimizer state are counted for all parameters of the model",
-        hint="--model MODULE:FUNCTION plans the model with its adapter",
-        origin=Origin.IMPLICIT,
     )
 
 
@@ -196,7 +193,6 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
         fsdp={setting.key: setting.value for setting in expression.settings},
         precision=run.precision,
         tensor_degree=run.tensor_parallel,
-        is_own_model=dialect.has_own_models,
         findings=tuple(findings),
         adapter=run.adapter,
         has_fp8_layers=run.has_fp8_layers,
@@ -220,17 +216,18 @@ def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
 def _with_layers(config: _Config, model: nn.Module) -> _Config:
     """With a transformers model's own layers as units, where no key of the file names any."""
     fsdp, findings = dict(config.fsdp), []
+    has_own_models = config.dialect.has_own_models  # whose classes transformers does not have
     policy = fsdp.get("wrap_policy")
     classes = ", ".join(sorted(no_split_classes(model)))
     if policy is None:
         fsdp["wrap_policy"] = {_CLASSES: _LAYERS}
         reason = f"no key names the units; the model's own layers are ({classes}), and the rest is the root's"
         findings.append(assumed("wrap_policy", _LAYERS, reason))
-    elif config.is_own_model and policy.get(_CLASSES) not in (None, _LAYERS):
+    elif has_own_models and policy.get(_CLASSES) not in (None, _LAYERS):
         fsdp["wrap_policy"] = {**policy, _CLASSES: _LAYERS}
         reason = f"a class of the system's own model; of transformers' it is {classes}"
         findings.append(assumed("wrap_policy", policy[_CLASSES], reason))
     is_recomputing = fsdp.get("activation_checkpointing") or fsdp.get("activation_cpu_offload")
-    if is_recomputing and (fsdp.get(_RECOMPUTED) is None or config.is_own_model):
+    if is_recomputing and (fsdp.get(_RECOMPUTED) is None or has_own_models):
         fsdp[_RECOMPUTED] = _LAYERS
     return replace(config, fsdp=fsdp, findings=(*config.findings, *findings))

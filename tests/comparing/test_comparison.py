@@ -39,6 +39,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Op
         def run_ranks(job: Job, *_: object) -> RunRecord:
             record = replace(runs.get(job.title.lower().replace(" ", "_"), made_run()), title=job.title)
             Path(job.folder).mkdir(parents=True)
+            Path(job.reference).mkdir(exist_ok=True)
             job.record_path.write_text(json_text(record))
             return record
 
@@ -151,3 +152,4 @@ def test_a_report_that_cannot_be_written_keeps_the_records(
     with pytest.raises(RunFailedError, match=r"No space left.*the records of the runs are in .*/report/logs"):
         compare(it, tmp_path / "report", quiet)
     assert len(list((tmp_path / "report").glob("logs/*/record.json"))) == 3
+    assert not (tmp_path / "report" / "tensors").exists()  # as large as the model and its optimizer state
