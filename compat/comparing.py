@@ -1,7 +1,7 @@
 """One rank of a compared run: the user's own file, watched from its first ``fit`` to the last batch that counts.
 
-Nothing of the file is edited. What the Trainer is given in place of its own settings, and why, is noted as an
-``Override``, and all of them stand in the report.
+The file is not edited. Every argument of the Trainer that the comparison replaces is recorded as an ``Override`` with
+its reason, for the report.
 """
 
 import contextlib
@@ -22,13 +22,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from composer_fsdp2._torch.replaced import replaced
+from composer_fsdp2.comparing.counted_batch import Predict
+from composer_fsdp2.comparing.full_tensors import full_tensors, gradient_squares, settings
 from composer_fsdp2.comparing.job import Engine as Sharding
 from composer_fsdp2.comparing.job import Job
-from composer_fsdp2.comparing.kept_tensors import KeptTensors, keep_tensors
-from composer_fsdp2.comparing.predicting import Predict
-from composer_fsdp2.comparing.run_record import BatchRecord, Fingerprint, Override, Prediction, RunRecord, Settings
-from composer_fsdp2.comparing.whole_tensors import fingerprints, full_tensors, gradient_squares, settings
+from composer_fsdp2.comparing.reference import Reference, write_reference
+from composer_fsdp2.comparing.run_record import BatchRecord, Override, Prediction, RunRecord, Settings, TensorDistance
 from composer_fsdp2.config.text import short
+from composer_fsdp2.config.value import json_text
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.contents import digest_of, parts_of
 from composer_fsdp2.sharding.agree import gather
@@ -38,7 +39,7 @@ from .counted_batch import Counting
 from .scripts import run_file
 from .seams import Seam, put_back, replace
 
-_COUNTED_BATCH = 2  # of those that are compared; the first makes what later ones find
+_COUNTED_BATCH = 2  # of those that are compared; the first allocates what later ones reuse
 _NOT_ON_THE_CPU = (
     "FSDP1 was told that the current CUDA device is the CPU, and meta tensors were filled there: without a GPU it "
     "raises otherwise"
@@ -58,26 +59,26 @@ def run_job(job: Job, predict: Predict) -> None:
     Called on all ranks, within ``fsdp2()`` where the job is FSDP2's.
     """
     watch = _Watch(job, predict)
-    _seed(job.seed)
+    _seed(job.options.seed)
     around = contextlib.nullcontext() if job.engine is Sharding.FSDP2 else _fsdp1(watch)
     with around, watch.over_trainers(), contextlib.suppress(_Compared):
         _train(job)
     if not watch.is_done:
-        raise ConfigError(f"{job.file} ended without Trainer.fit; there is nothing to compare")
+        raise ConfigError(f"{job.options.file} ended without Trainer.fit; there is nothing to compare")
 
 
 def _train(job: Job) -> None:
-    if not job.is_yaml:
-        run_file(job.file, job.arguments)
+    if not job.options.is_yaml:
+        run_file(job.options.file, job.options.arguments)
     else:
         from llmfoundry.command_utils import train_from_yaml
 
-        train_from_yaml(job.file, list(job.arguments))
+        train_from_yaml(job.options.file, list(job.options.arguments))
 
 
 @contextlib.contextmanager
 def _fsdp1(watch: "_Watch") -> Iterator[None]:
-    """Composer as it is. Where there is no GPU it still asks for one, and FSDP1 takes any device."""
+    """Composer unchanged. Without a GPU it still queries the current one, and FSDP1 accepts any device."""
     if torch.cuda.is_available():
         yield
         return
@@ -104,13 +105,13 @@ class _Watch:
     """What one rank sees of its run."""
 
     def __init__(self, job: Job, predict: Predict) -> None:
-        self.job = job
+        self.job, self.options = job, job.options
         self._predict = predict
         self.notes: list[str] = []
         self.is_done = False
         self._overrides: dict[str, Override] = {}
         self._state: State | None = None
-        self._start: tuple[Fingerprint, ...] = ()
+        self._start: tuple[TensorDistance, ...] = ()
         self._settings: tuple[Settings, ...] = ()
         self._learning_rates = 0.0
         self._num_epochs = 0
@@ -124,7 +125,7 @@ class _Watch:
     def _counts_state(self) -> bool:
         return self.job.engine is Sharding.FSDP2 and dist.get_global_rank() == 0
 
-    # --- in place of Composer's own
+    # --- replacements of Composer's
 
     @contextlib.contextmanager
     def over_trainers(self) -> Iterator[None]:
@@ -163,7 +164,7 @@ class _Watch:
             for evaluator in trainer.state.evaluators:
                 evaluator.eval_interval = _never
             original(trainer, *args, **kwargs)
-            self._finish()  # the run is shorter than what was to be compared
+            self._finish()  # the run has fewer batches than requested
         raise _Compared
 
     def _run_event(self, original: Callable[..., Any], engine: Engine, event: Event | str) -> Any:
@@ -191,7 +192,7 @@ class _Watch:
     # --- settings
 
     def _in_place_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of Trainer that are others than given."""
+        """The arguments of Trainer that the comparison replaces."""
         used: dict[str, Any] = {}
 
         def use(name: str, value: Any, why: str) -> None:
@@ -202,13 +203,13 @@ class _Watch:
         for name, value, why in _SETTINGS:
             if given.get(name) and given[name] != value:
                 use(name, value, why)
-        if self.job.load_path:
-            use("load_path", self.job.load_path, "--load-path")
+        if self.options.load_path:
+            use("load_path", self.options.load_path, "--load-path")
         if given.get("seed") is None:
-            use("seed", self.job.seed, "each run would draw another")
+            use("seed", self.options.seed, "each run would draw another")
         if given.get("device_train_microbatch_size") == "auto":
             use("device_train_microbatch_size", 1, "which size is found depends on the memory that each run leaves")
-        if self.job.is_deterministic and torch.cuda.is_available() and not given.get("deterministic_mode"):
+        if self.options.is_deterministic and torch.cuda.is_available() and not given.get("deterministic_mode"):
             use("deterministic_mode", True, "kernels that add in any order give another result in each run")
         callbacks = ensure_tuple(given.get("callbacks"))
         if any(_saves(callback) for callback in callbacks):
@@ -220,29 +221,30 @@ class _Watch:
     def _note(self, name: str, given: str, used: str, why: str) -> None:
         self._overrides[name] = Override(name=name, given=given, used=used, why=why)
 
-    # --- what is measured
+    # --- measurements
 
     def _begin(self, state: State) -> None:
-        """Before the first batch: the same random numbers on both, and what there is before it."""
+        """Before the first batch: seed both engines alike, and compare their state."""
         _check_sharded(state.model, self.job)
-        self._start = fingerprints(state.model, state.optimizers)
+        # Without buffers: FSDP1 casts them to buffer_dtype in the first forward only.
+        self._start = self._distances("start", has_buffers=False)
         self._settings = settings(state.model, state.optimizers)
         self._first_batch, self._first_sample = state.timestamp.batch.value + 1, state.timestamp.sample.value
-        _seed(self.job.seed + dist.get_global_rank())
+        _seed(self.options.seed + dist.get_global_rank())
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
     def _begin_epoch(self) -> None:
-        """End what would go on without end: a Trainer whose loader is empty begins one epoch after the other."""
+        """Raise where a Trainer would never end: with an empty loader it begins one epoch after the other."""
         self._num_epochs += 1
         if self._num_epochs > 2 and not self._batches:
             raise ConfigError(
-                f"{self.job.file} trained no batch in two epochs: its loader is empty, as where there are fewer "
+                f"{self.options.file} trained no batch in two epochs: its loader is empty, as where there are fewer "
                 f"samples than {dist.get_world_size()} ranks take; give it more, or a smaller -n"
             )
 
     def _begin_batch(self) -> None:
-        self._batch |= {"is_counted": len(self._batches) + 1 == min(_COUNTED_BATCH, self.job.batches)}
+        self._batch |= {"is_counted": len(self._batches) + 1 == min(_COUNTED_BATCH, self.options.batches)}
         _synchronize()
         self._began, self._aside = time.perf_counter(), 0.0
         if self._batch["is_counted"]:
@@ -275,7 +277,7 @@ class _Watch:
         if dist.get_global_rank() == 0:
             with self.job.progress_path.open("a") as progress:
                 progress.write(f"{len(self._batches)} {loss}\n")
-        if len(self._batches) == self.job.batches:
+        if len(self._batches) == self.options.batches:
             self._finish()
             raise _Compared
 
@@ -285,25 +287,30 @@ class _Watch:
         assert state is not None
         if not self._batches:
             raise ConfigError(
-                f"{self.job.file} trained no batch: it is at batch {state.timestamp.batch.value} of max_duration "
+                f"{self.options.file} trained no batch: it is at batch {state.timestamp.batch.value} of max_duration "
                 f"{state.max_duration}; give max_duration=... a later end"
             )
         self.is_done = True
-        tensors = full_tensors(state.model, state.optimizers, self.notes)
-        path, is_first = Path(self.job.reference), dist.get_global_rank() == 0
-        apart: dict[str, Any] = {}
-        makes_reference = gather(self.job.makes_reference)[0]
-        if makes_reference or not is_first:
-            keep_tensors(path, tensors, is_writing=is_first)
-        else:
-            found = KeptTensors(path).distances(tensors, learning_rates=self._learning_rates)
-            apart = dict(zip(("distances", "missing", "added"), found, strict=True))
+        end = self._distances("end", learning_rates=self._learning_rates)
         of_ranks = gather(self._batches)
-        if is_first:
-            self._record(state, of_ranks, apart).write(self.job.record_path)
+        if dist.get_global_rank() == 0:
+            self.job.record_path.write_text(json_text(self._record(state, of_ranks, end)))
         dist.barrier()
 
-    def _record(self, state: State, of_ranks: list[list[dict[str, Any]]], apart: dict[str, Any]) -> RunRecord:
+    def _distances(
+        self, when: str, *, learning_rates: float = 0.0, has_buffers: bool = True
+    ) -> tuple[TensorDistance, ...]:
+        """The distances of the present tensors from the first run's, on rank 0. Called on all ranks."""
+        state = self._state
+        assert state is not None
+        tensors = full_tensors(state.model, state.optimizers, self.notes, has_buffers=has_buffers)
+        folder, is_first = Path(self.job.reference, when), dist.get_global_rank() == 0
+        if is_first and not self.job.writes_reference:
+            return Reference(folder).distances(tensors, learning_rates=learning_rates)
+        write_reference(folder, tensors, is_writing=is_first)
+        return ()
+
+    def _record(self, state: State, of_ranks: list[list[dict[str, Any]]], end: tuple[TensorDistance, ...]) -> RunRecord:
         run = run_of(state.model)
         on_gpu = torch.cuda.is_available()
         return RunRecord(
@@ -322,6 +329,7 @@ class _Watch:
             state_bytes=self._counting.state_bytes,
             peak_bytes=self._counting.peak_bytes,
             start=self._start,
+            end=end,
             settings=self._settings,
             last_settings=settings(state.model, state.optimizers),
             overrides=tuple(self._overrides.values()),
@@ -329,7 +337,6 @@ class _Watch:
             findings=tuple(finding.to_json() for finding in run.findings),
             prediction=self._prediction(state),
             notes=tuple(self.notes),
-            **apart,
         )
 
     def _prediction(self, state: State) -> Prediction:
@@ -337,7 +344,7 @@ class _Watch:
         if plan is None or not self._counting.num_microbatches:
             return Prediction(reason="the plan is of FSDP2" if plan is None else "no batch was counted")
         is_auto = "device_train_microbatch_size" in self._overrides
-        batch = self._counting.batch(self.job, state, plan, num_ranks=dist.get_world_size(), is_auto=is_auto)
+        batch = self._counting.batch(self.options, state, plan, num_ranks=dist.get_world_size(), is_auto=is_auto)
         return self._predict(batch)
 
     def _batch_record(self, number: int, of_ranks: list[list[dict[str, Any]]]) -> BatchRecord:
@@ -380,7 +387,7 @@ def _check_sharded(model: nn.Module, job: Job) -> None:
     if not _num_units(model, job.engine):
         other = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
         raise ConfigError(
-            f"{job.file}: on {dist.get_world_size()} ranks nothing is sharded by {job.engine.value}"
+            f"{job.options.file}: on {dist.get_world_size()} ranks nothing is sharded by {job.engine.value}"
             + ("; the file asks for FSDP2 itself" if other else "; it needs an fsdp_config, and at least two ranks")
         )
 

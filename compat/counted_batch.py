@@ -1,4 +1,4 @@
-"""What rank 0 counts in one batch of a compared run, and notes so that the same batch can be predicted."""
+"""Counts collectives and memory in one batch of a compared run, and records its inputs for a prediction."""
 
 import contextlib
 from typing import Any
@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2._torch.passing import tensors_in, with_tensors
-from composer_fsdp2.comparing.counted import counted
-from composer_fsdp2.comparing.job import Job
-from composer_fsdp2.comparing.predicting import CountedBatch
+from composer_fsdp2.comparing.counted_batch import CountedBatch, counted
+from composer_fsdp2.comparing.job import Options
 from composer_fsdp2.comparing.run_record import CollectiveCount
 from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
 from composer_fsdp2.estimate.blocks import copy_with
@@ -53,9 +52,9 @@ class Counting:
         self._of_backward.enter_context(self._collectives)
 
     def note_microbatch(self, batch: Any) -> None:
-        """Called before the forward of each."""
+        """Called before each microbatch's forward."""
         self.num_microbatches += 1
-        with contextlib.suppress(Exception):  # tensors that lie in no meta device, such as sparse ones
+        with contextlib.suppress(Exception):  # tensors that the meta device does not support, such as sparse ones
             on_meta = with_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
             self._first = on_meta if self._first is None else self._first
             self._shapes.append([tensor.shape for tensor in tensors_in(on_meta)])
@@ -71,10 +70,12 @@ class Counting:
             self.peak_bytes = self._state.peak_of_all + sum(buffers.values())
             self._state = None
 
-    def batch(self, job: Job, state: State, plan: ShardingPlan, *, num_ranks: int, is_auto: bool) -> CountedBatch:
-        """What was counted, for a prediction."""
+    def batch(
+        self, options: Options, state: State, plan: ShardingPlan, *, num_ranks: int, is_auto: bool
+    ) -> CountedBatch:
+        """The counts and the inputs of a prediction."""
         return CountedBatch(
-            job=job,
+            options=options,
             plan=plan.resolve(num_ranks),
             model=None if self._first is None else self._unsharded,
             microbatch=self._first,
@@ -89,7 +90,7 @@ class Counting:
 
 
 def _is_offloaded(model: nn.Module) -> bool:
-    """Whether parameters lie elsewhere than where they are gathered; what is counted is not told apart then."""
+    """Whether shards are on another device than the mesh; host and device memory would be counted together."""
     return any(
         isinstance(each, DTensor) and local_tensor(each).device.type != each.device_mesh.device_type
         for each in model.parameters()

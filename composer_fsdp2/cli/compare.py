@@ -18,7 +18,7 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compare(Command):
-    """Train a file, as it is, on FSDP1, on FSDP2 and on FSDP1 again, and say whether it is the same run.
+    """Train a file, as it is, on FSDP1, on FSDP2 and on FSDP1 again, and decide whether it is the same run.
 
     Compares the data, losses, gradient norms before clipping, parameters and optimizer state; the second run on FSDP1
     shows how far the run is from itself. Nothing is saved or logged but the report.
@@ -32,7 +32,7 @@ class Compare(Command):
     2: a run failed or was interrupted, or an option is wrong.
     """
 
-    # Named as the fields of ``comparing.comparison.Options``, which does without typer.
+    # Named as the fields of ``comparing.job.Options``, which does without typer.
     file: Annotated[
         str, typer.Argument(metavar="YAML|SCRIPT", help="An LLM Foundry training YAML, or a script with a Trainer.")
     ]
@@ -56,7 +56,8 @@ class Compare(Command):
         bool, typer.Option("--deterministic/--any-kernels", help="On GPUs, only kernels whose results repeat.")
     ] = True
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FOLDER", help="Write the reports and logs there.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FOLDER", help="Write the reports and logs there: a new folder."),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False
     json_schema: Annotated[bool, schema_option("composer_fsdp2.comparing.outcome")] = False
@@ -66,33 +67,34 @@ class Compare(Command):
             raise typer.BadParameter(f"no such file: {self.file}", param_hint="YAML|SCRIPT")
 
     def __call__(self) -> None:
-        from composer_fsdp2.comparing.comparison import Options, compare
+        from composer_fsdp2.comparing.comparison import compare
+        from composer_fsdp2.comparing.job import Options
 
         given = {field.name: getattr(self, field.name) for field in fields(Options)}
         options = Options(**given | {"arguments": tuple(self.arguments or ())})
         try:
             with _progress(self) as show:
-                outcome = compare(options, show)
+                outcome = compare(options, self.output, show)
         except (ConfigError, OSError) as error:
             refuse(error)
         except KeyboardInterrupt:  # before the first run
             refuse("interrupted")
         if self.as_json:
             print_json(outcome.to_json())
-        elif outcome.judgement is not None:
+        elif outcome.quantities:
             print(outcome.summary())
-        if outcome.judgement is None:
+        if not outcome.quantities:
             print(f"composer-fsdp2: {outcome.error or outcome.headline}", file=sys.stderr)
         if self.output is not None:
             print(f"report: {self.output / 'report.md'}", file=sys.stderr)
         elif outcome.error:
             print("with -o FOLDER the logs are kept", file=sys.stderr)
-        sys.exit(outcome.exit_code)
+        sys.exit(outcome.verdict.exit_code)
 
 
 @contextlib.contextmanager
 def _progress(options: Compare) -> Iterator[Callable[[str, int], None]]:
-    """Told of each run's batches: a bar on a terminal, else a line when one begins."""
+    """Yields a function that shows a run's progress: a bar on a terminal, else a line when it begins."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from composer_fsdp2.comparing.predicting import CountedBatch
+    from composer_fsdp2.comparing.counted_batch import CountedBatch
     from composer_fsdp2.comparing.run_record import Prediction
 
 
@@ -16,8 +16,9 @@ def main() -> None:
     from composer_fsdp2.comparing.job import Engine, Job
     from composer_fsdp2.compat import fsdp2
     from composer_fsdp2.compat.comparing import run_job
+    from composer_fsdp2.config.value import from_json
 
-    job = Job.read(Path(sys.argv[1]))
+    job = from_json(Job, Path(sys.argv[1]).read_text())
     with fsdp2() if job.engine is Engine.FSDP2 else contextlib.nullcontext():
         run_job(job, _predict)
 

@@ -1,13 +1,12 @@
-"""What one of the compared runs is to do, handed to its ranks as a file."""
+"""What a comparison runs: the user's options, and the job of each run, passed to its ranks as a file."""
 
 import enum
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_fsdp2.config.value import Value, json_text
+from composer_fsdp2.config.value import Value
 
-RECORD_NAME = "record.json"
+TOLERANCE = 1e-6  # relative
 
 
 class Engine(enum.Enum):
@@ -18,58 +17,62 @@ class Engine(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Options(Value):
+    """A comparison, as the command line specifies it.
+
+    Args:
+        file: A training YAML of LLM Foundry, or a script.
+        arguments: Overrides of the YAML's keys, or the script's own arguments.
+        repeat: How often FSDP1 runs again, for the noise floor.
+        load_path: A checkpoint to start from; "" keeps the file's own.
+        is_deterministic: Whether CUDA runs deterministic kernels only.
+    """
+
+    file: str
+    arguments: tuple[str, ...] = ()
+    num_ranks: int = 2
+    batches: int = 10
+    repeat: int = 1
+    seed: int = 17
+    tolerance: float = TOLERANCE
+    load_path: str = ""
+    is_deterministic: bool = True
+
+    @property
+    def is_yaml(self) -> bool:
+        return Path(self.file).suffix.lower() in (".yaml", ".yml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Value):
     """One run.
 
     Args:
-        title: As the report calls it.
-        file: A YAML of LLM Foundry's, or a script.
-        arguments: The YAML's overrides, or the script's own arguments.
-        load_path: In place of the file's own; "" leaves that.
-        is_deterministic: Whether CUDA may choose only operators whose results repeat.
-        folder: Where ranks leave their logs, and the first the record.
-        reference: The first run's last tensors.
+        title: Its name in the report.
+        folder: Where ranks write their logs, and rank 0 the record.
+        reference: The folder with the first run's tensors, from which the other runs' distances are computed.
+        writes_reference: Whether this is the first run.
     """
 
     title: str
     engine: Engine
-    file: str
-    arguments: tuple[str, ...]
-    batches: int
-    seed: int
-    load_path: str
-    is_deterministic: bool
+    options: Options
     folder: str
     reference: str
-
-    @property
-    def is_yaml(self) -> bool:
-        return is_yaml(self.file)
-
-    @property
-    def makes_reference(self) -> bool:
-        """Whether this is the run from which the others' tensors are measured."""
-        return not Path(self.reference).exists()
+    writes_reference: bool
 
     @property
     def record_path(self) -> Path:
-        return Path(self.folder) / RECORD_NAME
+        return Path(self.folder, "record.json")
 
     @property
     def progress_path(self) -> Path:
-        return Path(self.folder) / "batches"
+        return Path(self.folder, "batches")
+
+    @property
+    def path(self) -> Path:
+        """Of the job itself."""
+        return Path(self.folder, "job.json")
 
     def log_path(self, rank: int) -> Path:
-        return Path(self.folder) / f"rank-{rank}.log"
-
-    def write(self, path: Path) -> None:
-        path.write_text(json_text(self))
-
-    @classmethod
-    def read(cls, path: Path) -> "Job":
-        given = json.loads(path.read_text())
-        return cls(**{**given, "engine": Engine(given["engine"]), "arguments": tuple(given["arguments"])})
-
-
-def is_yaml(file: str) -> bool:
-    return Path(file).suffix.lower() in (".yaml", ".yml")
+        return Path(self.folder, f"rank-{rank}.log")

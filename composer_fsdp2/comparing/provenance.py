@@ -1,15 +1,15 @@
-"""What a report rests on: versions, the machine, and hashes of what was compared."""
+"""Versions, the machine, and hashes of a comparison's inputs."""
 
 import hashlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from composer_fsdp2.comparing.run_record import RunRecord
 
-# By what they are called here, the distributions.
+# Distributions by their names in the report.
 _DISTRIBUTIONS = {
     "composer-fsdp2": "composer-fsdp2",
     "torch": "torch",
@@ -22,7 +22,7 @@ _PIECE_BYTES = 1 << 24
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed, and of the machine."""
+    """Of the installed distributions, and the machine."""
     found = {"Python": platform.python_version(), "machine": f"{platform.platform()}, {os.cpu_count()} CPUs"}
     for title, name in _DISTRIBUTIONS.items():
         try:
@@ -32,37 +32,37 @@ def versions() -> dict[str, str]:
     return found
 
 
-def hashes(file: str, runs: Sequence[RunRecord]) -> dict[str, str]:
-    """SHA-256 of the file, and of the data that the first run saw."""
-    found = {"file": hash_of(Path(file))}
-    if runs:
-        digests = "".join(digest for batch in runs[0].batches for digest in batch.digests)
-        found["data"] = hashlib.sha256(digests.encode()).hexdigest()
-    return found
+def data_hash(run: RunRecord) -> str:
+    """SHA-256 of the data of all ranks and batches."""
+    return hashlib.sha256("".join(digest for batch in run.batches for digest in batch.digests).encode()).hexdigest()
 
 
-def checkpoint_hash(path: str) -> str:
-    """SHA-256 of a checkpoint on a local disk; reads all of it, so that an interruption ends in no hash.
+def checkpoint_hash(path: str, check: Callable[[], None]) -> str:
+    """SHA-256 of a checkpoint on a local disk, or why it is missing.
 
-    Large checkpoints take hours, after runs that took longer: their verdict must survive.
+    Large checkpoints take hours, after runs that took longer: an interruption must not lose their verdict.
+
+    Args:
+        check: Called before each piece; raises KeyboardInterrupt to end the hash.
     """
     if not Path(path).exists():
         return "not on a local disk"
     try:
-        return hash_of(Path(path))
+        return hash_of(Path(path), check)
     except KeyboardInterrupt:
         return "not computed: interrupted"
 
 
-def hash_of(path: Path) -> str:
+def hash_of(path: Path, check: Callable[[], None] = lambda: None) -> str:
     """Of a file's bytes; of a folder's files, with their names, in the names' order."""
     digest = hashlib.sha256()
     if path.is_file():
         for piece in _pieces(path):
+            check()
             digest.update(piece)
-        return digest.hexdigest()
-    for file in sorted(each for each in path.rglob("*") if each.is_file()):
-        digest.update(f"{file.relative_to(path)}\0{hash_of(file)}\n".encode())
+    else:
+        for file in sorted(each for each in path.rglob("*") if each.is_file()):
+            digest.update(f"{file.relative_to(path)}\0{hash_of(file, check)}\n".encode())
     return digest.hexdigest()
 
 

@@ -1,12 +1,16 @@
-"""What one run leaves behind, as values that are written and read as JSON."""
+"""The record of one run, which rank 0 writes as JSON and the process that judges reads."""
 
-import json
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from composer_fsdp2.config.value import Value, json_text
+from composer_fsdp2.config.value import Value
+
+_WARMING_UP = 2  # batches in which the allocator and the choice of kernels settle
+# Kinds of tensors; any other kind is the optimizer's name for its state.
+PARAMETER, BUFFER = "parameter", "buffer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,12 +18,12 @@ class BatchRecord(Value):
     """One batch.
 
     Args:
-        digests: Of what each rank trained on, by rank.
+        digests: Hashes of each rank's data, by rank.
         loss: Averaged over ranks.
-        gradient_norm: Of all gradients together, before they are clipped.
-        seconds: Of the slowest rank, without what the comparison itself takes.
+        gradient_norm: The norm of all gradients together, before clipping.
+        seconds: The slowest rank's, without the time of the comparison's own measurements.
         memory_bytes: The largest of any rank.
-        samples: Of all ranks.
+        samples: The sum over ranks.
         is_counted: Whether its collectives were counted, which takes time.
     """
 
@@ -35,7 +39,7 @@ class BatchRecord(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCount(Value):
-    """Collectives of one operator and dtype in one batch, up to the gradients, as rank 0 sends them.
+    """Collectives of one operator and dtype in one batch, up to the gradients, as rank 0 issues them.
 
     Args:
         num_bytes: Of the full buffers: the output of an all-gather, the input of a reduce-scatter or an all-reduce.
@@ -48,31 +52,17 @@ class CollectiveCount(Value):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fingerprint(Value):
-    """What tells a tensor's values from others without a copy of them.
-
-    Args:
-        kind: ``parameter``, or the optimizer's name for its tensor.
-    """
-
-    kind: str
-    name: str
-    total: float
-    squares: float
-    size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDistance(Value):
-    """How far a tensor is from the first run's, after the last batch.
+    """The distance of a tensor from the first run's.
 
     Args:
-        distance: The 2-norm of the difference over that of the first run's tensor.
+        distance: The 2-norm of the difference over that of the first run's tensor; infinite if one run lacks it.
         largest: The largest absolute difference of an element.
-        size: Its elements.
-        num_rounding: Elements that differ, but by no more than rounding alone explains where a gradient is nothing
-            else; they are not in ``distance`` and ``largest``.
+        size: The number of elements; of a buffer, those of all ranks together.
+        num_rounding: Elements that differ by no more than rounding explains where a gradient is nothing else; they are
+            not in ``distance`` and ``largest``.
         largest_rounding: The largest absolute difference of one of those.
+        only_in: ``first`` or ``this``, if the other run has no such tensor.
     """
 
     kind: str
@@ -82,11 +72,17 @@ class TensorDistance(Value):
     size: int = 0
     num_rounding: int = 0
     largest_rounding: float = 0.0
+    only_in: str = ""
+
+    @property
+    def title(self) -> str:
+        """``exp_avg of model.weight``."""
+        return f"{self.kind} of {self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(Value):
-    """One of an optimizer's groups: what it says (``lr``, ``weight_decay``, ``betas.0``), and of which parameters."""
+    """One parameter group of an optimizer: its numbers (``lr``, ``betas.0``) and the names of its parameters."""
 
     values: Mapping[str, float]
     names: tuple[str, ...]
@@ -94,7 +90,7 @@ class Settings(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override(Value):
-    """Something that the comparison set in place of what the file says."""
+    """A setting of the file that the comparison replaced."""
 
     name: str
     given: str
@@ -104,13 +100,13 @@ class Override(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(Value):
-    """What a replay of the plan says of the counted batch on rank 0; ``reason`` is why it says nothing.
+    """The counted batch on rank 0 as a replay of the plan predicts it; ``reason`` is why nothing is predicted.
 
     Args:
-        state_bytes: The peak of parameters, gradients, optimizer state, buffers and what collectives need, without
+        state_bytes: The peak of parameters, gradients, optimizer state, buffers and communication buffers, without
             activations.
-        peak_bytes: With them; 0 where no microbatch was traced.
-        rests_on: What was traced, in words; "" of nothing.
+        peak_bytes: The peak with activations; 0 if no microbatch was traced.
+        rests_on: What was traced; "" for nothing.
     """
 
     collectives: tuple[CollectiveCount, ...] = ()
@@ -122,21 +118,34 @@ class Prediction(Value):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput(Value):
+    """Of one run.
+
+    Args:
+        batches: How many were timed: neither the first ones of several, nor the counted one.
+        low: With ``high`` the 95 % confidence interval of the median, or the range where that takes more batches.
+    """
+
+    batches: int
+    median_s: float
+    low: float
+    high: float
+    samples_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord(Value):
     """One run.
 
     Args:
-        num_units: Modules that all-gather their parameters.
+        num_units: The number of modules that all-gather their parameters.
         memory_is: What ``memory_bytes`` of a batch measures.
-        state_bytes: In the counted batch on rank 0, the peak of what ``Prediction.state_bytes`` is of, in storages; 0
-            where it was not counted: on FSDP1, in a first batch, before there is an optimizer's state, and where
-            parameters are offloaded.
-        peak_bytes: With all other storages that were made meanwhile, activations among them.
-        start: Before the first batch.
-        settings: The optimizers' before the first batch; ``last_settings`` after the last.
-        distances: From the first run, whose own are empty.
-        missing: Tensors of the first run that this one has not; ``added`` are those that only this one has.
-        translation: What became of each key, as text; "" on FSDP1.
+        state_bytes: The counterpart of ``Prediction.state_bytes``, counted in storages; 0 where it was not counted: on
+            FSDP1, in a first batch, whose optimizer has no state yet, and with offloaded parameters.
+        peak_bytes: The same with all other storages that were allocated meanwhile, activations among them.
+        start: Distances from the first run before the first batch, and ``end`` after the last; the first run has none.
+        settings: The optimizers' before the first batch, and ``last_settings`` after the last.
+        translation: The outcome of each key, as text; "" on FSDP1.
     """
 
     title: str
@@ -151,39 +160,26 @@ class RunRecord(Value):
     collectives: tuple[CollectiveCount, ...]
     state_bytes: int = 0
     peak_bytes: int = 0
-    start: tuple[Fingerprint, ...]
+    start: tuple[TensorDistance, ...] = ()
+    end: tuple[TensorDistance, ...] = ()
     settings: tuple[Settings, ...] = ()
     last_settings: tuple[Settings, ...] = ()
-    distances: tuple[TensorDistance, ...] = ()
-    missing: tuple[str, ...] = ()
-    added: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
     translation: str = ""
     findings: tuple[Mapping[str, Any], ...] = ()
     prediction: Prediction = field(default_factory=Prediction)
     notes: tuple[str, ...] = ()
 
-    def write(self, path: Path) -> None:
-        path.write_text(json_text(self))
-
-    @classmethod
-    def read(cls, path: Path) -> "RunRecord":
-        given = json.loads(path.read_text())
-        given |= {name: tuple(kind(**each) for each in given[name]) for name, kind in _LISTS.items()}
-        given["batches"] = tuple(
-            BatchRecord(**{**each, "digests": tuple(each["digests"])}) for each in given["batches"]
-        )
-        for name in ("settings", "last_settings"):
-            given[name] = tuple(Settings(**{**each, "names": tuple(each["names"])}) for each in given[name])
-        predicted = given["prediction"]
-        predicted["collectives"] = tuple(CollectiveCount(**each) for each in predicted["collectives"])
-        given["prediction"] = Prediction(**{**predicted, "notes": tuple(predicted["notes"])})
-        return cls(**{**given, **{name: tuple(given[name]) for name in ("missing", "added", "findings", "notes")}})
+    @property
+    def throughput(self) -> Throughput:
+        timed = [each for each in self.batches[_WARMING_UP:] if not each.is_counted] or list(self.batches)
+        median = statistics.median(each.seconds for each in timed)
+        low, high = _median_interval(sorted(each.seconds for each in timed))
+        samples = statistics.median(each.samples for each in timed)
+        return Throughput(batches=len(timed), median_s=median, low=low, high=high, samples_per_s=samples / median)
 
 
-_LISTS: Mapping[str, Any] = {
-    "collectives": CollectiveCount,
-    "start": Fingerprint,
-    "distances": TensorDistance,
-    "overrides": Override,
-}
+def _median_interval(ordered: Sequence[float]) -> tuple[float, float]:
+    """The median's 95 % confidence interval for any distribution: two order statistics (a sign test)."""
+    first = max(0, math.floor(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))))
+    return ordered[first], ordered[-1 - first]

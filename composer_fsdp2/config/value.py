@@ -3,9 +3,9 @@
 import enum
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -38,6 +38,21 @@ def plain(value: object) -> Any:
 def json_text(value: object) -> str:
     """The value as one line of JSON."""
     return json.dumps(value, default=_simpler)
+
+
+def from_json(kind: type[T], text: str | bytes) -> T:
+    """The value of this type whose ``json_text`` this is: dataclasses, enums, tuples of them, and JSON's own types."""
+    value: T = _typed(kind, json.loads(text))
+    return value
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    if isinstance(kind, type) and is_dataclass(kind):
+        types = get_type_hints(kind)
+        return kind(**{name: _typed(types[name], each) for name, each in value.items()})
+    if get_origin(kind) is tuple:
+        return tuple(_typed(get_args(kind)[0], each) for each in value)
+    return kind(value) if isinstance(kind, enum.EnumMeta) else value
 
 
 def _simpler(value: object) -> object:

@@ -1,4 +1,4 @@
-"""What is not proposed for a run unasked, because its numbers would be others or somebody has to decide first."""
+"""Settings that ``--suggest`` does not change, because the numbers would change or a decision comes first."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,22 +6,21 @@ from typing import Any
 
 from torch import nn
 
-from composer_fsdp2.preflight.batch_sizes import AUTO
 from composer_fsdp2.preflight.planned_model import num_experts
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 
-# Of configurations of models, whose layers draw numbers without a module of torch's for it; heads that classify or
-# summarize are not trained here.
+# Keys of configurations of models whose layers draw random numbers without a module of torch's for it; heads that
+# classify or summarize are not trained here.
 _DRAWN = re.compile(r"(?!summary|classifier).*(dropout|pdrop|jitter)")
 
 
 def left_alone(run: PreflightRun) -> dict[str, str]:
-    """By the name of a setting of ``Settings``, why it stays as it is; the last reason of several."""
+    """The reason by the name of a field of ``Settings``; the last one of several."""
     return dict(_reasons(run))
 
 
 def _reasons(run: PreflightRun) -> Iterator[tuple[str, str]]:
-    if any(finding.key.endswith("microbatch_size") and finding.value == AUTO for finding in run.findings):
+    if any(finding.key.endswith("microbatch_size") and finding.value == "auto" for finding in run.findings):
         yield "microbatch_size", "the file leaves them to auto; what is said here is of 1 row"
     if drawn := next(_drawn(run.model), ""):
         yield "microbatch_size", f"{drawn} draws other random numbers for other microbatches"
@@ -37,7 +36,7 @@ def _reasons(run: PreflightRun) -> Iterator[tuple[str, str]]:
 
 
 def _drawn(model: nn.Module) -> Iterator[str]:
-    """What of a model draws random numbers in training."""
+    """The parts of a model that draw random numbers in training."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:

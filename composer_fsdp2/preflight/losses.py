@@ -1,6 +1,6 @@
-"""One microbatch's loss as the run computes it, on inputs that it makes itself; fake tensors are enough.
+"""One microbatch's loss as the run computes it, on made-up inputs; fake tensors suffice.
 
-Each gives the loss, and what else lives until backward has ended.
+Each returns the loss, and what else lives until the end of backward.
 """
 
 from collections.abc import Mapping
@@ -18,31 +18,35 @@ from composer_fsdp2.preflight.answering import without_values
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnBatch:
-    """A loss that makes its own batch.
+    """A loss on a made-up batch.
 
     Args:
-        num_experts: Of a layer; tokens are taken to go to each as often.
+        num_experts: In a layer; each is assumed to get as many tokens.
     """
 
     num_experts: int = 1
 
     def without_values(self) -> AbstractContextManager[Any]:
-        """Around the forward, and around a backward that computes parts of it a second time."""
+        """Wraps the forward, and a backward that recomputes parts of it."""
         return without_values(self.num_experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComposerLoss(_OwnBatch):
-    """As Composer's Trainer: ``loss(forward(batch), batch)``, with the outputs kept as ``State.outputs`` keeps them.
+    """As Composer's Trainer: ``loss(forward(batch), batch)``; ``State.outputs`` references the outputs in backward.
 
     Args:
-        keys: Of the batch, beside ``input_ids`` and ``labels``: what else the model looks for.
+        keys: Of the batch, beside ``input_ids`` and ``labels``.
+        batch: Replaces that batch, its rows and tokens: zeros of the same shapes and dtypes.
     """
 
     keys: tuple[str, ...] = ()
+    batch: Any = None
 
     def __call__(self, model: nn.Module, rows: int, tokens: int) -> tuple[torch.Tensor, Any]:
-        batch = {name: _ids(model, rows, tokens) for name in ("input_ids", "labels", *self.keys)}
+        batch: Any = {name: _ids(model, rows, tokens) for name in ("input_ids", "labels", *self.keys)}
+        if self.batch is not None:
+            batch = with_tensors(self.batch, lambda each: torch.zeros(each.shape, dtype=each.dtype))
         with self.without_values():
             outputs = model(batch)
             loss = _total(model.loss(outputs, batch))  # type: ignore[operator]
@@ -51,10 +55,10 @@ class ComposerLoss(_OwnBatch):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelsLoss(_OwnBatch):
-    """The model is given the labels, and computes the loss itself.
+    """The model computes the loss itself, from the labels.
 
     Args:
-        keeps_outputs: As in Composer's Trainer; a Hugging Face Trainer lets go of them after the forward.
+        keeps_outputs: As Composer's Trainer does; a Hugging Face Trainer drops them after the forward.
     """
 
     keeps_outputs: bool = False
@@ -71,26 +75,8 @@ class LabelsLoss(_OwnBatch):
         return loss, outputs if self.keeps_outputs else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedLoss(_OwnBatch):
-    """As ``ComposerLoss``, on a batch like one that was there, whatever rows and tokens are asked for.
-
-    Args:
-        batch: Its tensors' shapes and dtypes count; numbers are zeros.
-    """
-
-    batch: Any
-
-    def __call__(self, model: nn.Module, rows: int, tokens: int) -> tuple[torch.Tensor, Any]:
-        batch = with_tensors(self.batch, lambda each: torch.zeros(each.shape, dtype=each.dtype))
-        with self.without_values():
-            outputs = model(batch)
-            loss = _total(model.loss(outputs, batch))  # type: ignore[operator]
-        return loss, outputs
-
-
 def _ids(model: nn.Module, rows: int, tokens: int) -> torch.Tensor:
-    """Token ids; of which tokens says nothing of memory."""
+    """Token ids; their values do not change the memory."""
     device = next(model.parameters()).device
     return torch.zeros(rows, tokens, dtype=torch.long, device=device)
 

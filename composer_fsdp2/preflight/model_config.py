@@ -12,37 +12,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.config.text import one_line
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.preflight.run_file import as_config_error
 
 FILE = "config.json"
 
 
-def find_model_config(given: str | Path | None, name: str | None = None) -> Path:
-    """The ``config.json`` of a model: the one that is given, the one in the folder that ``name`` is, or the cached one.
+def find_model_config(path: str | Path | None, name: str | None = None) -> Path:
+    """The ``config.json`` of a model: ``path``, the one in the folder ``name``, or the cached one of that name.
 
     Args:
-        given: ``--model-config``: a file or a folder.
+        path: ``--model-config``: a file or a folder.
         name: A model's name on the Hugging Face hub, or its folder.
     Raises:
-        ConfigError: there is none; says how to come by it.
+        ConfigError: none was found; names the way to get it.
     """
-    if given is not None:
-        path = Path(given) / FILE if Path(given).is_dir() else Path(given)
-        if not str(given) or not path.is_file():
-            raise ConfigError(f"--model-config {given}: there is no file {path}")
-        return path
+    if path is not None:
+        file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+        if not str(path) or not file.is_file():
+            raise ConfigError(f"--model-config {path}: there is no file {file}")
+        return file
     if name is None:
         raise ConfigError("which model is trained is not said here; give its config.json with --model-config")
-    folder = Path(name).expanduser()
-    if folder.is_dir() and (folder / FILE).is_file():
-        return folder / FILE
-    if (cached := _cached(name)) is not None:
-        return cached
-    raise ConfigError(
-        f"the model {name} has no {FILE} here, and nothing is downloaded while planning; give it with --model-config "
-        f"FILE, or run: huggingface-cli download {name} {FILE}"
-    )
+    in_folder = Path(name).expanduser() / FILE
+    found = in_folder if in_folder.is_file() else _cached(name)
+    if found is None:
+        raise ConfigError(
+            f"the model {name} has no {FILE} here, and nothing is downloaded while planning; give it with "
+            f"--model-config FILE, or run: huggingface-cli download {name} {FILE}"
+        )
+    return found
 
 
 def _cached(name: str) -> Path | None:
@@ -57,7 +56,7 @@ def _cached(name: str) -> Path | None:
 
 @contextlib.contextmanager
 def folder_with(path: Path) -> Iterator[Path]:
-    """A folder that holds the file as ``config.json`` and that ``from_pretrained`` reads; it is gone afterwards."""
+    """A folder with the file as its ``config.json``, for ``from_pretrained``; a temporary one if necessary."""
     if path.name == FILE:
         yield path.parent
         return
@@ -66,18 +65,20 @@ def folder_with(path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def is_model_config(values: Mapping[str, Any]) -> bool:
+def is_model_config(values: Any) -> bool:
     """Whether these are a transformers model's own values."""
-    return isinstance(values.get("model_type"), str) and "fsdp_config" not in values
+    is_mapping = isinstance(values, Mapping)
+    return is_mapping and isinstance(values.get("model_type"), str) and "fsdp_config" not in values
 
 
-def build_model(path: Path, changes: Mapping[str, Any] | None = None) -> nn.Module:
-    """The model of a ``config.json`` on the meta device, some of its values changed.
+def build_model(path: Path, changes: Mapping[str, Any]) -> nn.Module:
+    """The model of a ``config.json`` on the meta device, with some values changed.
 
     Raises:
-        ConfigError: it is none that transformers knows, or its model cannot be built; names the file.
+        ConfigError: transformers does not know it, or its model cannot be built; names the file.
     """
     try:
+        from transformers.modeling_utils import no_init_weights
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
         raise ConfigError(f"{path}: building this model needs transformers: pip install transformers") from error
@@ -85,9 +86,9 @@ def build_model(path: Path, changes: Mapping[str, Any] | None = None) -> nn.Modu
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no {FILE}: {error}") from error
-    if not isinstance(values, dict) or not is_model_config(values):
+    if not is_model_config(values):
         raise ConfigError(f"{path} names no model_type, so that it is no transformers model's {FILE}")
-    values |= changes or {}
+    values |= changes
     if values.get("quantization_config"):
         raise ConfigError(
             f"{path}: quantization_config is not planned; give the {FILE} of the model whose weights are not quantized"
@@ -95,49 +96,20 @@ def build_model(path: Path, changes: Mapping[str, Any] | None = None) -> nn.Modu
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"{path}: transformers here knows no model_type {kind}; a newer one may")
-    try:
+    with as_config_error(f"{path}: the model cannot be built"):
         config = CONFIG_MAPPING[kind].from_dict(values)
         config.use_cache = False
-        model_class, without_initialization = _model_class(kind, values), _without_initialization()
         # Imported before: torch's compiler, which transformers imports, computes with tensors while it is imported.
-        with torch.device("meta"), without_initialization:
-            model = model_class._from_config(config, torch_dtype=torch.float32)
-        model.tie_weights()  # which transformers leaves out where it leaves out the initialization
-        trained: nn.Module = model.train()
-        return trained
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{path}: the model cannot be built: {one_line(error)}") from error
-
-
-def no_split_classes(model: nn.Module) -> set[str]:
-    """The classes of the layers that a transformers model names as one piece each."""
-    named = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
-    present = {type(module).__name__ for module in model.modules()}
-    return present.intersection(*[set().union(*named)])
-
-
-def longest_sequence(model: nn.Module) -> int | None:
-    """How many tokens the model's positions suffice for, where its configuration tells."""
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    lengths = (getattr(config, name, None) for config in configs for name in _LENGTHS)
-    return next((length for length in lengths if isinstance(length, int) and length > 0), None)
-
-
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-
-
-def _without_initialization() -> contextlib.AbstractContextManager[Any]:
-    """On meta no value is written, but going through all modules takes as long as if one were."""
-    from transformers.modeling_utils import no_init_weights
-
-    context: contextlib.AbstractContextManager[Any] = no_init_weights()
-    return context
+        model_class = _model_class(kind, values)
+        # On meta initialization writes nothing, but visiting all modules takes as long.
+        with torch.device("meta"), no_init_weights():
+            model: nn.Module = model_class._from_config(config, torch_dtype=torch.float32)
+        model.tie_weights()  # type: ignore[operator] # no_init_weights skips it
+    return model.train()
 
 
 def _model_class(kind: str, values: Mapping[str, Any]) -> Any:
-    """The first class of ``architectures`` that this transformers has, else what a causal language model would be."""
+    """The first class of ``architectures`` in this transformers, else its class for language models."""
     from transformers.models.auto import modeling_auto as names
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
@@ -153,3 +125,19 @@ def _model_class(kind: str, values: Mapping[str, Any]) -> Any:
         if hasattr(module, name):
             return getattr(module, name)
     raise ConfigError(f"{kind} is no language model that transformers can train: no class for it")
+
+
+def no_split_classes(model: nn.Module) -> set[str]:
+    """The classes of layers in a transformers model's ``_no_split_modules``."""
+    named = [name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()]
+    return {type(module).__name__ for module in model.modules()}.intersection(named)
+
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+
+
+def longest_sequence(model: nn.Module) -> int | None:
+    """The number of the model's positions, if its configuration has it."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    lengths = (getattr(config, name, None) for config in configs for name in _LENGTHS)
+    return next((length for length in lengths if isinstance(length, int) and length > 0), None)

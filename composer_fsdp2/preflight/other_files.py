@@ -1,8 +1,7 @@
-"""Runs of files that describe no model themselves, with a ``config.json`` or a function that does."""
+"""Files of other systems, and a model's own ``config.json``: settings, with a model from elsewhere."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -29,110 +28,88 @@ from composer_fsdp2.preflight.model_config import (
     longest_sequence,
     no_split_classes,
 )
-from composer_fsdp2.preflight.planned_model import ModelOrFunction, built, loss_of, of_model
-from composer_fsdp2.preflight.preflight_run import PreflightRun
-from composer_fsdp2.preflight.run_file import RunFile, assumed
+from composer_fsdp2.preflight.planned_model import Training, built
+from composer_fsdp2.preflight.run_file import Request, RunFile, assumed
 
 _COMPOSER = DIALECTS["composer"]
-_LAYERS = "auto"  # of wrap_policy, activation_checkpointing_policy and layer_plan: those that the model itself names
+_LAYERS = "auto"  # in wrap_policy, activation_checkpointing_policy and layer_plan: the model's own layers
 _CLASSES, _RECOMPUTED = "transformer_layer_cls_to_wrap", "activation_checkpointing_policy"
-# Where files of these systems name the model, by a name of the hub's or a folder.
+# The keys of these systems for the model: a name on the hub, or a folder.
 _MODEL_KEYS = ("model_name_or_path", "base_model", "pretrain", "model.hf_assets_path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """A section in Composer's words.
+class _Config:
+    """A section, translated to Composer's keys.
 
     Args:
-        tensor_degree: Over how many ranks layers are split, by the plan of a known model.
-        named: The model's name on the hub, or its folder, where the file tells.
-        is_own_model: Whether the system trains models of its own, of whose classes transformers' has none.
+        tensor_degree: Of layers that the plan of a known model splits.
+        named: The model's name on the hub, or its folder, if the file has it.
     """
 
     section: Section
-    dialect: str
+    dialect: Dialect
     fsdp: Mapping[str, Any]
     precision: str
     tensor_degree: int = 1
     named: str | None = None
-    is_own_model: bool = False
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[Finding, ...] = ()
     adapter: str | None = None
     has_fp8_layers: bool = False
 
 
-def read_other_file(
-    file: RunFile,
-    *,
-    world_size: int,
-    gpus_per_node: int,
-    model_config: str | Path | None,
-    model: ModelOrFunction | None,
-    microbatch: int | None,
-    sequence: int | None,
-    device: str,
-) -> PreflightRun:
-    """The run of a file that is not Foundry's; see ``read_run``."""
+def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Training]:
+    """The file's settings and a model from elsewhere; see ``read_run``."""
     is_bare = is_model_config(file.document.values)
-    asked = _bare(file) if is_bare else _asked(file, world_size)
-    whole, has_hooks = model, True
-    if whole is None:
-        is_own = is_bare and model_config is None
-        path = file.path if is_own else find_model_config(model_config, asked.named)
-        has_hooks, changes = False, {key: file.values[key] for key in file.document.values} if is_own else {}
-        whole = build_model(path, changes)
-    whole = built(whole)
-    asked = asked if has_hooks else _with_layers(asked, whole)
-    context = asked.fsdp.get("context_parallel_degree") or 1
-    shared = asked.tensor_degree * (context if isinstance(context, int) else 1)
+    config = _bare(file) if is_bare else _first_section(file, request.world_size)
+    if request.model is not None:
+        model = built(request.model)  # with FSDP1's hooks, which name the units
+    else:
+        is_own = is_bare and request.model_config is None
+        path = file.path if is_own else find_model_config(request.model_config, config.named)
+        model = built(build_model(path, {key: file.values[key] for key in file.document.values} if is_own else {}))
+        config = _with_layers(config, model)
+    context = config.fsdp.get("context_parallel_degree") or 1
+    num_shared = config.tensor_degree * (context if isinstance(context, int) else 1)
     batches = read_batches(
-        asked.dialect,
-        asked.section,
-        num_data_ranks=max(world_size // shared, 1),
-        microbatch=microbatch,
-        sequence=sequence,
-        longest=longest_sequence(whole),
+        config.dialect.name,
+        config.section,
+        num_data_ranks=max(request.world_size // num_shared, 1),
+        microbatch=request.microbatch,
+        sequence=request.sequence,
+        longest=longest_sequence(model),
     )
-    adapters = [_without_adapter(asked.adapter)] if asked.adapter and model is None else []
-    findings = [*adapters, *asked.findings, *batches.findings]
-    run = of_model(
-        whole,
-        asked.fsdp,
-        world_size=world_size,
-        precision=asked.precision,
-        tensor_parallel={"tensor_parallel_degree": asked.tensor_degree, "layer_plan": _LAYERS},
-        loss=loss_of(whole, keeps_outputs=asked.dialect == _COMPOSER.name and not is_bare),
-        microbatch=batches.microbatch,
-        num_microbatches=batches.num_microbatches,
-        sequence=batches.sequence,
-        optimizer=batches.optimizer,
-        device=device,
-        gpus_per_node=gpus_per_node,
-        findings=[replace(each, where=str(file.path)) for each in findings] if is_bare else file.placed(findings),
-    )
-    return replace(run, has_fp8_layers=asked.has_fp8_layers)
-
-
-def _without_adapter(adapter: str) -> Finding:
-    return Finding(
-        key="adapter",
-        value=adapter,
-        outcome=Outcome.NEEDS_DECISION,
-        target="a full fine-tune",
-        reason="the adapter is made in code; gradients and optimizer state are counted for all parameters of the model",
-        hint="--model MODULE:FUNCTION plans the model with its adapter",
-        origin=Origin.IMPLICIT,
+    findings = [*config.findings, *batches.findings]
+    if config.adapter and request.model is None:
+        adapter = Finding(
+            key="adapter",
+            value=config.adapter,
+            outcome=Outcome.NEEDS_DECISION,
+            target="a full fine-tune",
+            reason="the adapter is made in code; gradients and optimizer state are counted for all parameters of the "
+            "model",
+            hint="--model MODULE:FUNCTION plans the model with its adapter",
+            origin=Origin.IMPLICIT,
+        )
+        findings.insert(0, adapter)
+    return model, Training(
+        fsdp_config=config.fsdp,
+        precision=config.precision,
+        tensor_parallel={"tensor_parallel_degree": config.tensor_degree, "layer_plan": _LAYERS},
+        batches=batches,
+        keeps_outputs=config.dialect is _COMPOSER and not is_bare,
+        has_fp8_layers=config.has_fp8_layers,
+        # No line of a model's own file configures training.
+        findings=tuple(replace(each, where=str(file.path)) for each in findings) if is_bare else file.placed(findings),
     )
 
 
-def _bare(file: RunFile) -> _Asked:
-    """A model's own file says nothing of training; the command line may, in Foundry's words (KEY=VALUE)."""
+def _bare(file: RunFile) -> _Config:
+    """A model's own file; the command line's overrides configure the training, with Foundry's keys."""
     given = {key: value for key, value in file.values.items() if key not in file.document.values}
     fsdp = given.get("fsdp_config") or {}
     if not isinstance(fsdp, Mapping):
         raise ConfigError(f"fsdp_config is {fsdp!r}; it takes keys, such as fsdp_config.sharding_strategy=FULL_SHARD")
-    section = Section.at(("fsdp_config",), {**given, "fsdp_config": fsdp})
     precision, problem = precision_of(given)
     reason = "a model's own file says nothing of training"
     findings = [problem] if problem else []
@@ -141,49 +118,55 @@ def _bare(file: RunFile) -> _Asked:
     if not fsdp:
         hint = "say fsdp_config.KEY=VALUE behind the file"
         findings.append(assumed("fsdp_config", "FULL_SHARD, mixed_precision: DEFAULT", reason, hint))
-    return _Asked(
-        section=section, dialect=_COMPOSER.name, fsdp=dict(fsdp), precision=precision, findings=tuple(findings)
-    )
+    section = Section.at(("fsdp_config",), {**given, "fsdp_config": fsdp})
+    return _Config(section=section, dialect=_COMPOSER, fsdp=fsdp, precision=precision, findings=tuple(findings))
 
 
-def _asked(file: RunFile, world_size: int) -> _Asked:
-    """The first section of the file, in Composer's words."""
+def _first_section(file: RunFile, world_size: int) -> _Config:
     if other := foreign_system(file.values):
         raise ConfigError(f"{file.path}: this is a configuration of {other.name}, which is not read: {other.advice}")
-    found = [(of, path) for of in DIALECTS.values() for path in of.sections(_values_for(of, file))]
+    # OmegaConf's interpolations are text to systems that do not use it.
+    values = {
+        dialect.name: file.values if dialect.interpolates or file.overrides else file.document.values
+        for dialect in DIALECTS.values()
+    }
+    found = [(each, path) for each in DIALECTS.values() for path in each.sections(values[each.name])]
     if not found:
         raise ConfigError(
             f"{file.path}: nothing here configures sharding, and it is no model's config.json (which has a model_type)"
         )
     dialect, path = found[0]
-    values = _values_for(dialect, file)
-    section = Section.at(path, values)
-    named = next((value_at(values, key.split(".")) for key in _MODEL_KEYS if has_path(values, key.split("."))), None)
-    asked = _composers(section) if dialect is _COMPOSER else _of_run(file, dialect, section, world_size)
-    several = [
-        assumed("section", section.place, f"the file has {len(found)} of them, and the first is planned")
-        for _ in found[1:2]
-    ]
-    named = named if isinstance(named, str) else None
-    return replace(asked, named=named, findings=(*asked.findings, *several))
+    around = values[dialect.name]
+    section = Section.at(path, around)
+    config = _composers(section) if dialect is _COMPOSER else _translated(file, dialect, section, world_size)
+    keys = [key.split(".") for key in _MODEL_KEYS]
+    named = next((value_at(around, key) for key in keys if has_path(around, key)), None)
+    several = f"the file has {len(found)} of them, and the first is planned"
+    findings = (assumed("section", section.place, several),) if len(found) > 1 else ()
+    return replace(config, named=named if isinstance(named, str) else None, findings=(*config.findings, *findings))
 
 
-def _values_for(dialect: Dialect, file: RunFile) -> Any:
-    """As its system sees them: OmegaConf's interpolations are text to the others."""
-    return file.values if dialect.interpolates or file.overrides else file.document.values
-
-
-def _composers(section: Section) -> _Asked:
+def _composers(section: Section) -> _Config:
     around = around_of(section)
     precision, problem = precision_of(around)
     findings = [problem] if problem else []
     findings += [each for each in findings_beside(around) if each.outcome.blocks]
     degree, has_plan = tensor_degree(around), has_automatic_plan(around)
     if degree > 1 and not has_plan:
-        findings.append(_without_layer_plan(section, degree))
-    return _Asked(
+        key = "tp" if section.path[-2:-1] == ("parallelism_config",) else "tp_config"
+        findings.append(
+            Finding(
+                key=".".join((*map(str, section.path[:-1]), key)),
+                value=degree,
+                outcome=Outcome.NEEDS_DECISION,
+                target="layers that nobody splits",
+                reason="which layers are split, and how, is in the script's layer plan, which no file can hold",
+                hint="read the plan as that of a run without tensor parallelism",
+            )
+        )
+    return _Config(
         section=section,
-        dialect=_COMPOSER.name,
+        dialect=_COMPOSER,
         fsdp=dict(section.given),
         precision=precision,
         tensor_degree=degree if has_plan else 1,
@@ -191,20 +174,8 @@ def _composers(section: Section) -> _Asked:
     )
 
 
-def _without_layer_plan(section: Section, degree: int) -> Finding:
-    key = "tp" if section.path[-2:-1] == ("parallelism_config",) else "tp_config"
-    return Finding(
-        key=".".join((*map(str, section.path[:-1]), key)),
-        value=degree,
-        outcome=Outcome.NEEDS_DECISION,
-        target="layers that nobody splits",
-        reason="which layers are split, and how, is in the script's layer plan, which no file can hold",
-        hint="read the plan as that of a run without tensor parallelism",
-    )
-
-
-def _of_run(file: RunFile, dialect: Dialect, section: Section, world_size: int) -> _Asked:
-    """What ``migrate --to composer`` writes, with what it cannot say among the findings."""
+def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: int) -> _Config:
+    """The keys that ``migrate --to composer`` writes; what Composer lacks is among the findings."""
     reading = dialect.read(section)
     if reading.run is None:
         blocking = [each for each in file.placed(reading.findings) if each.outcome.blocks]
@@ -212,56 +183,51 @@ def _of_run(file: RunFile, dialect: Dialect, section: Section, world_size: int) 
         raise ConfigError(f"{file.path}: {text}", keys=tuple(each.key for each in blocking))
     run = reading.run
     expression = _COMPOSER.express(run.without_training())  # batches are read in batch_words.py
-    told = [
-        *_undecided(reading, expression),
-        *(each for each in expression.findings if each.outcome is not Outcome.EXACT),
-    ]
+    findings = _undecided(reading, expression)
+    findings += [each for each in expression.findings if each.outcome is not Outcome.EXACT]
     if run.num_ranks not in (None, world_size):
-        told.append(assumed("number of ranks", run.num_ranks, f"{world_size} are planned, as asked for"))
-    return _Asked(
+        findings.append(assumed("number of ranks", run.num_ranks, f"{world_size} are planned, as asked for"))
+    return _Config(
         section=section,
-        dialect=dialect.name,
+        dialect=dialect,
         fsdp={setting.key: setting.value for setting in expression.settings},
         precision=run.precision,
         tensor_degree=run.tensor_parallel,
-        is_own_model=dialect.has_own_models,
-        findings=tuple(told),
+        findings=tuple(findings),
         adapter=run.adapter,
         has_fp8_layers=run.has_fp8_layers,
     )
 
 
 def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
-    """What needs a decision whatever Composer has, or changes how the run is sharded, beside what Composer lacks."""
-    told, _ = with_losses(reading.findings, expression.losses, reading, _COMPOSER)
+    """Findings that need a decision with any target, or change how the run is sharded, beside what Composer lacks."""
+    findings, _ = with_losses(reading.findings, expression.losses, reading, _COMPOSER)
     lost = {name for each in expression.losses if not each.is_kept for name in each.fields[:1]}
     found = []
-    for each in told:
-        row = reading.rows.get(each.key)
-        is_lost = row is not None and meets(lost, decides(row))
-        changes = row is not None and bool(decides(row)) and each.outcome is Outcome.APPROXIMATE
-        if not is_lost and (each.outcome.blocks or (changes and each.origin is Origin.KEY)):
+    for each in findings:
+        decided = decides(reading.rows[each.key]) if each.key in reading.rows else None
+        changes = bool(decided) and each.outcome is Outcome.APPROXIMATE and each.origin is Origin.KEY
+        is_lost = decided is not None and meets(lost, decided)
+        if not is_lost and (each.outcome.blocks or changes):
             found.append(each)
     return found
 
 
-def _with_layers(asked: _Asked, model: nn.Module) -> _Asked:
-    """With the layers that transformers' model itself names as units, where nothing in the file names them."""
-    fsdp, findings = dict(asked.fsdp), []
+def _with_layers(config: _Config, model: nn.Module) -> _Config:
+    """With a transformers model's own layers as units, where no key of the file names any."""
+    fsdp, findings = dict(config.fsdp), []
+    has_own_models = config.dialect.has_own_models  # whose classes transformers does not have
     policy = fsdp.get("wrap_policy")
-    classes = sorted(no_split_classes(model))
+    classes = ", ".join(sorted(no_split_classes(model)))
     if policy is None:
         fsdp["wrap_policy"] = {_CLASSES: _LAYERS}
-        reason = (
-            f"no key names the units; the model's own layers are ({', '.join(classes)}), and the rest is the root's"
-        )
+        reason = f"no key names the units; the model's own layers are ({classes}), and the rest is the root's"
         findings.append(assumed("wrap_policy", _LAYERS, reason))
-    elif asked.is_own_model and policy.get(_CLASSES) not in (None, _LAYERS):
+    elif has_own_models and policy.get(_CLASSES) not in (None, _LAYERS):
         fsdp["wrap_policy"] = {**policy, _CLASSES: _LAYERS}
-        reason = f"a class of the system's own model; of transformers' it is {', '.join(classes)}"
+        reason = f"a class of the system's own model; of transformers' it is {classes}"
         findings.append(assumed("wrap_policy", policy[_CLASSES], reason))
-    recomputed = fsdp.get(_RECOMPUTED)
     is_recomputing = fsdp.get("activation_checkpointing") or fsdp.get("activation_cpu_offload")
-    if is_recomputing and (recomputed is None or asked.is_own_model):
+    if is_recomputing and (fsdp.get(_RECOMPUTED) is None or has_own_models):
         fsdp[_RECOMPUTED] = _LAYERS
-    return replace(asked, fsdp=fsdp, findings=(*asked.findings, *findings))
+    return replace(config, fsdp=fsdp, findings=(*config.findings, *findings))

@@ -1,28 +1,27 @@
-"""One step of a user's run, planned: its trace, its replay, its bounds, as one value."""
+"""One step of a user's run, planned: its trace, its replay and its bounds as one value."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.text import printable
+from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.value import Value
-from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.bounds import Machine, step_bounds
-from composer_fsdp2.estimate.events import MicrobatchTrace
 from composer_fsdp2.estimate.optimizers import OptimizerState, optimizer_state
 from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
 from composer_fsdp2.estimate.replay import estimate_step
 from composer_fsdp2.estimate.trace import trace_microbatch
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice, PreflightRun
+from composer_fsdp2.preflight.run_file import as_config_error, assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions(Value):
-    """What is asked of a run.
+    """The options of a plan.
 
     Args:
-        gpus_per_node: Which ranks lie on one node.
-        memory: None where nobody asks whether it fits.
-        machine: Of whose speeds; None where nobody asks for time.
+        gpus_per_node: Consecutive ranks on one node.
+        memory: A device's, in which the step has to fit; None: not compared.
+        machine: The speeds that bound the step's time; None: not bounded.
         counts_activations: Whether a microbatch is traced.
     """
 
@@ -33,15 +32,28 @@ class Questions(Value):
 
 
 def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedStep:
-    """Everything that can be said of one step before it is run.
+    """Memory, collectives and time bounds of one step before it is run.
 
     Args:
-        source: What was asked about, as the user named it.
+        source: The file, as the user named it.
     Raises:
         ConfigError: the model's forward or backward cannot be traced; names the way out.
     """
     optimizer, findings = counted_optimizer(run.optimizer)
-    trace = _trace(run, source) if questions.counts_activations else None
+    trace = None
+    if questions.counts_activations:
+        size = f"a microbatch of {run.microbatch_size} × {run.sequence_length} tokens"
+        with as_config_error(
+            f"{source}: --no-activations plans everything else, but {size} cannot be traced without data"
+        ):
+            trace = trace_microbatch(
+                run.model,
+                run.plan,
+                run.loss,
+                rows=run.computed_rows,
+                tokens=run.computed_tokens,
+                precision=run.precision,
+            )
     estimate = estimate_step(
         run.plan,
         trace,
@@ -70,39 +82,10 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
     )
 
 
-def _trace(run: PreflightRun, source: str) -> MicrobatchTrace:
-    try:
-        return trace_microbatch(
-            run.model,
-            run.plan,
-            run.loss,
-            rows=run.computed_rows,
-            tokens=run.computed_tokens,
-            precision=run.precision,
-        )
-    except ComposerFSDP2Error:
-        raise
-    except (Exception, SystemExit) as error:  # whatever a model's own code does
-        said = printable(str(error).strip().splitlines()[0]) if str(error).strip() else ""
-        raise ConfigError(
-            f"{source}: one microbatch of {run.microbatch_size} × {run.sequence_length} tokens cannot be traced "
-            f"without data: {type(error).__name__}: {said}; --no-activations plans everything else"
-        ) from error
-
-
-def counted_optimizer(choice: OptimizerChoice | None) -> tuple[OptimizerState, tuple[Finding, ...]]:
-    """The optimizer's state; AdamW's where the file names none, or one that nobody knows, which is said."""
-    if choice is None:
-        reason = "the file names no optimizer, so AdamW's state is counted"
-        return optimizer_state("AdamW"), (_assumed("optimizer", "none", reason),)
+def counted_optimizer(choice: OptimizerChoice) -> tuple[OptimizerState, tuple[Finding, ...]]:
+    """The optimizer's state; AdamW's, with a finding, if it is unknown here."""
     try:
         return optimizer_state(choice.name, choice.options), ()
     except ConfigError as error:
-        reason = f"{error}; AdamW's state is counted"
-        return optimizer_state("AdamW"), (_assumed("optimizer.name", choice.name, reason),)
-
-
-def _assumed(key: str, value: str, reason: str) -> Finding:
-    return Finding(
-        key=key, value=value, outcome=Outcome.APPROXIMATE, target="AdamW", reason=reason, origin=Origin.IMPLICIT
-    )
+        finding = assumed("optimizer.name", choice.name, f"{error}; AdamW's state is counted")
+        return optimizer_state("AdamW"), (replace(finding, target="AdamW"),)

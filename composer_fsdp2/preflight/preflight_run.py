@@ -36,7 +36,6 @@ class PreflightRun:
         num_microbatches: Of a batch, on one rank.
         batch_rows: Of a batch, on one rank; the last microbatch may have fewer than the others.
         sequence_length: In tokens.
-        optimizer: None where the file names none.
         has_fp8_layers: Whether layers compute in fp8 whatever ``precision`` is.
         findings: What was replaced so that the model could be built, and what was assumed; with the place in the file.
     """
@@ -51,7 +50,7 @@ class PreflightRun:
     num_microbatches: int
     batch_rows: int
     sequence_length: int
-    optimizer: OptimizerChoice | None
+    optimizer: OptimizerChoice
     findings: tuple[Finding, ...]
     has_fp8_layers: bool = False
 

@@ -1,21 +1,61 @@
-"""A user's file as values, with the place of each key."""
+"""A user's file as values, with the line of each key, and the command line's additions to it."""
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from torch import nn
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.text import one_line, short
-from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.migration.dialects.huggingface.deepspeed_file import WithSettings, with_settings
 from composer_fsdp2.migration.documents import SUFFIXES, Document, open_document
 from composer_fsdp2.migration.files import read_named
 from composer_fsdp2.migration.interpolation import resolve
 from composer_fsdp2.migration.paths import has_path
+
+ModelOrFunction = nn.Module | Callable[[], Any]
+# More than any cluster has; the ranks of a group are listed, and the divisors of their number computed.
+_MOST_RANKS = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a file is read for.
+
+    Args:
+        gpus_per_node: For a ``process_group`` by nodes.
+        model_config: A ``config.json`` or its folder, for a model that the file does not describe.
+        model: Replaces the file's: a module, or a function that builds it.
+        microbatch: Rows; replaces the file's number, or its ``auto``.
+        sequence: Tokens of a row; replaces the file's.
+        device: The type of the ranks' device.
+        overrides: ``KEY=VALUE``, which replace values of the file.
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    world_size: int
+    gpus_per_node: int = 8
+    model_config: str | Path | None = None
+    model: ModelOrFunction | None = None
+    microbatch: int | None = None
+    sequence: int | None = None
+    device: str = "cuda"
+    overrides: Iterable[str] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.world_size) is not int or not 1 <= self.world_size <= _MOST_RANKS:
+            raise ConfigError(f"world size {self.world_size}; give the number of ranks, from 1 to {_MOST_RANKS}")
+        sizes = {"microbatch": self.microbatch, "sequence": self.sequence, "gpus per node": self.gpus_per_node}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} {value}; give a number from 1 on")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +64,9 @@ class RunFile:
 
     Args:
         document: With the settings of the DeepSpeed file that it names or is.
-        written: As it stands there.
-        values: With interpolations resolved where that can be done, and the command line's changes.
-        overrides: The command line's changes (KEY=VALUE), as they were written.
+        written: As it is on the disk.
+        values: With interpolations resolved where that is possible, and the command line's overrides.
+        overrides: The command line's, as they were typed.
     """
 
     path: Path
@@ -38,7 +78,7 @@ class RunFile:
 
     @classmethod
     def read(cls, path: Path, overrides: Iterable[str] = ()) -> "RunFile":
-        """Raises ConfigError: there is no such file, or it is none that can be read; names it and the line."""
+        """Raises ConfigError: no such file, or one that cannot be read; names it and the line."""
         overrides = tuple(overrides)
         if not path.is_file():
             raise ConfigError(f"no such file: {path}")
@@ -65,21 +105,19 @@ class RunFile:
 
     def placed(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
         """The findings with file and line; those of keys that are not in the file with the file alone."""
-        placed = (replace(each, where=self._place(each)) for each in findings)
+        placed = (replace(each, where=self._place(each.key)) for each in findings)
         if self.deepspeed is None:
             return tuple(placed)
         told = self.deepspeed.told(placed)
         return tuple(each for each in told if each.outcome not in (Outcome.UNNEEDED, Outcome.EXACT))
 
-    def _place(self, finding: Finding) -> str:
-        key = finding.key
+    def _place(self, key: str) -> str:
         if any(each.partition("=")[0] == key for each in self.overrides):
             return "the command line"
         parts = tuple(key.split("."))
-        for depth in range(len(parts), 0, -1):
-            if has_path(self.written.values, parts[:depth]):
-                return f"{self.path}:{self.written.line_of(parts[:depth])}"
-        return str(self.path)
+        paths = (parts[:depth] for depth in range(len(parts), 0, -1))
+        path = next((each for each in paths if has_path(self.written.values, each)), None)
+        return f"{self.path}:{self.written.line_of(path)}" if path else str(self.path)
 
 
 def _overridden(values: Mapping[str, Any], overrides: tuple[str, ...]) -> Mapping[str, Any]:
@@ -87,15 +125,24 @@ def _overridden(values: Mapping[str, Any], overrides: tuple[str, ...]) -> Mappin
         return values
     if wrong := [each for each in overrides if "=" not in each or not all(each.partition("=")[0].split("."))]:
         raise ConfigError(f"{wrong[0]} is neither an option nor KEY=VALUE")
-    try:
-        merged = OmegaConf.merge(OmegaConf.create(dict(values)), OmegaConf.from_cli(list(overrides)))
-        found = OmegaConf.to_container(merged)
-    except Exception as error:  # OmegaConf's own, of its YAML reader, and a TypeError where a list meets a mapping
-        raise ConfigError(f"{' '.join(overrides)}: {one_line(error)}") from error
-    assert isinstance(found, dict)
+    # OmegaConf's own errors, those of its YAML reader, and a TypeError where a list meets a mapping.
+    with as_config_error(" ".join(overrides)):
+        merged: Any = OmegaConf.merge(OmegaConf.create(dict(values)), OmegaConf.from_cli(list(overrides)))
+        found: Any = OmegaConf.to_container(merged)
     return {str(key): value for key, value in found.items()}
 
 
+@contextlib.contextmanager
+def as_config_error(what: str) -> Iterator[None]:
+    """Around code of other packages, which raises anything: a ConfigError with ``what`` and the error on one line."""
+    try:
+        yield
+    except ComposerFSDP2Error:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what}: {one_line(error)}") from error
+
+
 def assumed(key: str, value: object, reason: str, hint: str = "") -> Finding:
-    """What no key of the file says, and is needed."""
+    """The value of a setting that no key of the file has."""
     return Finding(key=key, value=value, outcome=Outcome.APPROXIMATE, reason=reason, hint=hint, origin=Origin.IMPLICIT)

@@ -206,7 +206,7 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
     "a function that exits": (
         ["run.yaml", *SIZES, "--model", "m.py:f"],
         {"m.py": "def f(): raise SystemExit('bye')"},
-        "no run can be made of it: SystemExit: bye",
+        "the model cannot be built on the meta device: SystemExit: bye",
     ),
     # what is written
     "one name for two files": (["run.yaml", *SIZES, "--trace", "./plan.html"], {}, "plan.html cannot be written"),

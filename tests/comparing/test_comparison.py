@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +18,14 @@ import pytest
 from comparing.test_judging import made_run
 
 from composer_fsdp2.comparing import comparison, provenance
-from composer_fsdp2.comparing.comparison import Options, compare
+from composer_fsdp2.comparing.comparison import compare
+from composer_fsdp2.comparing.job import Job, Options
 from composer_fsdp2.comparing.judging import Verdict
 from composer_fsdp2.comparing.launching import RunFailedError
 from composer_fsdp2.comparing.outcome import SCHEMA
 from composer_fsdp2.comparing.run_record import RunRecord
+from composer_fsdp2.config.value import json_text
+from composer_fsdp2.errors import ConfigError
 
 
 @pytest.fixture
@@ -32,49 +36,47 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Op
     checkpoint.write_bytes(b"weights")
 
     def made(**runs: RunRecord) -> Options:
-        def run_ranks(job: comparison.Job, *_: object) -> RunRecord:
+        def run_ranks(job: Job, *_: object) -> RunRecord:
             record = replace(runs.get(job.title.lower().replace(" ", "_"), made_run()), title=job.title)
             Path(job.folder).mkdir(parents=True)
-            record.write(job.record_path)
+            Path(job.reference).mkdir(exist_ok=True)
+            job.record_path.write_text(json_text(record))
             return record
 
         monkeypatch.setattr(comparison, "run_ranks", run_ranks)
         return Options(
             file=str(file),
-            arguments=(),
-            num_ranks=2,
             batches=2,
-            repeat=1,
-            seed=17,
-            tolerance=1e-6,
             load_path=str(checkpoint),
-            is_deterministic=True,
-            output=tmp_path / "report",
         )
 
     return made
 
 
-def report_of(options: Options) -> dict:
-    assert options.output is not None
-    assert {path.name for path in options.output.parent.iterdir()} == {"run.yaml", "ep0-ba1.pt", "report"}
-    report = json.loads((options.output / "report.json").read_text())
+def report_of(folder: Path) -> dict:
+    assert {path.name for path in folder.iterdir()} == {"run.yaml", "ep0-ba1.pt", "report"}
+    report = json.loads((folder / "report" / "report.json").read_text())
     jsonschema.validate(report, json.loads(SCHEMA.read_text()))
     return report
 
 
-def test_three_runs_of_which_one_diverged_are_reported(options: Callable[..., Options]):
+def quiet(title: str, done: int) -> None:
+    """Shows no progress."""
+
+
+def test_three_runs_of_which_one_diverged_are_reported(options: Callable[..., Options], tmp_path: Path):
     """A loss that is NaN in the second run on FSDP1 ends in a report, which names it, and what was trained on."""
     it = options(fsdp1_again=made_run(losses=(3.0, math.nan)))
-    assert compare(it, lambda *_: None).exit_code == 1
-    report = report_of(it)
+    assert compare(it, tmp_path / "report", quiet).verdict.exit_code == 1
+    report = report_of(tmp_path)
     assert report["hashes"]["checkpoint"] == hashlib.sha256(b"weights").hexdigest()
     assert len(report["runs"]) == 3 and "FSDP1 does not repeat" in report["causes"][0]
-    assert "FSDP1 does not repeat" in (it.output / "report.md").read_text()
+    assert report["runs"][2]["batches"][1]["loss"] is None
+    assert "FSDP1 does not repeat" in (tmp_path / "report" / "report.md").read_text()
 
 
 def test_a_fault_in_the_verdict_does_not_cost_the_runs(
-    options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+    options: Callable[..., Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """An error of ours after the last run leaves all three records, and exit code 2 rather than 1 ("different")."""
 
@@ -82,15 +84,14 @@ def test_a_fault_in_the_verdict_does_not_cost_the_runs(
         raise ZeroDivisionError("a fault in judge")
 
     monkeypatch.setattr(comparison, "judge", broken)
-    it = options()
-    outcome = compare(it, lambda *_: None)
-    assert (outcome.verdict, outcome.exit_code) == (Verdict.UNUSABLE, 2)
-    report = report_of(it)
+    outcome = compare(options(), tmp_path / "report", quiet)
+    assert (outcome.verdict, outcome.verdict.exit_code) == (Verdict.UNUSABLE, 2)
+    report = report_of(tmp_path)
     assert len(report["runs"]) == 3 and "a fault in judge" in report["error"]
 
 
 def test_an_interrupted_comparison_does_not_read_the_checkpoint(
-    options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+    options: Callable[..., Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Ctrl-C ends now, not after terabytes were hashed for a report that has no verdict."""
     it = options()
@@ -101,53 +102,54 @@ def test_an_interrupted_comparison_does_not_read_the_checkpoint(
     monkeypatch.setattr(comparison, "run_ranks", interrupted)
     read = []
     monkeypatch.setattr(provenance, "_pieces", lambda path: read.append(path.name) or iter(()))
-    assert compare(it, lambda *_: None).verdict is Verdict.INTERRUPTED
+    assert compare(it, tmp_path / "report", quiet).verdict is Verdict.INTERRUPTED
     assert read == ["run.yaml"]
-    assert "checkpoint" not in report_of(it)["hashes"]
+    assert "checkpoint" not in report_of(tmp_path)["hashes"]
 
 
-def test_an_interrupted_hash_keeps_the_verdict(options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_hash_keeps_the_verdict(
+    options: Callable[..., Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Whoever does not want to wait for the hash of a large checkpoint gets the verdict of the runs without it."""
     it = options()
     pieces = provenance._pieces
 
-    def interrupted(path: Path) -> object:
+    def interrupted(path: Path) -> Iterator[bytes]:
         if path.suffix == ".pt":
-            raise KeyboardInterrupt
-        return pieces(path)
+            signal.raise_signal(signal.SIGINT)
+        yield from pieces(path)
 
     monkeypatch.setattr(provenance, "_pieces", interrupted)
-    assert compare(it, lambda *_: None).verdict is Verdict.SAME
-    assert report_of(it)["hashes"]["checkpoint"] == "not computed: interrupted"
+    assert compare(it, tmp_path / "report", quiet).verdict is Verdict.SAME
+    assert report_of(tmp_path)["hashes"]["checkpoint"] == "not computed: interrupted"
 
 
-def test_a_failed_rename_keeps_both_reports(options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch):
-    """Neither the earlier report nor the new runs are deleted because a folder cannot be renamed."""
+def test_a_report_is_never_overwritten(options: Callable[..., Options], tmp_path: Path):
+    """The report that was to be signed was replaced by that of another run, typed with the same -o."""
+    output = tmp_path / "report"
+    output.mkdir()  # an empty folder is taken
+    compare(options(), output, quiet)
+    (output / "report.md").write_text("signed")
+    it = options(fsdp2=made_run(losses=(4.0, 4.0)))
+    with pytest.raises(ConfigError, match=r"report/report\.md exists and is not overwritten; give another folder"):
+        compare(it, output, quiet)
+    assert (output / "report.md").read_text() == "signed"
+    assert report_of(tmp_path)["verdict"] == "same"
+
+
+def test_a_report_that_cannot_be_written_keeps_the_records(
+    options: Callable[..., Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A full disk after hours of runs."""
     it = options()
-    assert it.output is not None
-    compare(it, lambda *_: None)
-    earlier = (it.output / "report.json").read_bytes()
-    rename = Path.rename
 
-    def failing(self: Path, target: Path) -> Path:
-        if self.name == ".report.partial":
+    def full(self: Path, text: str, **_: object) -> int:
+        if self.name.startswith("report."):
             raise OSError(28, "No space left on device")
-        return rename(self, target)
+        return self.write_bytes(text.encode())
 
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(RunFailedError, match=r"No space left.*the records of the runs are in .*\.report\.partial"):
-        compare(it, lambda *_: None)
-    assert (it.output / "report.json").read_bytes() == earlier
-    assert len(list(it.output.with_name(".report.partial").glob("logs/*/record.json"))) == 3
-    monkeypatch.setattr(Path, "rename", rename)
-    # A process that was killed between the two renames leaves the earlier report under another name.
-    it.output.rename(it.output.with_name(".report.old"))
-    monkeypatch.setattr(comparison, "_run", failed)
-    monkeypatch.setattr(comparison, "_write", failed)
-    with pytest.raises(RunFailedError):
-        compare(it, lambda *_: None)
-    assert (it.output / "report.json").read_bytes() == earlier
-
-
-def failed(*_: object) -> None:
-    raise RunFailedError("rank 0 ended")
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(RunFailedError, match=r"No space left.*the records of the runs are in .*/report/logs"):
+        compare(it, tmp_path / "report", quiet)
+    assert len(list((tmp_path / "report").glob("logs/*/record.json"))) == 3
+    assert not (tmp_path / "report" / "tensors").exists()  # as large as the model and its optimizer state

@@ -43,7 +43,7 @@ def test_interrupted_comparison_leaves_a_report_and_no_process(tmp_path: Path, n
         text=True,
         start_new_session=True,
     )
-    job = f"{tmp_path}/.report.partial/logs/fsdp1/job.json"
+    job = f"{tmp_path}/report/logs/fsdp1/job.json"
     deadline = time.monotonic() + 120
     while len(processes_naming(job)) < 2:
         assert time.monotonic() < deadline
@@ -52,7 +52,7 @@ def test_interrupted_comparison_leaves_a_report_and_no_process(tmp_path: Path, n
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2, err
     assert err.splitlines()[-2:] == [
-        "composer-fsdp2: interrupted: no verdict; runs that came to their end: none",
+        "composer-fsdp2: interrupted: no verdict; completed runs: none",
         "report: report/report.md",
     ]
     assert processes_naming(job) == set()
@@ -69,8 +69,9 @@ UNUSABLE = {
     ("not_there.yaml",): "no such file: not_there.yaml",
     ("run.yaml", "max_duration"): "max_duration: a YAML takes key=value",
     ("run.yaml", "--load-path", "gone"): "--load-path gone: no such file or folder",
-    ("run.yaml", "-o", "mine"): "-o mine exists, and is no report of an earlier comparison",
-    ("run.yaml", "-o", "run.yaml"): "-o run.yaml exists",
+    ("run.yaml", "-o", "mine"): "-o mine: mine exists and is not overwritten; give another folder",
+    ("run.yaml", "-o", "run.yaml"): "-o run.yaml: run.yaml exists",
+    ("run.yaml", "-o", "signed"): "-o signed: signed/report.md exists and is not overwritten",
     ("run.yaml", "-o", "no/report"): "no is no folder",
     ("run.yaml", "-n", "1"): "--ranks",
     ("run.yaml", "--batches", "0"): "--batches",
@@ -83,8 +84,11 @@ def test_what_cannot_be_compared_is_said_before_anything_runs(tmp_path: Path, ar
     (tmp_path / "run.yaml").write_text("a: 1\n")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
+    (tmp_path / "signed").mkdir()
+    (tmp_path / "signed" / "report.md").write_text("accepted by: me")
     ended: Ended = run_here(tmp_path, "compare", *arguments)
     assert ended.code == 2, ended
     assert UNUSABLE[arguments] in " ".join(ended.err.replace("│", " ").split()), ended.err
-    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "mine"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "mine", "signed"}
+    assert (tmp_path / "signed" / "report.md").read_text() == "accepted by: me"
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]

@@ -106,7 +106,7 @@ def test_a_model_that_cannot_be_traced():
     def loss(*_: object) -> Any:
         raise RuntimeError("no kernel\nmore of it")
 
-    with pytest.raises(ConfigError, match=r"run\.yaml: .* RuntimeError: no kernel; --no-activations plans"):
+    with pytest.raises(ConfigError, match=r"run\.yaml: --no-activations plans .*: RuntimeError: no kernel"):
         plan_step(replace(planned_run(), loss=loss), "run.yaml", Questions())
 
 

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from composer_fsdp2.comparing import whole_tensors
-from composer_fsdp2.comparing.kept_tensors import KeptTensors, keep_tensors
+from composer_fsdp2.comparing.full_tensors import Key
+from composer_fsdp2.comparing.reference import Reference, write_reference
 from composer_fsdp2.comparing.run_record import TensorDistance
-from composer_fsdp2.comparing.whole_tensors import Key
 
 STEPS, LEARNING_RATE = 4, 1e-3
 Fault = Callable[["Net", int], None]  # of the model and how many steps are done
@@ -65,11 +64,9 @@ def tensors_of(net: Net, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Key
 
 def distances(folder: Path, fault: Fault = lambda net, done: None) -> dict[Key, TensorDistance]:
     """Of a second training, with this fault, from a first one without."""
-    keep_tensors(folder / "first", trained(), is_writing=True)
-    found, missing, added = KeptTensors(folder / "first").distances(
-        trained(fault, flipped=True), learning_rates=STEPS * LEARNING_RATE
-    )
-    assert missing == added == ()
+    write_reference(folder / "first", trained(), is_writing=True)
+    found = Reference(folder / "first").distances(trained(fault, flipped=True), learning_rates=STEPS * LEARNING_RATE)
+    assert {each.only_in for each in found} == {""}
     return {(each.kind, each.name): each for each in found}
 
 
@@ -115,16 +112,39 @@ def test_a_moment_that_is_infinite_excuses_nothing(tmp_path: Path):
     """Any difference was below a rounding that was infinite, too."""
     kept = trained()
     dict(kept)["exp_avg_sq", "head.bias"][0] = torch.inf
-    keep_tensors(tmp_path / "first", kept, is_writing=True)
+    write_reference(tmp_path / "first", kept, is_writing=True)
     other = [(key, tensor + 1.0 if key[0] != "parameter" else tensor) for key, tensor in trained()]
-    found, _, _ = KeptTensors(tmp_path / "first").distances(other, learning_rates=STEPS * LEARNING_RATE)
+    found = Reference(tmp_path / "first").distances(other, learning_rates=STEPS * LEARNING_RATE)
     apart = {(each.kind, each.name): each.distance for each in found}
     assert all(distance > 0 for (kind, _), distance in apart.items() if kind != "parameter"), apart
     assert apart["exp_avg_sq", "head.bias"] == math.inf
 
 
-def test_parts_that_are_infinite_both_ways_have_a_sum():
-    """A diverged run ended the comparison with Python's ValueError, without a verdict."""
-    assert math.isnan(whole_tensors._sum([math.inf, -math.inf]))
-    assert whole_tensors._sum([1e308, 1e308]) == math.inf
-    assert whole_tensors._sum([0.1] * 10) == 1.0
+@pytest.mark.parametrize("theirs", [1.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("ours", [1.0, math.nan, math.inf, -math.inf])
+def test_a_tensor_that_is_not_finite_equals_nothing(tmp_path: Path, theirs: float, ours: float):
+    """Weights of NaN began "the same" as weights that can be trained."""
+    key = ("parameter", "w")
+    write_reference(tmp_path / "first", [(key, torch.tensor([theirs, 1.0]))], is_writing=True)
+    [found] = Reference(tmp_path / "first").distances([(key, torch.tensor([ours, 1.0]))])
+    assert found.distance == (0.0 if theirs == ours == 1.0 else math.inf)
+
+
+def test_tensors_that_one_run_lacks_are_infinitely_apart(tmp_path: Path):
+    """Optimizer state that did not come with the checkpoint, a parameter that was added, one of another size."""
+    a, b, c = (("parameter", name) for name in "abc")
+    write_reference(tmp_path / "first", [(a, torch.ones(2)), (b, torch.ones(3))], is_writing=True)
+    found = Reference(tmp_path / "first").distances([(b, torch.ones(4)), (c, torch.ones(5))])
+    assert {(each.name, each.distance, each.size, each.only_in) for each in found} == {
+        ("a", math.inf, 2, "first"),
+        ("b", math.inf, 3, ""),
+        ("c", math.inf, 5, "this"),
+    }
+
+
+def test_an_order_of_elements_is_seen(tmp_path: Path):
+    """Rows of a weight that a checkpoint brought in another order: their sum and their norm are the same."""
+    key = ("parameter", "w")
+    write_reference(tmp_path / "first", [(key, torch.arange(4.0))], is_writing=True)
+    [found] = Reference(tmp_path / "first").distances([(key, torch.arange(4.0).flip(0))])
+    assert found.distance == pytest.approx(math.sqrt((9 + 1 + 1 + 9) / (1 + 4 + 9)))
