@@ -34,6 +34,10 @@ class Activations(Value):
     recompute: bool = False
     offload: bool = False
 
+    def __str__(self) -> str:
+        done = " and ".join(["recomputed"] * self.recompute + ["offloaded"] * self.offload)
+        return f"1 of {self.every} blocks {done}" if self.every > 1 else f"blocks {done}" if self.every else "none"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(Value):

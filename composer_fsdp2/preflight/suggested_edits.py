@@ -144,13 +144,6 @@ def _what_helps(nearest: Candidate, run: PreflightRun, memory_bytes: int) -> Ite
 # ---------------------------------------------------------------------------------------------------------------------
 # In the file's words
 
-_WORDS = {
-    "reshard_after_forward": "freeing parameters after forward",
-    "activations": "activations recomputed or offloaded",
-    "microbatch_size": "other rows of a microbatch",
-    "replicas": "replicas of the model",
-    "cpu_offload": "parameters and optimizer in the host's memory",
-}
 _SOMETHING_ELSE = "the changed file is not planned as it was meant: something else, here or typed, stands above it"
 _OTHER_BATCH = "the file does not say how many rows a batch has, so that the batch would be another one"
 _IN_SCRIPT = "the rows of a microbatch stand in the training script"
@@ -196,7 +189,7 @@ class _Editor:
             is_ours = isinstance(error, ComposerFSDP2Error)
             why = " ".join(str(error).split()) if is_ours else f"its microbatch cannot be traced: {one_line(error)}"
             changed = settings.changed_from(self.present)
-            self.unsaid.setdefault(why, "; ".join(_WORDS[name] for name in changed))
+            self.unsaid.setdefault(why, ", ".join(f"{name} = {getattr(settings, name)}" for name in changed))
             return None
         self.files[settings] = file
         return found

@@ -199,7 +199,7 @@ def test_no_file_by_hand_is_faster(tmp_path: Path):
     assert "+per_device_train_batch_size" not in nothing.nearest.diff
     assert any("tensor parallelism" in each for each in nothing.helps) and "what would help" in nothing.explain()
     said = {each.what: each.reason for each in nothing.unsaid}
-    assert said["other rows of a microbatch"] == "--microbatch gives them"
+    assert said["microbatch_size = 1"] == "--microbatch gives them"
     assert any("replicas" in what for what in said)
     with pytest.raises(ConfigError, match="says nothing of sharding"):
         suggested(tmp_path / "config.json", given, now, peaks[0])
@@ -272,19 +272,19 @@ LEFT_ALONE: dict[str, tuple[str, str, dict[str, str]]] = {
         .replace("attn_impl: torch", "attn_impl: torch\n    attn_pdrop: 0.1")
         .replace("n_layers: 3", "n_layers: 2"),
         {
-            "other rows of a microbatch": "attn_pdrop of the model draws",
-            "activations recomputed or offloaded": "cannot be traced: RuntimeError",
+            "microbatch_size = 1": "attn_pdrop of the model draws",
+            "activations = none": "cannot be traced: RuntimeError",
         },
     ),
     "a batch that the file does not say": (
         "run.yaml",
         "device_train_microbatch_size: 8\nfsdp_config: {sharding_strategy: FULL_SHARD}\n",
-        {"other rows of a microbatch": "does not say how many rows a batch has"},
+        {"microbatch_size = 1": "does not say how many rows a batch has"},
     ),
     "another training system": (
         "run.yaml",
         "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nmixed_precision: bf16\n",
-        {"freeing parameters after forward": "before `composer-fsdp2 migrate`"},
+        {"reshard_after_forward = False": "before `composer-fsdp2 migrate`"},
     ),
 }
 
