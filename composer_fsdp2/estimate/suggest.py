@@ -1,5 +1,6 @@
 """Settings with which a run fits a given memory and takes the least time: a short ladder of whole plans."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -66,7 +67,7 @@ def ladder_of(plan: ShardingPlan, present: Settings, *, rows: int, gpus_per_node
     return Ladder(
         shardings=tuple(dict.fromkeys((present, here, *reshards, *replicas))),
         activations=(Activations(), *(each for number, each in every.items() if number <= longest)),
-        sizes=tuple(sorted({1, now, *below[-1:], *above[:1]})),
+        sizes=tuple(sorted({1, *below[-1:], now, *above})),
     )
 
 
@@ -163,14 +164,19 @@ class _Search:
             self._climb(sharding, activations or [now.activations], sizes)
 
     def _climb(self, sharding: Settings, activations: Sequence[Activations], sizes: Sequence[int]) -> None:
-        """Where one way to recompute fits so many rows, one that recomputes more is not tried with fewer."""
+        """Where one way to recompute fits so many rows, one that recomputes more is not tried with fewer; nor are more
+        rows where they gain nothing.
+        """
         if not self._fits(self._try(replace(sharding, activations=activations[-1], microbatch_size=sizes[0]))):
             return
-        rising = iter(sizes)
+        rising, fastest = iter(sizes), math.inf
         size = next(rising, None)
         for each in activations:
-            while size and self._fits(self._try(replace(sharding, activations=each, microbatch_size=size))):
-                size = next(rising, None)
+            while size and self._fits(found := self._try(replace(sharding, activations=each, microbatch_size=size))):
+                assert found is not None
+                if found.seconds > fastest * (1 - GAIN):
+                    return
+                fastest, size = found.seconds, next(rising, None)
 
     def offload(self) -> None:
         least = min(self.had(), key=lambda each: each.peak_bytes).settings
