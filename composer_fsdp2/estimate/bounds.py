@@ -96,8 +96,8 @@ def with_assumed_speeds(given: Machine | None, memory_bytes: int) -> Machine:
     """A machine of which every speed is known: those that are not given are of the GPU that has so much memory."""
     given = given or Machine()
     assumed = GPUS[next((name for name, most in _BY_MEMORY.items() if memory_bytes <= most), "h200")]
-    own = {"sources", *(("fp8_flops",) if given.flops else ())}
-    lacking = [each.name for each in fields(given) if each.name not in own and getattr(given, each.name) is None]
+    names = {each.name for each in fields(given)} - {"sources", "fp8_flops"}
+    lacking = [name for name in names if getattr(given, name) is None]
     if not lacking:
         return given
     sources = (*given.sources, *assumed.sources, "assumed from the memory; --gpu names another")

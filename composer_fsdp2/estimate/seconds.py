@@ -6,10 +6,11 @@ slowest of these counts, and communication only where it takes longer than what 
     seconds of a part = max(computation, traffic in the node, traffic to other nodes, offloaded parameters over PCIe)
     seconds of a step = parts + offloaded activations over PCIe + the optimizer on the host
 
-The computation is what activation checkpointing does a second time, too, at the share of a device's peak that published
-steps achieved (``Machine.achieved``). FSDP2 copies offloaded parameters and their gradients on streams of their own;
-``save_on_cpu``, which offloads activations, makes the step wait for each copy. Left out is what is alike in all plans,
-or small: the optimizer on the device, the first gather and the last reduction, latencies, and ``bounds.UNKNOWN``.
+The computation is what activation checkpointing does a second time, too, at the share of a device's bfloat16 peak that
+published steps achieved (``Machine.achieved``); those in fp8 were little faster. FSDP2 copies offloaded parameters and
+their gradients on streams of their own; ``save_on_cpu``, which offloads activations, makes the step wait for each copy.
+Left out is what is alike in all plans, or small: the optimizer on the device, the first gather and the last reduction,
+latencies, and ``bounds.UNKNOWN``.
 """
 
 from collections import defaultdict

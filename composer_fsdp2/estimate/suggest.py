@@ -145,9 +145,8 @@ class _Search:
     def _fits(self, candidate: Candidate | None) -> bool:
         return candidate is not None and candidate.peak_bytes <= self._memory_bytes
 
-    def _try(self, settings: Settings, most: int = MAX_TRIED - 3) -> Candidate | None:
-        """Three are kept for ``offload``."""
-        if settings not in self.tried and len(self.tried) < most:
+    def _try(self, settings: Settings) -> Candidate | None:
+        if settings not in self.tried and len(self.tried) < MAX_TRIED:
             self.tried[settings] = self._rate(settings)
         return self.tried.get(settings)
 
@@ -186,4 +185,4 @@ class _Search:
             replace(least, cpu_offload=True),
             replace(least, activations=activations, cpu_offload=True),
         ):
-            self._try(settings, most=MAX_TRIED)
+            self._try(settings)

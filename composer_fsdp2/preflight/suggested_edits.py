@@ -89,7 +89,7 @@ def suggest_edits(
     editor = _Editor(
         run=run,
         planned=planned,
-        machine=machine.computing_in("amp_fp8" if run.has_fp8_layers else run.precision),
+        machine=machine,
         text=text,
         name=name,
         replan=replan,
