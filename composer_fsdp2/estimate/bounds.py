@@ -88,12 +88,12 @@ GPUS = {
     ),
 }
 
-# The largest memory with which a device is taken for the first of these, where nobody says which it is.
+# Without --gpu, a device is assumed to be the first of these with at least its memory.
 _BY_MEMORY = {"a100": 40 * 2**30, "h100": 80 * 2**30, "h200": 141 * 2**30}
 
 
 def with_assumed_speeds(given: Machine | None, memory_bytes: int) -> Machine:
-    """A machine of which every speed is known: those that are not given are of the GPU that has so much memory."""
+    """A machine with all speeds: missing ones are those of a GPU with that much memory."""
     given = given or Machine()
     assumed = GPUS[next((name for name, most in _BY_MEMORY.items() if memory_bytes <= most), "h200")]
     names = {each.name for each in fields(given)} - {"sources", "fp8_flops"}

@@ -1,7 +1,7 @@
-"""About how long a step takes, so that plans of one run can be ranked; it predicts no run.
+"""A rough duration of a step, to rank plans of one run; it predicts no run.
 
-In each microbatch's forward, and in its backward, a rank computes, gathers and reduces at the same time, so that the
-slowest of these counts, and communication only where it takes longer than what is computed meanwhile:
+In each microbatch's forward, and in its backward, a rank computes, gathers and reduces at the same time. The slowest of
+these counts, and communication only as far as it is exposed:
 
     seconds of a part = max(computation, traffic in the node, traffic to other nodes, offloaded parameters over PCIe)
     seconds of a step = parts + offloaded activations over PCIe + the optimizer on the host
@@ -9,7 +9,7 @@ slowest of these counts, and communication only where it takes longer than what 
 The computation is what activation checkpointing does a second time, too, at the share of a device's bfloat16 peak that
 published steps achieved (``Machine.achieved``); those in fp8 were little faster. FSDP2 copies offloaded parameters and
 their gradients on streams of their own; ``save_on_cpu``, which offloads activations, makes the step wait for each copy.
-Left out is what is alike in all plans, or small: the optimizer on the device, the first gather and the last reduction,
+Small or equal in all plans, and left out: the optimizer on the device, the first gather and the last reduction,
 latencies, and ``bounds.UNKNOWN``.
 """
 
@@ -32,7 +32,7 @@ HOST_PASSES = 80 / 16
 def step_seconds(
     plan: ShardingPlan, estimate: StepEstimate, trace: MicrobatchTrace, machine: Machine, num_microbatches: int
 ) -> float:
-    """About how long one step takes.
+    """Estimate the seconds of one step.
 
     Args:
         estimate: Of ``plan`` and ``trace``, with all microbatches or with three, whose second stands for all between

@@ -1,4 +1,4 @@
-"""What of a run may be changed so that it fits or is faster, and what its plan has now."""
+"""The settings of a run that may change to make it fit or faster, and those of its plan."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 MAX_EVERY = 8  # with every ninth block recomputed little is gained
 
-# By the name of a setting, why other values of it round the run's numbers otherwise; what is not here changes none of
-# them. What changes numbers beyond rounding (dtypes, the batch, the sequence, the optimizer) is no setting.
+# By the name of a setting, why another value rounds the run's numbers otherwise; other settings change no number.
+# Dtypes, the batch, the sequence and the optimizer change numbers beyond rounding and are no settings.
 ROUNDS = {
     "replicas": "gradients are summed over the same ranks, in another order",
     "microbatch_size": "a batch has the same rows, and their gradients are summed in another order; where rows differ "
@@ -22,12 +22,12 @@ ROUNDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations(Value):
-    """What is done with the activations of a model's blocks.
+    """Activation checkpointing and offloading of a model's blocks.
 
     Args:
         every: To every so many-th block, the last of each such row; 0: to none; -1: to the modules that the plan has.
         recompute: They are computed again in backward.
-        offload: What is kept of them lies in the host's memory.
+        offload: Activations saved for backward move to the host's memory.
     """
 
     every: int = 0
@@ -48,7 +48,7 @@ class Settings(Value):
         activations: Of the blocks.
         microbatch_size: In rows of one rank; the rows of a batch stay.
         replicas: Of the model; the other ranks of the data-parallel mesh are shards.
-        cpu_offload: Parameters, gradients and the optimizer's state lie in the host's memory.
+        cpu_offload: Parameters, gradients and the optimizer's state are in the host's memory.
     """
 
     reshard_after_forward: bool | int
@@ -63,7 +63,7 @@ class Settings(Value):
 
 
 def present_settings(plan: ShardingPlan, microbatch_size: int) -> Settings:
-    """What a plan has."""
+    """The settings of a plan."""
     reshard = plan.config.reshard_after_forward
     return Settings(
         microbatch_size=microbatch_size,

@@ -1,4 +1,4 @@
-"""Settings with which a run fits a given memory and takes the least time: a short ladder of whole plans."""
+"""The fastest settings with which a run fits a device's memory: a short ladder of whole plans."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ GAIN = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate(Value):
-    """Settings, with what their plan takes: about how long a step, and the moment at which it takes the most memory."""
+    """Settings, with the seconds of a step and its peak of memory by their plan."""
 
     settings: Settings
     seconds: float
@@ -35,8 +35,8 @@ class Ladder(Value):
     """Values to try, each in the order in which an expert would.
 
     Args:
-        shardings: What is kept after forward and the number of replicas; as the run is otherwise, but without
-            parameters in the host's memory. Its own are the first.
+        shardings: The run's own settings first; then others of ``reshard_after_forward`` and of the replicas, without
+            parameters in the host's memory.
         activations: From those of no block recomputed to those of all.
         sizes: Rows of a microbatch, ascending.
     """
@@ -47,7 +47,7 @@ class Ladder(Value):
 
 
 def ladder_of(plan: ShardingPlan, present: Settings, *, rows: int, gpus_per_node: int) -> Ladder:
-    """What may be tried for a run.
+    """The values to try for a run.
 
     Args:
         rows: Of a batch, on one rank.
@@ -80,7 +80,7 @@ def _may_replicate(plan: ShardingPlan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestions(Value):
-    """What the ladder gave.
+    """The plans that are proposed.
 
     Args:
         proposals: At most three that fit, the fastest first, each of them faster than the run where that fits.
@@ -97,12 +97,12 @@ def suggest_settings(
 ) -> Suggestions:
     """Try at most ``MAX_TRIED`` plans, and choose the fastest that fit.
 
-    First each setting by itself; then, beginning with the fastest way to shard, for each way to recompute the most rows
+    First each setting alone; then, beginning with the fastest way to shard, for each way to recompute the most rows
     that fit; and only where nothing fits, offloading to the host.
 
     Args:
-        memory_bytes: What a plan may take.
-        rate: Plans settings; None where they cannot be had.
+        memory_bytes: The limit of a plan's peak.
+        rate: Plans settings; None where that is impossible.
     """
     search = _Search(present, memory_bytes, rate)
     search.climb(ladder)

@@ -73,11 +73,11 @@ def suggest_edits(
         run: Of the file, and ``planned`` its step with activations.
         text: Of the file, and ``name`` its name.
         replan: Reads another text in the file's place.
-        memory_bytes: What an estimate may take of a rank's device.
+        memory_bytes: The limit of an estimate, of a rank's device.
         machine: Whose speeds are all known.
-        decided: By a setting's name, who decides it; it is left as it is.
+        decided: By a setting's name, why it stays unchanged.
     Raises:
-        ConfigError: the file has no section that says how a run is sharded.
+        ConfigError: no section of the file configures sharding.
     """
     try:
         _, sections = find_sections(text, name)
@@ -115,7 +115,7 @@ def suggest_edits(
 
 
 def _what_helps(nearest: Candidate, run: PreflightRun, memory_bytes: int) -> Iterator[str]:
-    """What makes a step smaller that no setting does."""
+    """Changes beside settings that make a step smaller."""
 
     def held(*kinds: Kind) -> int:
         return sum(map(nearest.peak.bytes_of, kinds))
@@ -142,7 +142,7 @@ def _what_helps(nearest: Candidate, run: PreflightRun, memory_bytes: int) -> Ite
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In the file's words
+# Edits of the file
 
 _SOMETHING_ELSE = "the changed file is not planned as it was meant: something else, here or typed, stands above it"
 _OTHER_BATCH = "the file does not say how many rows a batch has, so that the batch would be another one"
@@ -156,11 +156,11 @@ _CACHE = (
 
 @dataclass(kw_only=True, slots=True)
 class _Editor:
-    """Writes settings into the file, and plans what it says then.
+    """Writes settings into the file, and plans the changed file.
 
     Args:
         files: By settings, the file that has them.
-        unsaid: By the reason, what first could not be had.
+        unsaid: By the reason, the first settings that were impossible.
     """
 
     run: PreflightRun
@@ -181,7 +181,7 @@ class _Editor:
         return present_settings(self.run.plan, self.run.microbatch_size)
 
     def rate(self, settings: Settings) -> Candidate | None:
-        """What the changed file is planned to take; None, and the reason in ``unsaid``, where it cannot be."""
+        """The plan of the changed file; None, and the reason in ``unsaid``, where there can be none."""
         try:
             file = self._patched(settings)
             found = self.candidate(settings, self._read_anew(settings, file))
@@ -203,8 +203,8 @@ class _Editor:
         return run
 
     def candidate(self, settings: Settings, run: PreflightRun) -> Candidate:
-        """[Note: microbatches alike] All microbatches between the first and the last are alike, in memory and in what
-        they send, so that three tell of any number.
+        """[Note: microbatches alike] All microbatches between the first and the last take the same memory and send the
+        same bytes: three stand for any number.
         """
         key = (run.plan.checkpointed, run.plan.config.activation_checkpointing, run.computed_rows)
         if key not in self.traces:

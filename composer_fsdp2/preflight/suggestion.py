@@ -1,4 +1,4 @@
-"""What ``plan --suggest`` says of a run: proposals for its file, the fastest first, and their text."""
+"""The output of ``plan --suggest``: proposals for a file, the fastest first, and their text."""
 
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ class Suggestion(Value):
     Args:
         changes: Of the file's keys.
         seconds: About how long a step takes.
-        peak_bytes: What a rank's device holds when it holds the most.
+        peak_bytes: Of a rank's device.
         host_bytes: Of its host's memory.
         reasons: By the setting that changes, why the run's numbers are rounded otherwise; empty: they are the same.
         notes: What else has to be seen to.
@@ -37,7 +37,7 @@ class Suggestion(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsaid(Value):
-    """What is not proposed, because the file cannot say it or something else decides it."""
+    """Settings that are not proposed, because the file has no keys for them or something else decides them."""
 
     what: str
     reason: str
@@ -45,15 +45,15 @@ class Unsaid(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuggestedEdits(Value):
-    """What ``--suggest`` says of a run.
+    """All proposals for a run.
 
     Args:
-        memory_bytes: What an estimate may take of a device.
+        memory_bytes: The limit of an estimate.
         seconds, peak_bytes: Of the run as it is.
         speeds: With which seconds are estimated, and where they come from.
         proposals: At most three, the fastest first.
-        nearest: Where nothing fits, what takes the least; None where that is the run as it is.
-        helps: Where nothing fits, what would help.
+        nearest: Where nothing fits, the smallest; None if that is the run as it is.
+        helps: Where nothing fits, further changes that would help.
         num_tried: Of plans.
     """
 
