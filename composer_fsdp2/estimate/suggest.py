@@ -53,8 +53,8 @@ def ladder_of(plan: ShardingPlan, present: Settings, *, rows: int, gpus_per_node
         rows: Of a batch, on one rank.
     """
     ranks = plan.mesh.shard_degree * plan.mesh.replicate_degree
-    shards = ranks // present.replicas
-    groups = (gpus_per_node,) if shards > gpus_per_node and shards % gpus_per_node == 0 else ()
+    shards, on_node = ranks // present.replicas, gpus_per_node // plan.mesh.split_degree
+    groups = (on_node,) if 1 < on_node < shards and shards % on_node == 0 else ()
     here = replace(present, cpu_offload=False)
     reshards = (replace(here, reshard_after_forward=each) for each in (True, *groups, False))
     nodes = ranks // gpus_per_node if ranks % gpus_per_node == 0 else 1

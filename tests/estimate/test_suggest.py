@@ -85,6 +85,8 @@ def test_on_several_nodes_a_node_may_keep_parameters_or_be_a_replica():
     assert shardings(ladder(plan_of(world_size=24))) == [(True, 1), (8, 1), (False, 1), (True, 3)]
     hybrid = plan_of(mesh=MeshSpec.of_degrees(8, 3, device_type="cuda"), reshard_after_forward=False)
     assert shardings(ladder(hybrid)) == [(False, 3), (True, 3), (True, 1)]
+    halves = MeshSpec.of_degrees(16, tensor=2, device_type="cuda")  # of whose shards a node has four
+    assert shardings(ladder(plan_of(mesh=halves))) == [(True, 1), (4, 1), (False, 1)]
     split = replace(plan_of(world_size=16), units=plan_of(world_size=8).units)
     assert shardings(ladder(split)) == [(True, 1), (8, 1), (False, 1)]  # units have meshes of their own
 
