@@ -22,7 +22,7 @@ from composer_fsdp2.cli.printing import refuse
 from composer_fsdp2.config.sizes import Reserve, parse_bandwidth, parse_bytes, parse_flops, parse_reserve
 from composer_fsdp2.config.text import printable
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
-from composer_fsdp2.estimate.bounds import GPUS, Machine
+from composer_fsdp2.estimate.bounds import GPUS, Machine, with_assumed_speeds
 
 if TYPE_CHECKING:
     from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
@@ -84,17 +84,9 @@ class Plan(Command):
         str | None, typer.Option("--flops", metavar="989TFLOPS", help="The most that a device computes.")
     ] = None
     no_activations: Annotated[bool, typer.Option("--no-activations", help="Leave out what the model computes.")] = False
-    suggest: Annotated[
-        bool, typer.Option("--suggest", help="The cheapest settings that fit, as diffs of the file.")
-    ] = False
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--host-memory",
-            metavar="256GiB",
-            help="Of the host, for each rank: what --suggest may offload; 0: nothing.",
-        ),
-    ] = None
+    suggest: Annotated[bool, typer.Option("--suggest", help="The fastest settings that fit, as diffs of the file.")] = (
+        False
+    )
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
     json_schema: Annotated[bool, schema_option("composer_fsdp2.estimate.planned_step")] = False
     html: Annotated[
@@ -133,18 +125,6 @@ class Plan(Command):
         )
         return machine if machine.says_anything else None
 
-    def host_bytes(self) -> int | None:
-        """What a search may take of the host's memory. Raises ConfigError where an option needs another one."""
-        if self.suggest and self.memory is None:
-            raise ConfigError("--suggest needs --memory: for which memory is a run to fit?")
-        if self.suggest and self.no_activations:
-            raise ConfigError("--suggest cannot choose without activations; leave out --no-activations")
-        if self.host_memory is None:
-            return None
-        if not self.suggest:
-            raise ConfigError("--host-memory is for --suggest")
-        return parse_bytes(self.host_memory, "--host-memory", may_be_none=True)
-
     def reading(self) -> dict[str, Any]:
         """How the file is read, as ``read_run`` takes it."""
         return {
@@ -169,7 +149,11 @@ def _answer(options: Plan) -> tuple[str, int]:
     if options.reserve is not None and memory is None:
         raise ConfigError("--reserve is a part of the memory; give that as well, as in --memory 80GiB")
     reserve = parse_reserve(options.reserve, "--reserve") if options.reserve is not None else Reserve()
-    machine, host_bytes = options.machine(), options.host_bytes()
+    if options.suggest and memory is None:
+        raise ConfigError("--suggest needs --memory: for which memory is a run to fit?")
+    if options.suggest and options.no_activations:
+        raise ConfigError("--suggest cannot choose without activations; leave out --no-activations")
+    machine = options.machine()
     _keep_what_is_read(options)
     with contextlib.ExitStack() as files:  # that they can be written is seen before any work is done
         html, trace = (path and files.enter_context(_file(path)) for path in (options.html, options.trace))
@@ -188,8 +172,9 @@ def _answer(options: Plan) -> tuple[str, int]:
             counts_activations=not options.no_activations,
         )
         step = plan_step(run, options.file, questions)
-        given = step.memory if options.suggest else None
-        edits = _suggested(run, step, given, options.file, how, host_bytes) if given else None
+        edits = (
+            _suggested(run, step, step.memory, options.file, how, machine) if options.suggest and step.memory else None
+        )
         said = edits.explain() if edits is not None else ""
         if html is not None:
             from composer_fsdp2.estimate.html import plan_page
@@ -205,13 +190,13 @@ def _answer(options: Plan) -> tuple[str, int]:
 
 
 def _suggested(
-    run: PreflightRun, step: PlannedStep, memory: Memory, file: str, how: Mapping[str, Any], host_bytes: int | None
+    run: PreflightRun, step: PlannedStep, memory: Memory, file: str, how: Mapping[str, Any], machine: Machine | None
 ) -> SuggestedEdits:
     from rich.console import Console
 
     from composer_fsdp2.preflight.suggested_edits import replanning, suggest_edits
 
-    status = Console(stderr=True).status("looking for the cheapest settings that fit")  # on a terminal alone
+    status = Console(stderr=True).status("looking for the fastest settings that fit")  # on a terminal alone
     with status, replanning(file, **how) as replan:
         return suggest_edits(
             run,
@@ -220,7 +205,7 @@ def _suggested(
             file,
             replan=replan,
             memory_bytes=memory.usable_bytes,
-            host_bytes=host_bytes,
+            machine=with_assumed_speeds(machine, memory.given_bytes),
             decided={"microbatch_size": "--microbatch gives them"} if how["microbatch"] else None,
         )
 

@@ -17,16 +17,14 @@ _SIZES = {f"{step}b": 1000**power for step, power in _STEPS.items() if step} | {
 _SPEEDS = {f"{step}{word}": 1000**power for step, power in _STEPS.items() if step for word in ("flops", "flop/s")}
 
 
-def parse_bytes(text: str, name: str, *, may_be_none: bool = False) -> int:
-    """A size with its unit: ``80GiB`` (1024³) or ``80GB`` (1000³); ``0`` is none where that may be.
+def parse_bytes(text: str, name: str) -> int:
+    """A size with its unit: ``80GiB`` (1024³) or ``80GB`` (1000³).
 
     Args:
         name: What the user called it, for the message.
     Raises:
         ConfigError: no size, or one without a unit.
     """
-    if may_be_none and text.strip() == "0":
-        return 0
     return round(_measured(text, name, {**_SIZES, "bytes": 1}, "write 80GiB (1024³ bytes) or 80GB (1000³)"))
 
 

@@ -2,7 +2,7 @@
 is not known. No step is faster than these bounds; how much slower it is, no model of this kind can say."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
@@ -28,6 +28,9 @@ class Machine(Value):
         intra_bytes_per_s: To other ranks of its node, in one direction.
         inter_bytes_per_s: To other nodes, in one direction: its share of the node's network.
         sources: Where the numbers come from.
+        pcie_bytes_per_s: To its host, in one direction.
+        host_bytes_per_s: Its share of the bandwidth of its host's memory.
+        achieved: The share of ``flops`` that published steps reached.
     """
 
     flops: float | None = None
@@ -35,6 +38,9 @@ class Machine(Value):
     inter_bytes_per_s: float | None = None
     sources: tuple[str, ...] = ()
     fp8_flops: float | None = field(default=None, metadata={"json": False})
+    pcie_bytes_per_s: float | None = field(default=None, metadata={"json": False})
+    host_bytes_per_s: float | None = field(default=None, metadata={"json": False})
+    achieved: float | None = field(default=None, metadata={"json": False})
 
     def computing_in(self, precision: str) -> "Machine":
         """With the peak that no step of this Composer precision exceeds, if all its products ran at it."""
@@ -47,11 +53,17 @@ class Machine(Value):
 
 # Peaks from NVIDIA's white papers of the A100 and the H100 (the H200 has the same chip): dense bfloat16 and fp8 on
 # tensor cores, NVLink in one direction (the papers add up both), and the network of its own node, one adapter a GPU.
+# PCIe with 16 lanes of generation 4 and 5; a quarter of a socket's memory, 8 channels of DDR4-3200 and DDR5-4800.
+# Achieved: about what LLM Foundry's steps of 7B to 70B parameters did, with what they recompute: an HFU of 0.53 to 0.79
+# and of 0.38 to 0.59 (its scripts/train/benchmarking/README.md).
 GPUS = {
     "a100": Machine(
         flops=312e12,
         intra_bytes_per_s=300e9,
         inter_bytes_per_s=25e9,
+        pcie_bytes_per_s=31.5e9,
+        host_bytes_per_s=51.2e9,
+        achieved=0.65,
         sources=("NVIDIA A100 SXM: 312 TFLOPS, NVLink 600 GB/s", "DGX A100: 8 × HDR 200 Gb/s"),
     ),
     "h100": Machine(
@@ -59,6 +71,9 @@ GPUS = {
         intra_bytes_per_s=450e9,
         inter_bytes_per_s=50e9,
         fp8_flops=1978.9e12,
+        pcie_bytes_per_s=63e9,
+        host_bytes_per_s=76.8e9,
+        achieved=0.5,
         sources=("NVIDIA H100 SXM: 989.4 TFLOPS, 1978.9 in fp8, NVLink 900 GB/s", "DGX H100: 8 × NDR 400 Gb/s"),
     ),
     "h200": Machine(
@@ -66,9 +81,27 @@ GPUS = {
         intra_bytes_per_s=450e9,
         inter_bytes_per_s=50e9,
         fp8_flops=1978.9e12,
+        pcie_bytes_per_s=63e9,
+        host_bytes_per_s=76.8e9,
+        achieved=0.5,
         sources=("NVIDIA H200 SXM: 989.4 TFLOPS, 1978.9 in fp8, NVLink 900 GB/s", "DGX H200: 8 × NDR 400 Gb/s"),
     ),
 }
+
+# Without --gpu, a device is assumed to be the first of these with at least its memory.
+_BY_MEMORY = {"a100": 40 * 2**30, "h100": 80 * 2**30, "h200": 141 * 2**30}
+
+
+def with_assumed_speeds(given: Machine | None, memory_bytes: int) -> Machine:
+    """A machine with all speeds: missing ones are those of a GPU with that much memory."""
+    given = given or Machine()
+    assumed = GPUS[next((name for name, most in _BY_MEMORY.items() if memory_bytes <= most), "h200")]
+    names = {each.name for each in fields(given)} - {"sources", "fp8_flops"}
+    lacking = [name for name in names if getattr(given, name) is None]
+    if not lacking:
+        return given
+    sources = (*given.sources, *assumed.sources, "assumed from the memory; --gpu names another")
+    return replace(given, **{name: getattr(assumed, name) for name in lacking}, sources=sources)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +143,8 @@ def step_bounds(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: 
     flops = sum(each.flops for each in timed)
     recomputed = sum(event.recomputed_flops for event in trace.events) if trace else 0
     model_flops = flops - recomputed * _num_microbatches(estimate)
-    intra_s = sum(_intra_s(call, machine) for call in estimate.calls)
-    inter_s = sum(_inter_s(call, machine) for call in estimate.calls)
+    intra_s = sum(intra_node_s(call, machine) for call in estimate.calls)
+    inter_s = sum(inter_node_s(call, machine) for call in estimate.calls)
     lower_s = max([compute_s, intra_s, inter_s, *(each.end_s for each in timed)])
     mfu = model_flops / (machine.flops * lower_s) if machine.flops and model_flops else None
     return Bounds(
@@ -137,10 +170,10 @@ def call_s(call: CollectiveCall, machine: Machine) -> float:
     both = (machine.intra_bytes_per_s, machine.inter_bytes_per_s)
     # What reaches a rank of a group over several nodes may come over both of its links at once.
     over_both_s = least_bytes(call) / sum(both) if call.link is Link.INTER and all(both) else 0.0  # type: ignore[arg-type]
-    return max(_intra_s(call, machine), _inter_s(call, machine), over_both_s)
+    return max(intra_node_s(call, machine), inter_node_s(call, machine), over_both_s)
 
 
-def _intra_s(call: CollectiveCall, machine: Machine) -> float:
+def intra_node_s(call: CollectiveCall, machine: Machine) -> float:
     """Of a group over several nodes only what lies on the own node has no other way."""
     if not machine.intra_bytes_per_s or call.link is Link.NONE:
         return 0.0
@@ -150,7 +183,7 @@ def _intra_s(call: CollectiveCall, machine: Machine) -> float:
     return num_bytes / machine.intra_bytes_per_s
 
 
-def _inter_s(call: CollectiveCall, machine: Machine) -> float:
+def inter_node_s(call: CollectiveCall, machine: Machine) -> float:
     return node_bytes(call) / machine.inter_bytes_per_s if machine.inter_bytes_per_s else 0.0
 
 

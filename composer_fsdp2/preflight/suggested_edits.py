@@ -1,43 +1,39 @@
-"""Proposals for a user's file: the cheapest settings that fit, in the file's own words, and planned anew from there."""
+"""Proposals for a user's file: settings that fit and take the least time, each planned from the changed file itself."""
 
 import contextlib
+import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.config.mesh import MeshSpec
-from composer_fsdp2.config.text import one_line
+from composer_fsdp2.config.sharding import GradientSync
+from composer_fsdp2.config.text import human_bytes, one_line
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
+from composer_fsdp2.estimate.bounds import Machine
+from composer_fsdp2.estimate.events import MicrobatchTrace
 from composer_fsdp2.estimate.planned_step import PlannedStep
-from composer_fsdp2.estimate.settings import (
-    LEVERS,
-    Activations,
-    Numbers,
-    Settings,
-    Space,
-    blocks_of,
-    present_settings,
-)
+from composer_fsdp2.estimate.replay import estimate_step
+from composer_fsdp2.estimate.seconds import step_seconds
+from composer_fsdp2.estimate.settings import ROUNDS, Settings, blocks_of, present_settings
 from composer_fsdp2.estimate.step import Kind
-from composer_fsdp2.estimate.suggest import Subject, Suggestions, cost_of, suggest_settings
+from composer_fsdp2.estimate.suggest import Candidate, ladder_of, suggest_settings
+from composer_fsdp2.estimate.trace import trace_microbatch
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.migrate import find_sections
 from composer_fsdp2.migration.patched_file import Patch, PatchedFile, apply_patch
 from composer_fsdp2.migration.paths import Path as KeyPath
 from composer_fsdp2.preflight.batch_words import batch_keys
 from composer_fsdp2.preflight.left_alone import left_alone
-from composer_fsdp2.preflight.planned import Questions, counted_optimizer, plan_step
+from composer_fsdp2.preflight.planned import counted_optimizer
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
-from composer_fsdp2.preflight.suggestion import SuggestedEdits, Suggestion, Unsaid
-from composer_fsdp2.preflight.traces import Traces
+from composer_fsdp2.preflight.suggestion import SuggestedEdits, Suggestion, NotProposed
 
 # From another text of the file to its run, as it was read before.
 Replan = Callable[[str], PreflightRun]
-MAX_PLANNED = 12  # choices that are planned anew, a second or two each
 
 
 @contextlib.contextmanager
@@ -68,26 +64,23 @@ def suggest_edits(
     *,
     replan: Replan,
     memory_bytes: int,
-    host_bytes: int | None = None,
+    machine: Machine,
     decided: Mapping[str, str] | None = None,
-    dialect: str | None = None,
-    at: str | None = None,
 ) -> SuggestedEdits:
-    """The cheapest settings with which the run of a file fits, as edits of the file.
+    """Settings with which the run of a file fits and takes the least time, as edits of the file.
 
     Args:
         run: Of the file, and ``planned`` its step with activations.
         text: Of the file, and ``name`` its name.
         replan: Reads another text in the file's place.
-        memory_bytes: What an estimate may take of a rank's device.
-        host_bytes: What it may take of its host's memory; None: as much.
-        decided: By a setting's name, who decides it; it is left as it is.
-        dialect, at: Which section of the file is meant, as ``apply_patch`` takes them.
+        memory_bytes: The limit of an estimate, of a rank's device.
+        machine: Whose speeds are all known.
+        decided: By a setting's name, why it stays unchanged.
     Raises:
-        ConfigError: the file has no section that says how a run is sharded, or its model cannot be traced.
+        ConfigError: no section of the file configures sharding.
     """
     try:
-        _, sections = find_sections(text, name, dialect=dialect, at=at)
+        _, sections = find_sections(text, name)
     except ConfigError as error:
         raise ConfigError(
             f"{name} says nothing of sharding that could be changed; plan the file that does (for a model's own "
@@ -95,72 +88,62 @@ def suggest_edits(
         ) from error
     editor = _Editor(
         run=run,
-        subject=subject_of(run, planned.gpus_per_node),
+        planned=planned,
+        machine=machine,
         text=text,
         name=name,
         replan=replan,
-        memory_bytes=memory_bytes,
         decided=left_alone(run) | dict(decided or {}),
         dialect=sections[0][0].name,
         section=sections[0][1],
-        at=at,
     )
-    space = editor.space()
-    try:
-        found = suggest_settings(
-            editor.subject,
-            memory_bytes,
-            space,
-            host_bytes=host_bytes,
-            present_peak=planned.estimate.peak,
-            accepts=editor.can_be_had,
-        )
-    except ComposerFSDP2Error:
-        raise
-    except Exception as error:  # whatever a model's own code raises with other rows
-        raise ConfigError(f"{name}: settings cannot be compared: {one_line(error)}; plan without --suggest") from error
-    return _as_edits(found, editor)
-
-
-def _as_edits(found: Suggestions, editor: "_Editor") -> SuggestedEdits:
+    present = replace(editor.candidate(editor.present, run), peak=planned.estimate.peak)
+    ladder = ladder_of(run.plan, editor.present, rows=run.batch_rows, gpus_per_node=planned.gpus_per_node)
+    found = suggest_settings(present, ladder, memory_bytes, editor.rate)
+    nearest = found.nearest
     return SuggestedEdits(
-        memory_bytes=found.memory_bytes,
-        fits=found.fits,
-        cost=found.present.cost,
-        peak_bytes=found.present.peak_bytes,
-        proposals=tuple(editor.had[each.settings] for each in found.proposals),
-        nearest=None if found.nearest is None else editor.had[found.nearest.settings],
-        num_tried=found.num_points,
-        unsaid=tuple(Unsaid(what=what, reason=reason) for what, reason in editor.unsaid.items()),
+        memory_bytes=memory_bytes,
+        seconds=present.seconds,
+        peak_bytes=present.peak_bytes,
+        speeds=machine.sources,
+        proposals=tuple(map(editor.suggestion, found.proposals)),
+        nearest=None if nearest is None or nearest is present else editor.suggestion(nearest),
+        helps=() if nearest is None else tuple(_what_helps(nearest, run, memory_bytes)),
+        num_tried=found.num_tried,
+        unsaid=tuple(NotProposed(what=what, reason=reason) for reason, what in editor.unsaid.items()),
     )
 
 
-def subject_of(run: PreflightRun, gpus_per_node: int = 8) -> Subject:
-    """The run as a search takes it."""
-    return Subject(
-        plan=run.plan,
-        traces=Traces(run),
-        rows=run.batch_rows,
-        microbatch_size=run.microbatch_size,
-        world_size=run.world_size,
-        gpus_per_node=gpus_per_node,
-        optimizer=counted_optimizer(run.optimizer)[0],
+def _what_helps(nearest: Candidate, run: PreflightRun, memory_bytes: int) -> Iterator[str]:
+    """Changes beside settings that make a step smaller."""
+
+    def held(*kinds: Kind) -> int:
+        return sum(map(nearest.peak.bytes_of, kinds))
+
+    state = held(Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER)
+    left = memory_bytes - (nearest.peak_bytes - state)
+    if state and left > 0:
+        ranks = math.ceil(state * (run.world_size // nearest.settings.replicas) / left)
+        yield f"about {ranks:,} ranks: {human_bytes(state)} of it are sharded parameters, gradients and optimizer state"
+    if run.plan.config.accumulation.gradient_sync is GradientSync.LAST and run.num_microbatches > 1:
+        yield (
+            "gradients reduced in each microbatch (gradient_sync, accelerate's sync_each_batch; it rounds otherwise): "
+            f"{human_bytes(held(Kind.UNSHARDED_GRADIENTS))} are unsharded gradients that a batch adds up first"
+        )
+    unsharded = held(Kind.GATHERED, Kind.UNSHARDED_GRADIENTS, Kind.COMMUNICATION)
+    yield (
+        f"tensor parallelism: {human_bytes(unsharded)} are unsharded parameters and gradients and their buffers, which "
+        "more ranks do not make smaller"
+    )
+    yield (
+        f"context parallelism, shorter rows or a loss in pieces: {human_bytes(held(Kind.ACTIVATIONS, Kind.LOSS))} are "
+        "activations, the output layer and the loss"
     )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In the file's words
+# Edits of the file
 
-_WORDS = {
-    "reshard_after_forward": "freeing parameters after forward",
-    "replicas": "replicas of the model",
-    "activations": "recomputed activations",
-    "microbatch_size": "other rows of a microbatch",
-    "cpu_offload": "parameters and optimizer in the host's memory",
-}
-_GROUPS = "parameters kept in groups of ranks after forward"
-_OFFLOADING = "activations in the host's memory"
-_EVERY = "every so many blocks recomputed"
 _SOMETHING_ELSE = "the changed file is not planned as it was meant: something else, here or typed, stands above it"
 _OTHER_BATCH = "the file does not say how many rows a batch has, so that the batch would be another one"
 _IN_SCRIPT = "the rows of a microbatch stand in the training script"
@@ -173,197 +156,135 @@ _CACHE = (
 
 @dataclass(kw_only=True, slots=True)
 class _Editor:
-    """Writes choices into a file, and keeps what came of it.
+    """Writes settings into the file, and plans the changed file.
 
     Args:
-        had: By choice, the proposal that it became.
-        unsaid: What is not proposed, and why.
+        files: By settings, the file that has them.
+        unsaid: By the reason, the first settings that were impossible.
     """
 
     run: PreflightRun
-    subject: Subject
+    planned: PlannedStep
+    machine: Machine
     text: str
     name: str
     replan: Replan
-    memory_bytes: int
     decided: Mapping[str, str]
     dialect: str
     section: Section
-    at: str | None = None
-    num_planned: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # that fit, and that do not
-    had: dict[Settings, Suggestion] = field(default_factory=dict)
+    files: dict[Settings, PatchedFile] = field(default_factory=dict)
+    traces: dict[tuple[Any, ...], MicrobatchTrace] = field(default_factory=dict)
     unsaid: dict[str, str] = field(default_factory=dict)
 
-    def space(self) -> Space:
-        """All choices whose words the file has, as far as one of each kind tells."""
-        space, present = self.subject.space(), self.subject.present
-        reshards = [each for each in space.reshards if isinstance(each, bool)]
-        groups = [each for each in space.reshards if not isinstance(each, bool)]
-        marked = [each for each in space.activations if 0 <= each.every < 2 and not each.offload]
-        every = [each for each in space.activations if each.every > 1 and not each.offload]
-        offloaded = [each for each in space.activations if each.offload and each.every == 1]
-        offloaded_every = [each for each in space.activations if each.offload and each.every > 1]
-        self._recompute_as_the_file_would(marked)
-        return replace(
-            space,
-            reshards=_unique(
-                present.reshard_after_forward,
-                self._sayable(_WORDS["reshard_after_forward"], "reshard_after_forward", reshards),
-                self._sayable(_GROUPS, "reshard_after_forward", groups),
-            ),
-            replicas=_unique(present.replicas, self._sayable(_WORDS["replicas"], "replicas", space.replicas)),
-            activations=_unique(
-                present.activations,
-                self._treated(_WORDS["activations"], marked),
-                says_every := self._treated(_EVERY, every),
-                says_offload := self._treated(_OFFLOADING, offloaded),
-                offloaded_every if says_every and says_offload else (),
-            ),
-            microbatch_sizes=_unique(
-                present.microbatch_size,
-                self._sayable(_WORDS["microbatch_size"], "microbatch_size", space.microbatch_sizes),
-            ),
-            cpu_offloads=_unique(
-                present.cpu_offload, self._sayable(_WORDS["cpu_offload"], "cpu_offload", space.cpu_offloads)
-            ),
+    @property
+    def present(self) -> Settings:
+        return present_settings(self.run.plan, self.run.microbatch_size)
+
+    def rate(self, settings: Settings) -> Candidate | None:
+        """The plan of the changed file; None, and the reason in ``unsaid``, where there can be none."""
+        try:
+            file = self._patched(settings)
+            found = self.candidate(settings, self._read_anew(settings, file))
+        except Exception as error:  # whatever a model's own code raises with other rows
+            is_ours = isinstance(error, ComposerFSDP2Error)
+            why = " ".join(str(error).split()) if is_ours else f"its microbatch cannot be traced: {one_line(error)}"
+            changed = settings.changed_from(self.present)
+            self.unsaid.setdefault(why, ", ".join(f"{name} = {getattr(settings, name)}" for name in changed))
+            return None
+        self.files[settings] = file
+        return found
+
+    def _read_anew(self, settings: Settings, file: PatchedFile) -> PreflightRun:
+        run = self.replan(file.after)
+        if run.batch_rows != self.run.batch_rows:
+            raise ConfigError(_OTHER_BATCH)
+        if present_settings(run.plan, run.microbatch_size) != settings:
+            raise ConfigError(_SOMETHING_ELSE)
+        return run
+
+    def candidate(self, settings: Settings, run: PreflightRun) -> Candidate:
+        """[Note: microbatches alike] All microbatches between the first and the last take the same memory and send the
+        same bytes: three stand for any number.
+        """
+        key = (run.plan.checkpointed, run.plan.config.activation_checkpointing, run.computed_rows)
+        if key not in self.traces:
+            self.traces[key] = trace_microbatch(
+                run.model,
+                run.plan,
+                run.loss,
+                rows=run.computed_rows,
+                tokens=run.computed_tokens,
+                precision=run.precision,
+            )
+        trace = self.traces[key]
+        estimate = estimate_step(
+            run.plan,
+            trace,
+            world_size=run.world_size,
+            optimizer=counted_optimizer(run.optimizer)[0],
+            num_microbatches=min(run.num_microbatches, 3),
+            gpus_per_node=self.planned.gpus_per_node,
+        )
+        return Candidate(
+            settings=settings,
+            seconds=step_seconds(run.plan, estimate, trace, self.machine, run.num_microbatches),
+            peak=estimate.peak,
+            host_bytes=estimate.host_bytes,
         )
 
-    def _treated(self, what: str, values: Sequence[Activations]) -> Sequence[Activations]:
-        """Those that the file can say and of which a microbatch can be traced."""
-        return [each for each in self._sayable(what, "activations", values) if self._is_traceable(what, each)]
-
-    def _is_traceable(self, what: str, activations: Activations) -> bool:
-        one = (activations,) if activations.every < 2 else (Activations(), replace(activations, every=1))
-        try:
-            for each in one:
-                self.subject.traces(each, 1)
-        except Exception as error:  # whatever a model's own code raises; the run as it is was traced before
-            self.unsaid[what] = f"the model's microbatch cannot be traced so: {one_line(error)}"
-            return False
-        return True
-
-    def _sayable(self, what: str, lever: str, values: Sequence[Any]) -> Sequence[Any]:
-        """The values, or none of them where the file has no word for the first that it does not say now."""
-        present = self.subject.present
-        other = next((each for each in values if each != getattr(present, lever)), None)
-        if other is None:
-            return values
-        changed = replace(present, **{lever: other})
-        found = self._patched(changed)
-        why = self.decided.get(lever) or found.missing or self._read_anew(changed, found)
-        if isinstance(why, str):
-            self.unsaid[what] = why
-            return ()
-        return values
-
-    def _read_anew(self, settings: Settings, found: PatchedFile) -> PreflightRun | str:
-        """The run that the changed file asks for, or why it is not the one that was meant."""
-        try:
-            run = self.replan(found.after)
-        except ComposerFSDP2Error as error:
-            return " ".join(str(error).split())
-        if run.batch_rows != self.subject.rows:
-            return _OTHER_BATCH
-        return run if present_settings(run.plan, run.microbatch_size) == settings else _SOMETHING_ELSE
-
-    def _planned_anew(self, settings: Settings, found: PatchedFile) -> PlannedStep | str:
-        run = self._read_anew(settings, found)
-        if isinstance(run, str):
-            return run
-        try:
-            return plan_step(run, self.name, Questions(gpus_per_node=self.subject.gpus_per_node))
-        except ComposerFSDP2Error as error:
-            return " ".join(str(error).split())
-
-    def _recompute_as_the_file_would(self, marked: Sequence[Activations]) -> None:
-        """A file that recomputes nothing does not say in which of torch's two ways, which keep and compute unlike."""
-        present = self.subject.present
-        other = next((each for each in marked if each.recompute), None)
-        if other is None or present.activations.recompute:
-            return
-        changed = replace(present, activations=other)
-        found = self._patched(changed)
-        run = "" if found.missing else self._read_anew(changed, found)
-        if isinstance(run, str):
-            return
-        plan, as_said = self.run.plan, run.plan.config.activation_checkpointing
-        mode = replace(plan.config.activation_checkpointing, reentrant=as_said.reentrant)
-        self.run = replace(self.run, plan=replace(plan, config=replace(plan.config, activation_checkpointing=mode)))
-        self.subject = subject_of(self.run, self.subject.gpus_per_node)
-
-    def can_be_had(self, settings: Settings, peak_bytes: int) -> bool:
-        """Whether the file can say it, and a plan of what it says then is what was meant, and fits as well."""
-        if settings in self.had:
-            return True
-        found, fits = self._patched(settings), peak_bytes <= self.memory_bytes
-        if found.missing:
-            return False
-        if self.num_planned[fits] == MAX_PLANNED:
-            self.unsaid["further choices"] = f"{MAX_PLANNED} were planned anew, and the search ended there"
-            return False
-        self.num_planned[fits] += 1
-        planned = self._planned_anew(settings, found)
-        if isinstance(planned, str):
-            if planned not in self.unsaid.values():
-                self.unsaid["; ".join(map(str, found.changes))] = planned
-            return False
-        if fits and planned.estimate.peak_bytes > self.memory_bytes:
-            return False
-        self.had[settings] = self._suggestion(settings, found, planned)
-        return True
-
-    def _suggestion(self, settings: Settings, found: PatchedFile, planned: PlannedStep) -> Suggestion:
-        changed = settings.changed_from(self.subject.present)
-        levers = [lever for lever in LEVERS if lever.name in changed and lever.numbers is not Numbers.SAME]
-        estimate, trace = planned.estimate, planned.trace
-        assert trace is not None, "activations are counted"
+    def suggestion(self, candidate: Candidate) -> Suggestion:
+        settings, file = candidate.settings, self.files[candidate.settings]
         # By FSDP's own key, with which transformers' Trainer leaves caches on; with its own it turns them off.
         fills_cache = self.dialect != "composer" and any(
-            each.key.endswith("activation_checkpointing") and each.after is True for each in found.changes
+            each.key.endswith("activation_checkpointing") and each.after is True for each in file.changes
         )
         return Suggestion(
-            changes=found.changes,
-            cost=cost_of(estimate, trace, planned.num_microbatches),
-            peak_bytes=estimate.peak_bytes,
-            fixed_bytes=estimate.peak.bytes_of(Kind.ACTIVATIONS) + estimate.peak.bytes_of(Kind.LOSS),
-            numbers=Numbers.ROUNDING if levers else Numbers.SAME,
-            reasons={lever.name: lever.reason for lever in levers},
+            changes=file.changes,
+            seconds=candidate.seconds,
+            peak_bytes=candidate.peak_bytes,
+            host_bytes=candidate.host_bytes,
+            reasons={name: ROUNDS[name] for name in settings.changed_from(self.present) if name in ROUNDS},
             notes=(_CACHE,) if fills_cache else (),
-            diff=found.diff(),
+            diff=file.diff(),
         )
 
     def _patched(self, settings: Settings) -> PatchedFile:
-        patch = self._patch(settings)
-        found = apply_patch(self.text, self.name, patch, dialect=self.dialect, at=self.at)
-        if settings.microbatch_size != self.subject.present.microbatch_size and not patch.keys:
-            return replace(found, missing=_IN_SCRIPT)
-        return replace(found, missing=_MIGRATED if found.is_migrated else found.missing)
+        changed = settings.changed_from(self.present)
+        if why := next((self.decided[name] for name in changed if name in self.decided), None):
+            raise ConfigError(why)
+        patch = self._patch(settings, changed)
+        if "microbatch_size" in changed and not patch.keys:
+            raise ConfigError(_IN_SCRIPT)
+        file = apply_patch(self.text, self.name, patch, dialect=self.dialect)
+        if file.is_migrated or file.missing:
+            raise ConfigError(_MIGRATED if file.is_migrated else file.missing)
+        return file
 
-    def _patch(self, settings: Settings) -> Patch:
-        subject, changed = self.subject, settings.changed_from(self.subject.present)
-        same: tuple[str, ...] = ("reshard_after_forward", "cpu_offload")
-        fields = {name: getattr(settings, name) for name in same if name in changed}
+    def _patch(self, settings: Settings, changed: tuple[str, ...]) -> Patch:
+        plan, rows = self.run.plan, settings.microbatch_size
+        fields: dict[str, Any] = {
+            name: getattr(settings, name) for name in ("reshard_after_forward", "cpu_offload") if name in changed
+        }
         keys: dict[KeyPath, Any] = {}
         if "replicas" in changed:
-            replicas, mesh = settings.replicas, subject.plan.mesh
-            shards = mesh.shard_degree * mesh.replicate_degree // replicas
-            fields["mesh"] = MeshSpec.of_degrees(shards, replicas if replicas > 1 else None)
+            shards = plan.mesh.shard_degree * plan.mesh.replicate_degree // settings.replicas
+            fields["mesh"] = MeshSpec.of_degrees(shards, settings.replicas if settings.replicas > 1 else None)
         if "activations" in changed:
             every = settings.activations.every
             fields["activation_checkpointing.checkpoint"] = settings.activations.recompute
             fields["activation_checkpointing.cpu_offload"] = settings.activations.offload
-            blocks = range(len(blocks_of(subject.plan)[0]))[every - 1 :: every] if every > 1 else None
+            blocks = range(len(blocks_of(plan)[0]))[every - 1 :: every] if every > 1 else None
             model = self.section.around.get("model")
             if every and isinstance(model, Mapping) and model.get("name") == "mpt_causal_lm":
                 keys["model", "activation_checkpointing_target"] = blocks and {"mptblock": [*blocks]}
             else:
                 fields["selective_checkpointing"] = blocks and str(every)
         if "microbatch_size" in changed:
-            number, global_rows = subject.num_microbatches(settings), subject.rows * subject.num_data_ranks
-            batch = {"rows": settings.microbatch_size, "number": number, "global_rows": global_rows}
-            keys |= batch_keys(self.dialect, self.section, **batch)
+            keys |= batch_keys(
+                self.dialect,
+                self.section,
+                rows=rows,
+                number=-(-self.run.batch_rows // rows),
+                global_rows=self.run.batch_rows * (self.run.world_size // plan.config.data_block_size),
+            )
         return Patch(fields=fields, keys=keys)
-
-
-def _unique(present: Any, *values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple({repr(each): each for each in (*chain.from_iterable(values), present)}.values())

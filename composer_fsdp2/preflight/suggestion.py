@@ -1,4 +1,4 @@
-"""What ``plan --suggest`` says of a run: proposals for its file, the cheapest first, and their text."""
+"""The output of ``plan --suggest``: proposals for a file, the fastest first, and their text."""
 
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from composer_fsdp2.config.text import human_bytes, printable
 from composer_fsdp2.config.value import Value
-from composer_fsdp2.estimate.settings import Numbers
-from composer_fsdp2.estimate.suggest import Cost
+from composer_fsdp2.estimate.plan_text import human_seconds
 from composer_fsdp2.migration.patched_file import KeyChange
 
 _WIDTH = 96
@@ -15,32 +14,30 @@ _WIDTH = 96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion(Value):
-    """One proposal, as it was planned anew from the changed file.
+    """One proposal, as the changed file is planned.
 
     Args:
         changes: Of the file's keys.
-        cost: Of a step, the dearest first.
-        peak_bytes: What a rank's device holds when it holds the most.
-        fixed_bytes: Of these, activations, output layer and loss: no number of ranks makes them smaller.
-        numbers: What becomes of the run's numbers.
-        reasons: By the setting that changes, why they are not the same to the last bit.
+        seconds: About how long a step takes.
+        peak_bytes: Of a rank's device.
+        host_bytes: Of its host's memory.
+        reasons: By the setting that changes, why the run's numbers are rounded otherwise; empty: they are the same.
         notes: What else has to be seen to.
         diff: Of the file.
     """
 
     changes: tuple[KeyChange, ...]
-    cost: Cost
+    seconds: float
     peak_bytes: int
-    fixed_bytes: int
-    numbers: Numbers
+    host_bytes: int
     reasons: Mapping[str, str]
     notes: tuple[str, ...]
     diff: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unsaid(Value):
-    """What is not proposed, because the file cannot say it or something else decides it."""
+class NotProposed(Value):
+    """Settings that are not proposed, because the file has no keys for them or something else decides them."""
 
     what: str
     reason: str
@@ -48,25 +45,31 @@ class Unsaid(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuggestedEdits(Value):
-    """What ``--suggest`` says of a run.
+    """All proposals for a run.
 
     Args:
-        memory_bytes: What an estimate may take of a device.
-        fits: Whether the run as it is does.
-        cost: Of the run as it is, and ``peak_bytes`` what it takes.
-        proposals: At most three, the cheapest first.
-        nearest: Where nothing fits, what takes the least.
-        num_tried: Of choices.
+        memory_bytes: The limit of an estimate.
+        seconds, peak_bytes: Of the run as it is.
+        speeds: With which seconds are estimated, and where they come from.
+        proposals: At most three, the fastest first.
+        nearest: Where nothing fits, the smallest; None if that is the run as it is.
+        helps: Where nothing fits, further changes that would help.
+        num_tried: Of plans.
     """
 
     memory_bytes: int
-    fits: bool
-    cost: Cost
+    seconds: float
     peak_bytes: int
+    speeds: tuple[str, ...]
     proposals: tuple[Suggestion, ...]
     nearest: Suggestion | None
+    helps: tuple[str, ...]
     num_tried: int
-    unsaid: tuple[Unsaid, ...]
+    unsaid: tuple[NotProposed, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.memory_bytes
 
     def explain(self) -> str:
         """As text."""
@@ -74,18 +77,20 @@ class SuggestedEdits(Value):
 
 
 def _explained(found: SuggestedEdits) -> Iterator[str]:
-    yield f"suggestions for {human_bytes(found.memory_bytes)} a rank, the cheapest of {found.num_tried:,} choices"
-    over = found.peak_bytes - found.memory_bytes
-    whether = f"{human_bytes(over)} too much" if over > 0 else "which fits"
-    yield from _wrapped(f"as it is: {human_bytes(found.peak_bytes)} at its peak, {whether}; {_cost_text(found.cost)}")
-    told = found.proposals
-    if found.fits and not told:
-        yield "  nothing that this file can say is cheaper"
-    for number, each in enumerate(told, 1):
-        yield from _proposal_lines(f"{number}.", each)
-    if not found.fits and not told:
-        yield from _nearest_lines(found)
-        told = tuple(filter(None, (found.nearest,)))
+    yield f"suggestions for {human_bytes(found.memory_bytes)} a rank, the fastest of {found.num_tried} plans"
+    yield from _wrapped(f"as it is: {_seconds(found.seconds)}, {_size(found.peak_bytes, found.memory_bytes)}")
+    if found.fits and not found.proposals:
+        yield "  nothing is gained by what this file can say"
+    for number, each in enumerate(found.proposals, 1):
+        gain = f", {1 - each.seconds / found.seconds:.0%} less" if each.seconds < found.seconds else ""
+        yield from _proposal_lines(f"{number}. {_seconds(each.seconds)}{gain}", each, found.memory_bytes)
+    if not (found.fits or found.proposals):
+        yield f"  nothing fits{'' if found.nearest else ', and nothing that this file can say takes less'}"
+    if found.nearest:
+        yield from _proposal_lines(f"nearest: {_seconds(found.nearest.seconds)}", found.nearest, found.memory_bytes)
+    for way in found.helps:
+        yield from _wrapped(f"what would help: {way}")
+    told = (*found.proposals, *filter(None, (found.nearest,)))
     if reasons := {name: why for each in told for name, why in each.reasons.items()}:
         yield "  why numbers are rounded otherwise"
         for name, why in reasons.items():
@@ -94,25 +99,23 @@ def _explained(found: SuggestedEdits) -> Iterator[str]:
         yield "  not proposed"
         for left_out in found.unsaid:
             yield from _wrapped(f"{left_out.what}: {left_out.reason}", indent=4)
+    yield from _wrapped(f"seconds rank these plans and predict no run; speeds: {'; '.join(found.speeds)}")
 
 
-def _nearest_lines(found: SuggestedEdits) -> Iterator[str]:
-    if found.nearest is None:
-        yield "  nothing fits, and nothing that this file can say takes less"
-        return
-    yield f"  nothing fits; the nearest misses by {human_bytes(found.nearest.peak_bytes - found.memory_bytes)}"
-    yield from _proposal_lines("-", found.nearest)
-    yield from _wrapped(
-        f"{human_bytes(found.nearest.fixed_bytes)} of it are activations, the output layer and the loss, which more "
-        "ranks do not make smaller: shorter rows do, or a loss that is computed in pieces",
-        indent=4,
-    )
+def _seconds(seconds: float) -> str:
+    return f"about {human_seconds(seconds)} a step"
 
 
-def _proposal_lines(mark: str, each: Suggestion) -> Iterator[str]:
-    because = f" ({', '.join(each.reasons)})" if each.reasons else ""
-    said = f"{mark} {human_bytes(each.peak_bytes)} at its peak; {_cost_text(each.cost)}; "
-    yield from _wrapped(f"{said}the numbers are {each.numbers.value}{because}", further=3)
+def _size(peak_bytes: int, memory_bytes: int) -> str:
+    over = peak_bytes - memory_bytes
+    return f"{human_bytes(peak_bytes)} at its peak, {f'{human_bytes(over)} too much' if over > 0 else 'which fits'}"
+
+
+def _proposal_lines(begin: str, each: Suggestion, memory_bytes: int) -> Iterator[str]:
+    host = f", {human_bytes(each.host_bytes)} in the host's memory" if each.host_bytes else ""
+    rounded = f"the same up to rounding ({', '.join(each.reasons)})" if each.reasons else "the same"
+    size = _size(each.peak_bytes, memory_bytes)
+    yield from _wrapped(f"{begin}, {size}{host}; the numbers are {rounded}", further=3)
     for note in each.notes:
         yield from _wrapped(f"but: {note}", indent=5)
     yield from (f"     {line}" for line in each.diff.splitlines())
@@ -120,14 +123,3 @@ def _proposal_lines(mark: str, each: Suggestion) -> Iterator[str]:
 
 def _wrapped(text: str, *, indent: int = 2, further: int = 2) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + further))
-
-
-def _cost_text(cost: Cost) -> str:
-    parts = (
-        (cost.inter_node_bytes, f"{human_bytes(cost.inter_node_bytes)} to other nodes"),
-        (cost.recomputed_flops, f"{cost.recomputed_flops:.2e} operations a second time"),
-        (cost.calls, f"{cost.calls:,} collectives"),
-        (cost.offloaded_bytes, f"{human_bytes(cost.offloaded_bytes)} in the host's memory"),
-    )
-    said = ", ".join(text for amount, text in parts if amount)
-    return f"{said} a step" if said else "no cost"

@@ -79,6 +79,9 @@ def test_settings_are_suggested(folder: Path):
     first = found["suggestions"]["proposals"][0]
     assert first["diff"].startswith("--- run.yaml\n+++ run.yaml\n") and first["peak_bytes"] <= 170 * 1024
     assert {change["key"].split(".")[0] for change in first["changes"]} == {"fsdp_config"}
+    assert "assumed from the memory" in found["suggestions"]["speeds"][-1]
+    of_own = [*words, "--gpu", "h100", "--json"]
+    assert "assumed" not in str(json.loads(run_here(folder, *of_own).out)["suggestions"]["speeds"])
     assert yaml.safe_load((folder / "run.yaml").read_text()) == FILE
 
 
@@ -94,7 +97,6 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
     "no such model": (["run.yaml", *SIZES, "--model-config", "none"], {}, "none"),
     "suggest": (["run.yaml", *SIZES, "--suggest"], {}, "--suggest needs --memory"),
     "untraced": (["run.yaml", *SIZES, "--memory", "80GiB", "--suggest", "--no-activations"], {}, "--no-activations"),
-    "host": (["run.yaml", *SIZES, "--memory", "1GiB", "--host-memory", "1GiB"], {}, "--host-memory is for --suggest"),
     "edits of no run": (
         ["config.json", *SIZES, "--memory", "80GiB", "--suggest"],
         {},

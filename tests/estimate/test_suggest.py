@@ -1,9 +1,8 @@
-"""The search for the cheapest settings that fit: it finds what trying out everything finds."""
+"""The ladder of plans: what is tried, in which order, and what of it is proposed."""
 
 from __future__ import annotations
 
-import operator
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +12,14 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from composer_fsdp2.config.mesh import MeshSpec
-from composer_fsdp2.config.sharding import (
-    Accumulation,
-    GradientSync,
-    MixedPrecision,
-    ShardingConfig,
-)
+from composer_fsdp2.config.sharding import Accumulation, ActivationCheckpointing, GradientSync, ShardingConfig
+from composer_fsdp2.estimate.bounds import GPUS
 from composer_fsdp2.estimate.events import MicrobatchTrace, Moment
-from composer_fsdp2.estimate.replay import assumed_trace
-from composer_fsdp2.estimate.settings import Activations, Settings, Space, blocks_of, chosen_blocks, plan_with
-from composer_fsdp2.estimate.suggest import MAX_PROPOSALS, Cost, Subject, cost_of, suggest_settings
+from composer_fsdp2.estimate.replay import assumed_trace, estimate_step
+from composer_fsdp2.estimate.seconds import step_seconds
+from composer_fsdp2.estimate.settings import Activations, Settings, blocks_of, present_settings
+from composer_fsdp2.estimate.step import Kind, MemorySample, Phase
+from composer_fsdp2.estimate.suggest import MAX_TRIED, Candidate, Ladder, Suggestions, ladder_of, suggest_settings
 from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit
 
 pytestmark = pytest.mark.any_torch
@@ -60,132 +57,66 @@ def plan_of(
     )
 
 
-def traces_of(plan: ShardingPlan, kept: int = 4000, recomputed: int = 200, loss: int = 9000):
-    """Activations that grow with each block's forward and shrink with its backward, and are the largest at the loss."""
+# ---------------------------------------------------------------------------------------------------------------------
+# What may be tried
 
-    def trace(activations: Activations, rows: int) -> MicrobatchTrace:
-        chosen = chosen_blocks(plan, activations)
-        events, live, host = [], 0, 0
-        for event in assumed_trace(plan_with(plan, replace(present(plan), activations=activations))).events:
-            here = kept
-            if event.unit in chosen:
-                here = recomputed if activations.recompute else kept
-                host += here * activations.offload * rows * (event.moment is Moment.POST_FORWARD)
-                here = 0 if activations.offload else here
-            flops = 0
-            if event.moment is Moment.POST_FORWARD and event.unit != "model":
-                live += here * rows
-            if event.moment is Moment.POST_BACKWARD:
-                live -= here * rows
-            if event.moment is Moment.PRE_BACKWARD and event.unit in chosen and activations.recompute:
-                flops = 1000 * rows
-            at_loss = loss * rows if event.moment is Moment.POST_FORWARD and event.unit == "model" else 0
-            events.append(
-                replace(
-                    event,
-                    live_bytes=live,
-                    peak_bytes=live + max(at_loss, kept * rows // 2),
-                    loss_bytes=at_loss,
-                    recomputed_flops=flops,
-                )
-            )
-        return MicrobatchTrace(events=tuple(events), host_bytes=host)
-
-    return trace
+NONE, FOURTH, SECOND, ALL = Activations(), *(Activations(every=each, recompute=True) for each in (4, 2, 1))
+NOW = Settings(reshard_after_forward=True, activations=ALL, microbatch_size=2, replicas=1, cpu_offload=False)
 
 
-def present(plan: ShardingPlan) -> Settings:
-    return Subject(
-        plan=plan, traces=lambda *_: MicrobatchTrace(events=()), rows=1, microbatch_size=1, world_size=8
-    ).present
+def ladder(plan: ShardingPlan, *, rows: int = 8, size: int = 2, gpus_per_node: int = 8) -> Ladder:
+    return ladder_of(plan, present_settings(plan, size), rows=rows, gpus_per_node=gpus_per_node)
 
 
-def order_of(cost: Cost) -> tuple[int, ...]:
-    return cost.inter_node_bytes, cost.recomputed_flops, cost.calls, cost.offloaded_bytes
+def shardings(ladder: Ladder) -> list[tuple[bool | int, int]]:
+    return [(each.reshard_after_forward, each.replicas) for each in ladder.shardings]
 
 
-def by_brute_force(
-    subject: Subject, memory_bytes: int, host_bytes: int, space: Space
-) -> tuple[list[Settings], Settings | None]:
-    """Each combination as a plan of its own, estimated whole; what no other one beats, the cheapest first."""
-    now, tried = subject.present, {}
-    for point in (*space.points(subject.plan), now):
-        trace = subject.traces(point.activations, point.microbatch_size)
-        estimate = subject.estimate(point)
-        cost = order_of(cost_of(estimate, trace, subject.rows // point.microbatch_size))
-        if cost[-1] > host_bytes and point != now:
-            continue
-        tried[point] = (cost, len(point.changed_from(now)), estimate.peak_bytes)
-    fitting = [point for point, (*_, peak) in tried.items() if peak <= memory_bytes]
-    if not fitting:
-        return [], min(tried, key=lambda point: (tried[point][2], *tried[point][:2]))
-    nearest_of: dict[tuple[int, ...], Settings] = {}  # by cost, what changes least
-    for point in sorted(fitting, key=lambda point: tried[point][1]):
-        nearest_of.setdefault(tried[point][0], point)
-
-    def is_beaten(cost: tuple[int, ...]) -> bool:
-        return any(cost != other and all(map(operator.le, other, cost)) for other in nearest_of)
-
-    dearest = tried[now][0] if now in fitting else (sys.maxsize,)
-    best = sorted(cost for cost in nearest_of if cost < dearest and not is_beaten(cost))
-    return [nearest_of[cost] for cost in best[:MAX_PROPOSALS]], None
+def test_on_one_node_nothing_is_replicated():
+    """Parameters are kept after forward, or not; groups and replicas are for networks that are slower than NVLink."""
+    assert shardings(ladder(plan_of())) == [(True, 1), (False, 1)]
+    assert ladder(plan_of(num_layers=3)).activations == (NONE, SECOND, ALL)
+    assert ladder(plan_of(num_layers=4)).activations == (NONE, FOURTH, SECOND, ALL)
+    assert ladder(plan_of(num_layers=1)).activations == (NONE,)  # which is no row of blocks
 
 
-ACTIVATIONS = (
-    Activations(),
-    Activations(every=1, recompute=True),
-    Activations(every=2, recompute=True),
-    Activations(every=1, recompute=True, offload=True),
-    Activations(every=2, offload=True),
+def test_on_several_nodes_a_node_may_keep_parameters_or_be_a_replica():
+    """24 ranks on 3 nodes: never groups of 6, of which some lie on two nodes and send ten times what others do."""
+    assert shardings(ladder(plan_of(world_size=24))) == [(True, 1), (8, 1), (False, 1), (True, 3)]
+    hybrid = plan_of(mesh=MeshSpec.of_degrees(8, 3, device_type="cuda"), reshard_after_forward=False)
+    assert shardings(ladder(hybrid)) == [(False, 3), (True, 3), (True, 1)]
+    halves = MeshSpec.of_degrees(16, tensor=2, device_type="cuda")  # of whose shards a node has four
+    assert shardings(ladder(plan_of(mesh=halves))) == [(True, 1), (4, 1), (False, 1)]
+    split = replace(plan_of(world_size=16), units=plan_of(world_size=8).units)
+    assert shardings(ladder(split)) == [(True, 1), (8, 1), (False, 1)]  # units have meshes of their own
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "expected"),
+    [(8, 2, (1, 2, 4, 8)), (32, 8, (1, 4, 8, 16, 32)), (1, 1, (1,)), (8, 8, (1, 4, 8)), (7, 3, (1, 3, 7))],
 )
+def test_rows_divide_the_batch(rows: int, size: int, expected: tuple[int, ...]):
+    assert ladder(plan_of(), rows=rows, size=size).sizes == expected
 
 
-@given(data=st.data())
-@examples(5)
-def test_finds_what_brute_force_finds(data: st.DataObject):
-    """A run would be told of dearer settings than it needs, or that nothing fits where something does."""
-    draw = data.draw
-    world_size = draw(st.sampled_from((4, 8, 12)), "ranks")
-    plan = plan_of(
-        num_layers=draw(st.integers(1, 4)),
-        world_size=world_size,
-        reshard_after_forward=draw(st.sampled_from((True, False, 2))),
-        mixed_precision=draw(
-            st.sampled_from((MixedPrecision(), MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")))
-        ),
-        accumulation=Accumulation(
-            gradient_sync=draw(st.sampled_from(GradientSync)), reshard_after_backward=draw(st.booleans())
-        ),
-    )
-    rows = draw(st.sampled_from((1, 2, 4, 6)), "rows of a batch")
-    sizes = tuple(size for size in range(1, rows + 1) if rows % size == 0)
-    subject = Subject(
-        plan=plan,
-        traces=traces_of(plan, kept=draw(st.integers(0, 9000)), loss=draw(st.integers(0, 9000))),
-        rows=rows,
-        microbatch_size=draw(st.sampled_from(sizes)),
-        world_size=world_size,
-        gpus_per_node=draw(st.sampled_from((2, 4))),
-    )
-    space = Space(
-        microbatch_sizes=sizes,
-        replicas=tuple(each for each in (1, 2, 4) if world_size % each == 0 and each < world_size),
-        reshards=(True, False, 2),
-        activations=ACTIVATIONS if blocks_of(plan) else ACTIVATIONS[:1],
-        cpu_offloads=(False, True),
-    )
-    memory_bytes = draw(st.integers(3_000, 80_000), "memory")
-    host_bytes = draw(st.sampled_from((0, 20_000, 10**9)), "memory of the host")
-    found = suggest_settings(subject, memory_bytes, space, host_bytes=host_bytes)
-    proposals, nearest = by_brute_force(subject, memory_bytes, host_bytes, space)
-    assert [each.settings for each in found.proposals] == proposals
-    assert (found.nearest.settings if found.nearest else None) == nearest
-    assert found.num_points == len({*space.points(plan), subject.present})
-    for each in (*found.proposals, *filter(None, (found.present, found.nearest))):
-        estimate, size = subject.estimate(each.settings), each.settings.microbatch_size
-        assert each.peak_bytes == estimate.peak_bytes
-        trace = subject.traces(each.settings.activations, size)
-        assert order_of(each.cost) == order_of(cost_of(estimate, trace, subject.rows // size))
+def test_who_offloads_may_not_need_to():
+    """An optimizer on the host is the slowest of all; a run that has it may fit without."""
+    found = ladder(plan_of(offload=True))
+    assert [each.cpu_offload for each in found.shardings] == [True, False, False]
+
+
+def test_what_a_plan_recomputes_is_recognized():
+    """A proposal would be refused as another plan than was meant, or the run as it is be tried a second time."""
+    config = {"activation_checkpointing": ActivationCheckpointing(checkpoint=True)}
+    plan = plan_of(num_layers=4, reshard_after_forward=1, **config)
+    rows = blocks_of(plan)[0]
+
+    def has(*names: str) -> Activations:
+        return present_settings(replace(plan, checkpointed=names), 1).activations
+
+    assert (has(), has(*rows), has(*rows[1::2]), has(rows[3])) == (NONE, ALL, SECOND, FOURTH)
+    assert has(rows[0]).every == -1
+    assert present_settings(plan, 1).reshard_after_forward is False  # a group of one keeps all
 
 
 def test_a_row_s_first_block_may_have_more_parameters():
@@ -195,31 +126,181 @@ def test_a_row_s_first_block_may_have_more_parameters():
     first = replace(plan.units[0], parameters=(*plan.units[0].parameters, extra))
     inner = replace(plan.units[1], modules=("model.layers.1.experts.0",))
     plan = replace(plan, units=(inner, first, *plan.units[1:]))
-    row = tuple(f"model.layers.{number}" for number in range(3))
-    assert blocks_of(plan) == (row,)
-    assert chosen_blocks(plan, Activations(every=1, recompute=True)) == row
-    assert chosen_blocks(plan, Activations(every=2, recompute=True)) == row[1::2]
+    assert blocks_of(plan) == (tuple(f"model.layers.{number}" for number in range(3)),)
 
 
-def test_groups_that_straddle_nodes_are_not_proposed():
-    """Of 24 ranks on 3 nodes in groups of 6, those that lie on two nodes send ten times what rank 0 does."""
-    subject = Subject(
-        plan=plan_of(world_size=24),
-        traces=traces_of(plan_of(world_size=24)),
-        rows=1,
-        microbatch_size=1,
-        world_size=24,
-        gpus_per_node=8,
+# ---------------------------------------------------------------------------------------------------------------------
+# What is tried, and in which order
+
+LADDER = Ladder(
+    shardings=(NOW, replace(NOW, reshard_after_forward=False)), activations=(NONE, SECOND, ALL), sizes=(1, 2, 4)
+)
+KEPT = {NONE: 10, SECOND: 6, ALL: 2}
+
+
+def candidate(settings: Settings, peak_bytes: float, seconds: float, host_bytes: int = 0) -> Candidate:
+    by_kind = (round(peak_bytes), *(0,) * (len(Kind) - 1))
+    peak = MemorySample(phase=Phase.FORWARD, microbatch=0, event=0, unit="", label="", bytes_by_kind=by_kind)
+    return Candidate(settings=settings, seconds=seconds, peak=peak, host_bytes=host_bytes)
+
+
+def rated(settings: Settings, sends: float = 1) -> Candidate:
+    """10 of state, 20 more where parameters are kept; recomputing all takes a third longer; each microbatch sends."""
+    kept = KEPT.get(replace(settings.activations, offload=False), 2) * settings.microbatch_size
+    state = 10 if settings.reshard_after_forward else 30
+    state = 4 if settings.cpu_offload else state
+    kept = 1 if settings.activations.offload else kept
+    sent = (3 if settings.reshard_after_forward else 2) * sends / settings.microbatch_size
+    seconds = 300 * (1 + {NONE: 0, SECOND: 1 / 6}.get(settings.activations, 1 / 3)) + sent
+    seconds += 500 * settings.cpu_offload + 100 * settings.activations.offload
+    return candidate(settings, state + kept, seconds)
+
+
+def suggested(
+    memory_bytes: int, rate: Callable[[Settings], Candidate | None] = rated
+) -> tuple[Suggestions, list[Settings]]:
+    asked: list[Settings] = []
+
+    def noted(settings: Settings) -> Candidate | None:
+        asked.append(settings)
+        return rate(settings)
+
+    return suggest_settings(rate(NOW) or rated(NOW), LADDER, memory_bytes, noted), asked
+
+
+def short(settings: Settings) -> tuple[str, str, int]:
+    recomputed = {NONE: "none", SECOND: "second", ALL: "all"}[settings.activations]
+    return "reshard" if settings.reshard_after_forward else "keep", recomputed, settings.microbatch_size
+
+
+def test_the_ladder_goes_from_one_rung_to_the_next():
+    """Each setting by itself, in an expert's order; then of each way to recompute the most rows that fit. With 24, one
+    row fits without recomputation, of two the half recomputed, of four all; parameters that are kept fit with none."""
+    first = [
+        ("keep", "all", 2),
+        ("reshard", "none", 2),
+        ("reshard", "second", 2),
+        ("reshard", "all", 1),
+        ("reshard", "none", 1),
+    ]
+    # In a network that is slow, 600 s, 500 and 475: more rows pay for what is recomputed.
+    found, asked = suggested(24, lambda settings: rated(settings, sends=100))
+    then = [("reshard", "second", 4), ("reshard", "all", 4), ("keep", "all", 1)]
+    assert [short(each) for each in asked] == [*first, *then]
+    assert found.num_tried == 9  # with the run as it is
+    assert [(short(each.settings), each.peak_bytes) for each in found.proposals] == [(("reshard", "all", 4), 18)]
+    # In one that is fast nothing is gained by more rows than one, and half the blocks recomputed takes more memory.
+    found, asked = suggested(24)
+    assert [short(each) for each in asked] == [*first, ("keep", "all", 1)]
+    assert [(short(each.settings), each.peak_bytes) for each in found.proposals] == [(("reshard", "none", 1), 20)]
+
+
+def test_nothing_is_offered_where_nothing_is_gained():
+    """A diff that changes a run for a millisecond is none that anybody reads twice."""
+
+    def as_fast(settings: Settings) -> Candidate:
+        return replace(rated(settings), seconds=(1 if settings == NOW else 0.995) * rated(NOW).seconds)
+
+    assert suggested(10**6, as_fast)[0].proposals == ()
+    assert suggested(10**6, as_fast)[0].nearest is None
+    fits = suggested(10**6)[0]
+    assert fits.proposals and all(each.seconds < 0.99 * rated(NOW).seconds for each in fits.proposals)
+
+
+def test_of_plans_that_are_as_fast_what_changes_least_is_proposed():
+    """Kept parameters spare less than 1 % of a step here, and take 20 more: nobody would change them for that."""
+    best = suggested(10**6)[0].proposals[0].settings
+    assert best == replace(NOW, activations=NONE)
+    peaks = [each.peak_bytes for each in suggested(10**6)[0].proposals]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks) > 1  # slower, but smaller
+
+
+def test_offloading_comes_last():
+    """An optimizer on the host would be the first advice for a run that fits with less."""
+    assert not any(each.cpu_offload or each.activations.offload for each in suggested(14)[1])
+    found, asked = suggested(8)
+    least = replace(NOW, microbatch_size=1)
+    offloaded = replace(ALL, offload=True)
+    assert asked[-3:] == [
+        replace(least, activations=offloaded),
+        replace(least, cpu_offload=True),
+        replace(least, activations=offloaded, cpu_offload=True),
+    ]
+    assert [each.settings for each in found.proposals] == [asked[-2], asked[-1]]
+    nothing = suggested(1)[0]
+    assert nothing.nearest is not None
+    assert nothing.proposals == () and nothing.nearest.settings == asked[-1]
+
+
+def test_what_cannot_be_had_is_left_out():
+    """Files that lack a key for rows, or models that cannot run recomputed, get what is left."""
+    found, asked = suggested(24, lambda settings: rated(settings) if settings.microbatch_size == 2 else None)
+    assert [short(each.settings) for each in found.proposals] == [("reshard", "second", 2)]
+    assert [each.microbatch_size for each in asked].count(1) == 1
+    alone = suggested(11, lambda settings: None)[0]
+    assert alone.nearest is not None and alone.nearest.settings == NOW
+
+
+@given(data=st.data())
+@examples(40)
+def test_at_most_24_plans_are_tried(data: st.DataObject):
+    """A ladder that grows with the rows of a batch or the number of ranks would take minutes."""
+    draw = data.draw
+    world_size = draw(st.sampled_from((8, 16, 64, 1024)))
+    replicas = draw(st.sampled_from((1, 2, 8)))
+    plan = plan_of(
+        num_layers=draw(st.integers(1, 12)),
+        mesh=MeshSpec.of_degrees(world_size // replicas, replicas if replicas > 1 else None, device_type="cuda"),
+        reshard_after_forward=draw(st.booleans()),
     )
-    assert [24 // replicas for replicas in subject.space().replicas] == [24, 8, 4, 2]
+    now = present_settings(plan, draw(st.integers(1, 16)))
+    peaks: dict[Settings, int] = {}
+
+    def rate(settings: Settings) -> Candidate | None:
+        assert settings not in peaks, "nothing is planned twice"
+        peaks[settings] = draw(st.integers(0, 9))
+        return None if peaks[settings] == 9 else candidate(settings, peaks[settings], draw(st.floats(1, 9)))
+
+    memory_bytes = draw(st.integers(0, 9))
+    found = suggest_settings(candidate(now, 5, 5), ladder_of(plan, now, rows=16, gpus_per_node=8), memory_bytes, rate)
+    assert found.num_tried == len(peaks) + 1 <= MAX_TRIED == 24
+    assert all(each.peak_bytes <= memory_bytes for each in found.proposals)
+    if memory_bytes >= 5:
+        assert all(each.seconds < 5 for each in found.proposals)
+    if found.nearest is not None:  # there was room for all that offloads
+        assert sum(each.cpu_offload or each.activations.offload for each in peaks) == 3
+    assert (found.nearest is None) == (memory_bytes >= min([5, *(each for each in peaks.values() if each < 9)]))
 
 
-def test_what_the_run_takes_may_be_known_better():
-    """A search that thinks that a run fits, where its plan says that it does not, would look for cheaper settings."""
-    plan = plan_of()
-    subject = Subject(plan=plan, traces=traces_of(plan), rows=2, microbatch_size=2, world_size=8)
-    peak = subject.estimate(subject.present).peak
-    larger = replace(peak, bytes_by_kind=(*peak.bytes_by_kind[:-1], peak.bytes_by_kind[-1] + 1))
-    found = suggest_settings(subject, peak.total_bytes, present_peak=larger)
-    assert suggest_settings(subject, peak.total_bytes).fits and not found.fits
-    assert found.present.peak_bytes == peak.total_bytes + 1
+# ---------------------------------------------------------------------------------------------------------------------
+# Microbatches
+
+
+@given(data=st.data())
+@examples(20)
+def test_three_microbatches_tell_of_any_number(data: st.DataObject):
+    """[Note: microbatches alike] A candidate would be proposed that does not fit, or is slower than was said."""
+    draw = data.draw
+    plan = plan_of(
+        num_layers=draw(st.integers(1, 4)),
+        mesh=draw(st.sampled_from((MeshSpec.of_degrees(8), MeshSpec.of_degrees(2, 4), MeshSpec.of_degrees(4, 2)))),
+        reshard_after_forward=draw(st.sampled_from((True, False))),
+        offload=draw(st.booleans()),
+        accumulation=Accumulation(
+            gradient_sync=draw(st.sampled_from(GradientSync)), reshard_after_backward=draw(st.booleans())
+        ),
+    )
+    events, live = [], 0
+    for event in assumed_trace(plan).events:
+        live += {Moment.POST_FORWARD: 1, Moment.POST_BACKWARD: -1}.get(event.moment, 0) * draw(st.just(4000))
+        events.append(replace(event, live_bytes=max(live, 0), peak_bytes=max(live, 0) + 500, flops=10**12))
+    trace = MicrobatchTrace(events=tuple(events), host_bytes=draw(st.sampled_from((0, 10**6))))
+    number = draw(st.integers(4, 9))
+    few, all_of_them = (
+        estimate_step(plan, trace, world_size=8, num_microbatches=each, gpus_per_node=4) for each in (3, number)
+    )
+    assert few.peak == replace(all_of_them.peak, microbatch=few.peak.microbatch)
+    assert few.host_bytes == all_of_them.host_bytes
+    machine = replace(GPUS["h100"], inter_bytes_per_s=draw(st.sampled_from((1.0, 1e12))))
+    took = [step_seconds(plan, each, trace, machine, number) for each in (few, all_of_them)]
+    assert took[0] == pytest.approx(took[1])

@@ -1,0 +1,65 @@
+"""A rough duration of a step, to rank plans of one run; it predicts no run.
+
+In each microbatch's forward, and in its backward, a rank computes, gathers and reduces at the same time. The slowest of
+these counts, and communication only as far as it is exposed:
+
+    seconds of a part = max(computation, traffic in the node, traffic to other nodes, offloaded parameters over PCIe)
+    seconds of a step = parts + offloaded activations over PCIe + the optimizer on the host
+
+The computation is what activation checkpointing does a second time, too, at the share of a device's bfloat16 peak that
+published steps achieved (``Machine.achieved``); those in fp8 were little faster. FSDP2 copies offloaded parameters and
+their gradients on streams of their own; ``save_on_cpu``, which offloads activations, makes the step wait for each copy.
+Small or equal in all plans, and left out: the optimizer on the device, the first gather and the last reduction,
+latencies, and ``bounds.UNKNOWN``.
+"""
+
+from collections import defaultdict
+
+from composer_fsdp2.estimate.bounds import Machine, inter_node_s, intra_node_s
+from composer_fsdp2.estimate.events import MicrobatchTrace
+from composer_fsdp2.estimate.links import ALL_GATHER, REDUCE_SCATTER
+from composer_fsdp2.estimate.step import Phase, StepEstimate
+from composer_fsdp2.sharding.dtypes import dtype_bytes
+from composer_fsdp2.sharding.plan import ShardingPlan
+
+# Of a link's peak; nccl-tests report 230 to 250 of the 300 GB/s of an A100's NVLink for large buffers.
+LINK_SHARE = 0.8
+# torch's AdamW on a CPU makes one pass over a parameter's tensors for each of its operations: it reads and writes 80
+# bytes of an fp32 parameter, whose value, gradient and moments are 16 (torch/optim/adam.py, _single_tensor_adam).
+HOST_PASSES = 80 / 16
+
+
+def step_seconds(
+    plan: ShardingPlan, estimate: StepEstimate, trace: MicrobatchTrace, machine: Machine, num_microbatches: int
+) -> float:
+    """Estimate the seconds of one step.
+
+    Args:
+        estimate: Of ``plan`` and ``trace``, with all microbatches or with three, whose second stands for all between
+            the first and the last.
+        machine: Whose speeds are all known.
+    """
+    assert machine.flops and machine.achieved and machine.pcie_bytes_per_s and machine.host_bytes_per_s
+    offloaded = {
+        unit.name: sum(each.numel_of(unit.mesh.split_degree) * dtype_bytes(each.dtype) for each in unit.parameters)
+        for unit in plan.units
+        if unit.cpu_offload
+    }
+    parts: defaultdict[tuple[int, Phase], list[float]] = defaultdict(lambda: [0.0] * 4)
+    for sample in estimate.timeline:
+        flops = trace.events[sample.event].flops if sample.microbatch >= 0 else 0
+        parts[sample.microbatch, sample.phase][0] += flops / (machine.flops * machine.achieved)
+    for call in estimate.calls:
+        part = parts[estimate.timeline[call.sample].microbatch, call.phase]
+        part[1] += intra_node_s(call, machine) / LINK_SHARE
+        part[2] += inter_node_s(call, machine) / LINK_SHARE
+        if call.unit in offloaded and call.op in (ALL_GATHER, REDUCE_SCATTER):
+            part[3] += offloaded[call.unit] / call.ranks / (machine.pcie_bytes_per_s * LINK_SHARE)
+    microbatches: defaultdict[int, float] = defaultdict(float)
+    for (number, _), part in parts.items():
+        microbatches[number] += max(part)
+    num_replayed = max(microbatches) + 1
+    between = microbatches[1] * (num_microbatches - num_replayed) if num_microbatches > num_replayed else 0.0
+    activations = 2 * trace.host_bytes * num_microbatches / (machine.pcie_bytes_per_s * LINK_SHARE)
+    optimizer = HOST_PASSES * (estimate.host_bytes - trace.host_bytes) / machine.host_bytes_per_s
+    return sum(microbatches.values()) + between + activations + optimizer
