@@ -63,3 +63,8 @@ class MicrobatchTrace(Value):
     buffer_bytes: int = 0
     host_bytes: int = 0
     notes: tuple[str, ...] = ()
+
+    def without_activations(self) -> "MicrobatchTrace":
+        """The same moments, where the model's own computation takes no memory."""
+        events = (StepEvent(moment=each.moment, unit=each.unit, parameter=each.parameter) for each in self.events)
+        return MicrobatchTrace(events=tuple(events), is_assumed=self.is_assumed, buffer_bytes=self.buffer_bytes)

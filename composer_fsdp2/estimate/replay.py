@@ -1,10 +1,8 @@
 """One training step of a plan, replayed: what a rank's memory holds at each moment, and what it sends."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from composer_fsdp2.config.sharding import GradientSync
-from composer_fsdp2.config.value import Value
 from composer_fsdp2.estimate.allocated import AllocatedBytes
 from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
 from composer_fsdp2.estimate.fully_shard import CommContext, ParamGroup
@@ -47,69 +45,13 @@ def estimate_step(
 
     Does not communicate, and needs no process group.
     """
-    return _replayed(plan, trace, world_size, optimizer, num_microbatches, rank, gpus_per_node).result()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateSample(Value):
-    """What all but activations takes of a rank's memory around one event.
-
-    Args:
-        microbatch, event: As in a ``MemorySample``.
-        meanwhile_bytes: The most while the event's hook runs, beside the activations that are alive.
-        afterwards_bytes: From then on, beside the activations' own peak.
-    """
-
-    microbatch: int
-    event: int
-    meanwhile_bytes: int
-    afterwards_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateOfStep(Value):
-    """A step without its activations: of its ``calls`` each is issued at the sample of its number."""
-
-    samples: tuple[StateSample, ...]
-    calls: tuple[CollectiveCall, ...]
-    host_bytes: int
-
-
-def state_of_step(
-    plan: ShardingPlan,
-    trace: MicrobatchTrace | None = None,
-    *,
-    world_size: int,
-    optimizer: OptimizerState | None = None,
-    num_microbatches: int = 1,
-    rank: int = 0,
-    gpus_per_node: int = 8,
-) -> StateOfStep:
-    """What ``estimate_step`` adds a trace's activations to, which are the only part that depends on their bytes."""
-    how = (world_size, optimizer, num_microbatches, rank, gpus_per_node)
-    replay = _replayed(plan, trace, *how, keeps_samples=False)
-    return StateOfStep(samples=tuple(replay.states), calls=tuple(replay.calls), host_bytes=replay.host_bytes())
-
-
-def _replayed(
-    plan: ShardingPlan,
-    trace: MicrobatchTrace | None,
-    world_size: int,
-    optimizer: OptimizerState | None,
-    num_microbatches: int,
-    rank: int,
-    gpus_per_node: int,
-    *,
-    keeps_samples: bool = True,
-) -> "_Replay":
     plan = plan.resolve(world_size)
     trace = assumed_trace(plan) if trace is None else trace
     replay = _Replay(plan, trace, optimizer or optimizer_state("AdamW"), world_size, rank, gpus_per_node)
-    replay.keeps_samples = keeps_samples
     for number in range(num_microbatches):
         replay.microbatch(number, is_last=number == num_microbatches - 1)
     replay.optimizer_step()
-    return replay
+    return replay.result()
 
 
 class _Replay:
@@ -128,8 +70,6 @@ class _Replay:
         self.world_size, self.rank, self.gpus_per_node = world_size, rank, gpus_per_node
         self.allocated = AllocatedBytes()
         self.samples: list[MemorySample] = []
-        self.states: list[StateSample] = []
-        self.keeps_samples = True
         self.calls: list[CollectiveCall] = []
         self.phase = Phase.FORWARD
         self.sizes = {unit.name: unit_sizes(unit, rank=rank, world_size=world_size) for unit in plan.units}
@@ -248,18 +188,6 @@ class _Replay:
     # What is written down
 
     def _sample(self, number: int, place: int, event: StepEvent) -> None:
-        self.states.append(
-            StateSample(
-                microbatch=number,
-                event=place,
-                meanwhile_bytes=self.allocated.peak,
-                afterwards_bytes=self.allocated.total,
-            )
-        )
-        if self.keeps_samples:
-            self._keep_sample(number, place, event)
-
-    def _keep_sample(self, number: int, place: int, event: StepEvent) -> None:
         """The larger of two: while the hook runs, beside what is alive; and from then on, with the state left as is."""
         activations = max(event.peak_bytes, event.live_bytes)
         if self.allocated.peak + event.live_bytes > self.allocated.total + activations:
@@ -289,7 +217,7 @@ class _Replay:
                 ranks=len(ranks),
                 ranks_on_node=num_on_node(self.rank, ranks, self.gpus_per_node),
                 link=link_of(ranks, self.gpus_per_node),
-                sample=len(self.states),
+                sample=len(self.samples),
             )
         )
 

@@ -7,7 +7,7 @@ from composer_fsdp2.comparing.run_record import Prediction
 from composer_fsdp2.config.text import one_line
 from composer_fsdp2.errors import ComposerFSDP2Error
 from composer_fsdp2.estimate.events import MicrobatchTrace
-from composer_fsdp2.estimate.replay import estimate_step, state_of_step
+from composer_fsdp2.estimate.replay import estimate_step
 from composer_fsdp2.estimate.trace import trace_microbatch
 from composer_fsdp2.preflight.losses import ComposerLoss
 from composer_fsdp2.preflight.planned import counted_optimizer
@@ -37,7 +37,7 @@ def predict_batch(batch: CountedBatch) -> Prediction:
     }
     try:
         step = estimate_step(plan, trace, **how)
-        samples = state_of_step(plan, trace, **how).samples
+        state = estimate_step(plan, trace and trace.without_activations(), **how)
     except ComposerFSDP2Error as error:
         return Prediction(reason=str(error))
     # The step predicts bytes; an operator's dtype is the counted one, if it has only one.
@@ -47,7 +47,7 @@ def predict_batch(batch: CountedBatch) -> Prediction:
     return Prediction(
         collectives=collective_counts(calls),
         # What the optimizer's step allocates is no state.
-        state_bytes=max(max(each.meanwhile_bytes, each.afterwards_bytes) for each in samples if each.microbatch >= 0),
+        state_bytes=max(each.total_bytes for each in state.timeline if each.microbatch >= 0),
         peak_bytes=step.peak_bytes if trace else 0,
         rests_on=rests_on if trace else "",
         notes=(*step.notes, *notes),

@@ -30,7 +30,7 @@ from composer_fsdp2.preflight.left_alone import left_alone
 from composer_fsdp2.preflight.planned import counted_optimizer
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
-from composer_fsdp2.preflight.suggestion import SuggestedEdits, Suggestion, NotProposed
+from composer_fsdp2.preflight.suggestion import NotProposed, SuggestedEdits, Suggestion
 
 # From another text of the file to its run, as it was read before.
 Replan = Callable[[str], PreflightRun]
