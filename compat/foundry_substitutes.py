@@ -3,7 +3,7 @@
 Parameters stay what they are, so that the plan is the run's own; what becomes of the activations is in each reason.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,11 +126,22 @@ def _finding(row: Substitute, value: Any, is_given: bool) -> Finding:
 def stand_in(model: nn.Module, findings: Iterable[Finding]) -> None:
     """Have a built model take the memory of the kernels that ``substituted`` replaced."""
     replaced = {finding.key for finding in findings}
+    if replaced & {"model.use_flash_attention_2", "model.attn_implementation"}:
+        for config in {id(config): config for config in _configs(model)}.values():
+            config._attn_implementation = "sdpa"  # Foundry has it "eager" without flash attention
     for module in model.modules():
         if "model.attn_config.attn_impl" in replaced and hasattr(module, "attn_fn") and hasattr(module, "kv_n_heads"):
             module.attn_fn = _as_flash  # type: ignore[assignment]
     if "model.loss_fn" in replaced:
         model.loss_fn = _FusedCrossEntropy()
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """Of transformers' models whose attention can be torch's fused one."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(module, "_supports_sdpa", False) and hasattr(config, "_attn_implementation"):
+            yield config
 
 
 class _FusedCrossEntropy(nn.Module):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from published import OUT_OF_MEMORY, PAGE, Published, Row, all_rows, page, plan_mpt, published, refused
 
 from composer_fsdp2.estimate.step import Kind
+from composer_fsdp2.preflight.planned import Questions, plan_step
+from composer_fsdp2.preflight.read_run import read_run
 
 # As LLM Foundry's tables have them, at 2,048 tokens.
 PARAMETERS = {
@@ -64,3 +68,33 @@ def test_the_fused_loss_takes_the_logits_and_their_gradient(tmp_path: Path):
         planned = plan_mpt(run, "125M", tmp_path, loss_fn=loss)
         entries = run.microbatch * run.tokens * 50368
         assert planned.most_of(Kind.LOSS) / entries == pytest.approx(num_bytes, rel=0.05), loss
+
+
+def test_flash_attention_of_a_hugging_face_model_keeps_no_scores(tmp_path: Path):
+    """Foundry builds the model with eager attention where flash attention is not asked for, or not there."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(model | {"max_position_embeddings": 8192}))
+    of_a_token = []
+    for tokens in (1024, 4096):
+        length = {"max_seq_len": tokens}
+        file = {
+            "model": {
+                "name": "hf_causal_lm", "pretrained_model_name_or_path": str(tmp_path), "use_flash_attention_2": True
+            },
+            "tokenizer": {"name": "gpt2"},
+            "train_loader": {"name": "finetuning", "dataset": length},
+            "optimizer": {"name": "decoupled_adamw"},
+            "scheduler": {"name": "constant"},
+            "max_duration": "1ba",
+            "global_train_batch_size": 4,
+            "device_train_microbatch_size": 1,
+            "precision": "amp_bf16",
+            "fsdp_config": {},
+            **length,
+        }  # fmt: skip
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(file))
+        planned = plan_step(read_run(path, world_size=4, model_config=tmp_path), "run.yaml", Questions())
+        of_a_token.append(planned.most_of(Kind.ACTIVATIONS) / tokens)
+    assert of_a_token[0] == of_a_token[1]
