@@ -3,25 +3,15 @@
 from collections.abc import Iterable
 
 from composer_fsdp2.comparing.run_record import CollectiveCount
-from composer_fsdp2.estimate._torch.counting import Sent
-
-# What is in an operator's name, without underscores, and what it is.
-_OPS = {
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "broadcast": "broadcast",
-    "alltoall": "all_to_all",
-}
+from composer_fsdp2.estimate._torch.sent import Sent
 
 
 def counted(calls: Iterable[Sent]) -> tuple[CollectiveCount, ...]:
     """Calls, and bytes of their full buffers; barriers and the like are left out."""
     found: dict[tuple[str, str], list[int]] = {}
     for call in calls:
-        op = next((op for part, op in _OPS.items() if part in call.operator.replace("_", "")), "")
-        if op and call.dtype:
-            count = found.setdefault((op, call.dtype), [0, 0])
+        if call.op and call.dtype:
+            count = found.setdefault((call.op, call.dtype), [0, 0])
             count[0] += 1
             count[1] += call.num_bytes
     return tuple(

@@ -28,6 +28,10 @@ def with_rows(one: MicrobatchTrace, two: MicrobatchTrace, rows: int) -> Microbat
             loss_bytes=_on_line(first.loss_bytes, second.loss_bytes, rows),
             flops=_on_line(first.flops, second.flops, rows),
             recomputed_flops=_on_line(first.recomputed_flops, second.recomputed_flops, rows),
+            sent=tuple(
+                (op, _on_line(num_bytes, more, rows), ranks)
+                for (op, num_bytes, ranks), (_, more, _) in zip(first.sent, second.sent, strict=True)
+            ),
         )
         for first, second in zip(one.events, two.events, strict=True)
     )

@@ -211,6 +211,8 @@ class _Replay:
             case moment:
                 assert root is not None, f"the trace names no unit of the plan: {event.unit}"
                 _HOOKS[moment](root, event.unit)
+        for op, num_bytes, ranks in event.sent:
+            self._send(op, event.unit, num_bytes, ranks)
 
     def _is_sharded(self, event: StepEvent) -> bool:
         return any(each.name == event.parameter for each in self.sizes[event.unit].parameters)
@@ -249,7 +251,8 @@ class _Replay:
         num_bytes = self.optimizer.step_bytes(self._trained_bytes(), self.plan.mesh.device_type)
         self.ledger.take(Kind.OPTIMIZER, num_bytes)
         self.ledger.give_back(Kind.OPTIMIZER, num_bytes)
-        event = StepEvent(moment=Moment.END, unit="")
+        outputs = self.trace.events[-1].live_bytes  # of the last microbatch, until the next forward has ended
+        event = StepEvent(moment=Moment.END, unit="", live_bytes=outputs)
         self._sample(-1, -1, event)
 
     # What is written down

@@ -88,10 +88,10 @@ def _of_file(batch: CountedBatch, notes: list[str]) -> _Traceable | None:
         plan=plan,
         loss=run.loss,
         rows=run.computed_rows,
-        tokens=run.computed_tokens,
+        tokens=run.sequence_length,
         precision=run.precision,
         rests_on=f"the file alone, as `composer-fsdp2 plan` reads it: {run.computed_rows} rows of "
-        f"{run.computed_tokens} tokens in a microbatch",
+        f"{run.sequence_length} tokens in a microbatch",
     )
 
 

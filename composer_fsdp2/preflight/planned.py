@@ -77,7 +77,7 @@ def _trace(run: PreflightRun, source: str) -> MicrobatchTrace:
             run.plan,
             run.loss,
             rows=run.computed_rows,
-            tokens=run.computed_tokens,
+            tokens=run.sequence_length,
             precision=run.precision,
         )
     except ComposerFSDP2Error:

@@ -43,7 +43,7 @@ class Traces:
                 plan,
                 self._run.loss,
                 rows=self._run.computed_of(rows),
-                tokens=self._run.computed_tokens,
+                tokens=self._run.sequence_length,
                 precision=self._run.precision,
             )
         return self._taken[key]
