@@ -1,6 +1,7 @@
 """A model as one of the ranks that divide its layers, sequences or experts computes it, without the others."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -40,14 +41,15 @@ def divided(model: nn.Module, plan: ShardingPlan) -> Iterator[Finish]:
         ``parallel/order.py``).
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    tensor, context = plan.mesh.tensor_degree, plan.config.context_parallel_degree
+    tensor = plan.mesh.tensor_degree if plan.split else 1
     experts = [each for each in plan.split_experts if not each.is_split and each.module in modules]
-    degree = tensor * max([context, *(each.degree for each in experts)])
+    degree = tensor * math.lcm(plan.config.context_parallel_degree, *(each.degree for each in experts))
     if degree == 1:
         _tile(modules, plan)
         yield lambda: None
         return
-    with one_rank_of(plan.mesh.size if plan.mesh.is_resolved else degree):
+    # Rank 0's groups are the same in any world; in one of more ranks none of them is the world itself.
+    with one_rank_of(2 * degree):
         exchanging = tuple(path for path in plan.exchanging if path in modules)
         with with_values():  # the numbers of ranks
             _, connect = start_context(model, replace(plan, exchanging=exchanging))
@@ -63,18 +65,27 @@ def divided(model: nn.Module, plan: ShardingPlan) -> Iterator[Finish]:
         yield finish
 
 
+def undivided(plan: ShardingPlan) -> ShardingPlan:
+    """The plan of a rank that computes all of a microbatch by itself, in one piece."""
+    config = replace(plan.config, context_parallel_degree=1, tiled_mlp=None)
+    return replace(plan, split=(), split_experts=(), exchanging=(), tiled=(), config=config)
+
+
 def _tile(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
-    for path in plan.tiled if plan.config.tiled_mlp is not None else ():
-        if path in modules:
-            apply_tiling(modules[""], [path], plan.config.tiled_mlp.chunks)
-            # What its trial finds, which compares numbers once in a run.
-            pieces = vars(modules[path])["forward"]
-            pieces.is_token_wise, pieces.num_parts = True, _num_parts(plan, path)
+    tiled, paths = plan.config.tiled_mlp, [path for path in plan.tiled if path in modules]
+    if tiled is None:
+        return
+    apply_tiling(modules[""], paths, tiled.chunks)
+    for path in paths:  # what a trial finds, which compares numbers once in a run
+        pieces = vars(modules[path])["forward"]
+        pieces.is_token_wise, pieces.num_parts = True, _num_parts(plan, path)
 
 
 def _num_parts(plan: ShardingPlan, path: str) -> int:
     """Over how many ranks the output's sequence is divided: a layer's own style may say so."""
-    inside = [getattr(each.parallelize, "style", each.parallelize) for each in plan.split if is_at_or_under(each.path, path)]
+    inside = [
+        getattr(each.parallelize, "style", each.parallelize) for each in plan.split if is_at_or_under(each.path, path)
+    ]
     layouts = [layout for style in inside for layout in getattr(style, "output_layouts", ())]
     return plan.mesh.tensor_degree if any(isinstance(each, Shard) and each.dim != -1 for each in layouts) else 1
 

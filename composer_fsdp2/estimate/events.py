@@ -34,7 +34,7 @@ class StepEvent(Value):
             causal attention counts half.
         recomputed_flops: Those of them that activation checkpointing does a second time.
         sent: Collectives of the computation itself until the next event, such as those of divided layers: each with its
-            kind, the bytes of its full buffer, and its ranks.
+            kind, the bytes of its full buffer, and its ranks; () for those of the world.
     """
 
     moment: Moment

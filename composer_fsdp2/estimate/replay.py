@@ -212,7 +212,7 @@ class _Replay:
                 assert root is not None, f"the trace names no unit of the plan: {event.unit}"
                 _HOOKS[moment](root, event.unit)
         for op, num_bytes, ranks in event.sent:
-            self._send(op, event.unit, num_bytes, ranks)
+            self._send(op, event.unit, num_bytes, ranks or range(self.world_size))
 
     def _is_sharded(self, event: StepEvent) -> bool:
         return any(each.name == event.parameter for each in self.sizes[event.unit].parameters)

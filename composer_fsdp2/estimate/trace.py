@@ -1,6 +1,7 @@
 """The activations of one microbatch, from a forward and a backward of a few blocks on tensors without data."""
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ from composer_fsdp2.estimate._torch.fake import fake_tensors, lists_of_zeros
 from composer_fsdp2.estimate._torch.live import LiveStorages
 from composer_fsdp2.estimate.blocks import BlockList, copy_with, find_blocks
 from composer_fsdp2.estimate.chained import Chained
-from composer_fsdp2.estimate.divided import divided
+from composer_fsdp2.estimate.divided import divided, undivided
 from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
 from composer_fsdp2.estimate.expansion import check_order, expand, stretches_of
 from composer_fsdp2.estimate.moments import listen, module_at
@@ -65,22 +66,27 @@ def trace_microbatch(
     Does not communicate, and needs neither a GPU nor a process group.
     """
     _autocast(precision)  # before anything takes time
-    traced = partial(_trace, model, plan, loss, rows=rows, tokens=tokens, precision=precision)
-    lists = find_blocks(model, plan, num_kept=num_blocks)
-    if not any(each.is_short for each in lists):
-        return traced(lists)
+    few, every = (find_blocks(model, plan, num_kept=number) for number in (num_blocks, None))
+    # A model may ask for a block that was left out: with all of them it says itself what is wrong.
+    lists = [few, every] if any(each.is_short for each in few) else [every]
+    traced = partial(_trace, model, loss=loss, rows=rows, tokens=tokens, precision=precision)
+    whole = undivided(plan)
+    for planned, blocks in itertools.product([plan] * (plan != whole), lists):
+        with contextlib.suppress(Exception):
+            return traced(planned, blocks)
     try:
-        return traced(lists)
-    except Exception:  # a model may ask for a block that was left out: with all of them it says itself what is wrong
-        return traced(find_blocks(model, plan, num_kept=None))
+        trace = traced(whole, lists[0])
+    except Exception:
+        trace = traced(whole, lists[-1])
+    return trace if plan == whole else replace(trace, notes=(*trace.notes, _UNDIVIDED))
 
 
 def _trace(
     model: nn.Module,
     plan: ShardingPlan,
-    loss: Loss,
     lists: tuple[BlockList, ...],
     *,
+    loss: Loss,
     rows: int,
     tokens: int,
     precision: str,
@@ -104,8 +110,8 @@ def _beside_outputs(events: Sequence[StepEvent], plan: ShardingPlan) -> Iterator
     """What is held until the next forward has ended, such as the outputs, is held in this one, of the one before."""
     held, roots = events[-1].live_bytes, {unit.name for unit in plan.roots}
     backward = next(place for place, each in enumerate(events) if each.moment is Moment.PRE_BACKWARD)
-    forward = [place for place in range(backward) if events[place].unit in roots and events[place].moment is Moment.POST_FORWARD]
-    end = max(forward, default=0)
+    ends = (place for place in range(backward) if events[place].moment is Moment.POST_FORWARD)
+    end = max((place for place in ends if events[place].unit in roots), default=0)
     for place, each in enumerate(events):
         live = each.live_bytes + held * (place <= end)
         yield replace(each, live_bytes=live, peak_bytes=max(each.peak_bytes + held * (place < end), live))
@@ -357,6 +363,12 @@ def _autocast(precision: str) -> AbstractContextManager[Any]:
     dtype = _AUTOCAST[precision]
     # Units turn autocast's cache off.
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
+
+
+_UNDIVIDED = (
+    "Layers, sequences and experts that ranks divide, and MLPs in pieces, cannot be traced here, and are counted as if "
+    "each rank computed all of them."
+)
 
 
 def _notes(plan: ShardingPlan, precision: str, *, has_shared_out: bool) -> Iterator[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from composer_fsdp2.preflight.answering import without_values
 from torch.utils.checkpoint import checkpoint
 
 from composer_fsdp2.estimate._torch.fake import fake_tensors
-from composer_fsdp2.preflight.answering import without_values
 
 
 def test_tokens_go_to_all_experts_alike():

@@ -77,7 +77,7 @@ class Unknown:
     def answer(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Of an operator in ``watched``; ``NotImplemented`` where no values are asked for."""
         if func is _LOCAL_SCALAR:
-            return torch.zeros((), dtype=args[0].dtype).item()
+            return 0.0 if args[0].is_floating_point() else args[0].dtype is not torch.bool and 0
         if func is not _NONZERO:
             return NotImplemented
         part = self._set_part.get(args[0].untyped_storage())

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-
-# Registers what functional collectives return of tensors without data.
-import torch.distributed._tools.fake_collectives
+import torch.distributed._tools.fake_collectives  # noqa: F401  what collectives of tensors without data return
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

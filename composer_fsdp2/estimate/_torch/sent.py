@@ -29,7 +29,7 @@ class Sent(NamedTuple):
             reduce-scatter, the tensor of an all-reduce or a broadcast.
         dtype: Of that buffer, as torch names it; "" of none.
         ranks: The group's size; 0 where the operator names no group.
-        members: The group's ranks, where they are known.
+        members: The group's ranks; () of the default group, and where the operator names none.
     """
 
     operator: str
@@ -56,7 +56,7 @@ def sent_by(func: Any, args: tuple[Any, ...], result: Any) -> Sent | None:
     full = max(buffers, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
     dtype = str(full[0].dtype).removeprefix("torch.") if full else ""
     group = next((group for value in reversed(args) if (group := _group(value)) is not None), None)
-    members = () if group is None else tuple(_c10d._world.pg_group_ranks.get(group, ()))
+    members = () if group in (None, dist.group.WORLD) else tuple(dist.get_process_group_ranks(group))
     num_ranks = 0 if group is None else group.size()
     num_bytes = sum(tensor.nbytes for tensor in full)
     return Sent(func.overloadpacket.__name__, num_bytes, dtype, num_ranks, members)
