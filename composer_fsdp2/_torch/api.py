@@ -51,7 +51,14 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     "torch.distributed.tensor.placement_types": ("_StridedShard", "shard_dim_alltoall"),
     "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),
     "torch._C._distributed_c10d": ("AllreduceOptions", "HashStore", "ProcessGroupGloo", "ReduceOp"),
-    "torch.distributed.distributed_c10d": ("PrefixStore", "_get_default_store"),
+    "torch.distributed.distributed_c10d": (
+        "PrefixStore",
+        "_World",
+        "_get_default_store",
+        "_resolve_process_group",
+        "_unregister_process_group",
+        "_world",
+    ),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.storage": ("_dtype_to_storage_type_map",),
     "torch._C": (

@@ -97,7 +97,7 @@ def _trace(
         traced = run_traced(short, plan, loss, rows=rows, tokens=tokens, precision=precision, lists=lists)
     stretches = stretches_of(traced.events, traced.markers)
     check_order(stretches, traced.markers, lists, traced.not_chained)
-    events = tuple(_beside_outputs(expand(traced.events, stretches, lists), plan))
+    events = tuple(_beside_outputs(expand(traced.events, stretches, lists), plan, traced.held_bytes))
     return MicrobatchTrace(
         events=events,
         host_bytes=max(event.host_bytes for event in events),
@@ -106,14 +106,14 @@ def _trace(
     )
 
 
-def _beside_outputs(events: Sequence[StepEvent], plan: ShardingPlan) -> Iterator[StepEvent]:
+def _beside_outputs(events: Sequence[StepEvent], plan: ShardingPlan, held: int) -> Iterator[StepEvent]:
     """What is held until the next forward has ended, such as the outputs, is held in this one, of the one before."""
-    held, roots = events[-1].live_bytes, {unit.name for unit in plan.roots}
+    roots = {unit.name for unit in plan.roots}
     backward = next(place for place, each in enumerate(events) if each.moment is Moment.PRE_BACKWARD)
     ends = (place for place in range(backward) if events[place].moment is Moment.POST_FORWARD)
     end = max((place for place in ends if events[place].unit in roots), default=0)
     for place, each in enumerate(events):
-        live = each.live_bytes + held * (place <= end)
+        live = held if each.moment is Moment.END else each.live_bytes + held * (place <= end)
         yield replace(each, live_bytes=live, peak_bytes=max(each.peak_bytes + held * (place < end), live))
 
 
@@ -124,12 +124,14 @@ class Traced:
     Args:
         markers: At which moment of which block's how many events had been told of.
         not_chained: The lists whose blocks do not each run on what the one before gave.
+        held_bytes: What the loss holds until the next forward has ended.
         has_shared_out: Tokens were shared out among experts.
     """
 
     events: list[StepEvent]
     markers: list[tuple[Moment, str, int]]
     not_chained: frozenset[str]
+    held_bytes: int
     has_shared_out: bool
 
 
@@ -171,9 +173,11 @@ def run_traced(
         first = held[0] if isinstance(held, tuple) else held
         # Within a tensor's own backward() no mode of calls is asked, and a recomputed attention would be a CPU's.
         torch.autograd.backward(first)
+        held_bytes = recorder.live.now
     recorder.close()
     return Traced(
         events=recorder.events,
+        held_bytes=held_bytes,
         markers=recorder.markers,
         not_chained=frozenset(chained.broken),
         has_shared_out=recorder.live.unknown.has_shared_out or num_experts > 1,
