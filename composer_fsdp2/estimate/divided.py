@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from composer_fsdp2._torch.private_names import own_parameters
-from composer_fsdp2.config.mesh import AxisRole
 from composer_fsdp2.config.parallel import SplitExperts
 from composer_fsdp2.estimate._torch.fake import with_values
 from composer_fsdp2.estimate._torch.one_rank import one_rank_of
@@ -52,9 +51,10 @@ def divided(model: nn.Module, plan: ShardingPlan) -> Iterator[Finish]:
     with one_rank_of(2 * degree):
         exchanging = tuple(path for path in plan.exchanging if path in modules)
         with with_values():  # the numbers of ranks
+            mesh = _tensor_mesh(tensor)
             _, connect = start_context(model, replace(plan, exchanging=exchanging))
             _tile(modules, plan)
-            _split_layers(modules, plan)
+            _split_layers(modules, plan, mesh)
             groups = [group_along((-1, each.degree, tensor), 1, "experts") for each in experts]
 
         def finish() -> None:
@@ -90,10 +90,13 @@ def _num_parts(plan: ShardingPlan, path: str) -> int:
     return plan.mesh.tensor_degree if any(isinstance(each, Shard) and each.dim != -1 for each in layouts) else 1
 
 
-def _split_layers(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
-    if not plan.split:
-        return
-    mesh = DeviceMesh("cpu", list(range(plan.mesh.tensor_degree)), mesh_dim_names=(AxisRole.TENSOR.value,))
+def _tensor_mesh(degree: int) -> DeviceMesh:
+    """Made first in a world: torch remembers meshes by their ranks and names, and finds their groups by a name that
+    counts them. A mesh of ranks that exist has another name."""
+    return DeviceMesh("cpu", list(range(degree)), mesh_dim_names=("planned",))
+
+
+def _split_layers(modules: Mapping[str, nn.Module], plan: ShardingPlan, mesh: DeviceMesh) -> None:
     for each in plan.split:
         if each.parallelize is not None and each.path in modules:
             parallelize(modules[each.path], each.parallelize, mesh, source=None)

@@ -97,7 +97,7 @@ def _trace(
         traced = run_traced(short, plan, loss, rows=rows, tokens=tokens, precision=precision, lists=lists)
     stretches = stretches_of(traced.events, traced.markers)
     check_order(stretches, traced.markers, lists, traced.not_chained)
-    events = tuple(_beside_outputs(expand(traced.events, stretches, lists), plan, traced.held_bytes))
+    events = tuple(beside_outputs(expand(traced.events, stretches, lists), plan, traced.held_bytes))
     return MicrobatchTrace(
         events=events,
         host_bytes=max(event.host_bytes for event in events),
@@ -106,7 +106,7 @@ def _trace(
     )
 
 
-def _beside_outputs(events: Sequence[StepEvent], plan: ShardingPlan, held: int) -> Iterator[StepEvent]:
+def beside_outputs(events: Sequence[StepEvent], plan: ShardingPlan, held: int) -> Iterator[StepEvent]:
     """What is held until the next forward has ended, such as the outputs, is held in this one, of the one before."""
     roots = {unit.name for unit in plan.roots}
     backward = next(place for place, each in enumerate(events) if each.moment is Moment.PRE_BACKWARD)

@@ -47,6 +47,7 @@ class _Asked:
     Args:
         tensor_degree: Over how many ranks layers are split, by the plan of a known model.
         named: The model's name on the hub, or its folder, where the file tells.
+        is_composers: Whether a file of Composer's own says so, and not a command line.
         is_own_model: Whether the system trains models of its own, of whose classes transformers' has none.
     """
 
@@ -56,6 +57,7 @@ class _Asked:
     precision: str
     tensor_degree: int = 1
     named: str | None = None
+    is_composers: bool = False
     is_own_model: bool = False
     findings: tuple[Finding, ...] = field(default=())
     adapter: str | None = None
@@ -187,6 +189,7 @@ def _composers(section: Section) -> _Asked:
         fsdp=dict(section.given),
         precision=precision,
         tensor_degree=degree if has_plan else 1,
+        is_composers=True,
         findings=tuple(findings),
     )
 
@@ -262,6 +265,10 @@ def _with_layers(asked: _Asked, model: nn.Module) -> _Asked:
         findings.append(assumed("wrap_policy", policy[_CLASSES], reason))
     recomputed = fsdp.get(_RECOMPUTED)
     is_recomputing = fsdp.get("activation_checkpointing") or fsdp.get("activation_cpu_offload")
-    if is_recomputing and (recomputed is None or asked.is_own_model):
+    if is_recomputing and recomputed is None and asked.is_composers:
+        reason = "the model has no activation_checkpointing_fn, and Composer recomputes nothing then"
+        hint = f"say fsdp_config.{_RECOMPUTED}=auto behind the file for a script whose model has one"
+        findings.append(assumed(_RECOMPUTED, "no module", reason, hint))
+    elif is_recomputing and (recomputed is None or asked.is_own_model):
         fsdp[_RECOMPUTED] = _LAYERS
     return replace(asked, fsdp=fsdp, findings=(*asked.findings, *findings))

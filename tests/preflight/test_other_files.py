@@ -124,7 +124,7 @@ def test_axolotl_takes_the_accumulation_from_the_batch_of_a_rank(tmp_path: Path)
 
 
 def test_ranks_of_one_sequence_compute_the_rows_of_all(tmp_path: Path):
-    """Of 2 ranks that divide sequences each computes both ranks' rows, half of every sequence."""
+    """Of 2 ranks that divide sequences each computes both ranks' rows; the trace divides them."""
     path = YAMLS / "roll/vision-language-qwen2.5-vl-7b-roll.yaml"
     run = read_run(
         path,
@@ -133,7 +133,7 @@ def test_ranks_of_one_sequence_compute_the_rows_of_all(tmp_path: Path):
         overrides=["actor_train.model_args.freeze_module_prefix=null"],
     )
     assert batch(run) == (1, 256, 16384 + 16384)
-    assert (run.computed_rows, run.computed_tokens) == (2, 16384)
+    assert (run.computed_rows, run.sequence_length) == (2, 32768)
     assert replace(run, sequence_length=15).computed_tokens == 8  # of a row that is padded
 
 
