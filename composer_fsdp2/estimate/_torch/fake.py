@@ -10,8 +10,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from composer_fsdp2.estimate._torch.sent import tensors_of
-
 _aten = torch.ops.aten
 _LOCAL_SCALAR = _aten._local_scalar_dense.default
 _NONZERO = _aten.nonzero.default
@@ -49,16 +47,6 @@ def lists_of_zeros() -> Iterator[None]:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
-
-
-def mode_of(tensor: torch.Tensor) -> Any:
-    """The block of ``fake_tensors`` in which it was made; None of one with data."""
-    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
-
-
-def is_of_other_mode(args: tuple[Any, ...], mode: Any) -> bool:
-    """Whether an operator gets tensors without data of another block than ``mode``."""
-    return mode is not None and any(mode_of(each) not in (None, mode) for each in tensors_of(args))
 
 
 def _zeros(tensor: torch.Tensor) -> Any:

@@ -9,9 +9,8 @@ from weakref import ref
 import torch
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2._torch.private_names import TorchDispatchMode
-from composer_fsdp2.estimate._torch.fake import Unknown, is_fake, is_of_other_mode, mode_of
+from composer_fsdp2.estimate._torch.fake import Unknown, is_fake
 from composer_fsdp2.estimate._torch.flops import flops_of
 from composer_fsdp2.estimate._torch.sent import Sent, sent_by, tensors_of
 
@@ -52,7 +51,6 @@ class LiveStorages(TorchDispatchMode):
         self.on_host = self.host_peak = 0
         self.flops = self.recomputed_flops = 0
         self.num_made = 0
-        self._mode: Any = None
         self._is_host = False
         self._known: dict[int, _Storage] = {}  # by the storage's address in C++
 
@@ -68,9 +66,8 @@ class LiveStorages(TorchDispatchMode):
                 self.marked -= each.num_bytes
 
     def know(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These were there before; if they have no data, none of the model's has."""
+        """These were there before."""
         for tensor in tensors:
-            self._mode = mode_of(local_tensor(tensor)) or self._mode
             self._follow(tensor.untyped_storage(), counts=False)
 
     def disregard(self, tensor: torch.Tensor) -> None:
@@ -94,8 +91,6 @@ class LiveStorages(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # its own dispatch comes first, and what that calls is seen here
-        if is_of_other_mode(args, self._mode):
-            return func(*args, **(kwargs or {}))  # DTensors find shapes by tensors without data of their own
         for tensor in tensors_of(args):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
