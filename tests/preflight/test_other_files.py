@@ -150,6 +150,16 @@ def test_a_model_takes_no_more_tokens_than_it_has_positions(tmp_path: Path):
     assert {finding.where for finding in run.findings} == {str(long)}  # no line of a model's file says any of it
 
 
+def test_composer_recomputes_what_a_hook_or_a_policy_names(tmp_path: Path):
+    """A Composer script whose model has no hook recomputes nothing: a plan that took its layers was 13 % too low."""
+    file = tmp_path / "run.yaml"
+    file.write_text("fsdp_config: {activation_checkpointing: true}\nprecision: amp_bf16\n")
+    run = read_run(file, model_config=config(tmp_path), world_size=8)
+    assert run.plan.checkpointed == () and "activation_checkpointing_policy" in assumed(run)
+    override = "fsdp_config.activation_checkpointing_policy=auto"
+    assert read_run(file, model_config=config(tmp_path), world_size=8, overrides=[override]).plan.checkpointed
+
+
 def test_the_command_line_says_what_a_model_file_does_not(tmp_path: Path):
     """A model's file is planned with any settings, and with fewer layers, without a file for them."""
     overrides = ["fsdp_config.sharding_strategy=SHARD_GRAD_OP", "fsdp_config.activation_checkpointing=true"]
