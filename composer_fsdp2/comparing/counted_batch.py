@@ -9,17 +9,8 @@ from torch import nn
 
 from composer_fsdp2.comparing.job import Options
 from composer_fsdp2.comparing.run_record import CollectiveCount, Prediction
-from composer_fsdp2.estimate._torch.counting import Sent
+from composer_fsdp2.estimate._torch.sent import Sent
 from composer_fsdp2.sharding.plan import ShardingPlan
-
-# The collective by what its operators' names contain, without underscores.
-_OPS = {
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "broadcast": "broadcast",
-    "alltoall": "all_to_all",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +45,7 @@ Predict = Callable[[CountedBatch], Prediction]
 
 def counted(calls: Iterable[Sent]) -> tuple[CollectiveCount, ...]:
     """Calls of each operator and dtype; barriers and the like are left out."""
-    return collective_counts(
-        (op, each.dtype, each.num_bytes)
-        for each in calls
-        for part, op in _OPS.items()
-        if part in each.operator.replace("_", "") and each.dtype
-    )
+    return collective_counts((each.op, each.dtype, each.num_bytes) for each in calls if each.op and each.dtype)
 
 
 def collective_counts(calls: Iterable[tuple[str, str, int]]) -> tuple[CollectiveCount, ...]:

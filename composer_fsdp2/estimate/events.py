@@ -33,6 +33,8 @@ class StepEvent(Value):
         flops: Floating-point operations until the next event: matrix products, convolutions and attention, of which
             causal attention counts half.
         recomputed_flops: Those of them that activation checkpointing does a second time.
+        sent: Collectives of the computation itself until the next event, such as those of divided layers: each with its
+            kind, the bytes of its full buffer, and its ranks; () for those of the world.
     """
 
     moment: Moment
@@ -45,6 +47,7 @@ class StepEvent(Value):
     host_bytes: int = 0
     flops: int = 0
     recomputed_flops: int = 0
+    sent: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

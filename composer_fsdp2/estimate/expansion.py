@@ -130,6 +130,7 @@ def _put(found: list[StepEvent], event: StepEvent, *, is_moment: bool) -> None:
         host_bytes=max(before.host_bytes, event.host_bytes),
         flops=before.flops + event.flops,
         recomputed_flops=before.recomputed_flops + event.recomputed_flops,
+        sent=before.sent + event.sent,
     )
 
 

@@ -52,7 +52,7 @@ def listen(
     handles: list[RemovableHandle] = []
     ends = _Ends(tell)
     for unit in plan.units:
-        modules = [module for path in unit.modules if (module := _found(model, path)) is not None]
+        modules = [module for path in unit.modules if (module := module_at(model, path)) is not None]
         if len(modules) == len(unit.modules):
             handles += _hooks_of(_Unit(unit.name, modules), tell, ends)
     for path in blocks:
@@ -67,7 +67,8 @@ def listen(
             handle.remove()
 
 
-def _found(model: nn.Module, path: str) -> nn.Module | None:
+def module_at(model: nn.Module, path: str) -> nn.Module | None:
+    """As ``at_path``; None where the model, a copy with fewer blocks, has no such module."""
     try:
         return at_path(model, path)
     except AttributeError:

@@ -144,6 +144,8 @@ class _Replay:
             case moment:
                 assert group is not None, f"the trace names no unit of the plan: {event.unit}"
                 _HOOKS[moment](group)
+        for op, num_bytes, ranks in event.sent:
+            self._send(op, event.unit, num_bytes, ranks or range(self.world_size))
 
     def _is_sharded(self, event: StepEvent) -> bool:
         return any(each.name == event.parameter for each in self.sizes[event.unit].parameters)
@@ -182,7 +184,8 @@ class _Replay:
         num_bytes = self.optimizer.step_bytes(self._trained_bytes(), self.plan.mesh.device_type)
         self.allocated.alloc(Kind.OPTIMIZER, num_bytes)
         self.allocated.free(Kind.OPTIMIZER, num_bytes)
-        event = StepEvent(moment=Moment.END, unit="")
+        outputs = self.trace.events[-1].live_bytes  # of the last microbatch, until the next forward has ended
+        event = StepEvent(moment=Moment.END, unit="", live_bytes=outputs)
         self._sample(-1, -1, event)
 
     # What is written down

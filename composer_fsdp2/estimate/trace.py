@@ -1,6 +1,7 @@
 """The activations of one microbatch, from a forward and a backward of a few blocks on tensors without data."""
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,24 +13,25 @@ import torch
 from torch import nn
 
 from composer_fsdp2._torch.passing import cast_floats
+from composer_fsdp2._torch.private_names import without_wrappers
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate._torch.as_cuda import as_cuda
 from composer_fsdp2.estimate._torch.fake import fake_tensors, lists_of_zeros
 from composer_fsdp2.estimate._torch.live import LiveStorages
 from composer_fsdp2.estimate.blocks import BlockList, copy_with, find_blocks
 from composer_fsdp2.estimate.chained import Chained
+from composer_fsdp2.estimate.divided import divided, undivided
 from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
 from composer_fsdp2.estimate.expansion import check_order, expand, stretches_of
-from composer_fsdp2.estimate.moments import listen
+from composer_fsdp2.estimate.moments import listen, module_at
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.dtypes import torch_dtype
-from composer_fsdp2.sharding.modules import ancestors_or_self, at_path
+from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 # Of a model (or of a copy with fewer blocks), a microbatch's rows, and the tokens of a row: the loss, or the loss and
-# what else is held until backward has ended. It makes its own inputs. Its ``without_values()``, if it has one, is a
-# context in which tensors without values answer what the model asks of them, such as which tokens go to an expert; its
-# ``num_experts``, if it has one, says among how many these are shared out.
+# what else is held until the next forward has ended. It makes its own inputs. Its ``num_experts``, if it has one, says
+# among how many experts of a layer tokens are shared out.
 Loss = Callable[[nn.Module, int, int], Any]
 
 
@@ -64,22 +66,27 @@ def trace_microbatch(
     Does not communicate, and needs neither a GPU nor a process group.
     """
     _autocast(precision)  # before anything takes time
-    traced = partial(_trace, model, plan, loss, rows=rows, tokens=tokens, precision=precision)
-    lists = find_blocks(model, plan, num_kept=num_blocks)
-    if not any(each.is_short for each in lists):
-        return traced(lists)
+    few, every = (find_blocks(model, plan, num_kept=number) for number in (num_blocks, None))
+    # A model may ask for a block that was left out: with all of them it says itself what is wrong.
+    lists = [few, every] if any(each.is_short for each in few) else [every]
+    traced = partial(_trace, model, loss=loss, rows=rows, tokens=tokens, precision=precision)
+    whole = undivided(plan)
+    for planned, blocks in itertools.product([plan] * (plan != whole), lists):
+        with contextlib.suppress(Exception):
+            return traced(planned, blocks)
     try:
-        return traced(lists)
-    except Exception:  # a model may ask for a block that was left out: with all of them it says itself what is wrong
-        return traced(find_blocks(model, plan, num_kept=None))
+        trace = traced(whole, lists[0])
+    except Exception:
+        trace = traced(whole, lists[-1])
+    return trace if plan == whole else replace(trace, notes=(*trace.notes, _UNDIVIDED))
 
 
 def _trace(
     model: nn.Module,
     plan: ShardingPlan,
-    loss: Loss,
     lists: tuple[BlockList, ...],
     *,
+    loss: Loss,
     rows: int,
     tokens: int,
     precision: str,
@@ -90,13 +97,24 @@ def _trace(
         traced = run_traced(short, plan, loss, rows=rows, tokens=tokens, precision=precision, lists=lists)
     stretches = stretches_of(traced.events, traced.markers)
     check_order(stretches, traced.markers, lists, traced.not_chained)
-    events = tuple(expand(traced.events, stretches, lists))
+    events = tuple(beside_outputs(expand(traced.events, stretches, lists), plan, traced.held_bytes))
     return MicrobatchTrace(
         events=events,
         host_bytes=max(event.host_bytes for event in events),
         buffer_bytes=_buffer_bytes(model, plan),
         notes=tuple(_notes(plan, precision, has_shared_out=traced.has_shared_out)),
     )
+
+
+def beside_outputs(events: Sequence[StepEvent], plan: ShardingPlan, held: int) -> Iterator[StepEvent]:
+    """What is held until the next forward has ended, such as the outputs, is held in this one, of the one before."""
+    roots = {unit.name for unit in plan.roots}
+    backward = next(place for place, each in enumerate(events) if each.moment is Moment.PRE_BACKWARD)
+    ends = (place for place in range(backward) if events[place].moment is Moment.POST_FORWARD)
+    end = max((place for place in ends if events[place].unit in roots), default=0)
+    for place, each in enumerate(events):
+        live = held if each.moment is Moment.END else each.live_bytes + held * (place <= end)
+        yield replace(each, live_bytes=live, peak_bytes=max(each.peak_bytes + held * (place < end), live))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +124,14 @@ class Traced:
     Args:
         markers: At which moment of which block's how many events had been told of.
         not_chained: The lists whose blocks do not each run on what the one before gave.
+        held_bytes: What the loss holds until the next forward has ended.
         has_shared_out: Tokens were shared out among experts.
     """
 
     events: list[StepEvent]
     markers: list[tuple[Moment, str, int]]
     not_chained: frozenset[str]
+    held_bytes: int
     has_shared_out: bool
 
 
@@ -132,15 +152,19 @@ def run_traced(
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # what a run will warn of, it will say itself
-        turn_off_caches(model, [path for path in plan.caching if _is_there(model, path)])
-        present = [path for path in plan.checkpointed if _is_there(model, path)]
+        finish = stack.enter_context(divided(model, plan))
+        turn_off_caches(model, [path for path in plan.caching if module_at(model, path)])
+        present = [path for path in plan.checkpointed if module_at(model, path)]
         wrap_activations(model, present, plan.config.activation_checkpointing)
-        recorder, chained = Recorder(model, plan), Chained(lists)
+        finish()
+        num_experts = getattr(loss, "num_experts", 1)
+        recorder, chained = Recorder(model, plan, num_experts), Chained(lists)
         blocks = [each.block(name) for each in lists for name in each.present]
-        stack.enter_context(getattr(loss, "without_values", contextlib.nullcontext)())
         stack.enter_context(_casts_at_units(model, plan))
         stack.enter_context(chained.watch(model))
         stack.enter_context(listen(model, plan, recorder.tell, blocks=blocks, tell_block=recorder.tell_block))
+        for unit in plan.units:
+            recorder.show(Moment.POST_BACKWARD, unit.name)
         if plan.mesh.device_type == "cuda":
             stack.enter_context(as_cuda(recorder.live))
         stack.enter_context(recorder.live)
@@ -149,26 +173,30 @@ def run_traced(
         first = held[0] if isinstance(held, tuple) else held
         # Within a tensor's own backward() no mode of calls is asked, and a recomputed attention would be a CPU's.
         torch.autograd.backward(first)
+        held_bytes = recorder.live.now
     recorder.close()
     return Traced(
         events=recorder.events,
+        held_bytes=held_bytes,
         markers=recorder.markers,
         not_chained=frozenset(chained.broken),
-        has_shared_out=recorder.live.unknown.has_shared_out or getattr(loss, "num_experts", 1) > 1,
+        has_shared_out=recorder.live.unknown.has_shared_out or num_experts > 1,
     )
 
 
 class Recorder:
     """Writes down each moment with what is alive, and what it came to until the next one."""
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan) -> None:
+    def __init__(self, model: nn.Module, plan: ShardingPlan, num_experts: int = 1) -> None:
         self.events: list[StepEvent] = []
         self.markers: list[tuple[Moment, str, int]] = []
         # Autograd computes without recording; what is recorded in a backward is a forward for the second time.
         self.live = LiveStorages(
             is_marked=lambda: self._is_behind_blocks,
             is_recomputing=lambda: self._is_backward and torch.is_grad_enabled(),
+            num_experts=num_experts,
         )
+        self.show = ShownParameters(model, plan)
         self.live.know([*model.parameters(), *model.buffers()])
         self._is_behind_blocks = False
         self._is_backward = False
@@ -182,6 +210,7 @@ class Recorder:
 
     def tell(self, moment: Moment, unit: str, parameter: str | None) -> None:
         self.close()
+        self.show(moment, unit)
         if moment is Moment.PRE_BACKWARD and not self._is_backward:
             self._is_backward, self._backward_began = True, self.live.num_made
         if moment is Moment.GRADIENT:
@@ -213,7 +242,9 @@ class Recorder:
                 host_bytes=self.live.host_peak,
                 flops=self.live.flops - self._flops,
                 recomputed_flops=self.live.recomputed_flops - self._recomputed,
+                sent=tuple((each.op, each.num_bytes, each.members) for each in self.live.sent if each.op),
             )
+        self.live.sent.clear()
         self._flops, self._recomputed = self.live.flops, self.live.recomputed_flops
 
     def _take_away(self, parameter: nn.Parameter) -> None:
@@ -221,6 +252,35 @@ class Recorder:
         if parameter.grad is not None:
             self.live.disregard(parameter.grad)
             parameter.grad = None
+
+
+class ShownParameters:
+    """Has modules show a unit's parameters as its hooks do: in its ``param_dtype`` while it is gathered, else in their
+    own dtype. PEFT casts an adapter's input to the dtype that the adapter has before its unit gathers.
+
+    Args:
+        model: With all parameters gathered.
+    """
+
+    def __init__(self, model: nn.Module, plan: ShardingPlan) -> None:
+        modules = {without_wrappers(path): module for path, module in model.named_modules(remove_duplicate=False)}
+        self._staying = {unit.name for unit in plan.units if unit.is_root or unit.reshard_after_forward is not True}
+        self._places: dict[str, list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]] = {}
+        for unit in plan.units:
+            places = self._places[unit.name] = []
+            for spec in unit.parameters:
+                for path, _, name in (each.rpartition(".") for each in spec.names):
+                    gathered = modules[path]._parameters[name] if path in modules else None
+                    if gathered is not None and gathered.dtype != (dtype := torch_dtype(spec.dtype)):
+                        sharded = nn.Parameter(torch.empty(spec.shape, dtype=dtype), gathered.requires_grad)
+                        places.append((modules[path], name, sharded, gathered))
+
+    def __call__(self, moment: Moment, unit: str) -> None:
+        if moment is Moment.GRADIENT or (moment is Moment.POST_FORWARD and unit in self._staying):
+            return
+        is_gathered = moment in (Moment.PRE_FORWARD, Moment.PRE_BACKWARD)
+        for module, name, sharded, gathered in self._places.get(unit, ()):
+            module._parameters[name] = gathered if is_gathered else sharded
 
 
 def parameter_dtypes(plan: ShardingPlan) -> dict[str, str]:
@@ -267,21 +327,13 @@ def _unsharded(
         return nn.Parameter(made, requires_grad=tensor.requires_grad and name not in frozen) if is_parameter else made
 
 
-def _is_there(model: nn.Module, path: str) -> bool:
-    try:
-        at_path(model, path)
-    except AttributeError:
-        return False
-    return True
-
-
 @contextlib.contextmanager
 def _casts_at_units(model: nn.Module, plan: ShardingPlan) -> Iterator[None]:
     """What ``fully_shard`` casts at a unit: its inputs, or those of a root, and what it returns."""
     handles = []
     for unit in plan.units:
         precision = unit.mixed_precision
-        for module in (at_path(model, path) for path in unit.modules if _is_there(model, path)):
+        for module in filter(None, (module_at(model, path) for path in unit.modules)):
             if precision.cast_forward_inputs and (dtype := torch_dtype(precision.param_dtype)) is not None:
                 handles.append(module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True))
             if (dtype := torch_dtype(precision.output_dtype)) is not None:
@@ -317,12 +369,16 @@ def _autocast(precision: str) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
 
 
+_UNDIVIDED = (
+    "Layers, sequences and experts that ranks divide, and MLPs in pieces, cannot be traced here, and are counted as if "
+    "each rank computed all of them."
+)
+
+
 def _notes(plan: ShardingPlan, precision: str, *, has_shared_out: bool) -> Iterator[str]:
     if has_shared_out:
         yield "Every expert is assumed to get as many tokens as the others."
     if precision == "amp_fp8":
         yield "fp8 is counted as bf16: what Transformer Engine keeps in fp8 takes less."
-    if plan.mesh.split_degree > 1 or plan.split_experts:
-        yield "Layers and experts that ranks split are counted as if each rank computed them in full."
-    if plan.config.context_parallel_degree > 1:
-        yield "Sequences that ranks divide are counted as if each rank computed all of them."
+    if any(each.parallelize is None for each in plan.split) or any(each.is_split for each in plan.split_experts):
+        yield "Layers and experts that the script itself split are counted as if each rank computed them in full."

@@ -13,10 +13,15 @@ from composer_fsdp2.parallel.expert_products import Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The experts of a layer, which the ranks of a group split evenly, in order."""
+    """The experts of a layer, which the ranks of a group split evenly, in order.
+
+    Args:
+        is_even: Each is taken to get as many rows as the others, on ranks whose tensors have no values to count.
+    """
 
     num_experts: int
     group: dist.ProcessGroup
+    is_even: bool = False
 
     @property
     def own(self) -> range:
@@ -52,7 +57,7 @@ def exchange(
     tokens = order // num_choices
     # bincount would have the host wait for its largest number.
     counts = chosen.new_zeros(experts.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-    arriving, sent, received, of_own = _agree(counts, experts.group)
+    arriving, sent, received, of_own = _agree(counts, len(tokens), experts)
     arrived = _Exchange.apply(rows[tokens], sent, received, experts.group)
     computed = _by_expert(arrived, arriving, of_own, compute)
     back = _Exchange.apply(computed, received, sent, experts.group)
@@ -75,22 +80,35 @@ def _by_expert(
     return compute(Rows(arrived[order], of_own, numbers[order]))[order.argsort()]
 
 
-def _agree(counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[int], list[int], list[int]]:
+def _agree(
+    counts: torch.Tensor, num_rows: int, experts: Experts
+) -> tuple[torch.Tensor, list[int], list[int], list[int]]:
     """Exchange how many rows will be exchanged.
 
     Args:
         counts: How many rows each expert of all ranks gets from this rank.
+        num_rows: Their sum.
     Returns:
         How many rows arrive, [ranks, own experts], on the device; and on the host how many this rank sends to each
         rank, receives from each, and computes with each of its experts.
 
     Waits for the device once.
     """
-    num_ranks, arriving = dist.get_world_size(group), torch.empty_like(counts)
-    launch(dist.all_to_all_single, arriving, counts, group=group)
+    num_ranks, arriving = dist.get_world_size(experts.group), torch.empty_like(counts)
+    launch(dist.all_to_all_single, arriving, counts, group=experts.group)
     arriving = arriving.view(num_ranks, -1)
-    numbers = torch.cat([counts.view(num_ranks, -1).sum(1), arriving.sum(1), arriving.sum(0)]).tolist()
-    return arriving, numbers[:num_ranks], numbers[num_ranks : 2 * num_ranks], numbers[2 * num_ranks :]
+    numbers = torch.cat([counts.view(num_ranks, -1).sum(1), arriving.sum(1), arriving.sum(0)])
+    if experts.is_even:
+        sent = _even(num_rows, num_ranks)
+        received = [sent[dist.get_rank(experts.group)]] * num_ranks
+        return arriving, sent, received, _even(sum(received), len(experts.own))
+    on_host = numbers.tolist()
+    return arriving, on_host[:num_ranks], on_host[num_ranks : 2 * num_ranks], on_host[2 * num_ranks :]
+
+
+def _even(number: int, num_parts: int) -> list[int]:
+    """In parts, the larger ones first."""
+    return [-(-(number - place) // num_parts) for place in range(num_parts)]
 
 
 class _Exchange(torch.autograd.Function):

@@ -155,7 +155,7 @@ def start_experts(model: nn.Module, plan: ShardingPlan, modules: Mapping[str, nn
             continue
         module, unit, mesh = modules[each.module], at_path(model, each.module), meshes[each.module]
         assert isinstance(unit, FSDPModule), "planned as a unit"
-        gather_parts(unit, each.degree, _needed_rows(each, module))
+        gather_parts(unit, each.degree, needed_rows(each, module))
         # Consecutive ranks of the shard axis, which is the last axis or the one before the tensor axis.
         shape = (mesh.replicate_degree, mesh.shard_degree // each.degree, each.degree, mesh.tensor_degree)
         group = group_along(shape, 2, "experts")
@@ -165,7 +165,7 @@ def start_experts(model: nn.Module, plan: ShardingPlan, modules: Mapping[str, nn
     return list(groups)
 
 
-def _needed_rows(layer: SplitExperts, module: nn.Module) -> dict[nn.Parameter, Rows]:
+def needed_rows(layer: SplitExperts, module: nn.Module) -> dict[nn.Parameter, Rows]:
     """For each parameter of experts, the rows that each of the ranks needs that split them."""
     needed: dict[nn.Parameter, Rows] = {}
     for name, parameter in module.named_parameters():

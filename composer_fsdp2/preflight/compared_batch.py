@@ -74,7 +74,7 @@ def _from_file(batch: CountedBatch, notes: list[str]) -> _Traced | None:
     if plan.digest != batch.plan.digest:
         notes.append("`composer-fsdp2 plan` shards the file's model otherwise than the ranks do; theirs was traced.")
         return None
-    rows, tokens = run.computed_rows, run.computed_tokens
+    rows, tokens = run.computed_rows, run.sequence_length
     trace = _traced(notes, run.model, plan, run.loss, rows=rows, tokens=tokens, precision=run.precision)
     size = f"{rows} rows of {tokens} tokens in a microbatch"
     return plan, trace, f"the file alone, as `composer-fsdp2 plan` reads it: {size}"

@@ -4,7 +4,6 @@ Each returns the loss, and what else lives until the end of backward.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import nn
 
 from composer_fsdp2._torch.passing import with_tensors
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.preflight.answering import without_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +23,6 @@ class _OwnBatch:
     """
 
     num_experts: int = 1
-
-    def without_values(self) -> AbstractContextManager[Any]:
-        """Wraps the forward, and a backward that recomputes parts of it."""
-        return without_values(self.num_experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +41,8 @@ class ComposerLoss(_OwnBatch):
         batch: Any = {name: _ids(model, rows, tokens) for name in ("input_ids", "labels", *self.keys)}
         if self.batch is not None:
             batch = with_tensors(self.batch, lambda each: torch.zeros(each.shape, dtype=each.dtype))
-        with self.without_values():
-            outputs = model(batch)
-            loss = _total(model.loss(outputs, batch))  # type: ignore[operator]
-        return loss, outputs
+        outputs = model(batch)
+        return _total(model.loss(outputs, batch)), outputs  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +56,7 @@ class LabelsLoss(_OwnBatch):
     keeps_outputs: bool = False
 
     def __call__(self, model: nn.Module, rows: int, tokens: int) -> tuple[torch.Tensor, Any]:
-        with self.without_values():
-            outputs = model(input_ids=_ids(model, rows, tokens), labels=_ids(model, rows, tokens))
+        outputs = model(input_ids=_ids(model, rows, tokens), labels=_ids(model, rows, tokens))
         loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else None
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(

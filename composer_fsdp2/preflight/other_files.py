@@ -45,6 +45,7 @@ class _Config:
     Args:
         tensor_degree: Of layers that the plan of a known model splits.
         named: The model's name on the hub, or its folder, if the file has it.
+        is_composers: Whether a file of Composer's own asks for it, and not the command line.
     """
 
     section: Section
@@ -53,6 +54,7 @@ class _Config:
     precision: str
     tensor_degree: int = 1
     named: str | None = None
+    is_composers: bool = False
     findings: tuple[Finding, ...] = ()
     adapter: str | None = None
     has_fp8_layers: bool = False
@@ -170,6 +172,7 @@ def _composers(section: Section) -> _Config:
         fsdp=dict(section.given),
         precision=precision,
         tensor_degree=degree if has_plan else 1,
+        is_composers=True,
         findings=tuple(findings),
     )
 
@@ -228,6 +231,10 @@ def _with_layers(config: _Config, model: nn.Module) -> _Config:
         reason = f"a class of the system's own model; of transformers' it is {classes}"
         findings.append(assumed("wrap_policy", policy[_CLASSES], reason))
     is_recomputing = fsdp.get("activation_checkpointing") or fsdp.get("activation_cpu_offload")
-    if is_recomputing and (fsdp.get(_RECOMPUTED) is None or has_own_models):
+    if is_recomputing and fsdp.get(_RECOMPUTED) is None and config.is_composers:
+        reason = "the model has no activation_checkpointing_fn, and Composer recomputes nothing then"
+        hint = f"say fsdp_config.{_RECOMPUTED}=auto behind the file for a script whose model has one"
+        findings.append(assumed(_RECOMPUTED, "no module", reason, hint))
+    elif is_recomputing and (fsdp.get(_RECOMPUTED) is None or has_own_models):
         fsdp[_RECOMPUTED] = _LAYERS
     return replace(config, fsdp=fsdp, findings=(*config.findings, *findings))

@@ -51,7 +51,7 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
                 run.plan,
                 run.loss,
                 rows=run.computed_rows,
-                tokens=run.computed_tokens,
+                tokens=run.sequence_length,
                 precision=run.precision,
             )
     estimate = estimate_step(

@@ -64,8 +64,3 @@ class PreflightRun:
         config = self.plan.config
         is_gathered = config.batches_are is BroadcastBatch.GATHER
         return rows * (config.data_block_size if is_gathered else 1)
-
-    @property
-    def computed_tokens(self) -> int:
-        """Tokens of a row that a rank computes: its part of a sequence that ranks divide."""
-        return -(-self.sequence_length // self.plan.config.context_parallel_degree)  # padded, so that it can be divided

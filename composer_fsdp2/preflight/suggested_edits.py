@@ -213,7 +213,7 @@ class _Editor:
                 run.plan,
                 run.loss,
                 rows=run.computed_rows,
-                tokens=run.computed_tokens,
+                tokens=run.sequence_length,
                 precision=run.precision,
             )
         trace = self.traces[key]

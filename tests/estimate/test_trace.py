@@ -16,7 +16,7 @@ from torch import nn
 from composer_fsdp2 import plan_sharding
 from composer_fsdp2.estimate.blocks import copy_with, find_blocks
 from composer_fsdp2.estimate.events import StepEvent
-from composer_fsdp2.estimate.trace import run_traced, trace_microbatch
+from composer_fsdp2.estimate.trace import beside_outputs, run_traced, trace_microbatch
 from composer_fsdp2.sharding.dtypes import torch_dtype
 from composer_fsdp2.sharding.plan import ShardingPlan
 
@@ -145,7 +145,8 @@ def real(model: nn.Module, plan: ShardingPlan, loss: Any, precision: str) -> lis
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
     copied = copy_with(model, lists, unsharded)
-    return run_traced(copied, plan, loss, rows=ROWS, tokens=TOKENS, precision=precision, lists=lists).events
+    traced = run_traced(copied, plan, loss, rows=ROWS, tokens=TOKENS, precision=precision, lists=lists)
+    return [*beside_outputs(traced.events, plan, traced.held_bytes)]
 
 
 def differences(first: list[StepEvent], second: list[StepEvent]) -> list[str]:

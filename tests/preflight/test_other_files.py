@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +123,7 @@ def test_axolotl_takes_the_accumulation_from_the_batch_of_a_rank(tmp_path: Path)
 
 
 def test_ranks_of_one_sequence_compute_the_rows_of_all(tmp_path: Path):
-    """Of 2 ranks that divide sequences each computes both ranks' rows, half of every sequence."""
+    """Of 2 ranks that divide sequences each computes both ranks' rows; the trace divides them."""
     path = YAMLS / "roll/vision-language-qwen2.5-vl-7b-roll.yaml"
     run = read_run(
         path,
@@ -133,8 +132,7 @@ def test_ranks_of_one_sequence_compute_the_rows_of_all(tmp_path: Path):
         overrides=["actor_train.model_args.freeze_module_prefix=null"],
     )
     assert batch(run) == (1, 256, 16384 + 16384)
-    assert (run.computed_rows, run.computed_tokens) == (2, 16384)
-    assert replace(run, sequence_length=15).computed_tokens == 8  # of a row that is padded
+    assert (run.computed_rows, run.sequence_length) == (2, 32768)
 
 
 def test_a_model_takes_no_more_tokens_than_it_has_positions(tmp_path: Path):
@@ -148,6 +146,16 @@ def test_a_model_takes_no_more_tokens_than_it_has_positions(tmp_path: Path):
     assert run.sequence_length == 2048
     assert {"precision", "fsdp_config", "wrap_policy", "device_train_microbatch_size", "max_seq_len"} <= assumed(run)
     assert {finding.where for finding in run.findings} == {str(long)}  # no line of a model's file says any of it
+
+
+def test_composer_recomputes_what_a_hook_or_a_policy_names(tmp_path: Path):
+    """A Composer script whose model has no hook recomputes nothing: a plan that took its layers was 13 % too low."""
+    file = tmp_path / "run.yaml"
+    file.write_text("fsdp_config: {activation_checkpointing: true}\nprecision: amp_bf16\n")
+    run = read_run(file, model_config=config(tmp_path), world_size=8)
+    assert run.plan.checkpointed == () and "activation_checkpointing_policy" in assumed(run)
+    override = "fsdp_config.activation_checkpointing_policy=auto"
+    assert read_run(file, model_config=config(tmp_path), world_size=8, overrides=[override]).plan.checkpointed
 
 
 def test_the_command_line_says_what_a_model_file_does_not(tmp_path: Path):

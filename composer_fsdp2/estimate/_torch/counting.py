@@ -7,11 +7,10 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -19,12 +18,10 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2._torch.groups import groups_of, state_of
 from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2._torch.private_names import TorchDispatchMode, own_parameters
-from composer_fsdp2.estimate._torch.live import tensors_of
+from composer_fsdp2.estimate._torch.sent import Sent, is_collective, sent_by, tensors_of
 
-_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 _INTO = torch.ops.aten.copy_.default
 _COPIES = {_INTO, torch.ops.aten._to_copy.default}
-_SILENT = {"wait_tensor"}
 # A storage that was seen as several of these counts as the first.
 _KINDS = ("parameters", "gradients", "optimizer", "communication")
 _OTHER = "other"
@@ -32,23 +29,6 @@ _RANK = {kind: place for place, kind in enumerate((*_KINDS, _OTHER))}
 # A process group's thread lets go of its buffers a moment after they are waited for.
 _LETTING_GO_S = 0.001
 _RESIZED = {"parameters", "communication"}  # their storages are emptied, and filled again
-
-
-class Sent(NamedTuple):
-    """One call of a collective.
-
-    Args:
-        operator: torch's name for it, such as ``_allgather_base_``.
-        num_bytes: Of the full buffer, which all ranks together hold: the output of an all-gather, the input of a
-            reduce-scatter, the tensor of an all-reduce or a broadcast.
-        dtype: Of that buffer, as torch names it; "" of none.
-        ranks: The group's size; 0 where the operator names no group.
-    """
-
-    operator: str
-    num_bytes: int
-    dtype: str
-    ranks: int
 
 
 @dataclass(slots=True)
@@ -85,9 +65,10 @@ class Collectives(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # its own dispatch comes first, so that what that sends is seen here
-        if _is_collective(func):
-            self.calls.append(_sent(func.overloadpacket.__name__, args))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if sent := sent_by(func, args, result):
+            self.calls.append(sent)
+        return result
 
 
 class StateBytes(TorchDispatchMode):
@@ -134,7 +115,7 @@ class StateBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.is_view:
             return result
-        if _is_collective(func) or func.namespace == "fsdp":  # what copies in and out of a collective's buffers
+        if is_collective(func) or func.namespace == "fsdp":  # what copies in and out of a collective's buffers
             for tensor in tensors_of((*args, *(kwargs or {}).values())):
                 self._note("communication", tensor)
         if func in _COPIES and self._is_communication(args[func is _INTO]):
@@ -236,22 +217,3 @@ class StateBytes(TorchDispatchMode):
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     self._note("optimizer", local_tensor(value))
-
-
-def _sent(operator: str, args: tuple[Any, ...]) -> Sent:
-    buffers = [tensors for arg in args if (tensors := list(tensors_of(arg)))]
-    full = max(buffers, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
-    dtype = str(full[0].dtype).removeprefix("torch.") if full else ""
-    return Sent(operator, sum(tensor.nbytes for tensor in full), dtype, _group_size(args))
-
-
-def _is_collective(func: Any) -> bool:
-    return func.namespace in _NAMESPACES and func.overloadpacket.__name__ not in _SILENT
-
-
-def _group_size(args: Iterable[Any]) -> int:
-    """Of the process group among an operator's arguments; 0 without one."""
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
-            return int(dist.ProcessGroup.unbox(arg).size())
-    return 0

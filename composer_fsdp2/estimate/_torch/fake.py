@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 _aten = torch.ops.aten
 _LOCAL_SCALAR = _aten._local_scalar_dense.default
@@ -25,6 +25,12 @@ def fake_tensors() -> AbstractContextManager[Any]:
     """
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
     return mode
+
+
+def with_values() -> AbstractContextManager[Any]:
+    """Within a block of ``fake_tensors`` tensors are made with data."""
+    block: AbstractContextManager[Any] = unset_fake_temporarily()
+    return block
 
 
 @contextlib.contextmanager
@@ -54,24 +60,29 @@ class Unknown:
     """Answers for operators whose results depend on values that tensors without data do not have.
 
     A single value is 0, and a condition false. ``nonzero`` finds as many places as there are in a one-hot encoding of
-    which every number comes equally often, as where tokens are shared out among experts; else all places.
+    which every number comes equally often, as where tokens are shared out among experts; else all places, over the
+    number of experts.
+
+    Args:
+        num_experts: Of a layer, among which tokens are shared out without such an encoding.
     """
 
     watched = frozenset((_LOCAL_SCALAR, _NONZERO, _EQUAL, _SET, *_COPIES))
 
-    def __init__(self) -> None:
+    def __init__(self, num_experts: int = 1) -> None:
+        self.num_experts = num_experts
         self.has_shared_out = False
         self._set_part: WeakKeyDictionary[torch.UntypedStorage, float] = WeakKeyDictionary()
 
     def answer(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Of an operator in ``watched``; ``NotImplemented`` where no values are asked for."""
         if func is _LOCAL_SCALAR:
-            return torch.zeros((), dtype=args[0].dtype).item()
+            return 0.0 if args[0].is_floating_point() else args[0].dtype is not torch.bool and 0
         if func is not _NONZERO:
             return NotImplemented
         part = self._set_part.get(args[0].untyped_storage())
         self.has_shared_out |= part is not None
-        num_found = math.ceil(args[0].numel() * (1 if part is None else part))
+        num_found = math.ceil(args[0].numel() * (1 / self.num_experts if part is None else part))
         return args[0].new_empty((num_found, args[0].dim()), dtype=torch.int64)
 
     def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:

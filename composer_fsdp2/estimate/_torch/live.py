@@ -7,10 +7,12 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.private_names import TorchDispatchMode
 from composer_fsdp2.estimate._torch.fake import Unknown, is_fake
 from composer_fsdp2.estimate._torch.flops import flops_of
+from composer_fsdp2.estimate._torch.sent import Sent, sent_by, tensors_of
 
 
 @dataclass(slots=True)
@@ -30,15 +32,20 @@ class LiveStorages(TorchDispatchMode):
     Args:
         is_marked: Asked of each storage when it is made, whether it is to be summed up apart as well.
         is_recomputing: Asked whether what is computed now was computed before.
+        num_experts: Of a layer; see ``Unknown``.
     """
 
     def __init__(
-        self, is_marked: Callable[[], bool] = lambda: False, is_recomputing: Callable[[], bool] = lambda: False
+        self,
+        is_marked: Callable[[], bool] = lambda: False,
+        is_recomputing: Callable[[], bool] = lambda: False,
+        num_experts: int = 1,
     ) -> None:
         super().__init__()
+        self.sent: list[Sent] = []
         self.is_marked = is_marked
         self.is_recomputing = is_recomputing
-        self.unknown = Unknown()
+        self.unknown = Unknown(num_experts)
         self.now = self.peak = 0
         self.marked = self.marked_at_peak = 0
         self.on_host = self.host_peak = 0
@@ -82,6 +89,8 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its own dispatch comes first, and what that calls is seen here
         for tensor in tensors_of(args):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
@@ -99,6 +108,8 @@ class LiveStorages(TorchDispatchMode):
         self.host_peak = max(self.host_peak, self.on_host)
         if self.now > self.peak:
             self.peak, self.marked_at_peak = self.now, self.marked
+        if sent := sent_by(func, args, result):
+            self.sent.append(sent)
         if flops := flops_of(func, args, kwargs or {}, result):
             self.flops += flops
             self.recomputed_flops += flops if self.is_recomputing() else 0
@@ -125,12 +136,3 @@ class LiveStorages(TorchDispatchMode):
         self.now += num_bytes
         if each.is_marked:
             self.marked += num_bytes
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in an operator's arguments or results, which may be lists of lists."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_of(each)

@@ -1,0 +1,51 @@
+"""``torch.distributed`` as one rank of several finds it, where there are no others."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # noqa: F401  what collectives of tensors without data return
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from composer_fsdp2._torch.replaced import replaced
+from composer_fsdp2.sharding import meshes
+
+_c10d: Any = distributed_c10d
+# Groups are named by their number, in C++ as well, where those of a real world must stay.
+_FIRST_NUMBER = 10**6
+
+_propagate: Any = ShardingPropagator._propagate_tensor_meta_non_cached
+
+
+def _propagate_unseen(*args: Any) -> Any:
+    """DTensors find the shapes of results by full tensors without data, once for each; no rank computes these."""
+    with _disable_current_modes():
+        return _propagate(*args)
+
+
+@contextlib.contextmanager
+def one_rank_of(num_ranks: int) -> Iterator[None]:
+    """In the block this process is rank 0 of ``num_ranks``, whose collectives send nothing, and do not wait.
+
+    A process group that the process has is untouched, and in use again after the block.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag"):
+            stack.enter_context(replaced(_c10d, name, {}))
+        stack.enter_context(replaced(_c10d, "_group_count", _FIRST_NUMBER))
+        stack.enter_context(replaced(_c10d, "_world", _c10d._World()))
+        stack.enter_context(replaced(sys, "excepthook", sys.excepthook))
+        stack.enter_context(replaced(meshes, "_groups", {}))
+        stack.enter_context(replaced(meshes, "_world", None))
+        stack.enter_context(replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagate_unseen))
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+        try:
+            yield
+        finally:
+            for name in _c10d._world.pg_names.values():
+                _c10d._unregister_process_group(name)
