@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.passing import cast_floats
 from composer_fsdp2._torch.private_names import without_wrappers
@@ -18,6 +20,7 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate._torch.as_cuda import as_cuda
 from composer_fsdp2.estimate._torch.fake import fake_tensors, lists_of_zeros
 from composer_fsdp2.estimate._torch.live import LiveStorages
+from composer_fsdp2.estimate._torch.sent import Sent
 from composer_fsdp2.estimate.blocks import BlockList, copy_with, find_blocks
 from composer_fsdp2.estimate.chained import Chained
 from composer_fsdp2.estimate.divided import divided, undivided
@@ -249,9 +252,15 @@ class Recorder:
 
     def _take_away(self, parameter: nn.Parameter) -> None:
         """A gradient is state from here on."""
-        if parameter.grad is not None:
-            self.live.disregard(parameter.grad)
-            parameter.grad = None
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if isinstance(gradient, DTensor) and any(each.is_partial() for each in gradient.placements):
+            # The unit adds it up over the ranks that split layers, before it reduces over shards.
+            members = tuple(dist.get_process_group_ranks(gradient.device_mesh.get_group()))
+            self.live.sent.append(Sent("all_reduce", gradient.nbytes, "", len(members), members))
+        self.live.disregard(gradient)
+        parameter.grad = None
 
 
 class ShownParameters:

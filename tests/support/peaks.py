@@ -20,10 +20,12 @@ from torch import nn
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
-from composer_fsdp2.estimate.replay import state_of_step
+from composer_fsdp2.estimate.replay import estimate_step
+from composer_fsdp2.preflight.batch_words import Batches
 from composer_fsdp2.preflight.planned import Questions, counted_optimizer, plan_step
-from composer_fsdp2.preflight.planned_model import built, loss_of, of_model
+from composer_fsdp2.preflight.planned_model import Training, built, planned_run
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice, PreflightRun
+from composer_fsdp2.preflight.run_file import Request
 
 ROWS, TOKENS, VOCABULARY, WIDTH = 2, 96, 160, 64
 POLICY = {"wrap_policy": {"transformer_layer_cls_to_wrap": "auto"}}
@@ -79,16 +81,14 @@ class Step:
 def run_of(case: Case, world_size: int) -> PreflightRun:
     with torch.device("meta"):
         model = built(MODELS[case.model]())
-    return of_model(
-        model,
-        **case.settings(model),
-        world_size=world_size,
-        loss=loss_of(model, keeps_outputs=True),
-        microbatch=ROWS,
-        num_microbatches=case.microbatches,
-        sequence=TOKENS,
-        optimizer=SGD,
+    batches = Batches(microbatch=ROWS, num_microbatches=case.microbatches, sequence=TOKENS, optimizer=SGD, findings=())
+    settings = case.settings(model)
+    training = Training(
+        **{name: settings[name] for name in ("fsdp_config", "precision", "tensor_parallel")},
+        batches=batches,
+        keeps_outputs=True,
     )
+    return planned_run(model, training, Request(world_size=world_size, device=settings["device"]))
 
 
 def planned(case: Case, world_size: int) -> Step:
@@ -97,12 +97,12 @@ def planned(case: Case, world_size: int) -> Step:
     assert step.trace is not None
     optimizer, _ = counted_optimizer(run.optimizer)
     how = {"world_size": world_size, "optimizer": optimizer, "num_microbatches": case.microbatches}
-    samples = state_of_step(run.plan, step.trace, **how).samples  # type: ignore[arg-type]
-    in_microbatches = [each for each in samples if each.microbatch >= 0]  # what the optimizer's step allocates is none
+    state = estimate_step(run.plan, step.trace.without_activations(), **how)  # type: ignore[arg-type]
+    in_microbatches = [each for each in state.timeline if each.microbatch >= 0]  # the optimizer's step allocates none
     buffers, estimate = step.trace.buffer_bytes, step.estimate
     return Step(
         peak=estimate.peak_bytes - buffers,
-        state=max(max(each.meanwhile_bytes, each.afterwards_bytes) for each in in_microbatches) - buffers,
+        state=max(each.total_bytes for each in in_microbatches) - buffers,
         sent=Counter((call.op, call.num_bytes, call.ranks) for call in estimate.calls),
     )
 
@@ -114,8 +114,9 @@ def counted(case: Case) -> Step:
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-3, momentum=0.9, foreach=True)
     prepare_fully_shard(model, optimizer, **case.settings(model))
-    loss, state, held = loss_of(model, keeps_outputs=True), StateBytes(model, optimizer), None
-    rows = run_of(case, dist.get_world_size()).computed_rows  # those that ranks with one batch read, where they gather
+    run = run_of(case, dist.get_world_size())
+    loss, state, held = run.loss, StateBytes(model, optimizer), None
+    rows = run.computed_rows  # those that ranks with one batch read, where they gather
     for _ in range(3):
         gc.collect()  # of what a first step imported and traced
         state.peak = state.peak_of_all = 0
