@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 
 from composer_fsdp2.config.value import Value
-from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
+from composer_fsdp2.estimate.events import Hook, MicrobatchTrace, StepEvent
 from composer_fsdp2.estimate.links import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, least_bytes, node_bytes
 from composer_fsdp2.estimate.step import CollectiveCall, Link, StepEstimate
 
@@ -259,7 +259,7 @@ class _Schedule:
         )
 
     def compute(self, event: StepEvent, sample: int, label: str) -> Timed:
-        if event.moment in (Moment.PRE_FORWARD, Moment.PRE_BACKWARD):
+        if event.hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
             self._computed_s = max(self._computed_s, self._ready_s.get((ALL_GATHER, event.unit), 0.0))
         start_s, speed = self._computed_s, self._machine.flops
         self._computed_s += event.flops / speed if speed else 0.0

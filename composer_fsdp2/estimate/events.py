@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from composer_fsdp2.config.value import Value
 
 
-class Moment(enum.Enum):
+class Hook(enum.Enum):
     """What comes next in a microbatch. The first four are the hooks of ``fully_shard`` around a unit."""
 
     PRE_FORWARD = "pre_forward"
@@ -37,7 +37,7 @@ class StepEvent(Value):
             kind, the bytes of its full buffer, and its ranks; () for those of the world.
     """
 
-    moment: Moment
+    hook: Hook
     unit: str
     parameter: str | None = None
     live_bytes: int = 0
@@ -69,5 +69,5 @@ class MicrobatchTrace(Value):
 
     def without_activations(self) -> "MicrobatchTrace":
         """The same moments, where the model's own computation takes no memory."""
-        events = (StepEvent(moment=each.moment, unit=each.unit, parameter=each.parameter) for each in self.events)
+        events = (StepEvent(hook=each.hook, unit=each.unit, parameter=each.parameter) for each in self.events)
         return MicrobatchTrace(events=tuple(events), is_assumed=self.is_assumed, buffer_bytes=self.buffer_bytes)

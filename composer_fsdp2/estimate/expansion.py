@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from composer_fsdp2.estimate.blocks import BlockList
-from composer_fsdp2.estimate.events import Moment, StepEvent
+from composer_fsdp2.estimate.events import Hook, StepEvent
 from composer_fsdp2.sharding.modules import is_at_or_under
 
 
@@ -159,7 +159,7 @@ def _below(name: str, path: str, new_path: str) -> str:
     return new_path + name.removeprefix(path) if is_at_or_under(name, path) else name
 
 
-def stretches_of(events: Sequence[StepEvent], markers: Sequence[tuple[Moment, str, int]]) -> list[Stretch]:
+def stretches_of(events: Sequence[StepEvent], markers: Sequence[tuple[Hook, str, int]]) -> list[Stretch]:
     """Where each block's forward and backward lies.
 
     Args:
@@ -168,21 +168,21 @@ def stretches_of(events: Sequence[StepEvent], markers: Sequence[tuple[Moment, st
     """
     found: list[Stretch] = []
     begun: dict[str, int] = {}
-    for moment, path, place in markers:
-        match moment:
-            case Moment.PRE_FORWARD:
+    for hook, path, place in markers:
+        match hook:
+            case Hook.PRE_FORWARD:
                 begun[path] = place
-            case Moment.PRE_BACKWARD:
+            case Hook.PRE_BACKWARD:
                 begun[path] = _with_unit(events, path, place)
             case _ if path in begun:
-                is_backward = moment is Moment.POST_BACKWARD
+                is_backward = hook is Hook.POST_BACKWARD
                 found.append(Stretch(path=path, begin=begun.pop(path), end=place, is_backward=is_backward))
     return found
 
 
 def check_order(
     stretches: Sequence[Stretch],
-    markers: Sequence[tuple[Moment, str, int]],
+    markers: Sequence[tuple[Hook, str, int]],
     lists: Sequence[BlockList],
     not_chained: Set[str] = frozenset(),
 ) -> None:
@@ -191,7 +191,7 @@ def check_order(
     Raises:
         NotInOrderError: one of these began a backward whose end nothing showed, or is in a list in ``not_chained``.
     """
-    begun = {path for moment, path, _ in markers if moment is Moment.PRE_BACKWARD}
+    begun = {path for hook, path, _ in markers if hook is Hook.PRE_BACKWARD}
     ended = {stretch.path for stretch in stretches if stretch.is_backward}
     for each in lists:
         standing = {each.block(each.kept[name]) for name in each.names if name not in each.present}
@@ -201,6 +201,6 @@ def check_order(
 
 def _with_unit(events: Sequence[StepEvent], path: str, place: int) -> int:
     """Where a block's backward begins: a unit of the same module is told of it first."""
-    while place and events[place - 1].moment is Moment.PRE_BACKWARD and is_at_or_under(events[place - 1].unit, path):
+    while place and events[place - 1].hook is Hook.PRE_BACKWARD and is_at_or_under(events[place - 1].unit, path):
         place -= 1
     return place

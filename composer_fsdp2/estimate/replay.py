@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from composer_fsdp2.config.sharding import GradientSync
 from composer_fsdp2.estimate.allocated import AllocatedBytes
-from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
+from composer_fsdp2.estimate.events import Hook, MicrobatchTrace, StepEvent
 from composer_fsdp2.estimate.fully_shard import CommContext, ParamGroup
 from composer_fsdp2.estimate.optimizers import OptimizerState, optimizer_state
 from composer_fsdp2.estimate.reach import link_of, members, num_on_node
@@ -123,7 +123,7 @@ class _Replay:
             context.reshard_after_backward = is_last or sync.reshard_after_backward
         self.phase = Phase.FORWARD
         for place, event in enumerate(self.trace.events):
-            if event.moment is Moment.PRE_BACKWARD:
+            if event.hook is Hook.PRE_BACKWARD:
                 self.phase = Phase.BACKWARD
             self.allocated.reset_peak()
             self._run(event)
@@ -131,19 +131,19 @@ class _Replay:
 
     def _run(self, event: StepEvent) -> None:
         group = self.groups.get(event.unit)
-        match event.moment:
-            case Moment.END:
+        match event.hook:
+            case Hook.END:
                 for each in self.contexts:
                     each.root_post_backward_final_callback()
                     self._average_replicated(each)
-            case Moment.GRADIENT if group is None or not self._is_sharded(event):
+            case Hook.GRADIENT if group is None or not self._is_sharded(event):
                 self._alloc_unsharded_gradient(event.parameter or "")
-            case Moment.GRADIENT:
+            case Hook.GRADIENT:
                 assert group is not None
                 group.accumulate_grad(event.parameter or "")
-            case moment:
+            case hook:
                 assert group is not None, f"the trace names no unit of the plan: {event.unit}"
-                _HOOKS[moment](group)
+                _HOOKS[hook](group)
         for op, num_bytes, ranks in event.sent:
             self._send(op, event.unit, num_bytes, ranks or range(self.world_size))
 
@@ -185,7 +185,7 @@ class _Replay:
         self.allocated.alloc(Kind.OPTIMIZER, num_bytes)
         self.allocated.free(Kind.OPTIMIZER, num_bytes)
         outputs = self.trace.events[-1].live_bytes  # of the last microbatch, until the next forward has ended
-        event = StepEvent(moment=Moment.END, unit="", live_bytes=outputs)
+        event = StepEvent(hook=Hook.END, unit="", live_bytes=outputs)
         self._sample(-1, -1, event)
 
     # What is written down
@@ -198,7 +198,7 @@ class _Replay:
         else:
             held = self.allocated.now
         loss = min(event.loss_bytes, activations)
-        label = "optimizer step" if place < 0 else f"{event.moment.value} {event.parameter or event.unit}".strip()
+        label = "optimizer step" if place < 0 else f"{event.hook.value} {event.parameter or event.unit}".strip()
         self.samples.append(
             MemorySample(
                 phase=self.phase,
@@ -248,10 +248,10 @@ class _Replay:
 
 
 _HOOKS = {
-    Moment.PRE_FORWARD: ParamGroup.pre_forward,
-    Moment.POST_FORWARD: ParamGroup.post_forward,
-    Moment.PRE_BACKWARD: ParamGroup.pre_backward,
-    Moment.POST_BACKWARD: ParamGroup.post_backward,
+    Hook.PRE_FORWARD: ParamGroup.pre_forward,
+    Hook.POST_FORWARD: ParamGroup.post_forward,
+    Hook.PRE_BACKWARD: ParamGroup.pre_backward,
+    Hook.POST_BACKWARD: ParamGroup.post_backward,
 }
 
 
@@ -289,24 +289,22 @@ def assumed_trace(plan: ShardingPlan) -> MicrobatchTrace:
     forward: list[StepEvent] = []
     backward: list[StepEvent] = []
 
-    def event(moment: Moment, unit: str, parameter: str | None = None) -> StepEvent:
-        return StepEvent(moment=moment, unit=unit, parameter=parameter)
+    def event(hook: Hook, unit: str, parameter: str | None = None) -> StepEvent:
+        return StepEvent(hook=hook, unit=unit, parameter=parameter)
 
     for units in units_by_root(plan.units).values():
         *inner, root = units
-        forward.append(event(Moment.PRE_FORWARD, root.name))
+        forward.append(event(Hook.PRE_FORWARD, root.name))
         for unit in inner:
-            forward += [event(Moment.PRE_FORWARD, unit.name), event(Moment.POST_FORWARD, unit.name)]
-        forward.append(event(Moment.POST_FORWARD, root.name))
-        of_root = [event(Moment.PRE_BACKWARD, root.name)]
+            forward += [event(Hook.PRE_FORWARD, unit.name), event(Hook.POST_FORWARD, unit.name)]
+        forward.append(event(Hook.POST_FORWARD, root.name))
+        of_root = [event(Hook.PRE_BACKWARD, root.name)]
         for unit in reversed(_reached_by_backward(inner, root)):
-            of_root.append(event(Moment.PRE_BACKWARD, unit.name))
+            of_root.append(event(Hook.PRE_BACKWARD, unit.name))
             of_root += [
-                event(Moment.GRADIENT, unit.name, spec.name) for spec in reversed(unit.parameters) if spec.is_trained
+                event(Hook.GRADIENT, unit.name, spec.name) for spec in reversed(unit.parameters) if spec.is_trained
             ]
-            of_root.append(event(Moment.POST_BACKWARD, unit.name))
-        of_root += [
-            event(Moment.GRADIENT, root.name, spec.name) for spec in reversed(root.parameters) if spec.is_trained
-        ]
+            of_root.append(event(Hook.POST_BACKWARD, unit.name))
+        of_root += [event(Hook.GRADIENT, root.name, spec.name) for spec in reversed(root.parameters) if spec.is_trained]
         backward = of_root + backward
-    return MicrobatchTrace(events=(*forward, *backward, event(Moment.END, "")), is_assumed=True)
+    return MicrobatchTrace(events=(*forward, *backward, event(Hook.END, "")), is_assumed=True)

@@ -24,9 +24,9 @@ from composer_fsdp2.estimate._torch.sent import Sent
 from composer_fsdp2.estimate.blocks import BlockList, copy_with, find_blocks
 from composer_fsdp2.estimate.chained import Chained
 from composer_fsdp2.estimate.divided import divided, undivided
-from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
+from composer_fsdp2.estimate.events import Hook, MicrobatchTrace, StepEvent
 from composer_fsdp2.estimate.expansion import check_order, expand, stretches_of
-from composer_fsdp2.estimate.moments import listen, module_at
+from composer_fsdp2.estimate.hooks import listen, module_at
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.dtypes import torch_dtype
 from composer_fsdp2.sharding.modules import ancestors_or_self
@@ -112,11 +112,11 @@ def _trace(
 def beside_outputs(events: Sequence[StepEvent], plan: ShardingPlan, held: int) -> Iterator[StepEvent]:
     """What is held until the next forward has ended, such as the outputs, is held in this one, of the one before."""
     roots = {unit.name for unit in plan.roots}
-    backward = next(place for place, each in enumerate(events) if each.moment is Moment.PRE_BACKWARD)
-    ends = (place for place in range(backward) if events[place].moment is Moment.POST_FORWARD)
+    backward = next(place for place, each in enumerate(events) if each.hook is Hook.PRE_BACKWARD)
+    ends = (place for place in range(backward) if events[place].hook is Hook.POST_FORWARD)
     end = max((place for place in ends if events[place].unit in roots), default=0)
     for place, each in enumerate(events):
-        live = held if each.moment is Moment.END else each.live_bytes + held * (place <= end)
+        live = held if each.hook is Hook.END else each.live_bytes + held * (place <= end)
         yield replace(each, live_bytes=live, peak_bytes=max(each.peak_bytes + held * (place < end), live))
 
 
@@ -132,7 +132,7 @@ class Traced:
     """
 
     events: list[StepEvent]
-    markers: list[tuple[Moment, str, int]]
+    markers: list[tuple[Hook, str, int]]
     not_chained: frozenset[str]
     held_bytes: int
     has_shared_out: bool
@@ -167,7 +167,7 @@ def run_traced(
         stack.enter_context(chained.watch(model))
         stack.enter_context(listen(model, plan, recorder.tell, blocks=blocks, tell_block=recorder.tell_block))
         for unit in plan.units:
-            recorder.show(Moment.POST_BACKWARD, unit.name)
+            recorder.show(Hook.POST_BACKWARD, unit.name)
         if plan.mesh.device_type == "cuda":
             stack.enter_context(as_cuda(recorder.live))
         stack.enter_context(recorder.live)
@@ -192,7 +192,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module, plan: ShardingPlan, num_experts: int = 1) -> None:
         self.events: list[StepEvent] = []
-        self.markers: list[tuple[Moment, str, int]] = []
+        self.markers: list[tuple[Hook, str, int]] = []
         # Autograd computes without recording; what is recorded in a backward is a forward for the second time.
         self.live = LiveStorages(
             is_marked=lambda: self._is_behind_blocks,
@@ -211,29 +211,27 @@ class Recorder:
             for name, parameter in model.named_parameters()
         }
 
-    def tell(self, moment: Moment, unit: str, parameter: str | None) -> None:
+    def tell(self, hook: Hook, unit: str, parameter: str | None) -> None:
         self.close()
-        self.show(moment, unit)
-        if moment is Moment.PRE_BACKWARD and not self._is_backward:
+        self.show(hook, unit)
+        if hook is Hook.PRE_BACKWARD and not self._is_backward:
             self._is_backward, self._backward_began = True, self.live.num_made
-        if moment is Moment.GRADIENT:
+        if hook is Hook.GRADIENT:
             self._take_away(self._parameters[parameter or ""])
         self.live.mark()
         live, host = self.live.now, self.live.on_host
-        self.events.append(
-            StepEvent(moment=moment, unit=unit, parameter=parameter, live_bytes=live, host_live_bytes=host)
-        )
+        self.events.append(StepEvent(hook=hook, unit=unit, parameter=parameter, live_bytes=live, host_live_bytes=host))
 
-    def tell_block(self, moment: Moment, path: str, _: str | None) -> None:
+    def tell_block(self, hook: Hook, path: str, _: str | None) -> None:
         """What comes behind a block is written down as an event by itself."""
-        self.markers.append((moment, path, len(self.events)))
-        if moment is Moment.PRE_FORWARD:
+        self.markers.append((hook, path, len(self.events)))
+        if hook is Hook.PRE_FORWARD:
             self.live.unmark()
-        elif moment is Moment.PRE_BACKWARD:
+        elif hook is Hook.PRE_BACKWARD:
             self.live.unmark(made_from=self._backward_began)  # the gradient that the block gets is its own
-        self._is_behind_blocks = moment is Moment.POST_FORWARD
-        if moment in (Moment.POST_FORWARD, Moment.POST_BACKWARD):
-            self.tell(moment, path, None)
+        self._is_behind_blocks = hook is Hook.POST_FORWARD
+        if hook in (Hook.POST_FORWARD, Hook.POST_BACKWARD):
+            self.tell(hook, path, None)
 
     def close(self) -> None:
         """What came since the last moment is that one's."""
@@ -284,10 +282,10 @@ class ShownParameters:
                         sharded = nn.Parameter(torch.empty(spec.shape, dtype=dtype), gathered.requires_grad)
                         places.append((modules[path], name, sharded, gathered))
 
-    def __call__(self, moment: Moment, unit: str) -> None:
-        if moment is Moment.GRADIENT or (moment is Moment.POST_FORWARD and unit in self._staying):
+    def __call__(self, hook: Hook, unit: str) -> None:
+        if hook is Hook.GRADIENT or (hook is Hook.POST_FORWARD and unit in self._staying):
             return
-        is_gathered = moment in (Moment.PRE_FORWARD, Moment.PRE_BACKWARD)
+        is_gathered = hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD)
         for module, name, sharded, gathered in self._places.get(unit, ()):
             module._parameters[name] = gathered if is_gathered else sharded
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from composer_fsdp2.estimate.bounds import GPUS, Machine, step_bounds, timed_step
-from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
+from composer_fsdp2.estimate.events import Hook, MicrobatchTrace, StepEvent
 from composer_fsdp2.estimate.step import CollectiveCall, Kind, Link, MemorySample, Phase, StepEstimate
 
 pytestmark = pytest.mark.any_torch
 
 # Unit a computes 100 operations forward, b 50, and b's backward 80, of which 20 a second time.
 EVENTS = (
-    StepEvent(moment=Moment.PRE_FORWARD, unit="a", flops=100),
-    StepEvent(moment=Moment.PRE_FORWARD, unit="b", flops=50),
-    StepEvent(moment=Moment.PRE_BACKWARD, unit="b", flops=80, recomputed_flops=20),
-    StepEvent(moment=Moment.POST_BACKWARD, unit="b"),
+    StepEvent(hook=Hook.PRE_FORWARD, unit="a", flops=100),
+    StepEvent(hook=Hook.PRE_FORWARD, unit="b", flops=50),
+    StepEvent(hook=Hook.PRE_BACKWARD, unit="b", flops=80, recomputed_flops=20),
+    StepEvent(hook=Hook.POST_BACKWARD, unit="b"),
 )
 TRACE = MicrobatchTrace(events=EVENTS)
 

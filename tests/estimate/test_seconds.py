@@ -9,7 +9,7 @@ import pytest
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.sharding import MixedPrecision, ShardingConfig
 from composer_fsdp2.estimate.bounds import GPUS, Machine, with_assumed_speeds
-from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
+from composer_fsdp2.estimate.events import Hook, MicrobatchTrace, StepEvent
 from composer_fsdp2.estimate.seconds import HOST_PASSES, LINK_SHARE, step_seconds
 from composer_fsdp2.estimate.step import CollectiveCall, Kind, Link, MemorySample, Phase, StepEstimate
 from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.any_torch
 # 100 operations forward; 300 backward, of which 100 a second time. At half of 20 a second these are 10 and 30 s.
 TRACE = MicrobatchTrace(
     events=(
-        StepEvent(moment=Moment.PRE_FORWARD, unit="a", flops=100),
-        StepEvent(moment=Moment.PRE_BACKWARD, unit="a", flops=300, recomputed_flops=100),
-        StepEvent(moment=Moment.POST_BACKWARD, unit="a"),
+        StepEvent(hook=Hook.PRE_FORWARD, unit="a", flops=100),
+        StepEvent(hook=Hook.PRE_BACKWARD, unit="a", flops=300, recomputed_flops=100),
+        StepEvent(hook=Hook.POST_BACKWARD, unit="a"),
     )
 )
 MACHINE = Machine(

@@ -14,7 +14,7 @@ from support.examples import examples
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.sharding import Accumulation, ActivationCheckpointing, GradientSync, ShardingConfig
 from composer_fsdp2.estimate.bounds import GPUS
-from composer_fsdp2.estimate.events import MicrobatchTrace, Moment
+from composer_fsdp2.estimate.events import Hook, MicrobatchTrace
 from composer_fsdp2.estimate.replay import assumed_trace, estimate_step
 from composer_fsdp2.estimate.seconds import step_seconds
 from composer_fsdp2.estimate.settings import Activations, Settings, blocks_of, present_settings
@@ -292,7 +292,7 @@ def test_three_microbatches_tell_of_any_number(data: st.DataObject):
     )
     events, live = [], 0
     for event in assumed_trace(plan).events:
-        live += {Moment.POST_FORWARD: 1, Moment.POST_BACKWARD: -1}.get(event.moment, 0) * draw(st.just(4000))
+        live += {Hook.POST_FORWARD: 1, Hook.POST_BACKWARD: -1}.get(event.hook, 0) * draw(st.just(4000))
         events.append(replace(event, live_bytes=max(live, 0), peak_bytes=max(live, 0) + 500, flops=10**12))
     trace = MicrobatchTrace(events=tuple(events), host_bytes=draw(st.sampled_from((0, 10**6))))
     number = draw(st.integers(4, 9))

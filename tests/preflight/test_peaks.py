@@ -24,9 +24,7 @@ DIVIDED = {
     "layers of Llama": Case(model="llama", tensor=2, microbatches=2),
     "layers of MPT": Case(model="mpt", tensor=2, config={"activation_checkpointing": True}),
     "layers of LoRA": Case(model="lora", tensor=2),
-    "norms of Qwen3's heads": Case(
-        model="qwen3_moe", tensor=2, config={"check_data": False}, within=0.002
-    ),
+    "norms of Qwen3's heads": Case(model="qwen3_moe", tensor=2, config={"check_data": False}, within=0.002),
     "sequences of Llama": Case(model="llama", config=CONTEXT),
     "sequences of MPT, recomputed": Case(model="mpt", config=CONTEXT | {"activation_checkpointing": True}),
     "experts of Qwen3": Case(model="qwen3_moe", config=EXPERTS | RECOMPUTED, microbatches=2, within=0.002),

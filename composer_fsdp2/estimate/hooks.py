@@ -11,15 +11,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composer_fsdp2._torch.passing import after_backward, after_gradients_of, tensors_in
-from composer_fsdp2.estimate.events import Moment
+from composer_fsdp2.estimate.events import Hook
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 # What is to be told of each moment: which, of which unit, and of which parameter's gradient.
-Listener = Callable[[Moment, str, str | None], None]
+Listener = Callable[[Hook, str, str | None], None]
 
 
-def _silence(moment: Moment, unit: str, parameter: str | None) -> None:
+def _silence(hook: Hook, unit: str, parameter: str | None) -> None:
     pass
 
 
@@ -87,7 +87,7 @@ def _trained(model: nn.Module, plan: ShardingPlan) -> Iterator[tuple[str, str, n
 
 
 def _tell_gradient(tell: Listener, unit: str, name: str, _: nn.Parameter) -> None:
-    tell(Moment.GRADIENT, unit, name)
+    tell(Hook.GRADIENT, unit, name)
 
 
 class _Ends:
@@ -105,7 +105,7 @@ class _Ends:
 
     def _end(self) -> None:
         self._is_queued = False
-        self.tell(Moment.END, "", None)
+        self.tell(Hook.END, "", None)
         for unit in self.units:
             unit.is_in_backward = False
 
@@ -119,14 +119,14 @@ def _hooks_of(unit: _Unit, tell: Listener, ends: _Ends) -> list[RemovableHandle]
             unit.waiting.update(unit.modules)
         if unit.is_in_backward or not is_first:
             return args, kwargs  # a recomputation inside of the unit's own backward, or a group's other module
-        tell(Moment.PRE_FORWARD, unit.name, None)
+        tell(Hook.PRE_FORWARD, unit.name, None)
         return after_gradients_of((args, kwargs), partial(_end_backward, unit, tell))
 
     def after(module: nn.Module, _: Any, output: Any) -> None:
         unit.waiting.discard(module)
         if unit.is_in_backward or unit.waiting:
             return
-        tell(Moment.POST_FORWARD, unit.name, None)
+        tell(Hook.POST_FORWARD, unit.name, None)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
@@ -136,7 +136,7 @@ def _hooks_of(unit: _Unit, tell: Listener, ends: _Ends) -> list[RemovableHandle]
         ends.expect()
         if not unit.is_in_backward:
             unit.is_in_backward = True
-            tell(Moment.PRE_BACKWARD, unit.name, None)
+            tell(Hook.PRE_BACKWARD, unit.name, None)
 
     return [
         handle
@@ -150,4 +150,4 @@ def _hooks_of(unit: _Unit, tell: Listener, ends: _Ends) -> list[RemovableHandle]
 
 def _end_backward(unit: _Unit, tell: Listener) -> None:
     unit.is_in_backward = False
-    tell(Moment.POST_BACKWARD, unit.name, None)
+    tell(Hook.POST_BACKWARD, unit.name, None)
