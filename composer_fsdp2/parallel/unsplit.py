@@ -140,8 +140,7 @@ class _Comparison:
         device = device_of_group(self.along)
         gradients = [parameter.grad for parameter in self.pending.values()]
         local = [torch.zeros(1) if each is None else local_tensor(each).detach() for each in gradients]
-        nothing = torch.zeros(_WIDTH, dtype=torch.float64)
-        inputs = [_INPUTS.get(each, nothing) for each in self.inputs.values()]
+        inputs = [_INPUTS.get(each, torch.zeros(_WIDTH, dtype=torch.float64)) for each in self.inputs.values()]
         folded = torch.stack([each.to(device) for each in (*map(_folded, local), *inputs)])  # (rows, _WIDTH)
         mean = folded.clone()
         dist.all_reduce(mean, group=self.along)
