@@ -1,4 +1,4 @@
-"""From the events of a model with a few blocks to those of the model with all of them."""
+"""Extend the events of a model with a few blocks to all of its blocks."""
 
 import itertools
 from collections.abc import Iterator, Sequence, Set
@@ -10,13 +10,13 @@ from composer_fsdp2.sharding.modules import is_at_or_under
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """The events of one block's forward or backward, and what the model computes after it.
+class BlockSpan:
+    """The events of one block's forward or backward, and of the computation after it.
 
     Args:
-        begin: Of the block's events, in all of them.
-        end: Where they end. The event there is no moment of a unit's: it has what the model computes after the block,
-            up to its next moment.
+        begin: Index of the block's first event.
+        end: Index after its last one. The event there is not a unit's hook: it counts the model's computation between
+            the block and the next hook.
     """
 
     path: str
@@ -25,17 +25,17 @@ class Stretch:
     is_backward: bool
 
 
-def expand(events: Sequence[StepEvent], stretches: Sequence[Stretch], lists: Sequence[BlockList]) -> list[StepEvent]:
-    """The events of all blocks: those of a block that was left out are those of the one that stands for it.
+def expand(events: Sequence[StepEvent], spans: Sequence[BlockSpan], lists: Sequence[BlockList]) -> list[StepEvent]:
+    """The events of all blocks; an omitted block has the events of its traced representative.
 
-    What lives on from one block to the next is added up: each block adds in its forward, and gives back in its
-    backward, what the one that stands for it did.
+    Live activations accumulate over the blocks: each allocates in forward, and frees in backward, as much as its
+    representative.
 
     Raises:
-        NotInOrderError: a list that is not complete did not run from its first block to its last, or back.
+        NotInOrderError: a list with omitted blocks did not run from its first block to its last, or back.
     """
-    runs = {run.traced[0].begin: run for blocks in lists if blocks.is_short for run in _runs_of(blocks, stretches)}
-    after = {stretch.end for stretch in stretches}
+    runs = {run.traced[0].begin: run for blocks in lists if blocks.is_short for run in _runs_of(blocks, spans)}
+    after = {span.end for span in spans}
     found: list[StepEvent] = []
     shift, place = _Bytes(0, 0), 0
     while place < len(events):
@@ -50,12 +50,12 @@ def expand(events: Sequence[StepEvent], stretches: Sequence[Stretch], lists: Seq
 
 
 class NotInOrderError(Exception):
-    """Blocks ran in another order than that of their list, more than once, or with something between them."""
+    """Blocks did not run in their list's order, ran more than once, or ran with other events between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """On the device and on the host."""
+    """Live bytes on the device and on the host."""
 
     live: int
     host: int
@@ -73,22 +73,22 @@ class _Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Blocks of one list, one directly after the other."""
+    """Consecutive blocks of one list."""
 
     blocks: BlockList
-    names: Sequence[str]  # of all blocks, in the order in which they run
-    traced: Sequence[Stretch]
+    names: Sequence[str]  # of all blocks, in execution order
+    traced: Sequence[BlockSpan]
 
 
-def _runs_of(blocks: BlockList, stretches: Sequence[Stretch]) -> Iterator[_Run]:
-    """At most one forward, and one backward of all blocks or of the last ones, the others being frozen."""
+def _runs_of(blocks: BlockList, spans: Sequence[BlockSpan]) -> Iterator[_Run]:
+    """At most one forward, and one backward; frozen leading blocks have no backward."""
     paths = {blocks.block(name): name for name in blocks.present}
-    traced = [stretch for stretch in stretches if stretch.path in paths]
+    traced = [span for span in spans if span.path in paths]
     for is_backward in (False, True):
-        run = [stretch for stretch in traced if stretch.is_backward is is_backward]
+        run = [span for span in traced if span.is_backward is is_backward]
         if not run:
             continue
-        order = [paths[stretch.path] for stretch in run]
+        order = [paths[span.path] for span in run]
         inside = [name for name in blocks.names if blocks.kept[name] in order]
         ran = [name for name in blocks.present if name in order]
         follows = all(second.begin == first.end + 1 for first, second in itertools.pairwise(run))
@@ -98,18 +98,18 @@ def _runs_of(blocks: BlockList, stretches: Sequence[Stretch]) -> Iterator[_Run]:
 
 
 def _put_run(found: list[StepEvent], events: Sequence[StepEvent], run: _Run, shift: _Bytes) -> _Bytes:
-    """Append the events of a run; returns by how much more is alive behind it than where it was traced."""
-    by_path = {stretch.path: stretch for stretch in run.traced}
+    """Append the events of a run; returns how many more bytes are live after it than in the trace."""
+    by_path = {span.path: span for span in run.traced}
     first, last = run.traced[0], run.traced[-1]
     live = _Bytes.at(events[first.begin]) + shift
     for name in run.names:
-        path, stretch = run.blocks.block(name), by_path[run.blocks.block(run.blocks.kept[name])]
-        moved = live - _Bytes.at(events[stretch.begin])
-        for event in _renamed(events[stretch.begin : stretch.end], stretch.path, path):
+        path, span = run.blocks.block(name), by_path[run.blocks.block(run.blocks.kept[name])]
+        moved = live - _Bytes.at(events[span.begin])
+        for event in _renamed(events[span.begin : span.end], span.path, path):
             _put(found, _moved(event, moved), is_moment=True)
-        live = _Bytes.at(events[stretch.end]) + moved
+        live = _Bytes.at(events[span.end]) + moved
         if name != run.names[-1]:
-            between = first if stretch is last else stretch  # behind the last one that was traced comes another thing
+            between = first if span is last else span  # after the last traced block other modules run
             behind = _Bytes.at(events[between.end])
             _put(found, _moved(events[between.end], live - behind), is_moment=False)
             live += _Bytes.at(events[between.end + 1]) - behind
@@ -117,7 +117,7 @@ def _put_run(found: list[StepEvent], events: Sequence[StepEvent], run: _Run, shi
 
 
 def _put(found: list[StepEvent], event: StepEvent, *, is_moment: bool) -> None:
-    """Append a moment; or have the one before go on."""
+    """Append the event of a hook; merge any other event into the previous one."""
     if is_moment:
         found.append(event)
         return
@@ -159,14 +159,14 @@ def _below(name: str, path: str, new_path: str) -> str:
     return new_path + name.removeprefix(path) if is_at_or_under(name, path) else name
 
 
-def stretches_of(events: Sequence[StepEvent], markers: Sequence[tuple[Hook, str, int]]) -> list[Stretch]:
-    """Where each block's forward and backward lies.
+def spans_of(events: Sequence[StepEvent], markers: Sequence[tuple[Hook, str, int]]) -> list[BlockSpan]:
+    """The spans of each block's forward and backward.
 
     Args:
-        markers: At which moment of which block's how many events had been told of. Where a block ends, the next event
-            is the one of what comes after it.
+        markers: (hook, block path, number of events recorded before it). The event at a block's end counts the
+            computation after the block.
     """
-    found: list[Stretch] = []
+    found: list[BlockSpan] = []
     begun: dict[str, int] = {}
     for hook, path, place in markers:
         match hook:
@@ -176,31 +176,31 @@ def stretches_of(events: Sequence[StepEvent], markers: Sequence[tuple[Hook, str,
                 begun[path] = _with_unit(events, path, place)
             case _ if path in begun:
                 is_backward = hook is Hook.POST_BACKWARD
-                found.append(Stretch(path=path, begin=begun.pop(path), end=place, is_backward=is_backward))
+                found.append(BlockSpan(path=path, begin=begun.pop(path), end=place, is_backward=is_backward))
     return found
 
 
 def check_order(
-    stretches: Sequence[Stretch],
+    spans: Sequence[BlockSpan],
     markers: Sequence[tuple[Hook, str, int]],
     lists: Sequence[BlockList],
-    not_chained: Set[str] = frozenset(),
+    not_sequential: Set[str] = frozenset(),
 ) -> None:
-    """Raise where blocks that were left out cannot be told from those that stand for them.
+    """Check that omitted blocks can be derived from their representatives.
 
     Raises:
-        NotInOrderError: one of these began a backward whose end nothing showed, or is in a list in ``not_chained``.
+        NotInOrderError: a representative has no recorded end of its backward, or its list is in ``not_sequential``.
     """
     begun = {path for hook, path, _ in markers if hook is Hook.PRE_BACKWARD}
-    ended = {stretch.path for stretch in stretches if stretch.is_backward}
+    ended = {span.path for span in spans if span.is_backward}
     for each in lists:
         standing = {each.block(each.kept[name]) for name in each.names if name not in each.present}
-        if standing & begun - ended or (standing and each.path in not_chained):
+        if standing & begun - ended or (standing and each.path in not_sequential):
             raise NotInOrderError(each.path)
 
 
 def _with_unit(events: Sequence[StepEvent], path: str, place: int) -> int:
-    """Where a block's backward begins: a unit of the same module is told of it first."""
+    """The index where a block's backward begins; a unit of the same module records PRE_BACKWARD first."""
     while place and events[place - 1].hook is Hook.PRE_BACKWARD and is_at_or_under(events[place - 1].unit, path):
         place -= 1
     return place

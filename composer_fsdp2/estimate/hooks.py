@@ -1,4 +1,4 @@
-"""The order in which a step comes by FSDP2's hooks, recorded on a model that is not sharded."""
+"""Record the order of FSDP2's hooks in a step, on a model that is not sharded."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,51 +15,56 @@ from composer_fsdp2.estimate.events import Hook
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.sharding.plan import ShardingPlan
 
-# What is to be told of each moment: which, of which unit, and of which parameter's gradient.
-Listener = Callable[[Hook, str, str | None], None]
+# (hook, unit, parameter of a GRADIENT hook) -> None
+RecordHook = Callable[[Hook, str, str | None], None]
 
 
-def _silence(hook: Hook, unit: str, parameter: str | None) -> None:
+def _ignore(hook: Hook, unit: str, parameter: str | None) -> None:
     pass
 
 
 @dataclass(slots=True, eq=False)
 class _Unit:
-    """Where one unit is in its step, as ``fully_shard`` keeps it."""
+    """The state of one unit in a step, as in ``fully_shard``."""
 
     name: str
     modules: Sequence[nn.Module]
     is_in_backward: bool = False
-    waiting: set[nn.Module] = field(default_factory=set)  # of a group, those that have still to run forward
+    waiting: set[nn.Module] = field(default_factory=set)  # modules of a group that have not run forward yet
 
 
 @contextlib.contextmanager
-def listen(
-    model: nn.Module, plan: ShardingPlan, tell: Listener, *, blocks: Sequence[str] = (), tell_block: Listener = _silence
+def record_hooks(
+    model: nn.Module,
+    plan: ShardingPlan,
+    record: RecordHook,
+    *,
+    blocks: Sequence[str] = (),
+    record_block: RecordHook = _ignore,
 ) -> Iterator[None]:
-    """Call ``tell`` at each moment at which ``fully_shard`` would do something, in the block.
+    """Call ``record`` wherever a hook of ``fully_shard`` would run in the block.
 
-    The hooks stand where its own stand: before and after a unit's forward, where the first gradient of its outputs is
-    there, where all gradients of its inputs are there, and where autograd has accumulated a parameter's gradient.
-    A unit whose inputs need no gradient has no POST_BACKWARD; it is finished at END.
+    The hooks are those of ``fully_shard``: before and after a unit's forward, at the first gradient of its outputs,
+    after all gradients of its inputs, and after autograd has accumulated a parameter's gradient. A unit whose inputs
+    need no gradient has no POST_BACKWARD; its backward finishes at END.
 
     Args:
-        model: The model that the plan was made for, or a copy with fewer blocks: units that it lacks are passed over.
-            Checkpointing wrappers may stand around modules. Nothing is sharded, and no hook is left behind.
-        blocks: The paths of modules whose forward and backward ``tell_block`` is told of, as if they were units: their
-            forward begins before that of a unit of the same module, and all else of theirs comes after.
+        model: The plan's model, or a copy with fewer blocks, in which missing units are skipped. Modules may have
+            checkpointing wrappers. Nothing is sharded, and all hooks are removed after the block.
+        blocks: Paths of modules whose hooks call ``record_block``, as if they were units. PRE_FORWARD of a block runs
+            before that of a unit of the same module, its other hooks run after.
     """
     handles: list[RemovableHandle] = []
-    ends = _Ends(tell)
+    ends = _Ends(record)
     for unit in plan.units:
         modules = [module for path in unit.modules if (module := module_at(model, path)) is not None]
         if len(modules) == len(unit.modules):
-            handles += _hooks_of(_Unit(unit.name, modules), tell, ends)
+            handles += _hooks_of(_Unit(unit.name, modules), record, ends)
     for path in blocks:
-        handles += _hooks_of(_Unit(path, [at_path(model, path)]), tell_block, ends)
+        handles += _hooks_of(_Unit(path, [at_path(model, path)]), record_block, ends)
     for name, unit_name, parameter in _trained(model, plan):
-        tell_gradient = partial(_tell_gradient, tell, unit_name, name)
-        handles.append(parameter.register_post_accumulate_grad_hook(tell_gradient))
+        record_gradient = partial(_record_gradient, record, unit_name, name)
+        handles.append(parameter.register_post_accumulate_grad_hook(record_gradient))
     try:
         yield
     finally:
@@ -68,7 +73,7 @@ def listen(
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module | None:
-    """As ``at_path``; None where the model, a copy with fewer blocks, has no such module."""
+    """As ``at_path``; None if the model, a copy with fewer blocks, lacks the module."""
     try:
         return at_path(model, path)
     except AttributeError:
@@ -76,7 +81,7 @@ def module_at(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _trained(model: nn.Module, plan: ShardingPlan) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """The name of each parameter that needs a gradient, that of its unit ("" of none) and itself; a tied one once."""
+    """(name, unit's name or "", parameter) of each parameter that requires a gradient; a tied one once."""
     first_names = {
         name: (spec.name, unit.name) for unit in plan.units for spec in unit.parameters for name in spec.names
     }
@@ -86,15 +91,15 @@ def _trained(model: nn.Module, plan: ShardingPlan) -> Iterator[tuple[str, str, n
             yield (*first_names.get(plain_name, (plain_name, "")), parameter)
 
 
-def _tell_gradient(tell: Listener, unit: str, name: str, _: nn.Parameter) -> None:
-    tell(Hook.GRADIENT, unit, name)
+def _record_gradient(record: RecordHook, unit: str, name: str, _: nn.Parameter) -> None:
+    record(Hook.GRADIENT, unit, name)
 
 
 class _Ends:
-    """Tells END once for each backward, where autograd has run everything."""
+    """Records END once per backward, after autograd has finished."""
 
-    def __init__(self, tell: Listener) -> None:
-        self.tell = tell
+    def __init__(self, record: RecordHook) -> None:
+        self.record = record
         self.units: list[_Unit] = []
         self._is_queued = False
 
@@ -105,12 +110,12 @@ class _Ends:
 
     def _end(self) -> None:
         self._is_queued = False
-        self.tell(Hook.END, "", None)
+        self.record(Hook.END, "", None)
         for unit in self.units:
             unit.is_in_backward = False
 
 
-def _hooks_of(unit: _Unit, tell: Listener, ends: _Ends) -> list[RemovableHandle]:
+def _hooks_of(unit: _Unit, record: RecordHook, ends: _Ends) -> list[RemovableHandle]:
     ends.units.append(unit)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,15 +123,15 @@ def _hooks_of(unit: _Unit, tell: Listener, ends: _Ends) -> list[RemovableHandle]
         if is_first:
             unit.waiting.update(unit.modules)
         if unit.is_in_backward or not is_first:
-            return args, kwargs  # a recomputation inside of the unit's own backward, or a group's other module
-        tell(Hook.PRE_FORWARD, unit.name, None)
-        return after_gradients_of((args, kwargs), partial(_end_backward, unit, tell))
+            return args, kwargs  # recomputed in the unit's own backward, or another module of the group
+        record(Hook.PRE_FORWARD, unit.name, None)
+        return after_gradients_of((args, kwargs), partial(_end_backward, unit, record))
 
     def after(module: nn.Module, _: Any, output: Any) -> None:
         unit.waiting.discard(module)
         if unit.is_in_backward or unit.waiting:
             return
-        tell(Hook.POST_FORWARD, unit.name, None)
+        record(Hook.POST_FORWARD, unit.name, None)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
@@ -136,7 +141,7 @@ def _hooks_of(unit: _Unit, tell: Listener, ends: _Ends) -> list[RemovableHandle]
         ends.expect()
         if not unit.is_in_backward:
             unit.is_in_backward = True
-            tell(Hook.PRE_BACKWARD, unit.name, None)
+            record(Hook.PRE_BACKWARD, unit.name, None)
 
     return [
         handle
@@ -148,6 +153,6 @@ def _hooks_of(unit: _Unit, tell: Listener, ends: _Ends) -> list[RemovableHandle]
     ]
 
 
-def _end_backward(unit: _Unit, tell: Listener) -> None:
+def _end_backward(unit: _Unit, record: RecordHook) -> None:
     unit.is_in_backward = False
-    tell(Hook.POST_BACKWARD, unit.name, None)
+    record(Hook.POST_BACKWARD, unit.name, None)

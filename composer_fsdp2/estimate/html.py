@@ -1,4 +1,4 @@
-"""A planned step as one page for a browser: inline SVG and tables, no script, no address of anything outside."""
+"""Render a planned step as one HTML page: inline SVG and tables, no scripts, no external resources."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,11 +20,11 @@ from composer_fsdp2.estimate.plan_text import (
 from composer_fsdp2.estimate.planned_step import PlannedStep
 from composer_fsdp2.estimate.step import Kind, MemorySample, Phase
 
-_COLUMNS = 480  # of the timeline: of more samples the largest of each few is drawn
+_COLUMNS = 480  # of the timeline; more samples are downsampled to these, by maximum
 _WIDTH, _HEIGHT = 960.0, 300.0
 _LEFT, _TOP, _BOTTOM = 74.0, 16.0, 34.0
 
-# Of one lightness each, told apart by red-green-blind readers too: state, what is gathered, what the model computes.
+# (light scheme, dark scheme). One lightness per group (state, gathered, activations): distinct for red-green blindness.
 _COLOURS = {
     Kind.PARAMETERS: ("#3b5b92", "#6f9be0"),
     Kind.OPTIMIZER: ("#7aa0d4", "#3f62a0"),
@@ -40,10 +40,10 @@ _GREY = ("#888888", "#888888")
 
 
 def plan_page(step: PlannedStep, suggestions: str = "") -> str:
-    """The whole page.
+    """Render the page.
 
     Args:
-        suggestions: What ``--suggest`` says, as text.
+        suggestions: The text of ``--suggest``.
     """
     proposed = f"<h2>Suggestions</h2>\n<pre>{escape(suggestions)}</pre>" if suggestions else ""
     first, others = (_head, _verdict, _timeline), (_units, _collectives, _bounds, _findings, _text)
@@ -141,7 +141,7 @@ def _left(left: int) -> str:
 
 
 def drawn_samples(timeline: Sequence[MemorySample], columns: int = _COLUMNS) -> list[MemorySample]:
-    """At most so many samples: of each few in a row the one that takes the most, so that no peak is lost."""
+    """Downsample to at most ``columns`` samples, keeping the largest of each interval, hence the peak."""
     if len(timeline) <= columns:
         return list(timeline)
     edges = [number * len(timeline) // columns for number in range(columns + 1)]
@@ -151,7 +151,7 @@ def drawn_samples(timeline: Sequence[MemorySample], columns: int = _COLUMNS) -> 
 def _timeline(step: PlannedStep) -> Iterator[str]:
     samples, peak = drawn_samples(step.estimate.timeline), step.estimate.peak
     usable = step.memory.usable_bytes if step.memory else 0
-    limit = usable if usable < 3 * peak.total_bytes else 0  # a line far above would press everything else flat
+    limit = usable if usable < 3 * peak.total_bytes else 0  # a limit far above would flatten the chart
     scale = _Scale(1.08 * max(peak.total_bytes, limit), len(samples))
     yield "<h2>Memory of a rank over a step</h2>"
     yield from _picture("memory over a step", _HEIGHT, _timeline_shapes(step, samples, scale, limit))
@@ -165,7 +165,7 @@ def _timeline(step: PlannedStep) -> Iterator[str]:
 
 
 def _picture(name: str, height: float, shapes: Iterable[str]) -> Iterator[str]:
-    """The beginning of a figure; its caption is the caller's."""
+    """Open a figure with an SVG; the caller adds the caption and closes it."""
     yield '<figure><div class="scroll">'
     yield f'<svg viewBox="0 {-_TOP:g} {_WIDTH:g} {height + _TOP:g}" role="img" aria-label="{name}">'
     yield from shapes
@@ -184,7 +184,7 @@ def _timeline_shapes(step: PlannedStep, samples: Sequence[MemorySample], scale: 
 
 
 class _Scale:
-    """From bytes and the number of a sample to the picture's coordinates."""
+    """Maps sample indices and bytes to SVG coordinates."""
 
     def __init__(self, most_bytes: float, samples: int) -> None:
         self.most_bytes, self.samples = most_bytes or 1.0, max(1, samples)
@@ -197,7 +197,7 @@ class _Scale:
 
 
 def _axis(most_bytes: float, y_of: Callable[[float], float]) -> Iterator[str]:
-    """Lines at round numbers of bytes."""
+    """Grid lines at round numbers of bytes."""
     for num_bytes in _ticks(most_bytes):
         y = y_of(num_bytes)
         yield f'<line class="axis" x1="{_LEFT:g}" x2="{_WIDTH:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
@@ -209,7 +209,7 @@ def _round_bytes(num_bytes: int) -> str:
 
 
 def _ticks(most_bytes: float) -> list[int]:
-    """Round numbers of bytes, at most six."""
+    """Axis ticks in bytes: multiples of the smallest power of two that needs at most six steps."""
     step = 1
     while most_bytes / step > 6:
         step *= 2
@@ -217,7 +217,7 @@ def _ticks(most_bytes: float) -> list[int]:
 
 
 def _layers(samples: Sequence[MemorySample], scale: _Scale) -> Iterator[str]:
-    """One area a kind, stacked, as stairs."""
+    """Stacked step areas, one per kind."""
     below = [0] * len(samples)
     for place, kind in enumerate(Kind):
         above = [low + sample.bytes_of(kind) for low, sample in zip(below, samples, strict=True)]
@@ -239,7 +239,7 @@ def _joined(points: Iterable[str]) -> str:
 
 
 def _phases(samples: Sequence[MemorySample], scale: _Scale) -> Iterator[str]:
-    """Where a microbatch begins, and its phases as far as there is room for their names."""
+    """Mark the start of each microbatch, and label its phases where the labels fit."""
     starts = [
         number
         for number, sample in enumerate(samples)
@@ -268,7 +268,7 @@ def _peak_mark(peak: MemorySample, samples: Sequence[MemorySample], scale: _Scal
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What text has as well
+# The sections that ``plan_text`` has too
 
 
 def _units(step: PlannedStep) -> Iterator[str]:
@@ -286,7 +286,7 @@ def _collectives(step: PlannedStep) -> Iterator[str]:
 
 
 def _table(table: Table, marks: Sequence[str] = ()) -> Iterator[str]:
-    """Marks are HTML before the first cell of each row."""
+    """Render a table; ``marks`` are HTML before the first cell of each row."""
     yield '<div class="scroll"><table><thead><tr>'
     yield "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
     yield "</tr></thead><tbody>"

@@ -1,4 +1,4 @@
-"""What ``plan`` says of a run, as text that fits a screen."""
+"""Render a planned step as text that fits a screen."""
 
 import textwrap
 from collections.abc import Iterator
@@ -16,20 +16,20 @@ _SHOWN_FINDINGS = 4
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of ``plan``, for text and for HTML; the first column is to the left, the others to the right."""
+    """A table for text and HTML; the first column is left-aligned, the others right-aligned."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
 
 def plan_text(step: PlannedStep) -> str:
-    """The whole answer: the run, its memory, units, collectives, bounds and findings, and the verdict last."""
+    """Render the run, its memory, units, collectives, bounds and findings, then the verdict."""
     parts = (_run, _memory, _units, _collectives, _bounds, _findings, _verdict)
     return "\n".join(printable(line) for part in parts for line in part(step))
 
 
 def human_count(number: float) -> str:
-    """405853388800 as ``405.9 B``."""
+    """Format 405853388800 as ``405.9 B``."""
     for size, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= size:
             return f"{number / size:.1f} {word}"
@@ -44,7 +44,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def where(sample: MemorySample) -> str:
-    """A moment in words."""
+    """Describe the phase, microbatch and event of a sample."""
     number = f", microbatch {sample.microbatch + 1}" if sample.microbatch >= 0 else ""
     return f"{sample.phase.value}{number}: {sample.label or 'the model'}"
 
@@ -59,7 +59,7 @@ def _run(step: PlannedStep) -> Iterator[str]:
 
 
 def memory_table(step: PlannedStep) -> Table:
-    """By kind, in the order of ``Kind``; without those of which there is nothing."""
+    """Memory at the peak by kind, in the order of ``Kind``; kinds that stay at zero are omitted."""
     peak = step.estimate.peak
     rows = [
         (kind.value, human_bytes(size := peak.bytes_of(kind)), f"{size / peak.total_bytes:.0%}", human_bytes(most))
@@ -90,7 +90,7 @@ def _lines(table: Table) -> Iterator[str]:
 
 
 def units_table(step: PlannedStep) -> Table:
-    """Units of one kind in a row, the most parameters first."""
+    """One row per kind of unit, largest total parameter count first."""
     kinds = sorted(unit_kinds(step.units_and_bytes()), key=lambda kind: -kind.units * kind.parameters)
     rows = [
         (
@@ -119,7 +119,7 @@ def _short(name: str, length: int = 34) -> str:
 
 
 def collectives_table(step: PlannedStep) -> Table:
-    """Of a step, for one rank; sent is in a ring."""
+    """The collectives of one rank in a step; bytes sent assume a ring algorithm."""
     rows = [
         (
             f"{each.phase.value}: {each.op}",
@@ -140,7 +140,7 @@ def _collectives(step: PlannedStep) -> Iterator[str]:
 
 
 def bounds_table(step: PlannedStep) -> Table:
-    """Without rows where no speed was given."""
+    """Lower bounds of a step's time; empty if the machine's speeds are unknown."""
     bounds = step.bounds
     if bounds is None:
         return Table((), ())
@@ -172,7 +172,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def shown_findings(step: PlannedStep) -> list[Finding]:
-    """What blocks comes first; what is exact or not needed is left to ``--json``."""
+    """Blocking findings first; exact and unneeded ones are in ``--json`` only."""
     quiet = (Outcome.EXACT, Outcome.UNNEEDED)
     others = [each for each in step.findings if each.asks and each.reason and not each.outcome.blocks]
     return [*step.blocking, *(each for each in others if each.outcome not in quiet)]

@@ -1,4 +1,4 @@
-"""Everything that ``plan`` says of a run: one value, with what fits, and as the object that ``--json`` prints."""
+"""The result of ``plan`` for a run, as one value and as the JSON object of ``--json``."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from composer_fsdp2.estimate.links import LinkBytes, Traffic, sent_by_unit, traf
 from composer_fsdp2.estimate.step import Kind, StepEstimate
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
 
-# Of the object that ``--json`` prints; another one means that a program has to be changed. SCHEMA describes it.
+# Version of the ``--json`` object, whose format is SCHEMA; it increases with an incompatible change.
 VERSION = 1
 SCHEMA = Path(__file__).with_name("plan.schema.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory(Value):
-    """What a device has, and how much of it an estimate must leave free."""
+    """A device's memory, and the part of it reserved for what the estimate does not model."""
 
     given_bytes: int
     reserve: Reserve = field(default_factory=Reserve)
@@ -37,15 +37,15 @@ class Memory(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep(Value):
-    """One step of a run, before it is run.
+    """The plan and estimate of one training step.
 
     Args:
-        source: What was asked about, as the user named it.
-        trace: None where no activations were counted.
+        source: The user's name for the run, such as its file.
+        trace: None if activations are not counted.
         optimizer: Its name.
-        findings: What a translation and the building of the model have to say.
-        memory: None where none was given.
-        bounds: None where no speed was given.
+        findings: From translating the configuration and building the model.
+        memory: None if unknown.
+        bounds: None if the machine's speeds are unknown.
     """
 
     source: str
@@ -65,7 +65,7 @@ class PlannedStep(Value):
 
     @property
     def fits(self) -> bool | None:
-        """None where no memory was given."""
+        """Whether the peak fits the usable memory; None if ``memory`` is None."""
         return None if self.memory is None else self.estimate.peak_bytes <= self.memory.usable_bytes
 
     @property
@@ -89,7 +89,7 @@ class PlannedStep(Value):
         return max((sum(map(sample.bytes_of, kinds)) for sample in self.estimate.timeline), default=0)
 
     def to_json(self) -> dict[str, Any]:
-        """The object that ``plan.schema.json`` describes; suggestions are the command's to put in."""
+        """The object of ``plan.schema.json``; the command fills in ``suggestions``."""
         return {
             "version": VERSION,
             "exit_code": self.exit_code,
@@ -106,7 +106,7 @@ class PlannedStep(Value):
         }
 
     def units_and_bytes(self) -> list[tuple[ShardUnit, LinkBytes]]:
-        """The plan's units in the order of a forward, and what a rank sends for each in a step."""
+        """The plan's units in the plan's order, with the bytes that a rank sends for each in a step."""
         sent = sent_by_unit(self.estimate.calls)
         return [(unit, sent.get(unit.name, LinkBytes())) for unit in self.plan.units]
 
@@ -190,7 +190,7 @@ def _bounds(bounds: Bounds | None) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitKind:
-    """Units that differ in the numbers of their layers alone."""
+    """Units that differ only in the layer indices of their names."""
 
     name: str
     units: int
@@ -200,9 +200,9 @@ class UnitKind:
 
 
 def unit_kinds(units: Iterable[tuple[ShardUnit, LinkBytes]]) -> Sequence[UnitKind]:
-    """Units by the form of their names and their size, without those that have no parameters.
+    """Group units by name pattern, size and ``reshard_after_forward``; units without parameters are omitted.
 
-    Bytes are of one of a kind, what is sent of all.
+    ``gathered_bytes`` is for one unit of the kind, ``sent`` for all of them.
     """
     alike: dict[tuple[str, int, str], list[tuple[ShardUnit, LinkBytes]]] = {}
     for unit, sent in units:

@@ -1,4 +1,4 @@
-"""One training step of a plan, replayed: what a rank's memory holds at each moment, and what it sends."""
+"""Replay one training step of a plan: a rank's memory over time, and its collectives."""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,21 +25,21 @@ def estimate_step(
     rank: int = 0,
     gpus_per_node: int = 8,
 ) -> StepEstimate:
-    """What one training step takes of a rank's memory and sends, without running it.
+    """Estimate the memory and collectives of one rank in a training step, without running it.
 
-    A replay of what ``fully_shard`` and this package do in the order in which the CPU asks for memory; equal to what
-    real steps count to the byte (tests/estimate/test_replay.py). It models neither the allocator's fragmentation nor
-    what NCCL and CUDA take for themselves.
+    Replays the allocations of ``fully_shard`` and of this package in the order in which the CPU issues them. The result
+    equals that of real steps to the byte (tests/estimate/test_replay.py). The allocator's fragmentation and the memory
+    of NCCL and CUDA are not modelled.
 
     Args:
-        plan: What ``plan_sharding`` gave.
-        trace: One microbatch of the model, with its activations. None: the units run in the order of the plan, and
+        plan: From ``plan_sharding``.
+        trace: One microbatch of the model, with its activations. None: the units run in the plan's order, and
             activations are not counted.
         world_size: The number of ranks.
-        optimizer: What it keeps; None is AdamW.
-        num_microbatches: Of the step, each with a forward and a backward.
-        rank: Whose memory; ranks differ where a parameter's rows do not divide evenly.
-        gpus_per_node: Which groups of ranks lie on one node.
+        optimizer: Its state; None is AdamW.
+        num_microbatches: Per step, each with a forward and a backward.
+        rank: The rank to estimate; ranks differ if a parameter's rows do not divide evenly.
+        gpus_per_node: Determines which groups are within one node.
     Raises:
         ConfigError: the plan does not fit ``world_size``.
 
@@ -55,7 +55,7 @@ def estimate_step(
 
 
 class _Replay:
-    """The state of one step while it is replayed."""
+    """The state of a replayed step."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class _Replay:
     def _context(self, bottom_up: Sequence[str]) -> CommContext:
         return CommContext([self.sizes[name] for name in _outer_first(bottom_up)], self.allocated, self._send)
 
-    # What is there before the step
+    # Allocated before the step
 
     def _keep_parameters(self) -> int:
         num_bytes = sum(
@@ -104,7 +104,7 @@ class _Replay:
         return num_bytes
 
     def _trained_bytes(self) -> list[int]:
-        """Of this rank's part of each parameter that is trained on its device."""
+        """The bytes of this rank's part of each trained parameter that is not offloaded."""
         kept = [each for each in self.sizes.values() if not each.is_offloaded]
         sharded = [p.own_shard * each.own_bytes for each in kept for p in each.parameters if p.is_trained]
         return sharded + [spec.numel * dtype_bytes(spec.dtype) for spec in self.unsharded if spec.is_trained]
@@ -157,7 +157,7 @@ class _Replay:
             self.allocated.alloc(Kind.GRADIENTS, spec.numel * dtype_bytes(spec.dtype))
 
     def _average_replicated(self, context: CommContext) -> None:
-        """One all-reduce for each axis of each mesh, in a backward that reduces the others; the buffer is kept."""
+        """Average gradients of replicated parameters, if this backward syncs: one all-reduce per axis of each mesh."""
         if not (context.reduce_grads and context.all_reduce_grads):
             return
         by_mesh: dict[object, list[ParameterSpec]] = {}
@@ -178,20 +178,20 @@ class _Replay:
             self.allocated.free(Kind.COMMUNICATION, num_bytes)
 
     def optimizer_step(self) -> None:
-        """Gradients and state are there; what the step allocates beside them is freed again."""
+        """Count the temporaries of the optimizer's step; gradients and state are allocated before it."""
         self.phase = Phase.OPTIMIZER
         self.allocated.reset_peak()
         num_bytes = self.optimizer.step_bytes(self._trained_bytes(), self.plan.mesh.device_type)
         self.allocated.alloc(Kind.OPTIMIZER, num_bytes)
         self.allocated.free(Kind.OPTIMIZER, num_bytes)
-        outputs = self.trace.events[-1].live_bytes  # of the last microbatch, until the next forward has ended
+        outputs = self.trace.events[-1].live_bytes  # of the last microbatch, alive until the next forward ends
         event = StepEvent(hook=Hook.END, unit="", live_bytes=outputs)
         self._sample(-1, -1, event)
 
-    # What is written down
+    # Recording
 
     def _sample(self, number: int, place: int, event: StepEvent) -> None:
-        """The larger of two: while the hook runs, beside what is alive; and from then on, with the state left as is."""
+        """Record the larger peak: during the hook, on top of live activations; or from its end to the next hook."""
         activations = max(event.peak_bytes, event.live_bytes)
         if self.allocated.peak + event.live_bytes > self.allocated.total + activations:
             held, activations = self.allocated.at_peak, event.live_bytes
@@ -225,7 +225,7 @@ class _Replay:
         )
 
     def host_bytes(self) -> int:
-        """What is offloaded: parameters, their gradients, and what the optimizer keeps."""
+        """The bytes of offloaded parameters, their gradients and optimizer state."""
         offloaded = [each for each in self.sizes.values() if each.is_offloaded]
         host = sum(each.shard_elements * each.own_bytes + self._state_of(each) for each in offloaded)
         return host + sum(
@@ -256,12 +256,12 @@ _HOOKS = {
 
 
 def _unsharded(plan: ShardingPlan) -> Iterator[ParameterSpec]:
-    """What lies in full on every rank, as far as the plan has its sizes."""
+    """Parameters that every rank stores in full."""
     yield from plan.replicated
 
 
 def _outer_first(bottom_up: Sequence[str]) -> list[str]:
-    """The order of ``named_modules``: each unit before those below it, those beside each other in their own order."""
+    """Sort into the order of ``named_modules``: parents before children, siblings in the given order."""
     names = set(bottom_up)
     below: dict[str | None, list[str]] = {}
     for name in bottom_up:
@@ -277,7 +277,10 @@ def _outer_first(bottom_up: Sequence[str]) -> list[str]:
 
 
 def _reached_by_backward(inner: Sequence[ShardUnit], root: ShardUnit) -> Sequence[ShardUnit]:
-    """Without the first units if nothing up to them is trained; the root's own parameters may be used anywhere."""
+    """Omit the leading frozen units, which backward does not reach unless the root has trained parameters.
+
+    The root's own parameters may be used anywhere in the forward.
+    """
     trains = [any(spec.is_trained for spec in unit.parameters) for unit in inner]
     if any(spec.is_trained for spec in root.parameters) or True not in trains:
         return inner
@@ -285,7 +288,7 @@ def _reached_by_backward(inner: Sequence[ShardUnit], root: ShardUnit) -> Sequenc
 
 
 def assumed_trace(plan: ShardingPlan) -> MicrobatchTrace:
-    """The units in the order of the plan, each root around those below it, the root's own gradients last."""
+    """Assume that the units run in the plan's order, each within its root, with the root's own gradients last."""
     forward: list[StepEvent] = []
     backward: list[StepEvent] = []
 

@@ -1,4 +1,4 @@
-"""What an estimate of one step says: its memory as a timeline, its collectives, its units."""
+"""The estimate of one step: a memory timeline and its collectives."""
 
 import enum
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from composer_fsdp2.config.value import Value
 
 
 class Phase(enum.Enum):
-    """The part of a step in which something happens."""
+    """The phase of a training step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -15,13 +15,13 @@ class Phase(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """What memory on a rank's device holds, in the order in which pictures stack it."""
+    """A category of a rank's device memory, in the order in which charts stack them."""
 
     PARAMETERS = "parameters"  # the rank's own shards
     BUFFERS = "buffers"
     OPTIMIZER = "optimizer"
-    GRADIENTS = "gradients"  # sharded, as the optimizer finds them
-    GATHERED = "gathered parameters"  # unsharded, and what is kept of them between forward and backward
+    GRADIENTS = "gradients"  # sharded, as the optimizer reads them
+    GATHERED = "gathered parameters"  # unsharded, or resharded to a smaller mesh between forward and backward
     UNSHARDED_GRADIENTS = "unsharded gradients"
     COMMUNICATION = "communication buffers"
     ACTIVATIONS = "activations"
@@ -29,7 +29,7 @@ class Kind(enum.Enum):
 
 
 class Link(enum.Enum):
-    """Over what a group's ranks reach each other."""
+    """The link between a group's ranks."""
 
     NONE = "none"  # a group of one rank
     INTRA = "intra"  # all on one node
@@ -38,13 +38,13 @@ class Link(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample(Value):
-    """The memory of a rank's device from one moment of the step to the next: the largest sum in between.
+    """The peak device memory of a rank between two consecutive events of a step.
 
     Args:
-        microbatch: Counted from 0; -1 for what comes after the last.
-        event: Its place in the ``MicrobatchTrace``; -1 in the optimizer's step.
-        label: What happens, for a person.
-        bytes_by_kind: One number for each ``Kind``, in its order.
+        microbatch: Index from 0; -1 in the optimizer's step.
+        event: Index into the ``MicrobatchTrace``; -1 in the optimizer's step.
+        label: A human-readable name of the event.
+        bytes_by_kind: One number per ``Kind``, in its order.
     """
 
     phase: Phase
@@ -67,14 +67,14 @@ _PLACE = {kind: place for place, kind in enumerate(Kind)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCall(Value):
-    """One collective that a rank takes part in.
+    """One collective issued by a rank.
 
     Args:
         op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``.
         num_bytes: The full buffer: the output of an all-gather, the input of a reduce-scatter or an all-reduce.
         ranks: The group's size.
-        ranks_on_node: How many of them lie on this rank's node; 0 where nobody has said.
-        sample: The place in the timeline at which it is issued.
+        ranks_on_node: How many of them are on this rank's node; 0 if unknown.
+        sample: Index into the timeline at which it is issued.
     """
 
     op: str
@@ -92,10 +92,10 @@ class StepEstimate(Value):
     """One training step of one rank.
 
     Args:
-        host_bytes: Of the host's memory, per rank: what is offloaded.
+        host_bytes: Host memory per rank, of offloaded parameters, gradients, state and activations.
         timeline: From the first microbatch's forward to the optimizer's step.
-        calls: In the order in which they are issued.
-        notes: What was assumed, in whole sentences.
+        calls: In issue order.
+        notes: Assumptions, in full sentences.
     """
 
     parameters_bytes: int
@@ -108,7 +108,7 @@ class StepEstimate(Value):
 
     @property
     def peak(self) -> MemorySample:
-        """The first moment at which the most memory is taken."""
+        """The first sample with the largest total."""
         return max(self.timeline, key=lambda sample: sample.total_bytes)
 
     @property

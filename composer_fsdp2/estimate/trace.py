@@ -1,4 +1,4 @@
-"""The activations of one microbatch, from a forward and a backward of a few blocks on tensors without data."""
+"""Trace the activations of one microbatch: forward and backward of a few blocks on fake tensors."""
 
 import contextlib
 import itertools
@@ -22,19 +22,19 @@ from composer_fsdp2.estimate._torch.fake import fake_tensors, lists_of_zeros
 from composer_fsdp2.estimate._torch.live import LiveStorages
 from composer_fsdp2.estimate._torch.sent import Sent
 from composer_fsdp2.estimate.blocks import BlockList, copy_with, find_blocks
-from composer_fsdp2.estimate.chained import Chained
 from composer_fsdp2.estimate.divided import divided, undivided
 from composer_fsdp2.estimate.events import Hook, MicrobatchTrace, StepEvent
-from composer_fsdp2.estimate.expansion import check_order, expand, stretches_of
-from composer_fsdp2.estimate.hooks import listen, module_at
+from composer_fsdp2.estimate.expansion import check_order, expand, spans_of
+from composer_fsdp2.estimate.hooks import module_at, record_hooks
+from composer_fsdp2.estimate.sequential import SequentialBlocks
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.dtypes import torch_dtype
 from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.plan import ShardingPlan
 
-# Of a model (or of a copy with fewer blocks), a microbatch's rows, and the tokens of a row: the loss, or the loss and
-# what else is held until the next forward has ended. It makes its own inputs. Its ``num_experts``, if it has one, says
-# among how many experts of a layer tokens are shared out.
+# (model or a copy with fewer blocks, rows of a microbatch, tokens per row) -> the loss, or a tuple of the loss and
+# objects that stay alive until the next forward ends. It creates its own inputs. An optional attribute ``num_experts``
+# is the number of experts per layer among which tokens are routed.
 Loss = Callable[[nn.Module, int, int], Any]
 
 
@@ -48,29 +48,29 @@ def trace_microbatch(
     precision: str = "fp32",
     num_blocks: int | None = 3,
 ) -> MicrobatchTrace:
-    """One microbatch as FSDP2's hooks will see it, with what the model's own computation keeps and takes in between.
+    """Trace one microbatch: the order of FSDP2's hooks, and the model's activation memory between them.
 
-    A copy with the first three blocks of each kind runs forward and backward on tensors without data; what is found for
-    these is carried over to the others, which is exact where equal blocks take equal memory. A model that does not run
-    its blocks one after the other runs with all of them.
+    A copy with the first three blocks of each kind runs forward and backward on fake tensors. Its results are extended
+    to the other blocks, which is exact if equal blocks take equal memory. A model that does not run its blocks
+    sequentially is traced with all of them.
 
-    Where the plan is for GPUs, autocast has CUDA's list of operators, attention drops scores without a mask, and
-    offloaded activations lie on the host: a model of a GPU, which was not measured on one.
+    If the plan is for GPUs, autocast uses CUDA's operator list, attention applies dropout without storing a mask, and
+    offloaded activations count as host memory. This models a GPU; it was not measured on one.
 
     Args:
-        model: On any device, the meta device too; it is left as it is.
-        plan: The model's.
-        loss: Computes the loss of ``rows`` rows of ``tokens`` tokens. What it keeps of its own is alive in backward.
-        precision: Composer's; ``amp_...`` runs forward and loss under autocast.
-        num_blocks: How many of each kind are run; more of them take longer and give the same. None: all.
+        model: On any device, including meta; it is not modified.
+        plan: The model's plan.
+        loss: Computes the loss of ``rows`` rows of ``tokens`` tokens. Tensors that it stores stay alive in backward.
+        precision: Composer's name; ``amp_...`` runs forward and loss under autocast.
+        num_blocks: Blocks of each kind to run; more take longer with the same result. None: all.
     Raises:
-        ConfigError: there is no such precision.
+        ConfigError: the precision is unknown.
 
     Does not communicate, and needs neither a GPU nor a process group.
     """
-    _autocast(precision)  # before anything takes time
+    _autocast(precision)  # fails early on an unknown precision
     few, every = (find_blocks(model, plan, num_kept=number) for number in (num_blocks, None))
-    # A model may ask for a block that was left out: with all of them it says itself what is wrong.
+    # A model may access an omitted block, so a failure is retried with all blocks.
     lists = [few, every] if any(each.is_short for each in few) else [every]
     traced = partial(_trace, model, loss=loss, rows=rows, tokens=tokens, precision=precision)
     whole = undivided(plan)
@@ -98,9 +98,9 @@ def _trace(
     short = copy_with(model, lists, partial(_unsharded, parameter_dtypes(plan), buffer_dtypes(plan), frozen, mode))
     with mode, lists_of_zeros():
         traced = run_traced(short, plan, loss, rows=rows, tokens=tokens, precision=precision, lists=lists)
-    stretches = stretches_of(traced.events, traced.markers)
-    check_order(stretches, traced.markers, lists, traced.not_chained)
-    events = tuple(beside_outputs(expand(traced.events, stretches, lists), plan, traced.held_bytes))
+    spans = spans_of(traced.events, traced.markers)
+    check_order(spans, traced.markers, lists, traced.not_sequential)
+    events = tuple(beside_outputs(expand(traced.events, spans, lists), plan, traced.held_bytes))
     return MicrobatchTrace(
         events=events,
         host_bytes=max(event.host_bytes for event in events),
@@ -110,7 +110,7 @@ def _trace(
 
 
 def beside_outputs(events: Sequence[StepEvent], plan: ShardingPlan, held: int) -> Iterator[StepEvent]:
-    """What is held until the next forward has ended, such as the outputs, is held in this one, of the one before."""
+    """Count the outputs of the previous microbatch: ``held`` bytes, alive until this one's forward ends."""
     roots = {unit.name for unit in plan.roots}
     backward = next(place for place, each in enumerate(events) if each.hook is Hook.PRE_BACKWARD)
     ends = (place for place in range(backward) if events[place].hook is Hook.POST_FORWARD)
@@ -122,18 +122,18 @@ def beside_outputs(events: Sequence[StepEvent], plan: ShardingPlan, held: int) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """What a run of some of the blocks showed.
+    """The trace of a model with some of its blocks.
 
     Args:
-        markers: At which moment of which block's how many events had been told of.
-        not_chained: The lists whose blocks do not each run on what the one before gave.
-        held_bytes: What the loss holds until the next forward has ended.
-        has_shared_out: Tokens were shared out among experts.
+        markers: (hook, block path, number of events recorded before it).
+        not_sequential: Paths of lists whose blocks are not sequential.
+        held_bytes: Bytes that stay alive until the next forward ends, such as the loss's outputs.
+        has_shared_out: Tokens were routed among experts.
     """
 
     events: list[StepEvent]
     markers: list[tuple[Hook, str, int]]
-    not_chained: frozenset[str]
+    not_sequential: frozenset[str]
     held_bytes: int
     has_shared_out: bool
 
@@ -148,24 +148,26 @@ def run_traced(
     precision: str,
     lists: Sequence[BlockList] = (),
 ) -> Traced:
-    """Forward and backward of ``model``, which is changed: recomputed as the plan says, gradients taken away.
+    """Run forward and backward of ``model``, with the plan's activation checkpointing, and record the events.
 
-    Works on real tensors as well.
+    Modifies ``model`` and removes its gradients. Works on real tensors as well.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # what a run will warn of, it will say itself
+        warnings.simplefilter("ignore")  # the real run emits them
         finish = stack.enter_context(divided(model, plan))
         turn_off_caches(model, [path for path in plan.caching if module_at(model, path)])
         present = [path for path in plan.checkpointed if module_at(model, path)]
         wrap_activations(model, present, plan.config.activation_checkpointing)
         finish()
         num_experts = getattr(loss, "num_experts", 1)
-        recorder, chained = Recorder(model, plan, num_experts), Chained(lists)
+        recorder, sequential = Recorder(model, plan, num_experts), SequentialBlocks(lists)
         blocks = [each.block(name) for each in lists for name in each.present]
         stack.enter_context(_casts_at_units(model, plan))
-        stack.enter_context(chained.watch(model))
-        stack.enter_context(listen(model, plan, recorder.tell, blocks=blocks, tell_block=recorder.tell_block))
+        stack.enter_context(sequential.watch(model))
+        stack.enter_context(
+            record_hooks(model, plan, recorder.record, blocks=blocks, record_block=recorder.record_block)
+        )
         for unit in plan.units:
             recorder.show(Hook.POST_BACKWARD, unit.name)
         if plan.mesh.device_type == "cuda":
@@ -174,7 +176,7 @@ def run_traced(
         with _autocast(precision):
             held = loss(model, rows, tokens)
         first = held[0] if isinstance(held, tuple) else held
-        # Within a tensor's own backward() no mode of calls is asked, and a recomputed attention would be a CPU's.
+        # Tensor.backward() disables function modes, so recomputed attention would run as a CPU's.
         torch.autograd.backward(first)
         held_bytes = recorder.live.now
     recorder.close()
@@ -182,18 +184,18 @@ def run_traced(
         events=recorder.events,
         held_bytes=held_bytes,
         markers=recorder.markers,
-        not_chained=frozenset(chained.broken),
+        not_sequential=frozenset(sequential.broken),
         has_shared_out=recorder.live.unknown.has_shared_out or num_experts > 1,
     )
 
 
 class Recorder:
-    """Writes down each moment with what is alive, and what it came to until the next one."""
+    """Records each hook with the live bytes at it, and the peak and FLOPs until the next one."""
 
     def __init__(self, model: nn.Module, plan: ShardingPlan, num_experts: int = 1) -> None:
         self.events: list[StepEvent] = []
         self.markers: list[tuple[Hook, str, int]] = []
-        # Autograd computes without recording; what is recorded in a backward is a forward for the second time.
+        # Autograd runs backward with grad mode off, so grad mode on in backward means a recomputed forward.
         self.live = LiveStorages(
             is_marked=lambda: self._is_behind_blocks,
             is_recomputing=lambda: self._is_backward and torch.is_grad_enabled(),
@@ -211,7 +213,7 @@ class Recorder:
             for name, parameter in model.named_parameters()
         }
 
-    def tell(self, hook: Hook, unit: str, parameter: str | None) -> None:
+    def record(self, hook: Hook, unit: str, parameter: str | None) -> None:
         self.close()
         self.show(hook, unit)
         if hook is Hook.PRE_BACKWARD and not self._is_backward:
@@ -222,19 +224,19 @@ class Recorder:
         live, host = self.live.now, self.live.on_host
         self.events.append(StepEvent(hook=hook, unit=unit, parameter=parameter, live_bytes=live, host_live_bytes=host))
 
-    def tell_block(self, hook: Hook, path: str, _: str | None) -> None:
-        """What comes behind a block is written down as an event by itself."""
+    def record_block(self, hook: Hook, path: str, _: str | None) -> None:
+        """Record the hook of a block; the computation after a block is a separate event."""
         self.markers.append((hook, path, len(self.events)))
         if hook is Hook.PRE_FORWARD:
             self.live.unmark()
         elif hook is Hook.PRE_BACKWARD:
-            self.live.unmark(made_from=self._backward_began)  # the gradient that the block gets is its own
+            self.live.unmark(made_from=self._backward_began)  # the gradient of its outputs belongs to the block
         self._is_behind_blocks = hook is Hook.POST_FORWARD
         if hook in (Hook.POST_FORWARD, Hook.POST_BACKWARD):
-            self.tell(hook, path, None)
+            self.record(hook, path, None)
 
     def close(self) -> None:
-        """What came since the last moment is that one's."""
+        """Attribute the computation since the last hook to that hook's event."""
         if self.events:
             self.events[-1] = replace(
                 self.events[-1],
@@ -249,12 +251,12 @@ class Recorder:
         self._flops, self._recomputed = self.live.flops, self.live.recomputed_flops
 
     def _take_away(self, parameter: nn.Parameter) -> None:
-        """A gradient is state from here on."""
+        """Remove a gradient, which counts as state from here on, not as an activation."""
         gradient = parameter.grad
         if gradient is None:
             return
         if isinstance(gradient, DTensor) and any(each.is_partial() for each in gradient.placements):
-            # The unit adds it up over the ranks that split layers, before it reduces over shards.
+            # The unit all-reduces partial gradients over tensor-parallel ranks, before it reduces over shards.
             members = tuple(dist.get_process_group_ranks(gradient.device_mesh.get_group()))
             self.live.sent.append(Sent("all_reduce", gradient.nbytes, "", len(members), members))
         self.live.disregard(gradient)
@@ -262,11 +264,12 @@ class Recorder:
 
 
 class ShownParameters:
-    """Has modules show a unit's parameters as its hooks do: in its ``param_dtype`` while it is gathered, else in their
-    own dtype. PEFT casts an adapter's input to the dtype that the adapter has before its unit gathers.
+    """Swaps a unit's parameters as its hooks do: in ``param_dtype`` while unsharded, else in their own dtype.
+
+    This matters to PEFT, which casts an adapter's input to the adapter's dtype before its unit is unsharded.
 
     Args:
-        model: With all parameters gathered.
+        model: With all parameters unsharded.
     """
 
     def __init__(self, model: nn.Module, plan: ShardingPlan) -> None:
@@ -291,7 +294,7 @@ class ShownParameters:
 
 
 def parameter_dtypes(plan: ShardingPlan) -> dict[str, str]:
-    """By a parameter's name the dtype in which its unit computes."""
+    """Map parameter names to the ``param_dtype`` of their units."""
     return {
         name: unit.mixed_precision.param_dtype
         for unit in plan.units
@@ -302,12 +305,12 @@ def parameter_dtypes(plan: ShardingPlan) -> dict[str, str]:
 
 
 def buffer_dtypes(plan: ShardingPlan) -> dict[str, str | None]:
-    """By the path of a unit's module the dtype of floating point buffers from there on."""
+    """Map paths of units' modules to the dtype of floating-point buffers at and below them."""
     return {path: unit.mixed_precision.buffer_dtype for unit in plan.units for path in unit.modules}
 
 
 def dtype_of_buffer(name: str, buffer: torch.Tensor, of_units: Mapping[str, str | None]) -> torch.dtype:
-    """In which a run has it."""
+    """The dtype of a buffer in the run."""
     above = next((path for path in ancestors_or_self(name) if path in of_units), None)
     dtype = torch_dtype(None if above is None else of_units[above])
     return buffer.dtype if dtype is None or not buffer.is_floating_point() else dtype
@@ -326,7 +329,7 @@ def _unsharded(
     name: str,
     tensor: torch.Tensor,
 ) -> torch.Tensor:
-    """A tensor without data in place of a module's own: a parameter as its unit gathers it."""
+    """A fake replacement of a module's tensor; a parameter has the dtype in which its unit unshards it."""
     is_parameter = isinstance(tensor, nn.Parameter)
     dtype = torch_dtype(dtypes.get(name)) or tensor.dtype if is_parameter else dtype_of_buffer(name, tensor, of_units)
     with mode:
@@ -336,7 +339,7 @@ def _unsharded(
 
 @contextlib.contextmanager
 def _casts_at_units(model: nn.Module, plan: ShardingPlan) -> Iterator[None]:
-    """What ``fully_shard`` casts at a unit: its inputs, or those of a root, and what it returns."""
+    """Cast the units' inputs and outputs as ``fully_shard`` does under mixed precision."""
     handles = []
     for unit in plan.units:
         precision = unit.mixed_precision
@@ -372,7 +375,7 @@ def _autocast(precision: str) -> AbstractContextManager[Any]:
     if precision not in _AUTOCAST:
         raise ConfigError(f"precision {precision!r} is none of Composer's; use {', '.join(_AUTOCAST)}")
     dtype = _AUTOCAST[precision]
-    # Units turn autocast's cache off.
+    # The units disable autocast's weight cache.
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
 
 

@@ -1,4 +1,4 @@
-"""What the parameters of one unit weigh on one rank: sharded, gathered, as gradients."""
+"""The sizes of one unit's parameters on one rank: sharded, unsharded, and as gradients."""
 
 import math
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class ParameterSizes:
     """One parameter on one rank, in elements.
 
     Args:
-        full: Of the full parameter; of the rank's part, where tensor parallelism has split it before.
-        part: Of what the rank gathers: of experts that ranks split, the mean of the ranks.
-        padded_shard: Of the storage that every rank holds: ``fully_shard`` pads the first dimension.
-        own_shard: Of what is in it, which the optimizer's state is as large as.
+        full: The full (unsharded) parameter; the rank's part if tensor parallelism sharded it first.
+        part: The part that the rank gathers; the mean over ranks if each gathers only its own experts.
+        padded_shard: The local shard with padding: ``fully_shard`` pads dim 0.
+        own_shard: The local shard without padding, as large as the optimizer's state for it.
     """
 
     name: str
@@ -35,11 +35,11 @@ class UnitSizes:
     """One unit on one rank.
 
     Args:
-        shard_ranks: Over which its parameters are sharded.
-        replica_ranks: Which hold the same shards; () where it has no axis of replicas.
-        stays_gathered: Between forward and backward; torch has it so of every root.
-        ranks_after_forward: Over how many of ``shard_ranks`` it is sharded in between, if it is.
-        param_bytes, reduce_bytes, own_bytes: Of an element: gathered, reduced, and kept.
+        shard_ranks: The ranks over which its parameters are sharded.
+        replica_ranks: The ranks with the same shards; () if its mesh has no replicate axis.
+        stays_gathered: Not resharded after forward, as every root in torch.
+        ranks_after_forward: The size of the shard group between forward and backward, if resharded.
+        param_bytes, reduce_bytes, own_bytes: Per element: unsharded, reduced, and sharded.
     """
 
     name: str
@@ -67,12 +67,11 @@ class UnitSizes:
 
     @property
     def exchanges(self) -> bool:
-        """Whether ranks gather different parts, by an all-to-all."""
+        """Whether ranks gather different parts, by an all-to-all (expert parallelism)."""
         return any(each.part < each.full for each in self.parameters)
 
     def gathered(self, each: ParameterSizes) -> int:
-        """The elements of one of its parameters while it is gathered: of all ranks' storages, padding included; or of
-        a part of it, without."""
+        """Elements of an unsharded parameter: all padded shards, or the gathered part without padding."""
         return each.part if self.exchanges else each.padded_shard * self.num_ranks
 
     @property
@@ -81,7 +80,7 @@ class UnitSizes:
 
 
 def unit_sizes(unit: ShardUnit, *, rank: int, world_size: int) -> UnitSizes:
-    """The sizes of a unit whose mesh is resolved, for one rank."""
+    """The sizes of a unit on one rank; its mesh must be resolved."""
     shard_ranks = members(unit.mesh, AxisRole.SHARD, rank, world_size)
     place, num_ranks = shard_ranks.index(rank), len(shard_ranks)
     sizes = tuple(_parameter_sizes(spec, unit.mesh, place, num_ranks, rank, world_size) for spec in unit.parameters)
@@ -125,7 +124,7 @@ def _parameter_sizes(
 
 
 def shape_before_sharding(spec: ParameterSpec, mesh: MeshSpec, rank: int, world_size: int) -> tuple[int, ...]:
-    """What a rank has of a parameter once tensor or expert parallelism has split it, and before it is sharded."""
+    """The shape of a parameter on one rank after tensor or expert parallelism, before FSDP shards it."""
     placement = spec.tensor_placement
     if not isinstance(placement, Shard):
         return spec.shape

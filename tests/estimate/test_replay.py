@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from composer_fsdp2 import apply_plan, begin_microbatch, estimate_step, plan_sharding
 from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
 from composer_fsdp2.estimate.events import MicrobatchTrace, StepEvent
-from composer_fsdp2.estimate.hooks import listen
+from composer_fsdp2.estimate.hooks import record_hooks
 from composer_fsdp2.estimate.step import Kind, StepEstimate
 from composer_fsdp2.sharding.plan import ShardingPlan
 
@@ -61,7 +61,9 @@ def tokens() -> torch.Tensor:
 
 def record(model: nn.Module, plan: ShardingPlan) -> MicrobatchTrace:
     events: list[StepEvent] = []
-    with listen(model, plan, lambda hook, unit, name: events.append(StepEvent(hook=hook, unit=unit, parameter=name))):
+    with record_hooks(
+        model, plan, lambda hook, unit, name: events.append(StepEvent(hook=hook, unit=unit, parameter=name))
+    ):
         model(tokens()).square().sum().backward()
     for parameter in model.parameters():
         parameter.grad = None

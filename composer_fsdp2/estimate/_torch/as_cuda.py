@@ -1,9 +1,9 @@
-"""What a GPU does otherwise than the CPU on which tensors without data are traced.
+"""Emulate a GPU's memory use while tracing fake tensors on the CPU.
 
-Its autocast has a longer list of operators: it normalizes, takes softmaxes and powers in fp32 and keeps fp32 for
-backward, where a CPU keeps bf16. The lists are those of torch's ATen/autocast_mode.h, which
-``tests/estimate/test_as_cuda.py`` reads. Of its operators in lower precision a CPU's autocast has all that models spend
-memory on. Its attention kernels drop scores without keeping a mask. And offloaded activations leave its memory.
+CUDA's autocast has more fp32 operators than the CPU's: norms, softmax and powers run in fp32 and save fp32 tensors for
+backward, where the CPU saves bf16. The lists below are those of ATen/autocast_mode.h, which
+``tests/estimate/test_as_cuda.py`` checks. CPU autocast covers all lower-precision operators that matter for a model's
+memory. CUDA's attention kernels apply dropout without saving a mask, and offloaded activations leave the device.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from composer_fsdp2.estimate._torch.live import LiveStorages
 
 _words = str.split
 
-# Every tensor among the arguments is cast to fp32.
+# All tensor arguments are cast to fp32.
 FP32 = _words(
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
     "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
@@ -33,13 +33,13 @@ FP32 = _words(
     "_upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d "
     "_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"
 )
-# Computed as if called with dtype=torch.float32, unless a dtype is given.
+# Called with dtype=torch.float32, unless the caller passes a dtype.
 FP32_RESULT = _words(
     "prod prod.dim_int prod.dim_Dimname softmax.int softmax.Dimname log_softmax.int log_softmax.Dimname cumprod "
     "cumprod.dimname cumsum cumsum.dimname linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum "
     "sum.dim_IntList sum.dim_DimnameList norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim"
 )
-# Every tensor among the arguments is cast to the widest of their dtypes.
+# All tensor arguments are cast to their widest dtype.
 WIDEST = _words("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -47,10 +47,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @contextlib.contextmanager
 def as_cuda(live: LiveStorages) -> Iterator[None]:
-    """In the block autocast and attention of CPU tensors do what a GPU's do, and activations are offloaded to a host.
+    """Make autocast, attention and activation offloading of CPU tensors behave as on a GPU in the block.
 
     Args:
-        live: Told what lies in the host's memory.
+        live: Counts offloaded activations as host memory.
     """
     library = torch.library.Library("aten", "IMPL")
     for name, overload, how in _operators():
@@ -70,12 +70,12 @@ _ask = torch.is_autocast_enabled
 
 
 def _is_autocast_enabled(*device_type: str) -> bool:
-    """Models that name no device ask for CUDA's."""
+    """Without a device type, models query CUDA's autocast."""
     return _ask(*device_type) if device_type else _ask("cpu")
 
 
 def _saved_on_host(live: LiveStorages) -> saved_tensors_hooks:
-    """In place of ``save_on_cpu``, for which a tensor of the CPU is there already."""
+    """Replaces ``save_on_cpu``, which does not copy a tensor that is on the CPU already."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         with live.host():
@@ -85,7 +85,7 @@ def _saved_on_host(live: LiveStorages) -> saved_tensors_hooks:
 
 
 class _Attention(TorchFunctionMode):
-    """Attention without dropout, which keeps a state of the random numbers on a GPU, and a mask on a CPU."""
+    """Disables attention dropout, which saves only RNG state on a GPU but a mask on the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -98,7 +98,7 @@ class _Attention(TorchFunctionMode):
 
 
 def _operators() -> Iterator[tuple[str, Any, Callable[..., Any]]]:
-    """Those that CUDA's autocast has here and a CPU's has not, and what becomes of a call."""
+    """(name, overload, implementation) of the operators in CUDA's autocast lists but not in the CPU's."""
     for names, how in ((FP32, _in_fp32), (FP32_RESULT, _to_fp32), (WIDEST, _in_widest)):
         for name in names:
             if _has_kernel(name, "AutocastCUDA") and not _has_kernel(name, "AutocastCPU"):
@@ -110,7 +110,7 @@ def _has_kernel(name: str, key: str) -> bool:
     has: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
     try:
         return has(f"aten::{name}", key)
-    except RuntimeError:  # this torch has no such operator
+    except RuntimeError:  # this version of torch lacks the operator
         return False
 
 
@@ -129,7 +129,7 @@ def _to_fp32(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     first = given.pop(names[0])
     if first.dtype not in _HALF or given.get("dtype") is not None:
         return overload(*args, **kwargs)
-    if "dtype" not in names:  # norms have overloads of their own for it
+    if "dtype" not in names:  # norms have separate overloads with a dtype
         return overload(first.float(), **given)
     return overload(first, **{**given, "dtype": torch.float32})
 
@@ -144,7 +144,7 @@ def _as_is(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _cast(value: Any) -> Any:
-    """Floating point tensors of lower precision to fp32; others are not eligible."""
+    """Cast bf16 and fp16 tensors to fp32; autocast leaves others unchanged."""
     return tree_map(
         lambda each: each.float() if isinstance(each, torch.Tensor) and each.dtype in _HALF else each, value
     )

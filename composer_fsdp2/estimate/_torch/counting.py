@@ -1,6 +1,6 @@
-"""What a step sends and what memory it takes on this rank, counted at torch's dispatcher while it runs.
+"""Measure the collectives and memory of a running step on this rank with dispatch modes.
 
-It knows nothing of plans and estimates: these are held against it.
+Independent of plans and estimates, which are verified against it.
 """
 
 import time
@@ -22,18 +22,18 @@ from composer_fsdp2.estimate._torch.sent import Sent, is_collective, sent_by, te
 
 _INTO = torch.ops.aten.copy_.default
 _COPIES = {_INTO, torch.ops.aten._to_copy.default}
-# A storage that was seen as several of these counts as the first.
+# A storage of several kinds counts as the first of them.
 _KINDS = ("parameters", "gradients", "optimizer", "communication")
 _OTHER = "other"
 _RANK = {kind: place for place, kind in enumerate((*_KINDS, _OTHER))}
-# A process group's thread lets go of its buffers a moment after they are waited for.
+# A process group's thread releases its buffers shortly after wait() returns.
 _LETTING_GO_S = 0.001
-_RESIZED = {"parameters", "communication"}  # their storages are emptied, and filled again
+_RESIZED = {"parameters", "communication"}  # their storages are resized to 0 and back
 
 
 @dataclass(slots=True)
 class _Seen:
-    """A storage, and the first of the kinds that it was seen as."""
+    """A storage and its kind."""
 
     storage: Any  # weak
     kind: str
@@ -41,9 +41,9 @@ class _Seen:
 
 
 class Collectives(TorchDispatchMode):
-    """Writes down the collectives of the block.
+    """Records the collectives issued in the block.
 
-    Backward is seen too: autograd carries dispatch modes into its threads.
+    Includes those of backward: autograd propagates dispatch modes to its threads.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Collectives(TorchDispatchMode):
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """By operator: calls, and bytes of all full buffers."""
+        """Number of calls and total bytes of the full buffers, by operator."""
         found: dict[str, dict[str, int]] = {}
         for call in self.calls:
             count = found.setdefault(call.operator, {"calls": 0, "bytes": 0})
@@ -64,7 +64,7 @@ class Collectives(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # its own dispatch comes first, so that what that sends is seen here
+            return NotImplemented  # DTensor dispatches first; its collectives come through here again
         result = func(*args, **(kwargs or {}))
         if sent := sent_by(func, args, result):
             self.calls.append(sent)
@@ -72,17 +72,15 @@ class Collectives(TorchDispatchMode):
 
 
 class StateBytes(TorchDispatchMode):
-    """Measures the peak of a step's state on this rank: the bytes of all storages that hold parameters (sharded and
-    gathered), gradients (of gathered parameters and reduced), the optimizer's state, or a collective's buffers.
+    """Measures the peak bytes of a step's state on this rank: parameters (sharded and unsharded), gradients (unsharded
+    and reduced), optimizer state and communication buffers.
 
-    A storage counts from the operator after which it can be reached as one of these until it is freed. Activations
-    and temporary tensors do not count. ``peak`` is the largest sum after any operator, ``at_peak`` its parts;
-    ``peak_of_all`` is the largest sum with all other storages that operators made. Views are passed over, which make
-    nothing.
+    A storage counts from the first operator after which it is reachable as one of these, until it is freed. Activations
+    and temporaries do not count. ``peak`` is the largest sum after any operator, ``at_peak`` its parts; ``peak_of_all``
+    includes all other storages that operators allocated. View operators are skipped, as they allocate nothing.
 
-    What FSDP2 keeps out of the modules' sight is looked up in its own objects: gathered parameters before they stand
-    in their modules, what is kept of them between forward and backward, gradients that were put off in the dtype they
-    are reduced in, and those that wait for their reduction over replicas.
+    Tensors that no module references are read from FSDP2's own objects: all-gather outputs, parameters resharded after
+    forward to a smaller mesh, unsharded accumulated gradients in the reduce dtype, and partial reduce outputs.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -92,14 +90,14 @@ class StateBytes(TorchDispatchMode):
         self.at_peak: dict[str, int] = {}
         self._sharded = list(model.parameters())
         self._places = [(module, name) for module in model.modules() for name, _ in own_parameters(module)]
-        # FSDP1 hands out views of these and keeps the gradient on them.
+        # FSDP1's parameters are views of these, which have the gradient.
         flat = (getattr(module, "_flat_param", None) for module in model.modules())
         self._flat: list[Any] = list({id(each): each for each in flat if each is not None}.values())
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._groups = list({id(group): group for unit in units for group in groups_of(state_of(unit))}.values())
-        self._seen: dict[int, _Seen] = {}  # by the storage's address in C++
+        self._seen: dict[int, _Seen] = {}  # keyed by the address of the C++ StorageImpl
         self._resizable: dict[int, _Seen] = {}
-        self._freed: deque[tuple[int, Any]] = deque()  # a process group's thread may be the one that frees
+        self._freed: deque[tuple[int, Any]] = deque()  # thread-safe: a process group's thread may free storages
         self._sums = dict.fromkeys((*_KINDS, _OTHER), 0)
         self._is_stepping = False
         optimizer.register_step_pre_hook(lambda *_: self._step(begins=True))
@@ -115,14 +113,14 @@ class StateBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.is_view:
             return result
-        if is_collective(func) or func.namespace == "fsdp":  # what copies in and out of a collective's buffers
+        if is_collective(func) or func.namespace == "fsdp":  # fsdp:: operators copy into and out of buffers
             for tensor in tensors_of((*args, *(kwargs or {}).values())):
                 self._note("communication", tensor)
         if func in _COPIES and self._is_communication(args[func is _INTO]):
-            self._note("communication", result)  # reduced over one rank, or cast to the parameter's dtype
+            self._note("communication", result)  # a reduction over one rank, or a cast to the parameter's dtype
         given = {tensor.untyped_storage()._cdata for tensor in tensors_of((*args, *(kwargs or {}).values()))}
         for tensor in tensors_of(result):
-            if tensor.untyped_storage()._cdata not in given:  # what it was given was there before
+            if tensor.untyped_storage()._cdata not in given:  # in-place and out= results are not new
                 self._note(_OTHER, tensor)
         self._look()
         return result
@@ -144,7 +142,7 @@ class StateBytes(TorchDispatchMode):
             self.peak, self.at_peak = of_state, {kind: self._sums[kind] for kind in _KINDS}
 
     def _sums_now(self) -> tuple[int, int]:
-        """Of all storages, and of those of the state."""
+        """The bytes of all storages, and of the state's."""
         self._forget_freed()
         for seen in self._resizable.values():
             storage = seen.storage()
@@ -170,7 +168,7 @@ class StateBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         seen = self._seen.get(key)
-        if seen is not None and seen.storage() is None:  # another one lay there
+        if seen is not None and seen.storage() is None:  # the address was reused
             self._forget_freed()
             seen = None
         if seen is None:

@@ -1,4 +1,4 @@
-"""Tensors without data, on a device that this machine need not have the memory of."""
+"""Fake tensors: shapes and dtypes without data, for models larger than this machine's memory."""
 
 import contextlib
 import math
@@ -13,29 +13,29 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 _aten = torch.ops.aten
 _LOCAL_SCALAR = _aten._local_scalar_dense.default
 _NONZERO = _aten.nonzero.default
-# What one-hot encodings are made of, and what keeps how many of them are set.
+# Operators that create one-hot encodings, and those that preserve their density.
 _EQUAL, _SET, _COPIES = _aten.eq.Tensor, _aten.scatter_.value, (_aten._to_copy.default, _aten.clone.default)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """In the block tensors are made, and operators run, without data.
+    """Create tensors and run operators without data in the block.
 
-    On the type of device "cpu", where autocast works and attention takes a kernel that saves what CUDA's flash
-    attention saves; fake tensors of a type of device that the machine lacks end the process in the first backward.
+    The device type is "cpu": its autocast works, and its attention kernel saves the same tensors as CUDA's flash
+    attention. Fake tensors of an unavailable device type abort the process in the first backward.
     """
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
     return mode
 
 
 def with_values() -> AbstractContextManager[Any]:
-    """Within a block of ``fake_tensors`` tensors are made with data."""
+    """Create real tensors within a block of ``fake_tensors``."""
     block: AbstractContextManager[Any] = unset_fake_temporarily()
     return block
 
 
 @contextlib.contextmanager
 def lists_of_zeros() -> Iterator[None]:
-    """In the block ``tolist`` of a tensor without data gives zeros at once; it asks for every element by itself."""
+    """Make ``tolist`` of a fake tensor return zeros at once in the block; torch's reads one element at a time."""
     cls: Any = FakeTensor
     tolist = cls.tolist
     cls.tolist = _zeros
@@ -57,14 +57,13 @@ def _zeros(tensor: torch.Tensor) -> Any:
 
 
 class Unknown:
-    """Answers for operators whose results depend on values that tensors without data do not have.
+    """Results of operators that depend on data, which fake tensors do not have.
 
-    A single value is 0, and a condition false. ``nonzero`` finds as many places as there are in a one-hot encoding of
-    which every number comes equally often, as where tokens are shared out among experts; else all places, over the
-    number of experts.
+    ``item()`` returns 0 or False. ``nonzero`` of a one-hot encoding assumes that every class is equally frequent, as
+    with tokens balanced among experts. ``nonzero`` of any other tensor returns ``numel / num_experts`` indices.
 
     Args:
-        num_experts: Of a layer, among which tokens are shared out without such an encoding.
+        num_experts: Experts per layer, for routing without a one-hot encoding.
     """
 
     watched = frozenset((_LOCAL_SCALAR, _NONZERO, _EQUAL, _SET, *_COPIES))
@@ -75,7 +74,7 @@ class Unknown:
         self._set_part: WeakKeyDictionary[torch.UntypedStorage, float] = WeakKeyDictionary()
 
     def answer(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Of an operator in ``watched``; ``NotImplemented`` where no values are asked for."""
+        """The result of an operator in ``watched``; ``NotImplemented`` if it does not depend on data."""
         if func is _LOCAL_SCALAR:
             return 0.0 if args[0].is_floating_point() else args[0].dtype is not torch.bool and 0
         if func is not _NONZERO:
@@ -86,7 +85,7 @@ class Unknown:
         return args[0].new_empty((num_found, args[0].dim()), dtype=torch.int64)
 
     def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Remember of a result of an operator in ``watched`` what part of it is set, of a one-hot encoding's."""
+        """Track the density of one-hot encodings through the operators in ``watched``."""
         part = None
         if func is _EQUAL and 1 in (sizes := (*args[0].shape[-1:], *args[1].shape[-1:])):
             part = 1 / max(*sizes, 1)

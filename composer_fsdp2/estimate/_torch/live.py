@@ -1,4 +1,4 @@
-"""A dispatch mode that follows every storage from where it is made until it is freed, on real and on fake tensors."""
+"""A dispatch mode that tracks each storage from allocation to free, for real and fake tensors."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -21,18 +21,19 @@ class _Storage:
     num_bytes: int
     is_marked: bool
     is_host: bool
-    number: int  # how many were made before it
+    number: int  # index in allocation order
 
 
 class LiveStorages(TorchDispatchMode):
-    """The bytes of all storages that operators in the block make, while they are alive.
+    """Counts the live bytes of all storages allocated by operators in the block.
 
-    What exists before, and what ``disregard`` is told of, does not count. ``peak`` is the largest sum since ``mark``.
+    Storages that existed before the block, and those passed to ``disregard``, are excluded. ``peak`` is the largest
+    sum since the last ``mark``.
 
     Args:
-        is_marked: Asked of each storage when it is made, whether it is to be summed up apart as well.
-        is_recomputing: Asked whether what is computed now was computed before.
-        num_experts: Of a layer; see ``Unknown``.
+        is_marked: Called for each new storage; True also counts its bytes in ``marked``.
+        is_recomputing: Called for each operator; True counts its FLOPs as recomputed.
+        num_experts: Experts per layer; see ``Unknown``.
     """
 
     def __init__(
@@ -52,26 +53,26 @@ class LiveStorages(TorchDispatchMode):
         self.flops = self.recomputed_flops = 0
         self.num_made = 0
         self._is_host = False
-        self._known: dict[int, _Storage] = {}  # by the storage's address in C++
+        self._known: dict[int, _Storage] = {}  # keyed by the address of the C++ StorageImpl
 
     def mark(self) -> None:
-        """Begin to look for the largest sums anew."""
+        """Reset all peaks to the current sums."""
         self.peak, self.marked_at_peak, self.host_peak = self.now, self.marked, self.on_host
 
     def unmark(self, made_from: int = 0) -> None:
-        """Sum up apart no longer what was made from a number of storages on; ``num_made`` says how many there were."""
+        """Unmark the storages allocated since ``num_made`` was ``made_from``."""
         for each in self._known.values():
             if each.is_marked and each.number >= made_from:
                 each.is_marked = False
                 self.marked -= each.num_bytes
 
     def know(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These were there before."""
+        """Register tensors that existed before the block; their storages do not count."""
         for tensor in tensors:
             self._follow(tensor.untyped_storage(), counts=False)
 
     def disregard(self, tensor: torch.Tensor) -> None:
-        """Count the tensor's storage no longer, though it lives on."""
+        """Stop counting the tensor's storage, although it stays alive."""
         each = self._known.get(tensor.untyped_storage()._cdata)
         if each is not None:
             self._add(each, -each.num_bytes)
@@ -79,7 +80,7 @@ class LiveStorages(TorchDispatchMode):
 
     @contextlib.contextmanager
     def host(self) -> Iterator[None]:
-        """What is made in the block lies in the host's memory."""
+        """Count storages allocated in the block as host memory."""
         self._is_host = True
         try:
             yield
@@ -90,7 +91,7 @@ class LiveStorages(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # its own dispatch comes first, and what that calls is seen here
+            return NotImplemented  # DTensor dispatches first; its local operators come through here again
         for tensor in tensors_of(args):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:

@@ -1,4 +1,4 @@
-"""Collectives as torch's dispatcher sees them."""
+"""Collectives at torch's dispatcher."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 _NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 _SILENT = {"wait_tensor"}
 _c10d: Any = distributed_c10d
-# What is in an operator's name, without underscores, and what it is.
+# Substring of an operator's name without underscores -> collective.
 _OPS = {
     "allgather": "all_gather",
     "reducescatter": "reduce_scatter",
@@ -24,12 +24,12 @@ class Sent(NamedTuple):
     """One call of a collective.
 
     Args:
-        operator: torch's name for it, such as ``_allgather_base_``.
-        num_bytes: Of the full buffer, which all ranks together hold: the output of an all-gather, the input of a
-            reduce-scatter, the tensor of an all-reduce or a broadcast.
-        dtype: Of that buffer, as torch names it; "" of none.
-        ranks: The group's size; 0 where the operator names no group.
-        members: The group's ranks; () of the default group, and where the operator names none.
+        operator: The operator's name, such as ``_allgather_base_``.
+        num_bytes: The full buffer: the output of an all-gather, the input of a reduce-scatter, the tensor of an
+            all-reduce or a broadcast.
+        dtype: The buffer's dtype, without ``torch.``; "" without a buffer.
+        ranks: The group's size; 0 if the operator has no group argument.
+        members: The group's ranks; () for the default group, or without a group argument.
     """
 
     operator: str
@@ -40,7 +40,7 @@ class Sent(NamedTuple):
 
     @property
     def op(self) -> str:
-        """Which collective it is, whatever torch calls it; "" of barriers and the like."""
+        """The collective, independent of torch's operator name; "" for others, such as barriers."""
         return next((op for part, op in _OPS.items() if part in self.operator.replace("_", "")), "")
 
 
@@ -49,7 +49,7 @@ def is_collective(func: Any) -> bool:
 
 
 def sent_by(func: Any, args: tuple[Any, ...], result: Any) -> Sent | None:
-    """What an operator sent; None of one that sends nothing."""
+    """The collective of an operator call; None if it is not a collective."""
     if not is_collective(func):
         return None
     buffers = [tensors for value in (*args, result) if (tensors := list(tensors_of(value)))]
@@ -63,14 +63,14 @@ def sent_by(func: Any, args: tuple[Any, ...], result: Any) -> Sent | None:
 
 
 def _group(value: Any) -> Any:
-    """The process group that an operator's argument is, or names."""
+    """The process group passed as an operator's argument, as an object or by its name."""
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
         return dist.ProcessGroup.unbox(value)
     return _c10d._resolve_process_group(value) if isinstance(value, str) else None
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in an operator's arguments or results, which may be lists of lists."""
+    """All tensors in an operator's arguments or results, including nested lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):

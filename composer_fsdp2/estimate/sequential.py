@@ -1,4 +1,4 @@
-"""Whether blocks run one after the other, each on what the one before gave."""
+"""Check that blocks are sequential: each takes the output of the previous one."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -14,10 +14,11 @@ from composer_fsdp2.estimate.blocks import BlockList
 from composer_fsdp2.sharding.modules import at_path
 
 
-class Chained:
-    """Watches the blocks of some lists.
+class SequentialBlocks:
+    """Finds the lists whose blocks are not sequential.
 
-    Only of such blocks a few can stand for all: of heads side by side each one more makes what follows larger.
+    A few blocks can represent all only if they are sequential: each additional parallel head would enlarge the
+    tensors of later modules.
     """
 
     def __init__(self, lists: Sequence[BlockList]) -> None:
@@ -28,7 +29,7 @@ class Chained:
 
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """While the block runs ``model``, which has those of the blocks that are ``present``."""
+        """Watch ``model``, which has the ``present`` blocks of each list, in the block."""
         handles = []
         for each in self.lists:
             for name in each.present:
