@@ -1,4 +1,4 @@
-"""Bytes that a rank has allocated on its device, by kind, and their peak."""
+"""Allocated bytes of a rank's device, by kind, and their peak."""
 
 from composer_fsdp2.estimate.step import Kind
 
@@ -6,12 +6,12 @@ _PLACE = {kind: place for place, kind in enumerate(Kind)}
 
 
 class AllocatedBytes:
-    """Counts allocations and frees in the order in which the CPU asks for them.
+    """Counts allocations and frees in the order in which the CPU issues them.
 
     Attributes:
-        now: One number for each ``Kind``.
+        now: Current bytes, one number per ``Kind``.
         total: Their sum.
-        at_peak: ``now`` where the sum was largest since ``reset_peak``.
+        at_peak: ``now`` at the largest sum since ``reset_peak``.
         peak: That sum.
     """
 

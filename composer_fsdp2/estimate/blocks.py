@@ -1,4 +1,4 @@
-"""The blocks that a model repeats, and a copy of the model with the first few of each kind."""
+"""Find a model's repeated blocks, and copy the model with the first few of each kind."""
 
 import contextlib
 import copy
@@ -14,13 +14,13 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockList:
-    """One list of blocks, in the order in which they run.
+    """A container of blocks, in execution order.
 
     Args:
-        path: Of the container.
-        names: Of its children.
-        present: The names of those that are in the copy.
-        kept: For each of ``names``, the one of ``present`` that stands for it.
+        path: The container's path.
+        names: Its children.
+        present: The children in the copy.
+        kept: Maps each of ``names`` to its representative in ``present``.
     """
 
     path: str
@@ -37,11 +37,11 @@ class BlockList:
 
 
 def find_blocks(model: nn.Module, plan: ShardingPlan, *, num_kept: int | None) -> tuple[BlockList, ...]:
-    """The lists of modules that a model runs one after the other, and which of their children are alike.
+    """Find the lists of blocks that a model runs sequentially, and group equal blocks.
 
-    Alike are children of one class, whose parameters have the same names, shapes and dtypes, are trained alike, lie in
-    units with the same dtypes, and are recomputed alike, and whose modules have the same switches. The first
-    ``num_kept`` of a kind stand for all; None keeps all.
+    Blocks are equal if they have the same class, the same names, shapes, dtypes and ``requires_grad`` of parameters,
+    the same mixed precision and activation checkpointing in the plan, and equal plain attributes. The first
+    ``num_kept`` of each group represent all; None keeps all.
     """
     settings, frozen = _settings_below(plan), frozenset(plan.frozen)
     found: list[BlockList] = []
@@ -64,7 +64,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def _lists_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost containers with two children of one class; else outermost lists with one child or several kinds."""
+    """The outermost containers with two children of one class; without any, the outermost lists."""
     repeating: list[tuple[str, nn.Module]] = []
     others: list[tuple[str, nn.Module]] = []
     waiting, seen = [("", model)], set()
@@ -86,8 +86,10 @@ def _lists_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _standing_for(alike: Sequence[str], num_kept: int | None) -> Iterator[tuple[str, str]]:
-    """By each name the one that stands for it: of the first ones, which the copy has, the last for the last, and the
-    one before for those in between. The first block's input and the last one's output are others than those between.
+    """Map each block to its representative among the first ``num_kept``.
+
+    The last one represents the last block, and the one before it those in between: the first block's input and the last
+    block's output differ from the others'.
     """
     present = alike[:num_kept]
     between = present[-2] if len(present) > 1 else present[0]
@@ -107,9 +109,9 @@ def _kind(block: nn.Module, path: str, frozen: frozenset[str]) -> object:
 
 
 def _switches(blocks: Sequence[nn.Module]) -> list[frozenset[tuple[str, str, object]]]:
-    """For each block what its modules have as plain attributes: words, numbers, and whether a fraction is 0.
+    """The plain attributes of each block's modules: strings, integers, and whether floats are nonzero.
 
-    A number that grows by one with each block is its place in the list.
+    An integer that increases by one per block is a layer index, and is ignored.
     """
     found = [dict(_plain_attributes(block)) for block in blocks]
     places = {
@@ -128,7 +130,7 @@ def _plain_attributes(block: nn.Module) -> Iterator[tuple[tuple[str, str], objec
 
 
 def _settings_below(plan: ShardingPlan) -> dict[str, tuple[object, ...]]:
-    """For each module, what the plan does at and below it, by path from there."""
+    """The plan's settings at and below each module, with paths relative to it."""
     found: dict[str, list[object]] = {}
     units = [(path, unit.mixed_precision) for unit in plan.units for path in unit.modules]
     for path, what in (*units, *((path, "recomputed") for path in plan.checkpointed)):
@@ -140,18 +142,18 @@ def _settings_below(plan: ShardingPlan) -> dict[str, tuple[object, ...]]:
 def copy_with(
     model: nn.Module, lists: tuple[BlockList, ...], replacement: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> nn.Module:
-    """A copy of ``model`` with the kept blocks, every tensor of its modules replaced, and ties as they were.
+    """Copy ``model`` with the present blocks only; all tensors are replaced, and tied ones stay tied.
 
-    The model itself is as before once this returns.
+    ``model`` is restored before this returns.
     """
     with _shortened(model, lists):
-        tensors = {id(tensor): (name, tensor) for name, tensor in _held_tensors(model)}
+        tensors = {id(tensor): (name, tensor) for name, tensor in _tensors_in(model)}
         memo: dict[int, object] = {key: replacement(name, tensor) for key, (name, tensor) in tensors.items()}
         return copy.deepcopy(model, memo)
 
 
-def _held_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers, and what modules hold as plain attributes."""
+def _tensors_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers, and tensors that are plain attributes of modules."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for path, module in model.named_modules():

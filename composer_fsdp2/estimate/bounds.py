@@ -1,5 +1,7 @@
-"""What a step takes at least on a machine of given speeds, how much of its communication cannot be hidden, and what
-is not known. No step is faster than these bounds; how much slower it is, no model of this kind can say."""
+"""Lower bounds of a step's time on a machine: computation, communication and the part of it that cannot overlap.
+
+No step is faster than these bounds. How much slower it is depends on ``UNKNOWN``.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -20,17 +22,17 @@ UNKNOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine(Value):
-    """The most that one rank's device and links do; None where it is not known, so that nothing is bounded by it.
+    """Peak speeds of one rank's device and links; None is unknown and bounds nothing.
 
     Args:
-        flops: Floating-point operations a second, in bfloat16 where the device has several peaks.
+        flops: Floating-point operations per second, in bfloat16 if the peak depends on the dtype.
         fp8_flops: The same in fp8.
-        intra_bytes_per_s: To other ranks of its node, in one direction.
-        inter_bytes_per_s: To other nodes, in one direction: its share of the node's network.
-        sources: Where the numbers come from.
-        pcie_bytes_per_s: To its host, in one direction.
-        host_bytes_per_s: Its share of the bandwidth of its host's memory.
-        achieved: The share of ``flops`` that published steps reached.
+        intra_bytes_per_s: To other ranks on the node, in one direction.
+        inter_bytes_per_s: To other nodes, in one direction: the rank's share of the node's network.
+        sources: Sources of the numbers.
+        pcie_bytes_per_s: To the host, in one direction.
+        host_bytes_per_s: The rank's share of the host's memory bandwidth.
+        achieved: The fraction of ``flops`` that published steps achieved.
     """
 
     flops: float | None = None
@@ -43,7 +45,7 @@ class Machine(Value):
     achieved: float | None = field(default=None, metadata={"json": False})
 
     def computing_in(self, precision: str) -> "Machine":
-        """With the peak that no step of this Composer precision exceeds, if all its products ran at it."""
+        """The machine with the peak of a Composer precision, as if all matrix products ran in it."""
         return replace(self, flops=self.fp8_flops) if precision == "amp_fp8" and self.fp8_flops else self
 
     @property
@@ -52,10 +54,10 @@ class Machine(Value):
 
 
 # Peaks from NVIDIA's white papers of the A100 and the H100 (the H200 has the same chip): dense bfloat16 and fp8 on
-# tensor cores, NVLink in one direction (the papers add up both), and the network of its own node, one adapter a GPU.
-# PCIe with 16 lanes of generation 4 and 5; a quarter of a socket's memory, 8 channels of DDR4-3200 and DDR5-4800.
-# Achieved: about what LLM Foundry's steps of 7B to 70B parameters did, with what they recompute: an HFU of 0.53 to 0.79
-# and of 0.38 to 0.59 (its scripts/train/benchmarking/README.md).
+# tensor cores, NVLink in one direction (the papers add up both), and the DGX node's network with one adapter per GPU.
+# PCIe: 16 lanes of generation 4 and 5. Host memory: a quarter of a socket, 8 channels of DDR4-3200 and DDR5-4800.
+# Achieved: approximately LLM Foundry's HFU (with recomputation) for 7B to 70B parameters, 0.53 to 0.79 on the A100 and
+# 0.38 to 0.59 on the H100 (its scripts/train/benchmarking/README.md).
 GPUS = {
     "a100": Machine(
         flops=312e12,
@@ -88,12 +90,12 @@ GPUS = {
     ),
 }
 
-# Without --gpu, a device is assumed to be the first of these with at least its memory.
+# Without --gpu, the first of these with at least the device's memory is assumed.
 _BY_MEMORY = {"a100": 40 * 2**30, "h100": 80 * 2**30, "h200": 141 * 2**30}
 
 
 def with_assumed_speeds(given: Machine | None, memory_bytes: int) -> Machine:
-    """A machine with all speeds: missing ones are those of a GPU with that much memory."""
+    """Fill in missing speeds with those of a GPU with that much memory."""
     given = given or Machine()
     assumed = GPUS[next((name for name, most in _BY_MEMORY.items() if memory_bytes <= most), "h200")]
     names = {each.name for each in fields(given)} - {"sources", "fp8_flops"}
@@ -106,17 +108,17 @@ def with_assumed_speeds(given: Machine | None, memory_bytes: int) -> Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds(Value):
-    """Of one step, in seconds.
+    """Lower bounds of one step on one rank, in seconds.
 
     Args:
-        flops: That a rank computes, what is recomputed among them.
-        model_flops: Less what is recomputed.
-        compute_s, intra_s, inter_s: Of its computation, and of what has to pass each link, if each had nothing to
-            wait for. 0 where no speed was given.
+        flops: FLOPs of a rank, including recomputation.
+        model_flops: FLOPs without recomputation.
+        compute_s, intra_s, inter_s: Time of the computation, and of the traffic over each link, each without waiting.
+            0 if the speed is unknown.
         lower_s: No step is shorter.
-        serial_s: At these rates, if nothing overlapped.
-        exposed_s: Of ``lower_s``, when nothing is computed: communication that no overlap hides; None without FLOPs.
-        mfu_at_most: Model FLOPs over what the device could have done in ``lower_s``; None without FLOPs.
+        serial_s: At these speeds without any overlap.
+        exposed_s: ``lower_s`` minus ``compute_s``: communication that cannot overlap; None without FLOPs.
+        mfu_at_most: ``model_flops`` over the device's peak in ``lower_s``; None without FLOPs.
     """
 
     machine: Machine
@@ -133,10 +135,10 @@ class Bounds(Value):
 
 
 def step_bounds(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: Machine) -> Bounds:
-    """Bound a step by what has to be computed and sent, and by what has to wait for what.
+    """Bound a step by its computation, its traffic, and the dependencies between them.
 
     Args:
-        trace: The one that ``estimate`` was made with; None: nothing is known of what is computed.
+        trace: The trace of ``estimate``; None: the computation is unknown.
     """
     timed = list(timed_step(estimate, trace, machine))
     compute_s = sum(each.seconds for each in timed if each.track == COMPUTE)
@@ -166,15 +168,15 @@ def _num_microbatches(estimate: StepEstimate) -> int:
 
 
 def call_s(call: CollectiveCall, machine: Machine) -> float:
-    """The least that one collective takes, without latency."""
+    """A lower bound of one collective's time, without latency."""
     both = (machine.intra_bytes_per_s, machine.inter_bytes_per_s)
-    # What reaches a rank of a group over several nodes may come over both of its links at once.
+    # In a group over several nodes, a rank may receive over both links at once.
     over_both_s = least_bytes(call) / sum(both) if call.link is Link.INTER and all(both) else 0.0  # type: ignore[arg-type]
     return max(intra_node_s(call, machine), inter_node_s(call, machine), over_both_s)
 
 
 def intra_node_s(call: CollectiveCall, machine: Machine) -> float:
-    """Of a group over several nodes only what lies on the own node has no other way."""
+    """The time on the link within the node; in a group over several nodes, only for data of the node's other ranks."""
     if not machine.intra_bytes_per_s or call.link is Link.NONE:
         return 0.0
     num_bytes = least_bytes(call)
@@ -195,11 +197,11 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed(Value):
-    """One piece of a step in the schedule.
+    """A scheduled computation or collective.
 
     Args:
         track: ``COMPUTE``, or a collective's operator.
-        sample: The moment of the timeline to which it belongs.
+        sample: Index into the estimate's timeline.
     """
 
     track: str
@@ -216,11 +218,11 @@ class Timed(Value):
 
 
 def timed_step(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: Machine) -> Iterator[Timed]:
-    """The step as early as its dependencies allow, in the order in which the CPU issues it.
+    """Schedule a step in issue order, as early as its dependencies allow.
 
-    All gathers run one after the other on a stream of their own, without limit of prefetching, and so do reductions
-    over shards and over replicas. A unit computes once it is gathered; its gradients are reduced once they are
-    computed. What else a real step waits for is left out, so that no real step at these speeds ends before.
+    All-gathers run on one stream with unlimited prefetching; reduce-scatters and all-reduces have a stream each. A unit
+    computes after its all-gather, and its gradients are reduced after they are computed. Other dependencies of a real
+    step are ignored, which keeps this a lower bound.
     """
     schedule = _Schedule(machine)
     by_sample: dict[int, list[CollectiveCall]] = {}
@@ -234,7 +236,7 @@ def timed_step(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: M
 
 
 class _Schedule:
-    """When each stream is free again, and when each unit is there."""
+    """The times at which streams are free and units are unsharded."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

@@ -1,7 +1,7 @@
 """A step as a Chrome trace: one JSON object that ui.perfetto.dev and chrome://tracing open.
 
-After the Trace Event Format: complete events (``X``) with a start and a duration in microseconds, counters (``C``), and
-metadata (``M``) that names the tracks.
+Follows the Trace Event Format: complete events (``X``) with a start and a duration in microseconds, counters (``C``),
+and metadata (``M``) with the names of the tracks.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(step: PlannedStep) -> dict[str, Any]:
-    """The trace of a step as early as its dependencies allow; without speeds every event takes one microsecond."""
-    # Without a trace of the model, the events that the estimate itself assumed.
+    """The trace of a step's earliest schedule; without speeds every event takes one microsecond, in order."""
+    # Without a trace of the model, the estimate assumed these events.
     trace = assumed_trace(step.plan) if step.trace is None else step.trace
     timed = list(timed_step(step.estimate, trace, step.bounds.machine if step.bounds else Machine()))
     is_timed = any(each.seconds for each in timed)
@@ -71,7 +71,7 @@ def _slice(each: Timed) -> dict[str, Any]:
 
 
 def _counters(step: PlannedStep, timed: list[Timed]) -> Iterator[dict[str, Any]]:
-    """Memory by kind, where it changes, when the computation comes by."""
+    """Memory by kind at each change, timestamped with the computation's start."""
     when = {each.sample: each.start_s for each in timed if each.track == COMPUTE}
     before, last_s = None, 0.0
     for place, sample in enumerate(step.estimate.timeline):

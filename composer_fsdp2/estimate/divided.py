@@ -1,4 +1,4 @@
-"""A model as one of the ranks that divide its layers, sequences or experts computes it, without the others."""
+"""Run a TP-, CP- or EP-parallelized model as one of its ranks, without the others."""
 
 import contextlib
 import math
@@ -30,14 +30,13 @@ Finish = Callable[[], None]
 
 @contextlib.contextmanager
 def divided(model: nn.Module, plan: ShardingPlan) -> Iterator[Finish]:
-    """In the block ``model`` computes what rank 0 computes, and calls its collectives, which send nothing.
+    """Make ``model`` compute rank 0's part in the block; its collectives send nothing.
 
     Args:
-        model: A copy, perhaps with fewer blocks than were planned; it is changed.
-        plan: Of the ranks.
+        model: A copy, possibly with fewer blocks than the plan's model; it is modified.
+        plan: The plan of the ranks.
     Yields:
-        What is to be called once checkpointing wrappers stand around modules ([Note: legal order] in
-        ``parallel/order.py``).
+        A function to call after checkpointing wrappers are applied ([Note: legal order] in ``parallel/order.py``).
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     tensor = plan.mesh.tensor_degree if plan.split else 1
@@ -47,10 +46,10 @@ def divided(model: nn.Module, plan: ShardingPlan) -> Iterator[Finish]:
         _tile(modules, plan)
         yield lambda: None
         return
-    # Rank 0's groups are the same in any world; in one of more ranks none of them is the world itself.
+    # Rank 0's groups are the same for any world size; in a larger world none of them is the default group.
     with one_rank_of(2 * degree):
         exchanging = tuple(path for path in plan.exchanging if path in modules)
-        with with_values():  # the numbers of ranks
+        with with_values():  # meshes are tensors of rank numbers
             mesh = _tensor_mesh(tensor)
             _, connect = start_context(model, replace(plan, exchanging=exchanging))
             _tile(modules, plan)
@@ -66,7 +65,7 @@ def divided(model: nn.Module, plan: ShardingPlan) -> Iterator[Finish]:
 
 
 def undivided(plan: ShardingPlan) -> ShardingPlan:
-    """The plan of a rank that computes all of a microbatch by itself, in one piece."""
+    """The plan without TP, CP, EP and tiled MLPs: each rank computes its full microbatch."""
     config = replace(plan.config, context_parallel_degree=1, tiled_mlp=None)
     return replace(plan, split=(), split_experts=(), exchanging=(), tiled=(), config=config)
 
@@ -76,13 +75,13 @@ def _tile(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
     if tiled is None:
         return
     apply_tiling(modules[""], paths, tiled.chunks)
-    for path in paths:  # what a trial finds, which compares numbers once in a run
+    for path in paths:  # in a real run a trial finds these by comparing values
         pieces = vars(modules[path])["forward"]
         pieces.is_token_wise, pieces.num_parts = True, _num_parts(plan, path)
 
 
 def _num_parts(plan: ShardingPlan, path: str) -> int:
-    """Over how many ranks the output's sequence is divided: a layer's own style may say so."""
+    """The number of ranks over which the output's sequence dim is sharded, by the output layouts of its styles."""
     inside = [
         getattr(each.parallelize, "style", each.parallelize) for each in plan.split if is_at_or_under(each.path, path)
     ]
@@ -91,8 +90,11 @@ def _num_parts(plan: ShardingPlan, path: str) -> int:
 
 
 def _tensor_mesh(degree: int) -> DeviceMesh:
-    """Made first in a world: torch remembers meshes by their ranks and names, and finds their groups by a name that
-    counts them. A mesh of ranks that exist has another name."""
+    """Create the mesh of tensor parallelism, before any other group of the world.
+
+    torch caches meshes by ranks and names, and looks up their groups by a running number, which must be the same in
+    each world. The dim's name differs from those of real meshes.
+    """
     return DeviceMesh("cpu", list(range(degree)), mesh_dim_names=("planned",))
 
 
@@ -107,7 +109,7 @@ def _split_layers(modules: Mapping[str, nn.Module], plan: ShardingPlan, mesh: De
 
 
 def _split_experts(layer: SplitExperts, module: nn.Module, group: dist.ProcessGroup) -> None:
-    """The layer exchanges tokens, and has the rows of its parameters that rank 0 gathers."""
+    """Make the layer exchange tokens, and replace its parameters with the rows that rank 0 gathers."""
     kind, experts = KINDS[layer.kind], Experts(num_experts=layer.num_experts, group=group, is_even=True)
     setattr(module, kind.method, partial(kind.compute, module, experts))
     needed = {parameter: rows[0] for parameter, rows in needed_rows(layer, module).items()}

@@ -1,10 +1,10 @@
-"""What the hooks of ``fully_shard`` allocate, free and send, in the order in which the CPU does.
+"""Model the allocations, frees and collectives of ``fully_shard``'s hooks, in the order in which the CPU issues them.
 
-FSDP2 keeps tensors alive by references, not by ``record_stream``, so the order in which the CPU asks the allocator is
-what counts. This follows torch/distributed/fsdp/_fully_shard of torch 2.7 to 2.13, under torch's own names:
-``ParamGroup`` is ``FSDPParamGroup``, and ``CommContext`` is what the groups of a root share, ``FSDPCommContext`` and
-``FSDPStateContext``. A tensor is an int here, its bytes. Local variables that keep a tensor alive until a function
-returns are followed, too, and the additions of ``_torch/unit.py``.
+FSDP2 keeps tensors alive by references, not by ``record_stream``, so CPU order determines the allocator's peak. This
+follows torch/distributed/fsdp/_fully_shard of torch 2.7 to 2.13 and uses its names: ``ParamGroup`` is
+``FSDPParamGroup``, and ``CommContext`` combines ``FSDPCommContext`` and ``FSDPStateContext``, which the groups of a
+root share. A tensor is an int, its bytes. Local variables that keep a tensor alive until a function returns are
+modelled, too, and so are the additions of ``_torch/unit.py``.
 """
 
 import enum
@@ -35,10 +35,10 @@ class TrainingState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class CommContext:
-    """What the units of one root share.
+    """The state shared by the units of one root.
 
     Args:
-        order: All of them, in the order of ``named_modules``: the root first.
+        order: All units in the order of ``named_modules``, the root first.
         send: Called for each collective.
     """
 
@@ -83,10 +83,10 @@ class ParamGroup:
 
     Attributes:
         was_unsharded: Its parameters have been unsharded at least once.
-        unsharded_grads: In bytes, by the name of the parameter.
-        unsharded_accumulated_grads: The same, in the dtype of the reduction.
-        partial_reduce_output: Reduced over shards, and not yet over replicas.
-        all_reduce_state: The buffer that is kept until the unit's next backward, or the end of this one.
+        unsharded_grads: Bytes by parameter name.
+        unsharded_accumulated_grads: The same, in the reduce dtype.
+        partial_reduce_output: Reduced over shards, not yet over replicas.
+        all_reduce_state: Buffer that stays alive until the unit's next reduction, or the end of backward.
         sharded_grads: The parameters that have one.
     """
 
@@ -137,7 +137,7 @@ class ParamGroup:
         self._prefetch(self.sizes.backward_prefetch or ())
 
     def accumulate_grad(self, parameter: str) -> None:
-        """Autograd has accumulated an unsharded gradient; one that was there already takes no more memory."""
+        """Autograd has accumulated an unsharded gradient; an existing one is accumulated in place."""
         if parameter not in self.unsharded_grads:
             self._alloc_unsharded_grad(next(each for each in self.sizes.parameters if each.name == parameter))
 
@@ -178,14 +178,14 @@ class ParamGroup:
             return
         num_bytes = sizes.gathered_elements * sizes.param_bytes
         if self.sharded_state is ShardedState.SHARDED_POST_FORWARD:
-            # Consecutive ranks of the shard group; which of them does not change the numbers.
+            # Any consecutive ranks of the shard group give the same sizes.
             ranks = sizes.shard_ranks[: sizes.ranks_after_forward]
             all_gather_input = num_bytes // len(ranks) * sizes.is_cast
         else:
             ranks = sizes.shard_ranks
             is_copied = sizes.is_cast or sizes.is_offloaded
             all_gather_input = sizes.shard_elements * sizes.param_bytes * is_copied
-        # An all-to-all has what is sent in its buffer, too, about as much as what arrives.
+        # An all-to-all's buffer includes its input, about as large as its output.
         op, all_gather_output = ("all_to_all", 2 * num_bytes) if sizes.exchanges else ("all_gather", num_bytes)
         allocated.alloc(Kind.COMMUNICATION, all_gather_input)
         allocated.alloc(Kind.COMMUNICATION, all_gather_output)
@@ -198,7 +198,7 @@ class ParamGroup:
             return
         context, all_gather_result = self.context, self.all_gather_result
         is_forward = self.training_state is TrainingState.FORWARD
-        # A local variable keeps the state before until the function returns.
+        # A local variable keeps the previous state alive until the function returns.
         prev_all_gather_state = context.all_gather_state if is_forward else 0
         context.allocated.alloc(Kind.GATHERED, self._unsharded_bytes())
         if self.sharded_state is ShardedState.SHARDED_POST_FORWARD:
@@ -246,7 +246,7 @@ class ParamGroup:
         self.context.allocated.alloc(Kind.UNSHARDED_GRADIENTS, num_bytes)
 
     def _fill_missing_grads(self) -> None:
-        """Zeros for what the backward did not reach, as ``UnitGroup`` has it."""
+        """Zero-fill gradients of parameters that backward did not reach, as ``UnitGroup`` does."""
         trained = [each for each in self.sizes.parameters if each.is_trained] if self.was_unsharded else []
         there = self.unsharded_grads.keys() | self.unsharded_accumulated_grads.keys()
         missing = [each for each in trained if each.name not in there]
@@ -288,7 +288,7 @@ class ParamGroup:
         elements, num_ranks = sum(each.padded_shard for each in reduced), 1 if sizes.exchanges else sizes.num_ranks
         reduce_scatter_input = elements * num_ranks * sizes.reduce_bytes
         allocated.alloc(Kind.COMMUNICATION, reduce_scatter_input)
-        # A loop's variable keeps the last gradient until the function returns.
+        # The loop variable keeps the last gradient alive until the function returns.
         is_looped = num_ranks > 1 or not skips_groups_of_one()
         last = unsharded_grads[reduced[-1].name] if is_looped else 0
         allocated.free(Kind.UNSHARDED_GRADIENTS, sum(unsharded_grads.values()) - last)
@@ -311,10 +311,10 @@ class ParamGroup:
         allocated.free(Kind.UNSHARDED_GRADIENTS, last)
 
     def _exchange(self, reduced: Sequence[ParameterSizes], unsharded_grads: Mapping[str, int]) -> dict[str, int]:
-        """Of parts that ranks gathered, this rank's shards arrive, are added up, and are what is reduced further.
+        """Exchange gradients of gathered parts by an all-to-all, and sum those of this rank's shards.
 
         Returns:
-            The bytes of what takes the gradients' place: sums in fp32 at least.
+            The bytes of the sums, in fp32 or wider, by parameter name; they replace the gradients.
         """
         sizes, allocated = self.sizes, self.context.allocated
         num_bytes = sum(each.part for each in reduced) * sizes.reduce_bytes
@@ -328,7 +328,7 @@ class ParamGroup:
         return sums
 
     def _to_sharded_grads(self, reduced: Sequence[ParameterSizes], reduce_output: int) -> None:
-        """The reduced gradients become the sharded ones, or are added to them."""
+        """Set the sharded gradients to the reduced ones, or accumulate into them."""
         sizes, allocated = self.sizes, self.context.allocated
         own = sum(each.padded_shard for each in reduced) * sizes.own_bytes
         is_cast = sizes.reduce_bytes != sizes.own_bytes

@@ -1,4 +1,4 @@
-"""What a rank sends: bytes by collective, by link and by unit, and the least that any algorithm has to move."""
+"""Bytes that a rank sends, by collective, link and unit, and lower bounds for any algorithm."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_re
 
 
 def ring_bytes(call: CollectiveCall) -> int:
-    """What each rank sends (and receives) in a ring: (n-1)/n of the full buffer; of an all-reduce that twice."""
+    """Bytes that each rank sends (and receives) in a ring: (n-1)/n of the full buffer, twice for an all-reduce."""
     return (2 if call.op == ALL_REDUCE else 1) * _of_others(call.num_bytes, call.ranks)
 
 
@@ -19,9 +19,9 @@ def _of_others(num_bytes: int, ranks: int) -> int:
 
 
 def least_bytes(call: CollectiveCall) -> int:
-    """What has to leave (or reach) a rank whatever the algorithm.
+    """A lower bound of the bytes that a rank sends (or receives) with any algorithm.
 
-    As in a ring, but of an all-reduce the half: a switch that adds up (NVLink SHARP) spares the second way.
+    As in a ring, but half for an all-reduce: in-switch reduction (NVLink SHARP) saves the second pass.
     """
     return 0 if call.op not in _MOVING else _of_others(call.num_bytes, call.ranks)
 
@@ -30,10 +30,10 @@ _MOVING = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
 
 def node_bytes(call: CollectiveCall) -> int:
-    """A rank's share of what has to reach its node from others (or leave it), whatever the algorithm.
+    """A rank's share of the bytes that its node receives from (or sends to) other nodes with any algorithm.
 
-    The ranks of a node have a network adapter each and share this work: of a buffer, what lies on other nodes crosses
-    once for all of them. A hybrid's all-reduce has one rank of its group on a node, which sends all of it.
+    Each rank has a network adapter, and the ranks of a node share the traffic: data on other nodes crosses once for all
+    of them. An all-reduce of HSDP has one rank per node in its group, which sends all of it.
     """
     if call.link is not Link.INTER or call.op not in _MOVING:
         return 0
@@ -42,22 +42,22 @@ def node_bytes(call: CollectiveCall) -> int:
 
 
 def ring_node_bytes(call: CollectiveCall) -> int:
-    """A rank's share of what its node sends to others in a ring.
+    """A rank's share of the bytes that its node sends to other nodes in a ring.
 
-    A ring that visits one node after the other leaves each of them once, with as much as passes between two ranks; the
-    ranks of a node share this work, in a ring for each of their network adapters.
+    A ring leaves each node once, with as many bytes as pass between two ranks. The ranks of a node share this traffic,
+    with one ring per network adapter.
     """
     return ring_bytes(call) // (call.ranks_on_node or 1) if call.link is Link.INTER else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic(Value):
-    """Collectives of a step that are alike.
+    """The collectives of a step with the same operator, phase, group size and link.
 
     Args:
         num_bytes: Of their full buffers.
-        ring_bytes: That each rank sends in a ring.
-        node_bytes: A rank's share of what its node sends to others in a ring.
+        ring_bytes: Sent by each rank in a ring.
+        node_bytes: A rank's share of the bytes that its node sends to other nodes in a ring.
     """
 
     op: str
@@ -71,7 +71,7 @@ class Traffic(Value):
 
 
 def traffic(calls: Iterable[CollectiveCall]) -> tuple[Traffic, ...]:
-    """All collectives of a step by operator, phase, group size and link, in the order in which they first occur."""
+    """Group the collectives of a step by operator, phase, group size and link, in order of first occurrence."""
     alike: dict[tuple[str, Phase, int, Link], list[CollectiveCall]] = {}
     for call in calls:
         alike.setdefault((call.op, call.phase, call.ranks, call.link), []).append(call)
@@ -92,14 +92,14 @@ def traffic(calls: Iterable[CollectiveCall]) -> tuple[Traffic, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkBytes(Value):
-    """What a rank sends in rings of groups that lie on one node, and of groups that do not."""
+    """Ring bytes that a rank sends in groups within one node, and in groups over several nodes."""
 
     intra: int = 0
     inter: int = 0
 
 
 def sent_by_unit(calls: Iterable[CollectiveCall]) -> dict[str, LinkBytes]:
-    """The ring's bytes of each unit in a step."""
+    """Ring bytes of each unit in a step."""
     found: dict[str, dict[Link, int]] = {}
     for call in calls:
         of_unit = found.setdefault(call.unit, {})

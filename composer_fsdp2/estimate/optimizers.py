@@ -1,4 +1,4 @@
-"""How much state an optimizer keeps, by its name in torch, Composer, LLM Foundry and Hugging Face."""
+"""The memory of optimizers, by their names in torch, Composer, LLM Foundry and Hugging Face."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,16 +11,15 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState(Value):
-    """What an optimizer keeps of each parameter that it trains, and what its step allocates.
+    """An optimizer's state per trained parameter, and the temporaries of its step.
 
     Args:
-        tensors: How many as large as the rank's part of it, in its dtype.
-        numbers: How many of one element in fp32, such as torch's count of steps.
-        step_tensors: How many as large as the rank's part of a parameter ``step()`` allocates for it, where it goes
-            from one parameter to the next.
-        kept_tensors: How many of these it frees only once it has allocated those of the next parameter.
-        foreach_tensors: How many as large as all parts together a ``foreach`` step allocates, which torch takes by
-            default where all parameters are on a GPU; None: the optimizer has no such step, or is told not to take it.
+        tensors: State tensors as large as the local shard, in its dtype.
+        numbers: Scalar fp32 state tensors, such as torch's ``step``.
+        step_tensors: Temporaries of a for-loop ``step()`` for one parameter, each as large as its local shard.
+        kept_tensors: Those of ``step_tensors`` that are freed only after the next parameter's are allocated.
+        foreach_tensors: Temporaries of a ``foreach`` step, each as large as all local shards together. ``foreach`` is
+            torch's default if all parameters are on a GPU; None: not implemented or disabled.
     """
 
     name: str
@@ -31,18 +30,18 @@ class OptimizerState(Value):
     foreach_tensors: int | None = None
 
     def state_bytes(self, elements: int, element_bytes: int) -> int:
-        """Of one parameter of which the rank has so many elements; one without any has none but the numbers."""
+        """State bytes of one parameter with ``elements`` local elements; an empty shard still has the scalars."""
         return self.tensors * elements * element_bytes + self.numbers * 4
 
     def step_bytes(self, parameter_bytes: Sequence[int], device_type: str) -> int:
-        """The most that ``step()`` allocates at once, beside the state.
+        """Peak bytes of temporaries in ``step()``.
 
         Args:
-            parameter_bytes: Of the rank's part of each parameter that it trains, in the optimizer's order.
+            parameter_bytes: Bytes of the local shard of each trained parameter, in the optimizer's order.
         """
         if self.foreach_tensors is not None and device_type != "cpu":
             return self.foreach_tensors * sum(parameter_bytes)
-        pairs = zip(parameter_bytes, (0, *parameter_bytes), strict=False)  # with the parameter before
+        pairs = zip(parameter_bytes, (0, *parameter_bytes), strict=False)  # with the previous parameter
         return max((self.step_tensors * own + self.kept_tensors * before for own, before in pairs), default=0)
 
 
@@ -52,7 +51,7 @@ class _Row:
 
     Args:
         adds: Options that add a tensor to the state.
-        needs: The option without which it keeps nothing.
+        needs: The option without which it has no state.
         allocates: Options that add a tensor to ``step_tensors``.
         allocates_foreach: Options that add one to ``foreach_tensors``.
     """
@@ -65,18 +64,18 @@ class _Row:
     allocates_foreach: tuple[str, ...] = ()
 
 
-# The square roots of second moments; a loop also keeps what it divided by before.
+# Temporaries are the square roots of second moments; a for-loop step keeps the previous denominator alive.
 _ADAM = OptimizerState(name="Adam", tensors=2, numbers=1, step_tensors=2, kept_tensors=1, foreach_tensors=1)
 _ADAMW = replace(_ADAM, name="AdamW")
 
 
 def _without_allocations(state: OptimizerState) -> OptimizerState:
-    """Of a fused step: one kernel reads and writes parameters and state in place."""
+    """The state for a fused step: one kernel updates parameters and state in place."""
     return replace(state, step_tensors=0, kept_tensors=0, foreach_tensors=None)
 
 
 _SGD = OptimizerState(name="SGD", tensors=1, foreach_tensors=0)
-# After torch/optim and composer/optim/decoupled_weight_decay.py.
+# From torch/optim and composer/optim/decoupled_weight_decay.py.
 _ROWS = (
     _Row(names=("adam",), state=_ADAM, adds=("amsgrad",), allocates=("weight_decay",)),
     _Row(names=("adamw", "adamw_torch", "adamw_hf"), state=_ADAMW, adds=("amsgrad",)),
@@ -107,10 +106,10 @@ _ROWS = (
 
 
 def optimizer_state(name: str, options: Mapping[str, Any] | None = None) -> OptimizerState:
-    """What the optimizer of this name and these options keeps and allocates.
+    """Look up an optimizer's memory by its name and options.
 
     Raises:
-        ConfigError: no such optimizer is known; names the ones that are.
+        ConfigError: the optimizer is unknown; lists the known ones.
     """
     options = options or {}
     row = next((row for row in _ROWS if name.lower() in row.names), None)

@@ -200,7 +200,7 @@ class UnitKind:
 
 
 def unit_kinds(units: Iterable[tuple[ShardUnit, LinkBytes]]) -> Sequence[UnitKind]:
-    """Group units by name pattern, size and ``reshard_after_forward``; units without parameters are omitted.
+    """Group units by the pattern of their names, size and ``reshard_after_forward``; omits empty units.
 
     ``gathered_bytes`` is for one unit of the kind, ``sent`` for all of them.
     """

@@ -1,4 +1,4 @@
-"""Which ranks a collective of one rank reaches, and over which link, from a mesh's numbers alone."""
+"""The ranks and the link of a collective, computed from the mesh's shape alone."""
 
 import functools
 import math
@@ -9,9 +9,9 @@ from composer_fsdp2.config.mesh import AxisRole, MeshSpec
 from composer_fsdp2.estimate.step import Link
 
 
-@functools.lru_cache(maxsize=64)  # few meshes, of many units
+@functools.lru_cache(maxsize=64)  # many units share few meshes
 def members(mesh: MeshSpec, role: AxisRole, rank: int, world_size: int) -> tuple[int, ...]:
-    """The ranks that lie with ``rank`` along the axes of ``role``, itself among them, in the order of the axis.
+    """The ranks of ``rank``'s group along the axes of ``role``, in the order of the axis; includes ``rank``.
 
     Args:
         mesh: Resolved.
@@ -31,7 +31,7 @@ def members(mesh: MeshSpec, role: AxisRole, rank: int, world_size: int) -> tuple
 
 
 def link_of(ranks: Sequence[int], gpus_per_node: int) -> Link:
-    """Whether all lie on one node, ranks being numbered node by node as every launcher does.
+    """The link of a group; assumes ranks numbered node by node, as launchers do.
 
     Args:
         ranks: In ascending order.
@@ -42,6 +42,6 @@ def link_of(ranks: Sequence[int], gpus_per_node: int) -> Link:
 
 
 def num_on_node(rank: int, ranks: Sequence[int], gpus_per_node: int) -> int:
-    """How many of ``ranks``, in their order, lie on the node of ``rank``, which is one of them."""
+    """How many of ``ranks``, in ascending order, are on the node of ``rank``, which is one of them."""
     first = rank // gpus_per_node * gpus_per_node
     return bisect_left(ranks, first + gpus_per_node) - bisect_left(ranks, first)

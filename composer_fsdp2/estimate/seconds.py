@@ -1,16 +1,14 @@
-"""A rough duration of a step, to rank plans of one run; it predicts no run.
+"""A rough duration of a step, to rank plans of one run; it does not predict the real duration.
 
-In each microbatch's forward, and in its backward, a rank computes, gathers and reduces at the same time. The slowest of
-these counts, and communication only as far as it is exposed:
+In each microbatch's forward, and in its backward, computation and communication overlap, and the slowest counts:
 
     seconds of a part = max(computation, traffic in the node, traffic to other nodes, offloaded parameters over PCIe)
     seconds of a step = parts + offloaded activations over PCIe + the optimizer on the host
 
-The computation is what activation checkpointing does a second time, too, at the share of a device's bfloat16 peak that
-published steps achieved (``Machine.achieved``); those in fp8 were little faster. FSDP2 copies offloaded parameters and
-their gradients on streams of their own; ``save_on_cpu``, which offloads activations, makes the step wait for each copy.
-Small or equal in all plans, and left out: the optimizer on the device, the first gather and the last reduction,
-latencies, and ``bounds.UNKNOWN``.
+The computation includes recomputation, at the fraction of a device's bfloat16 peak that published steps achieved
+(``Machine.achieved``); fp8 steps were little faster. FSDP2 copies offloaded parameters and gradients on separate
+streams; ``save_on_cpu``, which offloads activations, blocks on each copy. Omitted, as small or equal in all plans: the
+optimizer on the device, the first all-gather, the last reduction, latencies, and ``bounds.UNKNOWN``.
 """
 
 from collections import defaultdict
@@ -22,7 +20,7 @@ from composer_fsdp2.estimate.step import Phase, StepEstimate
 from composer_fsdp2.sharding.dtypes import dtype_bytes
 from composer_fsdp2.sharding.plan import ShardingPlan
 
-# Of a link's peak; nccl-tests report 230 to 250 of the 300 GB/s of an A100's NVLink for large buffers.
+# Fraction of a link's peak; nccl-tests report 230 to 250 of the 300 GB/s of an A100's NVLink for large buffers.
 LINK_SHARE = 0.8
 # torch's AdamW on a CPU makes one pass over a parameter's tensors for each of its operations: it reads and writes 80
 # bytes of an fp32 parameter, whose value, gradient and moments are 16 (torch/optim/adam.py, _single_tensor_adam).
@@ -35,9 +33,9 @@ def step_seconds(
     """Estimate the seconds of one step.
 
     Args:
-        estimate: Of ``plan`` and ``trace``, with all microbatches or with three, whose second stands for all between
-            the first and the last.
-        machine: Whose speeds are all known.
+        estimate: Of ``plan`` and ``trace``, with all microbatches or with three, the second of which represents all
+            between the first and the last.
+        machine: All speeds must be known.
     """
     assert machine.flops and machine.achieved and machine.pcie_bytes_per_s and machine.host_bytes_per_s
     offloaded = {

@@ -1,4 +1,4 @@
-"""The settings of a run that may change to make it fit or faster, and those of its plan."""
+"""The settings that ``--suggest`` may change, and their values in a plan."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from composer_fsdp2.config.value import Value
 from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.plan import ShardingPlan
 
-MAX_EVERY = 8  # with every ninth block recomputed little is gained
+MAX_EVERY = 8  # recomputing every ninth block or fewer saves little
 
-# By the name of a setting, why another value rounds the run's numbers otherwise; other settings change no number.
-# Dtypes, the batch, the sequence and the optimizer change numbers beyond rounding and are no settings.
+# Setting -> why another value changes how the run's numbers are rounded; the other settings do not change any number.
+# Dtypes, the batch, the sequence and the optimizer change numbers beyond rounding, and are not settings.
 ROUNDS = {
     "replicas": "gradients are summed over the same ranks, in another order",
     "microbatch_size": "a batch has the same rows, and their gradients are summed in another order; where rows differ "
@@ -25,9 +25,9 @@ class Activations(Value):
     """Activation checkpointing and offloading of a model's blocks.
 
     Args:
-        every: To every so many-th block, the last of each such row; 0: to none; -1: to the modules that the plan has.
-        recompute: They are computed again in backward.
-        offload: Activations saved for backward move to the host's memory.
+        every: Applied to every n-th block, the last of each n; 0: to none; -1: to the plan's own choice of modules.
+        recompute: Recompute the blocks in backward.
+        offload: Offload activations saved for backward to host memory.
     """
 
     every: int = 0
@@ -41,14 +41,14 @@ class Activations(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings(Value):
-    """One value of everything that may be changed.
+    """A value for each setting that may be changed.
 
     Args:
         reshard_after_forward: Of the units that have no setting of their own.
         activations: Of the blocks.
-        microbatch_size: In rows of one rank; the rows of a batch stay.
-        replicas: Of the model; the other ranks of the data-parallel mesh are shards.
-        cpu_offload: Parameters, gradients and the optimizer's state are in the host's memory.
+        microbatch_size: Rows on one rank; the batch size stays the same.
+        replicas: The replicate degree; the rest of the data-parallel mesh shards.
+        cpu_offload: Parameters, gradients and optimizer state are in host memory.
     """
 
     reshard_after_forward: bool | int
@@ -68,7 +68,7 @@ def present_settings(plan: ShardingPlan, microbatch_size: int) -> Settings:
     return Settings(
         microbatch_size=microbatch_size,
         replicas=plan.mesh.replicate_degree,
-        reshard_after_forward=reshard if reshard is True or reshard != 1 else False,  # a group of one keeps all
+        reshard_after_forward=reshard if reshard is True or reshard != 1 else False,  # a group of one does not reshard
         activations=_present_activations(plan),
         cpu_offload=plan.config.cpu_offload,
     )
@@ -88,7 +88,7 @@ def _chosen(plan: ShardingPlan, every: int) -> Iterator[str]:
 
 
 def blocks_of(plan: ShardingPlan) -> tuple[tuple[str, ...], ...]:
-    """The model's blocks, a row of each list of modules: units below a root that have numbers, and are in no other."""
+    """The model's blocks, one tuple per module list: numbered units below a root that are not nested in another."""
     below = {unit.name for unit in plan.units if not unit.is_root}
     rows: dict[str, list[str]] = {}
     for unit in plan.units:

@@ -1,4 +1,4 @@
-"""The fastest settings with which a run fits a device's memory: a short ladder of whole plans."""
+"""Search for the fastest settings with which a run fits a device's memory."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +12,13 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 MAX_TRIED = 24
 MAX_PROPOSALS = 3
-# Nothing is gained by less than this share of a step's seconds: more than that is left out of their estimate.
+# Smaller relative gains are ignored: the estimate of seconds is less accurate than this.
 GAIN = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate(Value):
-    """Settings, with the seconds of a step and its peak of memory by their plan."""
+    """Scored settings: the seconds and peak memory of a step with their plan."""
 
     settings: Settings
     seconds: float
@@ -32,12 +32,12 @@ class Candidate(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder(Value):
-    """Values to try, each in the order in which an expert would.
+    """Values to try, in order of preference.
 
     Args:
-        shardings: The run's own settings first; then others of ``reshard_after_forward`` and of the replicas, without
-            parameters in the host's memory.
-        activations: From those of no block recomputed to those of all.
+        shardings: The run's own settings first, then others of ``reshard_after_forward`` and ``replicas``, without CPU
+            offload of parameters.
+        activations: From no block recomputed to all.
         sizes: Rows of a microbatch, ascending.
     """
 
@@ -50,7 +50,7 @@ def ladder_of(plan: ShardingPlan, present: Settings, *, rows: int, gpus_per_node
     """The values to try for a run.
 
     Args:
-        rows: Of a batch, on one rank.
+        rows: Rows of a batch on one rank.
     """
     ranks = plan.mesh.shard_degree * plan.mesh.replicate_degree
     shards, on_node = ranks // present.replicas, gpus_per_node // plan.mesh.split_degree
@@ -72,7 +72,7 @@ def ladder_of(plan: ShardingPlan, present: Settings, *, rows: int, gpus_per_node
 
 
 def _may_replicate(plan: ShardingPlan) -> bool:
-    """Whether the ranks may be divided otherwise: all of one mesh, which shards and replicates only."""
+    """Whether another number of replicas is possible: all units share one mesh with shard and replicate axes only."""
     roles = {axis.role for axis in plan.mesh.axes}
     is_plain = roles <= {AxisRole.SHARD, AxisRole.REPLICATE} and not plan.mesh.is_grouped
     return is_plain and plan.config.data_block_size == 1 and all(unit.mesh == plan.mesh for unit in plan.units)
@@ -80,11 +80,11 @@ def _may_replicate(plan: ShardingPlan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestions(Value):
-    """The plans that are proposed.
+    """The result of a search.
 
     Args:
-        proposals: At most three that fit, the fastest first, each of them faster than the run where that fits.
-        nearest: Where nothing fits, what takes the least.
+        proposals: At most three that fit, fastest first; if the run fits, each is faster than the run.
+        nearest: If nothing fits, the candidate with the lowest peak.
     """
 
     proposals: tuple[Candidate, ...]
@@ -97,12 +97,12 @@ def suggest_settings(
 ) -> Suggestions:
     """Try at most ``MAX_TRIED`` plans, and choose the fastest that fit.
 
-    First each setting alone; then, beginning with the fastest way to shard, for each way to recompute the most rows
-    that fit; and only where nothing fits, offloading to the host.
+    First varies each setting alone. Then, from the fastest sharding on, finds the largest microbatch that fits for each
+    level of activation checkpointing. Offloads to the host only if nothing fits.
 
     Args:
         memory_bytes: The limit of a plan's peak.
-        rate: Plans settings; None where that is impossible.
+        rate: Plans and scores settings; returns None if that is impossible.
     """
     search = _Search(present, memory_bytes, rate)
     search.climb(ladder)
@@ -114,13 +114,13 @@ def suggest_settings(
     proposals = _best(faster if present in fitting else fitting, now)
     return Suggestions(
         proposals=tuple(proposals)[:MAX_PROPOSALS],
-        nearest=None if fitting else min(search.had(), key=lambda each: each.peak_bytes),
+        nearest=None if fitting else min(search.candidates(), key=lambda each: each.peak_bytes),
         num_tried=len(search.tried),
     )
 
 
 def _best(candidates: Sequence[Candidate], present: Settings) -> Iterator[Candidate]:
-    """The fastest, of those that are about as fast what changes least; then of those that take less memory."""
+    """Yield the fastest, then repeatedly the fastest of those with a lower peak; ties go to the fewest changes."""
     left = sorted(candidates, key=lambda each: each.seconds)
     while left:
         alike = [each for each in left if each.seconds <= left[0].seconds * (1 + GAIN)]
@@ -130,17 +130,17 @@ def _best(candidates: Sequence[Candidate], present: Settings) -> Iterator[Candid
 
 
 class _Search:
-    """The plans that were tried, and which of them fit."""
+    """The candidates tried so far."""
 
     def __init__(self, present: Candidate, memory_bytes: int, rate: Callable[[Settings], Candidate | None]) -> None:
         self.tried: dict[Settings, Candidate | None] = {present.settings: present}
         self._present, self._memory_bytes, self._rate = present.settings, memory_bytes, rate
 
-    def had(self) -> list[Candidate]:
+    def candidates(self) -> list[Candidate]:
         return [each for each in self.tried.values() if each is not None]
 
     def fitting(self) -> list[Candidate]:
-        return [each for each in self.had() if self._fits(each)]
+        return [each for each in self.candidates() if self._fits(each)]
 
     def _fits(self, candidate: Candidate | None) -> bool:
         return candidate is not None and candidate.peak_bytes <= self._memory_bytes
@@ -163,8 +163,9 @@ class _Search:
             self._climb(sharding, activations or [now.activations], sizes)
 
     def _climb(self, sharding: Settings, activations: Sequence[Activations], sizes: Sequence[int]) -> None:
-        """Where one way to recompute fits so many rows, one that recomputes more is not tried with fewer; nor are more
-        rows where they gain nothing.
+        """Grow the microbatch while it fits and gains speed; if it does not fit, recompute more at the same size.
+
+        Smaller microbatches are not tried again with more recomputation.
         """
         if not self._fits(self._try(replace(sharding, activations=activations[-1], microbatch_size=sizes[0]))):
             return
@@ -178,7 +179,7 @@ class _Search:
                 fastest, size = found.seconds, next(rising, None)
 
     def offload(self) -> None:
-        least = min(self.had(), key=lambda each: each.peak_bytes).settings
+        least = min(self.candidates(), key=lambda each: each.peak_bytes).settings
         activations = replace(least.activations, every=least.activations.every or 1, offload=True)
         for settings in (
             replace(least, activations=activations),

@@ -1,4 +1,4 @@
-"""What other systems call the batch, the sequence and the optimizer of a run, and what they take by default."""
+"""The keys of other systems for a run's batch, sequence length and optimizer, and their defaults."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from composer_fsdp2.preflight.run_file import assumed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchWords:
-    """A system's keys, from the mapping around its section outwards; the first that is given counts.
+    """A system's keys; the first one set applies, searched from the sharding section outwards.
 
     Args:
-        microbatch, accumulation, rank_batch, global_batch, sequence, optimizer: Names with dots; ``rank_batch`` is a
-            rank's rows in a step, in place of the accumulation.
-        defaults: What the system takes where none is given, by field or option.
-        options: Of the optimizer, by torch's name for each; ``implementation`` is TorchTitan's for ``fused`` and
-            ``foreach``.
+        microbatch, accumulation, rank_batch, global_batch, sequence, optimizer: Dotted keys; ``rank_batch`` is the rows
+            of a rank in a step, an alternative to ``accumulation``.
+        defaults: The system's defaults, by field or option.
+        options: torch's name of an optimizer option -> the system's key; ``implementation`` is TorchTitan's key for
+            ``fused`` and ``foreach``.
     """
 
     microbatch: tuple[str, ...]
@@ -48,7 +48,7 @@ _TRAINER = BatchWords(
     options=_ADAM,
 )
 BATCH_WORDS: Mapping[str, BatchWords] = {
-    # Beside a section that was migrated stands what the other system's file had there.
+    # A migrated file has the original system's keys next to the migrated section.
     "composer": BatchWords(
         microbatch=(
             _OF_COMPOSER,
@@ -95,7 +95,7 @@ _USUAL = {"microbatch": 1, "accumulation": 1, "sequence": 2048, "optimizer": "Ad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """A rank's microbatches, and its optimizer, with findings for what no key says."""
+    """A rank's microbatches and optimizer, with findings for assumed values."""
 
     microbatch: int
     num_microbatches: int
@@ -113,14 +113,14 @@ def read_batches(
     sequence: int | None,
     longest: int | None = None,
 ) -> Batches:
-    """What a file says of a rank's batches.
+    """Read a rank's batches and optimizer from a file.
 
     Args:
-        num_data_ranks: How many ranks read batches of their own.
-        microbatch, sequence: The command line's, which take precedence.
-        longest: How many tokens the model can take.
+        num_data_ranks: The number of ranks that read different batches.
+        microbatch, sequence: From the command line; they override the file.
+        longest: The model's maximum sequence length in tokens.
     Raises:
-        ConfigError: a number that is none, or a global batch that the ranks cannot divide.
+        ConfigError: a value is not a positive integer, or the global batch is not divisible by ``num_data_ranks``.
     """
     words, findings = BATCH_WORDS[dialect], list[Finding]()
 
@@ -142,7 +142,7 @@ def read_batches(
     path, batch = _first(section, words.global_batch)
     of_rank, rank_batch = _first(section, words.rank_batch)
     key = ".".join(map(str, path))
-    if batch not in (None, "auto", -1):  # -1 is TorchTitan's word for what the microbatches come to
+    if batch not in (None, "auto", -1):  # -1 is TorchTitan's default: all ranks' microbatches, without accumulation
         batch = _whole(key, batch)
         if batch % num_data_ranks:
             raise ConfigError(
@@ -172,27 +172,27 @@ def read_batches(
 
 def _whole(key: str, value: Any) -> int:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and value >= 1 and value % 1 == 0):  # what is no number is not equal to itself, and infinity % 1
+    if not (is_number and value >= 1 and value % 1 == 0):  # also False for NaN and infinity
         raise ConfigError(f"{key} is {short(value)}; give a whole number above 0")
     return int(value)
 
 
 def _lengths(section: Section, given: int | None) -> int | None:
-    """ROLL's sequence is a prompt and its response."""
+    """ROLL's sequence length is that of the prompt plus the response."""
     parts = [_first(section, [name])[1] for name in ("prompt_length", "response_length")]
     return sum(parts) if given is None and all(isinstance(each, int) for each in parts) else given
 
 
 def batch_keys(dialect: str, section: Section, *, rows: int, number: int, global_rows: int) -> dict[Path, Any]:
-    """By path the keys that cut the same batch into other microbatches; none where no key has their rows.
+    """The keys that set the microbatch size without changing the batch, by path; empty if the file has no such key.
 
     Args:
-        rows: Of one microbatch.
-        number: Of microbatches in a rank's batch.
-        global_rows: Of the batch of all ranks.
+        rows: Rows of one microbatch.
+        number: Microbatches per batch of a rank.
+        global_rows: Rows of the global batch.
     """
     words = BATCH_WORDS[dialect]
-    if dialect == "torchtitan":  # without the last it would take a batch of so many rows on each rank
+    if dialect == "torchtitan":  # without global_batch_size, a rank's batch would be one microbatch
         keys = {"batch_size": None, "local_batch_size": rows, "global_batch_size": global_rows}
         return {("training", key): value for key, value in keys.items()}
     path, _ = _first(section, (*words.microbatch, *words.global_batch))
@@ -201,12 +201,12 @@ def batch_keys(dialect: str, section: Section, *, rows: int, number: int, global
     *above, key = path
     if key == _OF_COMPOSER or key in words.global_batch:
         return {(*above, _OF_COMPOSER): rows}
-    of_rank, _ = _first(section, words.rank_batch)  # axolotl refuses it beside the accumulation
+    of_rank, _ = _first(section, words.rank_batch)  # axolotl rejects both of rank_batch and accumulation
     return {path: rows, (*above, "gradient_accumulation_steps"): number, **({of_rank: None} if of_rank else {})}
 
 
 def _first(section: Section, names: Iterable[str]) -> tuple[Path, Any]:
-    """The first key that is given, from the section itself outwards, with its value; no path and None without any."""
+    """The path and value of the first key that is set, from the section outwards; () and None if none is."""
     depths = range(len(section.path), -1, -1)
     paths = ((*section.path[:depth], *name.split(".")) for name in names for depth in depths)
     path = next((each for each in paths if find_at(section.around, each) is not None), ())

@@ -1,4 +1,4 @@
-"""Settings that ``--suggest`` does not change, because the numbers would change or a decision comes first."""
+"""Settings that ``--suggest`` does not change, because it would change results or a finding needs a decision first."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,13 +9,13 @@ from torch import nn
 from composer_fsdp2.preflight.planned_model import num_experts
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 
-# Keys of configurations of models whose layers draw random numbers without a module of torch's for it; heads that
-# classify or summarize are not trained here.
+# Keys of model configurations whose layers use random numbers without an nn.Dropout module. Classification and summary
+# heads are not trained here.
 _DRAWN = re.compile(r"(?!summary|classifier).*(dropout|pdrop|jitter)")
 
 
 def left_alone(run: PreflightRun) -> dict[str, str]:
-    """The reason by the name of a field of ``Settings``; the last one of several."""
+    """Map fields of ``Settings`` to the reason for not changing them; the last reason wins."""
     return dict(_reasons(run))
 
 
@@ -36,7 +36,7 @@ def _reasons(run: PreflightRun) -> Iterator[tuple[str, str]]:
 
 
 def _drawn(model: nn.Module) -> Iterator[str]:
-    """The parts of a model that draw random numbers in training."""
+    """The parts of a model that use random numbers in training."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:

@@ -1,4 +1,4 @@
-"""The output of ``plan --suggest``: proposals for a file, the fastest first, and their text."""
+"""The output of ``plan --suggest``: proposed edits of a file, fastest first, and their text."""
 
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,16 @@ _WIDTH = 96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion(Value):
-    """One proposal, as the changed file is planned.
+    """One proposal, with the estimate of the edited file.
 
     Args:
-        changes: Of the file's keys.
-        seconds: About how long a step takes.
-        peak_bytes: Of a rank's device.
-        host_bytes: Of its host's memory.
-        reasons: By the setting that changes, why the run's numbers are rounded otherwise; empty: they are the same.
-        notes: What else has to be seen to.
-        diff: Of the file.
+        changes: Changed keys of the file.
+        seconds: Approximate duration of a step.
+        peak_bytes: Peak device memory of a rank.
+        host_bytes: Host memory of a rank.
+        reasons: Changed setting -> why the run's numbers are rounded differently; empty if results are the same.
+        notes: Further steps for the user.
+        diff: The file's diff.
     """
 
     changes: tuple[KeyChange, ...]
@@ -37,7 +37,7 @@ class Suggestion(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotProposed(Value):
-    """Settings that are not proposed, because the file has no keys for them or something else decides them."""
+    """Settings that are not proposed, because the file has no keys for them or ``reason`` prevents it."""
 
     what: str
     reason: str
@@ -48,13 +48,14 @@ class SuggestedEdits(Value):
     """All proposals for a run.
 
     Args:
-        memory_bytes: The limit of an estimate.
-        seconds, peak_bytes: Of the run as it is.
-        speeds: With which seconds are estimated, and where they come from.
-        proposals: At most three, the fastest first.
-        nearest: Where nothing fits, the smallest; None if that is the run as it is.
-        helps: Where nothing fits, further changes that would help.
-        num_tried: Of plans.
+        memory_bytes: The limit for the estimated peak.
+        seconds, peak_bytes: Estimates of the unmodified run.
+        speeds: The assumed speeds with their sources.
+        proposals: At most three, fastest first.
+        nearest: If nothing fits, the one with the lowest peak; None if that is the unmodified run.
+        helps: If nothing fits, further changes that would help.
+        num_tried: Number of plans tried.
+        unsaid: Settings that are not proposed.
     """
 
     memory_bytes: int
@@ -72,7 +73,7 @@ class SuggestedEdits(Value):
         return self.peak_bytes <= self.memory_bytes
 
     def explain(self) -> str:
-        """As text."""
+        """Render as text."""
         return "\n".join(map(printable, _explained(self)))
 
 
@@ -90,8 +91,8 @@ def _explained(found: SuggestedEdits) -> Iterator[str]:
         yield from _proposal_lines(f"nearest: {_seconds(found.nearest.seconds)}", found.nearest, found.memory_bytes)
     for way in found.helps:
         yield from _wrapped(f"what would help: {way}")
-    told = (*found.proposals, *filter(None, (found.nearest,)))
-    if reasons := {name: why for each in told for name, why in each.reasons.items()}:
+    shown = (*found.proposals, *filter(None, (found.nearest,)))
+    if reasons := {name: why for each in shown for name, why in each.reasons.items()}:
         yield "  why numbers are rounded otherwise"
         for name, why in reasons.items():
             yield from _wrapped(f"{name}: {why}", indent=4)

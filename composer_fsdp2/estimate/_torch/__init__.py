@@ -1,1 +1,1 @@
-"""A step that is traced without a GPU: tensors without values, storages that are alive, operators that are counted."""
+"""Trace a step without a GPU: fake tensors, live storages, FLOPs and collectives."""

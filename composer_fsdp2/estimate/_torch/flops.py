@@ -1,4 +1,4 @@
-"""Floating-point operations of single operators."""
+"""FLOPs of single operators."""
 
 from typing import Any
 
@@ -6,16 +6,15 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 _aten = torch.ops.aten
-# torch's counter knows attention's CUDA kernels; the one that a CPU takes in their place has the same arguments.
+# torch's FLOP counter covers attention's CUDA kernels only; the CPU's kernel has the same arguments.
 _FLASH = _aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Of one operator: matrix products, convolutions and attention; the others do not count.
+    """The FLOPs of a matrix product, a convolution or attention; 0 for other operators.
 
-    Causal attention counts half, which is what kernels compute that leave out what the mask hides; torch's own counter
-    takes it in full.
+    Causal attention counts half, as kernels skip masked blocks; torch's own counter counts it in full.
     """
     packet = getattr(func, "_overloadpacket", None)
     if packet is _FLASH:

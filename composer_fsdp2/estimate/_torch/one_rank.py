@@ -1,4 +1,4 @@
-"""``torch.distributed`` as one rank of several finds it, where there are no others."""
+"""Run ``torch.distributed`` as one rank of a world without other processes."""
 
 import contextlib
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # noqa: F401  what collectives of tensors without data return
+import torch.distributed._tools.fake_collectives  # noqa: F401  registers collectives of fake tensors
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -16,23 +16,23 @@ from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.sharding import meshes
 
 _c10d: Any = distributed_c10d
-# Groups are named by their number, in C++ as well, where those of a real world must stay.
+# Group names are running numbers, registered in C++ too: these must not collide with those of a real world.
 _FIRST_NUMBER = 10**6
 
 _propagate: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
 
 def _propagate_unseen(*args: Any) -> Any:
-    """DTensors find the shapes of results by full tensors without data, once for each; no rank computes these."""
+    """Hide DTensor's shape propagation, which runs each operator on full fake tensors, from other dispatch modes."""
     with _disable_current_modes():
         return _propagate(*args)
 
 
 @contextlib.contextmanager
 def one_rank_of(num_ranks: int) -> Iterator[None]:
-    """In the block this process is rank 0 of ``num_ranks``, whose collectives send nothing, and do not wait.
+    """Make this process rank 0 of ``num_ranks`` in the block; collectives send nothing and do not wait.
 
-    A process group that the process has is untouched, and in use again after the block.
+    An existing process group is not modified, and is the default again after the block.
     """
     with contextlib.ExitStack() as stack:
         for name in ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag"):
