@@ -46,6 +46,7 @@ ROOMS = {
     "fsdp1": room("errors config _torch sharding training", packages="omegaconf torch"),
     "checkpoint": room("errors atomic config _torch sharding", packages="numpy torch"),
     "prepare": room("errors config _torch sharding training parallel fsdp1", packages="torch"),
+    "fsdp": room("errors config _torch sharding training parallel fsdp1", packages="torch"),
     "__init__": room("errors config _torch sharding training parallel estimate fsdp1 checkpoint prepare"),
     "migration": room("errors atomic config fsdp1", packages="omegaconf yaml"),
     "comparing": room("errors config _torch sharding estimate checkpoint", packages="torch"),
