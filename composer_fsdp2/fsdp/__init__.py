@@ -21,10 +21,10 @@ from torch.distributed.fsdp import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
-    wrap,
 )
 
 from composer_fsdp2._torch.scaler import ShardedGradScaler
+from composer_fsdp2.fsdp import wrap
 from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
 
 __all__ = [
