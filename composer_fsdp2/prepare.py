@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2._torch.private_names import parent_mesh
+from composer_fsdp2._torch.private_names import FSDP1Wrapper, parent_mesh
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.parallel import BroadcastBatch
@@ -270,7 +270,7 @@ def apply_activation_checkpointing(
     Does not communicate.
     """
     for path, module in model.named_modules():
-        if isinstance(module, FSDPModule | FullyShardedDataParallel):
+        if isinstance(module, FSDPModule | FSDP1Wrapper):
             raise PlanError(
                 f"module {path or '(the model)'!r} is sharded already: wrapping inside it would leave its unit's "
                 "hooks on the wrong module; call apply_activation_checkpointing before sharding"

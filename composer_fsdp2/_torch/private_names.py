@@ -15,6 +15,7 @@ from torch.distributed._shard import sharded_tensor as _sharded_tensor
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _wrappers
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as _FSDP1
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import _random as random_of_dtensors
@@ -24,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 ActivationWrapper, CheckpointImpl = _wrappers.ActivationWrapper, _wrappers.CheckpointImpl
 checkpoint_wrapper, offload_wrapper = _wrappers.checkpoint_wrapper, _wrappers.offload_wrapper
 ShardedTensor = _sharded_tensor.ShardedTensor  # type: ignore[attr-defined]
+# FSDP1's own class, whatever ``install_fsdp`` has put in its place since.
+FSDP1Wrapper = _FSDP1
 # The base of all batch norms, which FSDP1 kept out of mixed precision.
 BatchNorm = nn.modules.batchnorm._BatchNorm
 # What torch.save calls to rebuild a tensor.

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
 from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.comparing.run_record import Fingerprint, Settings
 from composer_fsdp2.sharding.full_values import gather_full
@@ -252,7 +252,7 @@ def _flat_groups(model: nn.Module) -> dict[int, tuple[Any, tuple[tuple[str, int]
     """By the id of a parameter that FSDP1 shards, over which ranks; of a flat parameter also what lies in it."""
     found: dict[int, tuple[Any, tuple[tuple[str, int], ...]]] = {}
     for path, module in model.named_modules():
-        handle: Any = module._handle if isinstance(module, FullyShardedDataParallel) else None
+        handle: Any = module._handle if isinstance(module, FSDP1Wrapper) else None
         if handle is None or not handle.uses_sharded_strategy:
             continue
         flat = handle.flat_param

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_fsdp2._torch.private_names import has_hooks
+from composer_fsdp2._torch.private_names import FSDP1Wrapper, has_hooks
 from composer_fsdp2.config.choices import ModelChoices
 from composer_fsdp2.config.sharding import (
     LOW_PRECISION,
@@ -30,7 +30,7 @@ from composer_fsdp2.sharding.ties import ParameterUse
 from composer_fsdp2.sharding.units import UnitDraft
 
 _SHARDED_BY: dict[type, str] = {
-    FullyShardedDataParallel: "FSDP1 (FullyShardedDataParallel)",
+    FSDP1Wrapper: "FSDP1 (FullyShardedDataParallel)",
     FSDPModule: "FSDP2 (fully_shard)",
     DistributedDataParallel: "DistributedDataParallel",
 }

@@ -109,7 +109,7 @@ def test_rank0_only_and_offload_to_cpu():
 
 @on_ranks(2)
 def test_sharded_and_local_types():
-    model, optimizer = start(FSDP)
+    model, _ = start(FSDP)
     FSDP.set_state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True))
     state = model.state_dict()
     assert {name for name, each in state.items() if not isinstance(each, DTensor)} == {
@@ -135,7 +135,9 @@ def test_state_dict_of_an_inner_instance_and_of_a_module_around():
     zeros = {name: torch.zeros_like(each) for name, each in whole.items()}
     around.load_state_dict({f"model.{name}": each for name, each in zeros.items()})
     assert_same(dict(model.state_dict()), zeros)
-    missing = model.load_state_dict({"head.weight": whole["head.weight"], "nothing": whole["head.weight"]}, strict=False)
+    missing = model.load_state_dict(
+        {"head.weight": whole["head.weight"], "nothing": whole["head.weight"]}, strict=False
+    )
     assert "nothing" in missing.unexpected_keys[0] and len(missing.missing_keys) == len(whole) - 1
 
 
