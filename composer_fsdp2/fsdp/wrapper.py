@@ -20,7 +20,7 @@ from composer_fsdp2.fsdp.arguments import report, translate_arguments
 from composer_fsdp2.fsdp.dcp import open_dcp
 from composer_fsdp2.fsdp.optimizers import followers, mark_replaced, note_optimizers
 from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
-from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, set_state_dict_type
+from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, rekey_optim_state_dict, set_state_dict_type
 from composer_fsdp2.fsdp1.translate import Translation
 from composer_fsdp2.parallel.order import carry_out
 from composer_fsdp2.sharding.agree import agree, require_process_group
@@ -225,6 +225,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     shard_full_optim_state_dict = staticmethod(STATIC_METHODS["shard_full_optim_state_dict"][0])
     scatter_full_optim_state_dict = staticmethod(STATIC_METHODS["scatter_full_optim_state_dict"][0])
     flatten_sharded_optim_state_dict = staticmethod(STATIC_METHODS["flatten_sharded_optim_state_dict"][0])
+    rekey_optim_state_dict = staticmethod(rekey_optim_state_dict)
 
     def _require_root(self, method: str) -> None:
         if self._fsdp_is_nested:

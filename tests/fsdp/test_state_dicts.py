@@ -15,6 +15,7 @@ from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import CallError, UnsupportedError
@@ -197,3 +198,30 @@ def test_full_parameters_are_written_back():
         model.head.weight.data.zero_()
     assert is_full == (dist.get_rank() == 0)
     assert model.state_dict()["head.weight"].any() or dist.get_rank()
+
+
+@on_ranks(2)
+def test_older_methods_for_optimizer_state():
+    """Full state of an unwrapped run, by position, loads into a wrapped one, and back."""
+    net = build(RUN)
+    plain = make_optimizer(net)
+    forward(net, 0).backward()
+    plain.step()
+    expected = copy.deepcopy(plain.state_dict())
+    by_name = FSDP.rekey_optim_state_dict(expected, OptimStateKeyType.PARAM_NAME, net, optim=plain)
+    assert_same(by_name, FSDP1.rekey_optim_state_dict(expected, OptimStateKeyType.PARAM_NAME, net, optim=plain))
+    for read in (
+        lambda model, optimizer: FSDP.shard_full_optim_state_dict(by_name, model, optim=optimizer),
+        lambda model, optimizer: FSDP.scatter_full_optim_state_dict(
+            None if dist.get_rank() else by_name, model, optim=optimizer
+        ),
+    ):
+        model, optimizer = start(FSDP, steps=1)
+        optimizer.load_state_dict(read(model, optimizer))
+        full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        assert_same(full["state"], by_name["state"])
+        assert_same(FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, net, optim=plain), expected)
+    fresh, of_fresh = start(FSDP, BY_HAND, steps=1)
+    shards = FSDP.sharded_optim_state_dict(model, optimizer)
+    of_fresh.load_state_dict(FSDP.flatten_sharded_optim_state_dict(shards, fresh, of_fresh))
+    assert_same(FSDP.full_optim_state_dict(fresh, of_fresh, rank0_only=False)["state"], by_name["state"])

@@ -250,3 +250,38 @@ def test_an_instance_without_parameters():
     norm = model.clip_grad_norm_(1.0)
     assert norm > 0
     assert all(each.grad is not None for each in model.parameters())
+
+
+class Scaled(nn.Module):
+    """Its scale is a scalar, which cannot be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+@on_ranks(2)
+def test_scalars_of_nested_instances_are_averaged():
+    """FSDP1 refused them; each rank would train its own, without an error."""
+    model = FSDP(nn.Sequential(FSDP(Scaled(), **CPU), Scaled()), **CPU)
+    model(torch.ones(2, 4) * (1 + dist.get_rank())).sum().backward()
+    for scaled in (model[0].module, model[1]):
+        grads = [torch.empty(()) for _ in range(2)]
+        dist.all_gather(grads, scaled.scale.grad)
+        assert torch.equal(*grads) and grads[0] != 0
+
+
+@on_ranks(2)
+def test_buffers_keep_their_dtype_in_state_dicts():
+    """FSDP1 computed with buffers in bf16 and saved them in their own dtype; so were its checkpoints."""
+    states = []
+    for cls in (FSDP1, FSDP):
+        torch.manual_seed(0)
+        model = wrap(Decoder(), cls, mixed_precision=MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16))
+        model(torch.arange(4)).float().sum().backward()
+        states.append({name: (each.dtype, each.shape) for name, each in model.state_dict().items()})
+        assert {each.dtype for each in model.buffers()} == {torch.bfloat16}
+    assert states[0] == states[1]

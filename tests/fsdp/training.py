@@ -11,8 +11,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from support.comparing import own_name
 from support.models import Block, Decoder
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp1
 from torch.distributed.fsdp.wrap import (
@@ -51,6 +56,9 @@ class Run:
     microbatches: How many backwards a step has, and whether all but the last are under ``no_sync``.
     optimizer: Made ``before`` or ``after`` wrapping.
     trained: ``all``, or ``biases`` only.
+    recompute: Blocks, wrapped ``before`` or ``after`` they get instances.
+    norm: ``layer``, or ``batch``, which mixed precision leaves out.
+    groups: ``all`` ranks, or ``pairs`` that exchange nothing with each other.
     """
 
     strategy: str = "FULL_SHARD"
@@ -60,6 +68,9 @@ class Run:
     optimizer: str = "after"
     trained: str = "all"
     offload: str = "no"
+    recompute: str = "no"
+    norm: str = "layer"
+    groups: str = "all"
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in vars(self).items())
@@ -68,6 +79,9 @@ class Run:
 class Net(Decoder):
     """Takes floats beside tokens, which mixed precision casts at the root."""
 
+    def use_batch_norm(self) -> None:
+        self.norm = nn.Sequential(Transposed(6), nn.Identity())
+
     def forward(self, tokens: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) + noise
         for block in self.blocks:
@@ -75,9 +89,27 @@ class Net(Decoder):
         return self.head(self.norm(x))
 
 
+class Transposed(nn.BatchNorm1d):
+    """Channels last."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+def recompute(model: nn.Module) -> None:
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: isinstance(module, Block)
+    )
+
+
 def build(run: Run) -> Net:
     torch.manual_seed(0)
-    net = Net(tied=True).to(PRECISIONS[run.precision][0])
+    net = Net(tied=True)
+    if run.norm == "batch":
+        net.use_batch_norm()
+    if run.recompute == "before":
+        recompute(net)
+    net.to(PRECISIONS[run.precision][0])
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(run.trained == "all" or name.endswith("bias"))
     return net
@@ -94,9 +126,19 @@ def wrapped(cls: Any, net: nn.Module, run: Run) -> Any:
         options["process_group"] = groups()
     if run.offload == "yes":
         options["cpu_offload"] = fsdp1.CPUOffload(offload_params=True)
-    if run.wrap != "by hand":
-        return cls(net, auto_wrap_policy=POLICIES[run.wrap], **options)
-    net.blocks[0].fc_in = cls(net.blocks[0].fc_in, **options)
+    if run.groups == "pairs":
+        options["process_group"] = groups()[0]
+    model = _wrapped(cls, net, run.wrap, options)
+    if run.recompute == "after":
+        recompute(model)
+    return model
+
+
+def _wrapped(cls: Any, net: nn.Module, wrap: str, options: dict[str, Any]) -> Any:
+    if wrap != "by hand":
+        return cls(net, auto_wrap_policy=POLICIES[wrap], **options)
+    first = getattr(net.blocks[0], "_checkpoint_wrapped_module", net.blocks[0])
+    first.fc_in = cls(first.fc_in, **options)
     for number, block in enumerate(net.blocks):
         net.blocks[number] = cls(block, **options)
     return cls(net, **options)
@@ -126,7 +168,7 @@ def train(cls: Any, run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
     with norms_in_float64() if run.precision == "float64" else contextlib.nullcontext():
         losses = [step(model, optimizer, run, number) for number in range(STEPS)]
     with cls.summon_full_params(model):
-        return losses, {name: each.detach().clone() for name, each in model.named_parameters()}
+        return losses, {own_name(name): each.detach().clone() for name, each in model.named_parameters()}
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
