@@ -9,30 +9,18 @@ from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
 from composer_fsdp2._torch.groups import groups_of, state_of
-from composer_fsdp2._torch.unit import hooks_of
 
 auto_wrap: Any = _auto_wrap  # FSDP1's walk through a module tree by an ``auto_wrap_policy``
 
 
 def is_own_unit(cls: type) -> None:
-    """Have ``fully_shard`` leave the class of such a wrapper as it is: it is an ``FSDPModule`` already."""
+    """Have ``fully_shard`` keep the class of such a wrapper, which is an ``FSDPModule`` already."""
     cls_to_fsdp_cls.setdefault(cls, cls)
 
 
 def nest_unit(unit: FSDPModule, *, reshard_after_forward: bool | int, cast_forward_inputs: bool) -> None:
-    """Change a root unit before its first forward to one inside of another root."""
+    """Turn a root unit into a nested one, before its first forward."""
     state: Any = state_of(unit)
     for group in groups_of(state):
         group.post_forward_mesh_info = _get_post_forward_mesh_info(reshard_after_forward, group.mesh_info)
     state.own_policy = replace(state.own_policy, cast_forward_inputs=cast_forward_inputs)
-
-
-def share_replicated(units: list[FSDPModule]) -> None:
-    """Average the replicated parameters of all ``units`` where a backward ends in any of them."""
-    replicated: dict[Any, list[Any]] = {}
-    for unit in units:
-        for mesh, parameters in hooks_of(unit).replicated.items():
-            known = replicated.setdefault(mesh, [])
-            known.extend(each for each in parameters if not any(each is other for other in known))
-    for unit in units:
-        hooks_of(unit).replicated = replicated

@@ -2,8 +2,9 @@
 
     from composer_fsdp2.fsdp import FullyShardedDataParallel as FSDP
 
-takes the place of the same import from ``torch.distributed.fsdp``. Policies, enums and configs are torch's own objects.
-Needs torch only. Import it before making optimizers: those that a script makes before wrapping are noted then.
+replaces the same import from ``torch.distributed.fsdp``. Policies, enums and configs are torch's own objects. Needs
+torch only. Import it before optimizers are made: from then on they are noted, and follow when their parameters are
+sharded.
 """
 
 from torch.distributed.fsdp import (
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import (
     LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
+    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
@@ -37,6 +39,7 @@ __all__ = [
     "LocalStateDictConfig",
     "MixedPrecision",
     "OptimStateDictConfig",
+    "OptimStateKeyType",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",

@@ -1,4 +1,4 @@
-"""The arguments of FSDP1's constructor, read by the same table as an ``fsdp_config``."""
+"""FSDP1's constructor arguments, translated by the same table as an ``fsdp_config``."""
 
 import functools
 import logging
@@ -64,7 +64,7 @@ def translate_arguments(
 
 
 def report(translation: Translation, *, use_orig_params: bool) -> None:
-    """Log on rank 0, once each in this process, the arguments that are not carried out exactly."""
+    """Log approximated arguments on rank 0, each once per process."""
     if dist.get_rank() != 0:
         return
     for finding in translation.findings:
@@ -99,7 +99,7 @@ def _ranks(strategy: ShardingStrategy, process_group: Any, mesh: DeviceMesh | No
 
 
 def _device_type(module: nn.Module, device_id: int | torch.device | None, mesh: DeviceMesh | None) -> str:
-    """The type of the device that the module is trained on: as given, else its parameters', else an accelerator."""
+    """The device type for training: explicit, else that of the parameters, else the accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     if isinstance(device_id, int):
         device_id = torch.device(accelerator.type if accelerator is not None else "cpu", device_id)
@@ -125,8 +125,8 @@ def ignored_states(
     Args:
         states: FSDP1's ``ignored_states``: modules, or parameters.
     Raises:
-        ConfigError: both arguments are given, or one holds something else.
-        PlanError: the wrapped module itself, or an FSDP instance, is ignored.
+        ConfigError: both arguments are set, or one contains another type.
+        PlanError: the wrapped module itself is ignored.
     """
     given, others = list(ignored_modules or ()), list(states or ())
     if given and others:
@@ -144,7 +144,7 @@ def ignored_states(
 
 
 def outermost(root: nn.Module, modules: Collection[nn.Module]) -> tuple[nn.Module, ...]:
-    """Those of ``modules`` below ``root`` that lie in no other of them."""
+    """The outermost of ``modules`` below ``root``."""
     found: list[nn.Module] = []
     waiting = list(root.children())
     while waiting:

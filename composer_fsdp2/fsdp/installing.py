@@ -1,4 +1,4 @@
-"""``install_fsdp``: FSDP1's class is ours in scripts and libraries that nobody wants to edit."""
+"""``install_fsdp``: replaces FSDP1's class in scripts and libraries without an edit."""
 
 import sys
 from collections.abc import Collection, Iterator
@@ -14,14 +14,14 @@ from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
 _CLASSES: dict[type, type] = {FSDP1Wrapper: FullyShardedDataParallel, FSDP1GradScaler: ShardedGradScaler}
 
 
-# Those that are not undone yet; what the first of them rebound, and the modules that were imported by then.
+# Active installs; the bindings that the first one replaced, and the modules imported before it.
 _in_force: list["InstalledFSDP"] = []
 _rebound: list[tuple[ModuleType, str]] = []
 _imported: set[str] = set()
 
 
 class InstalledFSDP:
-    """What ``install_fsdp`` returns; ``uninstall`` undoes it, and so does the end of a with block."""
+    """The result of ``install_fsdp``; ``uninstall``, or the end of a with block, undoes it."""
 
     def __init__(self) -> None:
         if not _in_force:
@@ -32,7 +32,7 @@ class InstalledFSDP:
     def uninstall(self) -> None:
         """Put torch's classes back, also in modules that were imported in between. Models stay as they are.
 
-        Within another ``install_fsdp`` nothing changes before that ends, too.
+        Within another ``install_fsdp`` the classes stay replaced until that ends.
         """
         if self not in _in_force:
             return
@@ -73,7 +73,7 @@ def class_in_force() -> type:
 
 def _rebind(classes: dict[type, type], without: Collection[str] = ()) -> Iterator[tuple[ModuleType, str]]:
     """Rebind classes in all modules but ours, and those in ``without``; yield each module and name."""
-    by_id = {id(old): new for old, new in classes.items()}  # some values warn if they are looked at
+    by_id = {id(old): new for old, new in classes.items()}  # some values warn on attribute access
     for path, module in list(sys.modules.items()):
         if path in without or path.partition(".")[0] == "composer_fsdp2" or not isinstance(module, ModuleType):
             continue

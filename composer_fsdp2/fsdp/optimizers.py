@@ -1,7 +1,7 @@
-"""Optimizers that a script made before it wrapped its model: FSDP1 kept the parameter objects that they hold.
+"""Optimizers made before wrapping: with ``use_orig_params=True`` FSDP1 kept the parameter objects.
 
-``fully_shard`` registers other parameters. So each optimizer is noted where it is made, and is found again by its
-parameters where they are sharded.
+``fully_shard`` registers new parameters. Each optimizer is therefore noted in its constructor, and found by its
+parameters when these are sharded.
 """
 
 import functools
@@ -18,7 +18,7 @@ from composer_fsdp2.sharding.optimizer import rebinding
 
 _NOTED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-# On a parameter that a unit has replaced by its shard: its name.
+# Set on a replaced parameter: its name.
 _MARK = "_composer_fsdp2_sharded_as"
 
 
@@ -27,7 +27,7 @@ def note_optimizers() -> None:
     """Note all optimizers that this process makes from now on.
 
     Called where ``composer_fsdp2.fsdp`` is imported. Wraps ``torch.optim.Optimizer.add_param_group``, which every
-    optimizer calls for each of its groups; torch has no hook for the construction.
+    optimizer calls for each group; torch has no hook for the construction.
     """
     original = torch.optim.Optimizer.add_param_group
 
@@ -52,13 +52,13 @@ def followers(model: nn.Module) -> list[Callable[[], None]]:
 
 
 def mark_replaced(names: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Mark parameters that units have replaced, each with its name, for whatever holds them still."""
+    """Mark parameters that shards have replaced, for optimizers and modules that still refer to them."""
     for name, parameter in names:
         setattr(parameter, _MARK, name)
 
 
 def sharded_name(parameter: nn.Parameter) -> str | None:
-    """The name of a parameter that a unit has replaced; None of any other."""
+    """The name of a parameter that a shard has replaced; None for any other."""
     return vars(parameter).get(_MARK)
 
 
@@ -67,7 +67,7 @@ def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """Before the first step of each optimizer: raise if it was made too early to be noted, and would train nothing."""
+    """Raise before the first step of an optimizer that was made before this module was imported."""
     if optimizer in _CHECKED:
         return
     if found := next((name for each in _held(optimizer) if (name := sharded_name(each))), None):

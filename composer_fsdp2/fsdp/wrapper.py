@@ -13,7 +13,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, Mix
 
 from composer_fsdp2._torch.private_names import FSDP_WRAPPED, ActivationWrapper, parent_mesh
 from composer_fsdp2._torch.unit import UnitHooks, hooks_of
-from composer_fsdp2._torch.wrappers import auto_wrap, is_own_unit, nest_unit, share_replicated
+from composer_fsdp2._torch.wrappers import auto_wrap, is_own_unit, nest_unit
 from composer_fsdp2.errors import CallError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
 from composer_fsdp2.fsdp.arguments import report, translate_arguments
@@ -31,15 +31,16 @@ from composer_fsdp2.training.full_params import summon_full_params
 
 _PREFIX = f"{FSDP_WRAPPED}."
 
-# The instances that the constructor in progress makes by its auto_wrap_policy: it shards them with its own.
+_Ignored = tuple[set[nn.Module], set[nn.Parameter]]
+# Instances made by the auto_wrap_policy of the constructor in progress, which shards them together with its own.
 _made_by_policy: list["FullyShardedDataParallel"] | None = None
 
 
 class FullyShardedDataParallel(FSDPModule, nn.Module):
     """``torch.distributed.fsdp.FullyShardedDataParallel`` on FSDP2: the same arguments, methods, names and numbers.
 
-    Each instance is one FSDP2 unit, which holds the parameters below ``module`` that no other instance holds. An
-    optimizer that was made before may keep its parameters, and is given the sharded ones.
+    Each instance is one FSDP2 unit of the parameters below ``module``, without those of nested instances. An optimizer
+    that was made before wrapping follows to the sharded parameters.
 
     Args:
         module: Wrapped, with all below it. Parameters may be on the meta device.
@@ -47,16 +48,15 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             node. All ranks must call the constructor, each with its own group.
         sharding_strategy: Default FULL_SHARD.
         cpu_offload: Parameters, gradients and optimizer state in host memory.
-        auto_wrap_policy: Which modules below get instances of their own, in any of torch's forms.
+        auto_wrap_policy: Selects the modules that are wrapped too, in any of torch's forms.
         backward_prefetch: BACKWARD_POST is carried out as BACKWARD_PRE; None prefetches nothing.
         mixed_precision: FSDP1's; with ``keep_low_precision_grads`` an error, unless parameters have that dtype.
         ignored_modules, ignored_states: Neither sharded nor reduced; modules, or parameters.
-        param_init_fn: Called with each module that owns something on the meta device, in place of its
-            ``reset_parameters``.
+        param_init_fn: Called with each module that owns a meta tensor, instead of its ``reset_parameters``.
         device_id: Where the module is moved; default the device of its parameters, else the accelerator.
         sync_module_states: Broadcast parameters and buffers from the first rank of each group.
         forward_prefetch, limit_all_gathers: As under FSDP1; FSDP2 always limits them.
-        use_orig_params: False is carried out as True, and said once.
+        use_orig_params: False trains as True; logged once.
         device_mesh: Instead of process_group; two axes (replicate, shard) for the hybrid strategies.
     Raises:
         ConfigError: contradicting or wrong arguments, or no process group. Also a ValueError.
@@ -68,6 +68,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     """
 
     _fsdp_hooks: UnitHooks | None = None  # None until it is sharded
+    _fsdp_ignored: _Ignored = (set(), set())
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "FullyShardedDataParallel":
         return nn.Module.__new__(cls)  # FSDPModule's would make a class behind it
@@ -115,6 +116,9 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             return
         ignored = read_ignored(module, ignored_modules, ignored_states)
         earlier = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        for instance in earlier:  # as under FSDP1
+            ignored = ignored[0] | instance._fsdp_ignored[0], ignored[1] | instance._fsdp_ignored[1]
+        self._fsdp_ignored = ignored
         made = [self]
         if auto_wrap_policy is not None:
             if earlier:
@@ -155,7 +159,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def check_is_root(self) -> bool:
-        """Whether no other instance contains this one."""
+        """Whether this instance is in no other one."""
         return not self._fsdp_is_nested
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
@@ -242,16 +246,16 @@ def _wrap_by_policy(
     cls: type[FullyShardedDataParallel],
     module: nn.Module,
     policy: Any,
-    ignored: tuple[set[nn.Module], set[nn.Parameter]],
+    ignored: _Ignored,
     arguments: dict[str, Any],
 ) -> list[FullyShardedDataParallel]:
-    """Wrap what the policy chooses below ``module``; return the new instances, which are not sharded yet."""
+    """Wrap the modules below ``module`` that the policy selects; return the new instances, not sharded yet."""
     global _made_by_policy
     made: list[FullyShardedDataParallel] = []
     _made_by_policy = made
     try:
         with warnings.catch_warnings():
-            # One parameter of a flat one cannot be frozen alone; there are none here.
+            # A warning about flat parameters.
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
             auto_wrap(module, policy, *ignored, {**arguments, "use_orig_params": True}, cls)
     except BaseException:
@@ -263,7 +267,7 @@ def _wrap_by_policy(
 
 
 def _unwrap(module: nn.Module, made: Collection[nn.Module]) -> None:
-    """Put the wrapped modules back in the place of instances that are not sharded."""
+    """Register the wrapped modules again instead of instances that are not sharded."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if child in made:
@@ -274,7 +278,7 @@ def _shard(
     root: FullyShardedDataParallel,
     made: list[FullyShardedDataParallel],
     earlier: list[FullyShardedDataParallel],
-    ignored: tuple[set[nn.Module], set[nn.Parameter]],
+    ignored: _Ignored,
     mesh: DeviceMesh | None,
 ) -> None:
     """Plan, agree and apply; then the optimizers follow. Called on all ranks."""
@@ -309,8 +313,6 @@ def _shard(
             reshard_after_forward=config.reshard_after_forward,
             cast_forward_inputs=config.mixed_precision.cast_forward_inputs,
         )
-    if earlier:
-        share_replicated([*made, *earlier])
     for instance in made:
         instance._fsdp_hooks = hooks_of(instance)
         instance._fsdp_hooks.sums_in_own_dtype = True
@@ -320,7 +322,7 @@ def _shard(
 
 
 def _remove_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """State dicts have the names of the unwrapped module."""
+    """Give a state dict the names of the unwrapped module. A hook after ``state_dict``."""
     inner = prefix + _PREFIX
     for key in [key for key in state_dict if key.startswith(inner)]:
         state_dict[prefix + key.removeprefix(inner)] = state_dict.pop(key)

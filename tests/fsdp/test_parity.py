@@ -106,7 +106,7 @@ def test_without_shards():
 
 
 def test_replicas_of_shards_and_groups_of_ranks():
-    """On four ranks hybrid shards have replicas, whose gradients would not be averaged, and groups have norms of their own."""
+    """On four ranks hybrid shards have replicas, whose gradients must be averaged, and groups their own norms."""
     runs = [
         Run(strategy="HYBRID_SHARD", wrap="classes", optimizer="before", microbatches="2"),
         Run(strategy="_HYBRID_SHARD_ZERO2", wrap="by hand", precision="bf16", microbatches="2 no_sync"),

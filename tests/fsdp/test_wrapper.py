@@ -126,6 +126,10 @@ def test_ignored_parameters_and_modules_stay():
     dist.all_gather(grads, kept[0].grad)
     assert not torch.equal(*grads)
     net = Decoder()
+    scale = net.blocks[0].fc_in.weight
+    net.blocks[0] = FSDP(net.blocks[0], ignored_states=[scale], **CPU)
+    assert FSDP(net, **CPU).blocks[0].fc_in.weight is scale
+    net = Decoder()
     with pytest.raises(ConfigError, match="keep one"):
         wrap(net, ignored_modules=[net.norm], ignored_states=[net.head.weight])
     with pytest.raises(PlanError, match="itself is ignored"):
@@ -285,3 +289,7 @@ def test_buffers_keep_their_dtype_in_state_dicts():
         states.append({name: (each.dtype, each.shape) for name, each in model.state_dict().items()})
         assert {each.dtype for each in model.buffers()} == {torch.bfloat16}
     assert states[0] == states[1]
+    net = Decoder()
+    net.blocks[0] = FSDP(net.blocks[0], **CPU)
+    model = FSDP(net, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), **CPU)
+    assert [block.offset.dtype for block in model.blocks] == [torch.float32, torch.bfloat16]
