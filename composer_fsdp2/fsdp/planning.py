@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.config.choices import ModelChoices, UnitOverrides
 from composer_fsdp2.config.sharding import ShardingConfig
-from composer_fsdp2.errors import PlanError
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.errors import PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import outermost
 from composer_fsdp2.fsdp.optimizers import sharded_name
 from composer_fsdp2.parallel.order import refuse_illegal
@@ -40,7 +41,7 @@ def plan_instances(
         ignored_modules, ignored_parameters: Neither sharded nor reduced.
     Raises:
         PlanError: a parameter is shared between two units, or cannot be sharded.
-        UnsupportedError: ``keep_low_precision_grads`` beside another parameter dtype.
+        UnsupportedError: ``keep_low_precision_grads`` beside another parameter dtype; tensor parallelism.
 
     Every rank must call this with the same model; it does not communicate.
     """
@@ -52,7 +53,7 @@ def plan_instances(
         root,
         replace(config, ignored_modules=outermost(root, ignored_modules - sharded)),
         ModelChoices(roots=()),
-        _select(root, overrides, ignored_parameters),
+        _select(root, overrides, sharded, ignored_parameters),
     )
     plan = replace(plan, sharded_before=tuple(paths[each] for each in before))
     refuse_illegal(plan)
@@ -65,9 +66,17 @@ def _overrides(config: ShardingConfig, own: ShardingConfig) -> UnitOverrides:
     return UnitOverrides(**changed)
 
 
-def _select(root: nn.Module, overrides: Mapping[str, UnitOverrides], ignored: set[nn.Parameter]) -> Selection:
+def _select(
+    root: nn.Module, overrides: Mapping[str, UnitOverrides], sharded: set[nn.Module], ignored: set[nn.Parameter]
+) -> Selection:
     """Exactly the instances as units; one without parameters stays, since its methods are those of a unit."""
-    uses = [use for use in parameter_uses(root) if not isinstance(use.parameter, DTensor)]
+    before = {each for module in sharded for each in module.parameters() if isinstance(each, DTensor)}
+    uses = [use for use in parameter_uses(root) if use.parameter not in before]
+    if parallelized := [use.name for use in uses if isinstance(use.parameter, DTensor)]:
+        raise UnsupportedError(
+            f"{and_more(parallelized)}: parallelized before by parallelize_module; composer_fsdp2.prepare_fully_shard "
+            "shards such a model"
+        )
     tree = UnitTree(root, [use for use in uses if use.parameter not in ignored], ())
     for path, own in sorted(overrides.items()):  # the root first
         tree.add(UnitDraft((path,), "an FSDP instance", is_root=not path, overrides=own))

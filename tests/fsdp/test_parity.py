@@ -95,6 +95,12 @@ def test_batch_norms_and_mixed_precision():
     assert_same_as_fsdp1(run_ranks(compare, 2, runs)[0], runs)
 
 
+def test_one_rank():
+    """A script is tried on one device first; FSDP1 shards nothing there."""
+    runs = [Run(wrap="classes", optimizer="before"), Run(precision="bf16", microbatches="2 no_sync", trained="biases")]
+    assert_same_as_fsdp1(run_ranks(compare, 1, runs)[0], runs)
+
+
 def test_without_shards():
     """NO_SHARD averages by one all-reduce, in each backward or in the last one."""
     runs = [

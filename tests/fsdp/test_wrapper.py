@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composer_fsdp2.errors import CallError, ConfigError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp import FullyShardedDataParallel as FSDP
@@ -173,6 +174,15 @@ def test_an_error_leaves_the_module_as_it_was():
     net.embed = FSDP(net.embed, **CPU)
     with pytest.raises(PlanError, match=r"the instance that was made before and holds .*weight"):
         FSDP(net, **CPU)
+
+
+@on_ranks(2)
+def test_layers_that_are_parallelized_already():
+    """They would be in no plan, and reduced over the wrong ranks."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    net = nn.Sequential(parallelize_module(nn.Linear(4, 4), mesh["tensor"], ColwiseParallel()))
+    with pytest.raises(UnsupportedError, match="prepare_fully_shard"):
+        FSDP(net, device_mesh=mesh["data"], **CPU)
 
 
 @on_ranks(2)
