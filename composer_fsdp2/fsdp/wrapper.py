@@ -21,7 +21,6 @@ from composer_fsdp2.fsdp.dcp import open_dcp
 from composer_fsdp2.fsdp.optimizers import followers, mark_replaced, note_optimizers
 from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
 from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, rekey_optim_state_dict, set_state_dict_type
-from composer_fsdp2.fsdp1.translate import Translation
 from composer_fsdp2.parallel.order import carry_out
 from composer_fsdp2.sharding.agree import agree, require_process_group
 from composer_fsdp2.sharding.modules import parameter_at
@@ -107,28 +106,28 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             "use_orig_params": use_orig_params,
             "device_mesh": device_mesh,
         }
-        self._fsdp_translation = translate_arguments(module, **arguments)
         self._fsdp_param_init_fn = param_init_fn
         self._fsdp_is_nested = _made_by_policy is not None
         if _made_by_policy is not None:
+            self._fsdp_translation = translate_arguments(module, **arguments)
             self._fsdp_wrapped_module = module
             _made_by_policy.append(self)
             return
-        ignored = read_ignored(module, ignored_modules, ignored_states)
-        earlier = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
-        for instance in earlier:  # as under FSDP1
-            ignored = ignored[0] | instance._fsdp_ignored[0], ignored[1] | instance._fsdp_ignored[1]
-        self._fsdp_ignored = ignored
         made = [self]
-        if auto_wrap_policy is not None:
-            if earlier:
-                raise PlanError("auto_wrap_policy: module holds an FSDP instance already; wrap all of them by hand")
-            arguments |= {"param_init_fn": param_init_fn, "ignored_states": ignored[1]}
-            made += _wrap_by_policy(type(self), module, auto_wrap_policy, ignored, arguments)
-        self._fsdp_wrapped_module = module
-        report(self._fsdp_translation, use_orig_params=use_orig_params)
+
+        def decide() -> ShardingPlan:
+            self._fsdp_translation = translate_arguments(module, **arguments)
+            self._fsdp_ignored = _ignored(module, ignored_modules, ignored_states)
+            if auto_wrap_policy is not None:
+                options = {**arguments, "param_init_fn": param_init_fn, "ignored_states": self._fsdp_ignored[1]}
+                _wrap_by_policy(made, module, auto_wrap_policy, options)
+            self._fsdp_wrapped_module = module
+            return _plan(made)
+
         try:
-            _shard(self, made, earlier, ignored, device_mesh)
+            plan = agree(decide, lambda plan: plan.fingerprint)
+            report(self._fsdp_translation, use_orig_params=use_orig_params)
+            _shard(made, plan, device_mesh)
         except BaseException:
             _unwrap(module, made)
             raise
@@ -242,28 +241,34 @@ _FLAT = dict.fromkeys(
 )
 
 
+def _instances(module: nn.Module) -> list[FullyShardedDataParallel]:
+    return [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+
+
+def _ignored(module: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> _Ignored:
+    """The ignored modules and parameters, those of nested instances too, as under FSDP1."""
+    found = [read_ignored(module, modules, states), *(each._fsdp_ignored for each in _instances(module))]
+    return set().union(*(each[0] for each in found)), set().union(*(each[1] for each in found))
+
+
 def _wrap_by_policy(
-    cls: type[FullyShardedDataParallel],
-    module: nn.Module,
-    policy: Any,
-    ignored: _Ignored,
-    arguments: dict[str, Any],
-) -> list[FullyShardedDataParallel]:
-    """Wrap the modules below ``module`` that the policy selects; return the new instances, not sharded yet."""
+    made: list[FullyShardedDataParallel], module: nn.Module, policy: Any, arguments: dict[str, Any]
+) -> None:
+    """Wrap the modules below ``module`` that the policy selects; add the new instances, not sharded yet, to ``made``.
+
+    Does not communicate.
+    """
     global _made_by_policy
-    made: list[FullyShardedDataParallel] = []
-    _made_by_policy = made
+    if _instances(module):
+        raise PlanError("auto_wrap_policy: module contains an FSDP instance already; wrap all of them by hand")
+    _made_by_policy, root = made, made[0]
     try:
         with warnings.catch_warnings():
             # A warning about flat parameters.
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
-            auto_wrap(module, policy, *ignored, {**arguments, "use_orig_params": True}, cls)
-    except BaseException:
-        _unwrap(module, made)
-        raise
+            auto_wrap(module, policy, *root._fsdp_ignored, {**arguments, "use_orig_params": True}, type(root))
     finally:
         _made_by_policy = None
-    return made
 
 
 def _unwrap(module: nn.Module, made: Collection[nn.Module]) -> None:
@@ -274,23 +279,24 @@ def _unwrap(module: nn.Module, made: Collection[nn.Module]) -> None:
                 setattr(parent, name, child._fsdp_wrapped_module)
 
 
-def _shard(
-    root: FullyShardedDataParallel,
-    made: list[FullyShardedDataParallel],
-    earlier: list[FullyShardedDataParallel],
-    ignored: _Ignored,
-    mesh: DeviceMesh | None,
-) -> None:
-    """Plan, agree and apply; then the optimizers follow. Called on all ranks."""
-    translations: dict[nn.Module, Translation] = {each: each._fsdp_translation for each in made}
+def _earlier(made: list[FullyShardedDataParallel]) -> list[FullyShardedDataParallel]:
+    return [each for each in _instances(made[0]) if each not in made]
 
-    def decide() -> ShardingPlan:
-        configs = {each: translation.config for each, translation in translations.items()}
-        return plan_instances(
-            root, configs, sharded=set(earlier), ignored_modules=ignored[0], ignored_parameters=ignored[1]
-        )
 
-    plan = agree(decide, lambda plan: plan.fingerprint)
+def _plan(made: list[FullyShardedDataParallel]) -> ShardingPlan:
+    root = made[0]
+    return plan_instances(
+        root,
+        {each: each._fsdp_translation.config for each in made},
+        sharded=set(_earlier(made)),
+        ignored_modules=root._fsdp_ignored[0],
+        ignored_parameters=root._fsdp_ignored[1],
+    )
+
+
+def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: DeviceMesh | None) -> None:
+    """Apply the plan; then the optimizers follow. Called on all ranks, with plans that they compared."""
+    root = made[0]
     follow = followers(root)
     names = [spec.name for unit in plan.units for spec in unit.parameters]
     replaced = [(name, parameter_at(root, name)) for name in names]
@@ -305,7 +311,7 @@ def _shard(
     for each in follow:
         each()
     mark_replaced(replaced)
-    for instance in (each for each in earlier if not each._fsdp_is_nested):
+    for instance in (each for each in _earlier(made) if not each._fsdp_is_nested):
         config = instance._fsdp_translation.config
         instance._fsdp_is_nested = True
         nest_unit(

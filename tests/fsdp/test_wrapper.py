@@ -206,6 +206,16 @@ def test_arguments_that_contradict_each_other():
 
 
 @on_ranks(2)
+def test_an_error_on_one_rank_ends_the_others():
+    """The others would wait for its collectives until they time out."""
+    net = Decoder()
+    groups = {"process_group": (dist.group.WORLD, dist.group.WORLD)} if dist.get_rank() else {}
+    with pytest.raises(ConfigError if dist.get_rank() else PlanError, match="one group of ranks"):
+        wrap(net, **groups)
+    assert type(net.blocks[0]) is Block
+
+
+@on_ranks(2)
 def test_replicas_from_a_mesh_and_by_node():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="1"):
