@@ -16,7 +16,7 @@ ARGS ?=
 # Two lanes, see tests/support/lanes.py; ARGS="-n 0" is one process, for a debugger.
 PYTEST := -m pytest -n 2
 # What the newer torch is for: rooms that import no Composer, and whose tests say something of torch.
-ENGINE_TESTS := tests/_torch tests/sharding tests/training tests/parallel tests/estimate tests/checkpoint \
+ENGINE_TESTS := tests/_torch tests/sharding tests/fsdp tests/training tests/parallel tests/estimate tests/checkpoint \
 	tests/fsdp1/test_state_dicts.py tests/test_prepare.py
 
 # Several ranks share this machine; one thread each keeps them from fighting for its cores.

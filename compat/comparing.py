@@ -19,8 +19,9 @@ from composer.callbacks import CheckpointSaver
 from composer.core import Engine, Event, State
 from composer.utils import dist, ensure_tuple, reproducibility
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
+from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.comparing.counted_batch import Predict
 from composer_fsdp2.comparing.full_tensors import full_tensors, gradient_squares, settings
@@ -385,14 +386,14 @@ def _saves(callback: Any) -> bool:
 
 def _check_sharded(model: nn.Module, job: Job) -> None:
     if not _num_units(model, job.engine):
-        other = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+        other = any(isinstance(module, FSDPModule | FSDP1Wrapper) for module in model.modules())
         raise ConfigError(
             f"{job.options.file}: on {dist.get_world_size()} ranks nothing is sharded by {job.engine.value}"
             + ("; the file asks for FSDP2 itself" if other else "; it needs an fsdp_config, and at least two ranks")
         )
 
 
-_UNITS: Mapping[Sharding, Any] = {Sharding.FSDP1: FullyShardedDataParallel, Sharding.FSDP2: FSDPModule}
+_UNITS: Mapping[Sharding, Any] = {Sharding.FSDP1: FSDP1Wrapper, Sharding.FSDP2: FSDPModule}
 
 
 def _num_units(model: nn.Module, sharding: Sharding) -> int:

@@ -12,9 +12,12 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2._torch.private_names import FSDP1Wrapper
+from composer_fsdp2.fsdp.installing import class_in_force
+from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
 from composer_fsdp2.fsdp1.attributes import say_what_replaces
 from composer_fsdp2.fsdp1.state_dicts import STATIC_METHODS
 from composer_fsdp2.sharding.placements import splitting_axes
@@ -37,23 +40,23 @@ class _SeesUnits(type):
         if cls is not _of_scripts():
             return type.__instancecheck__(cls, instance)
         is_unit = isinstance(instance, FSDPModule) and _is_script(sys._getframe(1))
-        return is_unit or isinstance(instance, FullyShardedDataParallel)
+        return is_unit or isinstance(instance, (FSDP1Wrapper, FullyShardedDataParallel))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         if cls is not _of_scripts():
             return type.__subclasscheck__(cls, subclass)
         is_unit = issubclass(subclass, FSDPModule) and _is_script(sys._getframe(1))
-        return is_unit or issubclass(subclass, FullyShardedDataParallel)
+        return is_unit or issubclass(subclass, (FSDP1Wrapper, FullyShardedDataParallel))
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """FSDP1's own object, which torch knows."""
-        return FullyShardedDataParallel(*args, **kwargs) if cls is _of_scripts() else super().__call__(*args, **kwargs)
+        """Under ``install_fsdp`` our object; else FSDP1's own, which torch knows."""
+        return class_in_force()(*args, **kwargs) if cls is _of_scripts() else super().__call__(*args, **kwargs)
 
 
 @functools.cache
 def _of_scripts() -> type:
-    names = {name: getattr(FullyShardedDataParallel, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return _SeesUnits(FullyShardedDataParallel.__name__, (FullyShardedDataParallel,), names)
+    names = {name: getattr(FSDP1Wrapper, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return _SeesUnits(FSDP1Wrapper.__name__, (FSDP1Wrapper,), names)
 
 
 def _by_name(cls: type) -> Any:
@@ -87,7 +90,7 @@ def static_method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     name = original.__name__
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     model: nn.Module = given["model"] if "model" in given else given["module"]
-    is_of_fsdp1 = any(isinstance(each, FullyShardedDataParallel) for each in model.modules())
+    is_of_fsdp1 = any(isinstance(each, FSDP1Wrapper) for each in model.modules())
     # torch's own functions for checkpoints choose FSDP1's way where they find its modules.
     is_inside = name == "fsdp_modules" and not _is_script(sys._getframe(2))
     if is_of_fsdp1 or is_inside or not is_sharded(model):

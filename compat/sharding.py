@@ -9,9 +9,9 @@ from composer.core import State
 from composer.utils import FSDP2Config
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
 
+from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2._torch.scaler import ShardedGradScaler
 from composer_fsdp2.fsdp1.attributes import say_what_replaces
 from composer_fsdp2.prepare import prepare_fully_shard
@@ -113,7 +113,7 @@ def summon_full_params_of_fsdp1(
     original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> AbstractContextManager[None]:
     """FSDP1's for a model that it wraps; else ours, which does nothing where nothing is sharded."""
-    if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+    if any(isinstance(each, FSDP1Wrapper) for each in module.modules()):
         under_fsdp1: AbstractContextManager[None] = original(module, *args, **kwargs)
         return under_fsdp1
     if is_sharded(module):

@@ -29,6 +29,7 @@ _FILES = {
     "estimate.optimizers": "OptimizerState optimizer_state",
     "estimate.replay": "estimate_step",
     "estimate.step": "StepEstimate",
+    "fsdp.installing": "install_fsdp",
     "fsdp1.translate": "Translation translate",
     "parallel.adapters": "AttentionFacts ModelAdapter register_model_adapter",
     "parallel.tiled_mlp": "tile_mlp",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:  # and editors; with "as" it is an export to them
     from composer_fsdp2.estimate.optimizers import optimizer_state as optimizer_state
     from composer_fsdp2.estimate.replay import estimate_step as estimate_step
     from composer_fsdp2.estimate.step import StepEstimate as StepEstimate
+    from composer_fsdp2.fsdp.installing import install_fsdp as install_fsdp
     from composer_fsdp2.fsdp1.translate import Translation as Translation
     from composer_fsdp2.fsdp1.translate import translate as translate
     from composer_fsdp2.parallel.adapters import AttentionFacts as AttentionFacts

@@ -9,14 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2._torch.private_names import parent_mesh
+from composer_fsdp2._torch.private_names import FSDP1Wrapper, parent_mesh
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.sharding import ActivationCheckpointing, ShardingConfig
-from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError, UnsupportedError
 from composer_fsdp2.fsdp1.attributes import open_fsdp1_attributes
 from composer_fsdp2.fsdp1.hooks import initializers, read_hooks
@@ -46,7 +45,7 @@ from composer_fsdp2.sharding.activations import (
 )
 from composer_fsdp2.sharding.agree import agree, require_process_group
 from composer_fsdp2.sharding.apply import check_plan
-from composer_fsdp2.sharding.decide import cast_gradients, decide_sharding, refuse_sharded
+from composer_fsdp2.sharding.decide import decide_sharding, refuse_cast_gradients, refuse_sharded
 from composer_fsdp2.sharding.optimizer import Optimizers, check_optimizers, rebinding, refuse_frozen, the_optimizer
 from composer_fsdp2.sharding.plan import ShardingPlan
 
@@ -178,13 +177,7 @@ def plan_sharding(
     refuse_experts_of_batches(model, plan.expert_blocks)
     recomputed = plan.checkpointed if config.activation_checkpointing.checkpoint else ()
     refuse_towers(model, plan.tower_models, recomputed)
-    key = "keep_low_precision_grads"
-    if cast := cast_gradients(model, plan):
-        raise UnsupportedError(
-            f"{key}: {and_more(cast)}; fully_shard gives gradients the parameter's own dtype: cast the model to the "
-            "dtype that gradients are reduced in, or leave the key out",
-            keys=(key,),
-        )
+    refuse_cast_gradients(model, plan)
     return plan
 
 
@@ -277,7 +270,7 @@ def apply_activation_checkpointing(
     Does not communicate.
     """
     for path, module in model.named_modules():
-        if isinstance(module, FSDPModule | FullyShardedDataParallel):
+        if isinstance(module, FSDPModule | FSDP1Wrapper):
             raise PlanError(
                 f"module {path or '(the model)'!r} is sharded already: wrapping inside it would leave its unit's "
                 "hooks on the wrong module; call apply_activation_checkpointing before sharding"

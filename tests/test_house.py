@@ -46,11 +46,12 @@ ROOMS = {
     "fsdp1": room("errors config _torch sharding training", packages="omegaconf torch"),
     "checkpoint": room("errors atomic config _torch sharding", packages="numpy torch"),
     "prepare": room("errors config _torch sharding training parallel fsdp1", packages="torch"),
-    "__init__": room("errors config _torch sharding training parallel estimate fsdp1 checkpoint prepare"),
+    "fsdp": room("errors config _torch sharding training parallel fsdp1", packages="torch"),
+    "__init__": room("errors config _torch sharding training parallel estimate fsdp1 checkpoint prepare fsdp"),
     "migration": room("errors atomic config fsdp1", packages="omegaconf yaml"),
     "comparing": room("errors config _torch sharding estimate checkpoint", packages="torch"),
     "compat": room(
-        "errors atomic config _torch sharding training parallel estimate fsdp1 checkpoint prepare comparing",
+        "errors atomic config _torch sharding training parallel estimate fsdp1 checkpoint prepare fsdp comparing",
         packages="composer llmfoundry omegaconf torch torchmetrics transformers",
     ),
     "preflight": room(
@@ -58,7 +59,7 @@ ROOMS = {
         packages="huggingface_hub omegaconf torch transformers",
     ),
     "cli": room(
-        "errors atomic config estimate checkpoint __init__ migration comparing compat preflight",
+        "errors atomic config estimate checkpoint fsdp __init__ migration comparing compat preflight",
         packages="rich torch typer",
     ),
     "__main__": room("cli"),

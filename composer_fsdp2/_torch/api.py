@@ -37,6 +37,9 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     ),
     f"{_FULLY_SHARD}._fsdp_param": ("FSDPParam",),
     f"{_FULLY_SHARD}._fsdp_state": ("FSDPState", "FSDPStateContext"),
+    f"{_FULLY_SHARD}._fsdp_init": ("_get_post_forward_mesh_info",),
+    f"{_FULLY_SHARD}._fully_shard": ("cls_to_fsdp_cls",),
+    "torch.distributed.fsdp._wrap_utils": ("_auto_wrap",),
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": (
         "ActivationWrapper",
         "CheckpointImpl",

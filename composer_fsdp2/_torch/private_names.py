@@ -15,6 +15,8 @@ from torch.distributed._shard import sharded_tensor as _sharded_tensor
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _wrappers
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as _FSDP1
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import _random as random_of_dtensors
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -23,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 ActivationWrapper, CheckpointImpl = _wrappers.ActivationWrapper, _wrappers.CheckpointImpl
 checkpoint_wrapper, offload_wrapper = _wrappers.checkpoint_wrapper, _wrappers.offload_wrapper
 ShardedTensor = _sharded_tensor.ShardedTensor  # type: ignore[attr-defined]
+# FSDP1's own class, whatever ``install_fsdp`` has put in its place since.
+FSDP1Wrapper = _FSDP1
 # The base of all batch norms, which FSDP1 kept out of mixed precision.
 BatchNorm = nn.modules.batchnorm._BatchNorm
 # What torch.save calls to rebuild a tensor.
@@ -58,12 +62,13 @@ def untraced(function: F) -> F:
     return disabled
 
 
-# Where checkpointing and torch.compile register what they wrap.
-_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
+# Where FSDP1's class, checkpointing and torch.compile register what they wrap.
+FSDP_WRAPPED = "_fsdp_wrapped_module"
+_WRAPPED = (FSDP_WRAPPED, "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def without_wrappers(path: str) -> str:
-    """The path as it was before modules on it were checkpointed or compiled."""
+    """The path as it was before modules on it were wrapped, checkpointed or compiled."""
     return ".".join(name for name in path.split(".") if name not in _WRAPPED)
 
 
@@ -187,8 +192,8 @@ def keep_class_name(module: nn.Module) -> None:
     asks ``type(m).__name__``. ``fully_shard`` keeps one class per original class, so this is done once for each.
     """
     cls = type(module)
-    if not issubclass(cls, FSDPModule):
-        return
+    if cls in cls_to_fsdp_cls or not issubclass(cls, FSDPModule):
+        return  # also a class that is a unit by itself
     original = cls.__mro__[2]  # 0 is the class that fully_shard made, 1 is FSDPModule
     for attribute in ("__name__", "__qualname__", "__module__"):
         setattr(cls, attribute, getattr(original, attribute))

@@ -50,12 +50,15 @@ class UnitHooks:
         replicated: By mesh, parameters that lie unsharded on every rank of it; their gradients are averaged where the
             backward ends.
         after_reduction: Called in turn where a backward that reduced gradients ends; what one raises ends it.
+        sums_in_own_dtype: Gradients that wait for their reduction are added up in the dtype of the backward, as under
+            FSDP1, and not in that of the reduction.
     """
 
     watches: list[tuple[Watch, str]] = field(default_factory=list)
     shown: Shown | None = None
     replicated: Mapping[DeviceMesh, Sequence[nn.Parameter]] = field(default_factory=dict)
     after_reduction: list[Callable[[], None]] = field(default_factory=list)
+    sums_in_own_dtype: bool = False
 
 
 def hooks_of(unit: FSDPModule) -> UnitHooks:
@@ -167,6 +170,11 @@ class Parameter(FSDPParam):
         """Called after load_state_dict and the like; takes what is registered for the shard."""
         if self.hooks.shown is None:
             super().reset_sharded_param()
+
+    def to_accumulated_grad_if_needed(self) -> None:
+        """Called where a backward ends that does not reduce."""
+        if not self.hooks.sums_in_own_dtype:
+            super().to_accumulated_grad_if_needed()
 
 
 _PHASES = {TrainingState.FORWARD: "forward", TrainingState.IDLE: "unshard()"}

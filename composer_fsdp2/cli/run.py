@@ -1,5 +1,7 @@
 """``composer-fsdp2 run SCRIPT [ARGS...]``: a script as it is, with FSDP2 under it."""
 
+import contextlib
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,9 +13,10 @@ from composer_fsdp2.cli.options import Command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run(Command):
-    """Run a Python SCRIPT with Composer's FSDP1 replaced by FSDP2; all that follows SCRIPT goes to the script.
+    """Run a Python SCRIPT with FSDP1 replaced by FSDP2; all that follows SCRIPT goes to the script.
 
-    With several ranks: composer -n 8 -m composer_fsdp2 run SCRIPT ARGS, or
+    FullyShardedDataParallel of torch is ours, and so is Composer's FSDP1, where Composer is installed. With several
+    ranks: composer -n 8 -m composer_fsdp2 run SCRIPT ARGS, or
     torchrun --nproc-per-node 8 -m composer_fsdp2 run SCRIPT ARGS.
     """
 
@@ -29,8 +32,10 @@ class Run(Command):
         # Here and not above: --help need not wait for torch; and before the script's folder is where modules are found.
         from composer_fsdp2.compat import fsdp2
         from composer_fsdp2.compat.scripts import run_file, run_module
+        from composer_fsdp2.fsdp.installing import install_fsdp
 
-        with fsdp2():
+        has_composer = importlib.util.find_spec("composer") is not None
+        with fsdp2() if has_composer else contextlib.nullcontext(), install_fsdp():
             if self.script == "-m":
                 run_module(self.context.args[0], self.context.args[1:])
             else:

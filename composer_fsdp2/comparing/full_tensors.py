@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
 from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.comparing.run_record import BUFFER, PARAMETER, Settings
 from composer_fsdp2.sharding.full_values import gather_full
@@ -150,7 +150,7 @@ def _flat_parameters(model: nn.Module) -> dict[int, _Flat]:
     """The layouts of parameters that FSDP1 shards, by their ids."""
     found: dict[int, _Flat] = {}
     for path, module in model.named_modules():
-        handle: Any = module._handle if isinstance(module, FullyShardedDataParallel) else None
+        handle: Any = module._handle if isinstance(module, FSDP1Wrapper) else None
         if handle is None or not handle.uses_sharded_strategy:
             continue
         flat = handle.flat_param

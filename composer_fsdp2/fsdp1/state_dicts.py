@@ -8,6 +8,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -301,6 +302,35 @@ def flatten_sharded_optim_state_dict(
 ) -> dict[str, Any]:
     """``optim_state_dict_to_load`` of shards."""
     return _state_by_position(model, _parameters_of(optim), sharded_optim_state_dict)
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: dict[str, Any],
+    optim_state_key_type: Enum,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """An optimizer's state dict by parameter name as one by position, or the other way round.
+
+    Args:
+        optim_state_key_type: torch's ``OptimStateKeyType``, ``PARAM_NAME`` or ``PARAM_ID``.
+        model: Whose names; sharded or not.
+        optim: In the order of its parameters; without it in that of the model's.
+    Does not communicate.
+    """
+    names = {each: without_wrappers(name) for name, each in model.named_parameters()}
+    by_position = [names[each] for each in _parameters_of(optim, model, optim_input)]
+    new: dict[Any, Any] = dict(enumerate(by_position))
+    if optim_state_key_type.name == "PARAM_ID":
+        new = {name: place for place, name in new.items()}
+    return {
+        "state": {new.get(key, key): values for key, values in optim_state_dict["state"].items()},
+        "param_groups": [
+            {**group, "params": sorted(new.get(key, key) for key in group["params"])}
+            for group in optim_state_dict["param_groups"]
+        ],
+    }
 
 
 def _parameters_of(

@@ -221,7 +221,7 @@ def _unit_modules(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[
     children = {name.split(".")[0] for left in plan.left_out for name in left.names if "." in name}
     units_at = {path.split(".")[0] for unit in plan.units for path in unit.modules}
     ignored = map(str, plan.config.ignored_modules)
-    skipped = {modules[path] for path in (*(children - units_at), *ignored)}
+    skipped = {modules[path] for path in (*(children - units_at), *ignored, *plan.sharded_before)}
     return {unit.name: breadth_first([modules[path] for path in unit.modules], heads | skipped) for unit in plan.units}
 
 

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_fsdp2._torch.private_names import has_hooks
+from composer_fsdp2._torch.private_names import FSDP1Wrapper, has_hooks
 from composer_fsdp2.config.choices import ModelChoices
 from composer_fsdp2.config.sharding import (
     LOW_PRECISION,
@@ -19,18 +19,18 @@ from composer_fsdp2.config.sharding import (
     ShardingConfig,
 )
 from composer_fsdp2.config.text import and_more
-from composer_fsdp2.errors import PlanError
+from composer_fsdp2.errors import PlanError, UnsupportedError
 from composer_fsdp2.sharding.activations import caching_modules
 from composer_fsdp2.sharding.dtypes import dtype_name
 from composer_fsdp2.sharding.frozen import choose_frozen
 from composer_fsdp2.sharding.modules import ancestors_or_self, ignored_modules
 from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit, SplitModule, units_by_root
-from composer_fsdp2.sharding.select import main_dtype, select_units
+from composer_fsdp2.sharding.select import Selection, main_dtype, select_units
 from composer_fsdp2.sharding.ties import ParameterUse
 from composer_fsdp2.sharding.units import UnitDraft
 
 _SHARDED_BY: dict[type, str] = {
-    FullyShardedDataParallel: "FSDP1 (FullyShardedDataParallel)",
+    FSDP1Wrapper: "FSDP1 (FullyShardedDataParallel)",
     FSDPModule: "FSDP2 (fully_shard)",
     DistributedDataParallel: "DistributedDataParallel",
 }
@@ -61,16 +61,40 @@ def decide_sharding(
 
     Every rank must call this with the same model; it does not communicate and needs no process group.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    ignored, frozen = ignored_modules(modules, config), choose_frozen(model, config.freeze, config.train_only)
+    ignored = ignored_modules(dict(model.named_modules(remove_duplicate=False)), config)
     low_precision = _has_low_precision(config.mixed_precision)
     selection = select_units(model, choices, low_precision=low_precision, ignored_modules=ignored.values())
+    plan = plan_selected(model, config, choices, selection, split=split, placements=placements)
+    if not any(unit.parameters for unit in plan.units):
+        raise PlanError(
+            f"nothing to shard: {type(model).__name__} has no direct child with parameters that may be wrapped; FSDP1 "
+            "wrapped the children of the model it was given, so pass the module that contains yours"
+        )
+    return plan
+
+
+def plan_selected(
+    model: nn.Module,
+    config: ShardingConfig,
+    choices: ModelChoices,
+    selection: Selection,
+    *,
+    split: tuple[SplitModule, ...] = (),
+    placements: Mapping[nn.Parameter, Placement] | None = None,
+) -> ShardingPlan:
+    """The plan of units that are selected already; the arguments and errors are those of ``decide_sharding``.
+
+    Does not communicate.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    ignored, frozen = ignored_modules(modules, config), choose_frozen(model, config.freeze, config.train_only)
     configs = _own_configs(selection.units, config)
     units = tuple(
         _unit(unit, [selection.uses[i] for i in members], own, placements or {}, set(frozen.names))
         for unit, members, own in zip(selection.units, selection.members, configs, strict=True)
     )
-    _refuse_parameters(model, units)
+    if problems := [problem for unit in units for problem in _cannot_replicate(unit)]:
+        raise PlanError("\n".join(problems))
     recomputation = _recomputation(config.activation_checkpointing, choices, has_frozen=bool(frozen.names))
     caching = caching_modules(modules, choices.checkpointed if recomputation.checkpoint else ())
     notes = (
@@ -267,23 +291,22 @@ def _notes_of_parameters(units: Sequence[ShardUnit], uses: Sequence[ParameterUse
         )
 
 
-def cast_gradients(model: nn.Module, plan: ShardingPlan) -> list[str]:
-    """The gradients that were to keep the dtype they are reduced in, and get their parameter's, each as a sentence."""
+def refuse_cast_gradients(model: nn.Module, plan: ShardingPlan) -> None:
+    """Raise where gradients should keep the dtype of their reduction, and get that of their parameter.
+
+    Raises:
+        UnsupportedError: names the parameters.
+    """
     asked = [unit for unit in plan.units if unit.mixed_precision.gradients is GradientDtype.AS_REDUCED]
     parameters = dict(model.named_parameters(remove_duplicate=False)) if asked else {}
     trained = {name: each for name, each in parameters.items() if each.requires_grad and name not in plan.frozen}
-    return [text for unit in asked for text in _casts_of(unit, trained)]
-
-
-def _refuse_parameters(model: nn.Module, units: Sequence[ShardUnit]) -> None:
-    """Raise for a model without any, and for those that cannot be sharded."""
-    if not any(unit.parameters for unit in units):
-        raise PlanError(
-            f"nothing to shard: {type(model).__name__} has no direct child with parameters that may be wrapped; FSDP1 "
-            "wrapped the children of the model it was given, so pass the module that contains yours"
+    key = "keep_low_precision_grads"
+    if cast := [text for unit in asked for text in _casts_of(unit, trained)]:
+        raise UnsupportedError(
+            f"{key}: {and_more(cast)}; fully_shard gives gradients the parameter's own dtype: cast the model to the "
+            "dtype that gradients are reduced in, or leave the key out",
+            keys=(key,),
         )
-    if problems := [problem for unit in units for problem in _cannot_replicate(unit)]:
-        raise PlanError("\n".join(problems))
 
 
 def _cannot_replicate(unit: ShardUnit) -> Iterator[str]:

@@ -85,6 +85,8 @@ def refuse_frozen(model: nn.Module, optimizers: Optimizers, frozen: Collection[s
 def rebinding(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """A function to call after sharding: the optimizer follows to what is registered where its parameters are now.
 
+    Parameters of other models stay.
+
     Group objects, their order and their options stay: schedulers hold them. State that the optimizer already has is
     cut to this rank's shard (FSDP1 cleared it without a word). The function is called on all ranks, and does not
     communicate.
@@ -97,7 +99,7 @@ def rebinding(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[]
     def follow() -> None:
         new = {old: getattr(module, attribute) for old, (module, attribute) in places.items()}
         for group in optimizer.param_groups:
-            group["params"][:] = [new[old] for old in group["params"]]
+            group["params"][:] = [new.get(old, old) for old in group["params"]]
         state = cast(dict[nn.Parameter, dict[str, Any]], optimizer.state)
         for old in [parameter for parameter in state if parameter in places]:
             if new[old] is not old:

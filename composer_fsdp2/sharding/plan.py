@@ -115,6 +115,7 @@ class ShardingPlan(Value):
         checkpointed: The modules whose activations are recomputed or offloaded, children before parents.
         caching: The modules that fill no cache in forwards that need gradients.
         frozen: The names of the parameters that are not to be trained, from now on.
+        sharded_before: The outermost modules that earlier calls sharded; they keep their units.
         split: The modules that tensor parallelism splits.
         split_experts: The modules whose experts lie on different ranks.
         exchanging: The attention modules that exchange heads for sequence within the groups of a context axis.
@@ -131,6 +132,7 @@ class ShardingPlan(Value):
     checkpointed: tuple[str, ...]
     caching: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    sharded_before: tuple[str, ...] = ()
     split: tuple[SplitModule, ...] = ()
     split_experts: tuple[SplitExperts, ...] = ()
     exchanging: tuple[str, ...] = ()
@@ -223,6 +225,8 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
         yield f"  ignored: {and_more(ignored)} ({len(plan.ignored)} parameters): {unsharded}"
     for left in plan.left_out:
         yield f"  left out: {and_more(left.names)} [{left.reason}]: {unsharded}"
+    if plan.sharded_before:
+        yield f"  sharded before: {and_more(plan.sharded_before)}"
     if plan.frozen:
         trained = (f"all but {each}" for each in plan.config.train_only)
         yield f"  frozen: {and_more(plan.frozen)} [{', '.join((*plan.config.freeze, *trained))}]"

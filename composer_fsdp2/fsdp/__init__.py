@@ -1,0 +1,51 @@
+"""FSDP1's class on FSDP2, with what scripts import beside it.
+
+    from composer_fsdp2.fsdp import FullyShardedDataParallel as FSDP
+
+replaces the same import from ``torch.distributed.fsdp``. Policies, enums and configs are torch's own objects. Needs
+torch only. Import it before optimizers are made: from then on they are noted, and follow when their parameters are
+sharded.
+"""
+
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+from composer_fsdp2._torch.scaler import ShardedGradScaler
+from composer_fsdp2.fsdp import wrap
+from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "wrap",
+]

@@ -1,0 +1,83 @@
+"""``install_fsdp``: replaces FSDP1's class in scripts and libraries without an edit."""
+
+import sys
+from collections.abc import Collection, Iterator
+from types import ModuleType, TracebackType
+
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
+
+from composer_fsdp2._torch.private_names import FSDP1Wrapper
+from composer_fsdp2._torch.scaler import ShardedGradScaler
+from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
+
+# torch's class, and ours.
+_CLASSES: dict[type, type] = {FSDP1Wrapper: FullyShardedDataParallel, FSDP1GradScaler: ShardedGradScaler}
+
+
+# Active installs; the bindings that the first one replaced, and the modules imported before it.
+_in_force: list["InstalledFSDP"] = []
+_rebound: list[tuple[ModuleType, str]] = []
+_imported: set[str] = set()
+
+
+class InstalledFSDP:
+    """The result of ``install_fsdp``; ``uninstall``, or the end of a with block, undoes it."""
+
+    def __init__(self) -> None:
+        if not _in_force:
+            _imported.update(sys.modules)
+            _rebound.extend(_rebind(_CLASSES))
+        _in_force.append(self)
+
+    def uninstall(self) -> None:
+        """Put torch's classes back, also in modules that were imported in between. Models stay as they are.
+
+        Within another ``install_fsdp`` the classes stay replaced until that ends.
+        """
+        if self not in _in_force:
+            return
+        _in_force.remove(self)
+        if _in_force:
+            return
+        back = {ours: theirs for theirs, ours in _CLASSES.items()}
+        ours_by_id = {id(ours): theirs for ours, theirs in back.items()}
+        for module, name in _rebound:
+            if (theirs := ours_by_id.get(id(vars(module).get(name)))) is not None:
+                setattr(module, name, theirs)
+        list(_rebind(back, without=_imported))
+        _rebound.clear()
+        _imported.clear()
+
+    def __enter__(self) -> "InstalledFSDP":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.uninstall()
+
+
+def install_fsdp() -> InstalledFSDP:
+    """Replace ``FullyShardedDataParallel`` and ``ShardedGradScaler`` of torch wherever they are bound.
+
+    Call it on every rank before the script's or library's own code, and before optimizers are made; or write
+    ``with install_fsdp():`` around it. Modules that are imported later get ours, too. Does not communicate.
+    """
+    return InstalledFSDP()
+
+
+def class_in_force() -> type:
+    """FSDP1's class, as a script finds it now."""
+    return FullyShardedDataParallel if _in_force else FSDP1Wrapper
+
+
+def _rebind(classes: dict[type, type], without: Collection[str] = ()) -> Iterator[tuple[ModuleType, str]]:
+    """Rebind classes in all modules but ours, and those in ``without``; yield each module and name."""
+    by_id = {id(old): new for old, new in classes.items()}  # some values warn on attribute access
+    for path, module in list(sys.modules.items()):
+        if path in without or path.partition(".")[0] == "composer_fsdp2" or not isinstance(module, ModuleType):
+            continue
+        for name in [name for name, value in list(vars(module).items()) if id(value) in by_id]:
+            new = by_id[id(vars(module)[name])]
+            setattr(module, name, new)
+            yield module, name

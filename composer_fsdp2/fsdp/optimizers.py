@@ -1,0 +1,78 @@
+"""Optimizers made before wrapping: with ``use_orig_params=True`` FSDP1 kept the parameter objects.
+
+``fully_shard`` registers new parameters. Each optimizer is therefore noted in its constructor, and found by its
+parameters when these are sharded.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.sharding.optimizer import rebinding
+
+_NOTED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_CHECKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# Set on a replaced parameter: its name.
+_MARK = "_composer_fsdp2_sharded_as"
+
+
+@functools.cache
+def note_optimizers() -> None:
+    """Note all optimizers that this process makes from now on.
+
+    Called where ``composer_fsdp2.fsdp`` is imported. Wraps ``torch.optim.Optimizer.add_param_group``, which every
+    optimizer calls for each group; torch has no hook for the construction.
+    """
+    original = torch.optim.Optimizer.add_param_group
+
+    @functools.wraps(original)
+    def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        original(self, param_group)
+        _NOTED.add(self)
+        _CHECKED.discard(self)
+
+    torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def followers(model: nn.Module) -> list[Callable[[], None]]:
+    """Functions to call after sharding ``model``: each moves a noted optimizer to the new parameters.
+
+    State that an optimizer already has is cut to this rank's shard. Neither this nor the functions communicate; call
+    them on all ranks.
+    """
+    own = set(model.parameters())
+    return [rebinding(model, optimizer) for optimizer in list(_NOTED) if not own.isdisjoint(_held(optimizer))]
+
+
+def mark_replaced(names: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Mark parameters that shards have replaced, for optimizers and modules that still refer to them."""
+    for name, parameter in names:
+        setattr(parameter, _MARK, name)
+
+
+def sharded_name(parameter: nn.Parameter) -> str | None:
+    """The name of a parameter that a shard has replaced; None for any other."""
+    return vars(parameter).get(_MARK)
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    """Raise before the first step of an optimizer that was made before this module was imported."""
+    if optimizer in _CHECKED:
+        return
+    if found := next((name for each in _held(optimizer) if (name := sharded_name(each))), None):
+        raise PlanError(
+            f"this {type(optimizer).__name__} holds {found} as it was before FullyShardedDataParallel sharded it, and "
+            "would train nothing; import composer_fsdp2.fsdp before making the optimizer, or make it after wrapping"
+        )
+    _CHECKED.add(optimizer)

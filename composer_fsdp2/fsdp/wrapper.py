@@ -1,0 +1,343 @@
+"""``FullyShardedDataParallel``: FSDP1's class, trained by ``fully_shard``."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, MixedPrecision, ShardingStrategy
+
+from composer_fsdp2._torch.private_names import FSDP_WRAPPED, ActivationWrapper, parent_mesh
+from composer_fsdp2._torch.unit import UnitHooks, hooks_of
+from composer_fsdp2._torch.wrappers import auto_wrap, is_own_unit, nest_unit
+from composer_fsdp2.errors import CallError, PlanError, UnsupportedError
+from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
+from composer_fsdp2.fsdp.arguments import report, translate_arguments
+from composer_fsdp2.fsdp.dcp import open_dcp
+from composer_fsdp2.fsdp.optimizers import followers, mark_replaced, note_optimizers
+from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
+from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, rekey_optim_state_dict, set_state_dict_type
+from composer_fsdp2.parallel.order import carry_out
+from composer_fsdp2.sharding.agree import agree, require_process_group
+from composer_fsdp2.sharding.modules import parameter_at
+from composer_fsdp2.sharding.plan import ShardingPlan
+from composer_fsdp2.training.clipping import clip_grad_norm_
+from composer_fsdp2.training.full_params import summon_full_params
+
+_PREFIX = f"{FSDP_WRAPPED}."
+
+_Ignored = tuple[set[nn.Module], set[nn.Parameter]]
+# Instances made by the auto_wrap_policy of the constructor in progress, which shards them together with its own.
+_made_by_policy: list["FullyShardedDataParallel"] | None = None
+
+
+class FullyShardedDataParallel(FSDPModule, nn.Module):
+    """``torch.distributed.fsdp.FullyShardedDataParallel`` on FSDP2: the same arguments, methods, names and numbers.
+
+    Each instance is one FSDP2 unit of the parameters below ``module``, without those of nested instances. An optimizer
+    that was made before wrapping follows to the sharded parameters.
+
+    Args:
+        module: Wrapped, with all below it. Parameters may be on the meta device.
+        process_group: The ranks that shard; a pair (shard, replicate) for the hybrid strategies, whose default is by
+            node. All ranks must call the constructor, each with its own group.
+        sharding_strategy: Default FULL_SHARD.
+        cpu_offload: Parameters, gradients and optimizer state in host memory.
+        auto_wrap_policy: Selects the modules that are wrapped too, in any of torch's forms.
+        backward_prefetch: BACKWARD_POST is carried out as BACKWARD_PRE; None prefetches nothing.
+        mixed_precision: FSDP1's; with ``keep_low_precision_grads`` an error, unless parameters have that dtype.
+        ignored_modules, ignored_states: Neither sharded nor reduced; modules, or parameters.
+        param_init_fn: Called with each module that owns a meta tensor, instead of its ``reset_parameters``.
+        device_id: Where the module is moved; default the device of its parameters, else the accelerator.
+        sync_module_states: Broadcast parameters and buffers from the first rank of each group.
+        forward_prefetch, limit_all_gathers: As under FSDP1; FSDP2 always limits them.
+        use_orig_params: False trains as True; logged once.
+        device_mesh: Instead of process_group; two axes (replicate, shard) for the hybrid strategies.
+    Raises:
+        ConfigError: contradicting or wrong arguments, or no process group. Also a ValueError.
+        UnsupportedError: an argument that cannot be carried out. Also a NotImplementedError.
+        PlanError: the module does not fit, as a parameter that two instances share. Also a ValueError.
+
+    Called on all ranks: it compares the plan and makes process groups, and may broadcast. On an error the module is as
+    it was.
+    """
+
+    _fsdp_hooks: UnitHooks | None = None  # None until it is sharded
+    _fsdp_ignored: _Ignored = (set(), set())
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "FullyShardedDataParallel":
+        return nn.Module.__new__(cls)  # FSDPModule's would make a class behind it
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        require_process_group("FullyShardedDataParallel")
+        arguments: dict[str, Any] = {
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "device_mesh": device_mesh,
+        }
+        self._fsdp_param_init_fn = param_init_fn
+        self._fsdp_is_nested = _made_by_policy is not None
+        if _made_by_policy is not None:
+            self._fsdp_translation = translate_arguments(module, **arguments)
+            self._fsdp_wrapped_module = module
+            _made_by_policy.append(self)
+            return
+        made = [self]
+
+        def decide() -> ShardingPlan:
+            self._fsdp_translation = translate_arguments(module, **arguments)
+            self._fsdp_ignored = _ignored(module, ignored_modules, ignored_states)
+            if auto_wrap_policy is not None:
+                options = {**arguments, "param_init_fn": param_init_fn, "ignored_states": self._fsdp_ignored[1]}
+                _wrap_by_policy(made, module, auto_wrap_policy, options)
+            self._fsdp_wrapped_module = module
+            return _plan(made)
+
+        try:
+            plan = agree(decide, lambda plan: plan.fingerprint)
+            report(self._fsdp_translation, use_orig_params=use_orig_params)
+            _shard(made, plan, device_mesh)
+        except BaseException:
+            _unwrap(module, made)
+            raise
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, inside of a checkpointing wrapper too."""
+        inner: nn.Module = self._fsdp_wrapped_module
+        return inner._checkpoint_wrapped_module if isinstance(inner, ActivationWrapper) else inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == FSDP_WRAPPED:
+                raise
+            if name in _FLAT:
+                raise AttributeError(f"{name}: fully_shard has no flat parameters; {_FLAT[name]}") from None
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: int) -> Any:
+        return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise CallError("copy.deepcopy of an FSDP instance; copy the module before wrapping it, or load a state dict")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def check_is_root(self) -> bool:
+        """Whether this instance is in no other one."""
+        return not self._fsdp_is_nested
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
+        """``nn.Module.apply`` on full parameters. Called on all ranks; all-gathers them."""
+        with summon_full_params(self, recurse=False):
+            return super().apply(fn)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Within ``summon_full_params`` the names are those of the unwrapped module, as under FSDP1."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield self._shown_name(name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As ``named_parameters``."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield self._shown_name(name), buffer
+
+    def _shown_name(self, name: str) -> str:
+        is_summoned = self._fsdp_hooks is not None and self._fsdp_hooks.shown is not None
+        return name.replace(_PREFIX, "") if is_summoned else name
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, a scalar.
+
+        Raises:
+            CallError: another instance contains this one.
+        Called on all ranks; one all-reduce of one number.
+        """
+        self._require_root("clip_grad_norm_")
+        return clip_grad_norm_(self, max_norm, norm_type)[""]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within the block, backwards accumulate unsharded gradients; the first one after it reduces them.
+
+        Raises:
+            CallError: another instance contains this one.
+        """
+        self._require_root("no_sync")
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.set_requires_gradient_sync(True)
+
+    def register_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: ``fully_shard`` reduces gradients itself."""
+        raise UnsupportedError(
+            "register_comm_hook: fully_shard reduces gradients itself; set reduce_dtype in mixed_precision for a "
+            "reduction in low precision, and change reduced gradients in a hook of the optimizer's step"
+        )
+
+    @staticmethod
+    def summon_full_params(module: nn.Module, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """``composer_fsdp2.summon_full_params``, with FSDP1's arguments."""
+        return summon_full_params(module, *args, **kwargs)
+
+    # The other static methods, those of state dicts: see fsdp1/state_dicts.py.
+    fsdp_modules = staticmethod(STATIC_METHODS["fsdp_modules"][0])
+    set_state_dict_type = staticmethod(STATIC_METHODS["set_state_dict_type"][0])
+    get_state_dict_type = staticmethod(STATIC_METHODS["get_state_dict_type"][0])
+    state_dict_type = staticmethod(STATIC_METHODS["state_dict_type"][0])
+    optim_state_dict = staticmethod(STATIC_METHODS["optim_state_dict"][0])
+    optim_state_dict_to_load = staticmethod(STATIC_METHODS["optim_state_dict_to_load"][0])
+    full_optim_state_dict = staticmethod(STATIC_METHODS["full_optim_state_dict"][0])
+    sharded_optim_state_dict = staticmethod(STATIC_METHODS["sharded_optim_state_dict"][0])
+    shard_full_optim_state_dict = staticmethod(STATIC_METHODS["shard_full_optim_state_dict"][0])
+    scatter_full_optim_state_dict = staticmethod(STATIC_METHODS["scatter_full_optim_state_dict"][0])
+    flatten_sharded_optim_state_dict = staticmethod(STATIC_METHODS["flatten_sharded_optim_state_dict"][0])
+    rekey_optim_state_dict = staticmethod(rekey_optim_state_dict)
+
+    def _require_root(self, method: str) -> None:
+        if self._fsdp_is_nested:
+            raise CallError(f"{method} of an FSDP instance inside another one (FSDP1 refused it too); call the root's")
+
+
+_FLAT = dict.fromkeys(
+    ("_flat_param", "_handle", "_handles", "_all_handles"),
+    "read model.named_parameters(), which are DTensors, and within FSDP.summon_full_params(model) full tensors",
+)
+
+
+def _instances(module: nn.Module) -> list[FullyShardedDataParallel]:
+    return [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+
+
+def _ignored(module: nn.Module, modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> _Ignored:
+    """The ignored modules and parameters, those of nested instances too, as under FSDP1."""
+    found = [read_ignored(module, modules, states), *(each._fsdp_ignored for each in _instances(module))]
+    return set().union(*(each[0] for each in found)), set().union(*(each[1] for each in found))
+
+
+def _wrap_by_policy(
+    made: list[FullyShardedDataParallel], module: nn.Module, policy: Any, arguments: dict[str, Any]
+) -> None:
+    """Wrap the modules below ``module`` that the policy selects; add the new instances, not sharded yet, to ``made``.
+
+    Does not communicate.
+    """
+    global _made_by_policy
+    if _instances(module):
+        raise PlanError("auto_wrap_policy: module contains an FSDP instance already; wrap all of them by hand")
+    _made_by_policy, root = made, made[0]
+    try:
+        with warnings.catch_warnings():
+            # A warning about flat parameters.
+            warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
+            auto_wrap(module, policy, *root._fsdp_ignored, {**arguments, "use_orig_params": True}, type(root))
+    finally:
+        _made_by_policy = None
+
+
+def _unwrap(module: nn.Module, made: Collection[nn.Module]) -> None:
+    """Register the wrapped modules again instead of instances that are not sharded."""
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if child in made:
+                setattr(parent, name, child._fsdp_wrapped_module)
+
+
+def _earlier(made: list[FullyShardedDataParallel]) -> list[FullyShardedDataParallel]:
+    return [each for each in _instances(made[0]) if each not in made]
+
+
+def _plan(made: list[FullyShardedDataParallel]) -> ShardingPlan:
+    root = made[0]
+    return plan_instances(
+        root,
+        {each: each._fsdp_translation.config for each in made},
+        sharded=set(_earlier(made)),
+        ignored_modules=root._fsdp_ignored[0],
+        ignored_parameters=root._fsdp_ignored[1],
+    )
+
+
+def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: DeviceMesh | None) -> None:
+    """Apply the plan; then the optimizers follow. Called on all ranks, with plans that they compared."""
+    root = made[0]
+    follow = followers(root)
+    names = [spec.name for unit in plan.units for spec in unit.parameters]
+    replaced = [(name, parameter_at(root, name)) for name in names]
+    open_dcp(FullyShardedDataParallel)
+    for cls in {type(each) for each in made}:
+        is_own_unit(cls)
+    present = () if mesh is None else (mesh, parent_mesh(mesh))
+    initializers = initializers_of(root, {each: each._fsdp_param_init_fn for each in made})
+    run = carry_out(root, plan, initializers, present=present)
+    translation = root._fsdp_translation
+    run.report, run.findings = translation.explain(), translation.findings
+    for each in follow:
+        each()
+    mark_replaced(replaced)
+    for instance in (each for each in _earlier(made) if not each._fsdp_is_nested):
+        config = instance._fsdp_translation.config
+        instance._fsdp_is_nested = True
+        nest_unit(
+            instance,
+            reshard_after_forward=config.reshard_after_forward,
+            cast_forward_inputs=config.mixed_precision.cast_forward_inputs,
+        )
+    for instance in made:
+        instance._fsdp_hooks = hooks_of(instance)
+        instance._fsdp_hooks.sums_in_own_dtype = True
+        instance.register_state_dict_post_hook(_remove_prefix)
+        instance.register_load_state_dict_pre_hook(_add_prefix)
+        set_state_dict_type(instance, FULL)
+
+
+def _remove_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Give a state dict the names of the unwrapped module. A hook after ``state_dict``."""
+    inner = prefix + _PREFIX
+    for key in [key for key in state_dict if key.startswith(inner)]:
+        state_dict[prefix + key.removeprefix(inner)] = state_dict.pop(key)
+
+
+def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+    inner = prefix + _PREFIX
+    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
+        state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+
+
+note_optimizers()

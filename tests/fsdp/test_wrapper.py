@@ -1,0 +1,315 @@
+"""What a script sees of FSDP1's class: names, methods, errors."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import Block, Decoder
+from support.on_ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from composer_fsdp2.errors import CallError, ConfigError, PlanError, UnsupportedError
+from composer_fsdp2.fsdp import FullyShardedDataParallel as FSDP
+from composer_fsdp2.fsdp import MixedPrecision, ShardingStrategy, arguments, optimizers
+from composer_fsdp2.fsdp.wrap import ModuleWrapPolicy, enable_wrap
+from composer_fsdp2.fsdp.wrap import wrap as wrap_by_context
+
+CPU: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
+BLOCKS = ModuleWrapPolicy({Block})
+
+
+def wrap(net: nn.Module, cls: Any = FSDP, **options: Any) -> Any:
+    return cls(net, **{**CPU, "auto_wrap_policy": BLOCKS, **options})
+
+
+@on_ranks(2)
+def test_names_and_modules_are_those_of_fsdp1():
+    """Scripts find parameters by these names, and unwrap by these attributes."""
+    found, expected = wrap(Decoder(tied=True)), wrap(Decoder(tied=True), FSDP1)
+    assert [name for name, _ in found.named_parameters()] == [name for name, _ in expected.named_parameters()]
+    assert [name for name, _ in found.named_buffers()] == [name for name, _ in expected.named_buffers()]
+    assert [name for name, _ in found.named_modules()] == [name for name, _ in expected.named_modules()]
+    with FSDP.summon_full_params(found), FSDP1.summon_full_params(expected):
+        for one, other in zip(found.named_parameters(), expected.named_parameters(), strict=True):
+            assert one[0] == other[0], (one[0], other[0])
+            assert one[1].shape == other[1].shape
+        assert [name for name, _ in found.named_buffers()] == [name for name, _ in expected.named_buffers()]
+    assert isinstance(found, FSDP) and isinstance(found, FSDPModule) and type(found) is FSDP
+    assert type(found).__name__ == "FullyShardedDataParallel"
+    assert type(found.module) is Decoder and found.module.blocks[0].module.fc_in is found.blocks[0].fc_in
+    assert FSDP.fsdp_modules(found) == [found, found.blocks[0], found.blocks[1]]
+    assert FSDP.fsdp_modules(found, root_only=True) == [found]
+    assert [each.check_is_root() for each in FSDP.fsdp_modules(found)] == [True, False, False]
+    assert all(isinstance(each, DTensor) for each in found.parameters())
+    assert found.head.weight is found.embed.weight
+    assert not hasattr(found, "nothing_such")
+
+
+@on_ranks(2)
+def test_instances_by_hand_are_nested():
+    """Inner instances that are made first are no roots: they reshard, and only the outermost casts inputs."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    precision = MixedPrecision(torch.bfloat16)
+    net[1] = FSDP(net[1], mixed_precision=precision, **CPU)
+    seen = []
+    net[1].module.register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.weight.dtype)))
+    assert net[1].check_is_root()
+    model = FSDP(net, **CPU)
+    assert model.check_is_root() and not model[1].check_is_root()
+    with pytest.raises(RuntimeError, match="same dtype"):  # as under FSDP1: the root computes in fp32
+        model(torch.ones(2, 4))
+    assert seen == [(torch.float32, torch.bfloat16)], seen
+    alone = FSDP(nn.Linear(4, 4), mixed_precision=precision, **CPU)
+    assert alone(torch.ones(2, 4)).dtype == torch.bfloat16
+    with pytest.raises(PlanError, match="wrap all of them by hand"):
+        wrap(nn.Sequential(FSDP(nn.Linear(4, 4), **CPU)))
+
+
+@on_ranks(2)
+def test_wrapping_within_enable_wrap():
+    with enable_wrap(wrapper_cls=FSDP, **CPU):
+        net = nn.Sequential(wrap_by_context(nn.Linear(4, 4)), nn.Linear(4, 4))
+    assert isinstance(net[0], FSDP) and type(net[1]) is nn.Linear
+
+
+@on_ranks(2)
+def test_methods_of_the_root_alone():
+    model = wrap(Decoder())
+    for call in (lambda: model.blocks[0].clip_grad_norm_(1.0), lambda: model.blocks[0].no_sync().__enter__()):
+        with pytest.raises(CallError, match="call the root's"):
+            call()
+    with pytest.raises(UnsupportedError, match="reduce_dtype"):
+        model.register_comm_hook(None, None)
+    with pytest.raises(AttributeError, match="summon_full_params"):
+        model._flat_param  # noqa: B018
+    with pytest.raises(CallError, match="before wrapping"):
+        copy.deepcopy(model)
+
+
+@on_ranks(2)
+def test_apply_initialises_full_parameters():
+    """Models initialise themselves by ``model.apply(init)`` after wrapping."""
+    model = wrap(Decoder())
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            assert module.weight.dim() == 2 and not isinstance(module.weight, DTensor)
+            module.weight.data.fill_(0.5)
+
+    assert model.apply(init) is model
+    assert (model.blocks[0].fc_in.weight.full_tensor() == 0.5).all()
+
+
+@on_ranks(2)
+def test_ignored_parameters_and_modules_stay():
+    """What is ignored is neither sharded nor reduced, also where a policy would wrap it."""
+    net = Decoder()
+    model = wrap(net, ignored_states=[net.head.weight])
+    assert type(net.head.weight) is nn.Parameter and isinstance(net.embed.weight, DTensor)
+    net = Decoder()
+    kept = [*net.blocks[0].parameters()]
+    model = wrap(net, ignored_modules=[net.blocks[0]])
+    assert [*model.module.blocks[0].parameters()] == kept and not isinstance(model.module.blocks[0], FSDP)
+    assert isinstance(model.module.blocks[1], FSDP)
+    model(torch.arange(4) + dist.get_rank()).sum().backward()
+    grads = [torch.empty_like(kept[0]) for _ in range(2)]
+    dist.all_gather(grads, kept[0].grad)
+    assert not torch.equal(*grads)
+    net = Decoder()
+    scale = net.blocks[0].fc_in.weight
+    net.blocks[0] = FSDP(net.blocks[0], ignored_states=[scale], **CPU)
+    assert FSDP(net, **CPU).blocks[0].fc_in.weight is scale
+    net = Decoder()
+    with pytest.raises(ConfigError, match="keep one"):
+        wrap(net, ignored_modules=[net.norm], ignored_states=[net.head.weight])
+    with pytest.raises(PlanError, match="itself is ignored"):
+        wrap(net, ignored_modules=[net])
+
+
+@on_ranks(2)
+def test_meta_parameters_get_values():
+    """By ``reset_parameters``, alike on all ranks; by ``param_init_fn``; or rank 0's."""
+    torch.manual_seed(dist.get_rank())
+    model = wrap(Decoder(device="meta"))
+    full = model.blocks[1].fc_out.weight.full_tensor()
+    assert full.std() > 0 and not any(each.is_meta for each in (*model.parameters(), *model.buffers()))
+
+    def init(module: nn.Module) -> None:
+        module.to_empty(device=torch.device("cpu"), recurse=False)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.constant_(tensor, 2.0)
+
+    model = wrap(Decoder(device="meta"), param_init_fn=init)
+    assert all((each.full_tensor() == 2).all() for each in model.parameters())
+    net = Decoder(device="cpu" if dist.get_rank() == 0 else "meta")
+    expected = [net.norm.weight.detach().clone().fill_(3)] if dist.get_rank() == 0 else [None]
+    if dist.get_rank() == 0:
+        net.norm.weight.data.fill_(3)
+    dist.broadcast_object_list(expected)
+    model = wrap(net, sync_module_states=True)
+    assert torch.equal(model.norm.weight.full_tensor(), expected[0])
+
+
+@on_ranks(2)
+def test_an_error_leaves_the_module_as_it_was():
+    """A script that catches the error goes on with its module."""
+    net = Decoder()
+    net.blocks[1].fc_in.weight = net.blocks[0].fc_in.weight
+    before = [(name, type(module)) for name, module in net.named_modules()]
+    with pytest.raises(PlanError, match=r"is shared between .*blocks\.0.* and .*blocks\.1"):
+        wrap(net)
+    assert [(name, type(module)) for name, module in net.named_modules()] == before
+    net = Decoder(tied=True)
+    net.embed = FSDP(net.embed, **CPU)
+    with pytest.raises(PlanError, match=r"the instance that was made before and holds .*weight"):
+        FSDP(net, **CPU)
+
+
+@on_ranks(2)
+def test_layers_that_are_parallelized_already():
+    """They would be in no plan, and reduced over the wrong ranks."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    net = nn.Sequential(parallelize_module(nn.Linear(4, 4), mesh["tensor"], ColwiseParallel()))
+    with pytest.raises(UnsupportedError, match="prepare_fully_shard"):
+        FSDP(net, device_mesh=mesh["data"], **CPU)
+
+
+@on_ranks(2)
+def test_arguments_that_contradict_each_other():
+    mesh = init_device_mesh("cpu", (2,))
+    world = dist.group.WORLD
+    cases = [
+        ({"device_mesh": mesh, "process_group": world}, "keep one"),
+        ({"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}, "two axes"),
+        ({"process_group": world, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}, "a pair"),
+        ({"process_group": (world, world)}, "one group of ranks"),
+        ({"mixed_precision": "bf16"}, "mixed_precision"),
+        ({"mixed_precision": MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)}, "cast the model"),
+    ]
+    for options, message in cases:
+        net = Decoder()
+        with pytest.raises(ValueError, match=message):
+            wrap(net, **options)
+        assert type(net.blocks[0]) is Block
+    assert wrap(Decoder(), device_mesh=mesh).embed.weight.device_mesh == mesh
+
+
+@on_ranks(2)
+def test_an_error_on_one_rank_ends_the_others():
+    """The others would wait for its collectives until they time out."""
+    net = Decoder()
+    groups = {"process_group": (dist.group.WORLD, dist.group.WORLD)} if dist.get_rank() else {}
+    with pytest.raises(ConfigError if dist.get_rank() else PlanError, match="one group of ranks"):
+        wrap(net, **groups)
+    assert type(net.blocks[0]) is Block
+
+
+@on_ranks(2)
+def test_replicas_from_a_mesh_and_by_node():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="1"):
+        for options in ({"device_mesh": mesh}, {}):
+            model = wrap(Decoder(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, **options)
+            assert model.embed.weight.device_mesh.shape == (2, 1), options
+
+
+@on_ranks(2)
+def test_use_orig_params_false_is_said_once():
+    arguments._warn_once.cache_clear()
+    with mock.patch.object(arguments.log, "warning") as warning:
+        for _ in range(2):
+            wrap(Decoder(), use_orig_params=False)
+        wrap(Decoder())
+    assert warning.call_count == (dist.get_rank() == 0), warning.mock_calls
+    assert arguments.log.isEnabledFor(logging.WARNING)
+
+
+@on_ranks(2)
+def test_an_optimizer_made_before_keeps_its_groups_and_state():
+    """FSDP1 kept the parameters that such an optimizer holds; here it would train what nobody reads."""
+    net = Decoder()
+    other = nn.Linear(2, 2)
+    groups = [{"params": [net.embed.weight], "lr": 0.5}, {"params": [*net.blocks.parameters(), other.weight]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    before, held = net.embed.weight.detach().clone(), list(map(id, optimizer.param_groups))
+    net(torch.arange(3)).sum().backward()
+    optimizer.step()
+    grad = net.embed.weight.grad.clone()
+    model = wrap(net)
+    assert list(map(id, optimizer.param_groups)) == held
+    assert optimizer.param_groups[0]["params"] == [model.embed.weight]
+    assert optimizer.param_groups[1]["params"][-1] is other.weight
+    buffer = optimizer.state[model.embed.weight]["momentum_buffer"]
+    assert torch.equal(buffer.full_tensor(), grad)
+    assert torch.equal(model.embed.weight.full_tensor(), before - 0.5 * grad)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_nobody_noted_is_an_error():
+    """It would step through parameters that have no gradients, without a word."""
+    net = Decoder()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizers._NOTED.discard(optimizer)
+    wrap(net)
+    with pytest.raises(PlanError, match=r"import composer_fsdp2\.fsdp before"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_an_instance_without_parameters():
+    """Policies by size or by function wrap activations and dropouts, too."""
+    model = FSDP(nn.Sequential(nn.Linear(4, 4), FSDP(nn.ReLU(), **CPU), FSDP(nn.Linear(4, 2), **CPU)), **CPU)
+    model(torch.ones(2, 4)).sum().backward()
+    norm = model.clip_grad_norm_(1.0)
+    assert norm > 0
+    assert all(each.grad is not None for each in model.parameters())
+
+
+class Scaled(nn.Module):
+    """Its scale is a scalar, which cannot be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+@on_ranks(2)
+def test_scalars_of_nested_instances_are_averaged():
+    """FSDP1 refused them; each rank would train its own, without an error."""
+    model = FSDP(nn.Sequential(FSDP(Scaled(), **CPU), Scaled()), **CPU)
+    model(torch.ones(2, 4) * (1 + dist.get_rank())).sum().backward()
+    for scaled in (model[0].module, model[1]):
+        grads = [torch.empty(()) for _ in range(2)]
+        dist.all_gather(grads, scaled.scale.grad)
+        assert torch.equal(*grads) and grads[0] != 0
+
+
+@on_ranks(2)
+def test_buffers_keep_their_dtype_in_state_dicts():
+    """FSDP1 computed with buffers in bf16 and saved them in their own dtype; so were its checkpoints."""
+    states = []
+    for cls in (FSDP1, FSDP):
+        torch.manual_seed(0)
+        model = wrap(Decoder(), cls, mixed_precision=MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16))
+        model(torch.arange(4)).float().sum().backward()
+        states.append({name: (each.dtype, each.shape) for name, each in model.state_dict().items()})
+        assert {each.dtype for each in model.buffers()} == {torch.bfloat16}
+    assert states[0] == states[1]
+    net = Decoder()
+    net.blocks[0] = FSDP(net.blocks[0], **CPU)
+    model = FSDP(net, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), **CPU)
+    assert [block.offset.dtype for block in model.blocks] == [torch.float32, torch.bfloat16]
