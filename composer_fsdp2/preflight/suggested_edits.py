@@ -10,7 +10,7 @@ from typing import Any
 
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.sharding import GradientSync
-from composer_fsdp2.config.text import human_bytes, one_line
+from composer_fsdp2.config.text import and_more, human_bytes, one_line
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.estimate.bounds import Machine
 from composer_fsdp2.estimate.events import MicrobatchTrace
@@ -110,7 +110,9 @@ def suggest_edits(
         nearest=None if nearest is None or nearest is present else editor.suggestion(nearest),
         helps=() if nearest is None else tuple(_what_helps(nearest, run, memory_bytes)),
         num_tried=found.num_tried,
-        unsaid=tuple(NotProposed(what=what, reason=reason) for reason, what in editor.unsaid.items()),
+        unsaid=tuple(
+            NotProposed(what=and_more(each, 3, "; "), reason=reason) for reason, each in editor.unsaid.items()
+        ),
     )
 
 
@@ -160,7 +162,7 @@ class _Editor:
 
     Args:
         files: By settings, the file that has them.
-        unsaid: By the reason, the first settings that were impossible.
+        unsaid: By the reason, the settings that were impossible.
     """
 
     run: PreflightRun
@@ -174,7 +176,7 @@ class _Editor:
     section: Section
     files: dict[Settings, PatchedFile] = field(default_factory=dict)
     traces: dict[tuple[Any, ...], MicrobatchTrace] = field(default_factory=dict)
-    unsaid: dict[str, str] = field(default_factory=dict)
+    unsaid: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def present(self) -> Settings:
@@ -184,12 +186,15 @@ class _Editor:
         """The plan of the changed file; None, and the reason in ``unsaid``, where there can be none."""
         try:
             file = self._patched(settings)
-            found = self.candidate(settings, self._read_anew(settings, file))
-        except Exception as error:  # whatever a model's own code raises with other rows
-            is_ours = isinstance(error, ComposerFSDP2Error)
-            why = " ".join(str(error).split()) if is_ours else f"its microbatch cannot be traced: {one_line(error)}"
+            run = self._read_anew(settings, file)
+            try:
+                found = self.candidate(settings, run)
+            except Exception as error:  # whatever a model's own code raises with other rows
+                raise ConfigError(f"its microbatch cannot be traced: {one_line(error)}") from error
+        except ComposerFSDP2Error as error:
             changed = settings.changed_from(self.present)
-            self.unsaid.setdefault(why, ", ".join(f"{name} = {getattr(settings, name)}" for name in changed))
+            refused = self.unsaid.setdefault(" ".join(str(error).split()), [])
+            refused.append(", ".join(f"{name} = {getattr(settings, name)}" for name in changed))
             return None
         self.files[settings] = file
         return found

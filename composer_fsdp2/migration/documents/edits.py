@@ -29,8 +29,13 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
     Raises:
         ValueError: Two edits overlap.
     """
-    pieces, position = [], 0
+    pieces: list[str] = []
+    position = 0
     for edit in sorted(edits):
+        if edit.start == edit.end <= position and edit.text.startswith("\n") and pieces[-1:] == [""]:
+            # Lines behind the last line of a mapping, which is removed: in its place.
+            pieces.append(edit.text[1:] + "\n" * (text[position - 1] == "\n"))
+            continue
         if edit.start < position:
             raise ValueError(f"edits overlap at character {edit.start}")
         pieces += [text[position : edit.start], edit.text]

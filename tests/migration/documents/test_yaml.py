@@ -167,6 +167,14 @@ def test_overlapping_edits_are_refused():
         apply_edits("abc", [Edit(0, 2, "x"), Edit(1, 3, "y")])
 
 
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_lines_behind_a_removed_last_line_take_its_place(end: str):
+    """``plan --suggest`` of an axolotl file lost its best proposal to "edits overlap"."""
+    text = f"a: 1\nb:\n  c: 2\n  d: 3{end}"
+    added, removed = Edit(len(text) - len(end), len(text) - len(end), "\ne: 4"), Edit(15, len(text), "")
+    assert apply_edits(text, [added, removed]) == f"a: 1\nb:\n  c: 2\ne: 4{end}"
+
+
 def test_unknown_keys_are_refused():
     """An edit of a key that is not there was meant for another place."""
     with pytest.raises(KeyError, match="has no z"):
