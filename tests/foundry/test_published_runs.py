@@ -97,4 +97,4 @@ def test_flash_attention_of_a_hugging_face_model_keeps_no_scores(tmp_path: Path)
         path.write_text(yaml.safe_dump(file))
         planned = plan_step(read_run(path, world_size=4, model_config=tmp_path), "run.yaml", Questions())
         of_a_token.append(planned.most_of(Kind.ACTIVATIONS) / tokens)
-    assert of_a_token[0] == of_a_token[1]
+    assert of_a_token[0] == pytest.approx(of_a_token[1], rel=1e-3)

@@ -29,6 +29,7 @@ class Run:
         mesh: Replicas and shards, or shards and ranks that split layers; None: every rank holds a shard.
         dtypes: Of parameters in forward, of gradients while they are reduced, and of buffers.
         recomputed: How many modules are, and then how, and what is gathered ahead.
+        has_no_blocks: Whether recomputation is on, of a model that names no modules for it.
         split_experts: The units of which 8 ranks gather experts of their own.
         tied: Modules of one weight.
     """
@@ -47,6 +48,7 @@ class Run:
     mesh: tuple[int, int] | None = None
     dtypes: tuple[str | None, ...] = ("bfloat16", "bfloat16", "bfloat16")
     recomputed: int = 0
+    has_no_blocks: bool = False
     reentrant: bool = False
     offloads: bool = False
     forward_prefetch: int = 0
@@ -219,12 +221,14 @@ OTHERS = {
         256, 80, 70_553_706_496, "llama 3 70b", right=NOT_TRANSFORMERS, others=TITANS,
         mesh=(32, 8), **FULL_SUMS,
     ),
+    # transformers' models have no activation_checkpointing_fn, without which Composer recomputes nothing.
     ("composer/gpt2-script-fsdp1.yaml", "composer/gpt2-script-fsdp2.yaml"): Run(
         ranks=8, parameters=124_439_808, config="gpt 2", blocks={"model.transformer.h": 12}, others=("model",),
-        dtypes=("float16", "float16", "float32"), recomputed=12, tied=("model.lm_head", "model.transformer.wte"),
+        dtypes=("float16", "float16", "float32"), has_no_blocks=True, tied=("model.lm_head", "model.transformer.wte"),
     ),
     ("composer/llama-tp-script-fsdp1.yaml", "composer/llama-tp-script-fsdp2.yaml"): of_llama(
-        8, 32, 6_738_415_616, "llama 2 7b", reshard=False, dtypes=SUMS_IN_FP32
+        8, 32, 6_738_415_616, "llama 2 7b", reshard=False, dtypes=SUMS_IN_FP32, recomputed=0,
+        has_no_blocks=True,
     ),
 }  # fmt: skip
 PAIRS = {(f"{name}-fsdp1.yaml", f"{name}-fsdp2.yaml"): run for name, run in FOUNDRY.items()} | OTHERS
