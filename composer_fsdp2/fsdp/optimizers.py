@@ -59,7 +59,7 @@ def mark_replaced(names: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 def sharded_name(parameter: nn.Parameter) -> str | None:
     """The name of a parameter that a shard has replaced; None for any other."""
-    return vars(parameter).get(_MARK)
+    return getattr(parameter, "__dict__", {}).get(_MARK)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
