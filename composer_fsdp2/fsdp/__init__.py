@@ -7,6 +7,8 @@ torch only. Import it before optimizers are made: from then on they are noted, a
 sharded.
 """
 
+from typing import TYPE_CHECKING
+
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -27,7 +29,9 @@ from torch.distributed.fsdp import (
 
 from composer_fsdp2._torch.scaler import ShardedGradScaler
 from composer_fsdp2.fsdp import wrap
-from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
+
+if TYPE_CHECKING:
+    from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel as FullyShardedDataParallel
 
 __all__ = [
     "BackwardPrefetch",
@@ -49,3 +53,17 @@ __all__ = [
     "StateDictType",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> type:
+    """The class, where a script imports it: optimizers that are made from then on are noted.
+
+    Not where another module of this package is imported, as Composer's seams do.
+    """
+    if name != "FullyShardedDataParallel":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from composer_fsdp2.fsdp.optimizers import note_optimizers
+    from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
+
+    note_optimizers()
+    return FullyShardedDataParallel

@@ -8,6 +8,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP
 
 from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2._torch.scaler import ShardedGradScaler
+from composer_fsdp2.fsdp.optimizers import note_optimizers
 from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
 
 # torch's class, and ours.
@@ -24,6 +25,7 @@ class InstalledFSDP:
     """The result of ``install_fsdp``; ``uninstall``, or the end of a with block, undoes it."""
 
     def __init__(self) -> None:
+        note_optimizers()
         if not _in_force:
             _imported.update(sys.modules)
             _rebound.extend(_rebind(_CLASSES))

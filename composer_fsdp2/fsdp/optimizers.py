@@ -26,8 +26,9 @@ _MARK = "_composer_fsdp2_sharded_as"
 def note_optimizers() -> None:
     """Note all optimizers that this process makes from now on.
 
-    Called where ``composer_fsdp2.fsdp`` is imported. Wraps ``torch.optim.Optimizer.add_param_group``, which every
-    optimizer calls for each group; torch has no hook for the construction.
+    Called where a script imports the class, and by ``install_fsdp``. Wraps
+    ``torch.optim.Optimizer.add_param_group``, which every optimizer calls for each group; torch has no hook for the
+    construction.
     """
     original = torch.optim.Optimizer.add_param_group
 
@@ -73,6 +74,7 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     if found := next((name for each in _held(optimizer) if (name := sharded_name(each))), None):
         raise PlanError(
             f"this {type(optimizer).__name__} holds {found} as it was before FullyShardedDataParallel sharded it, and "
-            "would train nothing; import composer_fsdp2.fsdp before making the optimizer, or make it after wrapping"
+            "would train nothing; import the class from composer_fsdp2.fsdp before making the optimizer, or make it "
+            "after wrapping"
         )
     _CHECKED.add(optimizer)

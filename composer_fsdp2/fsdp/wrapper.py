@@ -18,7 +18,7 @@ from composer_fsdp2.errors import CallError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
 from composer_fsdp2.fsdp.arguments import report, translate_arguments
 from composer_fsdp2.fsdp.dcp import open_dcp
-from composer_fsdp2.fsdp.optimizers import followers, mark_replaced, note_optimizers
+from composer_fsdp2.fsdp.optimizers import followers, mark_replaced
 from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
 from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, rekey_optim_state_dict, set_state_dict_type
 from composer_fsdp2.parallel.order import carry_out
@@ -338,6 +338,3 @@ def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unu
     inner = prefix + _PREFIX
     for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
         state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
-
-
-note_optimizers()

@@ -9,7 +9,6 @@ from composer_fsdp2.estimate.bounds import Machine, step_bounds
 from composer_fsdp2.estimate.optimizers import OptimizerState, optimizer_state
 from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
 from composer_fsdp2.estimate.replay import estimate_step
-from composer_fsdp2.estimate.trace import trace_microbatch
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice, PreflightRun
 from composer_fsdp2.preflight.run_file import as_config_error, assumed
 
@@ -46,14 +45,7 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
         with as_config_error(
             f"{source}: --no-activations plans everything else, but {size} cannot be traced without data"
         ):
-            trace = trace_microbatch(
-                run.model,
-                run.plan,
-                run.loss,
-                rows=run.computed_rows,
-                tokens=run.sequence_length,
-                precision=run.precision,
-            )
+            trace = run.trace()
     estimate = estimate_step(
         run.plan,
         trace,

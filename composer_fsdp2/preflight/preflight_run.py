@@ -8,6 +8,8 @@ from torch import nn
 
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.parallel import BroadcastBatch
+from composer_fsdp2.estimate.events import MicrobatchTrace
+from composer_fsdp2.estimate.trace import trace_microbatch
 from composer_fsdp2.fsdp1.translate import Translation
 from composer_fsdp2.sharding.plan import ShardingPlan
 
@@ -56,11 +58,17 @@ class PreflightRun:
 
     @property
     def computed_rows(self) -> int:
-        """Rows of a microbatch that a rank computes."""
-        return self.computed_of(self.microbatch_size)
-
-    def computed_of(self, rows: int) -> int:
-        """Of so many rows that a rank reads: with those of the ranks whose batches are gathered."""
+        """Rows of a microbatch that a rank computes: with those of the ranks whose batches are gathered."""
         config = self.plan.config
-        is_gathered = config.batches_are is BroadcastBatch.GATHER
-        return rows * (config.data_block_size if is_gathered else 1)
+        return self.microbatch_size * (config.data_block_size if config.batches_are is BroadcastBatch.GATHER else 1)
+
+    def trace(self) -> MicrobatchTrace:
+        """One microbatch; raises whatever the model's own code raises on tensors without data."""
+        return trace_microbatch(
+            self.model,
+            self.plan,
+            self.loss,
+            rows=self.computed_rows,
+            tokens=self.sequence_length,
+            precision=self.precision,
+        )

@@ -20,7 +20,6 @@ from composer_fsdp2.estimate.seconds import step_seconds
 from composer_fsdp2.estimate.settings import ROUNDS, Settings, blocks_of, present_settings
 from composer_fsdp2.estimate.step import Kind
 from composer_fsdp2.estimate.suggest import Candidate, ladder_of, suggest_settings
-from composer_fsdp2.estimate.trace import trace_microbatch
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.migrate import find_sections
 from composer_fsdp2.migration.patched_file import Patch, PatchedFile, apply_patch
@@ -213,14 +212,7 @@ class _Editor:
         """
         key = (run.plan.checkpointed, run.plan.config.activation_checkpointing, run.computed_rows)
         if key not in self.traces:
-            self.traces[key] = trace_microbatch(
-                run.model,
-                run.plan,
-                run.loss,
-                rows=run.computed_rows,
-                tokens=run.sequence_length,
-                precision=run.precision,
-            )
+            self.traces[key] = run.trace()
         trace = self.traces[key]
         estimate = estimate_step(
             run.plan,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -27,6 +28,22 @@ from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2.cli.main import main
 
 RUN = Run(wrap="classes", precision="fp32", optimizer="before")
+
+
+_NOTED_LATE = """
+import torch
+from torch.optim import Optimizer
+own = Optimizer.add_param_group
+import composer_fsdp2.fsdp.wrapper, composer_fsdp2.fsdp.installing
+assert Optimizer.add_param_group is own
+from composer_fsdp2.fsdp import FullyShardedDataParallel
+assert Optimizer.add_param_group is not own
+"""
+
+
+def test_optimizers_are_noted_only_where_a_script_imports_the_class():
+    """Composer's seams import the module too, and no run of Composer pays for the class, or is changed by it."""
+    subprocess.run([sys.executable, "-c", _NOTED_LATE], check=True)
 
 
 def test_the_class_is_replaced_wherever_it_is_bound():

@@ -262,7 +262,7 @@ def test_an_optimizer_that_nobody_noted_is_an_error():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizers._NOTED.discard(optimizer)
     wrap(net)
-    with pytest.raises(PlanError, match=r"import composer_fsdp2\.fsdp before"):
+    with pytest.raises(PlanError, match=r"import the class from composer_fsdp2\.fsdp before"):
         optimizer.step()
 
 
