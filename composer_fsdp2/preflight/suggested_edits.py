@@ -145,7 +145,10 @@ def _what_helps(nearest: Candidate, run: PreflightRun, memory_bytes: int) -> Ite
 # ---------------------------------------------------------------------------------------------------------------------
 # Edits of the file
 
-_SOMETHING_ELSE = "the changed file is not planned as it was meant: something else, here or typed, stands above it"
+_SOMETHING_ELSE = (
+    "the changed file is not planned as it was meant: another key or an override decides it, or this value is planned "
+    "as another one, which a finding names"
+)
 _OTHER_BATCH = "the file does not say how many rows a batch has, so that the batch would be another one"
 _IN_SCRIPT = "the rows of a microbatch stand in the training script"
 _MIGRATED = "the file has no words for it before `composer-fsdp2 migrate`"
