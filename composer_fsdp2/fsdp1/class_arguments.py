@@ -14,7 +14,7 @@ from composer_fsdp2.fsdp1.parsing import DTYPE_KEYS
 # The groups of a hybrid strategy without process_group: shards within a node, replicas across nodes.
 BY_NODE = ("node", "local_rank_across_nodes")
 
-_EXACT, _UNNEEDED = Outcome.EXACT, Outcome.UNNEEDED
+_EXACT = Outcome.EXACT
 
 
 def _as_key(name: str, default: Any, **changed: Any) -> Row:
