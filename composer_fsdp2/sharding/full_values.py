@@ -55,7 +55,7 @@ def part_of(like: DTensor, given: torch.Tensor) -> torch.Tensor | None:
     return shards.get(box)
 
 
-def cut_otherwise(given: ShardedTensor) -> str:
+def cut_otherwise(given: Any) -> str:
     """Why a ShardedTensor cannot be loaded here, and what can."""
     return (
         f"a ShardedTensor of FSDP1, cut in {len(given.metadata().shards_metadata)} for other ranks than these; "

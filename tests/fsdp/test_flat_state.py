@@ -74,14 +74,14 @@ def test_sharded_tensors_cut_for_other_ranks_are_refused():
     """A rank's shard of another run would be loaded as another part of the tensor."""
     model, optimizer = start_flat(FSDP, 1)
     rank = dist.get_rank()
-    name, size = "head.weight", model.head.weight.shape
+    name, size = "embed.weight", model.embed.weight.shape
     rows = size[0] - 1 if rank == 0 else 1
     cut = Shard(
         torch.ones(rows, size[1]), ShardMetadata([rank * (size[0] - 1), 0], [rows, size[1]], f"rank:{rank}/cpu")
     )
     given = init_from_local_shards([cut], size)
     before = model.state_dict()
-    with pytest.raises(RuntimeError, match=r"head.weight: a ShardedTensor of FSDP1, cut in 2 .*load_checkpoint"):
+    with pytest.raises(RuntimeError, match=r"embed.weight: a ShardedTensor of FSDP1, cut in 2 .*load_checkpoint"):
         model.load_state_dict({**before, name: given})
     state = FSDP.optim_state_dict(model, optimizer)
     state["state"][name]["exp_avg"] = given
