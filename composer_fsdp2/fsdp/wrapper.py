@@ -18,6 +18,7 @@ from composer_fsdp2.errors import CallError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
 from composer_fsdp2.fsdp.arguments import report, translate_arguments
 from composer_fsdp2.fsdp.dcp import open_dcp
+from composer_fsdp2.fsdp.lightning import open_lightning
 from composer_fsdp2.fsdp.optimizers import followers, mark_replaced
 from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
 from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, rekey_optim_state_dict, set_state_dict_type
@@ -301,6 +302,7 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
     names = [spec.name for unit in plan.units for spec in unit.parameters]
     replaced = [(name, parameter_at(root, name)) for name in names]
     open_dcp(FullyShardedDataParallel)
+    open_lightning(FullyShardedDataParallel)
     for cls in {type(each) for each in made}:
         is_own_unit(cls)
     present = () if mesh is None else (mesh, parent_mesh(mesh))

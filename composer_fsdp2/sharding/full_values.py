@@ -68,11 +68,12 @@ def _cut_full_values(
             )
         elif (
             isinstance(parameter, DTensor)
-            and isinstance(given, torch.Tensor)
+            and torch.overrides.is_tensor_like(given)
             and not isinstance(given, DTensor)
             and given.shape == parameter.shape
         ):
-            part = own_part(parameter, given.detach())
+            # A function and not a method: a tensor-like object, as Lightning's lazy ones, has it too.
+            part = own_part(parameter, torch.detach(given))
             if local_metadata.get("assign_to_params_buffers"):
                 # The parameter's own memory, not that of the full tensor.
                 part = part.to(local_tensor(parameter).device, copy=True)
