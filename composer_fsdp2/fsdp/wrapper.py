@@ -13,11 +13,12 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, Mix
 
 from composer_fsdp2._torch.private_names import FSDP_WRAPPED, ActivationWrapper, parent_mesh
 from composer_fsdp2._torch.unit import UnitHooks, hooks_of
-from composer_fsdp2._torch.wrappers import auto_wrap, is_own_unit, nest_unit
+from composer_fsdp2._torch.wrappers import auto_wrap, is_own_unit, nest_unit, shards_of
 from composer_fsdp2.errors import CallError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
 from composer_fsdp2.fsdp.arguments import report, translate_arguments
 from composer_fsdp2.fsdp.dcp import open_dcp
+from composer_fsdp2.fsdp.flat import REPLACEMENT, FlatView
 from composer_fsdp2.fsdp.lightning import open_lightning
 from composer_fsdp2.fsdp.optimizers import followers, mark_replaced
 from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
@@ -145,9 +146,19 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         except AttributeError:
             if name == FSDP_WRAPPED:
                 raise
-            if name in _FLAT:
-                raise AttributeError(f"{name}: fully_shard has no flat parameters; {_FLAT[name]}") from None
+            if name in ("_handles", "_all_handles"):
+                raise AttributeError(f"{name}: fully_shard has no flat parameters; {REPLACEMENT}") from None
             return getattr(self._fsdp_wrapped_module, name)
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(shards_of(self))
+
+    @property
+    def _flat_param(self) -> FlatView | None:
+        return FlatView(self) if self._has_params else None
+
+    _handle = _flat_param
 
     def __getitem__(self, key: int) -> Any:
         return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
@@ -236,12 +247,6 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             raise CallError(f"{method} of an FSDP instance inside another one (FSDP1 refused it too); call the root's")
 
 
-_FLAT = dict.fromkeys(
-    ("_flat_param", "_handle", "_handles", "_all_handles"),
-    "read model.named_parameters(), which are DTensors, and within FSDP.summon_full_params(model) full tensors",
-)
-
-
 def _instances(module: nn.Module) -> list[FullyShardedDataParallel]:
     return [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
 
@@ -308,6 +313,8 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
     present = () if mesh is None else (mesh, parent_mesh(mesh))
     initializers = initializers_of(root, {each: each._fsdp_param_init_fn for each in made})
     run = carry_out(root, plan, initializers, present=present)
+    for name in names:
+        parameter_at(root, name)._fsdp_flattened = True  # type: ignore[attr-defined]
     translation = root._fsdp_translation
     run.report, run.findings = translation.explain(), translation.findings
     for each in follow:

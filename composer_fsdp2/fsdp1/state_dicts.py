@@ -260,9 +260,9 @@ def optim_state_dict_to_load(
     """What ``optim.load_state_dict`` takes: the named state dict by position, cut into this rank's shards.
 
     Args:
-        optim_state_dict: Of full values, of this mesh's DTensors or of ShardedTensors. With ``rank0_only`` in force that of rank 0 is
-            sent to all ranks, which must all call then; else nothing is communicated, but to gather ShardedTensors,
-            as ``load_sharded_optimizer_state_dict`` makes them.
+        optim_state_dict: Of full values, of this mesh's DTensors, or of ShardedTensors, as
+            ``load_sharded_optimizer_state_dict`` makes them, which all ranks gather. With ``rank0_only`` in force that
+            of rank 0 is sent to all ranks, which must all call then; else nothing is communicated.
         load_directly: Load it, too.
     Raises:
         CallError: parameters that ``optim`` does not have; names them.
