@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, MixedPrecision, ShardingStrategy
 
-from composer_fsdp2._torch.private_names import FSDP_WRAPPED, ActivationWrapper, parent_mesh
+from composer_fsdp2._torch.private_names import FSDP_WRAPPED, ActivationWrapper, FSDP1Wrapper, parent_mesh
 from composer_fsdp2._torch.unit import UnitHooks, hooks_of
 from composer_fsdp2._torch.wrappers import auto_wrap, is_own_unit, nest_unit, shards_of
 from composer_fsdp2.errors import CallError, PlanError, UnsupportedError
@@ -245,6 +245,12 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def _require_root(self, method: str) -> None:
         if self._fsdp_is_nested:
             raise CallError(f"{method} of an FSDP instance inside another one (FSDP1 refused it too); call the root's")
+
+
+# FSDP1's own methods call these by the name of its class, which ``install_fsdp`` binds to ours.
+for _name, _value in vars(FSDP1Wrapper).items():
+    if isinstance(_value, staticmethod) and _name.startswith("_"):
+        setattr(FullyShardedDataParallel, _name, _value)
 
 
 def _instances(module: nn.Module) -> list[FullyShardedDataParallel]:

@@ -134,7 +134,7 @@ def on_cpu() -> Iterator[None]:
 # accelerate and what builds on it
 
 
-def use_fsdp(accelerator: Any, run: Run, classes: set[type[nn.Module]]) -> Any:
+def use_fsdp(accelerator: Any, run: Run, policy: Any) -> None:
     """accelerate insists on a GPU for FSDP; its states are told that these ranks use it on the CPU."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
@@ -143,18 +143,18 @@ def use_fsdp(accelerator: Any, run: Run, classes: set[type[nn.Module]]) -> Any:
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
-        auto_wrap_policy=ModuleWrapPolicy(classes),
+        auto_wrap_policy=policy,
         state_dict_type=StateDictType[f"{run.checkpoint.upper()}_STATE_DICT"],
         use_orig_params=True,
         sync_module_states=False,
         cpu_ram_efficient_loading=False,
+        activation_checkpointing=run.precision == "bf16",
     )
     if run.precision != "fp32":
         plugin.set_mixed_precision("bf16")
     accelerator.state.fsdp_plugin = plugin
     for state in (PartialState, AcceleratorState):
         state._shared_state |= {"distributed_type": DistributedType.FSDP, "device": torch.device("cpu")}
-    return accelerator
 
 
 def accelerate(run: Run) -> Trained:
@@ -166,9 +166,8 @@ def accelerate(run: Run) -> Trained:
     AcceleratorState._reset_state(True)
     net = build(run)
     mixed = "no" if run.precision == "fp32" else "bf16"
-    accelerator = use_fsdp(
-        Accelerator(cpu=True, mixed_precision=mixed, gradient_accumulation_steps=2), run, {Block}
-    )  # fmt: skip
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed, gradient_accumulation_steps=2)
+    use_fsdp(accelerator, run, ModuleWrapPolicy({Block}))
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=LR, eps=1e-3))
     losses, norms = [], []
 
@@ -195,6 +194,8 @@ def accelerate(run: Run) -> Trained:
         if step + 1 == SAVED_AFTER and not run.resumes:
             accelerator.save_state(str(run.path))
     assert type(accelerator.unwrap_model(model)) is Language
+    state = accelerator.get_state_dict(model)
+    assert list(state) == ([] if dist.get_rank() else list(Language(tied=True).state_dict())), list(state)
     return Trained(losses=losses, norms=norms, parameters=full_parameters(model))
 
 
@@ -205,7 +206,7 @@ def trainer(run: Run) -> Trained:
     class OnCPU(Trainer):
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
-            use_fsdp(self.accelerator, run, {Block})
+            use_fsdp(self.accelerator, run, ModuleWrapPolicy({Block}))
             self.is_fsdp_enabled, self.is_fsdp_xla_enabled = True, False
 
     data = [{"tokens": each, "labels": each} for number in range(12) for each in tokens_of(number)]
@@ -236,28 +237,55 @@ def _logged(trainer: Any, run: Run) -> Trained:
     )
 
 
+def _llama(run: Run) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    run.seed()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def lora(run: Run) -> Trained:
+    """``Trainer`` with a LoRA of PEFT: frozen parameters beside trained ones, wrapped by PEFT's own policy."""
+    from peft import LoraConfig, get_peft_model
+    from peft.utils.other import fsdp_auto_wrap_policy
+    from transformers import Trainer, TrainingArguments
+
+    model = get_peft_model(_llama(run), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+    class OnCPU(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            use_fsdp(self.accelerator, run, fsdp_auto_wrap_policy(model))
+            self.is_fsdp_enabled, self.is_fsdp_xla_enabled = True, False
+
+    data = [{"input_ids": each, "labels": each} for number in range(12) for each in tokens_of(number)]
+    made = OnCPU(model, TrainingArguments(**_arguments(run)), train_dataset=data)
+    made.train(resume_from_checkpoint=_checkpoint(run))
+    return _logged(made, run)
+
+
 def sft(run: Run) -> Trained:
     """TRL's ``SFTTrainer``: packs nothing, completes a Llama's tokens."""
     from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
     from trl import SFTConfig, SFTTrainer
 
     class OnCPU(SFTTrainer):
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
-            use_fsdp(self.accelerator, run, {LlamaDecoderLayer})
+            use_fsdp(self.accelerator, run, ModuleWrapPolicy({LlamaDecoderLayer}))
             self.is_fsdp_enabled, self.is_fsdp_xla_enabled = True, False
 
     from datasets import Dataset
 
-    run.seed()
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        )
-    )  # fmt: skip
+    model = _llama(run)
     words = {f"{number}": number for number in range(11)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, "3")), pad_token="0", bos_token="1", eos_token="2"
@@ -539,6 +567,12 @@ CLIENTS = {
     "Trainer full": Client(train=trainer, packages=("transformers", "accelerate"), did=_TRAINER, checkpoint="full"),
     "Trainer bf16": Client(
         train=trainer, packages=("transformers", "accelerate"), did=_TRAINER, checkpoint="full", precision="bf16"
+    ),
+    "LoRA": Client(
+        train=lora,
+        packages=("peft", "transformers", "accelerate"),
+        did=f"a LoRA in `Trainer`: {_TRAINER}",
+        checkpoint="full",
     ),
     "SFTTrainer": Client(
         train=sft, packages=("trl", "transformers", "accelerate", "datasets"), did=_TRAINER, checkpoint="full"

@@ -59,12 +59,12 @@ def compare(names: Sequence[str], folder: Path) -> None:
     assert wrong == [[], []]
 
 
-FAST = ("accelerate bf16 before", "Fabric", "tutorial")
+FAST = ("accelerate bf16 before", "Fabric full", "tutorial")
 
 
 @pytest.mark.any_torch
 def test_the_same_losses_as_on_fsdp1(tmp_path):
-    """accelerate casts flat parameters; Fabric saves shards; the tutorial's optimizer is over flat parameters."""
+    """accelerate casts flat parameters; Lightning looks for DTensors; the tutorial names no device."""
     compare(FAST, tmp_path)
 
 
