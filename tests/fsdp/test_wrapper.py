@@ -101,6 +101,7 @@ def test_methods_of_the_root_alone():
 def test_a_flat_parameter_is_cast_as_accelerate_does():
     """accelerate casts each instance's flat parameter where mixed precision meets parameters in bf16."""
     net = Decoder().bfloat16()
+    kept = {name: value.clone() for name, value in net.state_dict().items()}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model = FSDP(wrap(net), **CPU)  # one without parameters around
     parameters, names = list(model.parameters()), []
@@ -119,6 +120,9 @@ def test_a_flat_parameter_is_cast_as_accelerate_does():
     assert {each.dtype for each in parameters} == {torch.float32} and all(each._fsdp_flattened for each in parameters)
     assert all(one is two for one, two in zip(model.parameters(), parameters, strict=True))
     before = model.state_dict()
+    for name, value in before.items():
+        assert value.dtype == (torch.bfloat16 if name.endswith("scale") else torch.float32), name
+        assert (value == kept[name]).all(), name
     model(torch.arange(5)).sum().backward()
     optimizer.step()
     assert all(not torch.equal(value, before[name]) for name, value in model.state_dict().items() if "fc" in name)
