@@ -550,43 +550,69 @@ class Client:
             return self.train(Run(folder=folder, resumes=resumes, checkpoint=self.checkpoint, precision=self.precision))
 
 
-_ACCELERATE = "`prepare`, accumulation, `clip_grad_norm_`, `save_state`, `load_state`, `unwrap_model`"
-_TRAINER = "accumulation, clipping, `resume_from_checkpoint`"
-_FABRIC = "`FSDPStrategy`: policies for wraps and recomputation, `no_backward_sync`, clipping, `save`, `load`"
-_LIGHTNING = "`FSDPStrategy`: policies for wraps and recomputation, accumulation, clipping, `ckpt_path`"
-_T5 = "T5: recomputation, SHARD_GRAD_OP, `use_orig_params=False`"
-CLIENTS = {
-    "accelerate": Client(train=accelerate, packages=("accelerate",), did=_ACCELERATE),
-    "accelerate full": Client(train=accelerate, packages=("accelerate",), did=_ACCELERATE, checkpoint="full"),
-    "accelerate bf16": Client(train=accelerate, packages=("accelerate",), did=_ACCELERATE, precision="bf16"),
-    "accelerate bf16 before": Client(
-        train=accelerate, packages=("accelerate",), did=f"{_ACCELERATE}; parameters in bf16 before", checkpoint="full",
-        precision="bf16 before",
-    ),
-    "Trainer": Client(train=trainer, packages=("transformers", "accelerate"), did=_TRAINER),
-    "Trainer full": Client(train=trainer, packages=("transformers", "accelerate"), did=_TRAINER, checkpoint="full"),
-    "Trainer bf16": Client(
-        train=trainer, packages=("transformers", "accelerate"), did=_TRAINER, checkpoint="full", precision="bf16"
-    ),
+_RESUMES = "accumulation, clipping, resume_from_checkpoint"
+_ACCELERATE = functools.partial(
+    Client,
+    train=accelerate,
+    packages=("accelerate",),
+    did="`Accelerator`: prepare, accumulate, clip_grad_norm_, save_state, load_state, get_state_dict, unwrap_model",
+)
+_TRAINER = functools.partial(
+    Client, train=trainer, packages=("transformers", "accelerate"), did=f"`Trainer`: {_RESUMES}"
+)  # fmt: skip
+_FABRIC = functools.partial(
+    Client,
+    train=fabric,
+    packages=("lightning",),
+    did="`Fabric`, `FSDPStrategy`: policies for wraps and recomputation, no_backward_sync, clip_gradients, save, load",
+)
+_LIGHTNING = functools.partial(
+    Client,
+    train=lightning,
+    packages=("lightning",),
+    did="`Trainer`, `FSDPStrategy`: policies for wraps and recomputation, accumulation, clipping, ckpt_path",
+)
+_T5 = functools.partial(
+    Client,
+    train=t5,
+    packages=("torch", "transformers"),
+    did="`distributed/FSDP` of pytorch/examples, T5: recomputation, SHARD_GRAD_OP, use_orig_params=False",
+)
+CLIENTS: dict[str, Client] = {
+    "accelerate": _ACCELERATE(),
+    "accelerate full": _ACCELERATE(checkpoint="full"),
+    "accelerate bf16": _ACCELERATE(precision="bf16"),
+    "accelerate bf16 before": _ACCELERATE(checkpoint="full", precision="bf16 before"),
+    "Trainer": _TRAINER(),
+    "Trainer full": _TRAINER(checkpoint="full"),
+    "Trainer bf16": _TRAINER(checkpoint="full", precision="bf16"),
     "LoRA": Client(
         train=lora,
         packages=("peft", "transformers", "accelerate"),
-        did=f"a LoRA in `Trainer`: {_TRAINER}",
+        did=f"`Trainer` with a LoRA: {_RESUMES}",
         checkpoint="full",
     ),
     "SFTTrainer": Client(
-        train=sft, packages=("trl", "transformers", "accelerate", "datasets"), did=_TRAINER, checkpoint="full"
+        train=sft,
+        packages=("trl", "transformers", "accelerate", "datasets"),
+        did=f"`SFTTrainer`: {_RESUMES}",
+        checkpoint="full",
     ),
-    "Fabric": Client(train=fabric, packages=("lightning",), did=_FABRIC),
-    "Fabric full": Client(train=fabric, packages=("lightning",), did=_FABRIC, checkpoint="full"),
-    "Fabric bf16": Client(train=fabric, packages=("lightning",), did=_FABRIC, precision="bf16"),
-    "Lightning": Client(train=lightning, packages=("lightning",), did=_LIGHTNING),
-    "Lightning full": Client(train=lightning, packages=("lightning",), did=_LIGHTNING, checkpoint="full"),
-    "tutorial": Client(train=tutorial, packages=("torch",), did="MNIST of PyTorch's FSDP tutorial", checkpoint="full"),
-    "T5": Client(train=t5, packages=("torch", "transformers"), did=_T5),
-    "T5 full": Client(train=t5, packages=("torch", "transformers"), did=_T5, checkpoint="full"),
-    "T5 bf16": Client(train=t5, packages=("torch", "transformers"), did=_T5, checkpoint="full", precision="bf16"),
-}  # fmt: skip
+    "Fabric": _FABRIC(),
+    "Fabric full": _FABRIC(checkpoint="full"),
+    "Fabric bf16": _FABRIC(precision="bf16"),
+    "Lightning": _LIGHTNING(),
+    "Lightning full": _LIGHTNING(checkpoint="full"),
+    "tutorial": Client(
+        train=tutorial,
+        packages=("torch",),
+        did="PyTorch's tutorial of FSDP1, MNIST: a policy by size, Adadelta, evaluation",
+        checkpoint="full",
+    ),
+    "T5": _T5(),
+    "T5 full": _T5(checkpoint="full"),
+    "T5 bf16": _T5(checkpoint="full", precision="bf16"),
+}
 
 
 def main(folder: str, own: str, sources: str, *names: str) -> None:
