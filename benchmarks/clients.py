@@ -43,15 +43,17 @@ LIMITS = {"T5 bf16": 0.05}
 
 TEXT = """# Clients of FSDP1's class
 
-Written by `python benchmarks/clients.py --write`: each script of tests/fsdp/clients.py on two CPU ranks, as it is and by
-`python -m composer_fsdp2 run`. The largest relative differences of losses and gradient norms, and of parameters, of four runs from
-the same on FSDP1: trained, resumed from its own checkpoint, resumed from FSDP1's, and FSDP1 resumed from ours.
+Written by `python benchmarks/clients.py --write`: each script of tests/fsdp/clients.py on two CPU ranks, as it is and
+by `python -m composer_fsdp2 run`. The largest relative differences of losses and gradient norms, and of parameters, of
+four runs from the same on FSDP1: trained, resumed from its own checkpoint, resumed from FSDP1's, and FSDP1 resumed from
+ours.
 
 {table}
 
-torch {torch}, {today}. Of `bf16 before`, parameters are in bf16 before mixed precision, and accelerate upcasts them. T5 in bf16:
-each block of the decoder reads the encoder's output; `fully_shard` adds up its gradient by block, FSDP1 in one sequence, which
-rounds otherwise; in the same order both are equal. accelerate 1.8.1 resumes without sharded optimizer state, on FSDP1 too.
+torch {torch}, {today}. Of `bf16 before`, parameters are in bf16 before mixed precision, and accelerate upcasts them.
+T5 in bf16: each block of the decoder reads the encoder's output; `fully_shard` adds up its gradient by block, FSDP1 in
+one sequence, which rounds otherwise; in the same order both are equal. accelerate 1.8.1 resumes without sharded
+optimizer state, on FSDP1 too.
 """
 
 
@@ -137,9 +139,8 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 found += rows(release, names, Path(folder))
     header = ["Packages", "What ran", "Checkpoint", "Precision", "Losses, norms", "Parameters"]
-    text = TEXT.format(
-        table=markdown(header, [row.cells() for row in found]), torch=torch.__version__.split("+")[0], today=date.today()
-    )  # fmt: skip
+    table = markdown(header, [row.cells() for row in found])
+    text = TEXT.format(table=table, torch=torch.__version__.split("+")[0], today=date.today())
     print(text)
     if given.write:
         PAGE.write_text(text)
