@@ -61,7 +61,7 @@ class Trained:
     """The losses of the steps on this rank, their gradient norms, and the parameters after them.
 
     Args:
-        module: Where the class comes from that the client trained with.
+        module: Of the class that the client trained with.
     """
 
     losses: list[float]
@@ -108,9 +108,9 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """FSDP1 takes its device from a GPU, where a client names none, and ends with an error where it copies to the CPU.
+    """FSDP1 requires a GPU where a client passes no ``device_id``, and crashes in its copies to the CPU.
 
-    There the copies are views of memory that it frees.
+    On a CPU these copies are views of memory that it frees.
     """
     from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig
 
@@ -135,7 +135,7 @@ def on_cpu() -> Iterator[None]:
 
 
 def use_fsdp(accelerator: Any, run: Run, policy: Any) -> None:
-    """accelerate insists on a GPU for FSDP; its states are told that these ranks use it on the CPU."""
+    """accelerate requires a GPU for FSDP; set its states by hand, with the CPU as the device."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
@@ -304,7 +304,7 @@ def sft(run: Run) -> Trained:
 
 
 def _strategy(base: Any, run: Run) -> Any:
-    """Lightning insists on a GPU for ``FSDPStrategy`` itself, not for one that derives from it."""
+    """Lightning requires a GPU for ``FSDPStrategy``, but not for a subclass."""
     from torch.distributed.fsdp import MixedPrecision
 
     bf16 = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
@@ -412,7 +412,7 @@ class Digits(nn.Module):
 def tutorial(run: Run) -> Trained:
     """The calls of PyTorch's tutorial "Getting Started with Fully Sharded Data Parallel", on digits of noise.
 
-    It saves the model alone, and does not say how it is loaded: into the model before it is wrapped.
+    It saves the model only, and loads nothing; here a resumed run loads into the model before wrapping it.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -532,8 +532,8 @@ def t5(run: Run) -> Trained:
 class Client:
     """Args:
     train: One of the functions above.
-    packages: What it imports, as the table names it; the first is the client.
-    did: Of the table.
+    packages: Its imports, for the table; the first is the client itself.
+    did: The objects and methods that ran, for the table.
     """
 
     train: Callable[[Run], Trained]
@@ -616,7 +616,7 @@ CLIENTS: dict[str, Client] = {
 
 
 def main(folder: str, own: str, sources: str, *names: str) -> None:
-    """Train each client, and resume it; write what it did to ``own/NAME from SOURCE RANK.pt``.
+    """Train each client, and resume it; write its results to ``own/NAME from SOURCE RANK.pt``.
 
     Args:
         folder: Of results and checkpoints, which are in ``own/NAME``.
