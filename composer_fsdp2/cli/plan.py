@@ -168,7 +168,6 @@ def _answer(options: Plan) -> tuple[str, int]:
         how = options.reading()
         run = read_run(options.file, **how)
         questions = Questions(
-            gpus_per_node=options.gpus_per_node,
             memory=Memory(given_bytes=memory, reserve=reserve) if memory is not None else None,
             machine=machine,
             counts_activations=not options.no_activations,

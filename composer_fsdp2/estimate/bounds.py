@@ -78,17 +78,11 @@ GPUS = {
         achieved=0.5,
         sources=("NVIDIA H100 SXM: 989.4 TFLOPS, 1978.9 in fp8, NVLink 900 GB/s", "DGX H100: 8 × NDR 400 Gb/s"),
     ),
-    "h200": Machine(
-        flops=989.4e12,
-        intra_bytes_per_s=450e9,
-        inter_bytes_per_s=50e9,
-        fp8_flops=1978.9e12,
-        pcie_bytes_per_s=63e9,
-        host_bytes_per_s=76.8e9,
-        achieved=0.5,
-        sources=("NVIDIA H200 SXM: 989.4 TFLOPS, 1978.9 in fp8, NVLink 900 GB/s", "DGX H200: 8 × NDR 400 Gb/s"),
-    ),
 }
+GPUS["h200"] = replace(
+    GPUS["h100"],
+    sources=("NVIDIA H200 SXM: 989.4 TFLOPS, 1978.9 in fp8, NVLink 900 GB/s", "DGX H200: 8 × NDR 400 Gb/s"),
+)
 
 # Without --gpu, the first of these with at least the device's memory is assumed.
 _BY_MEMORY = {"a100": 40 * 2**30, "h100": 80 * 2**30, "h200": 141 * 2**30}
@@ -144,7 +138,8 @@ def step_bounds(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: 
     compute_s = sum(each.seconds for each in timed if each.track == COMPUTE)
     flops = sum(each.flops for each in timed)
     recomputed = sum(event.recomputed_flops for event in trace.events) if trace else 0
-    model_flops = flops - recomputed * _num_microbatches(estimate)
+    num_microbatches = 1 + max((sample.microbatch for sample in estimate.timeline), default=-1)
+    model_flops = flops - recomputed * num_microbatches
     intra_s = sum(intra_node_s(call, machine) for call in estimate.calls)
     inter_s = sum(inter_node_s(call, machine) for call in estimate.calls)
     lower_s = max([compute_s, intra_s, inter_s, *(each.end_s for each in timed)])
@@ -161,10 +156,6 @@ def step_bounds(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: 
         exposed_s=lower_s - compute_s if compute_s else None,
         mfu_at_most=mfu,
     )
-
-
-def _num_microbatches(estimate: StepEstimate) -> int:
-    return 1 + max((sample.microbatch for sample in estimate.timeline), default=-1)
 
 
 def call_s(call: CollectiveCall, machine: Machine) -> float:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.text import human_bytes, printable
-from composer_fsdp2.estimate.planned_step import PlannedStep, unit_kinds
-from composer_fsdp2.estimate.step import Kind, MemorySample
+from composer_fsdp2.estimate.links import sent_by_unit
+from composer_fsdp2.estimate.planned_step import PlannedStep
+from composer_fsdp2.estimate.step import Kind, Link, MemorySample
+from composer_fsdp2.sharding.plan import ShardUnit
 
 WIDTH = 96
 _SHOWN_KINDS = 6
@@ -90,18 +92,22 @@ def _lines(table: Table) -> Iterator[str]:
 
 
 def units_table(step: PlannedStep) -> Table:
-    """One row per kind of unit, largest total parameter count first."""
-    kinds = sorted(unit_kinds(step.units_and_bytes()), key=lambda kind: -kind.units * kind.parameters)
+    """One row for units that differ only in the layer indices of their names, largest parameter count first."""
+    alike: dict[tuple[str, int, str], list[ShardUnit]] = {}
+    for unit in step.plan.units:
+        if unit.numel:
+            name = ".".join("*" if part.isdecimal() else part for part in unit.name.split("."))
+            alike.setdefault((name, unit.numel, str(unit.reshard_after_forward)), []).append(unit)
+    sent = sent_by_unit(step.estimate.calls)
     rows = [
         (
-            kind.name,
-            f"{kind.units}",
-            human_count(kind.parameters),
-            human_bytes(kind.gathered_bytes),
-            human_bytes(kind.sent.intra),
-            human_bytes(kind.sent.inter),
+            name or "(the model)",
+            f"{len(units)}",
+            human_count(numel),
+            human_bytes(units[0].unsharded_bytes),
+            *(human_bytes(sum(sent[unit.name, link] for unit in units)) for link in (Link.INTRA, Link.INTER)),
         )
-        for kind in kinds
+        for (name, numel, _), units in sorted(alike.items(), key=lambda each: -len(each[1]) * each[0][1])
     ]
     return Table(("units of a kind", "number", "parameters", "gathered", "sent in nodes", "between"), tuple(rows))
 

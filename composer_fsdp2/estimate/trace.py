@@ -24,7 +24,7 @@ from composer_fsdp2.estimate._torch.sent import Sent
 from composer_fsdp2.estimate.blocks import BlockList, copy_with, find_blocks
 from composer_fsdp2.estimate.divided import divided, undivided
 from composer_fsdp2.estimate.events import Hook, MicrobatchTrace, StepEvent
-from composer_fsdp2.estimate.expansion import check_order, expand, spans_of
+from composer_fsdp2.estimate.expansion import BlockSpan, backward_begin, check_representatives, expand
 from composer_fsdp2.estimate.hooks import module_at, record_hooks
 from composer_fsdp2.estimate.sequential import SequentialBlocks
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
@@ -33,8 +33,7 @@ from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 # (model or a copy with fewer blocks, rows of a microbatch, tokens per row) -> the loss, or a tuple of the loss and
-# objects that stay alive until the next forward ends. It creates its own inputs. An optional attribute ``num_experts``
-# is the number of experts per layer among which tokens are routed.
+# objects that stay alive until the next forward ends. It creates its own inputs.
 Loss = Callable[[nn.Module, int, int], Any]
 
 
@@ -98,9 +97,8 @@ def _trace(
     short = copy_with(model, lists, partial(_unsharded, parameter_dtypes(plan), buffer_dtypes(plan), frozen, mode))
     with mode, lists_of_zeros():
         traced = run_traced(short, plan, loss, rows=rows, tokens=tokens, precision=precision, lists=lists)
-    spans = spans_of(traced.events, traced.markers)
-    check_order(spans, traced.markers, lists, traced.not_sequential)
-    events = tuple(beside_outputs(expand(traced.events, spans, lists), plan, traced.held_bytes))
+    check_representatives(lists, traced.unfinished, traced.not_sequential)
+    events = tuple(beside_outputs(expand(traced.events, traced.spans, lists), plan, traced.held_bytes))
     return MicrobatchTrace(
         events=events,
         host_bytes=max(event.host_bytes for event in events),
@@ -125,14 +123,16 @@ class Traced:
     """The trace of a model with some of its blocks.
 
     Args:
-        markers: (hook, block path, number of events recorded before it).
+        spans: Of the blocks' forwards and backwards.
+        unfinished: Paths of blocks whose backward has no recorded end.
         not_sequential: Paths of lists whose blocks are not sequential.
         held_bytes: Bytes that stay alive until the next forward ends, such as the loss's outputs.
         has_shared_out: Tokens were routed among experts.
     """
 
     events: list[StepEvent]
-    markers: list[tuple[Hook, str, int]]
+    spans: list[BlockSpan]
+    unfinished: frozenset[str]
     not_sequential: frozenset[str]
     held_bytes: int
     has_shared_out: bool
@@ -160,8 +160,7 @@ def run_traced(
         present = [path for path in plan.checkpointed if module_at(model, path)]
         wrap_activations(model, present, plan.config.activation_checkpointing)
         finish()
-        num_experts = getattr(loss, "num_experts", 1)
-        recorder, sequential = Recorder(model, plan, num_experts), SequentialBlocks(lists)
+        recorder, sequential = Recorder(model, plan), SequentialBlocks(lists)
         blocks = [each.block(name) for each in lists for name in each.present]
         stack.enter_context(_casts_at_units(model, plan))
         stack.enter_context(sequential.watch(model))
@@ -183,23 +182,25 @@ def run_traced(
     return Traced(
         events=recorder.events,
         held_bytes=held_bytes,
-        markers=recorder.markers,
+        spans=recorder.spans,
+        unfinished=frozenset(recorder.unfinished),
         not_sequential=frozenset(sequential.broken),
-        has_shared_out=recorder.live.unknown.has_shared_out or num_experts > 1,
+        has_shared_out=recorder.live.unknown.has_shared_out or num_experts(model) > 1,
     )
 
 
 class Recorder:
     """Records each hook with the live bytes at it, and the peak and FLOPs until the next one."""
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan, num_experts: int = 1) -> None:
+    def __init__(self, model: nn.Module, plan: ShardingPlan) -> None:
         self.events: list[StepEvent] = []
-        self.markers: list[tuple[Hook, str, int]] = []
+        self.spans: list[BlockSpan] = []
+        self.unfinished: dict[str, int] = {}
         # Autograd runs backward with grad mode off, so grad mode on in backward means a recomputed forward.
         self.live = LiveStorages(
             is_marked=lambda: self._is_behind_blocks,
             is_recomputing=lambda: self._is_backward and torch.is_grad_enabled(),
-            num_experts=num_experts,
+            num_experts=num_experts(model),
         )
         self.show = ShownParameters(model, plan)
         self.live.know([*model.parameters(), *model.buffers()])
@@ -226,13 +227,17 @@ class Recorder:
 
     def record_block(self, hook: Hook, path: str, _: str | None) -> None:
         """Record the hook of a block; the computation after a block is a separate event."""
-        self.markers.append((hook, path, len(self.events)))
+        self._is_behind_blocks = hook is Hook.POST_FORWARD
         if hook is Hook.PRE_FORWARD:
             self.live.unmark()
+            self.unfinished[path] = len(self.events)
         elif hook is Hook.PRE_BACKWARD:
             self.live.unmark(made_from=self._backward_began)  # the gradient of its outputs belongs to the block
-        self._is_behind_blocks = hook is Hook.POST_FORWARD
-        if hook in (Hook.POST_FORWARD, Hook.POST_BACKWARD):
+            self.unfinished[path] = backward_begin(self.events, path)
+        else:
+            if (begin := self.unfinished.pop(path, None)) is not None:
+                is_backward = hook is Hook.POST_BACKWARD
+                self.spans.append(BlockSpan(path=path, begin=begin, end=len(self.events), is_backward=is_backward))
             self.record(hook, path, None)
 
     def close(self) -> None:
@@ -291,6 +296,21 @@ class ShownParameters:
         is_gathered = hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD)
         for module, name, sharded, gathered in self._places.get(unit, ()):
             module._parameters[name] = gathered if is_gathered else sharded
+
+
+# In configurations of mixtures of experts, of transformers and of LLM Foundry.
+_EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts")
+
+
+def num_experts(model: nn.Module) -> int:
+    """The number of experts in a layer of the model; 1 without any."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    for part in (part for config in configs for part in (config, getattr(config, "ffn_config", None))):
+        for name in _EXPERTS:
+            number = part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
+            if isinstance(number, int) and number > 0:
+                return number
+    return 1
 
 
 def parameter_dtypes(plan: ShardingPlan) -> dict[str, str]:

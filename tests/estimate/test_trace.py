@@ -84,9 +84,9 @@ def mpt(num_blocks: int) -> nn.Module:
 
 def loss_of_mpt(model: nn.Module, rows: int, tokens: int) -> Any:
     """As Composer's Trainer computes it."""
-    from composer_fsdp2.preflight.losses import ComposerLoss
+    from composer_fsdp2.preflight.losses import composer_loss
 
-    return ComposerLoss()(model, rows, tokens)
+    return composer_loss(model, rows, tokens)
 
 
 def with_hooks(model: Any, block: str) -> nn.Module:

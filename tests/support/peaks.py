@@ -20,9 +20,8 @@ from torch import nn
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
-from composer_fsdp2.estimate.replay import estimate_step
 from composer_fsdp2.preflight.batch_words import Batches
-from composer_fsdp2.preflight.planned import Questions, counted_optimizer, plan_step
+from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.planned_model import Training, built, planned_run
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice, PreflightRun
 from composer_fsdp2.preflight.run_file import Request
@@ -95,9 +94,7 @@ def planned(case: Case, world_size: int) -> Step:
     run = run_of(case, world_size)
     step = plan_step(run, case.model, Questions())
     assert step.trace is not None
-    optimizer, _ = counted_optimizer(run.optimizer)
-    how = {"world_size": world_size, "optimizer": optimizer, "num_microbatches": case.microbatches}
-    state = estimate_step(run.plan, step.trace.without_activations(), **how)  # type: ignore[arg-type]
+    state = run.estimate(step.trace.without_activations())
     in_microbatches = [each for each in state.timeline if each.microbatch >= 0]  # the optimizer's step allocates none
     buffers, estimate = step.trace.buffer_bytes, step.estimate
     return Step(

@@ -1,7 +1,7 @@
 """A dispatch mode that tracks each storage from allocation to free, for real and fake tensors."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.private_names import TorchDispatchMode
+from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.estimate._torch.fake import Unknown, is_fake
 from composer_fsdp2.estimate._torch.flops import flops_of
 from composer_fsdp2.estimate._torch.sent import Sent, sent_by, tensors_of
@@ -78,14 +79,9 @@ class LiveStorages(TorchDispatchMode):
             self._add(each, -each.num_bytes)
             each.num_bytes = 0
 
-    @contextlib.contextmanager
-    def host(self) -> Iterator[None]:
+    def host(self) -> AbstractContextManager[None]:
         """Count storages allocated in the block as host memory."""
-        self._is_host = True
-        try:
-            yield
-        finally:
-            self._is_host = False
+        return replaced(self, "_is_host", True)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
