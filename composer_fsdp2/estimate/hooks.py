@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from composer_fsdp2._torch.passing import after_backward, after_gradients_of, tensors_in
 from composer_fsdp2.estimate.events import Hook
@@ -43,22 +42,18 @@ def record_hooks(
         blocks: Paths of modules whose hooks call ``record_block``, as if they were units. PRE_FORWARD of a block runs
             before that of a unit of the same module, its other hooks run after.
     """
-    handles: list[RemovableHandle] = []
     of_units, of_blocks = _Step(record), _Step(_ignore)
-    for unit in plan.units:
-        modules = [module for path in unit.modules if (module := module_at(model, path)) is not None]
-        if len(modules) == len(unit.modules):
-            handles += _hooks_of(unit.name, modules, record, of_units)
-    for path in blocks:
-        handles += _hooks_of(path, [at_path(model, path)], record_block, of_blocks)
-    for name, unit_name, parameter in _trained(model, plan):
-        record_gradient = partial(_record_gradient, record, unit_name, name)
-        handles.append(parameter.register_post_accumulate_grad_hook(record_gradient))
-    try:
+    with contextlib.ExitStack() as handles:
+        for unit in plan.units:
+            modules = [module for path in unit.modules if (module := module_at(model, path)) is not None]
+            if len(modules) == len(unit.modules):
+                _hook(unit.name, modules, record, of_units, handles)
+        for path in blocks:
+            _hook(path, [at_path(model, path)], record_block, of_blocks, handles)
+        for name, unit_name, parameter in _trained(model, plan):
+            record_gradient = partial(_record_gradient, record, unit_name, name)
+            handles.enter_context(parameter.register_post_accumulate_grad_hook(record_gradient))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module | None:
@@ -103,7 +98,9 @@ class _Step:
         self.in_backward.clear()
 
 
-def _hooks_of(name: str, modules: Sequence[nn.Module], record: RecordHook, step: _Step) -> list[RemovableHandle]:
+def _hook(
+    name: str, modules: Sequence[nn.Module], record: RecordHook, step: _Step, handles: contextlib.ExitStack
+) -> None:
     """Hook the modules of one unit."""
     waiting: set[nn.Module] = set()  # modules of a group that have not run forward yet
 
@@ -136,11 +133,6 @@ def _hooks_of(name: str, modules: Sequence[nn.Module], record: RecordHook, step:
         step.in_backward.discard(name)
         record(Hook.POST_BACKWARD, name, None)
 
-    return [
-        handle
-        for module in modules
-        for handle in (
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(after),
-        )
-    ]
+    for module in modules:
+        handles.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        handles.enter_context(module.register_forward_hook(after))

@@ -67,43 +67,49 @@ def trace_microbatch(
 
     Does not communicate, and needs neither a GPU nor a process group.
     """
-    _autocast(precision)  # fails early on an unknown precision
+    autocast = _autocast(precision)
+
+    def compute(copied: nn.Module) -> Any:
+        with autocast:
+            return loss(copied, rows, tokens)
+
+    def traced(planned: ShardingPlan, blocks: tuple[BlockList, ...]) -> MicrobatchTrace:
+        trace = _trace(model, planned, blocks, compute)
+        notes = (_FP8,) * (precision == "amp_fp8") + (_UNDIVIDED,) * (planned is not plan)
+        return replace(trace, notes=(*trace.notes, *notes))
+
     few, every = (find_blocks(model, plan, num_kept=number) for number in (num_blocks, None))
     # A model may access an omitted block, so a failure is retried with all blocks.
     lists = [few, every] if any(each.is_short for each in few) else [every]
-    traced = partial(_trace, model, loss=loss, rows=rows, tokens=tokens, precision=precision)
     whole = undivided(plan)
-    for planned, blocks in itertools.product([plan] * (plan != whole), lists):
+    *attempts, last = itertools.product([plan] if plan == whole else [plan, whole], lists)
+    for attempt in attempts:
         with contextlib.suppress(Exception):
-            return traced(planned, blocks)
-    try:
-        trace = traced(whole, lists[0])
-    except Exception:
-        trace = traced(whole, lists[-1])
-    return trace if plan == whole else replace(trace, notes=(*trace.notes, _UNDIVIDED))
+            return traced(*attempt)
+    return traced(*last)
 
 
 def _trace(
-    model: nn.Module,
-    plan: ShardingPlan,
-    lists: tuple[BlockList, ...],
-    *,
-    loss: Loss,
-    rows: int,
-    tokens: int,
-    precision: str,
+    model: nn.Module, plan: ShardingPlan, lists: tuple[BlockList, ...], compute: Callable[[nn.Module], Any]
 ) -> MicrobatchTrace:
-    mode, frozen = fake_tensors(), frozenset(plan.frozen)
-    short = copy_with(model, lists, partial(_unsharded, parameter_dtypes(plan), buffer_dtypes(plan), frozen, mode))
+    mode, dtype_of = fake_tensors(), _dtypes(plan)
+
+    def unsharded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            made = torch.empty(tensor.shape, dtype=dtype_of(name, tensor), device="cpu")
+            is_trained = tensor.requires_grad and name not in plan.frozen
+            return nn.Parameter(made, requires_grad=is_trained) if isinstance(tensor, nn.Parameter) else made
+
+    short = copy_with(model, lists, unsharded)
     with mode, lists_of_zeros():
-        traced = run_traced(short, plan, loss, rows=rows, tokens=tokens, precision=precision, lists=lists)
+        traced = run_traced(short, plan, compute, lists)
     check_representatives(lists, traced.unfinished, traced.not_sequential)
     events = tuple(beside_outputs(expand(traced.events, traced.spans, lists), plan, traced.held_bytes))
     return MicrobatchTrace(
         events=events,
         host_bytes=max(event.host_bytes for event in events),
-        buffer_bytes=_buffer_bytes(model, plan),
-        notes=tuple(_notes(plan, precision, has_shared_out=traced.has_shared_out)),
+        buffer_bytes=sum(each.numel() * dtype_of(name, each).itemsize for name, each in model.named_buffers()),
+        notes=tuple(_notes(plan, has_shared_out=traced.has_shared_out)),
     )
 
 
@@ -139,14 +145,7 @@ class Traced:
 
 
 def run_traced(
-    model: nn.Module,
-    plan: ShardingPlan,
-    loss: Loss,
-    *,
-    rows: int,
-    tokens: int,
-    precision: str,
-    lists: Sequence[BlockList] = (),
+    model: nn.Module, plan: ShardingPlan, compute: Callable[[nn.Module], Any], lists: Sequence[BlockList] = ()
 ) -> Traced:
     """Run forward and backward of ``model``, with the plan's activation checkpointing, and record the events.
 
@@ -172,8 +171,7 @@ def run_traced(
         if plan.mesh.device_type == "cuda":
             stack.enter_context(as_cuda(recorder.live))
         stack.enter_context(recorder.live)
-        with _autocast(precision):
-            held = loss(model, rows, tokens)
+        held = compute(model)
         first = held[0] if isinstance(held, tuple) else held
         # Tensor.backward() disables function modes, so recomputed attention would run as a CPU's.
         torch.autograd.backward(first)
@@ -313,66 +311,37 @@ def num_experts(model: nn.Module) -> int:
     return 1
 
 
-def parameter_dtypes(plan: ShardingPlan) -> dict[str, str]:
-    """Map parameter names to the ``param_dtype`` of their units."""
-    return {
-        name: unit.mixed_precision.param_dtype
-        for unit in plan.units
-        if unit.mixed_precision.param_dtype is not None
-        for spec in unit.parameters
-        for name in spec.names
+def _dtypes(plan: ShardingPlan) -> Callable[[str, torch.Tensor], torch.dtype]:
+    """The dtype in the run of a parameter while it is unsharded, or of a buffer, by name."""
+    of_parameters = {
+        name: unit.mixed_precision.param_dtype for unit in plan.units for spec in unit.parameters for name in spec.names
     }
+    of_buffers = {path: unit.mixed_precision.buffer_dtype for unit in plan.units for path in unit.modules}
 
+    def dtype_of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        dtype = None
+        if isinstance(tensor, nn.Parameter):
+            dtype = of_parameters.get(name)
+        elif tensor.is_floating_point():
+            dtype = next((of_buffers[path] for path in ancestors_or_self(name) if path in of_buffers), None)
+        return torch_dtype(dtype) or tensor.dtype
 
-def buffer_dtypes(plan: ShardingPlan) -> dict[str, str | None]:
-    """Map paths of units' modules to the dtype of floating-point buffers at and below them."""
-    return {path: unit.mixed_precision.buffer_dtype for unit in plan.units for path in unit.modules}
-
-
-def dtype_of_buffer(name: str, buffer: torch.Tensor, of_units: Mapping[str, str | None]) -> torch.dtype:
-    """The dtype of a buffer in the run."""
-    above = next((path for path in ancestors_or_self(name) if path in of_units), None)
-    dtype = torch_dtype(None if above is None else of_units[above])
-    return buffer.dtype if dtype is None or not buffer.is_floating_point() else dtype
-
-
-def _buffer_bytes(model: nn.Module, plan: ShardingPlan) -> int:
-    of_units = buffer_dtypes(plan)
-    return sum(each.numel() * dtype_of_buffer(name, each, of_units).itemsize for name, each in model.named_buffers())
-
-
-def _unsharded(
-    dtypes: Mapping[str, str],
-    of_units: Mapping[str, str | None],
-    frozen: frozenset[str],
-    mode: AbstractContextManager[Any],
-    name: str,
-    tensor: torch.Tensor,
-) -> torch.Tensor:
-    """A fake replacement of a module's tensor; a parameter has the dtype in which its unit unshards it."""
-    is_parameter = isinstance(tensor, nn.Parameter)
-    dtype = torch_dtype(dtypes.get(name)) or tensor.dtype if is_parameter else dtype_of_buffer(name, tensor, of_units)
-    with mode:
-        made = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-        return nn.Parameter(made, requires_grad=tensor.requires_grad and name not in frozen) if is_parameter else made
+    return dtype_of
 
 
 @contextlib.contextmanager
 def _casts_at_units(model: nn.Module, plan: ShardingPlan) -> Iterator[None]:
     """Cast the units' inputs and outputs as ``fully_shard`` does under mixed precision."""
-    handles = []
-    for unit in plan.units:
-        precision = unit.mixed_precision
-        for module in filter(None, (module_at(model, path) for path in unit.modules)):
-            if precision.cast_forward_inputs and (dtype := torch_dtype(precision.param_dtype)) is not None:
-                handles.append(module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True))
-            if (dtype := torch_dtype(precision.output_dtype)) is not None:
-                handles.append(module.register_forward_hook(partial(_cast_output, dtype)))
-    try:
+    with contextlib.ExitStack() as handles:
+        for unit in plan.units:
+            precision = unit.mixed_precision
+            for module in filter(None, (module_at(model, path) for path in unit.modules)):
+                if precision.cast_forward_inputs and (dtype := torch_dtype(precision.param_dtype)) is not None:
+                    cast_inputs = partial(_cast_inputs, dtype)
+                    handles.enter_context(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+                if (dtype := torch_dtype(precision.output_dtype)) is not None:
+                    handles.enter_context(module.register_forward_hook(partial(_cast_output, dtype)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -399,16 +368,15 @@ def _autocast(precision: str) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
 
 
+_FP8 = "fp8 is counted as bf16: what Transformer Engine keeps in fp8 takes less."
 _UNDIVIDED = (
     "Layers, sequences and experts that ranks divide, and MLPs in pieces, cannot be traced here, and are counted as if "
     "each rank computed all of them."
 )
 
 
-def _notes(plan: ShardingPlan, precision: str, *, has_shared_out: bool) -> Iterator[str]:
+def _notes(plan: ShardingPlan, *, has_shared_out: bool) -> Iterator[str]:
     if has_shared_out:
         yield "Every expert is assumed to get as many tokens as the others."
-    if precision == "amp_fp8":
-        yield "fp8 is counted as bf16: what Transformer Engine keeps in fp8 takes less."
     if any(each.parallelize is None for each in plan.split) or any(each.is_split for each in plan.split_experts):
         yield "Layers and experts that the script itself split are counted as if each rank computed them in full."

@@ -145,7 +145,12 @@ def real(model: nn.Module, plan: ShardingPlan, loss: Any, precision: str) -> lis
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
     copied = copy_with(model, lists, unsharded)
-    traced = run_traced(copied, plan, loss, rows=ROWS, tokens=TOKENS, precision=precision, lists=lists)
+
+    def compute(model: nn.Module) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32", cache_enabled=False):
+            return loss(model, ROWS, TOKENS)
+
+    traced = run_traced(copied, plan, compute, lists)
     return [*beside_outputs(traced.events, plan, traced.held_bytes)]
 
 
