@@ -167,14 +167,15 @@ def _bounds(step: PlannedStep) -> Iterator[str]:
     if step.bounds is not None:
         yield from _lines(bounds_table(step))
         if step.bounds.machine.sources:
-            yield from _wrapped("; ".join(step.bounds.machine.sources))
-        yield from _wrapped(
+            yield from wrapped("; ".join(step.bounds.machine.sources))
+        yield from wrapped(
             "Not known: contention, stragglers, kernels, data loading, NCCL's choices (--json says more)."
         )
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
+def wrapped(text: str, *, begin: str = "  ", indent: int = 4, max_lines: int | None = None) -> list[str]:
+    """Lines of the screen's width, the first after ``begin`` and the others indented."""
+    return textwrap.wrap(text, WIDTH, initial_indent=begin, subsequent_indent=" " * indent, max_lines=max_lines)
 
 
 def shown_findings(step: PlannedStep) -> list[Finding]:
@@ -187,11 +188,11 @@ def shown_findings(step: PlannedStep) -> list[Finding]:
 def _findings(step: PlannedStep) -> Iterator[str]:
     found = shown_findings(step)
     for finding in found[:_SHOWN_FINDINGS]:
-        yield from textwrap.wrap(str(finding), WIDTH, initial_indent="finding: ", subsequent_indent="    ", max_lines=2)
+        yield from wrapped(str(finding), begin="finding: ", max_lines=2)
     if len(found) > _SHOWN_FINDINGS:
         yield f"and {len(found) - _SHOWN_FINDINGS} more findings; --json has them all"
     for note in step.estimate.notes:
-        yield from textwrap.wrap(note, WIDTH, initial_indent="note: ", subsequent_indent="    ")
+        yield from wrapped(note, begin="note: ")
 
 
 def _verdict(step: PlannedStep) -> Iterator[str]:

@@ -97,7 +97,19 @@ class PlannedStep(Value):
             "memory": self._memory(),
             "per_rank": self._per_rank(),
             "units": self._units(),
-            "collectives": [_collectives(each) for each in self.traffic],
+            "collectives": [
+                {
+                    "op": each.op,
+                    "phase": each.phase.value,
+                    "calls": each.calls,
+                    "bytes": each.num_bytes,
+                    "ranks": each.ranks,
+                    "link": each.link.value,
+                    "ring_bytes": each.ring_bytes,
+                    "node_bytes": each.node_bytes,
+                }
+                for each in self.traffic
+            ],
             "bounds": None if self.bounds is None else self.bounds.to_json(),
             "findings": plain(self.findings),
             "notes": list(self.estimate.notes),
@@ -166,16 +178,3 @@ class PlannedStep(Value):
                 "bytes": {kind.value: peak.bytes_of(kind) for kind in Kind},
             },
         }
-
-
-def _collectives(each: Traffic) -> dict[str, Any]:
-    return {
-        "op": each.op,
-        "phase": each.phase.value,
-        "calls": each.calls,
-        "bytes": each.num_bytes,
-        "ranks": each.ranks,
-        "link": each.link.value,
-        "ring_bytes": each.ring_bytes,
-        "node_bytes": each.node_bytes,
-    }

@@ -73,7 +73,10 @@ class _Replay:
         self.calls: list[CollectiveCall] = []
         self.phase = Phase.FORWARD
         self.sizes = {unit.name: unit_sizes(unit, rank=rank, world_size=world_size) for unit in plan.units}
-        self.contexts = [self._context([unit.name for unit in units]) for units in units_by_root(plan.units).values()]
+        self.contexts = [
+            CommContext([self.sizes[name] for name in _outer_first(units)], self.allocated, self._send)
+            for units in units_by_root(plan.units).values()
+        ]
         self.groups = {name: group for context in self.contexts for name, group in context.groups.items()}
         stored = self._stored(is_offloaded=False)
         self.parameters_bytes = sum(each.padded_shard * size for each, size in stored)
@@ -82,9 +85,6 @@ class _Replay:
         self.allocated.alloc(Kind.BUFFERS, trace.buffer_bytes)
         self.allocated.alloc(Kind.OPTIMIZER, self.optimizer_bytes)
         self._unsharded_gradients: set[str] = set()
-
-    def _context(self, bottom_up: Sequence[str]) -> CommContext:
-        return CommContext([self.sizes[name] for name in _outer_first(bottom_up)], self.allocated, self._send)
 
     # Stored before the step
 
@@ -242,14 +242,14 @@ _HOOKS = {
 }
 
 
-def _outer_first(bottom_up: Sequence[str]) -> list[str]:
-    """Sort into the order of ``named_modules``: parents before children, siblings in the given order."""
-    places = {name: place for place, name in enumerate(bottom_up)}
+def _outer_first(bottom_up: Sequence[ShardUnit]) -> list[str]:
+    """Names in the order of ``named_modules``: parents before children, siblings in the given order."""
+    places = {unit.name: place for place, unit in enumerate(bottom_up)}
 
     def places_from_above(name: str) -> list[int]:
         return [places[path] for path in reversed(ancestors_or_self(name)) if path in places]
 
-    return sorted(bottom_up, key=places_from_above)
+    return sorted(places, key=places_from_above)
 
 
 def _reached_by_backward(inner: Sequence[ShardUnit], root: ShardUnit) -> Sequence[ShardUnit]:

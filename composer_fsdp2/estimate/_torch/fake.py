@@ -38,10 +38,6 @@ def lists_of_zeros() -> AbstractContextManager[None]:
     return replaced(FakeTensor, "tolist", _zeros)
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)
-
-
 def _zeros(tensor: torch.Tensor) -> Any:
     found: Any = 0
     for size in reversed(tensor.shape):
