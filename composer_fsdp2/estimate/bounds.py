@@ -3,11 +3,12 @@
 No step is faster than these bounds. How much slower it is depends on ``UNKNOWN``.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 
 from composer_fsdp2.config.value import Value
-from composer_fsdp2.estimate.events import Hook, MicrobatchTrace, StepEvent
+from composer_fsdp2.estimate.events import Hook, MicrobatchTrace
 from composer_fsdp2.estimate.links import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, least_bytes, node_bytes
 from composer_fsdp2.estimate.step import CollectiveCall, Link, StepEstimate
 
@@ -215,52 +216,41 @@ def timed_step(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: M
     computes after its all-gather, and its gradients are reduced after they are computed. Other dependencies of a real
     step are ignored, which keeps this a lower bound.
     """
-    schedule = _Schedule(machine)
-    by_sample: dict[int, list[CollectiveCall]] = {}
+    by_sample: defaultdict[int, list[CollectiveCall]] = defaultdict(list)
     for call in estimate.calls:
-        by_sample.setdefault(call.sample, []).append(call)
+        by_sample[call.sample].append(call)
     events = trace.events if trace is not None else ()
+    computed_s = 0.0
+    free_s: dict[str, float] = {}  # when an operator's stream is free
+    done_s: dict[tuple[str, str], float] = {}  # when an operator has run for a unit
     for place, sample in enumerate(estimate.timeline):
-        yield from (schedule.send(call) for call in by_sample.get(place, ()))
+        for call in by_sample[place]:
+            start_s = free_s.get(call.op, 0.0)
+            if call.op != ALL_GATHER:
+                start_s = max(start_s, computed_s)
+            if call.op == ALL_REDUCE:
+                start_s = max(start_s, done_s.get((REDUCE_SCATTER, call.unit), 0.0))
+            seconds = call_s(call, machine)
+            free_s[call.op] = done_s[call.op, call.unit] = start_s + seconds
+            yield Timed(
+                track=call.op,
+                label=call.unit,
+                sample=place,
+                start_s=start_s,
+                seconds=seconds,
+                num_bytes=call.num_bytes,
+            )
         if 0 <= sample.event < len(events):
-            yield schedule.compute(events[sample.event], place, sample.label)
-
-
-class _Schedule:
-    """The times at which streams are free and units are unsharded."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._free_s: dict[str, float] = {}
-        self._computed_s = 0.0
-        self._ready_s: dict[tuple[str, str], float] = {}
-
-    def send(self, call: CollectiveCall) -> Timed:
-        start_s = self._free_s.get(call.op, 0.0)
-        if call.op != ALL_GATHER:
-            scattered_s = self._ready_s.get((REDUCE_SCATTER, call.unit), 0.0)
-            start_s = max(start_s, self._computed_s, scattered_s if call.op == ALL_REDUCE else 0.0)
-        seconds = call_s(call, self._machine)
-        self._free_s[call.op] = self._ready_s[call.op, call.unit] = start_s + seconds
-        return Timed(
-            track=call.op,
-            label=call.unit,
-            sample=call.sample,
-            start_s=start_s,
-            seconds=seconds,
-            num_bytes=call.num_bytes,
-        )
-
-    def compute(self, event: StepEvent, sample: int, label: str) -> Timed:
-        if event.hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
-            self._computed_s = max(self._computed_s, self._ready_s.get((ALL_GATHER, event.unit), 0.0))
-        start_s, speed = self._computed_s, self._machine.flops
-        self._computed_s += event.flops / speed if speed else 0.0
-        return Timed(
-            track=COMPUTE,
-            label=label,
-            sample=sample,
-            start_s=start_s,
-            seconds=self._computed_s - start_s,
-            flops=event.flops,
-        )
+            event = events[sample.event]
+            if event.hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
+                computed_s = max(computed_s, done_s.get((ALL_GATHER, event.unit), 0.0))
+            seconds = event.flops / machine.flops if machine.flops else 0.0
+            yield Timed(
+                track=COMPUTE,
+                label=sample.label,
+                sample=place,
+                start_s=computed_s,
+                seconds=seconds,
+                flops=event.flops,
+            )
+            computed_s += seconds
