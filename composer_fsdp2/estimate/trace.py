@@ -5,7 +5,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -103,13 +103,13 @@ def _trace(
     short = copy_with(model, lists, unsharded)
     with mode, lists_of_zeros():
         traced = run_traced(short, plan, compute, lists)
-    check_representatives(lists, traced.unfinished, traced.not_sequential)
+    check_representatives(lists, traced.unfinished.keys(), traced.sequential.broken)
     events = tuple(beside_outputs(expand(traced.events, traced.spans, lists), plan, traced.held_bytes))
     return MicrobatchTrace(
         events=events,
         host_bytes=max(event.host_bytes for event in events),
         buffer_bytes=sum(each.numel() * dtype_of(name, each).itemsize for name, each in model.named_buffers()),
-        notes=tuple(_notes(plan, has_shared_out=traced.has_shared_out)),
+        notes=tuple(_notes(plan, has_experts=traced.live.unknown.has_shared_out or num_experts(model) > 1)),
     )
 
 
@@ -124,29 +124,9 @@ def beside_outputs(events: Sequence[StepEvent], plan: ShardingPlan, held: int) -
         yield replace(each, live_bytes=live, peak_bytes=max(each.peak_bytes + held * (place < end), live))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
-    """The trace of a model with some of its blocks.
-
-    Args:
-        spans: Of the blocks' forwards and backwards.
-        unfinished: Paths of blocks whose backward has no recorded end.
-        not_sequential: Paths of lists whose blocks are not sequential.
-        held_bytes: Bytes that stay alive until the next forward ends, such as the loss's outputs.
-        has_shared_out: Tokens were routed among experts.
-    """
-
-    events: list[StepEvent]
-    spans: list[BlockSpan]
-    unfinished: frozenset[str]
-    not_sequential: frozenset[str]
-    held_bytes: int
-    has_shared_out: bool
-
-
 def run_traced(
     model: nn.Module, plan: ShardingPlan, compute: Callable[[nn.Module], Any], lists: Sequence[BlockList] = ()
-) -> Traced:
+) -> "Recorder":
     """Run forward and backward of ``model``, with the plan's activation checkpointing, and record the events.
 
     Modifies ``model`` and removes its gradients. Works on real tensors as well.
@@ -159,10 +139,10 @@ def run_traced(
         present = [path for path in plan.checkpointed if module_at(model, path)]
         wrap_activations(model, present, plan.config.activation_checkpointing)
         finish()
-        recorder, sequential = Recorder(model, plan), SequentialBlocks(lists)
+        recorder = Recorder(model, plan, lists)
         blocks = [each.block(name) for each in lists for name in each.present]
         stack.enter_context(_casts_at_units(model, plan))
-        stack.enter_context(sequential.watch(model))
+        stack.enter_context(recorder.sequential.watch(model))
         stack.enter_context(
             record_hooks(model, plan, recorder.record, blocks=blocks, record_block=recorder.record_block)
         )
@@ -175,25 +155,26 @@ def run_traced(
         first = held[0] if isinstance(held, tuple) else held
         # Tensor.backward() disables function modes, so recomputed attention would run as a CPU's.
         torch.autograd.backward(first)
-        held_bytes = recorder.live.now
+        recorder.held_bytes = recorder.live.now
     recorder.close()
-    return Traced(
-        events=recorder.events,
-        held_bytes=held_bytes,
-        spans=recorder.spans,
-        unfinished=frozenset(recorder.unfinished),
-        not_sequential=frozenset(sequential.broken),
-        has_shared_out=recorder.live.unknown.has_shared_out or num_experts(model) > 1,
-    )
+    return recorder
 
 
 class Recorder:
-    """Records each hook with the live bytes at it, and the peak and FLOPs until the next one."""
+    """Records each hook with the live bytes at it, and the peak and FLOPs until the next one.
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan) -> None:
+    Attributes:
+        spans: Of the blocks' forwards and backwards.
+        unfinished: Where the blocks began whose backward has no recorded end.
+        held_bytes: Bytes that stay alive until the next forward ends, such as the loss's outputs.
+    """
+
+    def __init__(self, model: nn.Module, plan: ShardingPlan, lists: Sequence[BlockList] = ()) -> None:
         self.events: list[StepEvent] = []
         self.spans: list[BlockSpan] = []
         self.unfinished: dict[str, int] = {}
+        self.sequential = SequentialBlocks(lists)
+        self.held_bytes = 0
         # Autograd runs backward with grad mode off, so grad mode on in backward means a recomputed forward.
         self.live = LiveStorages(
             is_marked=lambda: self._is_behind_blocks,
@@ -375,8 +356,8 @@ _UNDIVIDED = (
 )
 
 
-def _notes(plan: ShardingPlan, *, has_shared_out: bool) -> Iterator[str]:
-    if has_shared_out:
+def _notes(plan: ShardingPlan, *, has_experts: bool) -> Iterator[str]:
+    if has_experts:
         yield "Every expert is assumed to get as many tokens as the others."
     if any(each.parallelize is None for each in plan.split) or any(each.is_split for each in plan.split_experts):
         yield "Layers and experts that the script itself split are counted as if each rank computed them in full."
