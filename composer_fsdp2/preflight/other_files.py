@@ -1,5 +1,6 @@
 """Files of other systems, and a model's own ``config.json``: settings, with a model from elsewhere."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,6 +79,9 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
         model = built(build_model(path, {key: file.values[key] for key in file.document.values} if is_own else {}))
         config = _with_layers(config, model)
     if config.selective is not None:
+        model = (
+            copy.deepcopy(model) if isinstance(request.model, nn.Module) else model
+        )  # the caller's own stays as it is
         config = replace(config, fsdp=_in_part(model, config.fsdp, config.selective))
     context = config.fsdp.get("context_parallel_degree") or 1
     num_shared = config.tensor_degree * (context if isinstance(context, int) else 1)
@@ -259,10 +263,12 @@ def _with_layers(config: _Config, model: nn.Module) -> _Config:
 
 def _in_part(model: nn.Module, fsdp: Mapping[str, Any], selective: str) -> Mapping[str, Any]:
     """Have the model's layers recompute a part, as TorchTitan selects it; the keys for what is left."""
-    classes = no_split_classes(model) if fsdp[_RECOMPUTED] == _LAYERS else set(fsdp[_RECOMPUTED])
-    layers = (module for module in model.modules() if type(module).__name__ in classes)
-    if selective == "op":
+    named = fsdp.get(_RECOMPUTED)
+    classes = no_split_classes(model) if named == _LAYERS else set(named or ())
+    layers = [module for module in model.modules() if type(module).__name__ in classes]
+    if selective != "op":
+        recompute_every(int(selective), layers)
+    elif layers:
         recompute_by_operator(layers)
         return {**fsdp, "activation_checkpointing": False, _RECOMPUTED: None}
-    recompute_every(int(selective), layers)
     return fsdp

@@ -47,7 +47,6 @@ FOUR = {
 QUICK = (
     "llama",
     "layers of MPT",
-    "sequences of Llama",
     "sequences of MPT, recomputed",
     "experts of MPT",
     "pieces of Llama",
