@@ -79,9 +79,8 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
         model = built(build_model(path, {key: file.values[key] for key in file.document.values} if is_own else {}))
         config = _with_layers(config, model)
     if config.selective is not None:
-        model = (
-            copy.deepcopy(model) if isinstance(request.model, nn.Module) else model
-        )  # the caller's own stays as it is
+        if isinstance(request.model, nn.Module):  # the caller's own stays as it is
+            model = copy.deepcopy(model)
         config = replace(config, fsdp=_in_part(model, config.fsdp, config.selective))
     context = config.fsdp.get("context_parallel_degree") or 1
     num_shared = config.tensor_degree * (context if isinstance(context, int) else 1)
