@@ -56,6 +56,7 @@ def test_runs_that_fitted_are_not_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_the_page_of_published_runs_is_what_is_planned():
     rows = check(published())
     assert {row.run.model for row in rows} >= PARAMETERS.keys()
