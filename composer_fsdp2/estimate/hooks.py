@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from composer_fsdp2._torch.passing import after_backward, after_gradients_of, tensors_in
+from composer_fsdp2._torch.private_names import without_wrappers
 from composer_fsdp2.estimate.events import Hook
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.sharding.plan import ShardingPlan
@@ -67,10 +68,13 @@ def module_at(model: nn.Module, path: str) -> nn.Module | None:
 def _trained(model: nn.Module, plan: ShardingPlan) -> Iterator[tuple[str, str, nn.Parameter]]:
     """(name, unit's name or "", parameter) of each parameter that requires a gradient; a tied one once."""
     first_names = {
-        name: (spec.name, unit.name) for unit in plan.units for spec in unit.parameters for name in spec.names
+        without_wrappers(name): (spec.name, unit.name)
+        for unit in plan.units
+        for spec in unit.parameters
+        for name in spec.names
     }
     for name, parameter in model.named_parameters():
-        plain_name = name.replace("_checkpoint_wrapped_module.", "")
+        plain_name = without_wrappers(name)
         if parameter.requires_grad:
             yield (*first_names.get(plain_name, (plain_name, "")), parameter)
 

@@ -187,10 +187,10 @@ class Recorder:
         self._is_backward = False
         self._backward_began = 0
         self._flops = self._recomputed = 0
-        first = {name: spec.name for unit in plan.units for spec in unit.parameters for name in spec.names}
+        specs = [spec for unit in plan.units for spec in unit.parameters]
+        first = {without_wrappers(name): spec.name for spec in specs for name in spec.names}
         self._parameters = {
-            first.get(plain := name.replace("_checkpoint_wrapped_module.", ""), plain): parameter
-            for name, parameter in model.named_parameters()
+            first.get(plain := without_wrappers(name), plain): parameter for name, parameter in model.named_parameters()
         }
 
     def record(self, hook: Hook, unit: str, parameter: str | None) -> None:
@@ -263,7 +263,7 @@ class ShownParameters:
         for unit in plan.units:
             places = self._places[unit.name] = []
             for spec in unit.parameters:
-                for path, _, name in (each.rpartition(".") for each in spec.names):
+                for path, _, name in (without_wrappers(each).rpartition(".") for each in spec.names):
                     gathered = modules[path]._parameters[name] if path in modules else None
                     if gathered is not None and gathered.dtype != (dtype := torch_dtype(spec.dtype)):
                         sharded = nn.Parameter(torch.empty(spec.shape, dtype=dtype), gathered.requires_grad)

@@ -32,6 +32,9 @@ DIVIDED = {
     "experts of MPT": Case(model="mpt_experts", config=EXPERTS),
     "pieces of Llama": Case(model="llama", config={"tiled_mlp": {"classes": ["LlamaMLP"], "chunks": 4}}),
     "pieces of MPT's layers": Case(model="mpt", tensor=2, config={"tiled_mlp": {"classes": ["MPTMLP"], "chunks": 3}}),
+    "operators of blocks": Case(model="llama_by_operator"),
+    "operators of divided blocks": Case(model="llama_by_operator", tensor=2),
+    "blocks that a script wrapped": Case(model="llama_wrapped"),
     "adapters in blocks": Case(model="lora"),
     "adapters as units": Case(model="lora_units", config={"activation_checkpointing": True}, microbatches=2),
     "adapters as units, kept": Case(model="lora_units", config={"sharding_strategy": "SHARD_GRAD_OP"}),
@@ -49,6 +52,8 @@ QUICK = (
     "layers of MPT",
     "sequences of MPT, recomputed",
     "experts of MPT",
+    "operators of blocks",
+    "blocks that a script wrapped",
     "pieces of Llama",
     "adapters in blocks",
 )
