@@ -22,14 +22,13 @@ import torch
 import yaml
 from report import markdown
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
 from composer_fsdp2.estimate.step import Kind
 from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.read_run import read_run
+from composer_fsdp2.preflight.selective import recompute_by_operator, recompute_every
 
 DATA, TEMPLATE = (Path(__file__).with_name(f"published.{end}") for end in ("csv", "md"))
 PAGE = Path(__file__).resolve().parents[1] / "migration_docs" / "published-runs.md"
@@ -205,12 +204,10 @@ def _llama(config: LlamaConfig, run: Published) -> nn.Module:
     """transformers' model, with attention as flash attention keeps it."""
     config._attn_implementation, config.use_cache = "sdpa", False
     model = AutoModelForCausalLM.from_config(config)
-    layers = model.model.layers
-    for number, layer in enumerate(layers):
-        if run.checkpointing == "op":
-            layers[number] = checkpoint_wrapper(layer, context_fn=_selected_operators)
-        elif run.checkpointing == "2":
-            layer._activation_checkpointing = number % 2 == 1
+    if run.checkpointing == "op":
+        recompute_by_operator(model.model.layers)
+    elif run.checkpointing == "2":
+        recompute_every(2, model.model.layers)
     if (run.source, run.model) == HAS_FUSED_NORMS:
         for module in model.modules():
             if type(module).__name__ == "LlamaRMSNorm":
@@ -229,21 +226,6 @@ class _FusedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty_like(ctx.saved_tensors[0]), torch.empty_like(gradient)
-
-
-def _selected_operators() -> Any:
-    """TorchTitan's selection: attention, and every second matrix product, are kept; all else is computed again."""
-    num_products = {False: 0, True: 0}
-
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if func is torch.ops.aten.mm.default:
-            num_products[context.is_recompute] += 1
-            is_kept = num_products[context.is_recompute] % 2 == 1
-        else:
-            is_kept = "scaled_dot_product" in str(func)
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 def _pooled_bytes(step: PlannedStep) -> int:

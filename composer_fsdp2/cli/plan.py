@@ -149,6 +149,8 @@ def _answer(options: Plan) -> tuple[str, int]:
     if options.reserve is not None and memory is None:
         raise ConfigError("--reserve is a part of the memory; give that as well, as in --memory 80GiB")
     reserve = parse_reserve(options.reserve, "--reserve") if options.reserve is not None else Reserve()
+    if options.reserve is not None and memory is not None and reserve.of(memory) >= memory:
+        raise ConfigError(f"--reserve {options.reserve} reserves all of --memory {options.memory}; write 5%+2GiB")
     if options.suggest and memory is None:
         raise ConfigError("--suggest needs --memory: for which memory is a run to fit?")
     if options.suggest and options.no_activations:
@@ -166,7 +168,6 @@ def _answer(options: Plan) -> tuple[str, int]:
         how = options.reading()
         run = read_run(options.file, **how)
         questions = Questions(
-            gpus_per_node=options.gpus_per_node,
             memory=Memory(given_bytes=memory, reserve=reserve) if memory is not None else None,
             machine=machine,
             counts_activations=not options.no_activations,

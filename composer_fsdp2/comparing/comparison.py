@@ -38,8 +38,16 @@ def compare(options: Options, output: Path | None, show: Show) -> Outcome:
         found: dict[str, Any] = {"verdict": Verdict.UNUSABLE}
         hashes = {"file": hash_of(Path(options.file))}
         try:
-            for title in titles(options):
-                job = _job(options, title, folder, writes_reference=not runs)
+            more = (f"FSDP1 again ({number})" for number in range(2, options.repeat + 1))
+            for title in ("FSDP1", "FSDP2", "FSDP1 again", *more):
+                job = Job(
+                    title=title,
+                    engine=Engine.FSDP2 if title == "FSDP2" else Engine.FSDP1,
+                    options=options,
+                    folder=str(folder / "logs" / title.lower().replace(" ", "-")),
+                    reference=str(folder / "tensors"),
+                    writes_reference=not runs,
+                )
                 runs.append(run_ranks(job, partial(show, title), check))
         except RunFailedError as problem:
             found["error"] = str(problem)
@@ -55,23 +63,6 @@ def compare(options: Options, output: Path | None, show: Show) -> Outcome:
         if output is not None:
             _write(outcome, folder)
     return outcome
-
-
-def titles(options: Options) -> list[str]:
-    """Of the runs, in their order."""
-    again = [f"FSDP1 again ({number})" if number > 1 else "FSDP1 again" for number in range(1, options.repeat + 1)]
-    return ["FSDP1", "FSDP2", *again]
-
-
-def _job(options: Options, title: str, folder: Path, *, writes_reference: bool) -> Job:
-    return Job(
-        title=title,
-        engine=Engine.FSDP2 if title == "FSDP2" else Engine.FSDP1,
-        options=options,
-        folder=str(folder / "logs" / title.lower().replace(" ", "-")),
-        reference=str(folder / "tensors"),
-        writes_reference=writes_reference,
-    )
 
 
 def _judged(runs: Sequence[RunRecord], options: Options, folder: Path | None) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 No step is faster than these bounds. How much slower it is depends on ``UNKNOWN``.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 
 from composer_fsdp2.config.value import Value
-from composer_fsdp2.estimate.events import Hook, MicrobatchTrace, StepEvent
+from composer_fsdp2.estimate.events import Hook, MicrobatchTrace
 from composer_fsdp2.estimate.links import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, least_bytes, node_bytes
 from composer_fsdp2.estimate.step import CollectiveCall, Link, StepEstimate
 
@@ -78,17 +79,11 @@ GPUS = {
         achieved=0.5,
         sources=("NVIDIA H100 SXM: 989.4 TFLOPS, 1978.9 in fp8, NVLink 900 GB/s", "DGX H100: 8 × NDR 400 Gb/s"),
     ),
-    "h200": Machine(
-        flops=989.4e12,
-        intra_bytes_per_s=450e9,
-        inter_bytes_per_s=50e9,
-        fp8_flops=1978.9e12,
-        pcie_bytes_per_s=63e9,
-        host_bytes_per_s=76.8e9,
-        achieved=0.5,
-        sources=("NVIDIA H200 SXM: 989.4 TFLOPS, 1978.9 in fp8, NVLink 900 GB/s", "DGX H200: 8 × NDR 400 Gb/s"),
-    ),
 }
+GPUS["h200"] = replace(
+    GPUS["h100"],
+    sources=("NVIDIA H200 SXM: 989.4 TFLOPS, 1978.9 in fp8, NVLink 900 GB/s", "DGX H200: 8 × NDR 400 Gb/s"),
+)
 
 # Without --gpu, the first of these with at least the device's memory is assumed.
 _BY_MEMORY = {"a100": 40 * 2**30, "h100": 80 * 2**30, "h200": 141 * 2**30}
@@ -144,7 +139,8 @@ def step_bounds(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: 
     compute_s = sum(each.seconds for each in timed if each.track == COMPUTE)
     flops = sum(each.flops for each in timed)
     recomputed = sum(event.recomputed_flops for event in trace.events) if trace else 0
-    model_flops = flops - recomputed * _num_microbatches(estimate)
+    num_microbatches = 1 + max((sample.microbatch for sample in estimate.timeline), default=-1)
+    model_flops = flops - recomputed * num_microbatches
     intra_s = sum(intra_node_s(call, machine) for call in estimate.calls)
     inter_s = sum(inter_node_s(call, machine) for call in estimate.calls)
     lower_s = max([compute_s, intra_s, inter_s, *(each.end_s for each in timed)])
@@ -161,10 +157,6 @@ def step_bounds(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: 
         exposed_s=lower_s - compute_s if compute_s else None,
         mfu_at_most=mfu,
     )
-
-
-def _num_microbatches(estimate: StepEstimate) -> int:
-    return 1 + max((sample.microbatch for sample in estimate.timeline), default=-1)
 
 
 def call_s(call: CollectiveCall, machine: Machine) -> float:
@@ -224,52 +216,41 @@ def timed_step(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: M
     computes after its all-gather, and its gradients are reduced after they are computed. Other dependencies of a real
     step are ignored, which keeps this a lower bound.
     """
-    schedule = _Schedule(machine)
-    by_sample: dict[int, list[CollectiveCall]] = {}
+    by_sample: defaultdict[int, list[CollectiveCall]] = defaultdict(list)
     for call in estimate.calls:
-        by_sample.setdefault(call.sample, []).append(call)
+        by_sample[call.sample].append(call)
     events = trace.events if trace is not None else ()
+    computed_s = 0.0
+    free_s: dict[str, float] = {}  # when an operator's stream is free
+    done_s: dict[tuple[str, str], float] = {}  # when an operator has run for a unit
     for place, sample in enumerate(estimate.timeline):
-        yield from (schedule.send(call) for call in by_sample.get(place, ()))
+        for call in by_sample[place]:
+            start_s = free_s.get(call.op, 0.0)
+            if call.op != ALL_GATHER:
+                start_s = max(start_s, computed_s)
+            if call.op == ALL_REDUCE:
+                start_s = max(start_s, done_s.get((REDUCE_SCATTER, call.unit), 0.0))
+            seconds = call_s(call, machine)
+            free_s[call.op] = done_s[call.op, call.unit] = start_s + seconds
+            yield Timed(
+                track=call.op,
+                label=call.unit,
+                sample=place,
+                start_s=start_s,
+                seconds=seconds,
+                num_bytes=call.num_bytes,
+            )
         if 0 <= sample.event < len(events):
-            yield schedule.compute(events[sample.event], place, sample.label)
-
-
-class _Schedule:
-    """The times at which streams are free and units are unsharded."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._free_s: dict[str, float] = {}
-        self._computed_s = 0.0
-        self._ready_s: dict[tuple[str, str], float] = {}
-
-    def send(self, call: CollectiveCall) -> Timed:
-        start_s = self._free_s.get(call.op, 0.0)
-        if call.op != ALL_GATHER:
-            scattered_s = self._ready_s.get((REDUCE_SCATTER, call.unit), 0.0)
-            start_s = max(start_s, self._computed_s, scattered_s if call.op == ALL_REDUCE else 0.0)
-        seconds = call_s(call, self._machine)
-        self._free_s[call.op] = self._ready_s[call.op, call.unit] = start_s + seconds
-        return Timed(
-            track=call.op,
-            label=call.unit,
-            sample=call.sample,
-            start_s=start_s,
-            seconds=seconds,
-            num_bytes=call.num_bytes,
-        )
-
-    def compute(self, event: StepEvent, sample: int, label: str) -> Timed:
-        if event.hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
-            self._computed_s = max(self._computed_s, self._ready_s.get((ALL_GATHER, event.unit), 0.0))
-        start_s, speed = self._computed_s, self._machine.flops
-        self._computed_s += event.flops / speed if speed else 0.0
-        return Timed(
-            track=COMPUTE,
-            label=label,
-            sample=sample,
-            start_s=start_s,
-            seconds=self._computed_s - start_s,
-            flops=event.flops,
-        )
+            event = events[sample.event]
+            if event.hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
+                computed_s = max(computed_s, done_s.get((ALL_GATHER, event.unit), 0.0))
+            seconds = event.flops / machine.flops if machine.flops else 0.0
+            yield Timed(
+                track=COMPUTE,
+                label=sample.label,
+                sample=place,
+                start_s=computed_s,
+                seconds=seconds,
+                flops=event.flops,
+            )
+            computed_s += seconds

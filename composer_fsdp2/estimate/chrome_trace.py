@@ -5,6 +5,7 @@ and metadata (``M``) with the names of the tracks.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from composer_fsdp2.estimate.bounds import COMPUTE, Machine, Timed, timed_step
@@ -37,16 +38,7 @@ def chrome_trace(step: PlannedStep) -> dict[str, Any]:
 
 def _one_after_the_other(timed: list[Timed]) -> list[Timed]:
     return [
-        Timed(
-            track=each.track,
-            label=each.label,
-            sample=each.sample,
-            start_s=number / _MICROSECONDS,
-            seconds=1 / _MICROSECONDS,
-            num_bytes=each.num_bytes,
-            flops=each.flops,
-        )
-        for number, each in enumerate(timed)
+        replace(each, start_s=number / _MICROSECONDS, seconds=1 / _MICROSECONDS) for number, each in enumerate(timed)
     ]
 
 

@@ -55,14 +55,12 @@ class MicrobatchTrace(Value):
     """All events of one microbatch, in the order in which the CPU issues them.
 
     Args:
-        is_assumed: No model was traced; the order is that of the plan's units.
         buffer_bytes: The model's buffers, which are not sharded.
         host_bytes: Peak host memory of offloaded activations.
         notes: Assumptions of the trace, in full sentences.
     """
 
     events: tuple[StepEvent, ...]
-    is_assumed: bool = False
     buffer_bytes: int = 0
     host_bytes: int = 0
     notes: tuple[str, ...] = ()
@@ -70,4 +68,4 @@ class MicrobatchTrace(Value):
     def without_activations(self) -> "MicrobatchTrace":
         """The same hooks without the model's own computation."""
         events = (StepEvent(hook=each.hook, unit=each.unit, parameter=each.parameter) for each in self.events)
-        return MicrobatchTrace(events=tuple(events), is_assumed=self.is_assumed, buffer_bytes=self.buffer_bytes)
+        return MicrobatchTrace(events=tuple(events), buffer_bytes=self.buffer_bytes)

@@ -159,48 +159,21 @@ def _below(name: str, path: str, new_path: str) -> str:
     return new_path + name.removeprefix(path) if is_at_or_under(name, path) else name
 
 
-def spans_of(events: Sequence[StepEvent], markers: Sequence[tuple[Hook, str, int]]) -> list[BlockSpan]:
-    """The spans of each block's forward and backward.
-
-    Args:
-        markers: (hook, block path, number of events recorded before it). The event at a block's end counts the
-            computation after the block.
-    """
-    found: list[BlockSpan] = []
-    begun: dict[str, int] = {}
-    for hook, path, place in markers:
-        match hook:
-            case Hook.PRE_FORWARD:
-                begun[path] = place
-            case Hook.PRE_BACKWARD:
-                begun[path] = _with_unit(events, path, place)
-            case _ if path in begun:
-                is_backward = hook is Hook.POST_BACKWARD
-                found.append(BlockSpan(path=path, begin=begun.pop(path), end=place, is_backward=is_backward))
-    return found
-
-
-def check_order(
-    spans: Sequence[BlockSpan],
-    markers: Sequence[tuple[Hook, str, int]],
-    lists: Sequence[BlockList],
-    not_sequential: Set[str] = frozenset(),
-) -> None:
+def check_representatives(lists: Sequence[BlockList], unfinished: Set[str], not_sequential: Set[str]) -> None:
     """Check that omitted blocks can be derived from their representatives.
 
     Raises:
-        NotInOrderError: a representative has no recorded end of its backward, or its list is in ``not_sequential``.
+        NotInOrderError: a representative is in ``unfinished``, or its list in ``not_sequential``.
     """
-    begun = {path for hook, path, _ in markers if hook is Hook.PRE_BACKWARD}
-    ended = {span.path for span in spans if span.is_backward}
     for each in lists:
         standing = {each.block(each.kept[name]) for name in each.names if name not in each.present}
-        if standing & begun - ended or (standing and each.path in not_sequential):
+        if standing & unfinished or (standing and each.path in not_sequential):
             raise NotInOrderError(each.path)
 
 
-def _with_unit(events: Sequence[StepEvent], path: str, place: int) -> int:
-    """The index where a block's backward begins; a unit of the same module records PRE_BACKWARD first."""
+def backward_begin(events: Sequence[StepEvent], path: str) -> int:
+    """The index of the first event of a block's backward; a unit of the same module records PRE_BACKWARD first."""
+    place = len(events)
     while place and events[place - 1].hook is Hook.PRE_BACKWARD and is_at_or_under(events[place - 1].unit, path):
         place -= 1
     return place

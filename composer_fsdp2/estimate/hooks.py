@@ -2,15 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from composer_fsdp2._torch.passing import after_backward, after_gradients_of, tensors_in
+from composer_fsdp2._torch.private_names import without_wrappers
 from composer_fsdp2.estimate.events import Hook
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.sharding.plan import ShardingPlan
@@ -21,16 +20,6 @@ RecordHook = Callable[[Hook, str, str | None], None]
 
 def _ignore(hook: Hook, unit: str, parameter: str | None) -> None:
     pass
-
-
-@dataclass(slots=True, eq=False)
-class _Unit:
-    """The state of one unit in a step, as in ``fully_shard``."""
-
-    name: str
-    modules: Sequence[nn.Module]
-    is_in_backward: bool = False
-    waiting: set[nn.Module] = field(default_factory=set)  # modules of a group that have not run forward yet
 
 
 @contextlib.contextmanager
@@ -54,22 +43,18 @@ def record_hooks(
         blocks: Paths of modules whose hooks call ``record_block``, as if they were units. PRE_FORWARD of a block runs
             before that of a unit of the same module, its other hooks run after.
     """
-    handles: list[RemovableHandle] = []
-    ends = _Ends(record)
-    for unit in plan.units:
-        modules = [module for path in unit.modules if (module := module_at(model, path)) is not None]
-        if len(modules) == len(unit.modules):
-            handles += _hooks_of(_Unit(unit.name, modules), record, ends)
-    for path in blocks:
-        handles += _hooks_of(_Unit(path, [at_path(model, path)]), record_block, ends)
-    for name, unit_name, parameter in _trained(model, plan):
-        record_gradient = partial(_record_gradient, record, unit_name, name)
-        handles.append(parameter.register_post_accumulate_grad_hook(record_gradient))
-    try:
+    of_units, of_blocks = _Step(record), _Step(_ignore)
+    with contextlib.ExitStack() as handles:
+        for unit in plan.units:
+            modules = [module for path in unit.modules if (module := module_at(model, path)) is not None]
+            if len(modules) == len(unit.modules):
+                _hook(unit.name, modules, record, of_units, handles)
+        for path in blocks:
+            _hook(path, [at_path(model, path)], record_block, of_blocks, handles)
+        for name, unit_name, parameter in _trained(model, plan):
+            record_gradient = partial(_record_gradient, record, unit_name, name)
+            handles.enter_context(parameter.register_post_accumulate_grad_hook(record_gradient))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module | None:
@@ -83,10 +68,13 @@ def module_at(model: nn.Module, path: str) -> nn.Module | None:
 def _trained(model: nn.Module, plan: ShardingPlan) -> Iterator[tuple[str, str, nn.Parameter]]:
     """(name, unit's name or "", parameter) of each parameter that requires a gradient; a tied one once."""
     first_names = {
-        name: (spec.name, unit.name) for unit in plan.units for spec in unit.parameters for name in spec.names
+        without_wrappers(name): (spec.name, unit.name)
+        for unit in plan.units
+        for spec in unit.parameters
+        for name in spec.names
     }
     for name, parameter in model.named_parameters():
-        plain_name = name.replace("_checkpoint_wrapped_module.", "")
+        plain_name = without_wrappers(name)
         if parameter.requires_grad:
             yield (*first_names.get(plain_name, (plain_name, "")), parameter)
 
@@ -95,15 +83,15 @@ def _record_gradient(record: RecordHook, unit: str, name: str, _: nn.Parameter) 
     record(Hook.GRADIENT, unit, name)
 
 
-class _Ends:
-    """Records END once per backward, after autograd has finished."""
+class _Step:
+    """Which units are in backward, as ``fully_shard`` keeps it; records END once per backward, after autograd."""
 
     def __init__(self, record: RecordHook) -> None:
         self.record = record
-        self.units: list[_Unit] = []
+        self.in_backward: set[str] = set()
         self._is_queued = False
 
-    def expect(self) -> None:
+    def begin_backward(self) -> None:
         if not self._is_queued:
             self._is_queued = True
             after_backward(self._end)
@@ -111,48 +99,44 @@ class _Ends:
     def _end(self) -> None:
         self._is_queued = False
         self.record(Hook.END, "", None)
-        for unit in self.units:
-            unit.is_in_backward = False
+        self.in_backward.clear()
 
 
-def _hooks_of(unit: _Unit, record: RecordHook, ends: _Ends) -> list[RemovableHandle]:
-    ends.units.append(unit)
+def _hook(
+    name: str, modules: Sequence[nn.Module], record: RecordHook, step: _Step, handles: contextlib.ExitStack
+) -> None:
+    """Hook the modules of one unit."""
+    waiting: set[nn.Module] = set()  # modules of a group that have not run forward yet
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_first = not unit.waiting
+        is_first = not waiting
         if is_first:
-            unit.waiting.update(unit.modules)
-        if unit.is_in_backward or not is_first:
+            waiting.update(modules)
+        if name in step.in_backward or not is_first:
             return args, kwargs  # recomputed in the unit's own backward, or another module of the group
-        record(Hook.PRE_FORWARD, unit.name, None)
-        return after_gradients_of((args, kwargs), partial(_end_backward, unit, record))
+        record(Hook.PRE_FORWARD, name, None)
+        return after_gradients_of((args, kwargs), end_backward)
 
     def after(module: nn.Module, _: Any, output: Any) -> None:
-        unit.waiting.discard(module)
-        if unit.is_in_backward or unit.waiting:
+        waiting.discard(module)
+        if name in step.in_backward or waiting:
             return
-        record(Hook.POST_FORWARD, unit.name, None)
+        record(Hook.POST_FORWARD, name, None)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(begin_backward)
 
     def begin_backward(_: torch.Tensor) -> None:
-        ends.expect()
-        if not unit.is_in_backward:
-            unit.is_in_backward = True
-            record(Hook.PRE_BACKWARD, unit.name, None)
+        step.begin_backward()
+        if name not in step.in_backward:
+            step.in_backward.add(name)
+            record(Hook.PRE_BACKWARD, name, None)
 
-    return [
-        handle
-        for module in unit.modules
-        for handle in (
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(after),
-        )
-    ]
+    def end_backward() -> None:
+        step.in_backward.discard(name)
+        record(Hook.POST_BACKWARD, name, None)
 
-
-def _end_backward(unit: _Unit, record: RecordHook) -> None:
-    unit.is_in_backward = False
-    record(Hook.POST_BACKWARD, unit.name, None)
+    for module in modules:
+        handles.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        handles.enter_context(module.register_forward_hook(after))

@@ -1,7 +1,7 @@
 """Render a planned step as one HTML page: inline SVG and tables, no scripts, no external resources."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from composer_fsdp2.config.text import human_bytes
@@ -45,10 +45,8 @@ def plan_page(step: PlannedStep, suggestions: str = "") -> str:
     Args:
         suggestions: The text of ``--suggest``.
     """
-    proposed = f"<h2>Suggestions</h2>\n<pre>{escape(suggestions)}</pre>" if suggestions else ""
-    first, others = (_head, _verdict, _timeline), (_units, _collectives, _bounds, _findings, _text)
-    before, after = ([line for part in parts for line in part(step)] for parts in (first, others))
-    body = "\n".join((*before, proposed, *after))
+    proposed = [f"<h2>Suggestions</h2>\n<pre>{escape(suggestions)}</pre>"] if suggestions else []
+    body = "\n".join((*_head(step), *_verdict(step), *_timeline(step), *proposed, *_tables(step)))
     title = escape(f"plan of {step.source}")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
@@ -111,7 +109,8 @@ def _verdict(step: PlannedStep) -> Iterator[str]:
     cards = [("peak of a rank", human_bytes(peak), "")]
     if memory is not None:
         left = memory.usable_bytes - peak
-        cards.append(("fits" if left >= 0 else "does not fit", _left(left), "good" if left >= 0 else "bad"))
+        verdict = ("fits", "to spare", "good") if left >= 0 else ("does not fit", "too much", "bad")
+        cards.append((verdict[0], f"{human_bytes(abs(left))} {verdict[1]}", verdict[2]))
         cards.append((f"usable of {human_bytes(memory.given_bytes)}", human_bytes(memory.usable_bytes), ""))
     sent = sum(each.ring_bytes for each in step.traffic)
     crossing = sum(each.node_bytes for each in step.traffic)
@@ -132,10 +131,6 @@ def _verdict(step: PlannedStep) -> Iterator[str]:
         yield f'<p class="soft">{escape(reserve)}</p>'
 
 
-def _left(left: int) -> str:
-    return f"{human_bytes(left)} to spare" if left >= 0 else f"{human_bytes(-left)} too much"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The timeline
 
@@ -154,33 +149,23 @@ def _timeline(step: PlannedStep) -> Iterator[str]:
     limit = usable if usable < 3 * peak.total_bytes else 0  # a limit far above would flatten the chart
     scale = _Scale(1.08 * max(peak.total_bytes, limit), len(samples))
     yield "<h2>Memory of a rank over a step</h2>"
-    yield from _picture("memory over a step", _HEIGHT, _timeline_shapes(step, samples, scale, limit))
-    assumed = " Activations are not counted." if step.trace is None else ""
-    yield (
-        f"<figcaption>Largest in {escape(where(peak))}. From left to right: the order of events, not time."
-        f"{assumed}</figcaption></figure>"
-    )
-    colours = [f'<i class="k{place}"></i>' for place, kind in enumerate(Kind) if step.most_of(kind)]
-    yield from _table(memory_table(step), colours)
-
-
-def _picture(name: str, height: float, shapes: Iterable[str]) -> Iterator[str]:
-    """Open a figure with an SVG; the caller adds the caption and closes it."""
     yield '<figure><div class="scroll">'
-    yield f'<svg viewBox="0 {-_TOP:g} {_WIDTH:g} {height + _TOP:g}" role="img" aria-label="{name}">'
-    yield from shapes
-    yield "</svg></div>"
-
-
-def _timeline_shapes(step: PlannedStep, samples: Sequence[MemorySample], scale: "_Scale", limit: int) -> Iterator[str]:
-    yield from _axis(scale.most_bytes, scale.y)
+    yield f'<svg viewBox="0 {-_TOP:g} {_WIDTH:g} {_HEIGHT + _TOP:g}" role="img" aria-label="memory over a step">'
+    yield from _axis(scale)
     yield from _layers(samples, scale)
     yield from _phases(samples, scale)
     if limit:
         y = scale.y(limit)
         yield f'<line class="limit" x1="{_LEFT:g}" x2="{_WIDTH:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text class="limit-text" x="{_LEFT + 6:g}" y="{y - 5:.1f}">usable: {human_bytes(limit)}</text>'
-    yield from _peak_mark(step.estimate.peak, samples, scale)
+    yield from _peak_mark(peak, samples, scale)
+    assumed = " Activations are not counted." if step.trace is None else ""
+    yield (
+        f"</svg></div><figcaption>Largest in {escape(where(peak))}. From left to right: the order of events, not time."
+        f"{assumed}</figcaption></figure>"
+    )
+    colours = [f'<i class="k{place}"></i>' for place, kind in enumerate(Kind) if step.most_of(kind)]
+    yield from _table(memory_table(step), colours)
 
 
 class _Scale:
@@ -196,24 +181,15 @@ class _Scale:
         return (_HEIGHT - _BOTTOM) * (1 - num_bytes / self.most_bytes)
 
 
-def _axis(most_bytes: float, y_of: Callable[[float], float]) -> Iterator[str]:
-    """Grid lines at round numbers of bytes."""
-    for num_bytes in _ticks(most_bytes):
-        y = y_of(num_bytes)
-        yield f'<line class="axis" x1="{_LEFT:g}" x2="{_WIDTH:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text x="{_LEFT - 8:g}" y="{y + 4:.1f}" text-anchor="end">{_round_bytes(num_bytes)}</text>'
-
-
-def _round_bytes(num_bytes: int) -> str:
-    return human_bytes(num_bytes).replace(".0 ", " ") if num_bytes else "0"
-
-
-def _ticks(most_bytes: float) -> list[int]:
-    """Axis ticks in bytes: multiples of the smallest power of two that needs at most six steps."""
+def _axis(scale: _Scale) -> Iterator[str]:
+    """Grid lines at multiples of the smallest power of two that needs at most six steps."""
     step = 1
-    while most_bytes / step > 6:
+    while scale.most_bytes / step > 6:
         step *= 2
-    return list(range(0, int(most_bytes) + 1, step))
+    for num_bytes in range(0, int(scale.most_bytes) + 1, step):
+        y, label = scale.y(num_bytes), human_bytes(num_bytes).replace(".0 ", " ") if num_bytes else "0"
+        yield f'<line class="axis" x1="{_LEFT:g}" x2="{_WIDTH:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text x="{_LEFT - 8:g}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
 
 
 def _layers(samples: Sequence[MemorySample], scale: _Scale) -> Iterator[str]:
@@ -224,7 +200,7 @@ def _layers(samples: Sequence[MemorySample], scale: _Scale) -> Iterator[str]:
         if above != below:
             upper = [point for number, value in enumerate(above) for point in _stair(number, value, scale)]
             lower = [point for number, value in enumerate(below) for point in _stair(number, value, scale)]
-            outline = f"M{_joined(upper)}L{_joined(reversed(lower))}Z"
+            outline = f"M{'L'.join(upper)}L{'L'.join(reversed(lower))}Z"
             yield f'<path class="k{place}" d="{outline}"><title>{kind.value}</title></path>'
         below = above
 
@@ -232,10 +208,6 @@ def _layers(samples: Sequence[MemorySample], scale: _Scale) -> Iterator[str]:
 def _stair(number: int, value: float, scale: _Scale) -> tuple[str, str]:
     y = scale.y(value)
     return f"{scale.x(number):.1f},{y:.1f}", f"{scale.x(number + 1):.1f},{y:.1f}"
-
-
-def _joined(points: Iterable[str]) -> str:
-    return "L".join(points)
 
 
 def _phases(samples: Sequence[MemorySample], scale: _Scale) -> Iterator[str]:
@@ -271,18 +243,22 @@ def _peak_mark(peak: MemorySample, samples: Sequence[MemorySample], scale: _Scal
 # The sections that ``plan_text`` has too
 
 
-def _units(step: PlannedStep) -> Iterator[str]:
+def _tables(step: PlannedStep) -> Iterator[str]:
     yield "<h2>Units</h2>"
     yield from _table(units_table(step))
-
-
-def _collectives(step: PlannedStep) -> Iterator[str]:
     yield "<h2>Collectives of a step, for one rank</h2>"
     yield from _table(collectives_table(step))
     yield (
         '<p class="soft">In a ring a rank sends (n-1)/n of a full buffer, and of an all-reduce twice that. A ring over '
         "several nodes leaves each once: the last column is a rank’s share of it.</p>"
     )
+    if step.bounds is not None:
+        yield "<h2>Bounds of a step</h2>"
+        yield from _table(bounds_table(step))
+        yield _list('<p class="soft">Speeds:</p>', step.bounds.machine.sources)
+        yield _list('<p class="soft">Not known, and not in these numbers:</p>', step.bounds.unknown)
+    yield _list("<h2>Findings</h2>", [*map(str, shown_findings(step)), *step.estimate.notes])
+    yield f"<details><summary>As text</summary><pre>{escape(plan_text(step))}</pre></details>"
 
 
 def _table(table: Table, marks: Sequence[str] = ()) -> Iterator[str]:
@@ -296,26 +272,6 @@ def _table(table: Table, marks: Sequence[str] = ()) -> Iterator[str]:
     yield "</tbody></table></div>"
 
 
-def _bounds(step: PlannedStep) -> Iterator[str]:
-    if step.bounds is not None:
-        yield "<h2>Bounds of a step</h2>"
-        yield from _table(bounds_table(step))
-        yield from _list("Speeds:", step.bounds.machine.sources)
-        yield from _list("Not known, and not in these numbers:", step.bounds.unknown)
-
-
-def _list(title: str, texts: Sequence[str]) -> Iterator[str]:
-    if texts:
-        items = "".join(f"<li>{escape(text)}</li>" for text in texts)
-        heading = f'<p class="soft">{escape(title)}</p>' if title else ""
-        yield f"{heading}<ul>{items}</ul>"
-
-
-def _findings(step: PlannedStep) -> Iterator[str]:
-    if texts := [*map(str, shown_findings(step)), *step.estimate.notes]:
-        yield "<h2>Findings</h2>"
-        yield from _list("", texts)
-
-
-def _text(step: PlannedStep) -> Iterator[str]:
-    yield f"<details><summary>As text</summary><pre>{escape(plan_text(step))}</pre></details>"
+def _list(title: str, texts: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return f"{title}<ul>{items}</ul>" if texts else ""

@@ -1,5 +1,6 @@
 """Bytes that a rank sends, by collective, link and unit, and lower bounds for any algorithm."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -90,20 +91,9 @@ def traffic(calls: Iterable[CollectiveCall]) -> tuple[Traffic, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkBytes(Value):
-    """Ring bytes that a rank sends in groups within one node, and in groups over several nodes."""
-
-    intra: int = 0
-    inter: int = 0
-
-
-def sent_by_unit(calls: Iterable[CollectiveCall]) -> dict[str, LinkBytes]:
-    """Ring bytes of each unit in a step."""
-    found: dict[str, dict[Link, int]] = {}
+def sent_by_unit(calls: Iterable[CollectiveCall]) -> Counter[tuple[str, Link]]:
+    """Ring bytes of each unit in a step, over each link."""
+    found: Counter[tuple[str, Link]] = Counter()
     for call in calls:
-        of_unit = found.setdefault(call.unit, {})
-        of_unit[call.link] = of_unit.get(call.link, 0) + ring_bytes(call)
-    return {
-        name: LinkBytes(intra=links.get(Link.INTRA, 0), inter=links.get(Link.INTER, 0)) for name, links in found.items()
-    }
+        found[call.unit, call.link] += ring_bytes(call)
+    return found

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.text import human_bytes, printable
-from composer_fsdp2.estimate.planned_step import PlannedStep, unit_kinds
-from composer_fsdp2.estimate.step import Kind, MemorySample
+from composer_fsdp2.estimate.links import sent_by_unit
+from composer_fsdp2.estimate.planned_step import PlannedStep
+from composer_fsdp2.estimate.step import Kind, Link, MemorySample
+from composer_fsdp2.sharding.plan import ShardUnit
 
 WIDTH = 96
 _SHOWN_KINDS = 6
@@ -90,18 +92,22 @@ def _lines(table: Table) -> Iterator[str]:
 
 
 def units_table(step: PlannedStep) -> Table:
-    """One row per kind of unit, largest total parameter count first."""
-    kinds = sorted(unit_kinds(step.units_and_bytes()), key=lambda kind: -kind.units * kind.parameters)
+    """One row for units that differ only in the layer indices of their names, largest parameter count first."""
+    alike: dict[tuple[str, int, str], list[ShardUnit]] = {}
+    for unit in step.plan.units:
+        if unit.numel:
+            name = ".".join("*" if part.isdecimal() else part for part in unit.name.split("."))
+            alike.setdefault((name, unit.numel, str(unit.reshard_after_forward)), []).append(unit)
+    sent = sent_by_unit(step.estimate.calls)
     rows = [
         (
-            kind.name,
-            f"{kind.units}",
-            human_count(kind.parameters),
-            human_bytes(kind.gathered_bytes),
-            human_bytes(kind.sent.intra),
-            human_bytes(kind.sent.inter),
+            name or "(the model)",
+            f"{len(units)}",
+            human_count(numel),
+            human_bytes(units[0].unsharded_bytes),
+            *(human_bytes(sum(sent[unit.name, link] for unit in units)) for link in (Link.INTRA, Link.INTER)),
         )
-        for kind in kinds
+        for (name, numel, _), units in sorted(alike.items(), key=lambda each: -len(each[1]) * each[0][1])
     ]
     return Table(("units of a kind", "number", "parameters", "gathered", "sent in nodes", "between"), tuple(rows))
 
@@ -161,14 +167,15 @@ def _bounds(step: PlannedStep) -> Iterator[str]:
     if step.bounds is not None:
         yield from _lines(bounds_table(step))
         if step.bounds.machine.sources:
-            yield from _wrapped("; ".join(step.bounds.machine.sources))
-        yield from _wrapped(
+            yield from wrapped("; ".join(step.bounds.machine.sources))
+        yield from wrapped(
             "Not known: contention, stragglers, kernels, data loading, NCCL's choices (--json says more)."
         )
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
+def wrapped(text: str, *, begin: str = "  ", indent: int = 4, max_lines: int | None = None) -> list[str]:
+    """Lines of the screen's width, the first after ``begin`` and the others indented."""
+    return textwrap.wrap(text, WIDTH, initial_indent=begin, subsequent_indent=" " * indent, max_lines=max_lines)
 
 
 def shown_findings(step: PlannedStep) -> list[Finding]:
@@ -181,11 +188,11 @@ def shown_findings(step: PlannedStep) -> list[Finding]:
 def _findings(step: PlannedStep) -> Iterator[str]:
     found = shown_findings(step)
     for finding in found[:_SHOWN_FINDINGS]:
-        yield from textwrap.wrap(str(finding), WIDTH, initial_indent="finding: ", subsequent_indent="    ", max_lines=2)
+        yield from wrapped(str(finding), begin="finding: ", max_lines=2)
     if len(found) > _SHOWN_FINDINGS:
         yield f"and {len(found) - _SHOWN_FINDINGS} more findings; --json has them all"
     for note in step.estimate.notes:
-        yield from textwrap.wrap(note, WIDTH, initial_indent="note: ", subsequent_indent="    ")
+        yield from wrapped(note, begin="note: ")
 
 
 def _verdict(step: PlannedStep) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """The result of ``plan`` for a run, as one value and as the JSON object of ``--json``."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from composer_fsdp2.config.sizes import Reserve
 from composer_fsdp2.config.value import Value, plain
 from composer_fsdp2.estimate.bounds import Bounds
 from composer_fsdp2.estimate.events import MicrobatchTrace
-from composer_fsdp2.estimate.links import LinkBytes, Traffic, sent_by_unit, traffic
-from composer_fsdp2.estimate.step import Kind, StepEstimate
-from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
+from composer_fsdp2.estimate.links import Traffic, sent_by_unit, traffic
+from composer_fsdp2.estimate.step import Kind, Link, StepEstimate
+from composer_fsdp2.sharding.plan import ShardingPlan
 
 # Version of the ``--json`` object, whose format is SCHEMA; it increases with an incompatible change.
 VERSION = 1
@@ -97,18 +96,25 @@ class PlannedStep(Value):
             "run": self._run(),
             "memory": self._memory(),
             "per_rank": self._per_rank(),
-            "units": [_unit(unit, sent) for unit, sent in self.units_and_bytes()],
-            "collectives": [_collectives(each) for each in self.traffic],
-            "bounds": _bounds(self.bounds),
+            "units": self._units(),
+            "collectives": [
+                {
+                    "op": each.op,
+                    "phase": each.phase.value,
+                    "calls": each.calls,
+                    "bytes": each.num_bytes,
+                    "ranks": each.ranks,
+                    "link": each.link.value,
+                    "ring_bytes": each.ring_bytes,
+                    "node_bytes": each.node_bytes,
+                }
+                for each in self.traffic
+            ],
+            "bounds": None if self.bounds is None else self.bounds.to_json(),
             "findings": plain(self.findings),
             "notes": list(self.estimate.notes),
             "suggestions": None,
         }
-
-    def units_and_bytes(self) -> list[tuple[ShardUnit, LinkBytes]]:
-        """The plan's units in the plan's order, with the bytes that a rank sends for each in a step."""
-        sent = sent_by_unit(self.estimate.calls)
-        return [(unit, sent.get(unit.name, LinkBytes())) for unit in self.plan.units]
 
     def _run(self) -> dict[str, Any]:
         return {
@@ -124,6 +130,21 @@ class PlannedStep(Value):
             "sequence_length": self.sequence_length,
             "digest": self.plan.digest,
         }
+
+    def _units(self) -> list[dict[str, Any]]:
+        sent = sent_by_unit(self.estimate.calls)
+        return [
+            {
+                "name": unit.name,
+                "parameters": unit.numel,
+                "bytes": unit.unsharded_bytes,
+                "is_root": unit.is_root,
+                "reshard_after_forward": unit.reshard_after_forward,
+                "intra_node_bytes": sent[unit.name, Link.INTRA],
+                "inter_node_bytes": sent[unit.name, Link.INTER],
+            }
+            for unit in self.plan.units
+        ]
 
     def _memory(self) -> dict[str, Any] | None:
         memory = self.memory
@@ -157,66 +178,3 @@ class PlannedStep(Value):
                 "bytes": {kind.value: peak.bytes_of(kind) for kind in Kind},
             },
         }
-
-
-def _unit(unit: ShardUnit, sent: LinkBytes) -> dict[str, Any]:
-    return {
-        "name": unit.name,
-        "parameters": unit.numel,
-        "bytes": unit.unsharded_bytes,
-        "is_root": unit.is_root,
-        "reshard_after_forward": unit.reshard_after_forward,
-        "intra_node_bytes": sent.intra,
-        "inter_node_bytes": sent.inter,
-    }
-
-
-def _collectives(each: Traffic) -> dict[str, Any]:
-    return {
-        "op": each.op,
-        "phase": each.phase.value,
-        "calls": each.calls,
-        "bytes": each.num_bytes,
-        "ranks": each.ranks,
-        "link": each.link.value,
-        "ring_bytes": each.ring_bytes,
-        "node_bytes": each.node_bytes,
-    }
-
-
-def _bounds(bounds: Bounds | None) -> dict[str, Any] | None:
-    return None if bounds is None else bounds.to_json()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitKind:
-    """Units that differ only in the layer indices of their names."""
-
-    name: str
-    units: int
-    parameters: int
-    gathered_bytes: int
-    sent: LinkBytes
-
-
-def unit_kinds(units: Iterable[tuple[ShardUnit, LinkBytes]]) -> Sequence[UnitKind]:
-    """Group units by the pattern of their names, size and ``reshard_after_forward``; omits empty units.
-
-    ``gathered_bytes`` is for one unit of the kind, ``sent`` for all of them.
-    """
-    alike: dict[tuple[str, int, str], list[tuple[ShardUnit, LinkBytes]]] = {}
-    for unit, sent in units:
-        if not unit.numel:
-            continue
-        parts = ("*" if part.isdecimal() else part for part in unit.name.split("."))
-        alike.setdefault((".".join(parts), unit.numel, str(unit.reshard_after_forward)), []).append((unit, sent))
-    return [
-        UnitKind(
-            name=name or "(the model)",
-            units=len(each),
-            parameters=numel,
-            gathered_bytes=each[0][0].unsharded_bytes,
-            sent=LinkBytes(intra=sum(sent.intra for _, sent in each), inter=sum(sent.inter for _, sent in each)),
-        )
-        for (name, numel, _), each in alike.items()
-    ]

@@ -1,6 +1,6 @@
 """Replay one training step of a plan: a rank's memory over time, and its collectives."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from composer_fsdp2.config.sharding import GradientSync
 from composer_fsdp2.estimate.allocated import AllocatedBytes
@@ -9,7 +9,7 @@ from composer_fsdp2.estimate.fully_shard import CommContext, ParamGroup
 from composer_fsdp2.estimate.optimizers import OptimizerState, optimizer_state
 from composer_fsdp2.estimate.reach import link_of, members, num_on_node
 from composer_fsdp2.estimate.step import CollectiveCall, Kind, MemorySample, Phase, StepEstimate
-from composer_fsdp2.estimate.unit_sizes import UnitSizes, unit_sizes
+from composer_fsdp2.estimate.unit_sizes import ParameterSizes, stored_in_full, unit_sizes
 from composer_fsdp2.sharding.dtypes import dtype_bytes
 from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit, units_by_root
@@ -73,45 +73,41 @@ class _Replay:
         self.calls: list[CollectiveCall] = []
         self.phase = Phase.FORWARD
         self.sizes = {unit.name: unit_sizes(unit, rank=rank, world_size=world_size) for unit in plan.units}
-        self.unsharded = tuple(_unsharded(plan))
-        self.is_at = [unit.name for unit in plan.units]
-        self.contexts = [self._context([unit.name for unit in units]) for units in units_by_root(plan.units).values()]
+        self.contexts = [
+            CommContext([self.sizes[name] for name in _outer_first(units)], self.allocated, self._send)
+            for units in units_by_root(plan.units).values()
+        ]
         self.groups = {name: group for context in self.contexts for name, group in context.groups.items()}
-        self.parameters = self._keep_parameters()
-        self.optimizer_bytes = self._keep_optimizer()
+        stored = self._stored(is_offloaded=False)
+        self.parameters_bytes = sum(each.padded_shard * size for each, size in stored)
+        self.optimizer_bytes = self._state_bytes(stored)
+        self.allocated.alloc(Kind.PARAMETERS, self.parameters_bytes)
+        self.allocated.alloc(Kind.BUFFERS, trace.buffer_bytes)
+        self.allocated.alloc(Kind.OPTIMIZER, self.optimizer_bytes)
         self._unsharded_gradients: set[str] = set()
 
-    def _context(self, bottom_up: Sequence[str]) -> CommContext:
-        return CommContext([self.sizes[name] for name in _outer_first(bottom_up)], self.allocated, self._send)
+    # Stored before the step
 
-    # Allocated before the step
+    def _stored(self, *, is_offloaded: bool) -> list[tuple[ParameterSizes, int]]:
+        """The parameters that this rank stores on its device, or on the host, each with its bytes per element."""
+        stored = [
+            (each, sizes.own_bytes)
+            for sizes in self.sizes.values()
+            if sizes.is_offloaded is is_offloaded
+            for each in sizes.parameters
+        ]
+        full = [] if is_offloaded else self.plan.replicated
+        return stored + [(stored_in_full(spec), dtype_bytes(spec.dtype)) for spec in full]
 
-    def _keep_parameters(self) -> int:
-        num_bytes = sum(
-            each.shard_elements * each.own_bytes for each in self.sizes.values() if not each.is_offloaded
-        ) + sum(spec.numel * dtype_bytes(spec.dtype) for spec in self.unsharded)
-        self.allocated.alloc(Kind.PARAMETERS, num_bytes)
-        self.allocated.alloc(Kind.BUFFERS, self.trace.buffer_bytes)
-        return num_bytes
+    def _state_bytes(self, stored: Sequence[tuple[ParameterSizes, int]]) -> int:
+        return sum(self.optimizer.state_bytes(each.own_shard, size) for each, size in stored if each.is_trained)
 
-    def _keep_optimizer(self) -> int:
-        num_bytes = sum(self._state_of(each) for each in self.sizes.values() if not each.is_offloaded) + sum(
-            self.optimizer.state_bytes(spec.numel, dtype_bytes(spec.dtype))
-            for spec in self.unsharded
-            if spec.is_trained
-        )
-        self.allocated.alloc(Kind.OPTIMIZER, num_bytes)
-        return num_bytes
-
-    def _trained_bytes(self) -> list[int]:
-        """The bytes of this rank's part of each trained parameter that is not offloaded."""
-        kept = [each for each in self.sizes.values() if not each.is_offloaded]
-        sharded = [p.own_shard * each.own_bytes for each in kept for p in each.parameters if p.is_trained]
-        return sharded + [spec.numel * dtype_bytes(spec.dtype) for spec in self.unsharded if spec.is_trained]
-
-    def _state_of(self, sizes: UnitSizes) -> int:
-        trained = [each for each in sizes.parameters if each.is_trained]
-        return sum(self.optimizer.state_bytes(each.own_shard, sizes.own_bytes) for each in trained)
+    def host_bytes(self) -> int:
+        """The bytes of offloaded parameters, their gradients and optimizer state."""
+        stored = self._stored(is_offloaded=True)
+        parameters = sum(each.padded_shard * size for each, size in stored)
+        gradients = sum(each.padded_shard * size for each, size in stored if each.is_trained)
+        return parameters + gradients + self._state_bytes(stored)
 
     # The step
 
@@ -151,7 +147,7 @@ class _Replay:
         return any(each.name == event.parameter for each in self.sizes[event.unit].parameters)
 
     def _alloc_unsharded_gradient(self, name: str) -> None:
-        spec = next((spec for spec in self.unsharded if name in spec.names), None)
+        spec = next((spec for spec in self.plan.replicated if name in spec.names), None)
         if spec is not None and spec.name not in self._unsharded_gradients:
             self._unsharded_gradients.add(spec.name)
             self.allocated.alloc(Kind.GRADIENTS, spec.numel * dtype_bytes(spec.dtype))
@@ -181,7 +177,9 @@ class _Replay:
         """Count the temporaries of the optimizer's step; gradients and state are allocated before it."""
         self.phase = Phase.OPTIMIZER
         self.allocated.reset_peak()
-        num_bytes = self.optimizer.step_bytes(self._trained_bytes(), self.plan.mesh.device_type)
+        stored = self._stored(is_offloaded=False)
+        trained = [each.own_shard * size for each, size in stored if each.is_trained]
+        num_bytes = self.optimizer.step_bytes(trained, self.plan.mesh.device_type)
         self.allocated.alloc(Kind.OPTIMIZER, num_bytes)
         self.allocated.free(Kind.OPTIMIZER, num_bytes)
         outputs = self.trace.events[-1].live_bytes  # of the last microbatch, alive until the next forward ends
@@ -224,26 +222,15 @@ class _Replay:
             )
         )
 
-    def host_bytes(self) -> int:
-        """The bytes of offloaded parameters, their gradients and optimizer state."""
-        offloaded = [each for each in self.sizes.values() if each.is_offloaded]
-        host = sum(each.shard_elements * each.own_bytes + self._state_of(each) for each in offloaded)
-        return host + sum(
-            sum(p.padded_shard for p in each.parameters if p.is_trained) * each.own_bytes for each in offloaded
-        )
-
     def result(self) -> StepEstimate:
         return StepEstimate(
-            parameters_bytes=self.parameters,
+            parameters_bytes=self.parameters_bytes,
             gradients_bytes=self.samples[-1].bytes_of(Kind.GRADIENTS),
             optimizer_bytes=self.optimizer_bytes,
             host_bytes=self.host_bytes() + self.trace.host_bytes,
             timeline=tuple(self.samples),
             calls=tuple(self.calls),
-            notes=(
-                *self.trace.notes,
-                *(("The order of the units is the plan's: no model was traced.",) * self.trace.is_assumed),
-            ),
+            notes=self.trace.notes,
         )
 
 
@@ -255,25 +242,14 @@ _HOOKS = {
 }
 
 
-def _unsharded(plan: ShardingPlan) -> Iterator[ParameterSpec]:
-    """Parameters that every rank stores in full."""
-    yield from plan.replicated
+def _outer_first(bottom_up: Sequence[ShardUnit]) -> list[str]:
+    """Names in the order of ``named_modules``: parents before children, siblings in the given order."""
+    places = {unit.name: place for place, unit in enumerate(bottom_up)}
 
+    def places_from_above(name: str) -> list[int]:
+        return [places[path] for path in reversed(ancestors_or_self(name)) if path in places]
 
-def _outer_first(bottom_up: Sequence[str]) -> list[str]:
-    """Sort into the order of ``named_modules``: parents before children, siblings in the given order."""
-    names = set(bottom_up)
-    below: dict[str | None, list[str]] = {}
-    for name in bottom_up:
-        above = next((path for path in ancestors_or_self(name)[1:] if path in names and path != name), None)
-        below.setdefault(above, []).append(name)
-    ordered: list[str] = []
-    waiting = list(reversed(below.get(None, [])))
-    while waiting:
-        name = waiting.pop()
-        ordered.append(name)
-        waiting.extend(reversed(below.get(name, [])))
-    return ordered
+    return sorted(places, key=places_from_above)
 
 
 def _reached_by_backward(inner: Sequence[ShardUnit], root: ShardUnit) -> Sequence[ShardUnit]:
@@ -310,4 +286,7 @@ def assumed_trace(plan: ShardingPlan) -> MicrobatchTrace:
             of_root.append(event(Hook.POST_BACKWARD, unit.name))
         of_root += [event(Hook.GRADIENT, root.name, spec.name) for spec in reversed(root.parameters) if spec.is_trained]
         backward = of_root + backward
-    return MicrobatchTrace(events=(*forward, *backward, event(Hook.END, "")), is_assumed=True)
+    return MicrobatchTrace(
+        events=(*forward, *backward, event(Hook.END, "")),
+        notes=("The order of the units is the plan's: no model was traced.",),
+    )

@@ -30,18 +30,14 @@ class SequentialBlocks:
     @contextlib.contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
         """Watch ``model``, which has the ``present`` blocks of each list, in the block."""
-        handles = []
-        for each in self.lists:
-            for name in each.present:
-                module, is_first = at_path(model, each.block(name)), name == each.present[0]
-                before, after = partial(self._before, each.path, is_first), partial(self._after, each.path)
-                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(module.register_forward_hook(after))
-        try:
+        with contextlib.ExitStack() as handles:
+            for each in self.lists:
+                for name in each.present:
+                    module, is_first = at_path(model, each.block(name)), name == each.present[0]
+                    before, after = partial(self._before, each.path, is_first), partial(self._after, each.path)
+                    handles.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                    handles.enter_context(module.register_forward_hook(after))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _before(self, path: str, is_first: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._given[path] = _storages((args, kwargs))

@@ -1,6 +1,5 @@
 """The settings that ``--suggest`` may change, and their values in a plan."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from composer_fsdp2.config.value import Value
@@ -78,13 +77,9 @@ def _present_activations(plan: ShardingPlan) -> Activations:
     mode = plan.config.activation_checkpointing
     if not plan.checkpointed or not mode.enabled:
         return Activations()
-    every = (each for each in range(1, MAX_EVERY + 1) if set(plan.checkpointed) == set(_chosen(plan, each)))
-    return Activations(every=next(every, -1), recompute=mode.checkpoint, offload=mode.cpu_offload)
-
-
-def _chosen(plan: ShardingPlan, every: int) -> Iterator[str]:
-    for row in blocks_of(plan):
-        yield from row[every - 1 :: every]
+    checkpointed, rows = set(plan.checkpointed), blocks_of(plan)
+    alike = (n for n in range(1, MAX_EVERY + 1) if checkpointed == {name for row in rows for name in row[n - 1 :: n]})
+    return Activations(every=next(alike, -1), recompute=mode.checkpoint, offload=mode.cpu_offload)
 
 
 def blocks_of(plan: ShardingPlan) -> tuple[tuple[str, ...], ...]:

@@ -5,7 +5,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from composer_fsdp2.estimate._torch.sent import Sent
 from composer_fsdp2.estimate.blocks import BlockList, copy_with, find_blocks
 from composer_fsdp2.estimate.divided import divided, undivided
 from composer_fsdp2.estimate.events import Hook, MicrobatchTrace, StepEvent
-from composer_fsdp2.estimate.expansion import check_order, expand, spans_of
+from composer_fsdp2.estimate.expansion import BlockSpan, backward_begin, check_representatives, expand
 from composer_fsdp2.estimate.hooks import module_at, record_hooks
 from composer_fsdp2.estimate.sequential import SequentialBlocks
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
@@ -33,8 +33,7 @@ from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 # (model or a copy with fewer blocks, rows of a microbatch, tokens per row) -> the loss, or a tuple of the loss and
-# objects that stay alive until the next forward ends. It creates its own inputs. An optional attribute ``num_experts``
-# is the number of experts per layer among which tokens are routed.
+# objects that stay alive until the next forward ends. It creates its own inputs.
 Loss = Callable[[nn.Module, int, int], Any]
 
 
@@ -68,44 +67,49 @@ def trace_microbatch(
 
     Does not communicate, and needs neither a GPU nor a process group.
     """
-    _autocast(precision)  # fails early on an unknown precision
+    autocast = _autocast(precision)
+
+    def compute(copied: nn.Module) -> Any:
+        with autocast:
+            return loss(copied, rows, tokens)
+
+    def traced(planned: ShardingPlan, blocks: tuple[BlockList, ...]) -> MicrobatchTrace:
+        trace = _trace(model, planned, blocks, compute)
+        notes = (_FP8,) * (precision == "amp_fp8") + (_UNDIVIDED,) * (planned is not plan)
+        return replace(trace, notes=(*trace.notes, *notes))
+
     few, every = (find_blocks(model, plan, num_kept=number) for number in (num_blocks, None))
     # A model may access an omitted block, so a failure is retried with all blocks.
     lists = [few, every] if any(each.is_short for each in few) else [every]
-    traced = partial(_trace, model, loss=loss, rows=rows, tokens=tokens, precision=precision)
     whole = undivided(plan)
-    for planned, blocks in itertools.product([plan] * (plan != whole), lists):
+    *attempts, last = itertools.product([plan] if plan == whole else [plan, whole], lists)
+    for attempt in attempts:
         with contextlib.suppress(Exception):
-            return traced(planned, blocks)
-    try:
-        trace = traced(whole, lists[0])
-    except Exception:
-        trace = traced(whole, lists[-1])
-    return trace if plan == whole else replace(trace, notes=(*trace.notes, _UNDIVIDED))
+            return traced(*attempt)
+    return traced(*last)
 
 
 def _trace(
-    model: nn.Module,
-    plan: ShardingPlan,
-    lists: tuple[BlockList, ...],
-    *,
-    loss: Loss,
-    rows: int,
-    tokens: int,
-    precision: str,
+    model: nn.Module, plan: ShardingPlan, lists: tuple[BlockList, ...], compute: Callable[[nn.Module], Any]
 ) -> MicrobatchTrace:
-    mode, frozen = fake_tensors(), frozenset(plan.frozen)
-    short = copy_with(model, lists, partial(_unsharded, parameter_dtypes(plan), buffer_dtypes(plan), frozen, mode))
+    mode, dtype_of = fake_tensors(), _dtypes(plan)
+
+    def unsharded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            made = torch.empty(tensor.shape, dtype=dtype_of(name, tensor), device="cpu")
+            is_trained = tensor.requires_grad and name not in plan.frozen
+            return nn.Parameter(made, requires_grad=is_trained) if isinstance(tensor, nn.Parameter) else made
+
+    short = copy_with(model, lists, unsharded)
     with mode, lists_of_zeros():
-        traced = run_traced(short, plan, loss, rows=rows, tokens=tokens, precision=precision, lists=lists)
-    spans = spans_of(traced.events, traced.markers)
-    check_order(spans, traced.markers, lists, traced.not_sequential)
-    events = tuple(beside_outputs(expand(traced.events, spans, lists), plan, traced.held_bytes))
+        traced = run_traced(short, plan, compute, lists)
+    check_representatives(lists, traced.unfinished.keys(), traced.sequential.broken)
+    events = tuple(beside_outputs(expand(traced.events, traced.spans, lists), plan, traced.held_bytes))
     return MicrobatchTrace(
         events=events,
         host_bytes=max(event.host_bytes for event in events),
-        buffer_bytes=_buffer_bytes(model, plan),
-        notes=tuple(_notes(plan, precision, has_shared_out=traced.has_shared_out)),
+        buffer_bytes=sum(each.numel() * dtype_of(name, each).itemsize for name, each in model.named_buffers()),
+        notes=tuple(_notes(plan, has_experts=traced.live.unknown.has_shared_out or num_experts(model) > 1)),
     )
 
 
@@ -120,34 +124,9 @@ def beside_outputs(events: Sequence[StepEvent], plan: ShardingPlan, held: int) -
         yield replace(each, live_bytes=live, peak_bytes=max(each.peak_bytes + held * (place < end), live))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
-    """The trace of a model with some of its blocks.
-
-    Args:
-        markers: (hook, block path, number of events recorded before it).
-        not_sequential: Paths of lists whose blocks are not sequential.
-        held_bytes: Bytes that stay alive until the next forward ends, such as the loss's outputs.
-        has_shared_out: Tokens were routed among experts.
-    """
-
-    events: list[StepEvent]
-    markers: list[tuple[Hook, str, int]]
-    not_sequential: frozenset[str]
-    held_bytes: int
-    has_shared_out: bool
-
-
 def run_traced(
-    model: nn.Module,
-    plan: ShardingPlan,
-    loss: Loss,
-    *,
-    rows: int,
-    tokens: int,
-    precision: str,
-    lists: Sequence[BlockList] = (),
-) -> Traced:
+    model: nn.Module, plan: ShardingPlan, compute: Callable[[nn.Module], Any], lists: Sequence[BlockList] = ()
+) -> "Recorder":
     """Run forward and backward of ``model``, with the plan's activation checkpointing, and record the events.
 
     Modifies ``model`` and removes its gradients. Works on real tensors as well.
@@ -160,11 +139,10 @@ def run_traced(
         present = [path for path in plan.checkpointed if module_at(model, path)]
         wrap_activations(model, present, plan.config.activation_checkpointing)
         finish()
-        num_experts = getattr(loss, "num_experts", 1)
-        recorder, sequential = Recorder(model, plan, num_experts), SequentialBlocks(lists)
+        recorder = Recorder(model, plan, lists)
         blocks = [each.block(name) for each in lists for name in each.present]
         stack.enter_context(_casts_at_units(model, plan))
-        stack.enter_context(sequential.watch(model))
+        stack.enter_context(recorder.sequential.watch(model))
         stack.enter_context(
             record_hooks(model, plan, recorder.record, blocks=blocks, record_block=recorder.record_block)
         )
@@ -173,33 +151,35 @@ def run_traced(
         if plan.mesh.device_type == "cuda":
             stack.enter_context(as_cuda(recorder.live))
         stack.enter_context(recorder.live)
-        with _autocast(precision):
-            held = loss(model, rows, tokens)
+        held = compute(model)
         first = held[0] if isinstance(held, tuple) else held
         # Tensor.backward() disables function modes, so recomputed attention would run as a CPU's.
         torch.autograd.backward(first)
-        held_bytes = recorder.live.now
+        recorder.held_bytes = recorder.live.now
     recorder.close()
-    return Traced(
-        events=recorder.events,
-        held_bytes=held_bytes,
-        markers=recorder.markers,
-        not_sequential=frozenset(sequential.broken),
-        has_shared_out=recorder.live.unknown.has_shared_out or num_experts > 1,
-    )
+    return recorder
 
 
 class Recorder:
-    """Records each hook with the live bytes at it, and the peak and FLOPs until the next one."""
+    """Records each hook with the live bytes at it, and the peak and FLOPs until the next one.
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan, num_experts: int = 1) -> None:
+    Attributes:
+        spans: Of the blocks' forwards and backwards.
+        unfinished: Where the blocks began whose backward has no recorded end.
+        held_bytes: Bytes that stay alive until the next forward ends, such as the loss's outputs.
+    """
+
+    def __init__(self, model: nn.Module, plan: ShardingPlan, lists: Sequence[BlockList] = ()) -> None:
         self.events: list[StepEvent] = []
-        self.markers: list[tuple[Hook, str, int]] = []
+        self.spans: list[BlockSpan] = []
+        self.unfinished: dict[str, int] = {}
+        self.sequential = SequentialBlocks(lists)
+        self.held_bytes = 0
         # Autograd runs backward with grad mode off, so grad mode on in backward means a recomputed forward.
         self.live = LiveStorages(
             is_marked=lambda: self._is_behind_blocks,
             is_recomputing=lambda: self._is_backward and torch.is_grad_enabled(),
-            num_experts=num_experts,
+            num_experts=num_experts(model),
         )
         self.show = ShownParameters(model, plan)
         self.live.know([*model.parameters(), *model.buffers()])
@@ -207,10 +187,10 @@ class Recorder:
         self._is_backward = False
         self._backward_began = 0
         self._flops = self._recomputed = 0
-        first = {name: spec.name for unit in plan.units for spec in unit.parameters for name in spec.names}
+        specs = [spec for unit in plan.units for spec in unit.parameters]
+        first = {without_wrappers(name): spec.name for spec in specs for name in spec.names}
         self._parameters = {
-            first.get(plain := name.replace("_checkpoint_wrapped_module.", ""), plain): parameter
-            for name, parameter in model.named_parameters()
+            first.get(plain := without_wrappers(name), plain): parameter for name, parameter in model.named_parameters()
         }
 
     def record(self, hook: Hook, unit: str, parameter: str | None) -> None:
@@ -226,13 +206,17 @@ class Recorder:
 
     def record_block(self, hook: Hook, path: str, _: str | None) -> None:
         """Record the hook of a block; the computation after a block is a separate event."""
-        self.markers.append((hook, path, len(self.events)))
+        self._is_behind_blocks = hook is Hook.POST_FORWARD
         if hook is Hook.PRE_FORWARD:
             self.live.unmark()
+            self.unfinished[path] = len(self.events)
         elif hook is Hook.PRE_BACKWARD:
             self.live.unmark(made_from=self._backward_began)  # the gradient of its outputs belongs to the block
-        self._is_behind_blocks = hook is Hook.POST_FORWARD
-        if hook in (Hook.POST_FORWARD, Hook.POST_BACKWARD):
+            self.unfinished[path] = backward_begin(self.events, path)
+        else:
+            if (begin := self.unfinished.pop(path, None)) is not None:
+                is_backward = hook is Hook.POST_BACKWARD
+                self.spans.append(BlockSpan(path=path, begin=begin, end=len(self.events), is_backward=is_backward))
             self.record(hook, path, None)
 
     def close(self) -> None:
@@ -279,7 +263,7 @@ class ShownParameters:
         for unit in plan.units:
             places = self._places[unit.name] = []
             for spec in unit.parameters:
-                for path, _, name in (each.rpartition(".") for each in spec.names):
+                for path, _, name in (without_wrappers(each).rpartition(".") for each in spec.names):
                     gathered = modules[path]._parameters[name] if path in modules else None
                     if gathered is not None and gathered.dtype != (dtype := torch_dtype(spec.dtype)):
                         sharded = nn.Parameter(torch.empty(spec.shape, dtype=dtype), gathered.requires_grad)
@@ -293,66 +277,52 @@ class ShownParameters:
             module._parameters[name] = gathered if is_gathered else sharded
 
 
-def parameter_dtypes(plan: ShardingPlan) -> dict[str, str]:
-    """Map parameter names to the ``param_dtype`` of their units."""
-    return {
-        name: unit.mixed_precision.param_dtype
-        for unit in plan.units
-        if unit.mixed_precision.param_dtype is not None
-        for spec in unit.parameters
-        for name in spec.names
+# In configurations of mixtures of experts, of transformers and of LLM Foundry.
+_EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts")
+
+
+def num_experts(model: nn.Module) -> int:
+    """The number of experts in a layer of the model; 1 without any."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    for part in (part for config in configs for part in (config, getattr(config, "ffn_config", None))):
+        for name in _EXPERTS:
+            number = part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
+            if isinstance(number, int) and number > 0:
+                return number
+    return 1
+
+
+def _dtypes(plan: ShardingPlan) -> Callable[[str, torch.Tensor], torch.dtype]:
+    """The dtype in the run of a parameter while it is unsharded, or of a buffer, by name."""
+    of_parameters = {
+        name: unit.mixed_precision.param_dtype for unit in plan.units for spec in unit.parameters for name in spec.names
     }
+    of_buffers = {path: unit.mixed_precision.buffer_dtype for unit in plan.units for path in unit.modules}
 
+    def dtype_of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        dtype = None
+        if isinstance(tensor, nn.Parameter):
+            dtype = of_parameters.get(name)
+        elif tensor.is_floating_point():
+            dtype = next((of_buffers[path] for path in ancestors_or_self(name) if path in of_buffers), None)
+        return torch_dtype(dtype) or tensor.dtype
 
-def buffer_dtypes(plan: ShardingPlan) -> dict[str, str | None]:
-    """Map paths of units' modules to the dtype of floating-point buffers at and below them."""
-    return {path: unit.mixed_precision.buffer_dtype for unit in plan.units for path in unit.modules}
-
-
-def dtype_of_buffer(name: str, buffer: torch.Tensor, of_units: Mapping[str, str | None]) -> torch.dtype:
-    """The dtype of a buffer in the run."""
-    above = next((path for path in ancestors_or_self(name) if path in of_units), None)
-    dtype = torch_dtype(None if above is None else of_units[above])
-    return buffer.dtype if dtype is None or not buffer.is_floating_point() else dtype
-
-
-def _buffer_bytes(model: nn.Module, plan: ShardingPlan) -> int:
-    of_units = buffer_dtypes(plan)
-    return sum(each.numel() * dtype_of_buffer(name, each, of_units).itemsize for name, each in model.named_buffers())
-
-
-def _unsharded(
-    dtypes: Mapping[str, str],
-    of_units: Mapping[str, str | None],
-    frozen: frozenset[str],
-    mode: AbstractContextManager[Any],
-    name: str,
-    tensor: torch.Tensor,
-) -> torch.Tensor:
-    """A fake replacement of a module's tensor; a parameter has the dtype in which its unit unshards it."""
-    is_parameter = isinstance(tensor, nn.Parameter)
-    dtype = torch_dtype(dtypes.get(name)) or tensor.dtype if is_parameter else dtype_of_buffer(name, tensor, of_units)
-    with mode:
-        made = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-        return nn.Parameter(made, requires_grad=tensor.requires_grad and name not in frozen) if is_parameter else made
+    return dtype_of
 
 
 @contextlib.contextmanager
 def _casts_at_units(model: nn.Module, plan: ShardingPlan) -> Iterator[None]:
     """Cast the units' inputs and outputs as ``fully_shard`` does under mixed precision."""
-    handles = []
-    for unit in plan.units:
-        precision = unit.mixed_precision
-        for module in filter(None, (module_at(model, path) for path in unit.modules)):
-            if precision.cast_forward_inputs and (dtype := torch_dtype(precision.param_dtype)) is not None:
-                handles.append(module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True))
-            if (dtype := torch_dtype(precision.output_dtype)) is not None:
-                handles.append(module.register_forward_hook(partial(_cast_output, dtype)))
-    try:
+    with contextlib.ExitStack() as handles:
+        for unit in plan.units:
+            precision = unit.mixed_precision
+            for module in filter(None, (module_at(model, path) for path in unit.modules)):
+                if precision.cast_forward_inputs and (dtype := torch_dtype(precision.param_dtype)) is not None:
+                    cast_inputs = partial(_cast_inputs, dtype)
+                    handles.enter_context(module.register_forward_pre_hook(cast_inputs, with_kwargs=True))
+                if (dtype := torch_dtype(precision.output_dtype)) is not None:
+                    handles.enter_context(module.register_forward_hook(partial(_cast_output, dtype)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -379,16 +349,15 @@ def _autocast(precision: str) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
 
 
+_FP8 = "fp8 is counted as bf16: what Transformer Engine keeps in fp8 takes less."
 _UNDIVIDED = (
     "Layers, sequences and experts that ranks divide, and MLPs in pieces, cannot be traced here, and are counted as if "
     "each rank computed all of them."
 )
 
 
-def _notes(plan: ShardingPlan, precision: str, *, has_shared_out: bool) -> Iterator[str]:
-    if has_shared_out:
+def _notes(plan: ShardingPlan, *, has_experts: bool) -> Iterator[str]:
+    if has_experts:
         yield "Every expert is assumed to get as many tokens as the others."
-    if precision == "amp_fp8":
-        yield "fp8 is counted as bf16: what Transformer Engine keeps in fp8 takes less."
     if any(each.parallelize is None for each in plan.split) or any(each.is_split for each in plan.split_experts):
         yield "Layers and experts that the script itself split are counted as if each rank computed them in full."

@@ -123,6 +123,14 @@ def _parameter_sizes(
     )
 
 
+def stored_in_full(spec: ParameterSpec) -> ParameterSizes:
+    """The sizes of a parameter of which every rank stores all."""
+    size = spec.numel
+    return ParameterSizes(
+        name=spec.name, full=size, part=size, padded_shard=size, own_shard=size, is_trained=spec.is_trained
+    )
+
+
 def shape_before_sharding(spec: ParameterSpec, mesh: MeshSpec, rank: int, world_size: int) -> tuple[int, ...]:
     """The shape of a parameter on one rank after tensor or expert parallelism, before FSDP shards it."""
     placement = spec.tensor_placement

@@ -1,5 +1,6 @@
 """The prediction that ``plan`` makes of the batch that ``compare`` counts."""
 
+from functools import partial
 from typing import Any
 
 from composer_fsdp2.comparing.counted_batch import CountedBatch, collective_counts
@@ -9,10 +10,8 @@ from composer_fsdp2.errors import ComposerFSDP2Error
 from composer_fsdp2.estimate.events import MicrobatchTrace
 from composer_fsdp2.estimate.replay import estimate_step
 from composer_fsdp2.estimate.trace import trace_microbatch
-from composer_fsdp2.preflight.losses import ComposerLoss
-from composer_fsdp2.preflight.planned import counted_optimizer
-from composer_fsdp2.preflight.planned_model import num_experts
-from composer_fsdp2.preflight.preflight_run import OptimizerChoice
+from composer_fsdp2.preflight.losses import composer_loss
+from composer_fsdp2.preflight.preflight_run import OptimizerChoice, counted_optimizer
 from composer_fsdp2.preflight.read_run import read_run
 from composer_fsdp2.sharding.plan import ShardingPlan
 
@@ -86,7 +85,7 @@ def _from_ranks(batch: CountedBatch, notes: list[str]) -> _Traced:
         return batch.plan, None, ""
     if not batch.is_uniform:
         notes.append("Microbatches differ in size; all are counted as the batch's first.")
-    loss = ComposerLoss(batch=batch.microbatch, num_experts=num_experts(batch.model))
+    loss = partial(composer_loss, given=batch.microbatch)
     trace = _traced(notes, batch.model, batch.plan, loss, rows=1, tokens=1, precision=batch.precision)
     return batch.plan, trace, "the ranks' plan, and their model on the first microbatch of the counted batch"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from composer_fsdp2.preflight.planned_model import num_experts
+from composer_fsdp2.estimate.trace import num_experts
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 
 # Keys of model configurations whose layers use random numbers without an nn.Dropout module. Classification and summary

@@ -3,8 +3,7 @@
 Each returns the loss, and what else lives until the end of backward.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,56 +13,36 @@ from composer_fsdp2._torch.passing import with_tensors
 from composer_fsdp2.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OwnBatch:
-    """A loss on a made-up batch.
-
-    Args:
-        num_experts: In a layer; each is assumed to get as many tokens.
-    """
-
-    num_experts: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComposerLoss(_OwnBatch):
+def composer_loss(
+    model: nn.Module, rows: int, tokens: int, *, keys: Sequence[str] = (), given: Any = None
+) -> tuple[torch.Tensor, Any]:
     """As Composer's Trainer: ``loss(forward(batch), batch)``; ``State.outputs`` references the outputs in backward.
 
     Args:
         keys: Of the batch, beside ``input_ids`` and ``labels``.
-        batch: Replaces that batch, its rows and tokens: zeros of the same shapes and dtypes.
+        given: A batch that replaces that one, its rows and tokens: zeros of the same shapes and dtypes.
     """
-
-    keys: tuple[str, ...] = ()
-    batch: Any = None
-
-    def __call__(self, model: nn.Module, rows: int, tokens: int) -> tuple[torch.Tensor, Any]:
-        batch: Any = {name: _ids(model, rows, tokens) for name in ("input_ids", "labels", *self.keys)}
-        if self.batch is not None:
-            batch = with_tensors(self.batch, lambda each: torch.zeros(each.shape, dtype=each.dtype))
-        outputs = model(batch)
-        return _total(model.loss(outputs, batch)), outputs  # type: ignore[operator]
+    batch: Any = {name: _ids(model, rows, tokens) for name in ("input_ids", "labels", *keys)}
+    if given is not None:
+        batch = with_tensors(given, lambda each: torch.zeros(each.shape, dtype=each.dtype))
+    outputs = model(batch)
+    return _total(model.loss(outputs, batch)), outputs  # type: ignore[operator]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LabelsLoss(_OwnBatch):
+def labels_loss(model: nn.Module, rows: int, tokens: int, *, keeps_outputs: bool) -> tuple[torch.Tensor, Any]:
     """The model computes the loss itself, from the labels.
 
     Args:
         keeps_outputs: As Composer's Trainer does; a Hugging Face Trainer drops them after the forward.
     """
-
-    keeps_outputs: bool = False
-
-    def __call__(self, model: nn.Module, rows: int, tokens: int) -> tuple[torch.Tensor, Any]:
-        outputs = model(input_ids=_ids(model, rows, tokens), labels=_ids(model, rows, tokens))
-        loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else None
-        if not isinstance(loss, torch.Tensor):
-            raise ConfigError(
-                f"the model ({type(getattr(model, 'model', model)).__name__}) returns no loss when it is given "
-                "input_ids and labels; --no-activations plans without one"
-            )
-        return loss, outputs if self.keeps_outputs else None
+    outputs = model(input_ids=_ids(model, rows, tokens), labels=_ids(model, rows, tokens))
+    loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else None
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(
+            f"the model ({type(getattr(model, 'model', model)).__name__}) returns no loss when it is given "
+            "input_ids and labels; --no-activations plans without one"
+        )
+    return loss, outputs if keeps_outputs else None
 
 
 def _ids(model: nn.Module, rows: int, tokens: int) -> torch.Tensor:

@@ -78,7 +78,6 @@ def build_model(path: Path, changes: Mapping[str, Any]) -> nn.Module:
         ConfigError: transformers does not know it, or its model cannot be built; names the file.
     """
     try:
-        from transformers.modeling_utils import no_init_weights
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
         raise ConfigError(f"{path}: building this model needs transformers: pip install transformers") from error
@@ -101,10 +100,8 @@ def build_model(path: Path, changes: Mapping[str, Any]) -> nn.Module:
         config.use_cache = False
         # Imported before: torch's compiler, which transformers imports, computes with tensors while it is imported.
         model_class = _model_class(kind, values)
-        # On meta initialization writes nothing, but visiting all modules takes as long.
-        with torch.device("meta"), no_init_weights():
+        with torch.device("meta"):
             model: nn.Module = model_class._from_config(config, torch_dtype=torch.float32)
-        model.tie_weights()  # type: ignore[operator] # no_init_weights skips it
     return model.train()
 
 

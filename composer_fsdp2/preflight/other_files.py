@@ -1,5 +1,6 @@
 """Files of other systems, and a model's own ``config.json``: settings, with a model from elsewhere."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.sharding import ActivationCheckpointing
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Dialect, Expression, Reading, Section, meets, with_losses
 from composer_fsdp2.migration.dialects import DIALECTS
@@ -19,7 +21,7 @@ from composer_fsdp2.migration.dialects.composer.around import (
 )
 from composer_fsdp2.migration.dialects.fingerprints import foreign_system
 from composer_fsdp2.migration.lens import decides
-from composer_fsdp2.migration.paths import has_path, value_at
+from composer_fsdp2.migration.paths import find_at, has_path, value_at
 from composer_fsdp2.preflight.batch_words import read_batches
 from composer_fsdp2.preflight.model_config import (
     build_model,
@@ -30,12 +32,15 @@ from composer_fsdp2.preflight.model_config import (
 )
 from composer_fsdp2.preflight.planned_model import Training, built
 from composer_fsdp2.preflight.run_file import Request, RunFile, assumed
+from composer_fsdp2.preflight.selective import recompute_by_operator, recompute_every
 
 _COMPOSER = DIALECTS["composer"]
 _LAYERS = "auto"  # in wrap_policy, activation_checkpointing_policy and layer_plan: the model's own layers
 _CLASSES, _RECOMPUTED = "transformer_layer_cls_to_wrap", "activation_checkpointing_policy"
 # The keys of these systems for the model: a name on the hub, or a folder.
 _MODEL_KEYS = ("model_name_or_path", "base_model", "pretrain", "model.hf_assets_path")
+
+_MODE = ("activation_checkpoint", "mode")  # TorchTitan's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,7 @@ class _Config:
         tensor_degree: Of layers that the plan of a known model splits.
         named: The model's name on the hub, or its folder, if the file has it.
         is_composers: Whether a file of Composer's own asks for it, and not the command line.
+        selective: Of the layers that are recomputed, every n-th alone, or ``op``: some operators of each.
     """
 
     section: Section
@@ -58,6 +64,7 @@ class _Config:
     findings: tuple[Finding, ...] = ()
     adapter: str | None = None
     has_fp8_layers: bool = False
+    selective: str | None = None
 
 
 def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Training]:
@@ -71,6 +78,10 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
         path = file.path if is_own else find_model_config(request.model_config, config.named)
         model = built(build_model(path, {key: file.values[key] for key in file.document.values} if is_own else {}))
         config = _with_layers(config, model)
+    if config.selective is not None:
+        if isinstance(request.model, nn.Module):  # the caller's own stays as it is
+            model = copy.deepcopy(model)
+        config = replace(config, fsdp=_in_part(model, config.fsdp, config.selective))
     context = config.fsdp.get("context_parallel_degree") or 1
     num_shared = config.tensor_degree * (context if isinstance(context, int) else 1)
     batches = read_batches(
@@ -184,9 +195,17 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
         blocking = [each for each in file.placed(reading.findings) if each.outcome.blocks]
         text = "\n".join(map(str, blocking)) or "no run can be read from it"
         raise ConfigError(f"{file.path}: {text}", keys=tuple(each.key for each in blocking))
-    run = reading.run
-    expression = _COMPOSER.express(run.without_training())  # batches are read in batch_words.py
-    findings = _undecided(reading, expression)
+    run = reading.run.without_training()  # batches are read in batch_words.py
+    # Recomputing a part of the layers is planned as that part, which no key of Composer's can say.
+    fields: dict[str, Any] = {"selective_checkpointing": None}
+    is_budgeted = find_at(section.around, _MODE) == "memory_budget"
+    if is_budgeted:
+        fields["activation_checkpointing"] = ActivationCheckpointing()
+    expression = _COMPOSER.express(run.with_fields(fields))
+    findings = [each for each in _undecided(reading, expression) if not each.key.startswith(_MODE[0])]
+    if is_budgeted:
+        reason = "which activations the compiler keeps is not known; all are counted"
+        findings.append(assumed(".".join(_MODE), "memory_budget", reason, "selective or full names them"))
     findings += [each for each in expression.findings if each.outcome is not Outcome.EXACT]
     if run.num_ranks not in (None, world_size):
         findings.append(assumed("number of ranks", run.num_ranks, f"{world_size} are planned, as asked for"))
@@ -199,6 +218,7 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
         findings=tuple(findings),
         adapter=run.adapter,
         has_fp8_layers=run.has_fp8_layers,
+        selective=run.selective_checkpointing if run.config.activation_checkpointing.checkpoint else None,
     )
 
 
@@ -238,3 +258,16 @@ def _with_layers(config: _Config, model: nn.Module) -> _Config:
     elif is_recomputing and (fsdp.get(_RECOMPUTED) is None or has_own_models):
         fsdp[_RECOMPUTED] = _LAYERS
     return replace(config, fsdp=fsdp, findings=(*config.findings, *findings))
+
+
+def _in_part(model: nn.Module, fsdp: Mapping[str, Any], selective: str) -> Mapping[str, Any]:
+    """Have the model's layers recompute a part, as TorchTitan selects it; the keys for what is left."""
+    named = fsdp.get(_RECOMPUTED)
+    classes = no_split_classes(model) if named == _LAYERS else set(named or ())
+    layers = [module for module in model.modules() if type(module).__name__ in classes]
+    if selective != "op":
+        recompute_every(int(selective), layers)
+    elif layers:
+        recompute_by_operator(layers)
+        return {**fsdp, "activation_checkpointing": False, _RECOMPUTED: None}
+    return fsdp

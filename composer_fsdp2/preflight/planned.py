@@ -1,16 +1,12 @@
 """One step of a user's run, planned: its trace, its replay and its bounds as one value."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.value import Value
-from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.bounds import Machine, step_bounds
-from composer_fsdp2.estimate.optimizers import OptimizerState, optimizer_state
 from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
-from composer_fsdp2.estimate.replay import estimate_step
-from composer_fsdp2.preflight.preflight_run import OptimizerChoice, PreflightRun
-from composer_fsdp2.preflight.run_file import as_config_error, assumed
+from composer_fsdp2.preflight.preflight_run import PreflightRun, counted_optimizer
+from composer_fsdp2.preflight.run_file import as_config_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +14,11 @@ class Questions(Value):
     """The options of a plan.
 
     Args:
-        gpus_per_node: Consecutive ranks on one node.
         memory: A device's, in which the step has to fit; None: not compared.
         machine: The speeds that bound the step's time; None: not bounded.
         counts_activations: Whether a microbatch is traced.
     """
 
-    gpus_per_node: int = 8
     memory: Memory | None = None
     machine: Machine | None = None
     counts_activations: bool = True
@@ -46,14 +40,7 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
             f"{source}: --no-activations plans everything else, but {size} cannot be traced without data"
         ):
             trace = run.trace()
-    estimate = estimate_step(
-        run.plan,
-        trace,
-        world_size=run.world_size,
-        optimizer=optimizer,
-        num_microbatches=run.num_microbatches,
-        gpus_per_node=questions.gpus_per_node,
-    )
+    estimate = run.estimate(trace)
     machine = questions.machine
     peak = "amp_fp8" if run.has_fp8_layers else run.precision
     return PlannedStep(
@@ -64,7 +51,7 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
         optimizer=optimizer.name,
         precision=run.precision,
         world_size=run.world_size,
-        gpus_per_node=questions.gpus_per_node,
+        gpus_per_node=run.gpus_per_node,
         microbatch_size=run.microbatch_size,
         num_microbatches=run.num_microbatches,
         sequence_length=run.sequence_length,
@@ -72,12 +59,3 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
         memory=questions.memory,
         bounds=step_bounds(estimate, trace, machine.computing_in(peak)) if machine else None,
     )
-
-
-def counted_optimizer(choice: OptimizerChoice) -> tuple[OptimizerState, tuple[Finding, ...]]:
-    """The optimizer's state; AdamW's, with a finding, if it is unknown here."""
-    try:
-        return optimizer_state(choice.name, choice.options), ()
-    except ConfigError as error:
-        finding = assumed("optimizer.name", choice.name, f"{error}; AdamW's state is counted")
-        return optimizer_state("AdamW"), (replace(finding, target="AdamW"),)

@@ -1,8 +1,8 @@
 """A model on the meta device and its file's settings, planned."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch import nn
 from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.estimate.trace import Loss
 from composer_fsdp2.preflight.batch_words import Batches
-from composer_fsdp2.preflight.losses import ComposerLoss, LabelsLoss
-from composer_fsdp2.preflight.preflight_run import Loss, PreflightRun
+from composer_fsdp2.preflight.losses import composer_loss, labels_loss
+from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.run_file import ModelOrFunction, Request, as_config_error
 from composer_fsdp2.prepare import plan_run
 
@@ -93,6 +94,7 @@ def planned_run(model: nn.Module, training: Training, request: Request) -> Prefl
         translation=translation,
         plan=plan,
         world_size=request.world_size,
+        gpus_per_node=request.gpus_per_node,
         loss=_loss(model, keeps_outputs=training.keeps_outputs),
         precision=translation.precision,
         microbatch_size=batches.microbatch,
@@ -108,25 +110,10 @@ def planned_run(model: nn.Module, training: Training, request: Request) -> Prefl
 def _loss(model: nn.Module, *, keeps_outputs: bool) -> Loss:
     """Computes a microbatch as Composer's Trainer does, or as a Hugging Face Trainer."""
     if isinstance(model, Holder):
-        return LabelsLoss(keeps_outputs=keeps_outputs, num_experts=num_experts(model))
+        return partial(labels_loss, keeps_outputs=keeps_outputs)
     # An MPT that separates joined documents reads another key of its batches.
     uses_ids = any(getattr(module, "attn_uses_sequence_id", False) for module in model.modules())
-    return ComposerLoss(keys=("sequence_id",) if uses_ids else (), num_experts=num_experts(model))
-
-
-# The names in configurations of mixtures of experts, of transformers and of LLM Foundry.
-_EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts")
-
-
-def num_experts(model: nn.Module) -> int:
-    """The number of experts in a layer of the model; 1 without any."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    for part in (part for config in configs for part in (config, getattr(config, "ffn_config", None))):
-        for name in _EXPERTS:
-            number = part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
-            if isinstance(number, int) and number > 0:
-                return number
-    return 1
+    return partial(composer_loss, keys=("sequence_id",) if uses_ids else ())
 
 
 # Of one rank's batch; each is replayed, and no batch in use has as many.

@@ -1,21 +1,22 @@
 """A user's run as ``plan`` needs it: the model on the meta device, its plan, and how one microbatch is computed."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.parallel import BroadcastBatch
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.events import MicrobatchTrace
-from composer_fsdp2.estimate.trace import trace_microbatch
+from composer_fsdp2.estimate.optimizers import OptimizerState, optimizer_state
+from composer_fsdp2.estimate.replay import estimate_step
+from composer_fsdp2.estimate.step import StepEstimate
+from composer_fsdp2.estimate.trace import Loss, trace_microbatch
 from composer_fsdp2.fsdp1.translate import Translation
+from composer_fsdp2.preflight.run_file import assumed
 from composer_fsdp2.sharding.plan import ShardingPlan
-
-# Of a model (or a copy of it with fewer blocks), a microbatch's rows and the tokens of a row: the loss, or the loss and
-# what else lives until backward has ended. It makes its own inputs, so that it can be called on fake tensors.
-Loss = Callable[[nn.Module, int, int], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class PreflightRun:
         num_microbatches: Of a batch, on one rank.
         batch_rows: Of a batch, on one rank; the last microbatch may have fewer than the others.
         sequence_length: In tokens.
+        gpus_per_node: Consecutive ranks that share a node.
         has_fp8_layers: Whether layers compute in fp8 whatever ``precision`` is.
         findings: What was replaced so that the model could be built, and what was assumed; with the place in the file.
     """
@@ -55,6 +57,7 @@ class PreflightRun:
     optimizer: OptimizerChoice
     findings: tuple[Finding, ...]
     has_fp8_layers: bool = False
+    gpus_per_node: int = 8
 
     @property
     def computed_rows(self) -> int:
@@ -72,3 +75,23 @@ class PreflightRun:
             tokens=self.sequence_length,
             precision=self.precision,
         )
+
+    def estimate(self, trace: MicrobatchTrace | None, *, num_microbatches: int | None = None) -> StepEstimate:
+        """One step with the optimizer that ``counted_optimizer`` returns; fewer microbatches if given."""
+        return estimate_step(
+            self.plan,
+            trace,
+            world_size=self.world_size,
+            optimizer=counted_optimizer(self.optimizer)[0],
+            num_microbatches=num_microbatches or self.num_microbatches,
+            gpus_per_node=self.gpus_per_node,
+        )
+
+
+def counted_optimizer(choice: OptimizerChoice) -> tuple[OptimizerState, tuple[Finding, ...]]:
+    """The optimizer's state; AdamW's, with a finding, if it is unknown here."""
+    try:
+        return optimizer_state(choice.name, choice.options), ()
+    except ConfigError as error:
+        finding = assumed("optimizer.name", choice.name, f"{error}; AdamW's state is counted")
+        return optimizer_state("AdamW"), (replace(finding, target="AdamW"),)

@@ -15,7 +15,6 @@ from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.estimate.bounds import Machine
 from composer_fsdp2.estimate.events import MicrobatchTrace
 from composer_fsdp2.estimate.planned_step import PlannedStep
-from composer_fsdp2.estimate.replay import estimate_step
 from composer_fsdp2.estimate.seconds import step_seconds
 from composer_fsdp2.estimate.settings import ROUNDS, Settings, blocks_of, present_settings
 from composer_fsdp2.estimate.step import Kind
@@ -26,7 +25,6 @@ from composer_fsdp2.migration.patched_file import Patch, PatchedFile, apply_patc
 from composer_fsdp2.migration.paths import Path as KeyPath
 from composer_fsdp2.preflight.batch_words import batch_keys
 from composer_fsdp2.preflight.left_alone import left_alone
-from composer_fsdp2.preflight.planned import counted_optimizer
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
 from composer_fsdp2.preflight.suggestion import NotProposed, SuggestedEdits, Suggestion
@@ -87,7 +85,6 @@ def suggest_edits(
         ) from error
     editor = _Editor(
         run=run,
-        planned=planned,
         machine=machine,
         text=text,
         name=name,
@@ -97,7 +94,7 @@ def suggest_edits(
         section=sections[0][1],
     )
     present = replace(editor.candidate(editor.present, run), peak=planned.estimate.peak)
-    ladder = ladder_of(run.plan, editor.present, rows=run.batch_rows, gpus_per_node=planned.gpus_per_node)
+    ladder = ladder_of(run.plan, editor.present, rows=run.batch_rows, gpus_per_node=run.gpus_per_node)
     found = suggest_settings(present, ladder, memory_bytes, editor.rate)
     nearest = found.nearest
     return SuggestedEdits(
@@ -168,7 +165,6 @@ class _Editor:
     """
 
     run: PreflightRun
-    planned: PlannedStep
     machine: Machine
     text: str
     name: str
@@ -217,14 +213,7 @@ class _Editor:
         if key not in self.traces:
             self.traces[key] = run.trace()
         trace = self.traces[key]
-        estimate = estimate_step(
-            run.plan,
-            trace,
-            world_size=run.world_size,
-            optimizer=counted_optimizer(run.optimizer)[0],
-            num_microbatches=min(run.num_microbatches, 3),
-            gpus_per_node=self.planned.gpus_per_node,
-        )
+        estimate = run.estimate(trace, num_microbatches=min(run.num_microbatches, 3))
         return Candidate(
             settings=settings,
             seconds=step_seconds(run.plan, estimate, trace, self.machine, run.num_microbatches),

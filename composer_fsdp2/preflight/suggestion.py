@@ -1,15 +1,12 @@
 """The output of ``plan --suggest``: proposed edits of a file, fastest first, and their text."""
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from composer_fsdp2.config.text import human_bytes, printable
 from composer_fsdp2.config.value import Value
-from composer_fsdp2.estimate.plan_text import human_seconds
+from composer_fsdp2.estimate.plan_text import human_seconds, wrapped
 from composer_fsdp2.migration.patched_file import KeyChange
-
-_WIDTH = 96
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +76,7 @@ class SuggestedEdits(Value):
 
 def _explained(found: SuggestedEdits) -> Iterator[str]:
     yield f"suggestions for {human_bytes(found.memory_bytes)} a rank, the fastest of {found.num_tried} plans"
-    yield from _wrapped(f"as it is: {_seconds(found.seconds)}, {_size(found.peak_bytes, found.memory_bytes)}")
+    yield from wrapped(f"as it is: {_seconds(found.seconds)}, {_size(found.peak_bytes, found.memory_bytes)}")
     if found.fits and not found.proposals:
         yield "  nothing is gained by what this file can say"
     for number, each in enumerate(found.proposals, 1):
@@ -90,17 +87,17 @@ def _explained(found: SuggestedEdits) -> Iterator[str]:
     if found.nearest:
         yield from _proposal_lines(f"nearest: {_seconds(found.nearest.seconds)}", found.nearest, found.memory_bytes)
     for way in found.helps:
-        yield from _wrapped(f"what would help: {way}")
+        yield from wrapped(f"what would help: {way}")
     shown = (*found.proposals, *filter(None, (found.nearest,)))
     if reasons := {name: why for each in shown for name, why in each.reasons.items()}:
         yield "  why numbers are rounded otherwise"
         for name, why in reasons.items():
-            yield from _wrapped(f"{name}: {why}", indent=4)
+            yield from wrapped(f"{name}: {why}", begin="    ", indent=6)
     if found.unsaid:
         yield "  not proposed"
         for left_out in found.unsaid:
-            yield from _wrapped(f"{left_out.what}: {left_out.reason}", indent=4)
-    yield from _wrapped(f"seconds rank these plans and predict no run; speeds: {'; '.join(found.speeds)}")
+            yield from wrapped(f"{left_out.what}: {left_out.reason}", begin="    ", indent=6)
+    yield from wrapped(f"seconds rank these plans and predict no run; speeds: {'; '.join(found.speeds)}")
 
 
 def _seconds(seconds: float) -> str:
@@ -116,11 +113,7 @@ def _proposal_lines(begin: str, each: Suggestion, memory_bytes: int) -> Iterator
     host = f", {human_bytes(each.host_bytes)} in the host's memory" if each.host_bytes else ""
     rounded = f"the same up to rounding ({', '.join(each.reasons)})" if each.reasons else "the same"
     size = _size(each.peak_bytes, memory_bytes)
-    yield from _wrapped(f"{begin}, {size}{host}; the numbers are {rounded}", further=3)
+    yield from wrapped(f"{begin}, {size}{host}; the numbers are {rounded}", indent=5)
     for note in each.notes:
-        yield from _wrapped(f"but: {note}", indent=5)
+        yield from wrapped(f"but: {note}", begin=" " * 5, indent=7)
     yield from (f"     {line}" for line in each.diff.splitlines())
-
-
-def _wrapped(text: str, *, indent: int = 2, further: int = 2) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + further))

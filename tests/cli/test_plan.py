@@ -125,6 +125,11 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
         "more than a computer can count",
     ),
     "a reserve of no memory": (["run.yaml", *SIZES, "--reserve", "6%"], {}, "give that as well"),
+    "a reserve above the memory": (
+        ["run.yaml", *SIZES, "--memory", "1GiB", "--reserve", "5GiB"],
+        {},
+        "--reserve 5GiB reserves all of --memory 1GiB",
+    ),
     "a batch that is no number": (
         ["odd.yaml", "--world-size", 4, "--model-config", "config.json"],
         {"odd.yaml": "fsdp: full_shard\nper_device_train_batch_size: .nan"},

@@ -84,9 +84,9 @@ def mpt(num_blocks: int) -> nn.Module:
 
 def loss_of_mpt(model: nn.Module, rows: int, tokens: int) -> Any:
     """As Composer's Trainer computes it."""
-    from composer_fsdp2.preflight.losses import ComposerLoss
+    from composer_fsdp2.preflight.losses import composer_loss
 
-    return ComposerLoss()(model, rows, tokens)
+    return composer_loss(model, rows, tokens)
 
 
 def with_hooks(model: Any, block: str) -> nn.Module:
@@ -145,7 +145,12 @@ def real(model: nn.Module, plan: ShardingPlan, loss: Any, precision: str) -> lis
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
     copied = copy_with(model, lists, unsharded)
-    traced = run_traced(copied, plan, loss, rows=ROWS, tokens=TOKENS, precision=precision, lists=lists)
+
+    def compute(model: nn.Module) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision != "fp32", cache_enabled=False):
+            return loss(model, ROWS, TOKENS)
+
+    traced = run_traced(copied, plan, compute, lists)
     return [*beside_outputs(traced.events, plan, traced.held_bytes)]
 
 

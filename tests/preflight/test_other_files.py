@@ -11,6 +11,7 @@ import pytest
 from composer_fsdp2.config.findings import Origin
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.bounds import GPUS
+from composer_fsdp2.estimate.events import Hook
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.preflight.batch_words import batch_keys
 from composer_fsdp2.preflight.planned import Questions, plan_step
@@ -81,6 +82,48 @@ def test_layers_that_torchtitan_splits_are_split_in_the_plan(tmp_path: Path):
     # TorchTitan's own blocks are transformers' layers; the embeddings and the output are units as well.
     assert len([unit for unit in run.plan.units if unit.parameters]) == 3 + 2 + 1
     assert "wrap_policy" in assumed(run)
+
+
+def titan(folder: Path, mode: str) -> PreflightRun:
+    """Four blocks of Llama, planned from a file of TorchTitan's."""
+    path = folder / "run.toml"
+    path.write_text(TITAN + mode)
+    model = config(folder, num_hidden_layers=4)
+    return read_run(path, world_size=4, model_config=model, microbatch=1, sequence=16)
+
+
+@pytest.mark.parametrize(
+    ("mode", "recomputed"),
+    [
+        ("[activation_checkpoint]\nmode = 'full'", [0, 1, 2, 3]),
+        ("", [1, 3]),  # TorchTitan's default: selective, every second block
+        ("[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '3'", [2]),
+        ("[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '1'", [0, 1, 2, 3]),
+        ("[activation_checkpoint]\nmode = 'none'", []),
+        ("[activation_checkpoint]\nmode = 'memory_budget'", []),  # what it keeps is not known
+    ],
+)
+def test_torchtitan_recomputes_every_nth_block(tmp_path: Path, mode: str, recomputed: list[int]):
+    """As its ``_apply_layer_sac`` counts them: planned as ``full``, a file by default ran out of memory."""
+    run = titan(tmp_path, mode)
+    assert list(run.plan.checkpointed) == [f"model.model.layers.{number}" for number in recomputed]
+    said = [each.key for each in run.findings if each.key.startswith("activation_checkpoint.")]
+    assert said == ["activation_checkpoint.mode"] * ("memory_budget" in mode)
+
+
+def test_torchtitan_keeps_what_it_selects_by_operator(tmp_path: Path):
+    """Of each block attention, and the first, third, fifth and seventh matrix product; the rest as ``full`` keeps."""
+    kept = {}
+    for option in ("mode = 'selective'\nselective_ac_option = 'op'", "mode = 'full'"):
+        run = titan(tmp_path, f"[activation_checkpoint]\n{option}")
+        events = run.trace().events
+        kept[option] = next(each.live_bytes for each in events if each.hook is Hook.PRE_BACKWARD)
+        assert sum(each.recomputed_flops for each in events) > 0
+    width, wide, key = NARROW["hidden_size"], NARROW["intermediate_size"], NARROW["hidden_size"] // 2
+    query, value, gate, down, attention = width, key, wide, width, width
+    of_a_token = 2 * (query + value + gate + down + attention) + 4 * NARROW["num_attention_heads"]  # its logsumexp
+    by_operator, full = kept.values()
+    assert by_operator - full == 4 * 16 * of_a_token
 
 
 AXOLOTL = "base_model: m\ndatasets: []\nmicro_batch_size: 1\nfsdp_version: 2\nbf16: true\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,9 @@ DIVIDED = {
     "experts of MPT": Case(model="mpt_experts", config=EXPERTS),
     "pieces of Llama": Case(model="llama", config={"tiled_mlp": {"classes": ["LlamaMLP"], "chunks": 4}}),
     "pieces of MPT's layers": Case(model="mpt", tensor=2, config={"tiled_mlp": {"classes": ["MPTMLP"], "chunks": 3}}),
+    "operators of blocks": Case(model="llama_by_operator"),
+    "operators of divided blocks": Case(model="llama_by_operator", tensor=2),
+    "blocks that a script wrapped": Case(model="llama_wrapped"),
     "adapters in blocks": Case(model="lora"),
     "adapters as units": Case(model="lora_units", config={"activation_checkpointing": True}, microbatches=2),
     "adapters as units, kept": Case(model="lora_units", config={"sharding_strategy": "SHARD_GRAD_OP"}),
@@ -42,9 +46,24 @@ FOUR = {
     "layers and experts": Case(model="qwen3_moe", tensor=2, config=EXPERTS | {"check_data": False}, within=0.002),
     "sequences and experts": Case(model="qwen3_moe", config=EXPERTS | CONTEXT),
 }
+# One family and one of each kind of division; the others take four minutes.
+QUICK = (
+    "llama",
+    "layers of MPT",
+    "sequences of MPT, recomputed",
+    "experts of MPT",
+    "operators of blocks",
+    "blocks that a script wrapped",
+    "pieces of Llama",
+    "adapters in blocks",
+)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def slow_but(quick: Iterable[str], names: Iterable[str]) -> list[object]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_a_step_takes_and_sends_what_was_planned(family: str):
     """To the byte, of five families and four strategies: a peak that is too low is a run that ends out of memory."""
     cases = {name: Case(model=family, **options) for name, options in STRATEGIES.items()}  # type: ignore[arg-type]
@@ -55,7 +74,7 @@ def test_a_step_takes_and_sends_what_was_planned(family: str):
     assert run_ranks(differences, 2, cases) == [{}, {}]
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("name", slow_but(QUICK, DIVIDED))
 def test_what_ranks_divide_is_planned_divided(name: str):
     """Layers, sequences, experts, pieces and adapters: a plan of the whole refuses what fits, and misses what the
     ranks send each other."""

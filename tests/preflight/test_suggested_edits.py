@@ -105,7 +105,7 @@ Planned = tuple[PreflightRun, PlannedStep]
 
 def read_and_planned(file: Path, given: dict[str, Any]) -> Planned:
     run = read_run(file, **given)
-    return run, plan_step(run, str(file), Questions(gpus_per_node=given["gpus_per_node"]))
+    return run, plan_step(run, str(file), Questions())
 
 
 def planned(file: Path, given: dict[str, Any]) -> PlannedStep:

@@ -17,15 +17,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
-from composer_fsdp2.estimate.replay import estimate_step
 from composer_fsdp2.preflight.batch_words import Batches
-from composer_fsdp2.preflight.planned import Questions, counted_optimizer, plan_step
+from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.planned_model import Training, built, planned_run
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice, PreflightRun
 from composer_fsdp2.preflight.run_file import Request
+from composer_fsdp2.preflight.selective import recompute_by_operator
 
 ROWS, TOKENS, VOCABULARY, WIDTH = 2, 96, 160, 64
 POLICY = {"wrap_policy": {"transformer_layer_cls_to_wrap": "auto"}}
@@ -95,9 +96,7 @@ def planned(case: Case, world_size: int) -> Step:
     run = run_of(case, world_size)
     step = plan_step(run, case.model, Questions())
     assert step.trace is not None
-    optimizer, _ = counted_optimizer(run.optimizer)
-    how = {"world_size": world_size, "optimizer": optimizer, "num_microbatches": case.microbatches}
-    state = estimate_step(run.plan, step.trace.without_activations(), **how)  # type: ignore[arg-type]
+    state = run.estimate(step.trace.without_activations())
     in_microbatches = [each for each in state.timeline if each.microbatch >= 0]  # the optimizer's step allocates none
     buffers, estimate = step.trace.buffer_bytes, step.estimate
     return Step(
@@ -176,6 +175,21 @@ def llama() -> nn.Module:
     ))  # fmt: skip
 
 
+def llama_by_operator() -> nn.Module:
+    """As TorchTitan's ``selective_ac_option = "op"`` recomputes."""
+    model = llama()
+    recompute_by_operator(model.model.layers)
+    return model
+
+
+def llama_wrapped() -> nn.Module:
+    """Whose script wrapped the blocks itself."""
+    model = llama()
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer)
+    return model
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -244,6 +258,5 @@ def lora() -> nn.Module:
     return get_peft_model(llama(), adapters)
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    each.__name__: each for each in (llama, gpt2, t5, qwen3_moe, mpt, mpt_experts, lora, lora_units)
-}
+_BUILDERS = (llama, llama_by_operator, llama_wrapped, gpt2, t5, qwen3_moe, mpt, mpt_experts, lora, lora_units)
+MODELS: dict[str, Callable[..., nn.Module]] = {each.__name__: each for each in _BUILDERS}

@@ -136,11 +136,7 @@ def _to_fp32(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _in_widest(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = [each.dtype for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    return (_in_fp32 if torch.float32 in given else _as_is)(overload, args, kwargs)
-
-
-def _as_is(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return overload(*args, **kwargs)
+    return _in_fp32(overload, args, kwargs) if torch.float32 in given else overload(*args, **kwargs)
 
 
 def _cast(value: Any) -> Any:

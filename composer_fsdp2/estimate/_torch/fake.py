@@ -1,14 +1,14 @@
 """Fake tensors: shapes and dtypes without data, for models larger than this machine's memory."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from composer_fsdp2._torch.replaced import replaced
 
 _aten = torch.ops.aten
 _LOCAL_SCALAR = _aten._local_scalar_dense.default
@@ -33,20 +33,9 @@ def with_values() -> AbstractContextManager[Any]:
     return block
 
 
-@contextlib.contextmanager
-def lists_of_zeros() -> Iterator[None]:
+def lists_of_zeros() -> AbstractContextManager[None]:
     """Make ``tolist`` of a fake tensor return zeros at once in the block; torch's reads one element at a time."""
-    cls: Any = FakeTensor
-    tolist = cls.tolist
-    cls.tolist = _zeros
-    try:
-        yield
-    finally:
-        cls.tolist = tolist
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)
+    return replaced(FakeTensor, "tolist", _zeros)
 
 
 def _zeros(tensor: torch.Tensor) -> Any:

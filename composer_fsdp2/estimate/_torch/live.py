@@ -1,16 +1,18 @@
 """A dispatch mode that tracks each storage from allocation to free, for real and fake tensors."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.private_names import TorchDispatchMode
-from composer_fsdp2.estimate._torch.fake import Unknown, is_fake
+from composer_fsdp2._torch.replaced import replaced
+from composer_fsdp2.estimate._torch.fake import Unknown
 from composer_fsdp2.estimate._torch.flops import flops_of
 from composer_fsdp2.estimate._torch.sent import Sent, sent_by, tensors_of
 
@@ -78,14 +80,9 @@ class LiveStorages(TorchDispatchMode):
             self._add(each, -each.num_bytes)
             each.num_bytes = 0
 
-    @contextlib.contextmanager
-    def host(self) -> Iterator[None]:
+    def host(self) -> AbstractContextManager[None]:
         """Count storages allocated in the block as host memory."""
-        self._is_host = True
-        try:
-            yield
-        finally:
-            self._is_host = False
+        return replaced(self, "_is_host", True)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -96,7 +93,7 @@ class LiveStorages(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
                 self._follow(storage, counts=False)
-        is_watched = func in Unknown.watched and is_fake(args[0])
+        is_watched = func in Unknown.watched and isinstance(args[0], FakeTensor)
         result = self.unknown.answer(func, args) if is_watched else NotImplemented
         if result is NotImplemented:
             result = func(*args, **(kwargs or {}))
