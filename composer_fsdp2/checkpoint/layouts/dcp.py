@@ -131,6 +131,7 @@ class _Directory:
         self.paths: Mapping[str, EntryPath] = metadata.field("planner_data") or {}
         self.storage_meta = metadata.field("storage_meta")
         self.problems: list[str] = []
+        self.beyond: dict[str, list[str]] = {}  # by file, the names of entries that do not lie in it
         self.lost: set[str] = set()  # names with an entry that cannot be used, which is a problem already
         self.file_sizes: dict[str, int | None] = {}  # by the path in the metadata; None for one that cannot be used
         self.entries: dict[str, dict[tuple[int, ...] | None, NestedArchive]] = {}
@@ -153,10 +154,7 @@ class _Directory:
         if size is None:
             return None
         if not all(isinstance(n, int) and n >= 0 for n in (offset, num_bytes)) or offset + num_bytes > size:
-            self.problems.append(
-                f"{self.path / relative_path}: {name} should lie in {num_bytes} bytes at byte {offset}; the file has "
-                f"{size} bytes (truncated, or another run's)"
-            )
+            self.beyond.setdefault(relative_path, []).append(f"{name} in {num_bytes} bytes at byte {offset}")
             return None
         return NestedArchive(self.folder, relative_path, offset, num_bytes)
 
@@ -179,6 +177,11 @@ class _Directory:
         self.check_overlaps()
         for name in self.entries.keys() - self.declared.keys():
             self.problems.append(f"{self.where}: gives a location for {name} but no description")
+        for file, names in self.beyond.items():  # one line: of a truncated file these are hundreds
+            self.problems.append(
+                f"{self.path / file}: has {self.file_sizes[file]} bytes (truncated, or another run's), and should hold "
+                f"{and_more(names, 3)}"
+            )
         if self.problems:
             raise CheckpointError(lines_and_more(self.problems, 50))
         self.name_empty_dicts(objects)
