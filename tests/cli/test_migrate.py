@@ -420,6 +420,13 @@ def test_many_files_on_all_cores(tmp_path: Path):
 # Names that lead to something else than one means
 
 
+def test_a_script_is_told_how_it_trains(tmp_path: Path):
+    """`a mapping is expected at the top of the file` says nothing to somebody with a train.py."""
+    write(tmp_path, {"train.py": "import torch\n"})
+    done = run(tmp_path, "train.py", "--check")
+    assert done.code == 2 and "this is Python" in done.err and "run train.py" in done.err
+
+
 ROLL_WORKER = "strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 2}}\n"
 
 

@@ -122,13 +122,15 @@ class _Directory:
     """One ``.metadata``, read into an inventory."""
 
     def __init__(self, folder: Folder, metadata: Any, trust: bool, prefix: EntryPath) -> None:
-        self.folder, self.path, self.trust, self.prefix = folder, folder.path, trust, prefix
+        self.folder, self.path, self.trust = folder, folder.path, trust
         self.where = self.path / METADATA
         if not isinstance(metadata, InertObject) or metadata.kind.name != "Metadata":
             raise CheckpointError(f"{self.where}: holds no torch.distributed.checkpoint Metadata")
         self.declared: Mapping[str, InertObject] = metadata.field("state_dict_metadata")
         self.tensors = {name: d for name, d in self.declared.items() if d.kind.name == "TensorStorageMetadata"}
         self.paths: Mapping[str, EntryPath] = metadata.field("planner_data") or {}
+        model_prefix = () if prefix else self.prefix_of_model()
+        self.prefix, self.is_model = prefix or model_prefix, bool(model_prefix)
         self.storage_meta = metadata.field("storage_meta")
         self.problems: list[str] = []
         self.beyond: dict[str, list[str]] = {}  # by file, the names of entries that do not lie in it
@@ -145,6 +147,15 @@ class _Directory:
                 self.lost.add(name)
             elif self.entries.setdefault(name, {}).setdefault(box, entry) is not entry:
                 self.problems.append(f"{self.where}: lists two locations for {name} at {box}")
+
+    def prefix_of_model(self) -> EntryPath:
+        """Where the entries of a model's state dict belong that was saved without Composer; () if this is none."""
+        if not self.paths:
+            return ()
+        if {path[:1] for path in self.paths.values()} == {("model",)}:  # accelerate's pytorch_model_fsdp_0
+            return MODEL[:1]
+        is_flat = all(len(path) == 1 for path in self.paths.values())  # torch.distributed.checkpoint.save(state_dict)
+        return MODEL if is_flat and self.tensors.keys() == self.declared.keys() else ()
 
     def entry(self, name: str, relative_path: Any, offset: Any, num_bytes: Any) -> NestedArchive | None:
         """The location of an entry; None (and a problem) where that cannot be."""
@@ -203,6 +214,7 @@ class _Directory:
             objects=objects,
             files=files,
             remarks=(*missing_parts(tensors, objects), *remark),
+            holds_only=MODEL if self.is_model else None,
             optimizer_at_root="optimizers" in roots,
             flat=any(is_flat_parameter(path[-1]) for path in tensors if path[:2] == MODEL),
         )
