@@ -98,7 +98,7 @@ def _ranks(strategy: ShardingStrategy, process_group: Any, mesh: DeviceMesh | No
 
 def _device_type(module: nn.Module, device_id: int | torch.device | None, mesh: DeviceMesh | None) -> str:
     """The device type for training: explicit, else that of the parameters, else the accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device_id, int):
         device_id = torch.device(accelerator.type if accelerator is not None else "cpu", device_id)
     if device_id is not None:
