@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.metadata
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,23 +60,32 @@ def is_installed() -> bool:
 
 
 @contextlib.contextmanager
-def fsdp2() -> Iterator[None]:
-    """``install`` for the length of a with block (and no longer than an ``install`` around it)."""
+def fsdp2(*, show_units: bool = False) -> Iterator[None]:
+    """``install`` for the length of a with block (and no longer than an ``install`` around it).
+
+    Args:
+        show_units: Print every unit of a sharded model on rank 0, not their number alone.
+    """
     outermost = not is_installed()
     install()
+    from .sharding import shows_units  # imports Composer
+
+    before = shows_units.set(show_units)
     try:
         yield
     finally:
+        shows_units.reset(before)
         if outermost:
             uninstall()
 
 
-def train_from_yaml(yaml_path: str, overrides: Sequence[str] = ()) -> Any:
+def train_from_yaml(yaml_path: str, overrides: Sequence[str] = (), *, show_units: bool = False) -> Any:
     """LLM Foundry's ``train_from_yaml`` with ``install`` in force for its length; returns Composer's Trainer.
 
     Args:
         yaml_path: A training YAML of LLM Foundry.
         overrides: ``key=value`` each, merged into the YAML.
+        show_units: Print every unit on rank 0, not their number alone.
     Raises:
         IncompatibleVersionError: LLM Foundry is missing, or Composer is of a version that was not tested.
         ConfigError: ``freeze`` or ``train_only`` on one rank, where LLM Foundry leaves the whole section out.
@@ -88,14 +98,18 @@ def train_from_yaml(yaml_path: str, overrides: Sequence[str] = ()) -> Any:
         if error.name != "llmfoundry":
             raise
         raise IncompatibleVersionError("LLM Foundry is not installed: pip install 'composer-fsdp2[foundry]'") from error
-    _refuse_freeze_alone(yaml_path, overrides)
-    with fsdp2():
+    _check_one_rank(yaml_path, overrides)
+    with fsdp2(show_units=show_units):
         return foundry_train_from_yaml(yaml_path, list(overrides))
 
 
-def _refuse_freeze_alone(yaml_path: str, overrides: Sequence[str]) -> None:
-    """On one rank LLM Foundry (0.22.0, ``command_utils/train.py``) trains without the section, so with all
-    parameters; what else the section asks for changes no number there."""
+def _check_one_rank(yaml_path: str, overrides: Sequence[str]) -> None:
+    """On one rank LLM Foundry (0.22.0, ``command_utils/train.py``) leaves ``fsdp_config`` out: say so.
+
+    Raises:
+        ConfigError: ``freeze`` or ``train_only``, without which all parameters would be trained; what else the section
+            asks for changes no number there.
+    """
     from composer.utils import dist
     from omegaconf import DictConfig, OmegaConf
 
@@ -103,7 +117,9 @@ def _refuse_freeze_alone(yaml_path: str, overrides: Sequence[str]) -> None:
         return
     given = OmegaConf.merge(OmegaConf.load(yaml_path), OmegaConf.from_cli(list(overrides)))
     section = given.get("fsdp_config") if isinstance(given, DictConfig) else None
-    key = next((each for each in ("freeze", "train_only") if section is not None and section.get(each)), None)
+    if not section:
+        return
+    key = next((each for each in ("freeze", "train_only") if section.get(each)), None)
     if key is not None:
         raise ConfigError(
             f"{yaml_path}: fsdp_config.{key} on one rank: LLM Foundry shards nothing there and leaves the section "
@@ -111,6 +127,12 @@ def _refuse_freeze_alone(yaml_path: str, overrides: Sequence[str]) -> None:
             "callback layer_freezing",
             keys=(key,),
         )
+    print(
+        "composer_fsdp2: one rank, on which LLM Foundry leaves fsdp_config out and shards nothing (it goes back to "
+        "DDP); launch several: composer -n 8 -m composer_fsdp2 train",
+        yaml_path,
+        file=sys.stderr,
+    )
 
 
 def _check_version() -> None:

@@ -1,10 +1,14 @@
 """Have a Trainer or a script shard a model, ask whether it is sharded, and get its full parameters."""
 
+import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from composer.core import State
 from composer.utils import FSDP2Config
 from torch import nn
@@ -13,11 +17,13 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP
 
 from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2._torch.scaler import ShardedGradScaler
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.fsdp1.attributes import say_what_replaces
 from composer_fsdp2.prepare import prepare_fully_shard
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.sharded import is_sharded, reshard
 from composer_fsdp2.training.full_params import summon_full_params
+from composer_fsdp2.training.run import run_of
 
 from .seams import seam
 from .tensor import noted_config
@@ -27,7 +33,32 @@ from .tensor import noted_config
 def prepare_fsdp_module(
     original: Callable[..., Any], model: nn.Module, optimizers: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[list[Any], dict[str, nn.Module]]:
-    return prepare_fully_shard(model, optimizers, *args, **kwargs, tensor_parallel=noted_config(model))
+    prepared = prepare_fully_shard(model, optimizers, *args, **kwargs, tensor_parallel=noted_config(model))
+    _confirm(model)
+    return prepared
+
+
+# Whether what is printed of a sharded model names each unit.
+shows_units = ContextVar("shows_units", default=False)
+
+
+def _confirm(model: nn.Module) -> None:
+    """Print on rank 0 what the model was sharded into: a user who sees nothing cannot tell FSDP2 from FSDP1."""
+    plan = run_of(model).plan
+    if plan is not None and dist.get_rank() == 0:
+        print(f"composer_fsdp2: {plan.summary}", *([plan] if shows_units.get() else []), sep="\n", file=sys.stderr)
+
+
+def warn_of_fsdp1(model: nn.Module) -> None:
+    """Warn of a model that FSDP1 shards although ``install`` is in force."""
+    found = [path for path, module in model.named_modules() if isinstance(module, FSDP1Wrapper)]
+    if found:
+        warnings.warn(
+            f"composer_fsdp2 is installed, but {len(found)} modules of {type(model).__name__} train on FSDP1 "
+            f"({and_more(found)}): the Trainer was made before composer_fsdp2.compat.install(), or the script wrapped "
+            "them itself; call install() before the Trainer is made",
+            stacklevel=2,
+        )
 
 
 @seam(
@@ -44,6 +75,7 @@ def parallelize(
 ) -> None:
     has_values = gather(not any(parameter.is_meta for parameter in composer_model.parameters()))
     prepare_fully_shard(composer_model, optimizer, config, precision, tensor_parallel=noted_config(composer_model))
+    _confirm(composer_model)
     if any(has_values) and not all(has_values):
         config.sync_module_states = True  # as Composer notes on it that rank 0's values went out
 

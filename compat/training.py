@@ -26,6 +26,7 @@ from . import auto_microbatch, batches, monitors, outside_forward
 from .context import refuse_tasks, weighed_microbatch
 from .preflight import name_layers_to_freeze, refuse_copies
 from .seams import seam
+from .sharding import warn_of_fsdp1
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ def run_event(original: Callable[..., Any], self: Any, event: Event | str) -> An
     if event in (Event.INIT, Event.FIT_START):
         refuse_copies(self.state)
     _free_parameters(self.state, event)
+    if event is Event.FIT_START:
+        warn_of_fsdp1(self.state.model)
     if event is Event.FIT_START and is_sharded(self.state.model):
         name_layers_to_freeze(self.state)
         refuse_tasks(self.state)

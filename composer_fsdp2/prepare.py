@@ -46,6 +46,7 @@ from composer_fsdp2.sharding.activations import (
 from composer_fsdp2.sharding.agree import agree, require_process_group
 from composer_fsdp2.sharding.apply import check_plan
 from composer_fsdp2.sharding.decide import decide_sharding, refuse_cast_gradients, refuse_sharded
+from composer_fsdp2.sharding.large_units import notes_on_large_units
 from composer_fsdp2.sharding.optimizer import Optimizers, check_optimizers, rebinding, refuse_frozen, the_optimizer
 from composer_fsdp2.sharding.plan import ShardingPlan
 
@@ -318,9 +319,11 @@ def _decide(
     )
     if tensor.is_idle:
         plan = replace(plan, notes=(*plan.notes, "tensor_parallel_degree is 1: no layer is split, as in Composer"))
+    plan = plan.resolve(world_size)
+    plan = replace(plan, notes=(*plan.notes, *notes_on_large_units(model, plan)))
     slices = (mesh for mesh in (given.mesh, tensor.mesh) if isinstance(mesh, DeviceMesh))
     present = tuple(mesh for each in slices for mesh in (each, parent_mesh(each)))
-    return translation, plan.resolve(world_size), present
+    return translation, plan, present
 
 
 def _refuse_blocking(translation: Translation) -> None:

@@ -53,7 +53,7 @@ def test_every_file_is_tested():
 def test_only_the_left_side_leaves_something_to_decide(pair: Pair):
     """Neither a loss that nobody hears of, nor a question about what is clear; a second run finds nothing to do."""
     left, right = ((FOLDER / name).read_text() for name in pair)
-    migration, again = (migrate_text(text, name) for text, name in zip((left, right), pair, strict=True))
+    migration, again = (migrate_text(text, name, to="composer") for text, name in zip((left, right), pair, strict=True))
     assert {each.key for each in migration.blocking} == PAIRS[pair].decisions
     assert migration.exit_code == int(bool(PAIRS[pair].decisions))
     assert (again.exit_code, again.is_changed) == (0, False), again.diff()

@@ -136,7 +136,7 @@ def migrated_runs() -> Iterator[tuple[str, bytes]]:
     for left in sorted((ROOT / "yamls").glob("*/*")):
         for end, right in SIDES.items():
             if left.name.endswith(end):
-                text = migrate_text(left.read_bytes().decode(), left.name).after
+                text = migrate_text(left.read_bytes().decode(), left.name, to="composer").after
                 yield f"yamls/{left.parent.name}/{left.name.removesuffix(end)}{right}", text.encode()
 
 

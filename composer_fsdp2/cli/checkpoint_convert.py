@@ -1,5 +1,6 @@
 """``composer-fsdp2 checkpoint convert SOURCE DESTINATION --to LAYOUT``: a checkpoint in another layout."""
 
+import enum
 import logging
 import os
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from composer_fsdp2.cli.models import MODEL_HELP, Trust, model_from
 from composer_fsdp2.cli.options import Command
 from composer_fsdp2.cli.printing import bytes_bar, print_json, refuse
 
-_LAYOUTS = ("monolithic", "dcp", "safetensors")
+# typer shows an enum's values as the choices, and ends with 2 for another one.
+Layout = enum.StrEnum("Layout", {name: name for name in ("monolithic", "dcp", "safetensors")})  # type: ignore[misc]
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -26,15 +28,7 @@ class Convert(Command):
 
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint of any layout; it is left as it is.")]
     destination: Annotated[str, typer.Argument(metavar="DESTINATION", help="What to write; must not exist.")]
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            metavar="LAYOUT",
-            help=f"{', '.join(_LAYOUTS[:-1])} or {_LAYOUTS[-1]}.",
-            autocompletion=lambda: _LAYOUTS,
-        ),
-    ]
+    to: Annotated[Layout, typer.Option("--to", help="The layout to write.")]
     optimizer: Annotated[bool, typer.Option("--optimizer/--no-optimizer", help="Keep the optimizer's state.")] = True
     dtype: Annotated[
         str | None,
@@ -76,7 +70,7 @@ class Convert(Command):
                 done = convert_checkpoint(
                     self.source,
                     self.destination,
-                    to=self.to,
+                    to=self.to.value,
                     optimizer=self.optimizer,
                     dtype=dtype,
                     files=self.files,

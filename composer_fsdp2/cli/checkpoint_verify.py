@@ -16,7 +16,8 @@ from composer_fsdp2.cli.printing import bytes_bar, print_json, refuse
 class Verify(Command):
     """Check a checkpoint's structure, and its content by the CRC32s that torch wrote.
 
-    Exit code: 1 if it is damaged or differs from OTHER, 2 if there is nothing that could be checked.
+    Exit code: 1 if it is damaged or differs from OTHER in more than clocks, paths and names of runs; 2 if no content
+    could be checked, as of safetensors, which have no checksums, without OTHER.
     """
 
     path: CheckpointPath
@@ -45,4 +46,4 @@ class Verify(Command):
             print_json(report.to_json())
         else:
             print(report)
-        sys.exit(0 if report.ok else 1)
+        sys.exit(1 if not report.ok else 0 if report.is_content_checked else 2)

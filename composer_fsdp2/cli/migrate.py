@@ -41,8 +41,8 @@ class Show(enum.Enum):
 class Migrate(Command):
     """Turn configurations for FSDP1 into ones for FSDP2, and say what became of each key.
 
-    A file of Composer, LLM Foundry, Hugging Face, axolotl, ROLL or TorchTitan is recognized, and becomes one for
-    Composer, or for the system that --to names, which may be its own. Without --write or -o the new text goes to
+    A file of Composer, LLM Foundry, Hugging Face, axolotl, ROLL or TorchTitan is recognized, and stays with its own
+    system, or becomes one for the system that --to names. Without --write or -o the new text goes to
     standard output and the report to standard error. In a folder, files that configure no sharding are passed over.
 
     Of each key the report says what becomes of it: exact, approximate (and how the run differs), unneeded, needs
@@ -65,7 +65,10 @@ class Migrate(Command):
             metavar="FILE|DIR|- ...", help="YAML, TOML and JSON files, folders of them, or - for standard input."
         ),
     ]
-    to: Annotated[To, typer.Option("--to", help="The system whose FSDP2 configuration to write.")] = To["composer"]
+    to: Annotated[
+        To | None,
+        typer.Option("--to", help="The system whose FSDP2 configuration to write; by default the file's own."),
+    ] = None
     dialect: Annotated[
         Dialect | None,
         typer.Option("--dialect", help="The system that the configuration is for; detected if not given."),
@@ -161,7 +164,7 @@ def _report_on(options: Migrate) -> Report:
         work = migrate_files(
             sources,
             Destination(in_place=options.write, output=options.output, force=options.force),
-            to=options.to.value,
+            to=options.to and options.to.value,
             dialect=options.dialect and options.dialect.value,
             at=options.at,
             suffix=f".{options.file_format.value}" if options.file_format else "",

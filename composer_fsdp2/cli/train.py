@@ -18,6 +18,8 @@ class Train(Command):
 
     yaml: Annotated[str, typer.Argument(metavar="YAML [KEY=VALUE]...", help="An LLM Foundry training YAML.")]
 
+    show_units: Annotated[bool, typer.Option("--show-units", help="Print every FSDP2 unit on rank 0.")] = False
+
     def __post_init__(self) -> None:
         if not Path(self.yaml).is_file():
             raise typer.BadParameter(f"no such file: {self.yaml}", param_hint="YAML")
@@ -25,4 +27,4 @@ class Train(Command):
     def __call__(self) -> None:
         from composer_fsdp2.compat.install import train_from_yaml  # here and not above: --help need not wait for torch
 
-        train_from_yaml(self.yaml, self.context.args)
+        train_from_yaml(self.yaml, self.context.args, show_units=self.show_units)

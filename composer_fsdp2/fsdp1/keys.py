@@ -299,7 +299,7 @@ _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 _KEPT = "Composer reads it from the same configuration object, as before"
 # FSDP2Config has few keys (composer/utils/parallelism.py); every other one is dropped.
 IGNORED_BY_COMPOSER = _IGNORED = "plain Composer 0.32.1 ignores it under FSDP2, with a warning"
-_READ = "plain Composer 0.32.1 reads it as well"
+_READ = "plain Composer 0.32.1 reads it as well, under FSDP_VERSION=2"
 
 # fmt: off
 _ROWS: tuple[Key, ...] = (

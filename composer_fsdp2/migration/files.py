@@ -223,7 +223,7 @@ def migrate_files(
     sources: Sequence[SourceFile],
     destination: Destination,
     *,
-    to: str = "composer",
+    to: str | None = None,
     dialect: str | None = None,
     at: str | None = None,
     suffix: str = "",
@@ -233,6 +233,7 @@ def migrate_files(
     """Migrate files, and return their results in order; an invalid file does not stop the others.
 
     Args:
+        to: Target system; None leaves each file with its own.
         suffix: Suffix for the format of named files; "" infers the format from their names.
         allow_unconfigured: Whether a named file may lack a section.
         jobs: Number of processes for many files; 0 for one per core.

@@ -123,7 +123,7 @@ def migrate_text(
     text: str,
     name: str = "<text>",
     *,
-    to: str = "composer",
+    to: str | None = None,
     dialect: str | None = None,
     at: str | None = None,
     suffix: str = "",
@@ -136,7 +136,7 @@ def migrate_text(
         text: Text of a YAML file, or of a TOML file if the name ends so.
         name: File name for messages.
         suffix: Suffix of the file format, where the name has none or another.
-        to: Target system; a name of ``TARGETS``.
+        to: Target system, a name of ``TARGETS``; None is the file's own system.
         dialect: Dialect of the sections; None detects it.
         at: Dotted path of the section, or of a value that contains the sections; None finds all.
         read: Reads other files that the text names; by default none.
@@ -149,8 +149,8 @@ def migrate_text(
     if deepspeed is not None:
         suffix = deepspeed.suffix or suffix
         file = _File.of(open_document(deepspeed.text, name, suffix))
-    target = TARGETS[to]
     found = _sections(file, dialect, at)
+    target = TARGETS[to] if to is not None else _own_system(file, found)
     _check(file, found, target)
     new = _new_text(file, found, target, suffix)
     reports = new.sections
@@ -306,6 +306,15 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[Di
         place = ".".join(map(str, found[0][1]))
         raise file.error(found[0][1], f"{place} stands behind an interpolation; write it out there")
     return here
+
+
+def _own_system(file: _File, found: Sequence[tuple[Dialect, Path]]) -> Dialect:
+    """Return the system that all sections of a file are for; it is the target unless another is given."""
+    own, *others = dict.fromkeys(of for of, _ in found)
+    if others:
+        systems = " and ".join(of.target for of in (own, *others))
+        raise file.error(found[0][1], f"here are sections of {systems}; choose one with --at, or say --to")
+    return own
 
 
 def _outermost(file: _File, found: list[tuple[Dialect, Path]]) -> list[tuple[Dialect, Path]]:

@@ -26,7 +26,7 @@ def classes_named(
         of_model.setdefault(type(module).__name__, []).append(type(module))
     known = ", ".join(sorted(of_model))
     if not names:
-        own = set(_own_names(model))  # in transformers 5 sets, too, each process's in another order
+        own = set(own_names(model))  # in transformers 5 sets, too, each process's in another order
         names = [name for name in of_model if name in own] or otherwise
         if not names:
             raise PlanError(
@@ -39,7 +39,7 @@ def classes_named(
     return tuple(dict.fromkeys(cls for name in names for cls in of_model[name]))
 
 
-def _own_names(model: nn.Module) -> Iterator[str]:
+def own_names(model: nn.Module) -> Iterator[str]:
     """What transformers' models must not cut: their layers. A model that is made of others has theirs as well, and
     some name a class that another release has."""
     for module in model.modules():

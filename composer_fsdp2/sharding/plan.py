@@ -186,6 +186,21 @@ class ShardingPlan(Value):
         """A hash of the whole plan."""
         return hashlib.sha256(self.fingerprint.encode()).hexdigest()
 
+    @property
+    def summary(self) -> str:
+        """One line with FSDP1's word for the strategy: "37 units on FSDP2 (8 ranks, FULL_SHARD)"."""
+        num_units = f"{len(self.units)} unit{'s' * (len(self.units) != 1)}"
+        return f"{num_units} on FSDP2 ({self.mesh.size} rank{'s' * (self.mesh.size != 1)}, {self._strategy})"
+
+    @property
+    def _strategy(self) -> str:
+        if self.mesh.shard_degree == 1:
+            return "NO_SHARD"
+        is_hybrid = self.mesh.replicate_degree > 1
+        if self.config.reshard_after_forward:
+            return "HYBRID_SHARD" if is_hybrid else "FULL_SHARD"
+        return "_HYBRID_SHARD_ZERO2" if is_hybrid else "SHARD_GRAD_OP"
+
     def explain(self) -> str:
         """The plan as text: the mesh, one line a unit, ties, what is left out and why."""
         return "\n".join(_explain(self))

@@ -241,7 +241,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path):
 def test_two_runs_differ_in_what_they_measured():
     """The same training saved by two strategies differs in wall clock times alone: everything else was compared."""
     report = verify_checkpoint(FIXTURES[1], FIXTURES[0])
-    assert {fault.name.rpartition(".")[2] for fault in report.differences} == {"total_wct", "epoch_wct", "batch_wct"}
+    assert report.ok and not report.differences
+    assert {fault.name.rpartition(".")[2] for fault in report.bookkeeping} == {"total_wct", "epoch_wct", "batch_wct"}
+    assert "bookkeeping (clocks, paths, names of runs) differs in" in str(report)
 
 
 def of_bits(bits: int) -> torch.Tensor:
@@ -396,6 +398,7 @@ def test_safetensors_against_a_checkpoint(prefix: str, tmp_path: Path):
     assert report.ok and "everything but the tensors of state.model" in " ".join(report.unchecked)
     assert "without a checksum: model.safetensors" in " ".join(report.unchecked)
     flip(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 1)
-    assert verify_checkpoint(tmp_path / "model.safetensors").ok  # nothing could tell
+    alone = verify_checkpoint(tmp_path / "model.safetensors")  # nothing can tell
+    assert alone.ok and not alone.is_content_checked and "no content was checked" in str(alone)
     assert not verify_checkpoint(tmp_path / "model.safetensors", checkpoint).ok
     assert not verify_checkpoint(checkpoint, tmp_path / "model.safetensors").ok

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from support.checkpoints.corruptions import CORRUPTIONS, FoundBy, prepared
-from support.checkpoints.samples import LEGACY
+from support.checkpoints.samples import LEGACY, write_safetensors
 from support.commands import Ended, run_forked
 
 pytestmark = pytest.mark.composer
@@ -26,6 +26,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     for value in state["state"]["model"].values():
         value += 1e-4
     torch.save(state, folder / "near.pt")
+    write_safetensors(folder / "model.safetensors", {"weight": torch.ones(2)})
     near = [folder / "near.pt", "--against", FULL]
     commands = {
         "whole": [*VERIFY, whole],
@@ -34,6 +35,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         "no checkpoint": [*VERIFY, "notes.txt"],
         "near": [*VERIFY, *near],
         "near, tolerated": [*VERIFY, *near, "--atol", "1e-3"],
+        "no checksums": [*VERIFY, "model.safetensors"],
         "help": [*VERIFY, "--help"],
     }
     return run_forked(commands, folder)
@@ -44,13 +46,14 @@ def test_exit_codes_and_what_is_said(ended: dict[str, Ended]):
 
     The verdict goes to stdout with file, tensor, expected and found; an unusable path to stderr, as one line.
     """
-    codes = {"damaged": 1, "damaged, json": 1, "no checkpoint": 2, "near": 1}
+    codes = {"damaged": 1, "damaged, json": 1, "no checkpoint": 2, "near": 1, "no checksums": 2}
     assert {name: command.code for name, command in ended.items()} == {name: codes.get(name, 0) for name in ended}
     assert ended["whole"].out.splitlines()[-1] == "ok" and ended["whole"].err == ""
     assert ".distcp: state.model.model.wte.weight" in ended["damaged"].out
     assert "expected CRC32" in ended["damaged"].out and ended["damaged"].out.splitlines()[-1] == "1 fault"
     assert ended["no checkpoint"].out == "" and ended["no checkpoint"].err.startswith("composer-fsdp2: ")
     assert "Traceback" not in ended["no checkpoint"].err and "notes.txt" in ended["no checkpoint"].err
+    assert ended["no checksums"].out.splitlines()[-1].endswith("no content was checked: --against OTHER compares it")
     assert "the largest absolute difference is" in ended["near"].out
     assert ended["near, tolerated"].out.splitlines()[-1] == f"ok, equal to {FULL}"
     assert all(option in ended["help"].out for option in ("--against", "--rtol", "--atol", "--trust", "--json"))

@@ -324,7 +324,7 @@ def test_the_format_of_standard_input_is_seen(folder: Path):
     """TOML in a pipe would be one long string to YAML."""
     report = report_of(run_with_input(folder, TOML, "-", "--to", "torchtitan", "--json"))
     assert report["files"][0]["sections"][0]["dialect"] == "torchtitan"
-    done = run_with_input(folder, TOML, "-", "--force")
+    done = run_with_input(folder, TOML, "-", "--to", "composer", "--force")
     assert yaml.safe_load(done.out)["fsdp_config"]["data_parallel_shard_degree"] == 8
     done = run_with_input(folder, json.dumps(yaml.safe_load(GOOD)), "-")
     assert json.loads(done.out) == yaml.safe_load(MIGRATED)
@@ -332,7 +332,7 @@ def test_the_format_of_standard_input_is_seen(folder: Path):
     assert run_with_input(folder, long, "-").code == 0
     assert "<stdin>:1:1" in run_with_input(folder, GOOD, "-", "--format", "toml").err
     (folder / "run.conf").write_text(TOML)
-    assert "torchtitan -> composer" in run(folder, "run.conf", "--format", "toml", "--check").out
+    assert "torchtitan -> composer" in run(folder, "run.conf", "--to", "composer", "--format", "toml", "--check").out
     assert run(folder, "run.conf", "--check").code == 2
 
 
@@ -420,12 +420,49 @@ def test_many_files_on_all_cores(tmp_path: Path):
 # Names that lead to something else than one means
 
 
+def test_a_script_is_told_how_it_trains(tmp_path: Path):
+    """`a mapping is expected at the top of the file` says nothing to somebody with a train.py."""
+    write(tmp_path, {"train.py": "import torch\n"})
+    done = run(tmp_path, "train.py", "--check")
+    assert done.code == 2 and "this is Python" in done.err and "run train.py" in done.err
+
+
+ROLL_WORKER = "strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 2}}\n"
+
+
+def test_files_stay_with_their_own_systems(tmp_path: Path):
+    """`migrate DIR --write` turned accelerate's and axolotl's files into Composer's."""
+    write(
+        tmp_path,
+        {
+            "composer.yaml": "fsdp_config: {sharding_strategy: SHARD_GRAD_OP}\n",
+            "accelerate.yaml": "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP}\n",
+            "axolotl.yaml": "base_model: x\nfsdp_version: 1\nfsdp_config: {fsdp_reshard_after_forward: false}\n",
+            "roll.yaml": ROLL_WORKER,
+            "titan.toml": TOML,
+        },
+    )
+    done = run(tmp_path, ".", "--json")
+    systems = {file["file"]: {each["to"] for each in file["sections"]} for file in report_of(done)["files"]}
+    assert systems == {
+        "composer.yaml": {"composer"},
+        "accelerate.yaml": {"accelerate"},
+        "axolotl.yaml": {"axolotl"},
+        "roll.yaml": {"roll"},
+        "titan.toml": {"torchtitan"},
+    }
+    both = "fsdp_config: {sharding_strategy: NO_SHARD}\nworker:\n  " + ROLL_WORKER.replace("\n", "\n  ")
+    write(tmp_path, {"both.yaml": both})
+    done = run(tmp_path, "both.yaml", "--check")
+    assert done.code == 2 and "sections of composer and roll; choose one with --at, or say --to" in done.err
+
+
 def test_two_results_are_not_one_file(tmp_path: Path):
     """`written to o/run.yaml`, twice: of two runs one was gone."""
     text = "fsdp_config: {limit_all_gathers: true}\n"
     other = '{"transformer_layer_cls_to_wrap": ["A"], "fsdp": "full_shard auto_wrap", "bf16": true}'
     write(tmp_path, {"d/run.json": other, "d/run.yaml": text, "a/s/x.yaml": text, "a/t/x.yaml": text})
-    done = run(tmp_path, "d", "-o", "o")
+    done = run(tmp_path, "d", "-o", "o", "--to", "composer")
     assert done.code == 2 and not (tmp_path / "o").exists()
     assert "d/run.json and d/run.yaml" in done.err
     write(tmp_path, {"d/run.json": '{"fsdp_config": {"limit_all_gathers": true}}'})  # which stays JSON

@@ -129,7 +129,7 @@ def refused_by_foundry(text: str) -> set[str]:
 
 def refused_here(text: str) -> dict[str, str]:
     """By key what it becomes."""
-    findings = migrate_text(text).sections[0].findings
+    findings = migrate_text(text, to="composer").sections[0].findings
     return {each.key: each.target for each in findings if each.origin is Origin.WRITING}
 
 
@@ -171,7 +171,7 @@ def test_files_of_this_repository(name: str, side: str):
     """yamls/README.md claims that LLM Foundry takes both sides."""
     text = (FOLDER / f"{name}-{side}.yaml").read_text()
     assert refused_by_foundry(text) == set(refused_here(text)) == set()
-    assert "launch" in {each.key for each in migrate_text(text).sections[0].findings}
+    assert "launch" in {each.key for each in migrate_text(text, to="composer").sections[0].findings}
 
 
 # --- files of other systems
@@ -193,7 +193,7 @@ ADDED: dict[str, Any] = {
 def migrated(of: str) -> tuple[dict[str, Any], list[str]]:
     """The mapping with the new section, and the keys that the report names as missing there."""
     text, name = FILES[of]
-    migration = migrate_text(text, name)
+    migration = migrate_text(text, name, to="composer")
     (told,) = [each for each in migration.sections[0].findings if each.key == "LLM Foundry"]
     values = yaml.safe_load(migration.after)
     values = values.get("actor_train", values)

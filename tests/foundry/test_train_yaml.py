@@ -110,6 +110,15 @@ def test_frozen_parameters_are_not_trained_on_one_rank(folder: str):
         train_from_yaml(str(YAML), [f"variables.data={folder}", "fsdp_config.freeze=[transformer.wte]"])
 
 
+def test_one_rank_is_told_that_nothing_is_sharded(folder: str, capsys: pytest.CaptureFixture[str]):
+    """A run that was meant for FSDP2 trained with DDP, and said nothing of it."""
+    with mock.patch("llmfoundry.command_utils.train_from_yaml") as foundrys:
+        train_from_yaml(str(YAML), [f"variables.data={folder}"])
+    assert foundrys.call_count == 1
+    told = capsys.readouterr().err
+    assert "one rank" in told and f"composer -n 8 -m composer_fsdp2 train {YAML}" in told
+
+
 @pytest.mark.parametrize("model", ["mpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_meta_initialisation(folder: str, model: str):
     """A model that was never built whole begins with the very values that FSDP1 would have drawn: of MPT's own

@@ -60,7 +60,7 @@ def test_keys_that_stood_beside_the_section_are_in_the_new_text_once():
     """OmegaConf refuses a file with `precision` twice, and of JSON's two the old one held."""
     algorithms = "algorithms:\n  ema: {half_life: 1ba}  # too\n"
     text = f"output_dir: x\nbf16: true\nprecision: x  # mine\n{algorithms}fsdp: full_shard\n"
-    migration = migrate_text(text, "run.yaml")
+    migration = migrate_text(text, "run.yaml", to="composer")
     assert migration.after.startswith("output_dir: x\nprecision: amp_bf16  # mine\n")
     assert yaml.safe_load(migration.after)["algorithms"] == {
         "ema": {"half_life": "1ba"},
@@ -101,7 +101,7 @@ reference:
 
 def test_sections_are_migrated_one_by_one():
     """The actor's settings are not the reference's."""
-    migration = migrate_text(ROLL, "roll.yaml")
+    migration = migrate_text(ROLL, "roll.yaml", to="composer")
     values = yaml.safe_load(migration.after)
     actor, reference = (values[name]["fsdp_config"] for name in ("actor_train", "reference"))
     assert (actor["data_parallel_shard_degree"], actor["cpu_offload"]) == (4, True)
@@ -152,10 +152,10 @@ def test_an_interpolation_that_is_none_of_the_sections_is_none_of_ours(monkeypat
     """A Trainer's output_dir is often the cluster's; FSDP does not read it."""
     monkeypatch.delenv("OUT", raising=False)
     text = "output_dir: ${oc.env:OUT}\nbf16: true\nfsdp: full_shard\nfsdp_config:\n  limit_all_gathers: true\n"
-    migration = migrate_text(text)
+    migration = migrate_text(text, to="composer")
     assert migration.is_changed and migration.after.startswith("output_dir: ${oc.env:OUT}\n")
     text = text.replace("limit_all_gathers: true", "sync_module_states: ${oc.env:OUT}\n  limit_all_gathers: true")
-    migration = migrate_text(text)
+    migration = migrate_text(text, to="composer")
     assert finding(migration.sections[0], "fsdp_config.sync_module_states").outcome is Outcome.NEEDS_DECISION
     assert finding(migration.sections[0], "fsdp_config.limit_all_gathers") and not migration.is_changed
 
@@ -207,8 +207,8 @@ def test_a_key_that_stands_beside_is_not_written_twice(precision: str):
     """OmegaConf refuses a file with one key twice, and the exit code said that all was well."""
     text = f"precision: {precision}\nw:\n  strategy_args: {{strategy_name: fsdp2_train, strategy_config: {{}}}}\n"
     flat = f"precision: {precision}\nstrategy_args: {{strategy_name: fsdp2_train, strategy_config: {{}}}}\n"
-    assert migrate_text(text).after.count("precision: amp_bf16") == 1 + (precision == "amp_bf16")
-    migration = migrate_text(flat)
+    assert migrate_text(text, to="composer").after.count("precision: amp_bf16") == 1 + (precision == "amp_bf16")
+    migration = migrate_text(flat, to="composer")
     assert migration.after.count("\nprecision:") + migration.after.startswith("precision:") == 1
     assert yaml.safe_load(migration.after)["precision"] == "amp_bf16"
     same = precision == "amp_bf16"

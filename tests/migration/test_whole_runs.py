@@ -258,7 +258,7 @@ def test_what_becomes_of(case: Case) -> None:
 def test_composers_own_reader_finds_what_is_written(of: str):
     """A field that is written and not read again would be told as lost; one that is neither, not at all."""
     text, name = FILES[of]
-    before, after = read_first(text, name).run, read_first(migrate_text(text, name).after).run
+    before, after = read_first(text, name).run, read_first(migrate_text(text, name, to="composer").after).run
     assert before is not None and after is not None
     for field in {*OF_TRAINING} - {"num_microbatches", "undecayed"}:
         if getattr(before.with_batches(), field) is not None:
@@ -269,7 +269,7 @@ def test_decoupled_weight_decay_is_torchs():
     """Composer's option of the same name would decay 50,000 times as much at this learning rate."""
     given = read_first(TRAINER).run
     assert given is not None and given.optimizer is not None
-    written = yaml.safe_load(migrate_text(TRAINER).after)["optimizer"]
+    written = yaml.safe_load(migrate_text(TRAINER, to="composer").after)["optimizer"]
     options = {name: value for name, value in written.items() if name != "name"}
     ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 64, dtype=torch.float64)) for _ in range(2))
     optimizers: list[torch.optim.Optimizer] = [

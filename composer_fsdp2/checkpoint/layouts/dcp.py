@@ -122,15 +122,18 @@ class _Directory:
     """One ``.metadata``, read into an inventory."""
 
     def __init__(self, folder: Folder, metadata: Any, trust: bool, prefix: EntryPath) -> None:
-        self.folder, self.path, self.trust, self.prefix = folder, folder.path, trust, prefix
+        self.folder, self.path, self.trust = folder, folder.path, trust
         self.where = self.path / METADATA
         if not isinstance(metadata, InertObject) or metadata.kind.name != "Metadata":
             raise CheckpointError(f"{self.where}: holds no torch.distributed.checkpoint Metadata")
         self.declared: Mapping[str, InertObject] = metadata.field("state_dict_metadata")
         self.tensors = {name: d for name, d in self.declared.items() if d.kind.name == "TensorStorageMetadata"}
         self.paths: Mapping[str, EntryPath] = metadata.field("planner_data") or {}
+        model_prefix = () if prefix else self.prefix_of_model()
+        self.prefix, self.is_model = prefix or model_prefix, bool(model_prefix)
         self.storage_meta = metadata.field("storage_meta")
         self.problems: list[str] = []
+        self.beyond: dict[str, list[str]] = {}  # by file, the names of entries that do not lie in it
         self.lost: set[str] = set()  # names with an entry that cannot be used, which is a problem already
         self.file_sizes: dict[str, int | None] = {}  # by the path in the metadata; None for one that cannot be used
         self.entries: dict[str, dict[tuple[int, ...] | None, NestedArchive]] = {}
@@ -145,6 +148,15 @@ class _Directory:
             elif self.entries.setdefault(name, {}).setdefault(box, entry) is not entry:
                 self.problems.append(f"{self.where}: lists two locations for {name} at {box}")
 
+    def prefix_of_model(self) -> EntryPath:
+        """Where the entries of a model's state dict belong that was saved without Composer; () if this is none."""
+        if not self.paths:
+            return ()
+        if {path[:1] for path in self.paths.values()} == {("model",)}:  # accelerate's pytorch_model_fsdp_0
+            return MODEL[:1]
+        is_flat = all(len(path) == 1 for path in self.paths.values())  # torch.distributed.checkpoint.save(state_dict)
+        return MODEL if is_flat and self.tensors.keys() == self.declared.keys() else ()
+
     def entry(self, name: str, relative_path: Any, offset: Any, num_bytes: Any) -> NestedArchive | None:
         """The location of an entry; None (and a problem) where that cannot be."""
         if relative_path not in self.file_sizes:
@@ -153,10 +165,7 @@ class _Directory:
         if size is None:
             return None
         if not all(isinstance(n, int) and n >= 0 for n in (offset, num_bytes)) or offset + num_bytes > size:
-            self.problems.append(
-                f"{self.path / relative_path}: {name} should lie in {num_bytes} bytes at byte {offset}; the file has "
-                f"{size} bytes (truncated, or another run's)"
-            )
+            self.beyond.setdefault(relative_path, []).append(f"{name} in {num_bytes} bytes at byte {offset}")
             return None
         return NestedArchive(self.folder, relative_path, offset, num_bytes)
 
@@ -179,6 +188,11 @@ class _Directory:
         self.check_overlaps()
         for name in self.entries.keys() - self.declared.keys():
             self.problems.append(f"{self.where}: gives a location for {name} but no description")
+        for file, names in self.beyond.items():  # one line: of a truncated file these are hundreds
+            self.problems.append(
+                f"{self.path / file}: has {self.file_sizes[file]} bytes (truncated, or another run's), and should hold "
+                f"{and_more(names, 3)}"
+            )
         if self.problems:
             raise CheckpointError(lines_and_more(self.problems, 50))
         self.name_empty_dicts(objects)
@@ -200,6 +214,7 @@ class _Directory:
             objects=objects,
             files=files,
             remarks=(*missing_parts(tensors, objects), *remark),
+            holds_only=MODEL if self.is_model else None,
             optimizer_at_root="optimizers" in roots,
             flat=any(is_flat_parameter(path[-1]) for path in tensors if path[:2] == MODEL),
         )

@@ -25,6 +25,8 @@ from composer_fsdp2.errors import CheckpointError
 _BLOCK_BYTES = 8 << 20
 
 _Key: TypeAlias = tuple[str, ...]
+# Sections in the order of a report.
+_TRAINED = (tuple(map(str, MODEL)), tuple(map(str, OPTIMIZERS)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +38,8 @@ class Comparison:
     Args:
         advance: Called with the number of bytes read since.
     Attributes:
-        faults: The differences.
+        faults: The differences, those of weights and optimizers first.
+        bookkeeping: Differences that two equal runs have: of clocks, paths and names of runs.
         notes: Entries that were not compared, as text.
     """
 
@@ -46,13 +49,15 @@ class Comparison:
     atol: float = 0.0
     advance: Callable[[int], None] = lambda num_bytes: None
     faults: list[Fault] = field(default_factory=list)
+    bookkeeping: list[Fault] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _buffers: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def run(self) -> None:
         """Raises CheckpointError: an entry that is no tensor needs trust."""
         mine, other = map(self._leaves, self._comparable())
-        for section in dict.fromkeys(map(_section, (*mine, *other))):
+        sections = dict.fromkeys(map(_section, (*mine, *other)))
+        for section in sorted(sections, key=lambda each: _TRAINED.index(each) if each in _TRAINED else len(_TRAINED)):
             sides = [{key: value for key, value in side.items() if _section(key) == section} for side in (mine, other)]
             if all(sides):
                 self._compare(*sides)
@@ -62,7 +67,7 @@ class Comparison:
 
     def _differ(self, key: _Key, expected: str, found: str) -> None:
         name = ".".join(key)
-        self.faults.append(
+        (self.bookkeeping if _is_bookkeeping(key) else self.faults).append(
             Fault(kind=FaultKind.DIFFERENCE, file=self.found.path, name=name, expected=expected, found=found)
         )
 
@@ -176,6 +181,15 @@ def _key(path: Iterable[str | int]) -> _Key:
     if parts[:2] == OPTIMIZERS and parts[3:4] == ("state",) and len(parts) > 4:
         return (*parts[:4], canonical(parts[4]), *parts[5:])
     return parts
+
+
+def _is_bookkeeping(key: _Key) -> bool:
+    """Whether two runs that train the same have other values here: wall-clock times, paths, names, the machine."""
+    return (
+        key[:2] in (("state", "run_name"), ("state", "metadata"))
+        or key[-1].endswith("_wct")
+        or key[:3] == ("state", "callbacks", "CheckpointSaver")
+    )
 
 
 def _section(key: _Key) -> _Key:

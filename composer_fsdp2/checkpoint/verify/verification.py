@@ -20,6 +20,7 @@ from composer_fsdp2.checkpoint.pickles.trust import UntrustedError
 from composer_fsdp2.checkpoint.records import damage_of
 from composer_fsdp2.checkpoint.verify.comparing import Comparison
 from composer_fsdp2.checkpoint.verify.structure import Structure
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import CheckpointError
 
@@ -34,8 +35,10 @@ class VerifyReport(Value):
         layout: As in ``inspect_checkpoint``.
         faults: Of the checkpoint itself: its structure and its content.
         differences: From the other one.
+        bookkeeping: Differences in clocks, paths and names of runs, which do not count against ``ok``.
         unchecked: Parts that could not be checked, as text; they do not count against ``ok``.
         num_records: Records whose CRC32 was computed, and their bytes.
+        is_content_checked: Whether some content was checked: by a CRC32, or against the other one.
     """
 
     path: Path
@@ -43,9 +46,11 @@ class VerifyReport(Value):
     layout: str
     faults: tuple[Fault, ...]
     differences: tuple[Fault, ...]
+    bookkeeping: tuple[Fault, ...]
     unchecked: tuple[str, ...]
     num_records: int
     num_bytes: int
+    is_content_checked: bool
     seconds: float
 
     @property
@@ -58,7 +63,14 @@ class VerifyReport(Value):
         ]
         for fault in (*self.faults, *self.differences):
             lines.append(f"{fault.kind.value}: {fault}")
+        if self.bookkeeping:
+            names = and_more([each.name for each in self.bookkeeping], 3)
+            lines.append(
+                f"bookkeeping (clocks, paths, names of runs) differs in {len(self.bookkeeping)} entries: {names}"
+            )
         lines += [f"not checked: {text}" for text in self.unchecked]
+        if self.ok and not self.is_content_checked:
+            return "\n".join([*lines, "the structure is ok; no content was checked: --against OTHER compares it"])
         equal = f", equal to {self.against}" if self.against else ""
         counts = {"fault": len(self.faults), "difference": len(self.differences)}
         found = [f"{count} {noun}{'s' if count > 1 else ''}" for noun, count in counts.items() if count]
@@ -133,10 +145,11 @@ def verify_checkpoint(
         advance = _Advance(content_bytes + _compared_bytes(inventory, other), progress)
         damaged = _content(structure.records, advance)
         differences: tuple[Fault, ...] = ()
+        bookkeeping: tuple[Fault, ...] = ()
         if inventory is not None and other is not None:
             comparison = Comparison(found=inventory, expected=other, rtol=rtol, atol=atol, advance=advance)
             comparison.run()
-            differences = tuple(comparison.faults)
+            differences, bookkeeping = tuple(comparison.faults), tuple(comparison.bookkeeping)
             unchecked += comparison.notes
         elif other is not None:
             unchecked.append(f"not compared with {against}: {located.path} cannot be read")
@@ -146,9 +159,12 @@ def verify_checkpoint(
         layout=inventory.layout if inventory is not None else "unreadable",
         faults=tuple(_with_user_path(fault, opened) for fault in (*faults, *structure.faults, *damaged)),
         differences=differences,
+        bookkeeping=bookkeeping,
         unchecked=tuple(unchecked),
         num_records=len(structure.records),
         num_bytes=content_bytes,
+        is_content_checked=(inventory is not None and other is not None)
+        or any(blob.crc32 is not None for blob, _ in structure.records),
         seconds=time.perf_counter() - started,
     )
 

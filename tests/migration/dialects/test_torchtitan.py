@@ -208,7 +208,7 @@ def test_a_file_of_an_earlier_release_stays_as_it_is():
     text += "[float8]\nenable_float8_linear = true\n"
     migration = migrate_text(text, "old.toml", to="torchtitan", dialect="torchtitan", at="training")
     assert not migration.is_changed and migration.exit_code == 0
-    moved = migrate_text(text, "old.toml", dialect="torchtitan", at="training")
+    moved = migrate_text(text, "old.toml", to="composer", dialect="torchtitan", at="training")
     outcomes = {each.key: each.outcome for each in moved.sections[0].findings}
     assert outcomes["tensor_parallel_degree"] is Outcome.EXACT
     assert outcomes["float8.enable_float8_linear"] is Outcome.UNSUPPORTED

@@ -405,7 +405,12 @@ _SMALL = "state.optimizers.DecoupledAdamW.state.model.wte.weight.step"  # of one
 _OBJECT = "state.timestamp"
 
 DCP = [
-    ("a file truncated", lambda path: truncate(path / _FILE), FoundBy.INSPECT, rf"{_FILE}: .* should lie .*truncated"),
+    (
+        "a file truncated",
+        lambda path: truncate(path / _FILE),
+        FoundBy.INSPECT,
+        rf"{_FILE}: has .*truncated.*should hold",
+    ),
     ("a file empty", lambda path: (path / _FILE).write_bytes(b""), FoundBy.INSPECT, rf"{_FILE}.* has 0 bytes"),
     (
         "a file missing",
@@ -477,7 +482,7 @@ DCP = [
     ("a place moved", _move(offset=64, length=-64), FoundBy.STRUCTURE, TENSOR),
     ("a place too short", _move(length=-64), FoundBy.STRUCTURE, TENSOR),
     ("a place in the next one's", _move(length=64), FoundBy.INSPECT, "overlapping bytes"),
-    ("a place beyond the file", _move(offset=10**9), FoundBy.INSPECT, r"should lie .* the file has"),
+    ("a place beyond the file", _move(offset=10**9), FoundBy.INSPECT, r"should hold .* at byte 10000"),
     (
         "a tensor for an object",
         metadata(_object_for_tensor),

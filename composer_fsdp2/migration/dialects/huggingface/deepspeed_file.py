@@ -186,11 +186,11 @@ class WithSettings:
         yield from self.findings
 
 
-def with_settings(document: Document, read: ReadsFile, *, to: str, alone: bool) -> WithSettings | None:
+def with_settings(document: Document, read: ReadsFile, *, to: str | None, alone: bool) -> WithSettings | None:
     """Return a document's text with the settings of the DeepSpeed JSON that it references or is; None without a JSON.
 
     Args:
-        to: Name of the target system.
+        to: Name of the target system; None is the document's own.
         alone: Whether DeepSpeed's JSON is migrated without a file that references it.
     Raises:
         ConfigError: the referenced file is not JSON, or accelerate rejects it; the message has file and line.
@@ -198,6 +198,7 @@ def with_settings(document: Document, read: ReadsFile, *, to: str, alone: bool) 
     values = document.values
     if document.problem or not isinstance(values, Mapping):
         return None
+    to = to or ("axolotl" if is_axolotls_deepspeed(values) else "accelerate")
     if is_deepspeeds(values):
         return _of_itself(_Json(document=document, to=to)) if alone else None
     by_launcher = values.get("distributed_type") == "DEEPSPEED"

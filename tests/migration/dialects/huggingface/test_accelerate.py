@@ -313,7 +313,7 @@ def test_a_key_that_accelerate_refuses_is_a_decision() -> None:
         text = HEAD + FSDP1 + AROUND + f"{extra}\n"
         (blocking,) = migrated(text).blocking
         assert blocking.key == extra.partition(":")[0] and blocking.hint == hint
-        assert extra in migrate_text(text, "run.yaml").after
+        assert extra in migrate_text(text, "run.yaml", to="composer").after
     (answer,) = ask([("accelerate", yaml.safe_load(text))])
     assert "unknown keys" in answer["error"] and "my_notes" in answer["error"]
     inside = yaml.safe_dump({"training": yaml.safe_load(text)})  # not a file of accelerate's: its section in another
@@ -341,7 +341,7 @@ def test_every_key_of_a_mapping_that_is_pointed_at_is_told(at: str) -> None:
     """--dialect huggingface --at fsdp_config mentioned none of its keys, and ended with 0."""
     values: dict[str, Any] = {"fsdp_config": {"min_num_params": 0, "transformer_layer_cls_to_wrap": ["A"], "zzz": 1}}
     values = {"training": values} if at.startswith("training") else values
-    migration = migrate_text(yaml.safe_dump(values), "run.yaml", dialect="huggingface", at=at)
+    migration = migrate_text(yaml.safe_dump(values), "run.yaml", to="composer", dialect="huggingface", at=at)
     keys = {each.key for each in migration.sections[0].findings}
     assert keys >= {"fsdp_config.min_num_params", "fsdp_config.transformer_layer_cls_to_wrap", "fsdp_config.zzz"}
     assert migration.exit_code == 1  # FSDP is off there

@@ -268,7 +268,7 @@ def test_a_trainer_clips_where_the_json_does() -> None:
 
 def test_axolotl_may_have_the_settings_in_its_own_file() -> None:
     text = AXOLOTL.replace("zero.json  # three stages", json.dumps(ZERO3))
-    migration = migrate_text(text, "run.yaml")
+    migration = migrate_text(text, "run.yaml", to="composer")
     run = read_first(migration.after).run
     assert run is not None and run.config.cpu_offload
     assert told(migration)["zero_optimization.stage"].where == "run.yaml:6"
@@ -302,7 +302,9 @@ def test_every_key_of_it_is_told(name: str) -> None:
     for key, (value, _) in DECIDED.items():
         inner = key.removeprefix("zero_optimization.")
         (values["zero_optimization"] if inner != key else values)[inner] = value
-    found = told(migrate_text(text_of(values), "zero.json") if name == "alone" else migrated(NAMING[name], values))
+    found = told(
+        migrate_text(text_of(values), "zero.json", to="composer") if name == "alone" else migrated(NAMING[name], values)
+    )
     assert {key: found[key].outcome for key in DECIDED} == {key: outcome for key, (_, outcome) in DECIDED.items()}
     keys = {key for key in leaves(without(values, *DECIDED)) if key not in DECIDED and key.split(".")[0] not in DECIDED}
     assert keys - found.keys() == set()
@@ -360,7 +362,7 @@ def test_keys_of_earlier_releases_ask_for_the_same(old: dict[str, Any], new: dic
 
 def test_by_itself_it_becomes_a_new_file() -> None:
     """It ended with exit code 2; a file in its place would be one that DeepSpeed does not read."""
-    migration = migrate_text(text_of(ZERO3), "ds/zero.json")
+    migration = migrate_text(text_of(ZERO3), "ds/zero.json", to="composer")
     assert migration.exit_code == 0 and migration.is_new_file and migration.suffix == ".yaml"
     named = read_first(migrated(ACCELERATE.replace("num_processes: 8\n", ""), ZERO3).after).run
     alone = read_first(migration.after).run

@@ -1,0 +1,46 @@
+"""Folders of torch.distributed.checkpoint that no Composer wrote: accelerate's, and those of a script of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from support.comparing import full
+from support.models import Decoder
+from support.on_ranks import on_ranks
+from support.ranks import run_ranks
+from torch.distributed.fsdp import fully_shard
+
+from composer_fsdp2 import convert_checkpoint, inspect_checkpoint, verify_checkpoint
+from composer_fsdp2.errors import CheckpointError
+
+
+def save(folder: str) -> dict[str, torch.Tensor]:
+    model = Decoder(tied=False)
+    fully_shard(model)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/pytorch_model_fsdp_0")
+    dcp.save(model.state_dict(), checkpoint_id=f"{folder}/flat")
+    return {name: full(each) for name, each in model.state_dict().items()}
+
+
+def test_a_models_state_dict_is_inspected_converted_and_verified(tmp_path: Path):
+    """accelerate's ``pytorch_model_fsdp_0`` has ``model`` above the names; ``dcp.save(model.state_dict())`` nothing."""
+    expected = run_ranks(save, 2, str(tmp_path))[0]
+    for name in ("pytorch_model_fsdp_0", "flat"):
+        path, converted = tmp_path / name, tmp_path / f"{name}-converted"
+        assert len(inspect_checkpoint(path).tensors) == len(expected)
+        convert_checkpoint(path, converted, to="safetensors")
+        found = load_file(converted / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        assert verify_checkpoint(path, converted).ok
+
+
+@on_ranks(1)
+def test_other_folders_are_refused_with_their_keys(folder: str):
+    dcp.save({"model": {"w": torch.ones(2)}, "step": 3}, checkpoint_id=folder)
+    with pytest.raises(CheckpointError, match=r"not by Composer.*model, step"):
+        inspect_checkpoint(folder)
