@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
@@ -24,3 +25,10 @@ def nest_unit(unit: FSDPModule, *, reshard_after_forward: bool | int, cast_forwa
     for group in groups_of(state):
         group.post_forward_mesh_info = _get_post_forward_mesh_info(reshard_after_forward, group.mesh_info)
     state.own_policy = replace(state.own_policy, cast_forward_inputs=cast_forward_inputs)
+
+
+def group_of_unit(unit: FSDPModule, *, replicas: bool) -> dist.ProcessGroup | None:
+    """The ranks that shard the unit's parameters, or those that replicate them; None without such."""
+    name = "replicate_process_group" if replicas else "shard_process_group"
+    found = (getattr(group.mesh_info, name, None) for group in groups_of(state_of(unit)))
+    return next(found, None)

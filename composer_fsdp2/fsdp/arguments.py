@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, ShardingStrategy
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.errors import ConfigError, PlanError, UnsupportedError
@@ -29,7 +29,7 @@ def translate_arguments(
     cpu_offload: Any,
     backward_prefetch: BackwardPrefetch | None,
     mixed_precision: Any,
-    device_id: int | torch.device | None,
+    device_id: int | str | torch.device | None,
     sync_module_states: bool,
     forward_prefetch: bool,
     limit_all_gathers: bool,
@@ -98,12 +98,13 @@ def _ranks(strategy: ShardingStrategy, process_group: Any, mesh: DeviceMesh | No
     return {} if process_group is None else {"process_group": process_group}
 
 
-def _device_type(module: nn.Module, device_id: int | torch.device | None, mesh: DeviceMesh | None) -> str:
+def _device_type(module: nn.Module, device_id: int | str | torch.device | None, mesh: DeviceMesh | None) -> str:
     """The device type for training: explicit, else that of the parameters, else the accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device_id, int):
         device_id = torch.device(accelerator.type if accelerator is not None else "cpu", device_id)
     if device_id is not None:
+        device_id = torch.device(device_id)
         if device_id.type != "cpu" and device_id.index not in (None, torch.accelerator.current_device_index()):
             raise ConfigError(
                 f"device_id is {device_id}, and the current device {torch.accelerator.current_device_index()}; call "
@@ -125,7 +126,7 @@ def ignored_states(
     Args:
         states: FSDP1's ``ignored_states``: modules, or parameters.
     Raises:
-        ConfigError: both arguments are set, or one contains another type.
+        ConfigError: both arguments are set, or one contains another type, or an FSDP instance.
         PlanError: the wrapped module itself is ignored.
     """
     given, others = list(ignored_modules or ()), list(states or ())
@@ -136,6 +137,8 @@ def ignored_states(
             f"ignored_states holds a {type(wrong[0]).__name__}; give modules, or parameters", keys=("ignored_states",)
         )
     roots = [each for each in (*given, *others) if isinstance(each, nn.Module)]
+    if any(isinstance(each, FSDPModule) for each in roots):
+        raise ConfigError("ignored_states holds an FSDP instance; ignore its parameters", keys=("ignored_states",))
     if module in roots:
         raise PlanError("the wrapped module itself is ignored; leave it unwrapped, or ignore parts of it")
     modules = {below for root in roots for below in root.modules()}

@@ -4,16 +4,18 @@ import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, MixedPrecision, ShardingStrategy
+from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.private_names import FSDP_WRAPPED, ActivationWrapper, parent_mesh
+from composer_fsdp2._torch.private_names import FSDP_WRAPPED, ActivationWrapper, parent_mesh, without_wrappers
 from composer_fsdp2._torch.unit import UnitHooks, hooks_of
-from composer_fsdp2._torch.wrappers import auto_wrap, is_own_unit, nest_unit
+from composer_fsdp2._torch.wrappers import auto_wrap, group_of_unit, is_own_unit, nest_unit
 from composer_fsdp2.errors import CallError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
 from composer_fsdp2.fsdp.arguments import report, translate_arguments
@@ -83,7 +85,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -106,6 +108,10 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             "use_orig_params": use_orig_params,
             "device_mesh": device_mesh,
         }
+        self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        self.cpu_offload, self.mixed_precision = cpu_offload or CPUOffload(), mixed_precision or MixedPrecision()
+        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
         self._fsdp_param_init_fn = param_init_fn
         self._fsdp_is_nested = _made_by_policy is not None
         if _made_by_policy is not None:
@@ -138,15 +144,43 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         inner: nn.Module = self._fsdp_wrapped_module
         return inner._checkpoint_wrapped_module if isinstance(inner, ActivationWrapper) else inner
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that shard its parameters; under NO_SHARD those that replicate them."""
+        found = None
+        if self._fsdp_hooks is not None:
+            found = group_of_unit(self, replicas=self.sharding_strategy is ShardingStrategy.NO_SHARD)
+        return found or cast(dist.ProcessGroup, dist.group.WORLD)
+
+    @property
+    def rank(self) -> int:
+        """In ``process_group``."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Of ``process_group``."""
+        return self.process_group.size()
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where its parameters are gathered, also with ``cpu_offload``."""
+        meshes = (each.device_mesh for each in self.parameters() if isinstance(each, DTensor))
+        kind = next((mesh.device_type for mesh in meshes), "cpu")
+        return torch.device(kind, None if kind == "cpu" else torch.accelerator.current_device_index())
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name == FSDP_WRAPPED:
                 raise
-            if name in _FLAT:
-                raise AttributeError(f"{name}: fully_shard has no flat parameters; {_FLAT[name]}") from None
+        try:
             return getattr(self._fsdp_wrapped_module, name)
+        except AttributeError:
+            if name not in _FLAT:
+                raise
+            raise AttributeError(f"{name}: fully_shard has no flat parameters; {_FLAT[name]}") from None
 
     def __getitem__(self, key: int) -> Any:
         return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
@@ -236,7 +270,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
 
 _FLAT = dict.fromkeys(
-    ("_flat_param", "_handle", "_handles", "_all_handles"),
+    ("_flat_param", "_handle", "_handles", "_all_handles", "_fully_sharded_module_to_handle", "params"),
     "read model.named_parameters(), which are DTensors, and within FSDP.summon_full_params(model) full tensors",
 )
 
@@ -324,6 +358,7 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
         instance._fsdp_hooks.sums_in_own_dtype = True
         instance.register_state_dict_post_hook(_remove_prefix)
         instance.register_load_state_dict_pre_hook(_add_prefix)
+        instance.register_load_state_dict_post_hook(_clean_keys)
         set_state_dict_type(instance, FULL)
 
 
@@ -338,3 +373,9 @@ def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unu
     inner = prefix + _PREFIX
     for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
         state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+
+
+def _clean_keys(module: nn.Module, incompatible_keys: Iterable[list[str]]) -> None:
+    """The keys that ``load_state_dict`` returns, or names in its error: without the parts of wrappers."""
+    for keys in incompatible_keys:
+        keys[:] = map(without_wrappers, keys)

@@ -225,3 +225,19 @@ def test_older_methods_for_optimizer_state():
     shards = FSDP.sharded_optim_state_dict(model, optimizer)
     of_fresh.load_state_dict(FSDP.flatten_sharded_optim_state_dict(shards, fresh, of_fresh))
     assert_same(FSDP.full_optim_state_dict(fresh, of_fresh, rank0_only=False)["state"], by_name["state"])
+
+
+@on_ranks(2)
+def test_keys_that_do_not_fit_are_named_as_by_fsdp1():
+    """Scripts that load with ``strict=False`` compare the returned keys with those of their checkpoint."""
+    found = []
+    for cls in (FSDP1, FSDP):
+        model, _ = start(cls, BY_HAND, steps=0)
+        with cls.state_dict_type(model, FULL):
+            state = dict(list(model.state_dict().items())[1:], unknown=torch.ones(1))
+            found.append(model.load_state_dict(state, strict=False))
+            with pytest.raises(RuntimeError) as error:
+                model.load_state_dict(state)
+        assert "_fsdp_wrapped_module" not in str(error.value)
+    assert found[0] == found[1]
+    assert len(found[1].missing_keys) == 1 and found[1].unexpected_keys == ["unknown"]

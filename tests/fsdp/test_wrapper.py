@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from composer_fsdp2.errors import CallError, ConfigError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp import FullyShardedDataParallel as FSDP
-from composer_fsdp2.fsdp import MixedPrecision, ShardingStrategy, arguments, optimizers
+from composer_fsdp2.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, arguments, optimizers
 from composer_fsdp2.fsdp.wrap import ModuleWrapPolicy, enable_wrap
 from composer_fsdp2.fsdp.wrap import wrap as wrap_by_context
 
@@ -54,6 +54,34 @@ def test_names_and_modules_are_those_of_fsdp1():
     assert all(isinstance(each, DTensor) for each in found.parameters())
     assert found.head.weight is found.embed.weight
     assert not hasattr(found, "nothing_such")
+
+
+@on_ranks(2)
+def test_attributes_are_those_of_fsdp1():
+    """What scripts read on an instance: its arguments, and its ranks."""
+    single = dist.new_group([0]), dist.new_group([1])
+    options = {"cpu_offload": CPUOffload(), "mixed_precision": MixedPrecision(torch.bfloat16), "forward_prefetch": True}
+    cases = [
+        {},
+        {"sharding_strategy": ShardingStrategy.NO_SHARD, "backward_prefetch": None},
+        {"process_group": single[dist.get_rank()], "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        {
+            "process_group": (single[dist.get_rank()], dist.group.WORLD),
+            "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+        },
+        {**options, "limit_all_gathers": False, "device_id": "cpu"},
+    ]
+    names = ["cpu_offload", "mixed_precision", "backward_prefetch", "forward_prefetch", "limit_all_gathers"]
+    for case in cases:
+        found, expected = wrap(Decoder(), **case), wrap(Decoder(), FSDP1, **case)
+        for one, other in zip(FSDP.fsdp_modules(found), FSDP1.fsdp_modules(expected), strict=True):
+            for name in (*names, "rank", "world_size", "compute_device"):
+                assert getattr(one, name) == getattr(other, name), (case, name)
+            ranks = [dist.get_process_group_ranks(each.process_group) for each in (one, other)]
+            assert ranks[0] == ranks[1], (case, ranks)
+            if one.world_size > 1:
+                assert one.sharding_strategy == other.sharding_strategy
+    assert FSDP(nn.ReLU(), **CPU).world_size == 2
 
 
 @on_ranks(2)
@@ -91,8 +119,9 @@ def test_methods_of_the_root_alone():
             call()
     with pytest.raises(UnsupportedError, match="reduce_dtype"):
         model.register_comm_hook(None, None)
-    with pytest.raises(AttributeError, match="summon_full_params"):
-        model._flat_param  # noqa: B018
+    for name in ("_flat_param", "params"):
+        with pytest.raises(AttributeError, match="summon_full_params"):
+            getattr(model, name)
     with pytest.raises(CallError, match="before wrapping"):
         copy.deepcopy(model)
 
@@ -133,6 +162,10 @@ def test_ignored_parameters_and_modules_stay():
     net = Decoder()
     with pytest.raises(ConfigError, match="keep one"):
         wrap(net, ignored_modules=[net.norm], ignored_states=[net.head.weight])
+    net.norm = FSDP(net.norm, **CPU)
+    for name in ("ignored_modules", "ignored_states"):
+        with pytest.raises(ConfigError, match="holds an FSDP instance"):
+            FSDP(net, **CPU, **{name: [net.norm]})
     with pytest.raises(PlanError, match="itself is ignored"):
         wrap(net, ignored_modules=[net])
 
