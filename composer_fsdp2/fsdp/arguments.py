@@ -132,13 +132,12 @@ def ignored_states(
     given, others = list(ignored_modules or ()), list(states or ())
     if given and others:
         raise ConfigError("ignored_modules and ignored_states are both given; keep one", keys=("ignored_states",))
-    if wrong := [each for each in (*given, *others) if not isinstance(each, nn.Module | nn.Parameter)]:
-        raise ConfigError(
-            f"ignored_states holds a {type(wrong[0]).__name__}; give modules, or parameters", keys=("ignored_states",)
-        )
+    kinds = {"ignored_modules": (given, nn.Module), "ignored_states": (others, nn.Module | nn.Parameter)}
+    for key, (values, kind) in kinds.items():
+        if wrong := [each for each in values if isinstance(each, FSDPModule) or not isinstance(each, kind)]:
+            allowed = "modules, or parameters" if values is others else "modules"
+            raise ConfigError(f"{key} holds a {type(wrong[0]).__name__}; give {allowed}", keys=(key,))
     roots = [each for each in (*given, *others) if isinstance(each, nn.Module)]
-    if any(isinstance(each, FSDPModule) for each in roots):
-        raise ConfigError("ignored_states holds an FSDP instance; ignore its parameters", keys=("ignored_states",))
     if module in roots:
         raise PlanError("the wrapped module itself is ignored; leave it unwrapped, or ignore parts of it")
     modules = {below for root in roots for below in root.modules()}

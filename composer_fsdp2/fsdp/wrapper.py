@@ -147,10 +147,13 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks that shard its parameters; under NO_SHARD those that replicate them."""
-        found = None
-        if self._fsdp_hooks is not None:
-            found = group_of_unit(self, replicas=self.sharding_strategy is ShardingStrategy.NO_SHARD)
+        found = group_of_unit(self, replicas=self.sharding_strategy is ShardingStrategy.NO_SHARD)
         return found or cast(dist.ProcessGroup, dist.group.WORLD)
+
+    @property
+    def _inter_node_pg(self) -> dist.ProcessGroup | None:
+        """The ranks that replicate its shards; Composer and others read it under the hybrid strategies."""
+        return group_of_unit(self, replicas=True)
 
     @property
     def rank(self) -> int:

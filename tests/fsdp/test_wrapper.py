@@ -79,6 +79,8 @@ def test_attributes_are_those_of_fsdp1():
                 assert getattr(one, name) == getattr(other, name), (case, name)
             ranks = [dist.get_process_group_ranks(each.process_group) for each in (one, other)]
             assert ranks[0] == ranks[1], (case, ranks)
+            if "HYBRID" in str(case):
+                assert one._inter_node_pg.size() == other._inter_node_pg.size() == 2
             if one.world_size > 1:
                 assert one.sharding_strategy == other.sharding_strategy
     assert FSDP(nn.ReLU(), **CPU).world_size == 2
@@ -164,8 +166,10 @@ def test_ignored_parameters_and_modules_stay():
         wrap(net, ignored_modules=[net.norm], ignored_states=[net.head.weight])
     net.norm = FSDP(net.norm, **CPU)
     for name in ("ignored_modules", "ignored_states"):
-        with pytest.raises(ConfigError, match="holds an FSDP instance"):
+        with pytest.raises(ConfigError, match="holds a FullyShardedDataParallel"):
             FSDP(net, **CPU, **{name: [net.norm]})
+    with pytest.raises(ConfigError, match="holds a Parameter; give modules"):
+        FSDP(net, **CPU, ignored_modules=[net.head.weight])
     with pytest.raises(PlanError, match="itself is ignored"):
         wrap(net, ignored_modules=[net])
 
