@@ -61,7 +61,7 @@ test-all-checkpoints: venv ## ... of FSDP1's checkpoints
 	THOROUGH=1 $(PY) $(PYTEST) tests/compat/test_load_fsdp1.py $(ARGS)
 
 test-all-parity: venv ## ... of parity with FSDP1
-	THOROUGH=1 $(PY) $(PYTEST) tests/parity $(ARGS)
+	THOROUGH=1 $(PY) $(PYTEST) tests/parity tests/fsdp/test_parity.py $(ARGS)
 
 coverage: venv venv-engine ## branch coverage of `make test`; .coverage says which test file runs which line
 	$(PY) -m coverage erase

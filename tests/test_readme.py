@@ -87,16 +87,20 @@ def rows(text: str, start: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
-def test_the_three_lines_of_parity_are_those_of_its_page():
+def test_the_lines_of_parity_are_those_of_its_page():
     """The README's summary is the worst of the rows that were measured, not a number of its own."""
     measured = rows((ROOT / "migration_docs/parity.md").read_text(), "| reference | ranks |")
     told = rows(README.read_text(), "| reference | runs |")
+    of_class = [row for row in measured if row[0] == "FSDP1's class"]
     groups = [
         [row for row in measured if row[0] == "FSDP1" and "float64" in row[2]],
         [row for row in measured if row[0] == "FSDP1" and "float64" not in row[2]],
+        [row for row in of_class if "float64" in row[2]],
+        [row for row in of_class if "fp32" in row[2] or "mixed" in row[2]],
         [row for row in measured if row[0] == "one process"],
     ]
-    assert sum(map(len, groups)) == len(measured)
+    own_row = [row for row in of_class if "NO_SHARD" in row[2]]  # FSDP1 rounds otherwise: see the page
+    assert sum(map(len, [*groups, own_row])) == len(measured) and len(own_row) == 1
     for (_, runs, *worst, equal), group in zip(told, groups, strict=True):
         assert int(runs) == sum(int(row[3]) for row in group)
         assert [float(value) for value in worst] == [max(float(row[column]) for row in group) for column in (4, 5, 6)]

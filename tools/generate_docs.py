@@ -115,6 +115,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "migration_docs/keys.md:composer values": partial(values_table, "composer"),
     "migration_docs/keys.md:composer implicit": partial(implicit_table, "composer"),
 }
+TABLES["migration_docs/fsdp-class.md:fsdp"] = partial(keys_table, "fsdp")
 for _group in dict.fromkeys(row.group for row in DIALECTS["huggingface"].rows):
     TABLES[f"migration_docs/keys.md:huggingface {_group}"] = partial(keys_table, "huggingface", _group)
 for _dialect in ("huggingface", "axolotl", "roll", "torchtitan"):

@@ -11,8 +11,7 @@ from composer_fsdp2.cli.printing import print_json, refuse
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.text import printable
 from composer_fsdp2.migration import explain as explaining
-from composer_fsdp2.migration.dialects import DIALECTS
-from composer_fsdp2.migration.explain import Answer, Explanation
+from composer_fsdp2.migration.explain import EXPLAINED, Answer, Explanation
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,8 +37,8 @@ class Explain(Command):
         str | None,
         typer.Option(
             "--dialect",
-            help=f"Only this dialect: {' or '.join(', '.join(DIALECTS).rsplit(', ', 1))}.",
-            autocompletion=lambda: DIALECTS,
+            help=f"Only this dialect: {' or '.join(', '.join(EXPLAINED).rsplit(', ', 1))}.",
+            autocompletion=lambda: EXPLAINED,
         ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
@@ -63,8 +62,8 @@ class Explain(Command):
 
 
 def _answer(asked: str | None, dialect: str | None) -> Answer:
-    if dialect is not None and dialect not in DIALECTS:
-        return Answer(error=f"there is no dialect {printable(dialect)}; choose one of {', '.join(DIALECTS)}")
+    if dialect is not None and dialect not in EXPLAINED:
+        return Answer(error=f"there is no dialect {printable(dialect)}; choose one of {', '.join(EXPLAINED)}")
     if asked is None:
         return Answer(keys=explaining.all_keys(dialect), implicit=explaining.implicit_settings(dialect))
     found = explaining.explain(asked, dialect=dialect)

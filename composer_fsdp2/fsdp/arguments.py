@@ -13,12 +13,10 @@ from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, ShardingStrateg
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.errors import ConfigError, PlanError, UnsupportedError
+from composer_fsdp2.fsdp1.class_arguments import BY_NODE
 from composer_fsdp2.fsdp1.translate import Translation, translate
 
 log = logging.getLogger(__name__)
-
-# A pair of groups in Composer's words: shards within a node, replicas across nodes. FSDP1's default for hybrids.
-_BY_NODE = ("node", "local_rank_across_nodes")
 
 
 def translate_arguments(
@@ -92,7 +90,7 @@ def _ranks(strategy: ShardingStrategy, process_group: Any, mesh: DeviceMesh | No
             raise ConfigError(f"{strategy} takes a device_mesh with {wanted}; it is {mesh}", keys=("device_mesh",))
         return {"device_mesh": mesh}
     if is_hybrid:
-        return {"process_group": _BY_NODE if process_group is None else process_group}
+        return {"process_group": BY_NODE if process_group is None else process_group}
     if isinstance(process_group, dist.ProcessGroup) and process_group.size() == dist.get_world_size():
         return {}
     return {} if process_group is None else {"process_group": process_group}

@@ -1,6 +1,7 @@
 """``FullyShardedDataParallel``: FSDP1's class, trained by ``fully_shard``."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -220,12 +221,16 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, a scalar.
 
+        It has the dtype of the gradients, as under FSDP1.
+
         Raises:
             CallError: another instance contains this one.
         Called on all ranks; one all-reduce of one number.
         """
         self._require_root("clip_grad_norm_")
-        return clip_grad_norm_(self, max_norm, norm_type)[""]
+        norm = clip_grad_norm_(self, max_norm, norm_type)[""]
+        dtypes = {each.grad.dtype for each in self.parameters() if each.grad is not None}
+        return norm.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else norm
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -29,11 +29,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
-from composer_fsdp2._torch.private_names import without_wrappers
+from composer_fsdp2._torch.private_names import ShardedTensor, without_wrappers
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CallError, UnsupportedError
 from composer_fsdp2.sharding.agree import agree, device_of_group
-from composer_fsdp2.sharding.full_values import gather_full, own_part
+from composer_fsdp2.sharding.full_values import cut_otherwise, gather_full, part_of
 from composer_fsdp2.sharding.placements import splitting_axes
 from composer_fsdp2.sharding.sharded import sharded_roots
 
@@ -435,8 +435,10 @@ def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
     """A copy, since an optimizer steps in the tensors that it loads."""
     if not isinstance(value, torch.Tensor):
         return value
-    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
-        return with_local_tensor(parameter, own_part(parameter, value.detach()).clone())
+    if isinstance(parameter, DTensor) and (part := part_of(parameter, value)) is not None:
+        return with_local_tensor(parameter, part.clone())
+    if isinstance(value, ShardedTensor):
+        raise CallError(cut_otherwise(value))
     return value.detach().clone()
 
 

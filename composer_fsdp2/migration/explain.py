@@ -13,11 +13,14 @@ from composer_fsdp2.config.findings import Finding, Origin
 from composer_fsdp2.config.rows import Row
 from composer_fsdp2.config.text import nearest_names
 from composer_fsdp2.config.value import plain
+from composer_fsdp2.migration.class_arguments import FSDPClass
 from composer_fsdp2.migration.dialect import Dialect
 from composer_fsdp2.migration.dialects import DIALECTS
 
 # Version of the object that ``explain --json`` prints; a new version means that programs which read it must change.
 VERSION = 1
+# What can be asked for: the keys of every dialect, and the arguments of FSDP1's class.
+EXPLAINED: dict[str, Dialect] = {**DIALECTS, FSDPClass.name: FSDPClass()}
 SCHEMA = Path(__file__).with_name("explain.schema.json")
 
 
@@ -243,7 +246,7 @@ def nearest(asked: str, *, dialect: str | None = None) -> dict[str, list[str]]:
 
 def beginning_with(incomplete: str) -> list[str]:
     """Return keys (the last part of their path) and values of all dialects with this prefix, for shell completion."""
-    known = (name for of in DIALECTS.values() for name in (*_keys(of), *_words(of)))
+    known = (name for of in EXPLAINED.values() for name in (*_keys(of), *_words(of)))
     return sorted({name for name in known if name.startswith(incomplete) and "." not in name})
 
 
@@ -286,7 +289,7 @@ def _read(text: str, row: Row, name: str) -> Any:
 
 
 def _dialects(name: str | None) -> Iterator[Dialect]:
-    yield from (dialect for dialect in DIALECTS.values() if name in (None, dialect.name))
+    yield from (dialect for dialect in EXPLAINED.values() if name in (None, dialect.name))
 
 
 def _rows(dialect: str | None) -> Iterator[tuple[Dialect, Row]]:

@@ -36,6 +36,33 @@ def own_part(like: DTensor, full: torch.Tensor) -> torch.Tensor:
     return full
 
 
+def part_of(like: DTensor, given: torch.Tensor) -> torch.Tensor | None:
+    """This rank's shard of a full tensor, or of FSDP1's ShardedTensor where that is cut as ``like``; else None.
+
+    Does not communicate.
+    """
+    if given.shape != like.shape or isinstance(given, DTensor):
+        return None
+    if not isinstance(given, ShardedTensor):
+        return own_part(like, given.detach())
+    box = local_box(like)
+    if 0 in box[1]:  # fewer rows than ranks
+        return torch.empty(box[1], dtype=given.dtype)
+    shards: dict[Any, torch.Tensor] = {
+        (tuple(each.metadata.shard_offsets), tuple(each.metadata.shard_sizes)): each.tensor
+        for each in given.local_shards()
+    }
+    return shards.get(box)
+
+
+def cut_otherwise(given: Any) -> str:
+    """Why a ShardedTensor cannot be loaded here, and what can."""
+    return (
+        f"a ShardedTensor of FSDP1, cut in {len(given.metadata().shards_metadata)} for other ranks than these; "
+        "composer_fsdp2.load_checkpoint(path, model) and torch.distributed.checkpoint read such a checkpoint"
+    )
+
+
 def accept_full_values(unit: FSDPModule, owners: Iterable[nn.Module]) -> None:
     """Let ``load_state_dict`` of the modules that own a unit's parameters take full tensors, as FSDP1's did.
 
@@ -61,19 +88,11 @@ def _cut_full_values(
     for name, parameter in module._parameters.items():
         key = prefix + name
         given = state_dict.get(key)
-        if isinstance(given, ShardedTensor):
-            error_msgs.append(
-                f"{key} is a ShardedTensor, FSDP1's shard of another run; composer_fsdp2.load_checkpoint(path, model) "
-                "reads the checkpoint"
-            )
-        elif (
-            isinstance(parameter, DTensor)
-            and isinstance(given, torch.Tensor)
-            and not isinstance(given, DTensor)
-            and given.shape == parameter.shape
-        ):
-            part = own_part(parameter, given.detach())
+        part = part_of(parameter, given) if isinstance(parameter, DTensor) and given is not None else None
+        if part is not None:
             if local_metadata.get("assign_to_params_buffers"):
                 # The parameter's own memory, not that of the full tensor.
                 part = part.to(local_tensor(parameter).device, copy=True)
             state_dict[key] = with_local_tensor(parameter, part)
+        elif isinstance(given, ShardedTensor):
+            error_msgs.append(f"{key}: {cut_otherwise(given)}")

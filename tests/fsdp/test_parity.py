@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp.training import Run, train
+from parity import summary
 from parity.cases import pairwise
 from support.cases import for_each
 from support.ranks import run_ranks
@@ -26,19 +27,29 @@ AXES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def compare(runs: list[Run]) -> dict[str, tuple[float, float]]:
-    """For each run the largest relative difference of losses, and of parameters to the largest one."""
+class Differences(NamedTuple):
+    """The largest ones: relative of losses and norms, of parameters to the largest parameter."""
+
+    losses: float
+    norms: float
+    parameters: float
+
+
+def compare(runs: list[Run]) -> dict[str, Differences]:
     return for_each(differences, {str(run): (run,) for run in runs})
 
 
-def differences(run: Run) -> tuple[float, float]:
-    losses, parameters = train(FSDP1, dataclasses.replace(run, offload="no"))  # it would pin memory for a GPU
-    ours, own = train(FullyShardedDataParallel, run)
+def differences(run: Run) -> Differences:
+    losses, norms, parameters = train(FSDP1, dataclasses.replace(run, offload="no"))  # it would pin memory for a GPU
+    our_losses, our_norms, own = train(FullyShardedDataParallel, run)
     assert list(own) == list(parameters)
-    of_losses = max(abs(one - other) / abs(other) for one, other in zip(ours, losses, strict=True))
     scale = max(each.abs().max() for each in parameters.values())
     of_parameters = max(((own[name] - each).abs().max() / scale).item() for name, each in parameters.items())
-    return of_losses, of_parameters
+    return Differences(_largest(our_losses, losses), _largest(our_norms, norms), of_parameters)
+
+
+def _largest(found: list[float], expected: list[float]) -> float:
+    return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
 
 
 def runs_of(axes: dict[str, Any]) -> list[Run]:
@@ -54,35 +65,47 @@ def runs_of(axes: dict[str, Any]) -> list[Run]:
 
 
 # float64 to its last digits. In fp32 a norm adds up squares in another order, and each step of AdamW rounds.
-EXACT, ROUNDED = (1e-12, 1e-12), (2e-7, 1e-7)
+EXACT, ROUNDED = Differences(1e-12, 1e-12, 1e-12), Differences(2e-7, 2e-7, 1e-7)
 # FSDP1 without shards adds the next backward to gradients that are averaged already, and averages the sum again, and
 # takes the norm of gradients in bf16 in bf16; ours averages each backward, and takes the norm in fp32. In float64 and
 # fp32 there is no difference.
-ROUNDED_TO_BF16 = (2**-9, 2**-9)
+ROUNDED_TO_BF16 = Differences(2**-9, 2**-7, 2**-9)
 
 
-def limits_of(run: Run) -> tuple[float, float]:
-    is_averaged_again = run.strategy == "NO_SHARD" and "bf16" in run.precision and run.microbatches == "2"
-    has_norm_in_bf16 = run.strategy == "NO_SHARD" and run.precision == "bf16 parameters"
-    if is_averaged_again or has_norm_in_bf16:
+def rounds_to_bf16(run: Run) -> bool:
+    is_averaged_again = "bf16" in run.precision and run.microbatches == "2"
+    return run.strategy == "NO_SHARD" and (is_averaged_again or run.precision == "bf16 parameters")
+
+
+def limits_of(run: Run) -> Differences:
+    if rounds_to_bf16(run):
         return ROUNDED_TO_BF16
     return EXACT if run.precision == "float64" else ROUNDED
 
 
-def assert_same_as_fsdp1(rows: dict[str, tuple[float, float]], runs: list[Run]) -> None:
+def assert_same_as_fsdp1(runs: list[Run], num_ranks: int = 2, timeout_s: float = 180) -> None:
+    """On every rank; for the table of parity, too."""
+    by_rank = run_ranks(compare, num_ranks, runs, timeout_s=timeout_s)
     wrong = []
     for run in runs:
-        print(*(f"{each:.1e}" for each in rows[str(run)]), run)
+        found = Differences(*(max(each) for each in zip(*(rows[str(run)] for rows in by_rank), strict=True)))
         limits = limits_of(run)
-        if any(not found <= limit for found, limit in zip(rows[str(run)], limits, strict=True)):
-            wrong.append(f"{run}: losses {rows[str(run)][0]:.1e}, parameters {rows[str(run)][1]:.1e}, not {limits}")
+        summary.SEEN.append(summary.Row("FSDP1's class", num_ranks, _kind(run), *found, is_bit_equal=not any(found)))
+        if any(not each <= limit for each, limit in zip(found, limits, strict=True)):
+            wrong.append(f"{run}: {found}, not {limits}")
     assert not wrong, "\n".join(wrong)
+
+
+def _kind(run: Run) -> str:
+    if rounds_to_bf16(run):
+        return "AdamW, NO_SHARD in bf16"
+    return f"AdamW, {run.precision if run.precision in ('float64', 'fp32') else 'mixed with bf16'}"
 
 
 def test_strategies_precisions_wraps_and_accumulation():
     """A script would train another model than under FSDP1, without an error."""
     runs = runs_of(AXES)
-    assert_same_as_fsdp1(run_ranks(compare, 2, runs, timeout_s=900)[0], runs)
+    assert_same_as_fsdp1(runs, timeout_s=900)
 
 
 def test_batch_norms_and_mixed_precision():
@@ -92,13 +115,13 @@ def test_batch_norms_and_mixed_precision():
         for precision in ("bf16", "bf16 cast in each", "float64")
         for wrap in ("classes", "size")
     ]
-    assert_same_as_fsdp1(run_ranks(compare, 2, runs)[0], runs)
+    assert_same_as_fsdp1(runs)
 
 
 def test_one_rank():
     """A script is tried on one device first; FSDP1 shards nothing there."""
     runs = [Run(wrap="classes", optimizer="before"), Run(precision="bf16", microbatches="2 no_sync", trained="biases")]
-    assert_same_as_fsdp1(run_ranks(compare, 1, runs)[0], runs)
+    assert_same_as_fsdp1(runs, num_ranks=1)
 
 
 def test_without_shards():
@@ -108,7 +131,7 @@ def test_without_shards():
         for precision in ("float64", "fp32")
         for microbatches in ("1", "2", "2 no_sync")
     ]
-    assert_same_as_fsdp1(run_ranks(compare, 2, runs)[0], runs)
+    assert_same_as_fsdp1(runs)
 
 
 def test_replicas_of_shards_and_groups_of_ranks():
@@ -120,4 +143,4 @@ def test_replicas_of_shards_and_groups_of_ranks():
         Run(groups="pairs", wrap="by hand", optimizer="before"),
         Run(groups="pairs", strategy="NO_SHARD", wrap="classes", microbatches="2 no_sync"),
     ]
-    assert_same_as_fsdp1(run_ranks(compare, 4, runs)[0], runs)
+    assert_same_as_fsdp1(runs, num_ranks=4)

@@ -158,17 +158,18 @@ def groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     return _groups(dist.get_world_size(), dist.group.WORLD)
 
 
-def train(cls: Any, run: Run) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of this rank, and the trained parameters. Called on all ranks."""
+def train(cls: Any, run: Run) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """The losses of this rank, the norms of its gradients, and the trained parameters. Called on all ranks."""
     net = build(run)
     optimizer = make_optimizer(net)
     model = wrapped(cls, net, run)
     if run.optimizer == "after":
         optimizer = make_optimizer(model)
     with norms_in_float64() if run.precision == "float64" else contextlib.nullcontext():
-        losses = [step(model, optimizer, run, number) for number in range(STEPS)]
+        steps = [clipped_step(model, optimizer, run, number) for number in range(STEPS)]
+    losses, norms = map(list, zip(*steps, strict=True))
     with cls.summon_full_params(model):
-        return losses, {own_name(name): each.detach().clone() for name, each in model.named_parameters()}
+        return losses, norms, {own_name(name): each.detach().clone() for name, each in model.named_parameters()}
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -176,6 +177,11 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, run: Run, number: int) -> float:
+    return clipped_step(model, optimizer, run, number)[0]
+
+
+def clipped_step(model: Any, optimizer: torch.optim.Optimizer, run: Run, number: int) -> tuple[float, float]:
+    """The loss, and the norm of the gradients before they were clipped."""
     count, total = int(run.microbatches[0]), 0.0
     optimizer.zero_grad()
     for microbatch in range(count):
@@ -184,9 +190,9 @@ def step(model: Any, optimizer: torch.optim.Optimizer, run: Run, number: int) ->
             loss = forward(model, 1 + dist.get_rank() + 10 * microbatch + 100 * number) / count
             loss.backward()
         total += loss.item()
-    model.clip_grad_norm_(MAX_NORM)
+    norm = model.clip_grad_norm_(MAX_NORM).item()
     optimizer.step()
-    return total
+    return total, norm
 
 
 def forward(model: Any, seed: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import json
 import re
 import shutil
@@ -51,7 +52,10 @@ def one(key: str, dialect: str) -> Explanation:
 @pytest.mark.parametrize(
     ("asked", "dialects"),
     [
-        ("sharding_strategy", {"axolotl", "composer", "huggingface"}),
+        ("sharding_strategy", {"axolotl", "composer", "fsdp", "huggingface"}),
+        ("FullyShardedDataParallel.sharding_strategy", {"fsdp"}),
+        ("auto_wrap_policy", {"axolotl", "fsdp", "huggingface"}),
+        ("param_init_fn", {"fsdp"}),
         ("fsdp_config.sharding_strategy", {"axolotl", "composer", "huggingface"}),
         ("trainer.parallelism_config.fsdp.sharding_strategy", {"composer"}),
         ("parallelism_config.fsdp2.reshard_after_forward", {"composer"}),
@@ -62,10 +66,10 @@ def one(key: str, dialect: str) -> Explanation:
         ("fsdp_config.cpu_offload", {"composer", "huggingface"}),
         ("parallelism_config.dp_replicate_size", {"huggingface"}),
         ("fsdp_config.mixed_precision", {"composer"}),
-        ("mixed_precision", {"composer", "huggingface"}),
+        ("mixed_precision", {"composer", "fsdp", "huggingface"}),
         ("trainer.fsdp_config.mixed_precision.param_dtype", {"composer"}),
         ("trainer.parallelism_config.fsdp.mixed_precision.param_dtype", {"composer"}),
-        ("param_dtype", {"composer", "roll"}),
+        ("param_dtype", {"composer", "fsdp", "roll"}),
         ("training_arguments.bf16:", {"axolotl", "huggingface"}),
         ("data_parallel_shard_degree", {"composer", "torchtitan"}),
         ("parallelism.data_parallel_shard_degree", {"torchtitan"}),
@@ -171,13 +175,24 @@ def test_a_value_has_its_own_fate(asked: str, dialect: str, reader: str, outcome
 VALUES_ASKED: list[tuple[str, set[tuple[str, str]]]] = [
     (
         "HYBRID_SHARD",
-        {("composer", "sharding_strategy"), ("huggingface", "fsdp"), ("huggingface", "sharding_strategy")},
+        {
+            ("composer", "sharding_strategy"),
+            ("fsdp", "sharding_strategy"),
+            ("huggingface", "fsdp"),
+            ("huggingface", "sharding_strategy"),
+        },
     ),
-    ("_HYBRID_SHARD_ZERO2", {("composer", "sharding_strategy"), ("huggingface", "sharding_strategy")}),
+    (
+        "_HYBRID_SHARD_ZERO2",
+        {("composer", "sharding_strategy"), ("fsdp", "sharding_strategy"), ("huggingface", "sharding_strategy")},
+    ),
     ("FULL_STATE_DICT", {("huggingface", "state_dict_type")}),
     ("LOCAL_STATE_DICT", {("huggingface", "state_dict_type")}),
     ("TRANSFORMER_BASED_WRAP", {("huggingface", "auto_wrap_policy")}),
-    ("BACKWARD_PRE", {("composer", "backward_prefetch"), ("huggingface", "backward_prefetch")}),
+    (
+        "BACKWARD_PRE",
+        {("composer", "backward_prefetch"), ("fsdp", "backward_prefetch"), ("huggingface", "backward_prefetch")},
+    ),
     ("selective", {("torchtitan", "activation_checkpoint.mode")}),
     ("PURE", {("composer", "mixed_precision")}),
     ("set8", {("composer", "process_group")}),
@@ -232,6 +247,7 @@ def test_a_value_has_the_case_of_its_system():
         "composer": "Full_Shard",  # any case
         "huggingface": "Full_Shard",
         "axolotl": "Full_Shard",
+        "fsdp": "Full_Shard",
     }
     assert {each.word for each in explain("full_shard") if each.row.name == "fsdp"} == {"full_shard"}
     assert {each.word for each in explain("FULL_SHARD") if each.row.name == "fsdp"} == {"full_shard"}
@@ -439,6 +455,19 @@ NEWER = {
         "sp_attn_implementation",
     },
 }
+
+
+def test_the_arguments_of_fsdp1s_class_are_those_of_torch():
+    """An argument of the installed torch that nothing explains, or one with another default."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    signature = inspect.signature(FullyShardedDataParallel.__init__).parameters
+    theirs = {name: each.default for name, each in signature.items() if name not in ("self", "module")}
+    rows = {each.row.name: each.row for each in all_keys("fsdp")}
+    assert list(rows) == list(theirs)
+    assert {name: getattr(value, "name", value) for name, value in theirs.items()} == {
+        name: row.default for name, row in rows.items()
+    }
 
 
 def test_every_row_of_hugging_face_exists_in_what_is_installed():

@@ -1,0 +1,89 @@
+"""State of runs with ``use_orig_params=False``, whose optimizer held flat parameters, and of FSDP1's ShardedTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp.test_state_dicts import FULL, RUN, SHARDED, assert_close, load, states
+from fsdp.training import POLICIES, build, make_optimizer, step
+from support.on_ranks import on_ranks
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.errors import CallError
+from composer_fsdp2.fsdp import FullyShardedDataParallel as FSDP
+
+
+def start_flat(cls: Any, steps: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """Trained for some steps, with ``use_orig_params=False``, FSDP1's default."""
+    model = cls(build(RUN), auto_wrap_policy=POLICIES["classes"], device_id=torch.device("cpu"), **options)
+    optimizer = make_optimizer(model)
+    for number in range(steps):
+        step(model, optimizer, RUN, number)
+    return model, optimizer
+
+
+def resume(source: Any, target: Any, kind: StateDictType, **options: Any) -> dict[str, Any]:
+    """Train under one class, go on under the other, and compare with the first going on; return what was passed on."""
+    model, optimizer = start_flat(source, 2, **options)
+    passed = states(source, model, optimizer, kind)
+    other, its_optimizer = start_flat(target, 1, **options)
+    load(target, other, its_optimizer, kind, passed)
+    assert_close(states(target, other, its_optimizer, FULL), states(source, model, optimizer, FULL))
+    assert step(other, its_optimizer, RUN, 5) == pytest.approx(step(model, optimizer, RUN, 5), rel=1e-6)
+    assert_close(states(target, other, its_optimizer, FULL), states(source, model, optimizer, FULL))
+    return passed
+
+
+def kinds_of(state: dict[str, Any]) -> set[type]:
+    """Of matrices and their moments."""
+    moments = (value for values in state["optimizer"]["state"].values() for value in values.values())
+    return {type(each) for each in (*state["model"].values(), *moments) if each.dim() == 2}
+
+
+@on_ranks(2)
+def test_full_state_of_flat_parameters_resumes_on_either_side():
+    """The optimizer of an old run held flat parameters; its checkpoint names the original ones."""
+    resume(FSDP1, FSDP, FULL)
+    resume(FSDP, FSDP1, FULL)
+
+
+@on_ranks(2)
+def test_sharded_tensors_of_fsdp1_load():
+    """Without device_mesh FSDP1 returns ShardedTensors, as ``torch.save`` on each rank wrote them."""
+    assert kinds_of(resume(FSDP1, FSDP, SHARDED)) == {ShardedTensor}
+
+
+@on_ranks(2)
+def test_dtensors_load_on_either_side():
+    """With device_mesh FSDP1 returns and takes DTensors."""
+    mesh = init_device_mesh("cpu", (2,))
+    assert kinds_of(resume(FSDP1, FSDP, SHARDED, device_mesh=mesh)) == {DTensor}
+    assert kinds_of(resume(FSDP, FSDP1, SHARDED, device_mesh=mesh)) == {DTensor}
+
+
+@on_ranks(2)
+def test_sharded_tensors_cut_for_other_ranks_are_refused():
+    """A rank's shard of another run would be loaded as another part of the tensor."""
+    model, optimizer = start_flat(FSDP, 1)
+    rank = dist.get_rank()
+    name, size = "embed.weight", model.embed.weight.shape
+    rows = size[0] - 1 if rank == 0 else 1
+    cut = Shard(
+        torch.ones(rows, size[1]), ShardMetadata([rank * (size[0] - 1), 0], [rows, size[1]], f"rank:{rank}/cpu")
+    )
+    given = init_from_local_shards([cut], size)
+    before = model.state_dict()
+    with pytest.raises(RuntimeError, match=r"embed.weight: a ShardedTensor of FSDP1, cut in 2 .*load_checkpoint"):
+        model.load_state_dict({**before, name: given})
+    state = FSDP.optim_state_dict(model, optimizer)
+    state["state"][name]["exp_avg"] = given
+    with pytest.raises(CallError, match="load_checkpoint"):
+        FSDP.optim_state_dict_to_load(model, optimizer, state)
