@@ -262,6 +262,20 @@ def test_replicas_from_a_mesh_and_by_node():
 
 
 @on_ranks(2)
+def test_a_parameter_that_is_replaced_before_the_first_step():
+    """By a DTensor it is trained, as FSDP1's were; by a plain tensor it would be on no other rank."""
+    model = wrap(nn.Linear(4, 4))
+    layer = model.module
+    layer.weight = nn.Parameter(torch.ones_like(layer.weight) * 2)
+    with FSDP.summon_full_params(model):
+        assert (layer.weight == 2).all()
+    model = wrap(nn.Linear(4, 4))
+    model.module.weight = nn.Parameter(torch.ones(5, 4))
+    with pytest.raises(CallError, match=r"weight of a Linear was replaced by a plain tensor of shape \(5, 4\)"):
+        FSDP.summon_full_params(model).__enter__()
+
+
+@on_ranks(2)
 def test_use_orig_params_false_is_said_once():
     arguments._warn_once.cache_clear()
     with mock.patch.object(arguments.log, "warning") as warning:
