@@ -19,8 +19,13 @@ def is_own_unit(cls: type) -> None:
     cls_to_fsdp_cls.setdefault(cls, cls)
 
 
+def forget_root(unit: FSDPModule) -> None:
+    """Have the next forward find the root of the unit again, also after an earlier one found another."""
+    state_of(unit)._is_root = None
+
+
 def nest_unit(unit: FSDPModule, *, reshard_after_forward: bool | int, cast_forward_inputs: bool) -> None:
-    """Turn a root unit into a nested one, before its first forward."""
+    """Turn a root unit into a nested one, between two steps."""
     state: Any = state_of(unit)
     for group in groups_of(state):
         group.post_forward_mesh_info = _get_post_forward_mesh_info(reshard_after_forward, group.mesh_info)

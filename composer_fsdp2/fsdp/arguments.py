@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -68,6 +69,11 @@ def report(translation: Translation, *, use_orig_params: bool) -> None:
     for finding in translation.findings:
         if finding.outcome is Outcome.APPROXIMATE:
             _warn_once(f"FullyShardedDataParallel: {finding}")
+    if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+        _warn_once(
+            "FSDP_USE_FULL_PREC_IN_EVAL=1 is FSDP1's alone: in eval() modules compute in param_dtype too; evaluate an "
+            "unwrapped model that loads the full state dict"
+        )
     if not use_orig_params:
         _warn_once(
             "use_orig_params=False: parameters keep their names and shapes, as with use_orig_params=True. An optimizer "

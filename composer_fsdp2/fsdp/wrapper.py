@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.private_names import FSDP_WRAPPED, ActivationWrapper, parent_mesh, without_wrappers
 from composer_fsdp2._torch.unit import UnitHooks, hooks_of
-from composer_fsdp2._torch.wrappers import auto_wrap, group_of_unit, is_own_unit, nest_unit
-from composer_fsdp2.errors import CallError, PlanError, UnsupportedError
+from composer_fsdp2._torch.wrappers import auto_wrap, forget_root, group_of_unit, is_own_unit, nest_unit
+from composer_fsdp2.errors import CallError, ConfigError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
 from composer_fsdp2.fsdp.arguments import report, translate_arguments
 from composer_fsdp2.fsdp.dcp import open_dcp
@@ -54,7 +54,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         backward_prefetch: BACKWARD_POST is carried out as BACKWARD_PRE; None prefetches nothing.
         mixed_precision: FSDP1's; with ``keep_low_precision_grads`` an error, unless parameters have that dtype.
         ignored_modules, ignored_states: Neither sharded nor reduced; modules, or parameters.
-        param_init_fn: Called with each module that owns a meta tensor, instead of its ``reset_parameters``.
+        param_init_fn: Called with each module that owns a meta tensor, instead of its ``reset_parameters``; it
+            materialises the module, too (``to_empty``).
         device_id: Where the module is moved; default the device of its parameters, else the accelerator.
         sync_module_states: Broadcast parameters and buffers from the first rank of each group.
         forward_prefetch, limit_all_gathers: As under FSDP1; FSDP2 always limits them.
@@ -124,6 +125,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
         def decide() -> ShardingPlan:
             self._fsdp_translation = translate_arguments(module, **arguments)
+            if param_init_fn is not None and not callable(param_init_fn):
+                raise ConfigError(f"param_init_fn is {param_init_fn!r}; give a function of a module")
             self._fsdp_ignored = _ignored(module, ignored_modules, ignored_states)
             if auto_wrap_policy is not None:
                 options = {**arguments, "param_init_fn": param_init_fn, "ignored_states": self._fsdp_ignored[1]}
@@ -353,7 +356,10 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
     for each in follow:
         each()
     mark_replaced(replaced)
-    for instance in (each for each in _earlier(made) if not each._fsdp_is_nested):
+    for instance in _earlier(made):
+        forget_root(instance)
+        if instance._fsdp_is_nested:
+            continue
         config = instance._fsdp_translation.config
         instance._fsdp_is_nested = True
         nest_unit(

@@ -107,6 +107,25 @@ def test_instances_by_hand_are_nested():
 
 
 @on_ranks(2)
+def test_a_model_that_ran_is_wrapped_again():
+    """Scripts wrap a trained model once more, for inference, or around more layers."""
+    x = torch.ones(2, 4)
+    net = nn.Sequential(FSDP(nn.Linear(4, 4), **CPU), FSDP(nn.Linear(4, 4), **CPU))
+    model = FSDP(net, **CPU)
+    expected = model(x)
+    expected.sum().backward()
+    model.zero_grad()
+    for inner in (net, nn.Sequential(model, nn.Identity())):
+        again = FSDP(inner, **CPU)
+        found = again(x)
+        found.sum().backward()
+        assert torch.equal(found, expected)
+        assert all(each.grad is not None for each in again.parameters())
+        assert [each for each in FSDP.fsdp_modules(again) if each.check_is_root()] == [again]
+        again.zero_grad()
+
+
+@on_ranks(2)
 def test_wrapping_within_enable_wrap():
     with enable_wrap(wrapper_cls=FSDP, **CPU):
         net = nn.Sequential(wrap_by_context(nn.Linear(4, 4)), nn.Linear(4, 4))
@@ -189,6 +208,18 @@ def test_meta_parameters_get_values():
 
     model = wrap(Decoder(device="meta"), param_init_fn=init)
     assert all((each.full_tensor() == 2).all() for each in model.parameters())
+
+    def init_meta(module: nn.Module) -> None:
+        if any(each.is_meta for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            init(module)
+
+    tied = wrap(Decoder(device="meta", tied=True), param_init_fn=init_meta)
+    assert all((each.full_tensor() == 2).all() for each in tied.parameters())
+    assert tied.head.weight is tied.embed.weight
+    with pytest.raises(PlanError, match=r"param_init_fn left .* on the meta device"):
+        wrap(Decoder(device="meta"), param_init_fn=lambda module: None)
+    with pytest.raises(ConfigError, match="give a function"):
+        wrap(Decoder(device="meta"), param_init_fn=42)
     net = Decoder(device="cpu" if dist.get_rank() == 0 else "meta")
     expected = [net.norm.weight.detach().clone().fill_(3)] if dist.get_rank() == 0 else [None]
     if dist.get_rank() == 0:
@@ -276,13 +307,19 @@ def test_a_parameter_that_is_replaced_before_the_first_step():
 
 
 @on_ranks(2)
-def test_use_orig_params_false_is_said_once():
+def test_what_is_not_carried_out_is_said_once():
     arguments._warn_once.cache_clear()
     with mock.patch.object(arguments.log, "warning") as warning:
         for _ in range(2):
             wrap(Decoder(), use_orig_params=False)
         wrap(Decoder())
     assert warning.call_count == (dist.get_rank() == 0), warning.mock_calls
+    with (
+        mock.patch.object(arguments.log, "warning") as warning,
+        mock.patch.dict("os.environ", FSDP_USE_FULL_PREC_IN_EVAL="1"),
+    ):
+        wrap(Decoder())
+    assert ("compute in param_dtype too" in str(warning.mock_calls)) == (dist.get_rank() == 0)
     assert arguments.log.isEnabledFor(logging.WARNING)
 
 
