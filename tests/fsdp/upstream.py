@@ -77,7 +77,7 @@ REASONS: list[tuple[str, str, str]] = [
         FLAT,
         "communication hooks, execution order, flat parameters or fx",
     ),
-    ("fsdp_device_id_use_index|unsafe_setattr|ignored_modules_transformer|param_data_no_shard", FLAT, _HANDLES),
+    ("fsdp_device_id_use_index|unsafe_setattr|backward_reshard_hooks|ignored_modules_transformer|param_data_no_shard", FLAT, _HANDLES),
     ("test_fsdp_namedtuple", FLAT, "counts FSDP1's hooks on outputs"),
     ("test_no_sync_correctness", FLAT, "compares with gradients that are flat within no_sync"),
     (WAITS, DIFFERS, "ranks outside of process_group call the constructor too; not run, since it would wait for them"),
