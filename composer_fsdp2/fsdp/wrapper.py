@@ -174,7 +174,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         """Where its parameters are gathered, also with ``cpu_offload``."""
         meshes = (each.device_mesh for each in self.parameters() if isinstance(each, DTensor))
         kind = next((mesh.device_type for mesh in meshes), "cpu")
-        return torch.device(kind, None if kind == "cpu" else torch.accelerator.current_device_index())
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     def __getattr__(self, name: str) -> Any:
         try:

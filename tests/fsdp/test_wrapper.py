@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composer_fsdp2.errors import CallError, ConfigError, PlanError, UnsupportedError
-from composer_fsdp2.fsdp import FullyShardedDataParallel as FSDP
 from composer_fsdp2.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, arguments, optimizers
+from composer_fsdp2.fsdp import FullyShardedDataParallel as FSDP
 from composer_fsdp2.fsdp.wrap import ModuleWrapPolicy, enable_wrap
 from composer_fsdp2.fsdp.wrap import wrap as wrap_by_context
 
