@@ -5,6 +5,7 @@ import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, NoReturn, cast
 
 import torch
@@ -35,7 +36,7 @@ _PREFIX = f"{FSDP_WRAPPED}."
 
 _Ignored = tuple[set[nn.Module], set[nn.Parameter]]
 # Instances made by the auto_wrap_policy of the constructor in progress, which shards them together with its own.
-_made_by_policy: list["FullyShardedDataParallel"] | None = None
+_made_by_policy: ContextVar[list["FullyShardedDataParallel"] | None] = ContextVar("_made_by_policy", default=None)
 
 
 class FullyShardedDataParallel(FSDPModule, nn.Module):
@@ -115,11 +116,12 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.limit_all_gathers = limit_all_gathers
         self._fsdp_param_init_fn = param_init_fn
-        self._fsdp_is_nested = _made_by_policy is not None
-        if _made_by_policy is not None:
+        made_by_policy = _made_by_policy.get()
+        self._fsdp_is_nested = made_by_policy is not None
+        if made_by_policy is not None:
             self._fsdp_translation = translate_arguments(module, **arguments)
             self._fsdp_wrapped_module = module
-            _made_by_policy.append(self)
+            made_by_policy.append(self)
             return
         made = [self]
 
@@ -303,17 +305,16 @@ def _wrap_by_policy(
 
     Does not communicate.
     """
-    global _made_by_policy
     if _instances(module):
         raise PlanError("auto_wrap_policy: module contains an FSDP instance already; wrap all of them by hand")
-    _made_by_policy, root = made, made[0]
+    token, root = _made_by_policy.set(made), made[0]
     try:
         with warnings.catch_warnings():
             # A warning about flat parameters.
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
             auto_wrap(module, policy, *root._fsdp_ignored, {**arguments, "use_orig_params": True}, type(root))
     finally:
-        _made_by_policy = None
+        _made_by_policy.reset(token)
 
 
 def _unwrap(module: nn.Module, made: Collection[nn.Module]) -> None:
