@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composer_fsdp2.errors import CallError, ConfigError, PlanError, UnsupportedError
@@ -304,6 +304,17 @@ def test_a_parameter_that_is_replaced_before_the_first_step():
     model.module.weight = nn.Parameter(torch.ones(5, 4))
     with pytest.raises(CallError, match=r"weight of a Linear was replaced by a plain tensor of shape \(5, 4\)"):
         FSDP.summon_full_params(model).__enter__()
+
+
+@pytest.mark.others
+@on_ranks(2)
+def test_torch_itself_ignores_what_is_assigned_to_data_of_a_dtensor():
+    """FSDP1 wrote ``parameter.data = ...`` back. Once torch does, upstream.md can do without this difference."""
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    parameter.data = torch.ones_like(parameter)
+    assert (parameter.full_tensor() == 0).all()
+    parameter.data.copy_(torch.ones_like(parameter))
+    assert (parameter.full_tensor() == 1).all()
 
 
 @on_ranks(2)
