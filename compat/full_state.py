@@ -96,7 +96,8 @@ def static_method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     if is_of_fsdp1 or is_inside or not is_sharded(model):
         return original(*args, **kwargs)
     ours, instead = STATIC_METHODS[name]
-    say_what_replaces(f"FullyShardedDataParallel.{name}", instead)
+    if not any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
+        say_what_replaces(f"FullyShardedDataParallel.{name}", instead)
     return ours(*args, **kwargs)
 
 

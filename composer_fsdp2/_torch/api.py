@@ -48,6 +48,7 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     ),
     "torch.distributed.fsdp.sharded_grad_scaler": ("ShardedGradScaler",),
     "torch.distributed._shard.sharded_tensor": ("ShardedTensor",),
+    "torch.distributed._state_dict_utils": ("_all_gather_sharded_tensor",),
     "torch.distributed._functional_collectives": ("AsyncCollectiveTensor", "all_reduce"),
     "torch.distributed.tensor._dtensor_spec": ("DTensorSpec",),
     "torch.distributed.tensor._sharding_prop": ("ShardingPropagator",),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh as _device_mesh
 from torch.distributed._shard import sharded_tensor as _sharded_tensor
+from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _wrappers
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 ActivationWrapper, CheckpointImpl = _wrappers.ActivationWrapper, _wrappers.CheckpointImpl
 checkpoint_wrapper, offload_wrapper = _wrappers.checkpoint_wrapper, _wrappers.offload_wrapper
 ShardedTensor = _sharded_tensor.ShardedTensor  # type: ignore[attr-defined]
+gather_sharded: Any = _all_gather_sharded_tensor  # the full tensor of a ShardedTensor, on all ranks
 # FSDP1's own class, whatever ``install_fsdp`` has put in its place since.
 FSDP1Wrapper = _FSDP1
 # The base of all batch norms, which FSDP1 kept out of mixed precision.

@@ -3,13 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.groups import groups_of, state_of
+from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
+from composer_fsdp2.errors import CallError
 
 auto_wrap: Any = _auto_wrap  # FSDP1's walk through a module tree by an ``auto_wrap_policy``
 
@@ -37,3 +41,26 @@ def group_of_unit(unit: FSDPModule, *, replicas: bool) -> dist.ProcessGroup | No
     name = "replicate_process_group" if replicas else "shard_process_group"
     found = (getattr(group.mesh_info, name, None) for group in groups_of(state_of(unit)))
     return next(found, None)
+
+
+def shards_of(unit: FSDPModule) -> list[DTensor]:
+    """The parameters of a unit, without those of nested units."""
+    return [parameter.sharded_param for group in groups_of(state_of(unit)) for parameter in group.fsdp_params]
+
+
+def cast_shards(unit: FSDPModule, dtype: torch.dtype) -> None:
+    """Cast a unit's parameters in place, so that optimizers and hooks keep them.
+
+    Raises:
+        CallError: after the first forward, from which on ``fully_shard`` relies on their dtype.
+    Does not communicate.
+    """
+    state: Any = state_of(unit)
+    if state._is_root is not None:
+        raise CallError("parameters are cast before the first forward; call accelerator.prepare before it")
+    for parameter in (each for group in groups_of(state) for each in group.fsdp_params):
+        shard = parameter.sharded_param
+        cast = with_local_tensor(shard, local_tensor(shard).detach().to(dtype))
+        shard.data = cast
+        shard._local_tensor, shard._spec = cast._local_tensor, cast._spec
+        parameter.reset_sharded_param()

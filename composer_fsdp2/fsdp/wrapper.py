@@ -15,13 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.private_names import FSDP_WRAPPED, ActivationWrapper, parent_mesh, without_wrappers
+from composer_fsdp2._torch.private_names import (
+    FSDP_WRAPPED,
+    ActivationWrapper,
+    FSDP1Wrapper,
+    parent_mesh,
+    without_wrappers,
+)
 from composer_fsdp2._torch.unit import UnitHooks, hooks_of
-from composer_fsdp2._torch.wrappers import auto_wrap, forget_root, group_of_unit, is_own_unit, nest_unit
+from composer_fsdp2._torch.wrappers import auto_wrap, forget_root, group_of_unit, is_own_unit, nest_unit, shards_of
 from composer_fsdp2.errors import CallError, ConfigError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
 from composer_fsdp2.fsdp.arguments import report, translate_arguments
 from composer_fsdp2.fsdp.dcp import open_dcp
+from composer_fsdp2.fsdp.flat import REPLACEMENT, FlatView
+from composer_fsdp2.fsdp.lightning import open_lightning
 from composer_fsdp2.fsdp.optimizers import followers, mark_replaced
 from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
 from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, rekey_optim_state_dict, set_state_dict_type
@@ -189,7 +197,17 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         except AttributeError:
             if name not in _FLAT:
                 raise
-            raise AttributeError(f"{name}: fully_shard has no flat parameters; {_FLAT[name]}") from None
+            raise AttributeError(f"{name}: fully_shard has no flat parameters; {REPLACEMENT}") from None
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(shards_of(self))
+
+    @property
+    def _flat_param(self) -> FlatView | None:
+        return FlatView(self) if self._has_params else None
+
+    _handle = _flat_param
 
     def __getitem__(self, key: int) -> Any:
         return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
@@ -282,10 +300,13 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             raise CallError(f"{method} of an FSDP instance inside another one (FSDP1 refused it too); call the root's")
 
 
-_FLAT = dict.fromkeys(
-    ("_flat_param", "_handle", "_handles", "_all_handles", "_fully_sharded_module_to_handle", "params"),
-    "read model.named_parameters(), which are DTensors, and within FSDP.summon_full_params(model) full tensors",
-)
+# Others of FSDP1's flat parameters than ``flat.py`` stands in for.
+_FLAT = ("_handles", "_all_handles", "_fully_sharded_module_to_handle", "params")
+
+# FSDP1's own methods call these by the name of its class, which ``install_fsdp`` binds to ours.
+for _name, _value in vars(FSDP1Wrapper).items():
+    if isinstance(_value, staticmethod) and _name.startswith("_"):
+        setattr(FullyShardedDataParallel, _name, _value)
 
 
 def _instances(module: nn.Module) -> list[FullyShardedDataParallel]:
@@ -347,11 +368,14 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
     names = [spec.name for unit in plan.units for spec in unit.parameters]
     replaced = [(name, parameter_at(root, name)) for name in names]
     open_dcp(FullyShardedDataParallel)
+    open_lightning(FullyShardedDataParallel)
     for cls in {type(each) for each in made}:
         is_own_unit(cls)
     present = () if mesh is None else (mesh, parent_mesh(mesh))
     initializers = initializers_of(root, {each: each._fsdp_param_init_fn for each in made})
     run = carry_out(root, plan, initializers, present=present)
+    for name in names:
+        parameter_at(root, name)._fsdp_flattened = True  # type: ignore[attr-defined]
     translation = root._fsdp_translation
     run.report, run.findings = translation.explain(), translation.findings
     for each in follow:

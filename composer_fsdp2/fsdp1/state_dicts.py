@@ -29,11 +29,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
-from composer_fsdp2._torch.private_names import ShardedTensor, without_wrappers
+from composer_fsdp2._torch.private_names import ShardedTensor, gather_sharded, without_wrappers
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CallError, UnsupportedError
 from composer_fsdp2.sharding.agree import agree, device_of_group
-from composer_fsdp2.sharding.full_values import cut_otherwise, gather_full, part_of
+from composer_fsdp2.sharding.full_values import gather_full, own_part
 from composer_fsdp2.sharding.placements import splitting_axes
 from composer_fsdp2.sharding.sharded import sharded_roots
 
@@ -260,8 +260,9 @@ def optim_state_dict_to_load(
     """What ``optim.load_state_dict`` takes: the named state dict by position, cut into this rank's shards.
 
     Args:
-        optim_state_dict: Of full values or of this mesh's DTensors. With ``rank0_only`` in force that of rank 0 is
-            sent to all ranks, which must all call then; else nothing is communicated.
+        optim_state_dict: Of full values, of this mesh's DTensors, or of ShardedTensors, as
+            ``load_sharded_optimizer_state_dict`` makes them, which all ranks gather. With ``rank0_only`` in force that
+            of rank 0 is sent to all ranks, which must all call then; else nothing is communicated.
         load_directly: Load it, too.
     Raises:
         CallError: parameters that ``optim`` does not have; names them.
@@ -440,13 +441,13 @@ def _state_by_position(
 
 
 def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
-    """A copy, since an optimizer steps in the tensors that it loads."""
+    """A copy, since an optimizer steps in the tensors that it loads. A ShardedTensor is gathered by all ranks."""
     if not isinstance(value, torch.Tensor):
         return value
-    if isinstance(parameter, DTensor) and (part := part_of(parameter, value)) is not None:
-        return with_local_tensor(parameter, part.clone())
-    if isinstance(value, ShardedTensor):
-        raise CallError(cut_otherwise(value))
+    if isinstance(value, ShardedTensor):  # FSDP1's shards, of any layout
+        value = gather_sharded(value, value._process_group)
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
+        return with_local_tensor(parameter, own_part(parameter, value.detach()).clone())
     return value.detach().clone()
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
-from composer_fsdp2._torch.private_names import ShardedTensor, local_box
+from composer_fsdp2._torch.private_names import ShardedTensor, gather_sharded, local_box
 from composer_fsdp2.sharding.placements import splitting_axes
 
 
@@ -36,37 +36,11 @@ def own_part(like: DTensor, full: torch.Tensor) -> torch.Tensor:
     return full
 
 
-def part_of(like: DTensor, given: torch.Tensor) -> torch.Tensor | None:
-    """This rank's shard of a full tensor, or of FSDP1's ShardedTensor where that is cut as ``like``; else None.
-
-    Does not communicate.
-    """
-    if given.shape != like.shape or isinstance(given, DTensor):
-        return None
-    if not isinstance(given, ShardedTensor):
-        return own_part(like, given.detach())
-    box = local_box(like)
-    if 0 in box[1]:  # fewer rows than ranks
-        return torch.empty(box[1], dtype=given.dtype)
-    shards: dict[Any, torch.Tensor] = {
-        (tuple(each.metadata.shard_offsets), tuple(each.metadata.shard_sizes)): each.tensor
-        for each in given.local_shards()
-    }
-    return shards.get(box)
-
-
-def cut_otherwise(given: Any) -> str:
-    """Why a ShardedTensor cannot be loaded here, and what can."""
-    return (
-        f"a ShardedTensor of FSDP1, cut in {len(given.metadata().shards_metadata)} for other ranks than these; "
-        "composer_fsdp2.load_checkpoint(path, model) and torch.distributed.checkpoint read such a checkpoint"
-    )
-
-
 def accept_full_values(unit: FSDPModule, owners: Iterable[nn.Module]) -> None:
     """Let ``load_state_dict`` of the modules that own a unit's parameters take full tensors, as FSDP1's did.
 
-    Called where the unit is sharded. The hook runs after the module's own load hooks, and does not communicate.
+    Called where the unit is sharded. The hook runs after the module's own load hooks. It communicates for
+    ShardedTensors alone, which all ranks gather one at a time.
     """
     for owner in owners:
         owner.register_load_state_dict_pre_hook(partial(_cut_full_values, unit))
@@ -88,11 +62,17 @@ def _cut_full_values(
     for name, parameter in module._parameters.items():
         key = prefix + name
         given = state_dict.get(key)
-        part = part_of(parameter, given) if isinstance(parameter, DTensor) and given is not None else None
-        if part is not None:
+        if isinstance(given, ShardedTensor):  # FSDP1's shards, of any layout
+            state_dict[key] = given = gather_sharded(given, given._process_group)
+        if (
+            isinstance(parameter, DTensor)
+            and torch.overrides.is_tensor_like(given)
+            and not isinstance(given, DTensor)
+            and given.shape == parameter.shape
+        ):
+            # A function and not a method: a tensor-like object, as Lightning's lazy ones, has it too.
+            part = own_part(parameter, torch.detach(given))
             if local_metadata.get("assign_to_params_buffers"):
                 # The parameter's own memory, not that of the full tensor.
                 part = part.to(local_tensor(parameter).device, copy=True)
             state_dict[key] = with_local_tensor(parameter, part)
-        elif isinstance(given, ShardedTensor):
-            error_msgs.append(f"{key}: {cut_otherwise(given)}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,11 @@ def test_a_table_is_printed(words: str, tmp_path: Path):
     text = printed(words.format(folder=tmp_path))
     assert not [each for each in TABLES[words] if each not in text], text
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_clients_of_fsdp1s_class_compute_the_same():
+    """Started as a user does: by torchrun, and by ``python -m composer_fsdp2 run``."""
+    script = [sys.executable, str(ROOT / "benchmarks" / "clients.py"), "tutorial"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "MNIST" in done.stdout, done.stdout + done.stderr

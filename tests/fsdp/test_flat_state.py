@@ -6,18 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fsdp.test_state_dicts import FULL, RUN, SHARDED, assert_close, load, states
 from fsdp.training import POLICIES, build, make_optimizer, step
 from support.on_ranks import on_ranks
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.errors import CallError
 from composer_fsdp2.fsdp import FullyShardedDataParallel as FSDP
 
 
@@ -67,23 +64,3 @@ def test_dtensors_load_on_either_side():
     mesh = init_device_mesh("cpu", (2,))
     assert kinds_of(resume(FSDP1, FSDP, SHARDED, device_mesh=mesh)) == {DTensor}
     assert kinds_of(resume(FSDP, FSDP1, SHARDED, device_mesh=mesh)) == {DTensor}
-
-
-@on_ranks(2)
-def test_sharded_tensors_cut_for_other_ranks_are_refused():
-    """A rank's shard of another run would be loaded as another part of the tensor."""
-    model, optimizer = start_flat(FSDP, 1)
-    rank = dist.get_rank()
-    name, size = "embed.weight", model.embed.weight.shape
-    rows = size[0] - 1 if rank == 0 else 1
-    cut = Shard(
-        torch.ones(rows, size[1]), ShardMetadata([rank * (size[0] - 1), 0], [rows, size[1]], f"rank:{rank}/cpu")
-    )
-    given = init_from_local_shards([cut], size)
-    before = model.state_dict()
-    with pytest.raises(RuntimeError, match=r"embed.weight: a ShardedTensor of FSDP1, cut in 2 .*load_checkpoint"):
-        model.load_state_dict({**before, name: given})
-    state = FSDP.optim_state_dict(model, optimizer)
-    state["state"][name]["exp_avg"] = given
-    with pytest.raises(CallError, match="load_checkpoint"):
-        FSDP.optim_state_dict_to_load(model, optimizer, state)

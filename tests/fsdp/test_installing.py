@@ -138,7 +138,7 @@ def test_sharded_grad_scaler():
 SCRIPT = """
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, OptimStateKeyType, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
 net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
@@ -154,6 +154,8 @@ optimizer.step()
 with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
     full = FSDP.optim_state_dict(model, optimizer)
 assert full["state"]["0.weight"]["exp_avg"].shape == (4, 4), full
+by_place = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, model)
+assert list(by_place["state"]) == [0, 1, 2, 3], by_place
 assert list(get_model_state_dict(model)) == list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
 kinds = [kind.__module__ for kind in map(type, model.modules())]
 assert kinds.count("composer_fsdp2.fsdp.wrapper") == 2, kinds

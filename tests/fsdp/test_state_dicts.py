@@ -150,19 +150,20 @@ def save(folder: str, cls: Any) -> dict[str, Any]:
     return states(cls, model, optimizer, FULL)
 
 
-def resume_fsdp1(folder: str) -> dict[str, Any]:
-    model, optimizer = start(FSDP1, BY_HAND, steps=0)
-    with FSDP1.state_dict_type(model, SHARDED, *CONFIGS[SHARDED]):
+def resume(folder: str, cls: Any) -> dict[str, Any]:
+    """As scripts of FSDP1 read it: the optimizer's state apart, of an optimizer that has none."""
+    model, optimizer = start(cls, BY_HAND, steps=0)
+    with cls.state_dict_type(model, SHARDED, *CONFIGS[SHARDED]):
         state = {"model": model.state_dict()}
         dcp.load(state, checkpoint_id=folder)
         model.load_state_dict(state["model"])
         reader = dcp.FileSystemReader(folder)
         loaded = load_sharded_optimizer_state_dict(state["model"], "optimizer", reader)
-        optimizer.load_state_dict(FSDP1.optim_state_dict_to_load(model, optimizer, loaded["optimizer"]))
-    return states(FSDP1, model, optimizer, FULL)
+        optimizer.load_state_dict(cls.optim_state_dict_to_load(model, optimizer, loaded["optimizer"]))
+    return states(cls, model, optimizer, FULL)
 
 
-def resume_ours(folder: str) -> dict[str, Any]:
+def resume_with_state(folder: str) -> dict[str, Any]:
     model, optimizer = start(FSDP, BY_HAND, steps=0)
     forward(model, 0).backward()  # its state is there before it is read, as DCP wants it
     optimizer.step()
@@ -177,9 +178,30 @@ def test_sharded_checkpoints_load_in_both_at_other_world_sizes(tmp_path, num_ran
     """Each reads what the other wrote on two ranks, model and optimizer."""
     theirs = run_ranks(save, 2, str(tmp_path / "fsdp1"), FSDP1)[0]
     ours = run_ranks(save, 2, str(tmp_path / "ours"), FSDP)[0]
-    assert_equal(run_ranks(resume_ours, num_ranks, str(tmp_path / "fsdp1"))[0], theirs)
-    assert_equal(run_ranks(resume_ours, num_ranks, str(tmp_path / "ours"))[0], ours)
-    assert_equal(run_ranks(resume_fsdp1, num_ranks, str(tmp_path / "ours"))[0], ours)
+    assert_equal(run_ranks(resume_with_state, num_ranks, str(tmp_path / "fsdp1"))[0], theirs)
+    assert_equal(run_ranks(resume, num_ranks, str(tmp_path / "fsdp1"), FSDP)[0], theirs)
+    assert_equal(run_ranks(resume, num_ranks, str(tmp_path / "ours"), FSDP)[0], ours)
+    assert_equal(run_ranks(resume, num_ranks, str(tmp_path / "ours"), FSDP1)[0], ours)
+
+
+class Lazy:
+    """A tensor that is read when a function is called with it, as Lightning's."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.shape = tensor, tensor.shape
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*[each.tensor if isinstance(each, Lazy) else each for each in args], **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_objects_like_tensors_load():
+    model, _ = start(FSDP)
+    expected = model.state_dict()
+    fresh, _ = start(FSDP, BY_HAND, steps=0)
+    fresh.load_state_dict({name: Lazy(value) for name, value in expected.items()})
+    assert_same(dict(fresh.state_dict()), dict(expected))
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:

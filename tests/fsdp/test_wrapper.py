@@ -140,11 +140,44 @@ def test_methods_of_the_root_alone():
             call()
     with pytest.raises(UnsupportedError, match="reduce_dtype"):
         model.register_comm_hook(None, None)
-    for name in ("_flat_param", "params"):
+    for name in ("_all_handles", "params"):
         with pytest.raises(AttributeError, match="summon_full_params"):
             getattr(model, name)
     with pytest.raises(CallError, match="before wrapping"):
         copy.deepcopy(model)
+
+
+@on_ranks(2)
+def test_a_flat_parameter_is_cast_as_accelerate_does():
+    """accelerate casts each instance's flat parameter where mixed precision meets parameters in bf16."""
+    net = Decoder().bfloat16()
+    kept = {name: value.clone() for name, value in net.state_dict().items()}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = FSDP(wrap(net), **CPU)  # one without parameters around
+    parameters, names = list(model.parameters()), []
+    assert not model._has_params and model._flat_param is None and model._handle is None
+    for unit in FSDP.fsdp_modules(model)[1:]:
+        view = unit._flat_param
+        assert (view.dtype, view.device, view.requires_grad) == (torch.bfloat16, torch.device("cpu"), True)
+        names += view._fqns
+        view.data = view.data.to(torch.float32)
+        unit._handle._orig_param_dtype = torch.float32
+        with pytest.raises(AttributeError, match="no flat parameters"):
+            view.numel()
+        with pytest.raises(CallError, match="summon_full_params"):
+            view.data = torch.zeros(1)
+    assert len(names) == len(parameters)
+    assert {each.dtype for each in parameters} == {torch.float32} and all(each._fsdp_flattened for each in parameters)
+    assert all(one is two for one, two in zip(model.parameters(), parameters, strict=True))
+    before = model.state_dict()
+    for name, value in before.items():
+        assert value.dtype == (torch.bfloat16 if name.endswith("scale") else torch.float32), name
+        assert (value == kept[name]).all(), name
+    model(torch.arange(5)).sum().backward()
+    optimizer.step()
+    assert all(not torch.equal(value, before[name]) for name, value in model.state_dict().items() if "fc" in name)
+    with pytest.raises(CallError, match="before the first forward"):
+        unit._flat_param.data = unit._flat_param.data.to(torch.bfloat16)
 
 
 @on_ranks(2)

@@ -20,6 +20,8 @@ RELEASES = {
     "accelerate-1.10.1": ("accelerate==1.10.1",),
     "axolotl-0.12.2": ("axolotl==0.12.2", "addict==2.4.0"),
     "transformers-4.55.2": ("transformers==4.55.2", "tokenizers==0.21.4", "huggingface-hub==0.34.4"),
+    "accelerate-1.15.0": ("accelerate==1.15.0",),
+    "trl-0.17.0": ("trl==0.17.0",),
     "torchtitan-0.2.2": (
         "torchtitan==0.2.2",
         "tyro==0.9.31",
