@@ -22,7 +22,7 @@ from composer_fsdp2._torch.collectives import InFlight, Watch, all_reduce, at_wo
 from composer_fsdp2._torch.groups import groups_of, has_gradient, state_of
 from composer_fsdp2._torch.passing import Passage, cast_floats, hidden_gradient, tensors_in
 from composer_fsdp2._torch.replaced import replaced
-from composer_fsdp2.errors import PlanError
+from composer_fsdp2.errors import CallError, PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +169,13 @@ class Parameter(FSDPParam):
     def reset_sharded_param(self) -> None:
         """Called after load_state_dict and the like; takes what is registered for the shard."""
         if self.hooks.shown is None:
+            registered = getattr(self._module_info.module, self._module_info.param_name)
+            if not isinstance(registered, DTensor):
+                raise CallError(
+                    f"{self._module_info.param_name} of a {type(self._module_info.module).__name__} was replaced by a "
+                    f"plain tensor of shape {tuple(registered.shape)} after sharding; replace it within "
+                    "summon_full_params, or write into it with copy_"
+                )
             super().reset_sharded_param()
 
     def to_accumulated_grad_if_needed(self) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
@@ -22,12 +23,24 @@ def is_own_unit(cls: type) -> None:
     cls_to_fsdp_cls.setdefault(cls, cls)
 
 
+def forget_root(unit: FSDPModule) -> None:
+    """Have the next forward find the root of the unit again, also after an earlier one found another."""
+    state_of(unit)._is_root = None
+
+
 def nest_unit(unit: FSDPModule, *, reshard_after_forward: bool | int, cast_forward_inputs: bool) -> None:
-    """Turn a root unit into a nested one, before its first forward."""
+    """Turn a root unit into a nested one, between two steps."""
     state: Any = state_of(unit)
     for group in groups_of(state):
         group.post_forward_mesh_info = _get_post_forward_mesh_info(reshard_after_forward, group.mesh_info)
     state.own_policy = replace(state.own_policy, cast_forward_inputs=cast_forward_inputs)
+
+
+def group_of_unit(unit: FSDPModule, *, replicas: bool) -> dist.ProcessGroup | None:
+    """The ranks that shard the unit's parameters, or those that replicate them; None without such."""
+    name = "replicate_process_group" if replicas else "shard_process_group"
+    found = (getattr(group.mesh_info, name, None) for group in groups_of(state_of(unit)))
+    return next(found, None)
 
 
 def shards_of(unit: FSDPModule) -> list[DTensor]:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, ShardingStrategy
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.errors import ConfigError, PlanError, UnsupportedError
@@ -27,7 +28,7 @@ def translate_arguments(
     cpu_offload: Any,
     backward_prefetch: BackwardPrefetch | None,
     mixed_precision: Any,
-    device_id: int | torch.device | None,
+    device_id: int | str | torch.device | None,
     sync_module_states: bool,
     forward_prefetch: bool,
     limit_all_gathers: bool,
@@ -68,6 +69,11 @@ def report(translation: Translation, *, use_orig_params: bool) -> None:
     for finding in translation.findings:
         if finding.outcome is Outcome.APPROXIMATE:
             _warn_once(f"FullyShardedDataParallel: {finding}")
+    if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+        _warn_once(
+            "FSDP_USE_FULL_PREC_IN_EVAL=1 is FSDP1's alone: in eval() modules compute in param_dtype too; evaluate an "
+            "unwrapped model that loads the full state dict"
+        )
     if not use_orig_params:
         _warn_once(
             "use_orig_params=False: parameters keep their names and shapes, as with use_orig_params=True. An optimizer "
@@ -96,12 +102,13 @@ def _ranks(strategy: ShardingStrategy, process_group: Any, mesh: DeviceMesh | No
     return {} if process_group is None else {"process_group": process_group}
 
 
-def _device_type(module: nn.Module, device_id: int | torch.device | None, mesh: DeviceMesh | None) -> str:
+def _device_type(module: nn.Module, device_id: int | str | torch.device | None, mesh: DeviceMesh | None) -> str:
     """The device type for training: explicit, else that of the parameters, else the accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device_id, int):
         device_id = torch.device(accelerator.type if accelerator is not None else "cpu", device_id)
     if device_id is not None:
+        device_id = torch.device(device_id)
         if device_id.type != "cpu" and device_id.index not in (None, torch.accelerator.current_device_index()):
             raise ConfigError(
                 f"device_id is {device_id}, and the current device {torch.accelerator.current_device_index()}; call "
@@ -123,16 +130,17 @@ def ignored_states(
     Args:
         states: FSDP1's ``ignored_states``: modules, or parameters.
     Raises:
-        ConfigError: both arguments are set, or one contains another type.
+        ConfigError: both arguments are set, or one contains another type, or an FSDP instance.
         PlanError: the wrapped module itself is ignored.
     """
     given, others = list(ignored_modules or ()), list(states or ())
     if given and others:
         raise ConfigError("ignored_modules and ignored_states are both given; keep one", keys=("ignored_states",))
-    if wrong := [each for each in (*given, *others) if not isinstance(each, nn.Module | nn.Parameter)]:
-        raise ConfigError(
-            f"ignored_states holds a {type(wrong[0]).__name__}; give modules, or parameters", keys=("ignored_states",)
-        )
+    kinds = {"ignored_modules": (given, nn.Module), "ignored_states": (others, nn.Module | nn.Parameter)}
+    for key, (values, kind) in kinds.items():
+        if wrong := [each for each in values if isinstance(each, FSDPModule) or not isinstance(each, kind)]:
+            allowed = "modules, or parameters" if values is others else "modules"
+            raise ConfigError(f"{key} holds a {type(wrong[0]).__name__}; give {allowed}", keys=(key,))
     roots = [each for each in (*given, *others) if isinstance(each, nn.Module)]
     if module in roots:
         raise PlanError("the wrapped module itself is ignored; leave it unwrapped, or ignore parts of it")

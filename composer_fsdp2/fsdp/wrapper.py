@@ -5,17 +5,26 @@ import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from contextvars import ContextVar
+from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, MixedPrecision, ShardingStrategy
+from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.private_names import FSDP_WRAPPED, ActivationWrapper, FSDP1Wrapper, parent_mesh
+from composer_fsdp2._torch.private_names import (
+    FSDP_WRAPPED,
+    ActivationWrapper,
+    FSDP1Wrapper,
+    parent_mesh,
+    without_wrappers,
+)
 from composer_fsdp2._torch.unit import UnitHooks, hooks_of
-from composer_fsdp2._torch.wrappers import auto_wrap, is_own_unit, nest_unit, shards_of
-from composer_fsdp2.errors import CallError, PlanError, UnsupportedError
+from composer_fsdp2._torch.wrappers import auto_wrap, forget_root, group_of_unit, is_own_unit, nest_unit, shards_of
+from composer_fsdp2.errors import CallError, ConfigError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
 from composer_fsdp2.fsdp.arguments import report, translate_arguments
 from composer_fsdp2.fsdp.dcp import open_dcp
@@ -35,7 +44,7 @@ _PREFIX = f"{FSDP_WRAPPED}."
 
 _Ignored = tuple[set[nn.Module], set[nn.Parameter]]
 # Instances made by the auto_wrap_policy of the constructor in progress, which shards them together with its own.
-_made_by_policy: list["FullyShardedDataParallel"] | None = None
+_made_by_policy: ContextVar[list["FullyShardedDataParallel"] | None] = ContextVar("_made_by_policy", default=None)
 
 
 class FullyShardedDataParallel(FSDPModule, nn.Module):
@@ -54,7 +63,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         backward_prefetch: BACKWARD_POST is carried out as BACKWARD_PRE; None prefetches nothing.
         mixed_precision: FSDP1's; with ``keep_low_precision_grads`` an error, unless parameters have that dtype.
         ignored_modules, ignored_states: Neither sharded nor reduced; modules, or parameters.
-        param_init_fn: Called with each module that owns a meta tensor, instead of its ``reset_parameters``.
+        param_init_fn: Called with each module that owns a meta tensor, instead of its ``reset_parameters``; it
+            materialises the module, too (``to_empty``).
         device_id: Where the module is moved; default the device of its parameters, else the accelerator.
         sync_module_states: Broadcast parameters and buffers from the first rank of each group.
         forward_prefetch, limit_all_gathers: As under FSDP1; FSDP2 always limits them.
@@ -86,7 +96,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -109,17 +119,24 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             "use_orig_params": use_orig_params,
             "device_mesh": device_mesh,
         }
+        self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        self.cpu_offload, self.mixed_precision = cpu_offload or CPUOffload(), mixed_precision or MixedPrecision()
+        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
         self._fsdp_param_init_fn = param_init_fn
-        self._fsdp_is_nested = _made_by_policy is not None
-        if _made_by_policy is not None:
+        made_by_policy = _made_by_policy.get()
+        self._fsdp_is_nested = made_by_policy is not None
+        if made_by_policy is not None:
             self._fsdp_translation = translate_arguments(module, **arguments)
             self._fsdp_wrapped_module = module
-            _made_by_policy.append(self)
+            made_by_policy.append(self)
             return
         made = [self]
 
         def decide() -> ShardingPlan:
             self._fsdp_translation = translate_arguments(module, **arguments)
+            if param_init_fn is not None and not callable(param_init_fn):
+                raise ConfigError(f"param_init_fn is {param_init_fn!r}; give a function of a module")
             self._fsdp_ignored = _ignored(module, ignored_modules, ignored_states)
             if auto_wrap_policy is not None:
                 options = {**arguments, "param_init_fn": param_init_fn, "ignored_states": self._fsdp_ignored[1]}
@@ -141,15 +158,46 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         inner: nn.Module = self._fsdp_wrapped_module
         return inner._checkpoint_wrapped_module if isinstance(inner, ActivationWrapper) else inner
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that shard its parameters; under NO_SHARD those that replicate them."""
+        found = group_of_unit(self, replicas=self.sharding_strategy is ShardingStrategy.NO_SHARD)
+        return found or cast(dist.ProcessGroup, dist.group.WORLD)
+
+    @property
+    def _inter_node_pg(self) -> dist.ProcessGroup | None:
+        """The ranks that replicate its shards; Composer and others read it under the hybrid strategies."""
+        return group_of_unit(self, replicas=True)
+
+    @property
+    def rank(self) -> int:
+        """In ``process_group``."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Of ``process_group``."""
+        return self.process_group.size()
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where its parameters are gathered, also with ``cpu_offload``."""
+        meshes = (each.device_mesh for each in self.parameters() if isinstance(each, DTensor))
+        kind = next((mesh.device_type for mesh in meshes), "cpu")
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name == FSDP_WRAPPED:
                 raise
-            if name in ("_handles", "_all_handles"):
-                raise AttributeError(f"{name}: fully_shard has no flat parameters; {REPLACEMENT}") from None
+        try:
             return getattr(self._fsdp_wrapped_module, name)
+        except AttributeError:
+            if name not in _FLAT:
+                raise
+            raise AttributeError(f"{name}: fully_shard has no flat parameters; {REPLACEMENT}") from None
 
     @property
     def _has_params(self) -> bool:
@@ -252,6 +300,9 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             raise CallError(f"{method} of an FSDP instance inside another one (FSDP1 refused it too); call the root's")
 
 
+# Others of FSDP1's flat parameters than ``flat.py`` stands in for.
+_FLAT = ("_handles", "_all_handles", "_fully_sharded_module_to_handle", "params")
+
 # FSDP1's own methods call these by the name of its class, which ``install_fsdp`` binds to ours.
 for _name, _value in vars(FSDP1Wrapper).items():
     if isinstance(_value, staticmethod) and _name.startswith("_"):
@@ -275,17 +326,16 @@ def _wrap_by_policy(
 
     Does not communicate.
     """
-    global _made_by_policy
     if _instances(module):
         raise PlanError("auto_wrap_policy: module contains an FSDP instance already; wrap all of them by hand")
-    _made_by_policy, root = made, made[0]
+    token, root = _made_by_policy.set(made), made[0]
     try:
         with warnings.catch_warnings():
             # A warning about flat parameters.
             warnings.filterwarnings("ignore", ".*both parameters with requires_grad=True and False")
             auto_wrap(module, policy, *root._fsdp_ignored, {**arguments, "use_orig_params": True}, type(root))
     finally:
-        _made_by_policy = None
+        _made_by_policy.reset(token)
 
 
 def _unwrap(module: nn.Module, made: Collection[nn.Module]) -> None:
@@ -331,7 +381,10 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
     for each in follow:
         each()
     mark_replaced(replaced)
-    for instance in (each for each in _earlier(made) if not each._fsdp_is_nested):
+    for instance in _earlier(made):
+        forget_root(instance)
+        if instance._fsdp_is_nested:
+            continue
         config = instance._fsdp_translation.config
         instance._fsdp_is_nested = True
         nest_unit(
@@ -344,6 +397,7 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
         instance._fsdp_hooks.sums_in_own_dtype = True
         instance.register_state_dict_post_hook(_remove_prefix)
         instance.register_load_state_dict_pre_hook(_add_prefix)
+        instance.register_load_state_dict_post_hook(_clean_keys)
         set_state_dict_type(instance, FULL)
 
 
@@ -358,3 +412,9 @@ def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unu
     inner = prefix + _PREFIX
     for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
         state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+
+
+def _clean_keys(module: nn.Module, incompatible_keys: Iterable[list[str]]) -> None:
+    """The keys that ``load_state_dict`` returns, or names in its error: without the parts of wrappers."""
+    for keys in incompatible_keys:
+        keys[:] = map(without_wrappers, keys)

@@ -340,9 +340,13 @@ def _parameters_of(
     """In the order of the positions in ``optim.state_dict()``."""
     if optim is not None:
         return [parameter for group in optim.param_groups for parameter in group["params"]]
-    if optim_input is not None or model is None:
-        raise UnsupportedError("optim_input lists the parameters from before sharding; pass optim=optimizer instead")
-    return list(model.parameters())
+    own = list(() if model is None else model.parameters())
+    if optim_input is None:
+        return own
+    given = [each for item in optim_input for each in (item["params"] if isinstance(item, dict) else [item])]
+    if not set(own).issuperset(given):
+        raise UnsupportedError("optim_input lists parameters from before sharding; pass optim=optimizer instead")
+    return given
 
 
 def _named_state(
@@ -358,7 +362,11 @@ def _named_state(
     if num_foreign := sum(each not in by_parameter for each in parameters):
         raise CallError(f"{num_foreign} parameters of the {type(optim).__name__} are not the model's; pass its model")
     names = [by_parameter[each] for each in parameters]
-    state = {place: given["state"][place] for place in range(len(names)) if place in given["state"]}
+    if any(isinstance(place, str) for place in given["state"]):
+        raise UnsupportedError(f"optimizer state by name, of a {type(optim).__name__}: pass a torch.optim.Optimizer's")
+    order = {parameter: number for number, parameter in enumerate(by_parameter)}  # alike on ranks whose groups differ
+    places = sorted(range(len(names)), key=lambda place: order[parameters[place]])
+    state = {place: given["state"][place] for place in places if place in given["state"]}
     if kind is FULL:
         # A rank that lacks state of a parameter would leave the others waiting in its all-gather.
         agree(
@@ -380,6 +388,8 @@ def _named_state(
                 of_parameter[key] = value
     if not keeps:
         return {}
+    if "param_groups" not in given:
+        return {"state": named}
     groups = [
         {
             **copy.deepcopy({k: v for k, v in group.items() if k != "params"}),
@@ -423,13 +433,11 @@ def _state_by_position(
         parameter = by_name.get(without_wrappers(name))
         if parameter in places:
             state.setdefault(places[parameter], {})[key] = _shard_like(parameter, value)
-    return {
-        "state": state,
-        "param_groups": [
-            {**group, "params": sorted(places[by_name[without_wrappers(name)]] for name in group["params"])}
-            for group in groups
-        ],
-    }
+    by_place = [
+        {**group, "params": sorted(places[by_name[without_wrappers(name)]] for name in group["params"])}
+        for group in groups
+    ]
+    return {"state": state, "param_groups": by_place} if by_place else {"state": state}
 
 
 def _shard_like(parameter: nn.Parameter, value: Any) -> Any:

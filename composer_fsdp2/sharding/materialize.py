@@ -221,6 +221,10 @@ class Materializer:
 
     def _fill(self, module: nn.Module) -> None:
         named = {parameter: name for name, parameter in own_parameters(module) if parameter.is_meta}
+        initialize = self._initializer(module) if self.initialisation.draw else None
+        if isinstance(initialize, OnMeta):
+            self._fill_by(initialize, module, named)
+            return
         for parameter in named:
             if isinstance(parameter, DTensor):  # [Note: drawn in full]
                 self._replace(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device))
@@ -230,7 +234,6 @@ class Materializer:
             if buffer.is_meta:
                 setattr(module, name, torch.empty_like(buffer, device=self.device))
         if self.initialisation.draw:
-            initialize = self._initializer(module)
             assert initialize is not None, "check() ran before"
             initialize()
             if len(named) == len(own_parameters(module)):  # what was not on the meta device is each rank's own
@@ -241,8 +244,31 @@ class Materializer:
                 mesh, placements = parameter.device_mesh, parameter.placements
                 self._replace(parameter, distribute_tensor(full, mesh, placements, src_data_rank=None))
 
+    def _fill_by(self, initialize: "OnMeta", module: nn.Module, named: dict[nn.Parameter, str]) -> None:
+        initialize()
+        for name, tensor in (*own_parameters(module), *own_buffers(module)):
+            if tensor.is_meta:
+                raise PlanError(
+                    f"param_init_fn left {join(self.path_of[module], name)} on the meta device; call "
+                    "module.to_empty(device=..., recurse=False) in it first"
+                )
+        for parameter, name in named.items():
+            self._replace(parameter, getattr(module, name).data)
+        if len(named) == len(own_parameters(module)):
+            self.drawn.add(module)
+
     def _initializer(self, module: nn.Module) -> Callable[[], object] | None:
         return self.initializers(module, self.path_of[module])
+
+
+@dataclass(frozen=True, slots=True)
+class OnMeta:
+    """An initializer that materialises its module itself: FSDP1 called ``param_init_fn`` with meta tensors."""
+
+    function: Callable[[], object]
+
+    def __call__(self) -> None:
+        self.function()
 
 
 def _owns_meta(module: nn.Module) -> bool:

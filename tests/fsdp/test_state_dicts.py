@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from composer_fsdp2.errors import CallError, UnsupportedError
 from composer_fsdp2.fsdp import (
@@ -247,3 +248,65 @@ def test_older_methods_for_optimizer_state():
     shards = FSDP.sharded_optim_state_dict(model, optimizer)
     of_fresh.load_state_dict(FSDP.flatten_sharded_optim_state_dict(shards, fresh, of_fresh))
     assert_same(FSDP.full_optim_state_dict(fresh, of_fresh, rank0_only=False)["state"], by_name["state"])
+
+
+@on_ranks(2)
+def test_keys_that_do_not_fit_are_named_as_by_fsdp1():
+    """Scripts that load with ``strict=False`` compare the returned keys with those of their checkpoint."""
+    found = []
+    for cls in (FSDP1, FSDP):
+        model, _ = start(cls, BY_HAND, steps=0)
+        with cls.state_dict_type(model, FULL):
+            state = dict(list(model.state_dict().items())[1:], unknown=torch.ones(1))
+            found.append(model.load_state_dict(state, strict=False))
+            with pytest.raises(RuntimeError) as error:
+                model.load_state_dict(state)
+        assert "_fsdp_wrapped_module" not in str(error.value)
+    assert found[0] == found[1]
+    assert len(found[1].missing_keys) == 1 and found[1].unexpected_keys == ["unknown"]
+
+
+@on_ranks(2)
+def test_optimizers_that_list_parameters_in_other_orders_on_other_ranks():
+    """FSDP1 gathered state by name; sent by position it would be that of other parameters."""
+    expected = []
+    for is_turned in (False, True):
+        model, _ = start(FSDP, steps=0)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.Adam(reversed(parameters) if is_turned and dist.get_rank() else parameters, lr=0.1)
+        for _ in range(2):
+            step(model, optimizer, RUN, 0)
+        expected.append(FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"])
+    assert_same(*expected)
+    read = FSDP.scatter_full_optim_state_dict({"state": expected[0], "param_groups": []}, model, optim=optimizer)
+    momentum = read["state"][0]["exp_avg"]
+    assert momentum.shape == optimizer.param_groups[0]["params"][0].shape
+
+
+def shards_of(state: Any) -> Any:
+    return tree_map(lambda each: each.to_local() if isinstance(each, DTensor) else each, state)
+
+
+@on_ranks(2)
+def test_optimizer_state_without_groups_and_by_optim_input():
+    """Scripts keep the groups themselves; older ones pass what they gave to the optimizer."""
+    model, optimizer = start(FSDP)
+    given = optimizer.state_dict()
+    groups = given.pop("param_groups")
+    named = FSDP.optim_state_dict(model, optimizer, given)
+    assert named.keys() == {"state"}
+    back = FSDP.optim_state_dict_to_load(model, optimizer, named)
+    assert back.keys() == {"state"}
+    before = copy.deepcopy(shards_of(optimizer.state_dict()))
+    optimizer.load_state_dict({**back, "param_groups": groups})
+    assert_same(shards_of(optimizer.state_dict()), before)
+    full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    expected = FSDP.shard_full_optim_state_dict(full, model, optim=optimizer)
+    for optim_input in (list(model.parameters()), optimizer.param_groups):
+        read = FSDP.shard_full_optim_state_dict(full, model, optim_input=optim_input)
+        assert_same(shards_of(read["state"]), shards_of(expected["state"]))
+    with pytest.raises(UnsupportedError, match="before sharding"):
+        FSDP.shard_full_optim_state_dict(full, model, optim_input=build(RUN).parameters())
+    named_state = {"state": {"head.weight": {}}, "param_groups": []}
+    with pytest.raises(UnsupportedError, match="by name"):
+        FSDP.optim_state_dict(model, optimizer, named_state)

@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composer_fsdp2.errors import CallError, ConfigError, PlanError, UnsupportedError
+from composer_fsdp2.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, arguments, optimizers
 from composer_fsdp2.fsdp import FullyShardedDataParallel as FSDP
-from composer_fsdp2.fsdp import MixedPrecision, ShardingStrategy, arguments, optimizers
 from composer_fsdp2.fsdp.wrap import ModuleWrapPolicy, enable_wrap
 from composer_fsdp2.fsdp.wrap import wrap as wrap_by_context
 
@@ -57,6 +57,36 @@ def test_names_and_modules_are_those_of_fsdp1():
 
 
 @on_ranks(2)
+def test_attributes_are_those_of_fsdp1():
+    """What scripts read on an instance: its arguments, and its ranks."""
+    single = dist.new_group([0]), dist.new_group([1])
+    options = {"cpu_offload": CPUOffload(), "mixed_precision": MixedPrecision(torch.bfloat16), "forward_prefetch": True}
+    cases = [
+        {},
+        {"sharding_strategy": ShardingStrategy.NO_SHARD, "backward_prefetch": None},
+        {"process_group": single[dist.get_rank()], "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        {
+            "process_group": (single[dist.get_rank()], dist.group.WORLD),
+            "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+        },
+        {**options, "limit_all_gathers": False, "device_id": "cpu"},
+    ]
+    names = ["cpu_offload", "mixed_precision", "backward_prefetch", "forward_prefetch", "limit_all_gathers"]
+    for case in cases:
+        found, expected = wrap(Decoder(), **case), wrap(Decoder(), FSDP1, **case)
+        for one, other in zip(FSDP.fsdp_modules(found), FSDP1.fsdp_modules(expected), strict=True):
+            for name in (*names, "rank", "world_size", "compute_device"):
+                assert getattr(one, name) == getattr(other, name), (case, name)
+            ranks = [dist.get_process_group_ranks(each.process_group) for each in (one, other)]
+            assert ranks[0] == ranks[1], (case, ranks)
+            if "HYBRID" in str(case):
+                assert one._inter_node_pg.size() == other._inter_node_pg.size() == 2
+            if one.world_size > 1:
+                assert one.sharding_strategy == other.sharding_strategy
+    assert FSDP(nn.ReLU(), **CPU).world_size == 2
+
+
+@on_ranks(2)
 def test_instances_by_hand_are_nested():
     """Inner instances that are made first are no roots: they reshard, and only the outermost casts inputs."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -77,6 +107,25 @@ def test_instances_by_hand_are_nested():
 
 
 @on_ranks(2)
+def test_a_model_that_ran_is_wrapped_again():
+    """Scripts wrap a trained model once more, for inference, or around more layers."""
+    x = torch.ones(2, 4)
+    net = nn.Sequential(FSDP(nn.Linear(4, 4), **CPU), FSDP(nn.Linear(4, 4), **CPU))
+    model = FSDP(net, **CPU)
+    expected = model(x)
+    expected.sum().backward()
+    model.zero_grad()
+    for inner in (net, nn.Sequential(model, nn.Identity())):
+        again = FSDP(inner, **CPU)
+        found = again(x)
+        found.sum().backward()
+        assert torch.equal(found, expected)
+        assert all(each.grad is not None for each in again.parameters())
+        assert [each for each in FSDP.fsdp_modules(again) if each.check_is_root()] == [again]
+        again.zero_grad()
+
+
+@on_ranks(2)
 def test_wrapping_within_enable_wrap():
     with enable_wrap(wrapper_cls=FSDP, **CPU):
         net = nn.Sequential(wrap_by_context(nn.Linear(4, 4)), nn.Linear(4, 4))
@@ -91,8 +140,9 @@ def test_methods_of_the_root_alone():
             call()
     with pytest.raises(UnsupportedError, match="reduce_dtype"):
         model.register_comm_hook(None, None)
-    with pytest.raises(AttributeError, match="summon_full_params"):
-        model._all_handles  # noqa: B018
+    for name in ("_all_handles", "params"):
+        with pytest.raises(AttributeError, match="summon_full_params"):
+            getattr(model, name)
     with pytest.raises(CallError, match="before wrapping"):
         copy.deepcopy(model)
 
@@ -166,6 +216,12 @@ def test_ignored_parameters_and_modules_stay():
     net = Decoder()
     with pytest.raises(ConfigError, match="keep one"):
         wrap(net, ignored_modules=[net.norm], ignored_states=[net.head.weight])
+    net.norm = FSDP(net.norm, **CPU)
+    for name in ("ignored_modules", "ignored_states"):
+        with pytest.raises(ConfigError, match="holds a FullyShardedDataParallel"):
+            FSDP(net, **CPU, **{name: [net.norm]})
+    with pytest.raises(ConfigError, match="holds a Parameter; give modules"):
+        FSDP(net, **CPU, ignored_modules=[net.head.weight])
     with pytest.raises(PlanError, match="itself is ignored"):
         wrap(net, ignored_modules=[net])
 
@@ -185,6 +241,18 @@ def test_meta_parameters_get_values():
 
     model = wrap(Decoder(device="meta"), param_init_fn=init)
     assert all((each.full_tensor() == 2).all() for each in model.parameters())
+
+    def init_meta(module: nn.Module) -> None:
+        if any(each.is_meta for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            init(module)
+
+    tied = wrap(Decoder(device="meta", tied=True), param_init_fn=init_meta)
+    assert all((each.full_tensor() == 2).all() for each in tied.parameters())
+    assert tied.head.weight is tied.embed.weight
+    with pytest.raises(PlanError, match=r"param_init_fn left .* on the meta device"):
+        wrap(Decoder(device="meta"), param_init_fn=lambda module: None)
+    with pytest.raises(ConfigError, match="give a function"):
+        wrap(Decoder(device="meta"), param_init_fn=42)
     net = Decoder(device="cpu" if dist.get_rank() == 0 else "meta")
     expected = [net.norm.weight.detach().clone().fill_(3)] if dist.get_rank() == 0 else [None]
     if dist.get_rank() == 0:
@@ -258,13 +326,44 @@ def test_replicas_from_a_mesh_and_by_node():
 
 
 @on_ranks(2)
-def test_use_orig_params_false_is_said_once():
+def test_a_parameter_that_is_replaced_before_the_first_step():
+    """By a DTensor it is trained, as FSDP1's were; by a plain tensor it would be on no other rank."""
+    model = wrap(nn.Linear(4, 4))
+    layer = model.module
+    layer.weight = nn.Parameter(torch.ones_like(layer.weight) * 2)
+    with FSDP.summon_full_params(model):
+        assert (layer.weight == 2).all()
+    model = wrap(nn.Linear(4, 4))
+    model.module.weight = nn.Parameter(torch.ones(5, 4))
+    with pytest.raises(CallError, match=r"weight of a Linear was replaced by a plain tensor of shape \(5, 4\)"):
+        FSDP.summon_full_params(model).__enter__()
+
+
+@pytest.mark.others
+@on_ranks(2)
+def test_torch_itself_ignores_what_is_assigned_to_data_of_a_dtensor():
+    """FSDP1 wrote ``parameter.data = ...`` back. Once torch does, upstream.md can do without this difference."""
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    parameter.data = torch.ones_like(parameter)
+    assert (parameter.full_tensor() == 0).all()
+    parameter.data.copy_(torch.ones_like(parameter))
+    assert (parameter.full_tensor() == 1).all()
+
+
+@on_ranks(2)
+def test_what_is_not_carried_out_is_said_once():
     arguments._warn_once.cache_clear()
     with mock.patch.object(arguments.log, "warning") as warning:
         for _ in range(2):
             wrap(Decoder(), use_orig_params=False)
         wrap(Decoder())
     assert warning.call_count == (dist.get_rank() == 0), warning.mock_calls
+    with (
+        mock.patch.object(arguments.log, "warning") as warning,
+        mock.patch.dict("os.environ", FSDP_USE_FULL_PREC_IN_EVAL="1"),
+    ):
+        wrap(Decoder())
+    assert ("compute in param_dtype too" in str(warning.mock_calls)) == (dist.get_rank() == 0)
     assert arguments.log.isEnabledFor(logging.WARNING)
 
 
