@@ -1,9 +1,11 @@
 """FSDP1's constructor arguments, translated by the same table as an ``fsdp_config``."""
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Collection, Iterable
+import threading
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -79,6 +81,29 @@ def report(translation: Translation, *, use_orig_params: bool) -> None:
             "use_orig_params=False: parameters keep their names and shapes, as with use_orig_params=True. An optimizer "
             "gets the model's parameters, no flat ones; build its groups by name or by shape"
         )
+
+
+# A group of some ranks may have been meant as the ranks that call.
+_PATIENCE_S = 60.0
+
+
+@contextlib.contextmanager
+def warns_of_absent_ranks(process_group: Any) -> Iterator[None]:
+    """Log a warning where ranks outside of ``process_group`` do not come: the constructor waits for them."""
+    if not isinstance(process_group, dist.ProcessGroup) or process_group.size() == dist.get_world_size():
+        yield
+        return
+    text = (
+        f"FullyShardedDataParallel: rank {dist.get_rank()} has waited {_PATIENCE_S:g} s for other ranks. All of them "
+        "call the constructor, each with its own process_group; FSDP1 let one group call it alone"
+    )
+    timer = threading.Timer(_PATIENCE_S, log.warning, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @functools.cache

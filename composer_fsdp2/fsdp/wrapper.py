@@ -26,7 +26,7 @@ from composer_fsdp2._torch.unit import UnitHooks, hooks_of
 from composer_fsdp2._torch.wrappers import auto_wrap, forget_root, group_of_unit, is_own_unit, nest_unit, shards_of
 from composer_fsdp2.errors import CallError, ConfigError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
-from composer_fsdp2.fsdp.arguments import report, translate_arguments
+from composer_fsdp2.fsdp.arguments import report, translate_arguments, warns_of_absent_ranks
 from composer_fsdp2.fsdp.dcp import open_dcp
 from composer_fsdp2.fsdp.flat import REPLACEMENT, FlatView
 from composer_fsdp2.fsdp.lightning import open_lightning
@@ -145,7 +145,8 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             return _plan(made)
 
         try:
-            plan = agree(decide, lambda plan: plan.fingerprint)
+            with warns_of_absent_ranks(process_group):
+                plan = agree(decide, lambda plan: plan.fingerprint)
             report(self._fsdp_translation, use_orig_params=use_orig_params)
             _shard(made, plan, device_mesh)
         except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from typing import Any
 from unittest import mock
 
@@ -445,3 +446,17 @@ def test_buffers_keep_their_dtype_in_state_dicts():
     net.blocks[0] = FSDP(net.blocks[0], **CPU)
     model = FSDP(net, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), **CPU)
     assert [block.offset.dtype for block in model.blocks] == [torch.float32, torch.bfloat16]
+
+
+@on_ranks(2)
+def test_ranks_that_do_not_come_are_waited_for_with_a_warning():
+    """With FSDP1 one group may call the constructor alone; here it would wait without a word."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    logged = mock.Mock()
+    if dist.get_rank():
+        time.sleep(1)
+    with mock.patch.object(arguments, "_PATIENCE_S", 0.1), mock.patch.object(arguments.log, "warning", logged):
+        FSDP(nn.Linear(2, 2), groups[dist.get_rank()], device_id=torch.device("cpu"), use_orig_params=True)
+    texts = [call.args[0] for call in logged.call_args_list]
+    waited = [text for text in texts if "has waited 0.1 s for other ranks" in text]
+    assert len(waited) == (dist.get_rank() == 0), texts
