@@ -128,6 +128,7 @@ def test_torchtitan_keeps_what_it_selects_by_operator(tmp_path: Path):
 
 AXOLOTL = "base_model: m\ndatasets: []\nmicro_batch_size: 1\nfsdp_version: 2\nbf16: true\n"
 AXOLOTL += "fsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
+TRAINER = "per_device_train_batch_size: 1\nbf16: true\nfsdp: full_shard auto_wrap\n"
 ROLL = "a:\n  model_args: {freeze_module_prefix: model.layers.1}\n  device_mapping: list(range(0, 4))\n"
 ROLL += "  strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 4}}\n"
 TITAN = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nlocal_batch_size = 1\n"
@@ -137,6 +138,7 @@ TITAN = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nlocal_batch_size =
     ("name", "text", "key"),
     [
         ("run.yaml", AXOLOTL + "adapter: lora\n", "adapter"),
+        ("run.yaml", TRAINER + "use_peft: true\n", "adapter"),
         ("run.yaml", AXOLOTL + "load_in_4bit: true\n", "quantized weights"),
         ("run.yaml", AXOLOTL + "unfrozen_parameters: ['lm_head.weight$[:9]']\n", "unfrozen_parameters"),
         ("run.yaml", ROLL, "model_args.freeze_module_prefix"),

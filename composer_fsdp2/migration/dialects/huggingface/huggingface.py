@@ -324,10 +324,18 @@ def _fields(config: EffectiveConfig) -> dict[str, Any]:
     fields = {name: read(config[row.name], config) for row in ROWS for name, read in row.read.items()}
     if config.reader not in TRAINERS:
         fields |= {"num_ranks": config.count("num_processes"), "num_nodes": config.count("num_machines")}
+    fields["adapter"] = _adapter(config)
     if config.reader in AXOLOTL:
-        fields |= {"save_only_model": bool(around.get("save_only_model")), "adapter": around.get("adapter")}
+        fields |= {"save_only_model": bool(around.get("save_only_model"))}
         fields |= {"compile": around.get("torch_compile") in (True, "auto")}
     return fields
+
+
+def _adapter(config: EffectiveConfig) -> Any:
+    """Return the adapter that is trained: axolotl's key, or ``use_peft`` of TRL's ModelConfig, by default a LoRA."""
+    if config.reader in AXOLOTL:
+        return config.around.get("adapter")
+    return "lora" if config.around.get("use_peft") else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -522,9 +530,9 @@ _IMPLICIT: Sequence[_Rule] = (
         implicit(_TRAINED, Outcome.NEEDS_DECISION,
         "axolotl's SpectrumPlugin chooses them at run time, by the signal-to-noise ratio of their values",
         "train_only, with the list that it printed or wrote")),
-    ((X1, X2), lambda config: config.around.get("adapter"), lambda config: implicit("adapter", Outcome.EXACT,
+    (tuple(Reader), _adapter, lambda config: implicit("adapter", Outcome.EXACT,
         "adapters are made where the model is made; frozen and trained parameters of one dtype share a unit",
-        "LLM Foundry's models take a peft_config", value=config.around["adapter"], target="the model's code")),
+        "LLM Foundry's models take a peft_config", value=_adapter(config), target="the model's code")),
 )
 # fmt: on
 
