@@ -73,7 +73,10 @@ class Plan(Command):
             "--reserve", metavar="5%+2GiB", help="What of it stays free for what is not modelled; default: 5%+2GiB."
         ),
     ] = None
-    gpu: Annotated[Gpu | None, typer.Option("--gpu", help="Whose peak numbers bound the step's time.")] = None
+    gpu: Annotated[
+        Gpu | None,
+        typer.Option("--gpu", case_sensitive=False, help="Whose peak numbers bound the step's time."),
+    ] = None
     intra: Annotated[
         str | None, typer.Option("--intra-gbps", metavar="450GB/s", help="From a rank to others of its node.")
     ] = None

@@ -84,6 +84,36 @@ GPUS["h200"] = replace(
     GPUS["h100"],
     sources=("NVIDIA H200 SXM: 989.4 TFLOPS, 1978.9 in fp8, NVLink 900 GB/s", "DGX H200: 8 × NDR 400 Gb/s"),
 )
+# From the data sheets of the A100 (PCIe), the L40S, HGX B200 and the MI300X: dense peaks, links in one direction. The
+# network of a node is the DGX's for the B200, and unknown for the others, whose nodes differ.
+GPUS["a100-pcie"] = replace(
+    GPUS["a100"],
+    intra_bytes_per_s=31.5e9,
+    inter_bytes_per_s=None,
+    sources=("NVIDIA A100 PCIe: 312 TFLOPS, PCIe 4.0 x16 64 GB/s (both directions)",),
+)
+GPUS["l40s"] = Machine(
+    flops=362.05e12,
+    fp8_flops=733e12,
+    intra_bytes_per_s=31.5e9,
+    pcie_bytes_per_s=31.5e9,
+    sources=("NVIDIA L40S: 362.05 TFLOPS, 733 in fp8, PCIe 4.0 x16 64 GB/s (both directions)",),
+)
+GPUS["b200"] = Machine(
+    flops=2250e12,
+    fp8_flops=4500e12,
+    intra_bytes_per_s=900e9,
+    inter_bytes_per_s=50e9,
+    pcie_bytes_per_s=63e9,
+    sources=("NVIDIA B200 SXM: 2,250 TFLOPS, 4,500 in fp8, NVLink 1,800 GB/s", "DGX B200: 8 × NDR 400 Gb/s"),
+)
+GPUS["mi300x"] = Machine(
+    flops=1307.4e12,
+    fp8_flops=2614.9e12,
+    intra_bytes_per_s=448e9,
+    pcie_bytes_per_s=63e9,
+    sources=("AMD Instinct MI300X: 1,307.4 TFLOPS, 2,614.9 in fp8, Infinity Fabric 896 GB/s (7 links)",),
+)
 
 # Without --gpu, the first of these with at least the device's memory is assumed.
 _BY_MEMORY = {"a100": 40 * 2**30, "h100": 80 * 2**30, "h200": 141 * 2**30}

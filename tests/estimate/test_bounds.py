@@ -110,5 +110,5 @@ def test_microbatches_are_counted():
 
 def test_the_table_says_where_its_numbers_come_from():
     for name, machine in GPUS.items():
-        assert machine.flops and machine.intra_bytes_per_s and machine.inter_bytes_per_s, name
-        assert len(machine.sources) == 2, name
+        assert machine.flops and machine.intra_bytes_per_s, name
+        assert len(machine.sources) == 1 + bool(machine.inter_bytes_per_s), name  # the GPU's, and its node's network
