@@ -199,7 +199,7 @@ def _verdict(step: PlannedStep) -> Iterator[str]:
     memory, peak = step.memory, step.estimate.peak_bytes
     if step.blocking:
         number = len(step.blocking)
-        yield f"verdict: {number} {'finding needs' if number == 1 else 'findings need'} a decision before it can run"
+        yield f"verdict: {number} {'finding needs' if number == 1 else 'findings need'} a decision"
     if memory is None:
         yield "verdict: no memory was given to compare with; --memory 80GiB does"
         return

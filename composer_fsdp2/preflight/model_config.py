@@ -33,7 +33,7 @@ def find_model_config(path: str | Path | None, name: str | None = None) -> Path:
             raise ConfigError(f"--model-config {path}: there is no file {file}")
         return file
     if name is None:
-        raise ConfigError("which model is trained is not said here; give its config.json with --model-config")
+        raise ConfigError("this file does not name a model; give its config.json with --model-config")
     in_folder = Path(name).expanduser() / FILE
     found = in_folder if in_folder.is_file() else _cached(name)
     if found is None:

@@ -83,7 +83,7 @@ def _explained(found: SuggestedEdits) -> Iterator[str]:
         gain = f", {1 - each.seconds / found.seconds:.0%} less" if each.seconds < found.seconds else ""
         yield from _proposal_lines(f"{number}. {_seconds(each.seconds)}{gain}", each, found.memory_bytes)
     if not (found.fits or found.proposals):
-        yield f"  nothing fits{'' if found.nearest else ', and nothing that this file can say takes less'}"
+        yield f"  nothing fits{'' if found.nearest else ', and no setting available in this file uses less memory'}"
     if found.nearest:
         yield from _proposal_lines(f"nearest: {_seconds(found.nearest.seconds)}", found.nearest, found.memory_bytes)
     for way in found.helps:

@@ -102,7 +102,7 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
         tensors=tensors,
         objects={},
         files=file_sizes(*files, *extra),
-        writer=Writer(sharding="not sharded"),
+        writer=Writer(),
         remarks=("weights alone: no optimizer state, schedulers, timestamp or random states",),
         holds_only=MODEL,
         name_prefix=MODEL_PREFIX,

@@ -407,7 +407,8 @@ def _unread(usual: Finding, given: GivenKey, row: Key, config: EffectiveConfig) 
     if error is None and (row.outcome is Outcome.UNNEEDED or _is_in_effect(setting, config.parsed[given.key], config)):
         return idle(usual, f"{reason}, and what it says held all the same")
     way = f"{DEGREES_PREFIX}{row.name}" if row.group == DEGREES else row.instead.get(reader, "")
-    in_effect = f"the run went by {_word(config[setting])}"
+    held = config[setting]
+    in_effect = "the key was ignored" if held in (None, "", (), []) else f"{_word(held)} was in effect"
     if row.name in _OF_SPEED:  # no decision is needed
         hint = f"it is read as {way}" if way and reader not in AXOLOTL else ""
         text = f"{reason}: {in_effect}; no number depends on it"
@@ -425,8 +426,6 @@ def _unread(usual: Finding, given: GivenKey, row: Key, config: EffectiveConfig) 
 
 
 def _word(value: Any) -> str:
-    if value in ((), None):
-        return "nothing"
     return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))
 
 

@@ -253,7 +253,7 @@ CASES = {
     ),
     "a prefetch, on which no number depends, is none": Case(
         file=AROUND + OF_OLD + "  fsdp_forward_prefetch: true\n",
-        told={"fsdp_config.fsdp_forward_prefetch": (APPROXIMATE, "went by false")},
+        told={"fsdp_config.fsdp_forward_prefetch": (APPROXIMATE, "false was in effect")},
     ),
     "a run of 0.11 prefetched in backward": Case(
         file=AROUND + OF_OLD + "  fsdp_backward_prefetch: BACKWARD_PRE\n",

@@ -376,7 +376,7 @@ CASES = {
         },
         told={
             CLASSES_KEY: (NEEDS_DECISION,),
-            "fsdp_config.fsdp_backward_prefetch": (APPROXIMATE, "went by NO_PREFETCH", "no number depends on it"),
+            "fsdp_config.fsdp_backward_prefetch": (APPROXIMATE, "NO_PREFETCH was in effect", "no number depends on it"),
             "fsdp_config.fsdp_auto_wrap_policy": (NEEDS_DECISION, "as trained", "as written", "auto_wrap in fsdp"),
             "fsdp_config.fsdp_forward_prefetch": (UNNEEDED,),
             "fsdp_config.fsdp_state_dict_type": (UNNEEDED,),
@@ -512,7 +512,7 @@ training:
             says={"fsdp_config.fsdp_backward_prefetch_policy": None},
         )
         for value, outcome, *words in (
-            ("BACKWARD_PRE", APPROXIMATE, "went by NO_PREFETCH", "fsdp_backward_prefetch"),
+            ("BACKWARD_PRE", APPROXIMATE, "NO_PREFETCH was in effect", "fsdp_backward_prefetch"),
             ("sometimes", APPROXIMATE, "no number depends on it"),
             ("NO_PREFETCH", UNNEEDED, "held all the same"),
         )
