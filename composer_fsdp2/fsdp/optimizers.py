@@ -13,11 +13,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from composer_fsdp2._torch.unit_parameters import distinct_units, drop_unreduced_gradients
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.optimizer import rebinding
 
 _NOTED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# Instances that entered no_sync.
+_ACCUMULATING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # Set on a replaced parameter: its name.
 _MARK = "_composer_fsdp2_sharded_as"
 
@@ -28,9 +31,10 @@ def note_optimizers() -> None:
 
     Called where a script imports the class, and by ``install_fsdp``. Wraps
     ``torch.optim.Optimizer.add_param_group``, which every optimizer calls for each group; torch has no hook for the
-    construction.
+    construction. And ``zero_grad``, which clears the gradients of microbatches under ``no_sync`` too.
     """
     original = torch.optim.Optimizer.add_param_group
+    original_zero_grad = torch.optim.Optimizer.zero_grad
 
     @functools.wraps(original)
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
@@ -38,7 +42,13 @@ def note_optimizers() -> None:
         _NOTED.add(self)
         _CHECKED.discard(self)
 
+    @functools.wraps(original_zero_grad)
+    def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        original_zero_grad(self, *args, **kwargs)
+        clear_accumulated(_held(self))
+
     torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+    torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_refuse_replaced)
 
 
@@ -50,6 +60,25 @@ def followers(model: nn.Module) -> list[Callable[[], None]]:
     """
     own = set(model.parameters())
     return [rebinding(model, optimizer) for optimizer in list(_NOTED) if not own.isdisjoint(_held(optimizer))]
+
+
+def note_accumulation(instance: nn.Module) -> None:
+    """Note an instance whose gradients wait for a later microbatch."""
+    _ACCUMULATING.add(instance)
+
+
+def clear_accumulated(parameters: Iterable[nn.Parameter]) -> None:
+    """Discard the gradients of backwards under ``no_sync``, which FSDP1 kept in ``.grad`` and ``fully_shard`` does not.
+
+    A training step that is given up halfway (a loss that is not finite, the end of an epoch) would add them to the
+    next one. Does not communicate.
+    """
+    if not _ACCUMULATING:
+        return
+    cleared = set(parameters)
+    for instance in list(_ACCUMULATING):
+        for unit in distinct_units(instance.modules()):
+            drop_unreduced_gradients(unit, cleared)
 
 
 def mark_replaced(names: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -21,7 +21,7 @@ from composer_fsdp2.fsdp.arguments import report, translate_arguments
 from composer_fsdp2.fsdp.dcp import open_dcp
 from composer_fsdp2.fsdp.flat import REPLACEMENT, FlatView
 from composer_fsdp2.fsdp.lightning import open_lightning
-from composer_fsdp2.fsdp.optimizers import followers, mark_replaced
+from composer_fsdp2.fsdp.optimizers import clear_accumulated, followers, mark_replaced, note_accumulation
 from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
 from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, rekey_optim_state_dict, set_state_dict_type
 from composer_fsdp2.parallel.order import carry_out
@@ -207,6 +207,11 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         dtypes = {each.grad.dtype for each in self.parameters() if each.grad is not None}
         return norm.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else norm
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, those of backwards under ``no_sync`` too, as ``zero_grad`` of an optimizer does."""
+        super().zero_grad(set_to_none)
+        clear_accumulated(self.parameters())
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within the block, backwards accumulate unsharded gradients; the first one after it reduces them.
@@ -215,6 +220,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             CallError: another instance contains this one.
         """
         self._require_root("no_sync")
+        note_accumulation(self)
         self.set_requires_gradient_sync(False)
         try:
             yield

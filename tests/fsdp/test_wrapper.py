@@ -346,3 +346,33 @@ def test_buffers_keep_their_dtype_in_state_dicts():
     net.blocks[0] = FSDP(net.blocks[0], **CPU)
     model = FSDP(net, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), **CPU)
     assert [block.offset.dtype for block in model.blocks] == [torch.float32, torch.bfloat16]
+
+
+@on_ranks(2)
+def test_zero_grad_clears_what_no_sync_accumulated():
+    """A step that is given up halfway, as after a loss of NaN, would be added to the next one."""
+
+    def given_up(cls: Any, strategy: Any, clear: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(Block(), Block()).double(), cls, sharding_strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.full((2, 6), dist.get_rank() + 1.0, dtype=torch.float64)
+        with model.no_sync():
+            model(7 * x).pow(2).sum().backward()
+        clear(model, optimizer)
+        with model.no_sync():
+            model(2 * x).sum().backward()
+        model(x).sum().backward()
+        optimizer.step()
+        with cls.summon_full_params(model):
+            return [each.detach().clone() for each in model.parameters()]
+
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        for clear in (
+            lambda model, optimizer: optimizer.zero_grad(),
+            lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+            lambda model, optimizer: model.zero_grad(),
+        ):
+            torch.testing.assert_close(
+                given_up(FSDP, strategy, clear), given_up(FSDP1, strategy, clear), rtol=1e-12, atol=1e-12
+            )
