@@ -14,7 +14,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FSDPModule, Mix
 
 from composer_fsdp2._torch.private_names import FSDP_WRAPPED, ActivationWrapper, FSDP1Wrapper, parent_mesh
 from composer_fsdp2._torch.unit import UnitHooks, hooks_of
-from composer_fsdp2._torch.wrappers import auto_wrap, is_own_unit, nest_unit, shards_of
+from composer_fsdp2._torch.wrappers import auto_wrap, is_own_unit, nest_unit, shards_of, write_assigned_data
 from composer_fsdp2.errors import CallError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
 from composer_fsdp2.fsdp.arguments import report, translate_arguments
@@ -325,6 +325,7 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
     replaced = [(name, parameter_at(root, name)) for name in names]
     open_dcp(FullyShardedDataParallel)
     open_lightning(FullyShardedDataParallel)
+    write_assigned_data()
     for cls in {type(each) for each in made}:
         is_own_unit(cls)
     present = () if mesh is None else (mesh, parent_mesh(mesh))
@@ -350,6 +351,7 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
         instance._fsdp_hooks.sums_in_own_dtype = True
         instance.register_state_dict_post_hook(_remove_prefix)
         instance.register_load_state_dict_pre_hook(_add_prefix)
+        instance.register_load_state_dict_post_hook(_remove_prefix_of_keys)
         set_state_dict_type(instance, FULL)
 
 
@@ -364,3 +366,8 @@ def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unu
     inner = prefix + _PREFIX
     for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
         state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+
+
+def _remove_prefix_of_keys(module: nn.Module, incompatible_keys: Any) -> None:
+    for keys in incompatible_keys:
+        keys[:] = [key.replace(_PREFIX, "") for key in keys]

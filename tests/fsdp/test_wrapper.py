@@ -376,3 +376,44 @@ def test_zero_grad_clears_what_no_sync_accumulated():
             torch.testing.assert_close(
                 given_up(FSDP, strategy, clear), given_up(FSDP1, strategy, clear), rtol=1e-12, atol=1e-12
             )
+
+
+@on_ranks(2)
+def test_assigned_data_is_written():
+    """torch ignores ``dtensor.data = values``: a model would train on without decayed, clipped or averaged weights."""
+
+    def assigned(cls: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(Block(), nn.Linear(6, 6)).double(), cls)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:  # FSDP1's shard of it may be empty
+                    parameter.grad.data = parameter.grad.data * 3
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 0.5
+        with cls.summon_full_params(model):
+            return [each.detach().clone() for each in model.parameters()]
+
+    torch.testing.assert_close(assigned(FSDP), assigned(FSDP1), rtol=1e-12, atol=1e-12)
+    parameter = next(wrap(nn.Linear(4, 4)).parameters())
+    with pytest.raises(CallError, match=r"data was set to a Tensor of shape \(4, 4\).*summon_full_params"):
+        parameter.data = torch.zeros(4, 4)
+    with pytest.raises(CallError, match="torch.bfloat16"):
+        parameter.data = parameter.data.bfloat16()
+
+
+@on_ranks(2)
+def test_missing_and_unexpected_keys_are_those_of_fsdp1():
+    """Scripts filter them by the names of the unwrapped module."""
+    found = []
+    for cls in (FSDP, FSDP1):
+        model = wrap(Decoder(), cls)
+        state = model.state_dict()
+        del state["head.weight"], state["blocks.0.fc_in.bias"]
+        keys = model.load_state_dict({**state, "other": torch.ones(1), "blocks.1.more": torch.ones(1)}, strict=False)
+        found.append((sorted(keys.missing_keys), sorted(keys.unexpected_keys)))
+    assert found[0] == found[1], found
