@@ -42,7 +42,7 @@ def write_assigned_data() -> None:
         else:
             _DATA.__set__(self, value)
 
-    DTensor.data = property(_DATA.__get__, assign)  # type: ignore[assignment,method-assign]
+    DTensor.data = property(_DATA.__get__, assign)  # type: ignore[assignment]
 
 
 def is_own_unit(cls: type) -> None:

@@ -402,7 +402,7 @@ def test_assigned_data_is_written():
     parameter = next(wrap(nn.Linear(4, 4)).parameters())
     with pytest.raises(CallError, match=r"data was set to a Tensor of shape \(4, 4\).*summon_full_params"):
         parameter.data = torch.zeros(4, 4)
-    with pytest.raises(CallError, match="torch.bfloat16"):
+    with pytest.raises(CallError, match=r"torch\.bfloat16"):
         parameter.data = parameter.data.bfloat16()
 
 
