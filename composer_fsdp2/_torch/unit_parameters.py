@@ -83,10 +83,18 @@ def _has_gradient_unreduced(parameter: Any) -> bool:
 
 def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[nn.Parameter]) -> None:
     """Discard what the unit keeps of these parameters' gradients for a later microbatch to communicate."""
-    for group in groups_of(state_of(unit)):
-        for parameter in group.fsdp_params:
-            if parameter.sharded_param in parameters:
-                drop_gradient(parameter)
+    for parameter in _unreduced(unit):
+        if parameter.sharded_param in parameters:
+            drop_gradient(parameter)
+
+
+def unreduced_parameters(unit: FSDPModule) -> list[nn.Parameter]:
+    """The unit's parameters whose gradients wait for a later microbatch."""
+    return [parameter.sharded_param for parameter in _unreduced(unit)]
+
+
+def _unreduced(unit: FSDPModule) -> list[Any]:
+    return [each for group in groups_of(state_of(unit)) for each in group.fsdp_params if _has_gradient_unreduced(each)]
 
 
 def is_in_pass(unit: FSDPModule) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from composer_fsdp2._torch.unit_parameters import distinct_units, drop_unreduced_gradients
-from composer_fsdp2.errors import PlanError
+from composer_fsdp2._torch.unit_parameters import distinct_units, drop_unreduced_gradients, unreduced_parameters
+from composer_fsdp2.errors import CallError, PlanError
 from composer_fsdp2.sharding.optimizer import rebinding
 
 _NOTED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -49,7 +50,7 @@ def note_optimizers() -> None:
 
     torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-    register_optimizer_step_pre_hook(_refuse_replaced)
+    register_optimizer_step_pre_hook(_check_step)
 
 
 def followers(model: nn.Module) -> list[Callable[[], None]]:
@@ -73,12 +74,26 @@ def clear_accumulated(parameters: Iterable[nn.Parameter]) -> None:
     A training step that is given up halfway (a loss that is not finite, the end of an epoch) would add them to the
     next one. Does not communicate.
     """
-    if not _ACCUMULATING:
-        return
     cleared = set(parameters)
-    for instance in list(_ACCUMULATING):
-        for unit in distinct_units(instance.modules()):
-            drop_unreduced_gradients(unit, cleared)
+    for unit in _accumulating():
+        drop_unreduced_gradients(unit, cleared)
+
+
+def refuse_accumulated(parameters: Iterable[nn.Parameter], call: str) -> None:
+    """Raise if gradients of these parameters wait for a backward outside of ``no_sync``.
+
+    ``call`` would find none of them, or those of earlier backwards alone.
+    """
+    waiting = {each for unit in _accumulating() for each in unreduced_parameters(unit)}
+    if waiting and not waiting.isdisjoint(parameters):
+        raise CallError(
+            f"{call} while gradients that backwards under no_sync accumulated are not communicated yet; call it after "
+            "a backward outside of no_sync, which runs the same modules, or clear them by zero_grad"
+        )
+
+
+def _accumulating() -> list[FSDPModule]:
+    return [unit for instance in list(_ACCUMULATING) for unit in distinct_units(instance.modules())]
 
 
 def mark_replaced(names: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -96,8 +111,10 @@ def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _refuse_replaced(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """Raise before the first step of an optimizer that was made before this module was imported."""
+def _check_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    """Raise where a step would train nothing: before the first one of an optimizer that was made before this module was
+    imported, and on gradients that are not communicated yet."""
+    refuse_accumulated(_held(optimizer), f"{type(optimizer).__name__}.step")
     if optimizer in _CHECKED:
         return
     if found := next((name for each in _held(optimizer) if (name := sharded_name(each))), None):

@@ -21,7 +21,13 @@ from composer_fsdp2.fsdp.arguments import report, translate_arguments
 from composer_fsdp2.fsdp.dcp import open_dcp
 from composer_fsdp2.fsdp.flat import REPLACEMENT, FlatView
 from composer_fsdp2.fsdp.lightning import open_lightning
-from composer_fsdp2.fsdp.optimizers import clear_accumulated, followers, mark_replaced, note_accumulation
+from composer_fsdp2.fsdp.optimizers import (
+    clear_accumulated,
+    followers,
+    mark_replaced,
+    note_accumulation,
+    refuse_accumulated,
+)
 from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
 from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, rekey_optim_state_dict, set_state_dict_type
 from composer_fsdp2.parallel.order import carry_out
@@ -199,10 +205,11 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         It has the dtype of the gradients, as under FSDP1.
 
         Raises:
-            CallError: another instance contains this one.
+            CallError: another instance contains this one, or gradients wait for a backward outside of ``no_sync``.
         Called on all ranks; one all-reduce of one number.
         """
         self._require_root("clip_grad_norm_")
+        refuse_accumulated(self.parameters(), "clip_grad_norm_")
         norm = clip_grad_norm_(self, max_norm, norm_type)[""]
         dtypes = {each.grad.dtype for each in self.parameters() if each.grad is not None}
         return norm.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else norm

@@ -417,3 +417,19 @@ def test_missing_and_unexpected_keys_are_those_of_fsdp1():
         keys = model.load_state_dict({**state, "other": torch.ones(1), "blocks.1.more": torch.ones(1)}, strict=False)
         found.append((sorted(keys.missing_keys), sorted(keys.unexpected_keys)))
     assert found[0] == found[1], found
+
+
+@on_ranks(2)
+def test_accumulated_gradients_are_neither_clipped_nor_stepped_with():
+    """FSDP1's step raised for shapes that differ; ours has no gradients then, and would leave the weights alone."""
+    model = wrap(nn.Sequential(Block(), Block()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.no_sync():
+        model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(CallError, match=r"clip_grad_norm_.*no_sync"):
+        model.clip_grad_norm_(1.0)
+    with pytest.raises(CallError, match=r"SGD.*no_sync"):
+        optimizer.step()
+    model(torch.ones(2, 6)).sum().backward()
+    assert model.clip_grad_norm_(1.0) > 0
+    optimizer.step()
