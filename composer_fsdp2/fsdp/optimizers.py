@@ -15,8 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_fsdp2._torch.unit_parameters import distinct_units, drop_unreduced_gradients, unreduced_parameters
-from composer_fsdp2.errors import CallError, PlanError
+from composer_fsdp2.errors import CallError, PlanError, UnsupportedError
 from composer_fsdp2.sharding.optimizer import rebinding
+from composer_fsdp2.sharding.placements import splitting_axes
 
 _NOTED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -117,6 +118,7 @@ def _check_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     refuse_accumulated(_held(optimizer), f"{type(optimizer).__name__}.step")
     if optimizer in _CHECKED:
         return
+    _refuse_unfit(optimizer)
     if found := next((name for each in _held(optimizer) if (name := sharded_name(each))), None):
         raise PlanError(
             f"this {type(optimizer).__name__} holds {found} as it was before FullyShardedDataParallel sharded it, and "
@@ -124,3 +126,20 @@ def _check_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
             "after wrapping"
         )
     _CHECKED.add(optimizer)
+
+
+def _refuse_unfit(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for norms, products and masks that torch does not compute on DTensors.
+
+    Adafactor scales by ``parameter.norm().item()``, in torch 2.7 the norm of this rank's rows, so that each rank steps
+    by another length, without an error. FSDP1 took it of this rank's part of a flat parameter: no numbers to keep.
+    """
+    name = type(optimizer).__name__
+    if name not in ("Adafactor", "LBFGS", "Rprop"):  # of torch, and of transformers
+        return
+    sharded = [each for each in _held(optimizer) if getattr(each, "_fsdp_flattened", False)]
+    if any(name != "LBFGS" or splitting_axes(each) for each in sharded):
+        raise UnsupportedError(
+            f"{name}: torch does not compute its step on DTensors, which sharded parameters are; choose another "
+            "optimizer, such as AdamW or SGD"
+        )

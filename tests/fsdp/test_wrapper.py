@@ -433,3 +433,16 @@ def test_accumulated_gradients_are_neither_clipped_nor_stepped_with():
     model(torch.ones(2, 6)).sum().backward()
     assert model.clip_grad_norm_(1.0) > 0
     optimizer.step()
+
+
+@on_ranks(2)
+def test_optimizers_that_torch_does_not_compute_on_shards_are_refused():
+    """Adafactor trained other weights in torch 2.7, without an error; the others ended within torch."""
+    model = wrap(nn.Linear(6, 6))
+    model(torch.ones(2, 6)).sum().backward()
+    for cls in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop):
+        with pytest.raises(UnsupportedError, match=rf"{cls.__name__}.*AdamW"):
+            cls(model.parameters()).step(lambda: torch.zeros(()))
+    unsharded = nn.Linear(6, 6)
+    unsharded.weight.grad = torch.ones(6, 6)
+    torch.optim.Adafactor(unsharded.parameters()).step()
