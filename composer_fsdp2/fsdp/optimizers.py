@@ -115,6 +115,8 @@ def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def _check_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     """Raise where a step would train nothing: before the first one of an optimizer that was made before this module was
     imported, and on gradients that are not communicated yet."""
+    if torch.compiler.is_compiling():  # a step that torch.compile traces: it cannot trace these weak references
+        return
     refuse_accumulated(_held(optimizer), f"{type(optimizer).__name__}.step")
     if optimizer in _CHECKED:
         return

@@ -446,3 +446,13 @@ def test_optimizers_that_torch_does_not_compute_on_shards_are_refused():
     unsharded = nn.Linear(6, 6)
     unsharded.weight.grad = torch.ones(6, 6)
     torch.optim.Adafactor(unsharded.parameters()).step()
+
+
+def test_a_compiled_step_is_traced():
+    """The checks before a step cannot be: torch 2.13 would raise for any optimizer of the process."""
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.ones(2, 2)
+    torch.compile(lambda: optimizer.step(), backend="eager")()
+    torch.testing.assert_close(model.weight.detach(), before - 1)
