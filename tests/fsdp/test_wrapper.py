@@ -448,6 +448,7 @@ def test_optimizers_that_torch_does_not_compute_on_shards_are_refused():
     torch.optim.Adafactor(unsharded.parameters()).step()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_a_compiled_step_is_traced():
     """The checks before a step cannot be: torch 2.13 would raise for any optimizer of the process."""
     model = nn.Linear(2, 2, bias=False)
