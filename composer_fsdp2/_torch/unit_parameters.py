@@ -1,6 +1,6 @@
 """The units of a sharded model, and what stands in their modules while they are not gathered."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from composer_fsdp2._torch.groups import groups_of, has_gradient, state_of
+from composer_fsdp2._torch.groups import drop_gradient, groups_of, has_gradient, state_of
 from composer_fsdp2._torch.reset import reset_after_error
 from composer_fsdp2._torch.unit import Shown, hooks_of
 
@@ -79,6 +79,22 @@ def has_unreduced_gradients(unit: FSDPModule) -> bool:
 
 def _has_gradient_unreduced(parameter: Any) -> bool:
     return hasattr(parameter, "_unsharded_param") and has_gradient(parameter)
+
+
+def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[nn.Parameter]) -> None:
+    """Discard what the unit keeps of these parameters' gradients for a later microbatch to communicate."""
+    for parameter in _unreduced(unit):
+        if parameter.sharded_param in parameters:
+            drop_gradient(parameter)
+
+
+def unreduced_parameters(unit: FSDPModule) -> list[nn.Parameter]:
+    """The unit's parameters whose gradients wait for a later microbatch."""
+    return [parameter.sharded_param for parameter in _unreduced(unit)]
+
+
+def _unreduced(unit: FSDPModule) -> list[Any]:
+    return [each for group in groups_of(state_of(unit)) for each in group.fsdp_params if _has_gradient_unreduced(each)]
 
 
 def is_in_pass(unit: FSDPModule) -> bool:

@@ -1,5 +1,6 @@
 """A class that wraps a module and is its FSDP2 unit, as FSDP1's class was its FSDP1 unit."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,33 @@ from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
 from composer_fsdp2.errors import CallError
 
 auto_wrap: Any = _auto_wrap  # FSDP1's walk through a module tree by an ``auto_wrap_policy``
+
+
+_DATA: Any = torch.Tensor.data
+
+
+@functools.cache
+def write_assigned_data() -> None:
+    """Have ``dtensor.data = values`` write the values, for parameters and for gradients.
+
+    torch (2.7 to 2.13) leaves the local tensor as it is, without an error. FSDP1's parameters were plain tensors, and
+    its next forward wrote such values back.
+    """
+
+    def assign(self: DTensor, value: torch.Tensor) -> None:
+        if isinstance(value, DTensor) and value.dtype == self.dtype and value._spec == self._spec:
+            with torch.no_grad():
+                self._local_tensor.copy_(value._local_tensor)
+        elif getattr(self, "_fsdp_flattened", False):
+            raise CallError(
+                f"a parameter's data was set to a {type(value).__name__} of shape {tuple(value.shape)} in "
+                f"{value.dtype}; it is a DTensor of shape {tuple(self.shape)} in {self.dtype}, and stays one. Write "
+                "full values within FSDP.summon_full_params(model)"
+            )
+        else:
+            _DATA.__set__(self, value)
+
+    DTensor.data = property(_DATA.__get__, assign)  # type: ignore[assignment]
 
 
 def is_own_unit(cls: type) -> None:
@@ -61,6 +89,6 @@ def cast_shards(unit: FSDPModule, dtype: torch.dtype) -> None:
     for parameter in (each for group in groups_of(state) for each in group.fsdp_params):
         shard = parameter.sharded_param
         cast = with_local_tensor(shard, local_tensor(shard).detach().to(dtype))
-        shard.data = cast
+        _DATA.__set__(shard, cast)
         shard._local_tensor, shard._spec = cast._local_tensor, cast._spec
         parameter.reset_sharded_param()

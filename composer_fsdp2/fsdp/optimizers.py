@@ -11,13 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from composer_fsdp2.errors import PlanError
+from composer_fsdp2._torch.unit_parameters import distinct_units, drop_unreduced_gradients, unreduced_parameters
+from composer_fsdp2.errors import CallError, PlanError, UnsupportedError
 from composer_fsdp2.sharding.optimizer import rebinding
+from composer_fsdp2.sharding.placements import splitting_axes
 
 _NOTED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# Instances that entered no_sync.
+_ACCUMULATING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # Set on a replaced parameter: its name.
 _MARK = "_composer_fsdp2_sharded_as"
 
@@ -28,9 +33,10 @@ def note_optimizers() -> None:
 
     Called where a script imports the class, and by ``install_fsdp``. Wraps
     ``torch.optim.Optimizer.add_param_group``, which every optimizer calls for each group; torch has no hook for the
-    construction.
+    construction. And ``zero_grad``, which clears the gradients of microbatches under ``no_sync`` too.
     """
     original = torch.optim.Optimizer.add_param_group
+    original_zero_grad = torch.optim.Optimizer.zero_grad
 
     @functools.wraps(original)
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
@@ -38,8 +44,14 @@ def note_optimizers() -> None:
         _NOTED.add(self)
         _CHECKED.discard(self)
 
+    @functools.wraps(original_zero_grad)
+    def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        original_zero_grad(self, *args, **kwargs)
+        clear_accumulated(_held(self))
+
     torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-    register_optimizer_step_pre_hook(_refuse_replaced)
+    torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(_check_step)
 
 
 def followers(model: nn.Module) -> list[Callable[[], None]]:
@@ -50,6 +62,39 @@ def followers(model: nn.Module) -> list[Callable[[], None]]:
     """
     own = set(model.parameters())
     return [rebinding(model, optimizer) for optimizer in list(_NOTED) if not own.isdisjoint(_held(optimizer))]
+
+
+def note_accumulation(instance: nn.Module) -> None:
+    """Note an instance whose gradients wait for a later microbatch."""
+    _ACCUMULATING.add(instance)
+
+
+def clear_accumulated(parameters: Iterable[nn.Parameter]) -> None:
+    """Discard the gradients of backwards under ``no_sync``, which FSDP1 kept in ``.grad`` and ``fully_shard`` does not.
+
+    A training step that is given up halfway (a loss that is not finite, the end of an epoch) would add them to the
+    next one. Does not communicate.
+    """
+    cleared = set(parameters)
+    for unit in _accumulating():
+        drop_unreduced_gradients(unit, cleared)
+
+
+def refuse_accumulated(parameters: Iterable[nn.Parameter], call: str) -> None:
+    """Raise if gradients of these parameters wait for a backward outside of ``no_sync``.
+
+    ``call`` would find none of them, or those of earlier backwards alone.
+    """
+    waiting = {each for unit in _accumulating() for each in unreduced_parameters(unit)}
+    if waiting and not waiting.isdisjoint(parameters):
+        raise CallError(
+            f"{call} while gradients that backwards under no_sync accumulated are not communicated yet; call it after "
+            "a backward outside of no_sync, which runs the same modules, or clear them by zero_grad"
+        )
+
+
+def _accumulating() -> list[FSDPModule]:
+    return [unit for instance in list(_ACCUMULATING) for unit in distinct_units(instance.modules())]
 
 
 def mark_replaced(names: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -67,10 +112,15 @@ def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _refuse_replaced(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """Raise before the first step of an optimizer that was made before this module was imported."""
+def _check_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    """Raise where a step would train nothing: before the first one of an optimizer that was made before this module was
+    imported, and on gradients that are not communicated yet."""
+    if torch.compiler.is_compiling():  # a step that torch.compile traces: it cannot trace these weak references
+        return
+    refuse_accumulated(_held(optimizer), f"{type(optimizer).__name__}.step")
     if optimizer in _CHECKED:
         return
+    _refuse_unfit(optimizer)
     if found := next((name for each in _held(optimizer) if (name := sharded_name(each))), None):
         raise PlanError(
             f"this {type(optimizer).__name__} holds {found} as it was before FullyShardedDataParallel sharded it, and "
@@ -78,3 +128,20 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
             "after wrapping"
         )
     _CHECKED.add(optimizer)
+
+
+def _refuse_unfit(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for norms, products and masks that torch does not compute on DTensors.
+
+    Adafactor scales by ``parameter.norm().item()``, in torch 2.7 the norm of this rank's rows, so that each rank steps
+    by another length, without an error. FSDP1 took it of this rank's part of a flat parameter: no numbers to keep.
+    """
+    name = type(optimizer).__name__
+    if name not in ("Adafactor", "LBFGS", "Rprop"):  # of torch, and of transformers
+        return
+    sharded = [each for each in _held(optimizer) if getattr(each, "_fsdp_flattened", False)]
+    if any(name != "LBFGS" or splitting_axes(each) for each in sharded):
+        raise UnsupportedError(
+            f"{name}: torch does not compute its step on DTensors, which sharded parameters are; choose another "
+            "optimizer, such as AdamW or SGD"
+        )

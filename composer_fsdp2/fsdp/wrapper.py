@@ -23,14 +23,28 @@ from composer_fsdp2._torch.private_names import (
     without_wrappers,
 )
 from composer_fsdp2._torch.unit import UnitHooks, hooks_of
-from composer_fsdp2._torch.wrappers import auto_wrap, forget_root, group_of_unit, is_own_unit, nest_unit, shards_of
+from composer_fsdp2._torch.wrappers import (
+    auto_wrap,
+    forget_root,
+    group_of_unit,
+    is_own_unit,
+    nest_unit,
+    shards_of,
+    write_assigned_data,
+)
 from composer_fsdp2.errors import CallError, ConfigError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
 from composer_fsdp2.fsdp.arguments import report, translate_arguments, warns_of_absent_ranks
 from composer_fsdp2.fsdp.dcp import open_dcp
 from composer_fsdp2.fsdp.flat import REPLACEMENT, FlatView
 from composer_fsdp2.fsdp.lightning import open_lightning
-from composer_fsdp2.fsdp.optimizers import followers, mark_replaced
+from composer_fsdp2.fsdp.optimizers import (
+    clear_accumulated,
+    followers,
+    mark_replaced,
+    note_accumulation,
+    refuse_accumulated,
+)
 from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
 from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, rekey_optim_state_dict, set_state_dict_type
 from composer_fsdp2.parallel.order import carry_out
@@ -248,13 +262,19 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         It has the dtype of the gradients, as under FSDP1.
 
         Raises:
-            CallError: another instance contains this one.
+            CallError: another instance contains this one, or gradients wait for a backward outside of ``no_sync``.
         Called on all ranks; one all-reduce of one number.
         """
         self._require_root("clip_grad_norm_")
+        refuse_accumulated(self.parameters(), "clip_grad_norm_")
         norm = clip_grad_norm_(self, max_norm, norm_type)[""]
         dtypes = {each.grad.dtype for each in self.parameters() if each.grad is not None}
         return norm.to(functools.reduce(torch.promote_types, dtypes)) if dtypes else norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, those of backwards under ``no_sync`` too, as ``zero_grad`` of an optimizer does."""
+        super().zero_grad(set_to_none)
+        clear_accumulated(self.parameters())
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -264,6 +284,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             CallError: another instance contains this one.
         """
         self._require_root("no_sync")
+        note_accumulation(self)
         self.set_requires_gradient_sync(False)
         try:
             yield
@@ -370,6 +391,7 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
     replaced = [(name, parameter_at(root, name)) for name in names]
     open_dcp(FullyShardedDataParallel)
     open_lightning(FullyShardedDataParallel)
+    write_assigned_data()
     for cls in {type(each) for each in made}:
         is_own_unit(cls)
     present = () if mesh is None else (mesh, parent_mesh(mesh))

@@ -65,7 +65,7 @@ def runs_of(axes: dict[str, Any]) -> list[Run]:
 
 
 # float64 to its last digits. In fp32 a norm adds up squares in another order, and each step of AdamW rounds.
-EXACT, ROUNDED = Differences(1e-12, 1e-12, 1e-12), Differences(2e-7, 2e-7, 1e-7)
+EXACT, ROUNDED = Differences(1e-12, 1e-12, 1e-12), Differences(2e-7, 1e-6, 1e-7)
 # FSDP1 without shards adds the next backward to gradients that are averaged already, and averages the sum again, and
 # takes the norm of gradients in bf16 in bf16; ours averages each backward, and takes the norm in fp32. In float64 and
 # fp32 there is no difference.

@@ -341,9 +341,9 @@ def test_a_parameter_that_is_replaced_before_the_first_step():
 
 
 @pytest.mark.others
-@on_ranks(2)
+@on_ranks(2, fresh=True)
 def test_torch_itself_ignores_what_is_assigned_to_data_of_a_dtensor():
-    """FSDP1 wrote ``parameter.data = ...`` back. Once torch does, upstream.md can do without this difference."""
+    """FSDP1 wrote ``parameter.data = ...`` back. Once torch does, ``write_assigned_data`` can go."""
     parameter = nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
     parameter.data = torch.ones_like(parameter)
     assert (parameter.full_tensor() == 0).all()
@@ -460,3 +460,114 @@ def test_ranks_that_do_not_come_are_waited_for_with_a_warning():
     texts = [call.args[0] for call in logged.call_args_list]
     waited = [text for text in texts if "has waited 0.1 s for other ranks" in text]
     assert len(waited) == (dist.get_rank() == 0), texts
+
+
+@on_ranks(2)
+def test_zero_grad_clears_what_no_sync_accumulated():
+    """A step that is given up halfway, as after a loss of NaN, would be added to the next one."""
+
+    def given_up(cls: Any, strategy: Any, clear: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(Block(), Block()).double(), cls, sharding_strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.full((2, 6), dist.get_rank() + 1.0, dtype=torch.float64)
+        with model.no_sync():
+            model(7 * x).pow(2).sum().backward()
+        clear(model, optimizer)
+        with model.no_sync():
+            model(2 * x).sum().backward()
+        model(x).sum().backward()
+        optimizer.step()
+        with cls.summon_full_params(model):
+            return [each.detach().clone() for each in model.parameters()]
+
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        for clear in (
+            lambda model, optimizer: optimizer.zero_grad(),
+            lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+            lambda model, optimizer: model.zero_grad(),
+        ):
+            torch.testing.assert_close(
+                given_up(FSDP, strategy, clear), given_up(FSDP1, strategy, clear), rtol=1e-12, atol=1e-12
+            )
+
+
+@on_ranks(2)
+def test_assigned_data_is_written():
+    """torch ignores ``dtensor.data = values``: a model would train on without decayed, clipped or averaged weights."""
+
+    def assigned(cls: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(Block(), nn.Linear(6, 6)).double(), cls)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:  # FSDP1's shard of it may be empty
+                    parameter.grad.data = parameter.grad.data * 3
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 0.5
+        with cls.summon_full_params(model):
+            return [each.detach().clone() for each in model.parameters()]
+
+    torch.testing.assert_close(assigned(FSDP), assigned(FSDP1), rtol=1e-12, atol=1e-12)
+    parameter = next(wrap(nn.Linear(4, 4)).parameters())
+    with pytest.raises(CallError, match=r"data was set to a Tensor of shape \(4, 4\).*summon_full_params"):
+        parameter.data = torch.zeros(4, 4)
+    with pytest.raises(CallError, match=r"torch\.bfloat16"):
+        parameter.data = parameter.data.bfloat16()
+
+
+@on_ranks(2)
+def test_missing_and_unexpected_keys_are_those_of_fsdp1():
+    """Scripts filter them by the names of the unwrapped module."""
+    found = []
+    for cls in (FSDP, FSDP1):
+        model = wrap(Decoder(), cls)
+        state = model.state_dict()
+        del state["head.weight"], state["blocks.0.fc_in.bias"]
+        keys = model.load_state_dict({**state, "other": torch.ones(1), "blocks.1.more": torch.ones(1)}, strict=False)
+        found.append((sorted(keys.missing_keys), sorted(keys.unexpected_keys)))
+    assert found[0] == found[1], found
+
+
+@on_ranks(2)
+def test_accumulated_gradients_are_neither_clipped_nor_stepped_with():
+    """FSDP1's step raised for shapes that differ; ours has no gradients then, and would leave the weights alone."""
+    model = wrap(nn.Sequential(Block(), Block()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.no_sync():
+        model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(CallError, match=r"clip_grad_norm_.*no_sync"):
+        model.clip_grad_norm_(1.0)
+    with pytest.raises(CallError, match=r"SGD.*no_sync"):
+        optimizer.step()
+    model(torch.ones(2, 6)).sum().backward()
+    assert model.clip_grad_norm_(1.0) > 0
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_optimizers_that_torch_does_not_compute_on_shards_are_refused():
+    """Adafactor trained other weights in torch 2.7, without an error; the others ended within torch."""
+    model = wrap(nn.Linear(6, 6))
+    model(torch.ones(2, 6)).sum().backward()
+    for cls in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop):
+        with pytest.raises(UnsupportedError, match=rf"{cls.__name__}.*AdamW"):
+            cls(model.parameters()).step(lambda: torch.zeros(()))
+    unsharded = nn.Linear(6, 6)
+    unsharded.weight.grad = torch.ones(6, 6)
+    torch.optim.Adafactor(unsharded.parameters()).step()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+def test_a_compiled_step_is_traced():
+    """The checks before a step cannot be: torch 2.13 would raise for any optimizer of the process."""
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.ones(2, 2)
+    torch.compile(lambda: optimizer.step(), backend="eager")()
+    torch.testing.assert_close(model.weight.detach(), before - 1)
