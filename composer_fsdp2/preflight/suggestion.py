@@ -78,7 +78,7 @@ def _explained(found: SuggestedEdits) -> Iterator[str]:
     yield f"suggestions for {human_bytes(found.memory_bytes)} a rank, the fastest of {found.num_tried} plans"
     yield from wrapped(f"as it is: {_seconds(found.seconds)}, {_size(found.peak_bytes, found.memory_bytes)}")
     if found.fits and not found.proposals:
-        yield "  nothing is gained by what this file can say"
+        yield "  no setting available in this file makes it faster"
     for number, each in enumerate(found.proposals, 1):
         gain = f", {1 - each.seconds / found.seconds:.0%} less" if each.seconds < found.seconds else ""
         yield from _proposal_lines(f"{number}. {_seconds(each.seconds)}{gain}", each, found.memory_bytes)
