@@ -2,10 +2,12 @@
 
 import enum
 import math
+import sys
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from composer_fsdp2.config.text import text_width
 from composer_fsdp2.config.value import Value
 
 
@@ -82,11 +84,13 @@ def format_findings(findings: Iterable[Finding]) -> str:
         return "  (nothing was set: FSDP1's defaults apply)"
     first = max(len(given) for given, _ in rows)
     second = max(len(finding.outcome.value) for _, finding in rows)
-    lines = []
+    lines: list[str] = []
+    width, longest = text_width(110), text_width(sys.maxsize)
     for given, finding in rows:
-        lines.append(f"  {given:<{first}}  {finding.outcome.value:<{second}}  {finding.target or '-'}")
+        row = f"  {given:<{first}}  {finding.outcome.value:<{second}}  {finding.target or '-'}"
+        lines.extend([row] if len(row) <= longest else textwrap.wrap(row, longest, subsequent_indent=" " * 6))
         note = finding.reason + (f" ({finding.hint})" if finding.hint else "")
-        lines.extend(textwrap.wrap(note, 110, initial_indent="      ", subsequent_indent="      "))
+        lines.extend(textwrap.wrap(note, width, initial_indent="      ", subsequent_indent="      "))
     return "\n".join(lines)
 
 

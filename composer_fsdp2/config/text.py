@@ -2,6 +2,8 @@
 
 import difflib
 import re
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 
 # Control characters but the tab, those that turn the direction of writing, and halves of characters.
@@ -45,6 +47,12 @@ def lines_and_more(lines: Sequence[str], num_shown: int, indent: str = "") -> st
     """A line each, and of those beyond ``num_shown`` how many there are."""
     more = [f"{indent}... and {len(lines) - num_shown} more"] if len(lines) > num_shown else []
     return "\n".join([*(indent + line for line in lines[:num_shown]), *more])
+
+
+def text_width(limit: int) -> int:
+    """How wide a report's lines may be: as the terminal, if there is one, and at most ``limit``."""
+    is_terminal = any(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+    return max(40, min(limit, shutil.get_terminal_size((limit, 24)).columns)) if is_terminal else limit
 
 
 def human_bytes(num_bytes: float) -> str:

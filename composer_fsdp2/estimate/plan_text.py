@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from composer_fsdp2.config.findings import Finding, Outcome
-from composer_fsdp2.config.text import human_bytes, printable
+from composer_fsdp2.config.text import human_bytes, printable, text_width
 from composer_fsdp2.estimate.links import sent_by_unit
 from composer_fsdp2.estimate.planned_step import PlannedStep
 from composer_fsdp2.estimate.step import Kind, Link, MemorySample
 from composer_fsdp2.sharding.plan import ShardUnit
 
-WIDTH = 96
 _SHOWN_KINDS = 6
 _SHOWN_FINDINGS = 4
 
@@ -175,7 +174,9 @@ def _bounds(step: PlannedStep) -> Iterator[str]:
 
 def wrapped(text: str, *, begin: str = "  ", indent: int = 4, max_lines: int | None = None) -> list[str]:
     """Lines of the screen's width, the first after ``begin`` and the others indented."""
-    return textwrap.wrap(text, WIDTH, initial_indent=begin, subsequent_indent=" " * indent, max_lines=max_lines)
+    return textwrap.wrap(
+        text, text_width(96), initial_indent=begin, subsequent_indent=" " * indent, max_lines=max_lines
+    )
 
 
 def shown_findings(step: PlannedStep) -> list[Finding]:

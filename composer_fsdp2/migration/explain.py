@@ -11,7 +11,7 @@ import yaml
 
 from composer_fsdp2.config.findings import Finding, Origin
 from composer_fsdp2.config.rows import Row
-from composer_fsdp2.config.text import nearest_names
+from composer_fsdp2.config.text import nearest_names, text_width
 from composer_fsdp2.config.value import plain
 from composer_fsdp2.migration.class_arguments import FSDPClass
 from composer_fsdp2.migration.dialect import Dialect
@@ -117,7 +117,7 @@ class Explanation:
         # For a value, the text about the key's other values is left out.
         lines = [f"{dialect.name}: {first}" + (f" = {self.word}" if self.word else "")]
         for name, text in [*common, *values, *instead] if self.word else of_key:
-            lines += textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:<9}", subsequent_indent=" " * 11)
+            lines += textwrap.wrap(text, text_width(110), initial_indent=f"  {name:<9}", subsequent_indent=" " * 11)
         return "\n".join(lines)
 
     def _fate_text(self, fate: Fate) -> str:
@@ -150,9 +150,6 @@ class Answer:
             "keys": [each.to_json() for each in self.keys],
             "implicit": {name: [finding.to_json() for finding in found] for name, found in self.implicit.items()},
         }
-
-
-_WIDTH = 110
 
 
 def value_text(value: Any) -> str:

@@ -1,0 +1,34 @@
+"""Reports fit the terminal; in a pipe or a file their lines are as long as ever, for programs that read them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from composer_fsdp2.config.text import text_width
+from composer_fsdp2.migration.explain import explain
+from composer_fsdp2.migration.migrate import migrate_text
+
+TEXT = "fsdp_config: {sharding_strategy: HYBRID_SHARD, backward_prefetch: BACKWARD_POST, cpu_offload: true}\n"
+
+
+def longest() -> int:
+    report = str(migrate_text(TEXT, "run.yaml"))
+    return max(map(len, f"{report}\n{explain('HYBRID_SHARD', dialect='composer')[0]}".split("\n")))
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_reports_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch):
+    """At 80 columns every second line was broken in the middle of a word."""
+    piped = longest()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert longest() <= columns < piped
+    monkeypatch.setenv("COLUMNS", "300")
+    assert text_width(110) == 110
+
+
+def test_a_closed_stream_is_no_terminal(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert text_width(96) == 96
