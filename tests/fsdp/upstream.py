@@ -91,7 +91,6 @@ REASONS: list[tuple[str, str, str]] = [
     ("'DTensor' object has no attribute '_?local_shards'|sharded_tensor_state_dict_identical", DIFFERS, _DTENSORS),
     ("test_hsdp_init_with_device_mesh", DIFFERS, "the mesh of a DTensor has names also where the given one has none"),
     ("before by parallelize_module", DIFFERS, "tensor parallelism first: the error names prepare_fully_shard"),
-    ("test_(param|grad)_writeback", DIFFERS, "`.data = ` of a DTensor is nothing in torch: write `.data.copy_(...)`"),
     ("writeback_between_fwd_and_bwd", DIFFERS, "a parameter that is replaced between forward and backward is no error"),
     (
         "test_full_precision_in_eval|test_eval_root_cast",
