@@ -54,7 +54,9 @@ class Plan(Command):
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="Values in place of the file's.")
     ] = None
-    world_size: Annotated[int, typer.Option("--world-size", help="The number of ranks.")]
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", help="The number of ranks; by default accelerate's num_processes.")
+    ] = None
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="How many of them share a node.")] = 8
     microbatch: Annotated[int | None, typer.Option("--microbatch", help="Rows of a microbatch of one rank.")] = None
     sequence: Annotated[int | None, typer.Option("--sequence", help="Tokens of a row.")] = None

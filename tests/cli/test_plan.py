@@ -112,6 +112,11 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
     "of nothing": (["odd.yaml", *SIZES], {"odd.yaml": "a: 1"}, "nothing here configures sharding"),
     "a name that steers the terminal": (["\x1b[31m.yaml", *SIZES], {}, r"\x1b[31m.yaml"),
     # numbers
+    "ranks that nothing says": (
+        ["odd.yaml", "--model-config", "config.json"],
+        {"odd.yaml": "fsdp_config: {}\n"},
+        "how many ranks are there? --world-size says it",
+    ),
     "no ranks": (["run.yaml", *SIZES, "--world-size", 0], {}, "world size 0"),
     "ranks for ever": (["run.yaml", *SIZES, "--world-size", 10**30], {}, "the number of ranks, from 1 to 1048576"),
     "no node": (["run.yaml", *SIZES, "--gpus-per-node", 0], {}, "gpus per node 0"),

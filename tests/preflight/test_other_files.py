@@ -157,6 +157,15 @@ def test_what_stops_a_migration_stops_a_plan(tmp_path: Path, name: str, text: st
     assert step.bounds.machine.flops == peak  # a lower bound of the time by a lower peak would be none
 
 
+def test_the_number_of_ranks_may_stand_in_the_file(tmp_path: Path):
+    """accelerate's file says num_processes, which had to be typed once more."""
+    text = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 4\nfsdp_config: {fsdp_version: 2}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    how = {"model_config": config(tmp_path), "microbatch": 1, "sequence": 16}
+    assert read_run(tmp_path / "run.yaml", **how).world_size == 4
+    assert read_run(tmp_path / "run.yaml", world_size=2, **how).world_size == 2
+
+
 def test_axolotl_takes_the_accumulation_from_the_batch_of_a_rank(tmp_path: Path):
     """A step of 16 microbatches was planned as one; beside a new accumulation axolotl refuses the old key."""
     (tmp_path / "run.yaml").write_text(AXOLOTL.replace("micro_batch_size: 1", "micro_batch_size: 2\nbatch_size: 32"))
