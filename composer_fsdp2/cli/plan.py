@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import enum
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+import composer_fsdp2
 from composer_fsdp2.atomic import replacing
 from composer_fsdp2.cli.models import MODEL_HELP, function_from
 from composer_fsdp2.cli.options import Command, schema_option
@@ -185,7 +188,7 @@ def _answer(options: Plan) -> tuple[str, int]:
         if html is not None:
             from composer_fsdp2.estimate.html import plan_page
 
-            html.write_text(plan_page(step, said), encoding="utf-8")
+            html.write_text(plan_page(step, said, _made_by()), encoding="utf-8")
         if trace is not None:
             from composer_fsdp2.estimate.chrome_trace import chrome_trace
 
@@ -193,6 +196,12 @@ def _answer(options: Plan) -> tuple[str, int]:
         answer = step.to_json() | {"suggestions": edits and edits.to_json()}
         text = json.dumps(answer, indent=2) if options.as_json else "\n".join(filter(None, (plan_text(step), said)))
     return text, step.exit_code
+
+
+def _made_by() -> str:
+    """The command, with its overrides, for who reads the page a month later."""
+    command = shlex.join(["composer-fsdp2", *sys.argv[1:]])
+    return f"{command} (composer-fsdp2 {composer_fsdp2.__version__}, {datetime.date.today()})"
 
 
 def _suggested(

@@ -39,14 +39,16 @@ _COLOURS = {
 _GREY = ("#888888", "#888888")
 
 
-def plan_page(step: PlannedStep, suggestions: str = "") -> str:
+def plan_page(step: PlannedStep, suggestions: str = "", made_by: str = "") -> str:
     """Render the page.
 
     Args:
         suggestions: The text of ``--suggest``.
+        made_by: The command, its version and the date.
     """
     proposed = [f"<h2>Suggestions</h2>\n<pre>{escape(suggestions)}</pre>"] if suggestions else []
-    body = "\n".join((*_head(step), *_verdict(step), *_timeline(step), *proposed, *_tables(step)))
+    made = [f'<p class="soft">{escape(made_by)}</p>'] if made_by else []
+    body = "\n".join((*_head(step), *made, *_verdict(step), *_timeline(step), *proposed, *_tables(step)))
     title = escape(f"plan of {step.source}")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'

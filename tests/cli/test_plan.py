@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from support.commands import Ended, run_here
 
+import composer_fsdp2
 from composer_fsdp2.estimate.planned_step import SCHEMA
 
 CONFIG = {
@@ -56,6 +58,8 @@ def test_a_run_is_planned(folder: Path):
     assert done.code == 0, done.err
     assert done.out.startswith("run.yaml: ") and "verdict: fits" in done.out
     assert (folder / "plan.html").read_text().lower().startswith("<!doctype html>")
+    made_by = f"--html plan.html --trace t.json (composer-fsdp2 {composer_fsdp2.__version__}, {datetime.date.today()})"
+    assert made_by in (folder / "plan.html").read_text()
     assert json.loads((folder / "t.json").read_text())["traceEvents"]
 
     done = run_here(folder, "plan", "run.yaml", *SIZES, "--memory", "8MiB", "--reserve", "8191KiB", "--json")
