@@ -87,7 +87,7 @@ class Migrate(Command):
         Path | None, typer.Option("-o", "--output", metavar="PATH", help="Write to this file or folder.")
     ] = None
     diff: Annotated[bool, typer.Option("--diff", help="Print what would change.")] = False
-    check: Annotated[bool, typer.Option("--check", help="Print the report, and change nothing.")] = False
+    check: Annotated[bool, typer.Option("--check", "--dry-run", help="Print the report, and change nothing.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False
     json_schema: Annotated[bool, schema_option("composer_fsdp2.migration.report")] = False
     report: Annotated[

@@ -420,6 +420,11 @@ def test_many_files_on_all_cores(tmp_path: Path):
 # Names that lead to something else than one means
 
 
+def test_a_dry_run_is_a_check(folder: Path):
+    """The word that people try first, before a folder is changed."""
+    assert run(folder, "good.yaml", "--dry-run") == run(folder, "good.yaml", "--check")
+
+
 def test_a_script_is_told_how_it_trains(tmp_path: Path):
     """`a mapping is expected at the top of the file` says nothing to somebody with a train.py."""
     write(tmp_path, {"train.py": "import torch\n"})
