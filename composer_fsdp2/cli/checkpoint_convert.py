@@ -1,6 +1,5 @@
 """``composer-fsdp2 checkpoint convert SOURCE DESTINATION --to LAYOUT``: a checkpoint in another layout."""
 
-import enum
 import logging
 import os
 from dataclasses import dataclass
@@ -12,8 +11,7 @@ from composer_fsdp2.cli.models import MODEL_HELP, Trust, model_from
 from composer_fsdp2.cli.options import Command
 from composer_fsdp2.cli.printing import bytes_bar, print_json, refuse
 
-# typer shows an enum's values as the choices, and ends with 2 for another one.
-Layout = enum.StrEnum("Layout", {name: name for name in ("monolithic", "dcp", "safetensors")})  # type: ignore[misc]
+_LAYOUTS = ("monolithic", "dcp", "safetensors")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -28,7 +26,15 @@ class Convert(Command):
 
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint of any layout; it is left as it is.")]
     destination: Annotated[str, typer.Argument(metavar="DESTINATION", help="What to write; must not exist.")]
-    to: Annotated[Layout, typer.Option("--to", help="The layout to write.")]
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="LAYOUT",
+            help=f"{', '.join(_LAYOUTS[:-1])} or {_LAYOUTS[-1]}.",
+            autocompletion=lambda: _LAYOUTS,
+        ),
+    ]
     optimizer: Annotated[bool, typer.Option("--optimizer/--no-optimizer", help="Keep the optimizer's state.")] = True
     dtype: Annotated[
         str | None,
@@ -58,19 +64,22 @@ class Convert(Command):
     def __call__(self) -> None:
         # Here and not above: torch takes seconds, which --help need not wait for.
         from composer_fsdp2.checkpoint.convert.conversion import ConversionReport, convert_checkpoint
+        from composer_fsdp2.checkpoint.layouts import written_layouts
         from composer_fsdp2.checkpoint.open import NotACheckpointError
         from composer_fsdp2.errors import CheckpointError, ConfigError
 
         logging.basicConfig(format="composer-fsdp2: %(message)s", level=logging.WARNING)
         if os.environ.get("RANK", "0") != "0":  # under torchrun one process converts, in threads
             return
+        if self.to not in written_layouts():
+            refuse(f"--to {self.to}: no layout that can be written; choose one of {', '.join(written_layouts())}")
         try:
             dtype, model = _dtype(self.dtype), model_from(self.model)
             with bytes_bar("convert") as progress:
                 done = convert_checkpoint(
                     self.source,
                     self.destination,
-                    to=self.to.value,
+                    to=self.to,
                     optimizer=self.optimizer,
                     dtype=dtype,
                     files=self.files,

@@ -95,4 +95,4 @@ def test_the_layouts_that_are_offered_can_be_written():
     """Completion and help name them without torch, which the layouts' files import."""
     from composer_fsdp2.cli import checkpoint_convert
 
-    assert {*checkpoint_convert.Layout} == {layout.written.name for layout in LAYOUTS if layout.written}
+    assert {*checkpoint_convert._LAYOUTS} == {layout.written.name for layout in LAYOUTS if layout.written}

@@ -292,7 +292,7 @@ def test_optimizer_state():
         with pytest.raises(RuntimeError, match="2 parameters of the SGD are not the model's"):
             FSDP.optim_state_dict(ours, stranger)
         with pytest.raises(NotImplementedError, match="pass optim=optimizer"):
-            FSDP.shard_full_optim_state_dict(osd, ours, list(ours.parameters()))
+            FSDP.shard_full_optim_state_dict(osd, ours, [nn.Parameter(torch.ones(2))])
         with pytest.raises(NotImplementedError, match="is_named_optimizer"):
             FSDP.optim_state_dict_to_load(ours, our_optimizer, osd, is_named_optimizer=True)
         for parameter, values in our_optimizer.state.items():
