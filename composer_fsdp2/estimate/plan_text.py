@@ -159,6 +159,10 @@ def bounds_table(step: PlannedStep) -> Table:
         rows.append(("exposed communication", f"at least {human_seconds(bounds.exposed_s)}"))
     if bounds.mfu_at_most is not None:
         rows.append(("MFU", f"at most {bounds.mfu_at_most:.1%}"))
+    if bounds.lower_s and step.num_tokens:
+        rows.append(("tokens a second, all ranks", f"at most {human_count(step.num_tokens / bounds.lower_s)}"))
+        hours = bounds.lower_s * step.world_size / step.num_tokens * 1e9 / 3600
+        rows.append(("GPU hours for 1 B tokens", f"at least {hours:.3g}"))
     return Table(("a step", f"at least {human_seconds(bounds.lower_s)}"), tuple(rows))
 
 

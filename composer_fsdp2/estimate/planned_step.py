@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.sizes import Reserve
 from composer_fsdp2.config.value import Value, plain
 from composer_fsdp2.estimate.bounds import Bounds
@@ -78,6 +79,14 @@ class PlannedStep(Value):
     @property
     def num_parameters(self) -> int:
         return sum(unit.numel for unit in self.plan.units)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a step, of all ranks; ranks that split layers read one batch."""
+        config = self.plan.config
+        readers = 1 if config.batches_are is BroadcastBatch.GATHER else config.data_block_size
+        of_rank = self.num_microbatches * self.microbatch_size * self.sequence_length
+        return of_rank * self.world_size // readers
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:

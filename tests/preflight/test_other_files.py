@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from composer_fsdp2.config.findings import Origin
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.bounds import GPUS
 from composer_fsdp2.estimate.events import Hook
+from composer_fsdp2.estimate.plan_text import bounds_table, human_count
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.preflight.batch_words import batch_keys
 from composer_fsdp2.preflight.planned import Questions, plan_step
@@ -164,6 +166,21 @@ def test_the_number_of_ranks_may_stand_in_the_file(tmp_path: Path):
     how = {"model_config": config(tmp_path), "microbatch": 1, "sequence": 16}
     assert read_run(tmp_path / "run.yaml", **how).world_size == 4
     assert read_run(tmp_path / "run.yaml", world_size=2, **how).world_size == 2
+
+
+@pytest.mark.parametrize(("degree", "tokens"), [(1, 4 * 16), (2, 2 * 16)])
+def test_tokens_and_hours_are_bounds(tmp_path: Path, degree: int, tokens: int):
+    """What a run costs is asked in tokens a second and GPU hours; ranks that split layers read one batch."""
+    text = TITAN + f"[parallelism]\ntensor_parallel_degree = {degree}\n"
+    (tmp_path / "run.toml").write_text(text)
+    run = read_run(tmp_path / "run.toml", world_size=4, model_config=config(tmp_path), microbatch=1, sequence=16)
+    machine = replace(GPUS["h100"], flops=1e9)
+    step = plan_step(run, "run.toml", Questions(machine=machine))
+    assert step.bounds is not None and step.num_tokens == tokens
+    rows = dict(bounds_table(step).rows)
+    assert rows["tokens a second, all ranks"] == f"at most {human_count(tokens / step.bounds.lower_s)}"
+    hours = 4 * step.bounds.lower_s / 3600 * (1e9 / tokens)
+    assert rows["GPU hours for 1 B tokens"] == f"at least {hours:.3g}"
 
 
 def test_axolotl_takes_the_accumulation_from_the_batch_of_a_rank(tmp_path: Path):
