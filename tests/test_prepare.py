@@ -29,6 +29,7 @@ from composer_fsdp2 import (
     UnsupportedError,
     prepare_fully_shard,
 )
+from composer_fsdp2.prepare import plan_run
 
 # --- what it gives back
 
@@ -319,3 +320,21 @@ def test_without_a_process_group():
     ):
         prepare_fully_shard(model, optimizer, {}, device="cpu")
     assert state_of(model, optimizer) == before
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "1 unit on FSDP2 (4 ranks, FULL_SHARD)"),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, "1 unit on FSDP2 (4 ranks, SHARD_GRAD_OP)"),
+        ({"sharding_strategy": "NO_SHARD"}, "1 unit on FSDP2 (4 ranks, NO_SHARD)"),
+        ({"data_parallel_replicate_degree": 2}, "1 unit on FSDP2 (4 ranks, HYBRID_SHARD)"),
+        (
+            {"data_parallel_replicate_degree": 2, "reshard_after_forward": False},
+            "1 unit on FSDP2 (4 ranks, _HYBRID_SHARD_ZERO2)",
+        ),
+    ],
+)
+def test_a_plan_in_one_line_has_fsdp1s_word_for_its_strategy(config: dict[str, Any], said: str):
+    """It is what rank 0 prints, for who looks whether the run is the one that was meant."""
+    assert plan_run(nn.Sequential(nn.Linear(4, 4)), config, world_size=4)[1].summary == said

@@ -64,15 +64,12 @@ class Convert(Command):
     def __call__(self) -> None:
         # Here and not above: torch takes seconds, which --help need not wait for.
         from composer_fsdp2.checkpoint.convert.conversion import ConversionReport, convert_checkpoint
-        from composer_fsdp2.checkpoint.layouts import written_layouts
         from composer_fsdp2.checkpoint.open import NotACheckpointError
         from composer_fsdp2.errors import CheckpointError, ConfigError
 
         logging.basicConfig(format="composer-fsdp2: %(message)s", level=logging.WARNING)
         if os.environ.get("RANK", "0") != "0":  # under torchrun one process converts, in threads
             return
-        if self.to not in written_layouts():
-            refuse(f"--to {self.to}: no layout that can be written; choose one of {', '.join(written_layouts())}")
         try:
             dtype, model = _dtype(self.dtype), model_from(self.model)
             with bytes_bar("convert") as progress:

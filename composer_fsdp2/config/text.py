@@ -50,8 +50,8 @@ def lines_and_more(lines: Sequence[str], num_shown: int, indent: str = "") -> st
 
 
 def text_width(limit: int) -> int:
-    """How wide a report's lines may be: as the terminal, if there is one, and at most ``limit``."""
-    is_terminal = any(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+    """How wide a report's lines may be: as the terminal that it goes to, if it does, and at most ``limit``."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return max(40, min(limit, shutil.get_terminal_size((limit, 24)).columns)) if is_terminal else limit
 
 

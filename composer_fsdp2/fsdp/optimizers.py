@@ -21,7 +21,7 @@ from composer_fsdp2.sharding.placements import splitting_axes
 
 _NOTED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-# Instances that entered no_sync.
+# Instances whose gradients may wait: from no_sync on, until none is found.
 _ACCUMULATING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # Set on a replaced parameter: its name.
 _MARK = "_composer_fsdp2_sharded_as"
@@ -47,7 +47,8 @@ def note_optimizers() -> None:
     @functools.wraps(original_zero_grad)
     def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         original_zero_grad(self, *args, **kwargs)
-        clear_accumulated(_held(self))
+        if _ACCUMULATING:
+            clear_accumulated(_held(self))
 
     torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
@@ -76,7 +77,7 @@ def clear_accumulated(parameters: Iterable[nn.Parameter]) -> None:
     next one. Does not communicate.
     """
     cleared = set(parameters)
-    for unit in _accumulating():
+    for unit, _ in _waiting():
         drop_unreduced_gradients(unit, cleared)
 
 
@@ -85,16 +86,23 @@ def refuse_accumulated(parameters: Iterable[nn.Parameter], call: str) -> None:
 
     ``call`` would find none of them, or those of earlier backwards alone.
     """
-    waiting = {each for unit in _accumulating() for each in unreduced_parameters(unit)}
-    if waiting and not waiting.isdisjoint(parameters):
+    if any(not set(waiting).isdisjoint(parameters) for _, waiting in _waiting()):
         raise CallError(
             f"{call} while gradients that backwards under no_sync accumulated are not communicated yet; call it after "
             "a backward outside of no_sync, which runs the same modules, or clear them by zero_grad"
         )
 
 
-def _accumulating() -> list[FSDPModule]:
-    return [unit for instance in list(_ACCUMULATING) for unit in distinct_units(instance.modules())]
+def _waiting() -> list[tuple[FSDPModule, list[nn.Parameter]]]:
+    """Units with the parameters whose gradients wait; instances without any are looked at no more."""
+    found: list[tuple[FSDPModule, list[nn.Parameter]]] = []
+    for instance in list(_ACCUMULATING):
+        units = [(unit, unreduced_parameters(unit)) for unit in distinct_units(instance.modules())]
+        of_instance = [(unit, waiting) for unit, waiting in units if waiting]
+        if not of_instance and not instance._fsdp_in_no_sync:
+            _ACCUMULATING.discard(instance)
+        found += of_instance
+    return found
 
 
 def mark_replaced(names: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -117,7 +125,8 @@ def _check_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     imported, and on gradients that are not communicated yet."""
     if torch.compiler.is_compiling():  # a step that torch.compile traces: it cannot trace these weak references
         return
-    refuse_accumulated(_held(optimizer), f"{type(optimizer).__name__}.step")
+    if _ACCUMULATING:
+        refuse_accumulated(_held(optimizer), f"{type(optimizer).__name__}.step")
     if optimizer in _CHECKED:
         return
     _refuse_unfit(optimizer)

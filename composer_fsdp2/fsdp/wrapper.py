@@ -95,6 +95,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
 
     _fsdp_hooks: UnitHooks | None = None  # None until it is sharded
     _fsdp_ignored: _Ignored = (set(), set())
+    _fsdp_in_no_sync = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "FullyShardedDataParallel":
         return nn.Module.__new__(cls)  # FSDPModule's would make a class behind it
@@ -286,9 +287,11 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
         self._require_root("no_sync")
         note_accumulation(self)
         self.set_requires_gradient_sync(False)
+        self._fsdp_in_no_sync = True
         try:
             yield
         finally:
+            self._fsdp_in_no_sync = False
             self.set_requires_gradient_sync(True)
 
     def register_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:

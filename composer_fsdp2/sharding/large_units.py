@@ -21,6 +21,8 @@ def notes_on_large_units(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:
         return
     total = sum(unit.numel for unit in plan.units)
     largest = max(plan.units, key=lambda unit: unit.numel)
+    if 2 * largest.numel <= total:
+        return
     sizes = {spec.name: spec.numel for spec in largest.parameters}
     name, layers = max(
         _repeated_layers(model, sizes), key=lambda each: sum(map(sizes.__getitem__, each[1])), default=("", [])

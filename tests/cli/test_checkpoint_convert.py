@@ -197,6 +197,7 @@ def test_the_command(tmp_path: Path):
         "exists": [*CONVERT, SOURCE, "mine.py", "--to", "monolithic"],
         "dtype": [*CONVERT, SOURCE, "x.pt", "--to", "monolithic", "--dtype", "bf61"],
         "no layout": [*CONVERT, SOURCE, "x.pt", "--to", "pt"],
+        "two files of one": [*CONVERT, SOURCE, "x.pt", "--to", "monolithic", "--files", "2"],
         "help": [*CONVERT, "--help"],
     }
     ended = run_forked(forked, tmp_path, variables=dict(zip(("rank 0", "rank 1"), variables_of_ranks(), strict=True)))
@@ -204,7 +205,7 @@ def test_the_command(tmp_path: Path):
     words = [*CONVERT, SOURCE, "new.pt", "--to", "monolithic", "--json", "--dtype", "bf16"]
     ended |= run_all({"installed": [BIN / "composer-fsdp2", *words]}, tmp_path)
     codes = {name: command.code for name, command in ended.items()}
-    bad = {"missing": 2, "exists": 1, "dtype": 2, "no layout": 2}
+    bad = {"missing": 2, "exists": 1, "dtype": 2, "no layout": 2, "two files of one": 2}
     assert codes == {name: bad.get(name, 0) for name in ended}, {name: command.err for name, command in ended.items()}
     assert "leaves out (1)\n    state.optimizers.DecoupledAdamW" in ended["dry"].out
     assert not (tmp_path / "dry.pt").exists() and not (tmp_path / "x.pt").exists()

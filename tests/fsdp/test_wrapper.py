@@ -493,6 +493,29 @@ def test_zero_grad_clears_what_no_sync_accumulated():
 
 
 @on_ranks(2)
+def test_steps_look_for_waiting_gradients_only_after_no_sync():
+    """To look is a walk over all modules, in each step and each zero_grad of a script."""
+    optimizers._ACCUMULATING.clear()  # of earlier tests on these ranks
+    model = wrap(nn.Sequential(Block(), Block()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 6)
+    with model.no_sync():
+        optimizer.zero_grad()  # finds none, and the block goes on
+        model(x).sum().backward()
+        with pytest.raises(CallError, match=r"SGD\.step while gradients"):
+            optimizer.step()
+    model(x).sum().backward()
+    assert model in optimizers._ACCUMULATING
+    optimizer.step()
+    assert model not in optimizers._ACCUMULATING
+    with mock.patch.object(optimizers, "distinct_units") as walk:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    assert not walk.called
+
+
+@on_ranks(2)
 def test_assigned_data_is_written():
     """torch ignores ``dtensor.data = values``: a model would train on without decayed, clipped or averaged weights."""
 

@@ -29,6 +29,14 @@ def test_reports_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch)
     assert text_width(110) == 110
 
 
+def test_a_report_in_a_file_is_not_wrapped(monkeypatch: pytest.MonkeyPatch):
+    """`migrate --check > report.txt` on a terminal, where standard error still is one."""
+    piped = longest()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert longest() == piped > 80
+
+
 def test_a_closed_stream_is_no_terminal(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert text_width(96) == 96

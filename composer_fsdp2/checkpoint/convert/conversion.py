@@ -100,6 +100,7 @@ def convert_checkpoint(
         trust: Unpickle classes that are not plain data, which can run any code; only for files whose author you trust.
         progress: Called with the bytes done and the bytes to do, on the rank that converts.
     Raises:
+        ConfigError: ``to``, ``files`` or ``dtype`` is none that the layout has.
         CheckpointError: on every rank. The source is damaged or of no known layout, the destination exists or cannot be
             written, the disk has too little space; nothing was published.
     With a process group: called on all ranks. Rank 0 converts, and the others wait for it outside of collectives; of a

@@ -17,7 +17,7 @@ from composer_fsdp2.checkpoint.layouts import LayoutWriter, written_layouts
 from composer_fsdp2.checkpoint.layouts._layout import OutputFile, WriteRequest
 from composer_fsdp2.checkpoint.trees import dotted, integer_keys
 from composer_fsdp2.config.text import and_more, human_bytes, lines_and_more
-from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.errors import CheckpointError, ConfigError
 
 _SHOWN = 12
 
@@ -145,14 +145,14 @@ def plan_conversion(
 
 
 def check_options(to: str, files: int | None, dtype: torch.dtype | None) -> LayoutWriter:
-    """How the layout is written; raises CheckpointError for options that it does not have."""
+    """How the layout is written; raises ConfigError for options that it does not have."""
     known = written_layouts()
     if to not in known:
-        raise CheckpointError(f"to={to!r}: expected one of {', '.join(known)}")
+        raise ConfigError(f"to={to!r}: expected one of {', '.join(known)}")
     if files is not None and not 1 <= files <= (known[to].max_files or files):
-        raise CheckpointError(f"files={files}: a {to} checkpoint has {'one file' if files > 1 else 'at least one'}")
+        raise ConfigError(f"files={files}: a {to} checkpoint has {'one file' if files > 1 else 'at least one'}")
     if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointError(f"dtype={dtype}: weights can be cast to a floating-point dtype")
+        raise ConfigError(f"dtype={dtype}: weights can be cast to a floating-point dtype")
     return known[to]
 
 
