@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from composer_fsdp2.cli.options import Command, schema_option
-from composer_fsdp2.cli.printing import print_json, refuse
+from composer_fsdp2.cli.printing import print_json, print_report, refuse
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.text import printable
 from composer_fsdp2.migration import explain as explaining
@@ -53,7 +53,8 @@ class Explain(Command):
         if self.as_json:
             print_json(answer.to_json())
         elif self.asked is not None:
-            print("\n\n".join(map(str, answer.keys)), end="\n" if answer.keys else "")
+            for number, key in enumerate(answer.keys):
+                print_report(f"\n{key}" if number else str(key))
         else:
             _show_all(answer.keys, answer.implicit)
         print(end="", flush=True)  # here, where somebody who has seen enough is expected

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from composer_fsdp2.cli.options import Command, schema_option
-from composer_fsdp2.cli.printing import print_json, print_text
+from composer_fsdp2.cli.printing import print_json, print_report, print_text
+from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.targets import TARGETS
@@ -93,6 +94,12 @@ class Migrate(Command):
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE.md", help="Write the report to a file, too.")
     ] = None
+    everything: Annotated[
+        bool, typer.Option("--all", help="List exact findings too, and every finding of several files.")
+    ] = False
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only errors and findings that need a decision.")
+    ] = False
     force: Annotated[bool, typer.Option("--force", help="Write also where something needs a decision.")] = False
     fail_on_change: Annotated[
         bool, typer.Option("--fail-on-change", help="Exit with 1 where a file would change, or did.")
@@ -104,6 +111,11 @@ class Migrate(Command):
         ),
     ] = False
     jobs: Annotated[int, typer.Option("--jobs", min=0, help="Processes for many files; 0 for one a core.")] = 0
+
+    @property
+    def hidden(self) -> tuple[Outcome, ...]:
+        """Outcomes whose findings the report of a file only counts."""
+        return () if self.everything else (Outcome.EXACT,)
 
     @property
     def writes(self) -> bool:
@@ -124,6 +136,8 @@ class Migrate(Command):
             raise typer.BadParameter(
                 "choose one of --diff, --check and --json, and one of --write and -o; --check writes nothing"
             )
+        if self.quiet and self.everything:
+            raise typer.BadParameter("choose one of --quiet and --all")
         if "" in self.names:  # as from an unset variable; as a path it would be the folder that one stands in
             raise typer.BadParameter("a name is empty; . is this folder")
         if str(self.output) == "-":
@@ -226,49 +240,55 @@ def _with_progress(results: Iterator[FileResult], total: int) -> Iterator[FileRe
 
 
 def _show_one(result: FileResult, options: Migrate) -> None:
-    """Everything on one file."""
+    """Print everything about one file."""
     if result.migration is None:
         if result.is_skipped and options.show is Show.TEXT:
             print_text(result.content)
         return
+    report = result.migration.text(hidden=options.hidden)
     if options.show is Show.DIFF:
-        print_text(result.migration.diff())
-    elif options.show is Show.REPORT:
-        print(result.migration)
-        print(f"{result.path}: {result.done}")
-    else:
-        print(result.migration, file=sys.stderr)
+        print_report(result.migration.diff(), is_diff=True)
+    elif options.show is Show.REPORT and not options.quiet:
+        print_report(f"{report}\n{result.path}: {result.done}")
+    elif options.show is Show.TEXT:
+        if not options.quiet:
+            print_report(report, stream=sys.stderr)
         if result.exit_code == 0 or options.force:
             print_text(result.migration.after)
 
 
 def _show_several(report: Report, options: Migrate) -> None:
-    """A line for each file with something to do or done; what is to decide follows once for all, and --report and
-    --json have the rest."""
+    """Print a line for each file that changes or needs a decision, then the reasons with their counts.
+
+    --report and --json have all findings, and so has --all.
+    """
     for result in report.results:
         if result.migration is None:
             continue
         if options.show is Show.DIFF:
-            print_text(result.migration.diff())
-        elif result.is_changed or result.exit_code:
+            print_report(result.migration.diff(), is_diff=True)
+        elif options.everything:
+            print_report(f"{result.migration}\n{result.path}: {result.done}\n")
+        elif result.exit_code or (result.is_changed and not options.quiet):
             print(f"{result.path}: {result.done}")
-    if options.show is Show.REPORT and (decisions := report.decisions()):
-        print(decisions)
+    if options.show is Show.REPORT and not options.quiet:
+        for text in filter(None, (report.decisions(), report.differences())):
+            print_report(text)
 
 
 def _notes(report: Report, options: Migrate) -> Iterator[str]:
-    """What stands beside the output: what was passed over, what to do next, and how many files are in which state."""
+    """Yield the lines for standard error: skipped files, next steps, and the number of files in each state."""
     is_one = len(report.results) == 1
     for result in report.results:
         if result.is_skipped and (is_one or result.is_foreign):
             yield f"{result.path}: {result.done}" if is_one else result.done
-    if options.show is Show.DIFF and (decisions := report.decisions()):
+    if (options.quiet or (options.show is Show.DIFF and not is_one)) and (decisions := report.decisions()):
         yield decisions
     if options.show is Show.TEXT and not options.force and any(result.exit_code == 1 for result in report.results):
         yield "composer-fsdp2: something needs a decision; --force prints the text all the same"
-    if report.results and not is_one:
+    if report.results and not is_one and not options.quiet:
         yield report.summary("written" if options.writes else "would change")
-    if report.results and not is_one and options.show is Show.REPORT and options.report is None:
-        yield "--report FILE.md has what became of every key"
+        if options.show is Show.REPORT and options.report is None and not options.everything:
+            yield "--all prints the outcome of every key, and --report FILE.md writes it to a file"
     if options.fail_on_change and not options.writes and any(result.is_changed for result in report.results):
         yield "composer-fsdp2: what would change still asks for FSDP1; --write changes it"

@@ -3,9 +3,10 @@
 import contextlib
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 
 def print_text(text: str | bytes) -> None:
@@ -20,6 +21,30 @@ def print_text(text: str | bytes) -> None:
         sys.stdout.buffer.flush()
     else:  # closed, or a caller's
         print(content.decode(errors="replace"), end="")
+
+
+# Outcome as its own column, or a line of a diff -> rich's style.
+_STYLES = {
+    r"(?<=  )(needs decision|unsupported)(?=  |: |$)": "bold red",
+    r"(?<=  )approximate(?=  |: |$)": "yellow",
+    r"(?<=  )(exact|unneeded)(?=  |: |$)": "green",
+}
+_DIFF_STYLES = {r"^\+.*$": "green", r"^-.*$": "red", r"^@@.*$": "cyan"}
+
+
+def print_report(text: str, *, stream: TextIO | None = None, is_diff: bool = False) -> None:
+    """Print a report or a diff to standard output or another stream, in colour if that is a terminal."""
+    stream = sys.stdout if stream is None else stream
+    if stream is None or not stream.isatty():
+        print_text(text) if is_diff else print(text, file=stream)
+        return
+    from rich.console import Console  # here and not above: a redirected report needs none of it
+    from rich.text import Text
+
+    coloured = Text(text)
+    for pattern, style in (_DIFF_STYLES if is_diff else _STYLES).items():
+        coloured.highlight_regex(re.compile(pattern, re.MULTILINE), style)
+    Console(file=stream).print(coloured, soft_wrap=True, end="" if is_diff else "\n")
 
 
 def print_json(value: Any) -> None:

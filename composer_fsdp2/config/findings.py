@@ -4,7 +4,8 @@ import enum
 import math
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from composer_fsdp2.config.text import text_width
@@ -70,20 +71,32 @@ class Finding(Value):
             return self.key
         return f"(implicit) {self.key}" if self.origin is Origin.IMPLICIT else f"({self.key})"
 
-    def __str__(self) -> str:
+    def sentence(self, values: str) -> str:
+        """Return name, outcome and reason as one sentence without the place, about these values of the key."""
         hint = f"; {self.hint}" if self.hint else ""
-        where = f"   ({self.where})" if self.where else ""
         is_what = "needs a decision" if self.outcome is Outcome.NEEDS_DECISION else f"is {self.outcome.value}"
-        return f"{self.name}: {self.value!r} {is_what}: {self.reason}{hint}{where}"
+        return f"{self.name}: {values} {is_what}: {self.reason}{hint}"
+
+    def __str__(self) -> str:
+        return self.sentence(repr(self.value)) + (f"   ({self.where})" if self.where else "")
 
 
-def format_findings(findings: Iterable[Finding]) -> str:
-    """The findings as text: one line each (key, value, outcome, target), and the reason below it."""
-    rows = [(f"{finding.name}: {_short(finding.value)}", finding) for finding in findings]
-    if not rows:
+# Findings that need action come first.
+_URGENCY = (Outcome.NEEDS_DECISION, Outcome.UNSUPPORTED, Outcome.APPROXIMATE, Outcome.UNNEEDED, Outcome.EXACT)
+
+
+def format_findings(findings: Iterable[Finding], *, hidden: Container[Outcome] = ()) -> str:
+    """Return one line per finding (key, value, outcome, target) with the reason below it, the most urgent first.
+
+    Args:
+        hidden: Outcomes whose findings are counted in one line instead.
+    """
+    ordered = sorted(findings, key=lambda finding: _URGENCY.index(finding.outcome))
+    if not ordered:
         return "  (nothing was set: FSDP1's defaults apply)"
-    first = max(len(given) for given, _ in rows)
-    second = max(len(finding.outcome.value) for _, finding in rows)
+    rows = [(f"{each.name}: {_short(each.value)}", each) for each in ordered if each.outcome not in hidden]
+    first = max((len(given) for given, _ in rows), default=0)
+    second = max((len(finding.outcome.value) for _, finding in rows), default=0)
     lines: list[str] = []
     width, longest = text_width(110), text_width(sys.maxsize)
     for given, finding in rows:
@@ -91,7 +104,9 @@ def format_findings(findings: Iterable[Finding]) -> str:
         lines.extend([row] if len(row) <= longest else textwrap.wrap(row, longest, subsequent_indent=" " * 6))
         note = finding.reason + (f" ({finding.hint})" if finding.hint else "")
         lines.extend(textwrap.wrap(note, width, initial_indent="      ", subsequent_indent="      "))
-    return "\n".join(lines)
+    counts = Counter(finding.outcome for finding in ordered if finding.outcome in hidden)
+    counted = ", ".join(f"{counts[outcome]} {outcome.value}" for outcome in _URGENCY if counts[outcome])
+    return "\n".join([*lines, *([f"  {counted} (--all lists them)"] if counted else [])])
 
 
 def _short(value: object) -> str:

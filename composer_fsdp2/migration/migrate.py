@@ -7,7 +7,7 @@ import codecs
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,9 +55,10 @@ class SectionReport(Value):
     def blocking(self) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.outcome.blocks)
 
-    def __str__(self) -> str:
+    def text(self, *, hidden: Container[Outcome] = ()) -> str:
+        """Return the findings as lines below a heading; those with a hidden outcome are only counted."""
         head = f"{self.place or 'the whole file'}, line {self.line}: {self.dialect} -> {self.to}"
-        return "\n".join([head, format_findings(self.findings)])
+        return "\n".join([head, format_findings(self.findings, hidden=hidden)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +95,12 @@ class Migration:
         lines = difflib.unified_diff(_lines(self.before), _lines(self.after), fromfile=self.name, tofile=self.name)
         return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
+    def text(self, *, hidden: Container[Outcome] = ()) -> str:
+        """Return the report of all sections; findings with a hidden outcome are only counted."""
+        return "\n\n".join(f"{self.name}: {section.text(hidden=hidden)}" for section in self.sections)
+
     def __str__(self) -> str:
-        return "\n\n".join(f"{self.name}: {section}" for section in self.sections)
+        return self.text()
 
 
 def _lines(text: str) -> list[str]:

@@ -1,19 +1,23 @@
 """Results of a migration of several files, for programs and CI (JSON), reviewers (Markdown) and the terminal."""
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import sys
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_fsdp2.config.text import and_more, lines_and_more
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.text import and_more, lines_and_more, text_width
 from composer_fsdp2.migration.files import FileResult, State
 
 # Version of the object that ``--json`` prints, which SCHEMA describes; a new version means that programs must change.
 VERSION = 1
 SCHEMA = Path(__file__).with_name("migrate.schema.json")
-_SHOWN_DECISIONS = 20
+_SHOWN_REASONS = 20
 _SHOWN_PLACES = 5
+_SHOWN_VALUES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +86,25 @@ class Report:
         return [*of_files, self.error] if self.error else of_files
 
     def decisions(self) -> str:
-        """Return the findings that need a decision, each once with its places, below a heading; "" if none do."""
-        places: dict[str, list[str]] = {}
-        migrations = (result.migration for result in self.results if result.migration is not None)
-        for finding in (finding for migration in migrations for finding in migration.blocking):
-            places.setdefault(str(replace(finding, where="")), []).append(finding.where)
-        texts = [f"{text}\n      {and_more(where, _SHOWN_PLACES)}" for text, where in places.items()]
-        return f"to decide:\n{lines_and_more(texts, _SHOWN_DECISIONS, indent='  ')}" if texts else ""
+        """Return the findings that need a decision, one entry per reason with count and places; "" without any."""
+        return self._by_reason("to decide", lambda outcome: outcome.blocks, num_places=_SHOWN_PLACES)
+
+    def differences(self) -> str:
+        """Return the findings by which runs differ from FSDP1's, one line per reason with its count; "" without any."""
+        return self._by_reason("approximate", lambda outcome: outcome is Outcome.APPROXIMATE, num_places=0)
+
+    def _by_reason(self, heading: str, is_shown: Callable[[Outcome], bool], num_places: int) -> str:
+        alike: defaultdict[str, list[Finding]] = defaultdict(list)
+        for section in (each for result in self.results if result.migration for each in result.migration.sections):
+            for finding in section.findings:
+                if is_shown(finding.outcome):
+                    alike[finding.sentence("")].append(finding)
+        width = text_width(sys.maxsize)
+        texts = []
+        for findings in sorted(alike.values(), key=len, reverse=True):
+            values = and_more(list(dict.fromkeys(repr(each.value) for each in findings)), _SHOWN_VALUES)
+            text = f"  {len(findings)} x {findings[0].sentence(values)}"
+            texts.append(textwrap.fill(text, width, subsequent_indent=" " * 6, break_on_hyphens=False))
+            if num_places:
+                texts[-1] += f"\n      {and_more([each.where for each in findings], num_places)}"
+        return f"{heading}:\n{lines_and_more(texts, _SHOWN_REASONS)}" if texts else ""

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -260,11 +261,12 @@ def test_what_many_files_say_fits_on_a_screen(folder: Path):
     write(folder / "many", {"other.yaml": "fsdp_config:\n  sharding_strategy: NONE\n"})
     done = run(folder / "many", ".", "--check", "--jobs", "1")
     assert done.code == 1
-    files, _, decisions = done.out.partition("to decide:\n")
+    files, _, rest = done.out.partition("to decide:\n")
+    decisions = rest.partition("approximate:\n")[0]
     assert "300 files" not in files and len(files.splitlines()) == 201  # what is ready is not listed
     assert decisions.count("did you mean sharding_strategy?") == 1 and "001.yaml:2" in decisions
     assert "and 195 more" in decisions and "other.yaml:2" in decisions
-    assert len(decisions.splitlines()) == 4
+    assert len(decisions.splitlines()) == 4 and "  200 x sharding_stratgy: " in decisions
     assert "301 files: 100 nothing to change, 201 to decide" in done.err
 
 
@@ -423,6 +425,64 @@ def test_many_files_on_all_cores(tmp_path: Path):
 def test_a_dry_run_is_a_check(folder: Path):
     """The word that people try first, before a folder is changed."""
     assert run(folder, "good.yaml", "--dry-run") == run(folder, "good.yaml", "--check")
+
+
+def test_exact_keys_are_folded_to_a_count(folder: Path):
+    """The screen shows what differs; --all lists the rest, and --report has it in any case."""
+    text = "fsdp_config:\n  cpu_offload: true\n  sharding_strategy: FULL_SHARD\n  limit_all_gathers: true\n"
+    write(folder, {"run.yaml": text})
+    short = run(folder, "run.yaml", "--check").out
+    full = run(folder, "run.yaml", "--check", "--all").out
+    assert "limit_all_gathers: True" in short and "cpu_offload" not in short and "(--all lists them)" in short
+    assert "cpu_offload: True" in full and "--all" not in full
+    num_exact = int(short.partition(" exact (--all")[0].split()[-1])
+    assert full.count("  exact ") == num_exact > 2
+
+
+def test_all_lists_every_finding_of_several_files(folder: Path):
+    done = run(folder, "good.yaml", "deep/good.yml", "--check", "--all")
+    assert done.out.count("sharding_strategy: FULL_SHARD") == 2 and "--all" not in done.err
+
+
+def test_quiet_prints_what_needs_a_decision(folder: Path):
+    """A script in CI logs nothing for files without problems, and the reason for the others."""
+    assert run(folder, "good.yaml", "deep/good.yml", "--check", "-q") == Ended(0, "", "")
+    assert run(folder, "good.yaml", "-q") == Ended(0, MIGRATED, "")
+    done = run(folder, "decide.yaml", "good.yaml", "--check", "--quiet")
+    assert done.code == 1 and done.out == "decide.yaml: something needs a decision\n"
+    assert "did you mean sharding_strategy?" in done.err and "good" not in done.err
+    assert run(folder, "good.yaml", "--check", "--quiet", "--all").code == 2
+
+
+def test_a_folder_counts_the_reasons_by_which_runs_differ(folder: Path):
+    """Nobody reads 300 reports; 3 of 4 files train with another prefetch, which is one line."""
+    post, pre = (f"fsdp_config:\n  backward_prefetch: BACKWARD_{word}\n" for word in ("POST", "PRE"))
+    write(folder / "many", {"0.yaml": pre, "1.yaml": post, "2.yaml": post, "3.yaml": post})
+    done = run(folder / "many", ".", "--check")
+    differences = done.out.partition("approximate:\n")[2]
+    assert differences.startswith("  3 x backward_prefetch: 'BACKWARD_POST' is approximate: ")
+    assert differences.count("backward_prefetch: 'BACKWARD") == 1
+
+
+def test_colour_is_for_terminals(folder: Path):
+    """A report on a terminal shows what blocks in red, and a file gets the same text without escapes."""
+    from composer_fsdp2.cli.printing import print_report
+
+    write(folder, {"run.yaml": TO_DECIDE})
+    plain = run(folder, "run.yaml", "--check").out
+    above, terminal = pty.openpty()
+    tty.setraw(terminal)
+    with (
+        mock.patch.dict(os.environ, {"TERM": "xterm", "COLORTERM": ""}),
+        os.fdopen(terminal, "w") as stream,
+    ):
+        os.environ.pop("NO_COLOR", None)
+        print_report(plain.rstrip("\n"), stream=stream)
+        stream.flush()
+        coloured = os.read(above, 100_000).decode()
+    os.close(above)
+    assert "\x1b[1;31mneeds decision\x1b[0m" in coloured and "\x1b" not in plain
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
 
 
 def test_a_script_is_told_how_it_trains(tmp_path: Path):

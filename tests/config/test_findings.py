@@ -34,3 +34,14 @@ def test_the_table_has_every_finding_and_cuts_long_values():
     assert [part in text for part in ("ignored_modules", "leave it out", "save_planner", "as before")] == [True] * 4
     assert max(map(len, text.splitlines())) < 160
     assert "FSDP1's defaults apply" in format_findings([])
+
+
+def test_what_needs_a_decision_comes_first_and_hidden_outcomes_are_counted():
+    """Nine exact keys above the one that blocks the migration would fill the first screen."""
+    exact = Finding(key="cpu_offload", value=True, outcome=Outcome.EXACT, target="kept", reason="as before")
+    text = format_findings([exact, FINDING, exact])
+    assert text.index("ignored_modules") < text.index("cpu_offload") and text.count("cpu_offload") == 2
+    folded = format_findings([exact, FINDING, exact], hidden=[Outcome.EXACT])
+    assert folded.splitlines()[-1] == "  2 exact (--all lists them)" and "cpu_offload" not in folded
+    assert "ignored_modules" in folded and "not carried over yet" in folded
+    assert format_findings([exact], hidden=[Outcome.EXACT]) == "  1 exact (--all lists them)"
