@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.errors import ConfigError, IncompatibleVersionError
+from composer_fsdp2.sharding.confirmation import shows_units
 
 from .optimizers import update_own_parts_of_all
 from .seams import Seam, noted_seams, put_back, replace
@@ -68,8 +69,6 @@ def fsdp2(*, show_units: bool = False) -> Iterator[None]:
     """
     outermost = not is_installed()
     install()
-    from .sharding import shows_units  # imports Composer
-
     before = shows_units.set(show_units)
     try:
         yield

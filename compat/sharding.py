@@ -1,14 +1,11 @@
 """Have a Trainer or a script shard a model, ask whether it is sharded, and get its full parameters."""
 
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from composer.core import State
 from composer.utils import FSDP2Config
 from torch import nn
@@ -21,6 +18,7 @@ from composer_fsdp2.config.text import and_more
 from composer_fsdp2.fsdp1.attributes import say_what_replaces
 from composer_fsdp2.prepare import prepare_fully_shard
 from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.confirmation import confirm
 from composer_fsdp2.sharding.sharded import is_sharded, reshard
 from composer_fsdp2.training.full_params import summon_full_params
 from composer_fsdp2.training.run import run_of
@@ -38,15 +36,10 @@ def prepare_fsdp_module(
     return prepared
 
 
-# Whether what is printed of a sharded model names each unit.
-shows_units = ContextVar("shows_units", default=False)
-
-
 def _confirm(model: nn.Module) -> None:
-    """Print on rank 0 what the model was sharded into: a user who sees nothing cannot tell FSDP2 from FSDP1."""
     plan = run_of(model).plan
-    if plan is not None and dist.get_rank() == 0:
-        print(f"composer_fsdp2: {plan.summary}", *([plan] if shows_units.get() else []), sep="\n", file=sys.stderr)
+    if plan is not None:
+        confirm(plan.summary, [plan])
 
 
 def warn_of_fsdp1(model: nn.Module) -> None:

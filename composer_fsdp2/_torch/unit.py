@@ -52,6 +52,7 @@ class UnitHooks:
         after_reduction: Called in turn where a backward that reduced gradients ends; what one raises ends it.
         sums_in_own_dtype: Gradients that wait for their reduction are added up in the dtype of the backward, as under
             FSDP1, and not in that of the reduction.
+        before_first_forward: Called once, if the unit is the root of a forward.
     """
 
     watches: list[tuple[Watch, str]] = field(default_factory=list)
@@ -59,6 +60,7 @@ class UnitHooks:
     replicated: Mapping[DeviceMesh, Sequence[nn.Parameter]] = field(default_factory=dict)
     after_reduction: list[Callable[[], None]] = field(default_factory=list)
     sums_in_own_dtype: bool = False
+    before_first_forward: Callable[[], None] | None = None
 
 
 def hooks_of(unit: FSDPModule) -> UnitHooks:
@@ -289,6 +291,9 @@ class UnitState(State):
         is_outermost = self._state_ctx.iter_forward_root is None
         args, kwargs = super()._root_pre_forward(module, args, kwargs)
         if is_outermost:
+            if self.hooks.before_first_forward is not None:
+                self.hooks.before_first_forward()
+                self.hooks.before_first_forward = None
             self._autocast_cached = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
         return self._cast_forward_inputs(args, kwargs)

@@ -22,9 +22,9 @@ class Run(Command):
 
     script: Annotated[str, typer.Argument(metavar="SCRIPT [ARGS]...", help="A Python file, or -m and a module's name.")]
 
-    show_units: Annotated[
-        bool, typer.Option("--show-units", help="Print every FSDP2 unit of a Composer Trainer's model on rank 0.")
-    ] = False
+    show_units: Annotated[bool, typer.Option("--show-units", help="Print every FSDP2 unit of a model on rank 0.")] = (
+        False
+    )
 
     def __post_init__(self) -> None:
         if self.script == "-m" and not self.context.args:
@@ -39,7 +39,8 @@ class Run(Command):
         from composer_fsdp2.fsdp.installing import install_fsdp
 
         has_composer = importlib.util.find_spec("composer") is not None
-        with fsdp2(show_units=self.show_units) if has_composer else contextlib.nullcontext(), install_fsdp():
+        composer = fsdp2(show_units=self.show_units) if has_composer else contextlib.nullcontext()
+        with composer, install_fsdp(show_units=self.show_units):
             if self.script == "-m":
                 run_module(self.context.args[0], self.context.args[1:])
             else:

@@ -10,6 +10,7 @@ from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2._torch.scaler import ShardedGradScaler
 from composer_fsdp2.fsdp.optimizers import note_optimizers
 from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
+from composer_fsdp2.sharding.confirmation import shows_units
 
 # torch's class, and ours.
 _CLASSES: dict[type, type] = {FSDP1Wrapper: FullyShardedDataParallel, FSDP1GradScaler: ShardedGradScaler}
@@ -24,8 +25,10 @@ _imported: set[str] = set()
 class InstalledFSDP:
     """The result of ``install_fsdp``; ``uninstall``, or the end of a with block, undoes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, show_units: bool) -> None:
         note_optimizers()
+        self._showed_units = shows_units.get()
+        shows_units.set(self._showed_units or show_units)
         if not _in_force:
             _imported.update(sys.modules)
             _rebound.extend(_rebind(_CLASSES))
@@ -39,6 +42,7 @@ class InstalledFSDP:
         if self not in _in_force:
             return
         _in_force.remove(self)
+        shows_units.set(self._showed_units)
         if _in_force:
             return
         back = {ours: theirs for theirs, ours in _CLASSES.items()}
@@ -59,13 +63,16 @@ class InstalledFSDP:
         self.uninstall()
 
 
-def install_fsdp() -> InstalledFSDP:
+def install_fsdp(*, show_units: bool = False) -> InstalledFSDP:
     """Replace ``FullyShardedDataParallel`` and ``ShardedGradScaler`` of torch wherever they are bound.
 
     Call it on every rank before the script's or library's own code, and before optimizers are made; or write
     ``with install_fsdp():`` around it. Modules that are imported later get ours, too. Does not communicate.
+
+    Args:
+        show_units: Print the name of each unit on rank 0 at the first forward, not the number of units alone.
     """
-    return InstalledFSDP()
+    return InstalledFSDP(show_units=show_units)
 
 
 def class_in_force() -> type:

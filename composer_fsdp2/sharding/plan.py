@@ -17,6 +17,7 @@ from composer_fsdp2.config.parallel import BroadcastBatch, ExpertBlock, SplitExp
 from composer_fsdp2.config.sharding import Accumulation, GradientSync, MixedPrecision, ShardingConfig
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.value import Value, json_text
+from composer_fsdp2.sharding.confirmation import summary_line
 from composer_fsdp2.sharding.dtypes import dtype_bytes
 from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.select import LeftOut
@@ -189,11 +190,11 @@ class ShardingPlan(Value):
     @property
     def summary(self) -> str:
         """One line with FSDP1's word for the strategy: "37 units on FSDP2 (8 ranks, FULL_SHARD)"."""
-        num_units = f"{len(self.units)} unit{'s' * (len(self.units) != 1)}"
-        return f"{num_units} on FSDP2 ({self.mesh.size} rank{'s' * (self.mesh.size != 1)}, {self._strategy})"
+        return summary_line(len(self.units), self.mesh.size, self.strategy)
 
     @property
-    def _strategy(self) -> str:
+    def strategy(self) -> str:
+        """FSDP1's name of the sharding strategy."""
         if self.mesh.shard_degree == 1:
             return "NO_SHARD"
         is_hybrid = self.mesh.replicate_degree > 1

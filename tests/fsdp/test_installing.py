@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from fsdp.training import Run, build, make_optimizer, step, wrapped
@@ -175,3 +176,14 @@ def test_run_needs_no_edit_of_the_script(folder):
     assert printed.getvalue() == "trained\n"
     assert torch_fsdp.FullyShardedDataParallel is FSDP1Wrapper
     assert fully_sharded_data_parallel.FullyShardedDataParallel is FSDP1Wrapper
+
+
+@on_ranks(2)
+def test_the_units_are_printed_where_the_user_wants_them():
+    """``run --show-units`` of a script without Composer."""
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text), install_fsdp(show_units=True):
+        model = wrapped(torch_fsdp.FullyShardedDataParallel, build(RUN), RUN)
+        step(model, make_optimizer(model), RUN, 0)
+    lines = text.getvalue().splitlines()
+    assert not lines if dist.get_rank() else ("  root" in lines and "  blocks.0" in lines), lines

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import logging
 import time
 from typing import Any
@@ -32,6 +34,27 @@ BLOCKS = ModuleWrapPolicy({Block})
 
 def wrap(net: nn.Module, cls: Any = FSDP, **options: Any) -> Any:
     return cls(net, **{**CPU, "auto_wrap_policy": BLOCKS, **options})
+
+
+def wrap_by_hand(net: Decoder, **options: Any) -> FSDP:
+    for name, block in net.blocks.named_children():
+        setattr(net.blocks, name, FSDP(block, **CPU, **options))
+    return FSDP(net, **CPU, **options)
+
+
+@on_ranks(2)
+def test_rank_0_prints_one_line_at_the_first_forward():
+    """Exit code 0 and a loss are no sign that a script trains on FSDP2."""
+    for make in (wrap, wrap_by_hand):
+        before, text = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stderr(before):
+            wrapped = make(Decoder(tied=True), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        units = sum(isinstance(each, FSDP) for each in wrapped.modules())
+        with contextlib.redirect_stderr(text):
+            for _ in range(2):
+                wrapped(torch.zeros(1, 4, dtype=torch.long))
+        line = f"composer_fsdp2: {units} units on FSDP2 (2 ranks, SHARD_GRAD_OP)\n"
+        assert units > 2 and (before.getvalue(), text.getvalue()) == ("", line if dist.get_rank() == 0 else "")
 
 
 @on_ranks(2)
