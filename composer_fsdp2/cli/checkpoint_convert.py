@@ -19,13 +19,13 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "fl
 class Convert(Command):
     """Write a checkpoint in another layout: monolithic (one .pt), dcp (a sharded folder) or safetensors.
 
-    Needs a few megabytes of memory, whatever the size, and resumes if it was killed.
+    Needs a few megabytes of memory at any size; a killed conversion resumes.
 
-    Exit code: 1 if it could not be converted, 2 if there is no checkpoint or an option is wrong.
+    Exit code: 1 if the conversion fails, 2 if SOURCE has no checkpoint or an option is wrong.
     """
 
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint of any layout; it is left as it is.")]
-    destination: Annotated[str, typer.Argument(metavar="DESTINATION", help="What to write; must not exist.")]
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint of any layout; not changed.")]
+    destination: Annotated[str, typer.Argument(metavar="DESTINATION", help="File or folder to write; must not exist.")]
     to: Annotated[
         str,
         typer.Option(
@@ -49,7 +49,12 @@ class Convert(Command):
         ),
     ] = None
     include: Annotated[
-        list[str] | None, typer.Option("--include", metavar="PATTERN", help="Only weights like model.blocks.*")
+        list[str] | None,
+        typer.Option(
+            "--include",
+            metavar="PATTERN",
+            help="Keep only weights whose names match, e.g. model.blocks.*; may be repeated.",
+        ),
     ] = None
     model: Annotated[
         str | None,
@@ -62,7 +67,7 @@ class Convert(Command):
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
 
     def __call__(self) -> None:
-        # Here and not above: torch takes seconds, which --help need not wait for.
+        # Imported here: torch takes seconds, and --help does not need it.
         from composer_fsdp2.checkpoint.convert.conversion import ConversionReport, convert_checkpoint
         from composer_fsdp2.checkpoint.open import NotACheckpointError
         from composer_fsdp2.errors import CheckpointError, ConfigError
@@ -93,7 +98,7 @@ class Convert(Command):
         elif isinstance(done, ConversionReport):
             print(f"{done.destination}: {done.num_tensors} tensors, {done.written_bytes} bytes, {done.seconds:.1f} s")
             if done.unchecked_bytes:
-                print(f"{done.unchecked_bytes} bytes have no CRC32 in the source that they could be checked against")
+                print(f"{done.unchecked_bytes} bytes could not be checked: the source has no CRC32 of them")
         else:
             print(done)
 

@@ -1,4 +1,4 @@
-"""``composer-fsdp2 checkpoint inspect PATH``: what a checkpoint is, from its metadata."""
+"""``composer-fsdp2 checkpoint inspect PATH``: layout, writer and tensors of a checkpoint, from its metadata."""
 
 import logging
 import sys
@@ -16,10 +16,9 @@ _SHOWN_TENSORS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspect(Command):
-    """Tell what a checkpoint holds and who wrote it, without reading its tensors or running its pickles.
+    """Print the layout, writer and contents of a checkpoint, without reading its tensors or running its pickles.
 
-    Exit code: 1 if it is a checkpoint that is damaged, incomplete, not trusted or does not fit the model, 2 if there is
-    none.
+    Exit code: 1 if the checkpoint is damaged, incomplete, untrusted or does not fit the model, 2 if PATH has none.
     """
 
     path: CheckpointPath
@@ -36,13 +35,15 @@ class Inspect(Command):
     trust: Trust = False
 
     def __call__(self) -> None:
-        # Here and not above: torch takes seconds, which --help need not wait for.
+        # Imported here: torch takes seconds, and --help does not need it.
         from composer_fsdp2.checkpoint.describe import as_data, as_text
         from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
         from composer_fsdp2.checkpoint.open import NotACheckpointError
         from composer_fsdp2.errors import CheckpointError, ConfigError
 
-        logging.basicConfig(format="composer-fsdp2: %(message)s", level=logging.WARNING)  # what --trust runs
+        logging.basicConfig(
+            format="composer-fsdp2: %(message)s", level=logging.WARNING
+        )  # --trust logs each class that it runs
         try:
             inventory = inspect_checkpoint(self.path, model=model_from(self.model), trust=self.trust)
             if self.as_json:

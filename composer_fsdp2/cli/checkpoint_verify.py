@@ -1,4 +1,4 @@
-"""``composer-fsdp2 checkpoint verify PATH``: whether a checkpoint is what was written, or equals another one."""
+"""``composer-fsdp2 checkpoint verify PATH``: checks a checkpoint against its checksums or another checkpoint."""
 
 import logging
 import sys
@@ -16,8 +16,8 @@ from composer_fsdp2.cli.printing import bytes_bar, print_json, refuse
 class Verify(Command):
     """Check a checkpoint's structure, and its content by the CRC32s that torch wrote.
 
-    Exit code: 1 if it is damaged or differs from OTHER in more than clocks, paths and names of runs; 2 if no content
-    could be checked, as of safetensors, which have no checksums, without OTHER.
+    Exit code: 1 if it is damaged, or differs from OTHER in more than clocks, paths and run names; 2 if no content could
+    be checked (safetensors have no checksums; use --against).
     """
 
     path: CheckpointPath
@@ -30,11 +30,13 @@ class Verify(Command):
     trust: Trust = False
 
     def __call__(self) -> None:
-        # Here and not above: torch takes seconds, which --help need not wait for.
+        # Imported here: torch takes seconds, and --help does not need it.
         from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
         from composer_fsdp2.errors import CheckpointError
 
-        logging.basicConfig(format="composer-fsdp2: %(message)s", level=logging.WARNING)  # what --trust runs
+        logging.basicConfig(
+            format="composer-fsdp2: %(message)s", level=logging.WARNING
+        )  # --trust logs each class that it runs
         try:
             with bytes_bar("verify") as progress:
                 report = verify_checkpoint(

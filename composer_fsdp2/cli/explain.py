@@ -1,4 +1,4 @@
-"""``composer-fsdp2 explain KEY|VALUE|--all``: what it did under FSDP1 and is under FSDP2, in every dialect."""
+"""``composer-fsdp2 explain KEY|VALUE|--all``: its effect under FSDP1 and under FSDP2, in every dialect."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explain(Command):
-    """Print what a key or a value of a configuration did under FSDP1, and what it is under FSDP2.
+    """Print the effect of a configuration's key or value under FSDP1, and its counterpart under FSDP2.
 
-    Exit code: 0, or 2 if no dialect knows it.
+    Exit code: 0, or 2 if no dialect has it.
     """
 
     asked: Annotated[
@@ -29,7 +29,7 @@ class Explain(Command):
         typer.Argument(
             metavar="KEY|VALUE",
             autocompletion=explaining.beginning_with,
-            help="As it stands in a file: KEY, PATH.KEY, a VALUE such as HYBRID_SHARD, or KEY=VALUE.",
+            help="As in a file: KEY, PATH.KEY, a VALUE such as HYBRID_SHARD, or KEY=VALUE.",
         ),
     ] = None
     everything: Annotated[bool, typer.Option("--all", help="Every key of every dialect.")] = False
@@ -57,14 +57,14 @@ class Explain(Command):
                 print_report(f"\n{key}" if number else str(key))
         else:
             _show_all(answer.keys, answer.implicit)
-        print(end="", flush=True)  # here, where somebody who has seen enough is expected
+        print(end="", flush=True)  # raises BrokenPipeError here if the reader has ended
         if answer.error:
             refuse(answer.error)
 
 
 def _answer(asked: str | None, dialect: str | None) -> Answer:
     if dialect is not None and dialect not in EXPLAINED:
-        return Answer(error=f"there is no dialect {printable(dialect)}; choose one of {', '.join(EXPLAINED)}")
+        return Answer(error=f"unknown dialect {printable(dialect)}; choose one of {', '.join(EXPLAINED)}")
     if asked is None:
         return Answer(keys=explaining.all_keys(dialect), implicit=explaining.implicit_settings(dialect))
     found = explaining.explain(asked, dialect=dialect)
@@ -75,12 +75,12 @@ def _answer(asked: str | None, dialect: str | None) -> Answer:
 
 
 def _unknown(asked: str, dialect: str | None, near: dict[str, list[str]]) -> str:
-    whose = "no dialect knows" if dialect is None else f"{dialect} does not know"
+    whose = "no dialect has" if dialect is None else f"{dialect} does not have"
     lines = [f"{whose} {printable(asked) or 'a key without a name'}"]
     others = dict.fromkeys(each.dialect.name for each in explaining.explain(asked)) if dialect else {}
     if others:
-        lines.append(f"  known to: {', '.join(others)}")
-    lines += [f"  near it in {name}: {', '.join(names)}" for name, names in near.items()]
+        lines.append(f"  found in: {', '.join(others)}")
+    lines += [f"  similar in {name}: {', '.join(names)}" for name, names in near.items()]
     return "\n".join(lines if others or near else [*lines, "  --all lists every key"])
 
 
@@ -89,8 +89,8 @@ def _unknown(asked: str, dialect: str | None, near: dict[str, list[str]]) -> str
 
 
 def _show_all(found: Sequence[Explanation], implicit: Mapping[str, Sequence[Finding]]) -> None:
-    """Tables to a terminal; elsewhere the same blocks as for one key, for pipes."""
-    from rich.console import Console  # here and not above: one key needs none of it
+    """Print tables to a terminal, and one block per key to a pipe."""
+    from rich.console import Console  # imported here: one key does not need it
 
     console = Console()
     names = dict.fromkeys(each.dialect.name for each in found)
@@ -118,7 +118,7 @@ def _table(name: str, rows: Sequence[Explanation]) -> "Table":
 
 def _implicit_lines(findings: Sequence[Finding]) -> Iterator[str]:
     if findings:
-        yield "what is implicit:"
+        yield "without a key:"
     for finding in findings:
         hint = f" ({finding.hint})" if finding.hint else ""
         yield f"  {finding.key}: {finding.outcome.value}: {finding.reason}{hint}"

@@ -1,4 +1,4 @@
-"""Groups of verbs that import the file of a verb when it is asked for: to run it, or for its line in --help."""
+"""Groups of commands, each imported when it runs or when --help lists it."""
 
 import importlib
 import inspect
@@ -15,10 +15,10 @@ from composer_fsdp2.cli.options import typer_function
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """A verb, and the file of this folder with its ``Command``, a class of its name.
+    """A command's name, and the module of this package that defines its ``Command`` class.
 
     Args:
-        settings: How typer is to take it, as in ``Typer.command``.
+        settings: Passed to ``Typer.command``.
     """
 
     name: str
@@ -26,9 +26,9 @@ class Verb:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def command(self) -> Any:
-        """What runs it; the type is click's, which newer releases of typer carry under a private name."""
+        """Return the click command; newer releases of typer have a private name for its type."""
         command = getattr(importlib.import_module(f"{__package__}.{self.file}"), self.name.capitalize())
-        # Each paragraph on one line, for typer to break, which keeps what breaks it finds.
+        # typer keeps line breaks; with one line per paragraph it wraps at the terminal's width.
         text = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         alone.command(self.name, help=text, **self.settings)(typer_function(command))
@@ -36,7 +36,7 @@ class Verb:
 
 
 def lazy_typer(*verbs: Verb, **settings: Any) -> typer.Typer:
-    """A Typer of these verbs, of which none is imported yet."""
+    """Return a Typer with these commands, without importing them."""
     by_name = {verb.name: verb for verb in verbs}
 
     class Group(TyperGroup):
@@ -44,10 +44,10 @@ def lazy_typer(*verbs: Verb, **settings: Any) -> typer.Typer:
             return by_name[cmd_name].command() if cmd_name in by_name else super().get_command(ctx, cmd_name)
 
     made = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_enable=False, **settings)
-    for name in by_name:  # typer lists these, and looks for a mistyped name among them
+    for name in by_name:  # for --help and for suggestions after a typo
         made.command(name)(_not_imported_yet)
     return made
 
 
 def _not_imported_yet() -> None:
-    raise AssertionError("the command of its file stands for it")
+    raise AssertionError("Group.get_command returns the real command")

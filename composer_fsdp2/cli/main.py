@@ -28,8 +28,8 @@ app = lazy_typer(
     Verb(name="explain", file="explain"),
     Verb(name="plan", file="plan"),
     name="composer-fsdp2",
-    help="Run training written for FSDP1 on FSDP2; migrate its configurations; plan a step before there is a machine; "
-    "inspect, convert and verify checkpoints.",
+    help="Run training written for FSDP1 on FSDP2; migrate its configurations; predict the memory and communication of "
+    "a step; inspect, convert and verify checkpoints.",
 )
 checkpoint = lazy_typer(
     Verb(name="convert", file="checkpoint_convert"),
@@ -54,24 +54,23 @@ def _options(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
-    """Take the options that stand before a verb."""
+    """Parse the options before a command."""
 
 
 def main() -> None:
-    """The console script. Exit code: the script's own for ``run`` and ``train``, 2 without a script or module to run.
+    """Run the console script. ``run`` and ``train`` exit with the script's own code, or 2 without a script or module.
 
-    Other verbs end with 141 (128 + SIGPIPE) where the reader of their output has closed it, and with 130 (128 + SIGINT)
-    where they are interrupted before they handle interrupts themselves.
+    Other commands exit with 141 (128 + SIGPIPE) if the reader of their output closes it, and with 130 (128 + SIGINT)
+    if they are interrupted before their own handler is set.
     """
     is_of_script = sys.argv[1:2] in (["run"], ["train"])
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names that a terminal cannot show are told with escapes
-            with contextlib.suppress(OSError):  # a stream that cannot say where it stands
-                # What is redirected is a file, which every system reads as UTF-8, in any locale.
+        if isinstance(stream, io.TextIOWrapper):  # characters that a terminal cannot show become escapes
+            with contextlib.suppress(OSError):  # reconfigure fails on a stream without a position
+                # Files are UTF-8 in every locale.
                 encoding = None if is_of_script or stream.isatty() else "utf-8"
                 stream.reconfigure(encoding=encoding, errors="backslashreplace")
-    # A verb leaves its work here, to be done outside of typer, which would answer a script's EOFError or Ctrl-C with
-    # "Aborted." in place of the traceback.
+    # Commands run outside of typer, which would replace the traceback of a script's EOFError or Ctrl-C by "Aborted.".
     work: list[Callable[[], object]] = []
     try:
         app(prog_name="composer-fsdp2", obj=work)
@@ -85,7 +84,7 @@ def main() -> None:
         is_over = isinstance(error, BrokenPipeError)
         if is_of_script or not (is_over or is_full):
             raise
-        # `checkpoint inspect ... | head` has seen enough; Python would complain once more while it flushes.
+        # The reader of `checkpoint inspect ... | head` has ended; Python would fail again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if is_full:
             refuse(f"standard output cannot be written: {error.strerror}")

@@ -1,4 +1,4 @@
-"""``composer-fsdp2 migrate FILE|DIR|-``: configurations for FSDP2, with comments kept and every key accounted for."""
+"""``composer-fsdp2 migrate FILE|DIR|-``: converts configurations to FSDP2, and reports the outcome of every key."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Format = enum.StrEnum("Format", {name: name for name in ("yaml", "toml", "json")
 
 
 class Show(enum.Enum):
-    """What goes to standard output."""
+    """Content of standard output."""
 
     TEXT = "text"
     DIFF = "diff"
@@ -40,24 +40,24 @@ class Show(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migrate(Command):
-    """Turn configurations for FSDP1 into ones for FSDP2, and say what became of each key.
+    """Convert configurations from FSDP1 to FSDP2, and report the outcome of each key.
 
-    A file of Composer, LLM Foundry, Hugging Face, axolotl, ROLL or TorchTitan is recognized, and stays with its own
-    system, or becomes one for the system that --to names. Without --write or -o the new text goes to
-    standard output and the report to standard error. In a folder, files that configure no sharding are passed over.
+    Reads files of Composer, LLM Foundry, Hugging Face, axolotl, ROLL and TorchTitan. The result is for the same system,
+    or for the one that --to names. Without --write or -o, standard output gets the new text and standard error the
+    report. In a folder, files without a sharding configuration are skipped.
 
-    Of each key the report says what becomes of it: exact, approximate (and how the run differs), unneeded, needs
-    decision or unsupported. (implicit) is what the old run did without a key; a name in brackets is what the new one
-    lacks or does in its own way.
+    Outcomes: needs decision, unsupported, approximate (the run differs as described), unneeded, exact. "(implicit)"
+    marks a default of the old system without a key in the file, and other names in parentheses mark features that the
+    new system lacks or implements differently.
 
     Exit code, the largest of all files':
 
-    0: every key has its counterpart, or needs none.
+    0: every key is exact, approximate or unneeded.
 
-    1: something needs a decision or cannot be expressed (nothing is written then, without --force); with
-    --fail-on-change also where a file would change.
+    1: a finding needs a decision or is unsupported (without --force nothing is written); with --fail-on-change also if
+    a file would change.
 
-    2: a file cannot be used, or an option is wrong.
+    2: a file cannot be read, or an option is wrong.
     """
 
     names: Annotated[
@@ -68,31 +68,33 @@ class Migrate(Command):
     ]
     to: Annotated[
         To | None,
-        typer.Option("--to", help="The system whose FSDP2 configuration to write; by default the file's own."),
+        typer.Option("--to", help="The system of the new configuration; default: the file's own."),
     ] = None
     dialect: Annotated[
         Dialect | None,
-        typer.Option("--dialect", help="The system that the configuration is for; detected if not given."),
+        typer.Option("--dialect", help="The system of the file; detected by default."),
     ] = None
     at: Annotated[
-        str | None, typer.Option("--at", metavar="PATH", help="Where the section is, as in trainer.fsdp_config.")
+        str | None, typer.Option("--at", metavar="PATH", help="Path of the section, e.g. trainer.fsdp_config.")
     ] = None
     file_format: Annotated[
         Format | None,
-        typer.Option("--format", help="The format of the files that are named; by their endings, or by what - holds."),
+        typer.Option(
+            "--format", help="Format of the named files; by default from their suffixes, for - from the text."
+        ),
     ] = None
     write: Annotated[
-        bool, typer.Option("--write", help="Change the files in place; the original is kept as FILE.bak.")
+        bool, typer.Option("--write", help="Change the files in place; originals are saved as FILE.bak.")
     ] = False
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="PATH", help="Write to this file or folder.")
     ] = None
-    diff: Annotated[bool, typer.Option("--diff", help="Print what would change.")] = False
+    diff: Annotated[bool, typer.Option("--diff", help="Print a unified diff, and change nothing.")] = False
     check: Annotated[bool, typer.Option("--check", "--dry-run", help="Print the report, and change nothing.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False
     json_schema: Annotated[bool, schema_option("composer_fsdp2.migration.report")] = False
     report: Annotated[
-        Path | None, typer.Option("--report", metavar="FILE.md", help="Write the report to a file, too.")
+        Path | None, typer.Option("--report", metavar="FILE.md", help="Also write the full report to a file.")
     ] = None
     everything: Annotated[
         bool, typer.Option("--all", help="List exact findings too, and every finding of several files.")
@@ -100,17 +102,17 @@ class Migrate(Command):
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print only errors and findings that need a decision.")
     ] = False
-    force: Annotated[bool, typer.Option("--force", help="Write also where something needs a decision.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Write also if findings need a decision.")] = False
     fail_on_change: Annotated[
-        bool, typer.Option("--fail-on-change", help="Exit with 1 where a file would change, or did.")
+        bool, typer.Option("--fail-on-change", help="Exit with 1 if a file would change or did.")
     ] = False
     allow_unconfigured: Annotated[
         bool,
         typer.Option(
-            "--allow-unconfigured", help="Pass over named files without a section, too; those of a folder always are."
+            "--allow-unconfigured", help="Skip named files without a sharding section, as those of a folder are."
         ),
     ] = False
-    jobs: Annotated[int, typer.Option("--jobs", min=0, help="Processes for many files; 0 for one a core.")] = 0
+    jobs: Annotated[int, typer.Option("--jobs", min=0, help="Number of processes; 0: one per core.")] = 0
 
     @property
     def hidden(self) -> tuple[Outcome, ...]:
@@ -138,10 +140,12 @@ class Migrate(Command):
             )
         if self.quiet and self.everything:
             raise typer.BadParameter("choose one of --quiet and --all")
-        if "" in self.names:  # as from an unset variable; as a path it would be the folder that one stands in
-            raise typer.BadParameter("a name is empty; . is this folder")
+        if "" in self.names:  # an unset variable; as a path it would be the current folder
+            raise typer.BadParameter("a name is empty; use . for the current folder")
         if str(self.output) == "-":
-            raise typer.BadParameter("without -o the new text goes to standard output; ./- is a file of that name")
+            raise typer.BadParameter(
+                "without -o the new text is printed to standard output; use ./- for a file named -"
+            )
         is_one = len(self.names) == 1 and (self.names[0] == "-" or not Path(self.names[0]).is_dir())
         if self.show is Show.TEXT and not is_one:
             raise typer.BadParameter("several files need --write, -o FOLDER, --diff, --check or --json")
@@ -154,7 +158,7 @@ class Migrate(Command):
             _show_one(report.results[0], self)
         else:
             _show_several(report, self)
-        print(end="", flush=True)  # here, where somebody who has seen enough is expected
+        print(end="", flush=True)  # raises BrokenPipeError here if the reader has ended
         for error in report.errors():
             print(f"composer-fsdp2: {error}", file=sys.stderr)
         for line in _notes(report, self):
@@ -163,8 +167,8 @@ class Migrate(Command):
 
 
 def _report_on(options: Migrate) -> Report:
-    """Do the work; nothing is printed but a bar, which would stand between the lines."""
-    # Here and not above: --help and completion need no parser.
+    """Migrate all files; prints only a progress bar, which would break up other lines."""
+    # Imported here: --help and completion do not need the parsers.
     from composer_fsdp2.migration.files import STANDARD_INPUT, Destination, migrate_files, sources_of
     from composer_fsdp2.migration.report import Report
 
@@ -194,7 +198,7 @@ def _report_on(options: Migrate) -> Report:
     except ComposerFSDP2Error as problem:
         error = str(problem)
     except OSError as problem:
-        error = f"{problem.filename or options.report}: {problem.strerror}"  # a full disk gives no name
+        error = f"{problem.filename or options.report}: {problem.strerror}"  # a full disk's error has no file name
     return Report(results=results, error=error, fails_on_change=options.fail_on_change)
 
 
@@ -208,7 +212,7 @@ def _standard_input() -> bytes:
 
 
 def _check_report(path: Path) -> None:
-    """Before anything is written, since a report that nobody gets would be missed most where files were changed."""
+    """Raise ConfigError if the report cannot be written, before any file is changed."""
     from composer_fsdp2.migration.documents import SUFFIXES
 
     if not path.parent.is_dir():
@@ -217,16 +221,14 @@ def _check_report(path: Path) -> None:
         raise ConfigError(f"{path}: Is a directory")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{path}: Permission denied")
-    if path.suffix.lower() in SUFFIXES:  # and may be a source, or where a result goes
-        raise ConfigError(
-            f"{path} has a configuration's name, and the report is Markdown; give a name such as report.md"
-        )
+    if path.suffix.lower() in SUFFIXES:  # may be a source or a result
+        raise ConfigError(f"{path} has a configuration's suffix, and the report is Markdown; use a name like report.md")
 
 
 def _with_progress(results: Iterator[FileResult], total: int) -> Iterator[FileResult]:
-    """A bar on stderr, if that is a terminal."""
+    """Show a progress bar on stderr if that is a terminal."""
     if total > 1:
-        from rich.console import Console  # here and not above: one file needs no bar
+        from rich.console import Console  # imported here: one file needs no bar
         from rich.progress import track
 
         console = Console(stderr=True)
@@ -236,7 +238,7 @@ def _with_progress(results: Iterator[FileResult], total: int) -> Iterator[FileRe
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is printed
+# Output
 
 
 def _show_one(result: FileResult, options: Migrate) -> None:
@@ -285,10 +287,10 @@ def _notes(report: Report, options: Migrate) -> Iterator[str]:
     if (options.quiet or (options.show is Show.DIFF and not is_one)) and (decisions := report.decisions()):
         yield decisions
     if options.show is Show.TEXT and not options.force and any(result.exit_code == 1 for result in report.results):
-        yield "composer-fsdp2: something needs a decision; --force prints the text all the same"
+        yield "composer-fsdp2: a finding needs a decision; --force prints the new text anyway"
     if report.results and not is_one and not options.quiet:
         yield report.summary("written" if options.writes else "would change")
         if options.show is Show.REPORT and options.report is None and not options.everything:
             yield "--all prints the outcome of every key, and --report FILE.md writes it to a file"
     if options.fail_on_change and not options.writes and any(result.is_changed for result in report.results):
-        yield "composer-fsdp2: what would change still asks for FSDP1; --write changes it"
+        yield "composer-fsdp2: files are still configured for FSDP1; --write changes them"

@@ -1,4 +1,4 @@
-"""The options of a verb, each written once: a field of a frozen dataclass, with what typer is to know in its type."""
+"""Command-line options as fields of frozen dataclasses; each field's type has the settings for typer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from composer_fsdp2.cli.printing import print_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A verb with its options: its docstring is the help, ``__post_init__`` refuses options, a call does the work."""
+    """A command with its options: the docstring is the help, ``__post_init__`` validates, ``__call__`` runs it."""
 
     context: typer.Context
 
 
 def typer_function(command: type[Command]) -> Callable[..., None]:
-    """A function with the fields as parameters, for typer; it leaves the command in ``context.obj``, to be called."""
+    """Return a function for typer with the fields as parameters; it appends the command to ``context.obj``."""
 
     def parsed(**given: Any) -> None:
         given["context"].obj.append(command(**given))
@@ -31,7 +31,7 @@ def typer_function(command: type[Command]) -> Callable[..., None]:
 
 
 def schema_option(module: str) -> Any:
-    """``--json-schema``, which prints the file that is SCHEMA of a module; that is imported then."""
+    """Return ``--json-schema``, which prints the file ``SCHEMA`` of a module; the module is imported on use."""
 
     def show(is_asked: bool) -> None:
         if is_asked:

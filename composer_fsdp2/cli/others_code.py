@@ -1,4 +1,4 @@
-"""What a command that calls somebody else's code keeps from its user, and how it ends where it is interrupted."""
+"""Silence and interruption of models and libraries that a command calls."""
 
 import contextlib
 import logging
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Around code of models and libraries: their warnings and log lines would stand between a command and its answer.
+    """Suppress warnings and log records of models and libraries, and redirect their prints to standard error.
 
-    What they print goes to standard error, because programs read what a command prints itself.
+    Programs parse the standard output of a command.
     """
     disabled = logging.root.manager.disable
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
-        logging.disable(logging.ERROR)  # errors, too: torch logs what it raises
+        logging.disable(logging.ERROR)  # errors too: torch logs the errors that it raises
         try:
             yield
         finally:
@@ -27,9 +27,9 @@ def quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGINT, and SIGTERM as of a scheduler, are KeyboardInterrupt in the block, so that what is half done is undone.
+    """Raise KeyboardInterrupt in the block on SIGINT and SIGTERM (sent by schedulers), for cleanup of partial results.
 
-    Libraries that are interrupted while they are imported raise other errors, or fail later; that is the same.
+    A library that is interrupted during its import may raise another error; that becomes KeyboardInterrupt too.
     """
     is_interrupted = False
 
@@ -38,9 +38,9 @@ def interruptible() -> Iterator[None]:
         is_interrupted = True
         raise KeyboardInterrupt
 
-    is_main = threading.current_thread() is threading.main_thread()  # others cannot have handlers
+    is_main = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
     numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # by nohup, say
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # ignored under nohup
     before = {number: signal.signal(number, interrupt) for number in heeded}
     try:
         yield

@@ -1,4 +1,4 @@
-"""What verbs print beside prose: texts of files, JSON, errors, and a bar."""
+"""Output of commands: file contents, reports, JSON, errors, and a progress bar."""
 
 import contextlib
 import io
@@ -10,16 +10,16 @@ from typing import Any, NoReturn, TextIO
 
 
 def print_text(text: str | bytes) -> None:
-    """Print the text of a file with the ends of its lines as they are, in UTF-8, whatever the locale or the terminal.
+    """Print the contents of a file in UTF-8 with unchanged line ends, in any locale and on any terminal.
 
-    In another encoding a path in it would name another folder.
+    In another encoding, a path in it would name another folder.
     """
     content = text.encode() if isinstance(text, str) else text
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.flush()
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()
-    else:  # closed, or a caller's
+    else:  # closed, or replaced by a caller
         print(content.decode(errors="replace"), end="")
 
 
@@ -38,7 +38,7 @@ def print_report(text: str, *, stream: TextIO | None = None, is_diff: bool = Fal
     if stream is None or not stream.isatty():
         print_text(text) if is_diff else print(text, file=stream)
         return
-    from rich.console import Console  # here and not above: a redirected report needs none of it
+    from rich.console import Console  # imported here: a redirected report does not need it
     from rich.text import Text
 
     coloured = Text(text)
@@ -52,14 +52,14 @@ def print_json(value: Any) -> None:
 
 
 def refuse(why: object, code: int = 2) -> NoReturn:
-    """End with one line on standard error."""
+    """Exit after one line on standard error."""
     print(f"composer-fsdp2: {why}", file=sys.stderr)
     sys.exit(code)
 
 
 @contextlib.contextmanager
 def bytes_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar with bytes and time left on stderr, told of bytes done and to do; None where that is no terminal."""
+    """Show a progress bar on stderr; yields a function of bytes done and total bytes, or None without a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 

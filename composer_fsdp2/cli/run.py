@@ -1,4 +1,4 @@
-"""``composer-fsdp2 run SCRIPT [ARGS...]``: a script as it is, with FSDP2 under it."""
+"""``composer-fsdp2 run SCRIPT [ARGS...]``: runs an unchanged script on FSDP2."""
 
 import contextlib
 import importlib.util
@@ -13,11 +13,10 @@ from composer_fsdp2.cli.options import Command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run(Command):
-    """Run a Python SCRIPT with FSDP1 replaced by FSDP2; all that follows SCRIPT goes to the script.
+    """Run a Python SCRIPT with FSDP1 replaced by FSDP2; the arguments after SCRIPT are the script's.
 
-    FullyShardedDataParallel of torch is ours, and so is Composer's FSDP1, where Composer is installed. With several
-    ranks: composer -n 8 -m composer_fsdp2 run SCRIPT ARGS, or
-    torchrun --nproc-per-node 8 -m composer_fsdp2 run SCRIPT ARGS.
+    Replaces torch's FullyShardedDataParallel, and Composer's use of FSDP1 if Composer is installed. With several ranks:
+    composer -n 8 -m composer_fsdp2 run SCRIPT ARGS, or torchrun --nproc-per-node 8 -m composer_fsdp2 run SCRIPT ARGS.
     """
 
     script: Annotated[str, typer.Argument(metavar="SCRIPT [ARGS]...", help="A Python file, or -m and a module's name.")]
@@ -33,7 +32,7 @@ class Run(Command):
             raise typer.BadParameter(f"no such file: {self.script}", param_hint="SCRIPT")
 
     def __call__(self) -> None:
-        # Here and not above: --help need not wait for torch; and before the script's folder is where modules are found.
+        # Imported here: --help does not need torch. Imported before the script's folder is first on sys.path.
         from composer_fsdp2.compat import fsdp2
         from composer_fsdp2.compat.scripts import run_file, run_module
         from composer_fsdp2.fsdp.installing import install_fsdp

@@ -11,7 +11,7 @@ from composer_fsdp2.cli.options import Command
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train(Command):
-    """Train from an LLM Foundry YAML; what follows it (key=value) overrides the YAML's keys.
+    """Train from an LLM Foundry YAML; arguments key=value override its keys.
 
     With several ranks: composer -n 8 -m composer_fsdp2 train YAML OVERRIDES.
     """
@@ -25,6 +25,6 @@ class Train(Command):
             raise typer.BadParameter(f"no such file: {self.yaml}", param_hint="YAML")
 
     def __call__(self) -> None:
-        from composer_fsdp2.compat.install import train_from_yaml  # here and not above: --help need not wait for torch
+        from composer_fsdp2.compat.install import train_from_yaml  # imported here: --help does not need torch
 
         train_from_yaml(self.yaml, self.context.args, show_units=self.show_units)

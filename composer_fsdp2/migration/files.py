@@ -393,13 +393,13 @@ def _write(
     """
     if not destination.in_place and destination.output is None:
         would = "would change" if migration.is_changed else "nothing to change"
-        return "something needs a decision" if migration.exit_code else would
+        return "a finding needs a decision" if migration.exit_code else would
     if destination.in_place and migration.is_new_file:
         raise ConfigError(
             f"{source.file}: the new configuration is a file of its own, which -o PATH writes; --write cannot"
         )
     if migration.exit_code and not destination.force:
-        return "nothing was written: something needs a decision (--force writes all the same)"
+        return "nothing was written: a finding needs a decision (--force writes anyway)"
     if destination.output is None:
         return _write_in_place(migration, content, source.file.resolve())  # a link stays a link
     target = destination.output if folder is None else _target(migration, source, folder)

@@ -226,7 +226,7 @@ def test_json_is_an_object_whatever_happens(folder: Path):
 ASKED: dict[tuple[str, ...], tuple[int, str]] = {
     ("good.yaml", "--check"): (0, "good.yaml: would change"),
     # A configuration for FSDP1 that comes into the repository is seen, although it could be migrated.
-    ("good.yaml", "--check", "--fail-on-change"): (1, "--write changes it"),
+    ("good.yaml", "--check", "--fail-on-change"): (1, "--write changes them"),
     ("good.yaml", "--diff", "--fail-on-change"): (1, "-  limit_all_gathers: true"),
     ("decide.yaml", "--check", "--fail-on-change"): (1, "needs a decision"),
     ("broken.yaml", "good.yaml", "--check", "--fail-on-change"): (2, "broken.yaml:2:1"),
@@ -380,8 +380,8 @@ BAD_INPUT: list[tuple[Sequence[str], str]] = [
     (["good.yaml", "-o", "-"], "without -o"),
     (["good.yaml", "-o", "notes.txt"], "notes.txt is a file, and its name ends in none of .yaml"),
     # A report takes no configuration's place, and where it cannot be written is known before files are changed.
-    (["good.yaml", "--write", "--report", "good.yaml"], "good.yaml has a configuration's name"),
-    (["good.yaml", "--write", "--report", "report.TOML"], "report.TOML has a configuration's name"),
+    (["good.yaml", "--write", "--report", "good.yaml"], "good.yaml has a configuration's suffix"),
+    (["good.yaml", "--write", "--report", "report.TOML"], "report.TOML has a configuration's suffix"),
     (["good.yaml", "--write", "--report", "no/where.md"], "no/where.md"),
     (["good.yaml", "--write", "--report", "deep"], "deep"),
     # Of standard input: there is nothing to change, and no name in a folder.
@@ -449,7 +449,7 @@ def test_quiet_prints_what_needs_a_decision(folder: Path):
     assert run(folder, "good.yaml", "deep/good.yml", "--check", "-q") == Ended(0, "", "")
     assert run(folder, "good.yaml", "-q") == Ended(0, MIGRATED, "")
     done = run(folder, "decide.yaml", "good.yaml", "--check", "--quiet")
-    assert done.code == 1 and done.out == "decide.yaml: something needs a decision\n"
+    assert done.code == 1 and done.out == "decide.yaml: a finding needs a decision\n"
     assert "did you mean sharding_strategy?" in done.err and "good" not in done.err
     assert run(folder, "good.yaml", "--check", "--quiet", "--all").code == 2
 
@@ -554,7 +554,7 @@ def test_no_result_takes_the_place_of_another_input(tmp_path: Path):
     assert done.code == 2 and "r/y.toml would be overwritten by the result of q/y.yaml" in done.err
     write(tmp_path, {"c/x.yaml": TO_DECIDE})  # of which there is no result, so that the decision is told
     done = run(tmp_path, "c", "-o", "c")
-    assert done.code == 1 and "nothing was written: something needs a decision" in done.out and not done.err
+    assert done.code == 1 and "nothing was written: a finding needs a decision" in done.out and not done.err
     write(tmp_path, {"c/x.yaml": text})
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
