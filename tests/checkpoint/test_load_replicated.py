@@ -66,7 +66,7 @@ def stepped(make: Callable[[], M], config: dict[str, Any] | None) -> tuple[M, to
 
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.UntypedStorage]:
-    """This rank's storages by name of parameter or state entry, without step counts (4 bytes each)."""
+    """This rank's storages by name of parameter or optimizer state, without step counts (4 bytes each)."""
     tensors = {name: local_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         tensors |= {f"{key} of {name}": local_tensor(v) for key, v in optimizer.state[parameter].items() if v.dim()}
