@@ -63,7 +63,7 @@ def check_run(kind: str, theirs: Trained, folder: str) -> None:
 def assert_alike(ours: Trained, theirs: Trained) -> None:
     assert largest_difference(ours.losses, theirs.losses) <= 1e-12, (ours.losses, theirs.losses)
     assert_same_parameters(ours, theirs)
-    # Each count synchronizes with the device; a microbatch had one more.
+    # Each count synchronizes with the device; a microbatch used one too many.
     assert ours.num_counts == theirs.num_counts
     assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-6, nan_ok=True)
 
@@ -108,7 +108,7 @@ def padded_batch(padding: str, length: int) -> dict[str, torch.Tensor]:
     place = {"right": slice(length - 3, None), "left": slice(3), "between": slice(3, 6)}[padding.split(", ")[0]]
     mask[1, place] = 0
     if "counted" not in padding:
-        labels[:, 1:][mask[:, :-1] == 0] = labels[mask == 0] = -100  # labels that padding would predict, and of padding itself
+        labels[:, 1:][mask[:, :-1] == 0] = labels[mask == 0] = -100  # labels predicted from padding, and its own
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
