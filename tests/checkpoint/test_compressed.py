@@ -214,7 +214,7 @@ def test_unpacking_needs_space(plain: Path, tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "x.pt").read_bytes() == packed_bytes
 
 
-# --- something else inside
+# --- other contents
 
 
 def in_tars(folder: Path, mode: str, content: Path, *names: str, kind: bytes = tarfile.REGTYPE) -> Path:

@@ -199,7 +199,7 @@ def test_tied_weights_keep_both_names_and_one_storage(tmp_path: Path):
 
 
 def test_positions_stay_in_a_monolithic_file(tmp_path: Path):
-    """Stock torch reads them unchanged from a monolithic file."""
+    """Stock torch reads positions unchanged from a monolithic file."""
     save_by_position(nn.Linear(3, 2), tmp_path / "source.pt", groups=2)
     convert(tmp_path / "source.pt", tmp_path / "new.pt", "monolithic")
     assert_same(loaded(tmp_path / "new.pt"), loaded(tmp_path / "source.pt"), in_bits=True)
@@ -380,7 +380,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, source: Path, monkeypatch: pytest.
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Others at work
+# Concurrent conversions
 
 
 def test_two_conversions_to_one_destination(tmp_path: Path, source: Path):

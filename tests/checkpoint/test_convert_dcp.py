@@ -57,7 +57,8 @@ def test_an_old_folder_as_a_file_and_as_a_new_folder(tmp_path: Path, path: Path)
 
 @pytest.mark.parametrize("form", ["one file", "DCP"])
 def test_a_folder_of_composers_checkpoint_package(tmp_path: Path, form: str):
-    """Its parts are merged into one file; the report mentions that the optimizer's class is unknown."""
+    """The parts of a folder of Composer's checkpoint package are merged into one file; the report mentions that the
+    optimizer's class is unknown."""
     (tmp_path / "source").mkdir()
     whole = write_composer_package(tmp_path / "source", form)
     report = convert(tmp_path / "source", tmp_path / "new.pt", "monolithic")

@@ -62,7 +62,7 @@ def test_values_that_composer_never_wrote_do_not_hide_the_rest(tmp_path: Path):
     assert "[1]" in as_text(inventory) and len(as_data(inventory)["tensors"]) == 1
 
 
-# --- anything else
+# --- files that are no checkpoints
 
 
 def write_bytes(content: bytes) -> Callable[[Path], None]:

@@ -377,7 +377,7 @@ def test_tied_parameters_under_one_name_or_both(folder: str) -> None:
         return root
 
     def part_of_a_storage(weights: dict[str, Any], state: dict[str, Any], change: float = 0.0) -> None:
-        weights[HEAD] = torch.cat([weights[EMBED], torch.zeros(1, WIDTH)])[:-1]  # its record has more bytes
+        weights[HEAD] = torch.cat([weights[EMBED], torch.zeros(1, WIDTH)])[:-1]  # its CRC32 covers more bytes
         weights[HEAD][-1, -1] += change  # only on the last rank
 
     def moments_differ(weights: dict[str, Any], state: dict[str, Any]) -> None:
@@ -676,7 +676,7 @@ def extra_states(number: int) -> dict[str, Any]:
 
 
 class WithLoadingOverride(nn.ModuleDict):
-    """``load_state_dict`` is called for it."""
+    """Has a ``load_state_dict`` override, which the load must call."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -786,7 +786,7 @@ def full_contents(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @on_ranks(2)
 def test_modules_with_loading_code_of_their_own(folder: str) -> None:
-    """A quantized layer with a scale in its state trained on a wrongly scaled weight: its load hooks never ran and its
+    """After a load, a quantized layer trained with a wrongly scaled weight: its load hooks never ran and its
     scale was lost. The hooks run on shards, or the load names the entry."""
     torch.manual_seed(0)
     model = WithLoadingCode()

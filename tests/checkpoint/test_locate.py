@@ -180,7 +180,7 @@ def test_folders_that_lead_to_each_other(tmp_path: Path):
     assert find(tmp_path / "b").path == file
 
 
-# --- what leads nowhere
+# --- invalid paths
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.checkpoint.test_load import composer_state
 
 
 def make_model() -> nn.Module:
-    """Parameters of no, one, two and four dimensions, equal sizes among them."""
+    """Parameters of no, one, two and four dimensions, some of equal sizes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(2, 3, 2), nn.LayerNorm(1))
     model.register_parameter("gain", nn.Parameter(torch.tensor(2.0)))
@@ -164,7 +164,7 @@ def test_without_groups(tmp_path: Path):
 
 
 def test_hyperparameters_of_other_kinds(tmp_path: Path):
-    """A flag is not a number and a pair no number; a rate as a tensor is one."""
+    """A bool is not a number, nor is a pair; a learning rate as a tensor is one."""
     model = make_model()
     optimizer = make_optimizer(model)
     stepped(model, optimizer)

@@ -61,7 +61,7 @@ def test_local_files(tmp_path: Path):
         inspect_checkpoint(tmp_path / "origTrue-rank0.pt")
 
 
-# --- of the torch that Composer 0.13 used
+# --- files of torch 1.13, which Composer 0.13 used
 
 
 @pytest.mark.any_torch
@@ -104,7 +104,7 @@ def of_step_2() -> bytes:
 
 
 RANKS = [(OLD / f"sharded-rank{rank}.pt").read_bytes() for rank in (0, 1)]
-# Case to the files, the first of which is inspected, and the expected error.
+# For each case, the files, the first of which is inspected, and the expected error.
 MIXED_UP: dict[str, tuple[dict[str, bytes], str]] = {
     "a rank is missing": ({"x-rank1.pt": RANKS[1]}, r"2 ranks.*x-rank0\.pt"),
     "swapped": ({"x-rank0.pt": RANKS[1], "x-rank1.pt": RANKS[0]}, r"x-rank0\.pt.*is of rank 1 of 2"),

@@ -143,7 +143,7 @@ def entry_at(file: Path, offset: int, num_bytes: int) -> NestedArchive:
 
 
 def write_entries(path: Path, tensors: list[torch.Tensor]) -> list[NestedArchive]:
-    """Archives end to end in one file, as DCP's writer leaves them."""
+    """Writes archives end to end into one file, as DCP's writer does."""
     entries = []
     with open(path, "wb") as file:
         for tensor in tensors:
@@ -276,7 +276,7 @@ def test_entry_that_holds_something_else(held: object, text: str, tmp_path: Path
 
 
 def test_a_view_that_overlaps_itself():
-    """(3, 3) with strides (2, 2) spans nine elements but differs from nine contiguous ones, as which it was read."""
+    """A view (3, 3) with strides (2, 2) spans nine elements, but not nine contiguous ones, as which it was read."""
     tensor = numbered(9, torch.int16).as_strided((3, 3), (2, 2))
     with saved(tensor) as record, Reader() as reader:
         assert_same(reader.read_full(record), tensor.contiguous())

@@ -41,13 +41,13 @@ HOSTILE = list(hostile())
 
 
 def read_all(path: Path, *, trust: bool = False) -> None:
-    """Reads everything in a checkpoint that any of our functions read."""
+    """Reads everything in a checkpoint that any of our functions reads."""
     inventory = inspect_checkpoint(path, trust=trust)
     for entry in inventory.objects.values():
         entry.value()
 
 
-# --- what would run something
+# --- pickles that would run code
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # some payloads open files
@@ -117,13 +117,13 @@ def test_registered_extension_is_no_way_in():
         copyreg.remove_extension("fractions", "Fraction", 0xF0)
 
 
-# --- what would hang, exhaust memory, read elsewhere, or change this process
+# --- pickles that would hang, exhaust memory, read elsewhere, or change this process
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.timeout(20)
 def test_hostile_pickle_is_refused(name: str, tmp_path: Path):
-    """A few bytes can neither cause gigabytes or minutes, nor read outside a tensor's storage, nor change a class."""
+    """A few bytes can neither cost gigabytes or minutes, nor read outside a tensor's storage, nor change a class."""
     before = dict(vars(collections.Counter)), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     path = archive(tmp_path / "file.pt", torch_records(hostile()[name], {"0": bytes(16)}))
     with pytest.raises(CheckpointError, match=r"file\.pt"):

@@ -161,7 +161,7 @@ def test_data_is_checked_where_metadata_is_lost(named: str, tmp_path: Path):
     file = folder / "__0_0.distcp"
     path, files = (folder, [*folder.iterdir()]) if named == "folder" else (file, [file])
     whole = verify_checkpoint(path)
-    assert [fault.kind for fault in whole.faults] == [FaultKind.STRUCTURE]  # it is no checkpoint alone
+    assert [fault.kind for fault in whole.faults] == [FaultKind.STRUCTURE]  # one part alone is no checkpoint
     assert whole.num_records == sum(each.read_bytes().count(b"PK\x01\x02") for each in files)
     flip(file, record_at(file, "data/0")[1])
     assert [fault.kind for fault in verify_checkpoint(path).faults] == [FaultKind.STRUCTURE, FaultKind.CONTENT]

@@ -419,7 +419,7 @@ def test_many_files_on_all_cores(tmp_path: Path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Names that lead to something else than one means
+# Misleading names
 
 
 def test_a_dry_run_is_a_check(folder: Path):

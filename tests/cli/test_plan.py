@@ -89,7 +89,7 @@ def test_settings_are_suggested(folder: Path):
     assert yaml.safe_load((folder / "run.yaml").read_text()) == FILE
 
 
-# Case to the arguments after ``plan``, the files written before, and the expected message.
+# For each case, the arguments after ``plan``, the files written before, and the expected message.
 ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
     # a one-line message with the next step
     "no file": (["none.yaml", *SIZES], {}, "none.yaml"),

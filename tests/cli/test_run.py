@@ -46,7 +46,7 @@ sys.exit(7)
 
 
 FAILURES = {"ValueError": "the script failed", "EOFError": "Ran out of input"}
-# The command line to its one-line error.
+# For each command line, its one-line error.
 NOTHING_TO_RUN = {
     ("run", "not_there.py", "--flag"): "no such file: not_there.py",
     ("run", "-m"): "-m needs the name of a module",

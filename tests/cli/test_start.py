@@ -14,7 +14,7 @@ import composer_fsdp2
 from composer_fsdp2.cli import main
 
 YAML = "model: {name: mpt}\nfsdp_config:\n  sharding_strategy: FULL_SHARD  # kept\n  limit_all_gathers: true\n"
-# Case to the arguments and environment variables.
+# For each case, the arguments and environment variables.
 ASKED: dict[str, tuple[list[str], dict[str, str]]] = {
     "version": (["--version"], {}),
     "a verb": ([], {"COMP_WORDS": "composer-fsdp2 mig", "COMP_CWORD": "1"}),
@@ -59,7 +59,7 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Case to exit code, output, and the modules imported by then."""
+    """For each case, the exit code, the output, and the modules imported by then."""
     folder = tmp_path_factory.mktemp("start")
     (folder / "run.yaml").write_text(YAML)
     command = [sys.executable, "-c", SCRIPT, json.dumps(ASKED)]

@@ -110,7 +110,7 @@ def test_a_fault_where_gradients_are_small_is_judged(tmp_path: Path, fault: Faul
 
 
 def test_a_moment_that_is_infinite_excuses_nothing(tmp_path: Path):
-    """Any difference was below a rounding that was infinite, too."""
+    """With an infinite moment the tolerance was infinite, too, and hid any difference."""
     kept = trained()
     dict(kept)["exp_avg_sq", "head.bias"][0] = torch.inf
     write_reference(tmp_path / "first", kept, is_writing=True)

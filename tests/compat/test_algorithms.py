@@ -129,7 +129,7 @@ def saving(folder: str, kind: str) -> dict[str, Any]:
 
 
 def averages_in(path: str) -> dict[str, torch.Tensor]:
-    """EMA's tensors in a checkpoint, by torch's own readers."""
+    """EMA's tensors in a checkpoint, read by torch."""
     [(name, ema)] = read(path)["state"]["algorithms"]
     assert name == "EMA"
     assert ema["ema_started"] is True

@@ -371,7 +371,7 @@ def test_evaluation():
     assert_same(found, ended, "not even one sample")
 
 
-# --- what cannot be repeated
+# --- steps that cannot be repeated
 
 
 class HungryStep(torch.optim.SGD):
@@ -402,7 +402,7 @@ def test_errors_come_on_every_rank():
         trainer.close()
 
 
-# --- afterwards
+# --- after the votes
 
 
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
@@ -475,14 +475,14 @@ def test_errors_are_those_that_composer_repeats_for():
         assert [is_repeated(RuntimeError(text)) for text in ERRORS] == [True, True, True, False], is_repeated
 
 
-# --- a real one
+# --- a real GPU
 
 
 @on_gpus(1, 2, rehearsal=0)
 @pytest.mark.parametrize(("precision", "gib", "rtol"), [("fp32", 1.5, 1e-6), ("amp_fp16", 0.9, 1e-3)])
 def test_a_gpu_runs_out_of_memory(ranks: Ranks, tmp_path: Path, precision: str, gib: float, rtol: float):
-    """16 samples need about 2.5 GiB of activations in fp32: the run ends with a size that fits, and its losses, in fp16
-    with the Trainer's scaler. With one GPU there is one rank, and no vote communicates."""
+    """16 samples need about 2.5 GiB of activations in fp32: the run ends with a size that fits, and with the losses of
+    that size. fp16 uses the Trainer's scaler. With one GPU there is one rank, and no vote communicates."""
     command = [BIN / "composer", "-n", ranks.number, "-m", "composer_fsdp2", "run", OUT_OF_MEMORY]
     auto = run_all({"auto": [*command, "auto", str(gib), precision]}, tmp_path)["auto"]
     assert auto.code == 0, auto.err
@@ -496,7 +496,7 @@ def test_a_gpu_runs_out_of_memory(ranks: Ranks, tmp_path: Path, precision: str, 
     assert all(0 < reserved <= gib * 2**30 / 1e9 * 1.01 for reserved in auto.last["reserved_gb"])
 
 
-# --- what lives on
+# --- freeing the model
 
 
 @on_ranks(2, timeout_s=TIME_LIMIT_S)

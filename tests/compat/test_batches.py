@@ -447,7 +447,7 @@ def test_different_data_in_an_evaluation_or_prediction_is_an_error():
         trainer.close()
 
 
-# --- beside the rest of a Trainer
+# --- device synchronizations
 
 
 @on_ranks(2)

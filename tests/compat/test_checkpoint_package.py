@@ -34,7 +34,7 @@ def trained(**options: Any) -> Any:
     return trainer
 
 
-# --- is it sharded?
+# --- is_model_fsdp
 
 
 @on_ranks(2)

@@ -46,7 +46,8 @@ def accepts_nothing(path: str, *unused: Any) -> bool:
 
 @on_ranks(2)
 def test_errors_of_a_configuration():
-    """`except ValueError`, `TypeError`, `KeyError`, `RuntimeError` or `NotImplementedError` around a Trainer."""
+    """A script's `except ValueError`, `TypeError`, `KeyError`, `RuntimeError` or `NotImplementedError` around a Trainer
+    catches our errors."""
     from composer.distributed import dist_strategy
     from composer.utils import FSDP2Config, FSDPConfig, ParallelismConfig, get_device
 

@@ -1,4 +1,4 @@
-"""After a bit flip anywhere in a checkpoint, the load is refused or returns the same values as before.
+"""After a bit flip anywhere in a checkpoint, the load is refused or returns the same values as without it.
 
 ``FLIPS=5000 python -m pytest tests/compat/test_flipped_bits.py -s`` flips that many bits in each fixture, and prints
 the outcomes.

@@ -156,7 +156,7 @@ def test_state_dict_type():
 
 @on_ranks(2)
 def test_load_full_state_dict():
-    """`model.load_state_dict(torch.load("model.pt"))` after sharding: raised, as the file's tensors are full."""
+    """`model.load_state_dict(torch.load("model.pt"))` after sharding raised, because the file's tensors are full."""
     source, _ = model_and_optimizer(None)
     state = source.state_dict()
 

@@ -1,7 +1,8 @@
 """The table of keys compared with the installed Composer: a new release fails here, with the name of the file to
 change.
 
-The tests import Composer, not the module: that would take seconds at collection in each lane.
+The tests import Composer when they run, because an import at module level would take seconds at collection in each
+lane.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ EXPERTS = {
     "Qwen3Moe": "Qwen3MoeMLP",
     "Qwen2Moe": "Qwen2MoeMLP",  # also for its shared expert, after the others
     "Mixtral": "MixtralBlockSparseTop2MLP",
-    "DeepseekV3": "DeepseekV3MLP",  # likewise
+    "DeepseekV3": "DeepseekV3MLP",  # also for its shared experts
 }
 
 
@@ -97,7 +97,7 @@ def check_experts(architecture: str, skips: bool, section: dict[str, Any]) -> No
     kind = passing_over(type(blocks[0])) if skips else type(blocks[0])
     for block in blocks:
         block.__class__ = kind
-        if architecture == "DeepseekV3":  # its router computes its weights in float32
+        if architecture == "DeepseekV3":  # its router computes in float32, not in float64
             block.gate.register_forward_hook(lambda gate, args, output: (output[0], output[1].double()))
     model.model.activation_checkpointing_fn = lambda module: type(module).__name__ == layer
     idle: list[int] = []  # in the first block of each forward

@@ -123,8 +123,8 @@ def edited(path: Path, edit: Callable[[StateDict], Any], source: str = "c220/sha
 # --- old files
 
 
-# World size to the configurations of the loading runs; the writing runs had 2 ranks. Every kind of file is loaded into
-# one of them.
+# For each world size, the configurations of the loading runs; the writing runs had 2 ranks. Each kind of file is loaded
+# into one configuration.
 CONFIGS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
     2: [{}, {**SHARDED, "activation_checkpointing": True}, {"sharding_strategy": "NO_SHARD"}],
@@ -263,7 +263,7 @@ def test_ignored_keys(folder: str):
         assert_same(snapshot(trainer), before, "after an error")
 
 
-# --- what does not fit
+# --- mismatches
 
 
 @on_ranks(2)
@@ -323,7 +323,7 @@ def test_a_save_folder_for_each_rank(folder: str):
             assert_same(resumed.parameters, whole.parameters)
 
 
-# --- beside model and optimizer
+# --- state besides model and optimizer
 
 
 @on_ranks(2)
@@ -395,7 +395,7 @@ def test_gradient_scalers(folder: str):
         reload(trainer, path)
 
 
-# --- how the model was built
+# --- a model built on rank 0
 
 
 @on_ranks(2)
@@ -497,7 +497,7 @@ def test_the_users_own_validation(folder: str):
     for_each(check, {f"{kind}, remote {is_remote}": (kind, is_remote) for kind, is_remote in cases})
 
 
-# --- a part of the model that never runs
+# --- a block that never runs
 
 
 @on_ranks(2)
@@ -534,7 +534,7 @@ def test_a_parameter_that_never_had_a_gradient(folder: str):
     for_each(check, {layout.value: (path,) for layout, path in paths.items()})
 
 
-# --- other runs' files, and going on
+# --- files of other runs, and resuming
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""OptimizerMonitor and ActivationMonitor on a sharded model: they log values of the full model, under which names."""
+"""OptimizerMonitor and ActivationMonitor on a sharded model log values of the full model, under the expected names."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def assert_same_log(ours: dict[str, list[float]], theirs: dict[str, list[float]]
 # Values
 
 
-# Optimizer to the sharding configuration.
+# For each optimizer, the sharding configuration.
 VALUES: dict[str, dict[str, Any]] = {
     "sgd": {},
     "decoupled_sgdw": {"sharding_strategy": "NO_SHARD"},
@@ -142,7 +142,7 @@ def test_like_fsdp1(folder: str):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parts that FSDP leaves alone
+# Ignored modules
 
 
 def on_rank_1_only() -> Any:
@@ -348,7 +348,7 @@ def test_an_error_on_one_rank(folder: str):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Callbacks of one's own
+# User-defined callbacks
 
 
 @pytest.mark.foundry

@@ -140,7 +140,7 @@ def test_one_file_per_rank(folder: str):
     for_each(check, {name: (name,) for name in ("sharded-rank{rank}.pt", "local-rank0.pt")})
 
 
-# --- which data, on which machine
+# --- the downloads of each machine
 
 
 @on_ranks(2)

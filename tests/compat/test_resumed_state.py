@@ -99,7 +99,7 @@ def state_of_callback(number: int) -> dict[Any, Any]:
 
 
 def assert_alike(found: Any, expected: Any, where: str) -> None:
-    """Equal, with the same classes and keys."""
+    """Checks equality, including classes and keys."""
     assert_same(found, expected, where)
     assert form(found) == form(expected), where
 

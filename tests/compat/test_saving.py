@@ -50,7 +50,7 @@ def drop_the_head(state_dict: dict[str, Any]) -> None:
 
 SHARDED = {"state_dict_type": "sharded"}
 HSDP = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
-# Case to the fsdp_config and the Trainer's arguments. Keeping no checkpoint is a case of the uploads below.
+# For each case, the fsdp_config and the Trainer's arguments. Keeping no checkpoint is a case of the uploads below.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, {"batches": 3, "save_interval": "2ba"}),
     "the last two, weights only, gzip, no link": (
@@ -239,7 +239,7 @@ def test_contents_are_composers(tmp_path: Path, world_size: int, names: list[str
     run_ranks(check_against_composers, world_size, str(tmp_path), names)
 
 
-# --- the way back
+# --- back to FSDP1
 
 
 @on_ranks(2)

@@ -70,7 +70,7 @@ def saved(folder: str | Path, form: str, batch: int) -> str:
     return str(path)
 
 
-# World size to the form of the checkpoint, the degree, and other settings.
+# For each world size, the form of the checkpoint, the degree, and other settings.
 RESUMED: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     4: {
         "all ranks": ("async", {"expert_parallel_degree": 4}),

@@ -192,7 +192,7 @@ def saved(folder: str | Path, form: str, batch: int = 1) -> str:
     return str(path)
 
 
-# World size to the form of the checkpoint and the tensor parallel degree.
+# For each world size, the form of the checkpoint and the tensor parallel degree.
 RESUMED = {4: (("async", TENSOR),), 2: (*((("full", TENSOR),) if IS_THOROUGH else ()), ("async", 1))}
 
 
@@ -242,7 +242,7 @@ def test_every_command_sees_split_layers_whole(saved_runs: tuple[Path, Run], tmp
     assert_same_values(optimizer["state"], run.optimizer, in_bits=True)
 
 
-# --- beside Composer's own
+# --- compared with Composer's own
 
 
 def under_fsdp1(folder: str) -> Run:

@@ -356,7 +356,7 @@ def footprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     ]
 
 
-# Case to the keys, and the text that the error must contain.
+# For each case, the keys, and the text that the error must contain.
 BAD_KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "two misspelt keys": ({"mixd_precision": "PURE", "stat_dict_type": "full"}, "state_dict_type"),
     "degrees that make 4 ranks": (
@@ -421,7 +421,7 @@ def test_bad_input_is_refused_on_every_rank_before_anything_is_changed(folder: s
     for_each(check_refused, cases)
 
 
-# --- full parameters, as scripts reach them
+# --- full parameters in scripts
 
 
 def train_with_surgery(under: Under, parallelism: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -469,7 +469,7 @@ def test_a_callback_written_for_fsdp1(folder: str):
     assert {note[0] for note in our_notes} == {"gradients", "batch", "eval"}
 
 
-# --- runs that are not sharded
+# --- unsharded runs
 
 
 @on_ranks(2)

@@ -73,7 +73,7 @@ def dtypes(on_gpu: bool) -> dict[str, torch.dtype]:
     }
     as_on_gpu = as_cuda(LiveStorages()) if on_gpu else contextlib.nullcontext()
     with fake_tensors(), as_on_gpu, torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.is_autocast_enabled() is on_gpu  # what models read as CUDA's
+        assert torch.is_autocast_enabled() is on_gpu  # models read CUDA's state with this call
         return {name: call().dtype for name, call in calls.items()}
 
 
@@ -120,7 +120,8 @@ def test_dropout_in_attention_keeps_no_scores():
 
 
 def test_offloaded_activations_leave_the_device():
-    """They use host memory from forward to backward, and device memory again when backward reads them."""
+    """Offloaded activations use host memory from forward to backward, and device memory again when backward reads
+    them."""
     size = 8 * 16 * 4
     live = LiveStorages()
     with fake_tensors(), as_cuda(live):

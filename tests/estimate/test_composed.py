@@ -114,7 +114,7 @@ def measured(model: nn.Module, plan: ShardingPlan) -> int:
 
 @pytest.mark.parametrize(("layers", "recomputed"), [pytest.param(2, False, marks=pytest.mark.any_torch), (3, True)])
 def test_the_whole_is_that_of_real_fully_shard(layers: int, recomputed: bool):
-    """State and activations do not peak at the same time; their sum would show that nothing fits."""
+    """State and activations do not peak at the same time; their sum would wrongly show that nothing fits."""
     held = model(layers)
     plan = plan_of(held, recomputed)
     trace = trace_microbatch(held, plan, loss, rows=ROWS, tokens=TOKENS, precision="amp_bf16")

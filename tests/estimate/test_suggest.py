@@ -58,7 +58,7 @@ def plan_of(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What may be tried
+# Settings to try
 
 NONE, FOURTH, SECOND, ALL = Activations(), *(Activations(every=each, recompute=True) for each in (4, 2, 1))
 NOW = Settings(reshard_after_forward=True, activations=ALL, microbatch_size=2, replicas=1, cpu_offload=False)

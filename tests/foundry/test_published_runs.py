@@ -47,7 +47,8 @@ def check(runs: Sequence[Published]) -> list[Row]:
 
 
 def test_runs_that_fitted_are_not_refused():
-    """The tightest, the measured ones, those that ran out of memory, and MPT on the smallest GPUs."""
+    """The runs with the least memory left, the measured ones, those that ran out of memory, and MPT on the smallest
+    GPUs."""
     runs = [run for run in published() if run.source in ("hf", "titan-h100") or run.reported == OUT_OF_MEMORY]
     smallest = (40, "MPT 7B", 2048)
     runs.append(next(run for run in published() if (run.gib, run.model, run.tokens) == smallest))

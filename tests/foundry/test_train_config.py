@@ -128,7 +128,7 @@ def refused_by_foundry(text: str) -> set[str]:
 
 
 def refused_here(text: str) -> dict[str, str]:
-    """Refused keys to their replacements in the report."""
+    """For each refused key, its replacement in the report."""
     findings = migrate_text(text, to="composer").sections[0].findings
     return {each.key: each.target for each in findings if each.origin is Origin.WRITING}
 

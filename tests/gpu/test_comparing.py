@@ -12,7 +12,7 @@ from support.gpus import Ranks, Recorder, on_gpus
 pytestmark = [pytest.mark.composer, pytest.mark.timeout(1200)]
 
 
-@on_gpus(2, packages=("mosaicml",), rehearsal=0)  # tests/compat/test_comparing.py has the CPU's
+@on_gpus(2, packages=("mosaicml",), rehearsal=0)  # tests/compat/test_comparing.py has the CPU version
 def test_the_same_run_is_told_so(ranks: Ranks, tmp_path: Path, record_property: Recorder):
     """A verdict from a laptop also applies on the training machine: the same data, state and numbers."""
     script = ["--optimizer", "adamw", "--microbatch", "2", "--clip", "0.1", "--device", "gpu"]

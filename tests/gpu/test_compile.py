@@ -54,7 +54,7 @@ def check_compiled(device: str) -> None:
     )
 
 
-@on_gpus(2, rehearsal=0)  # tests/_torch/test_unit.py has the CPU's
+@on_gpus(2, rehearsal=0)  # tests/_torch/test_unit.py has the CPU version
 def test_a_compiled_model_trains_alike(ranks: Ranks):
     """compile_config can stay in the YAML: all-gathers and reduce-scatters run around compiled blocks."""
     ranks.run(check_compiled, fresh=True)

@@ -15,7 +15,7 @@ GUARD_S = 20
 
 
 def check_guard(device: str) -> str:
-    """Trains the same as without the guard; then one rank skips a block, and all ranks return their errors."""
+    """Trains the same as without the guard; then one rank skips a block, and each rank returns its error."""
     gradients = []
     for config in ({}, {"collective_guard": GUARD_S}):
         torch.manual_seed(0)

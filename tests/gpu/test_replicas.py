@@ -31,7 +31,7 @@ def check_training(device: str) -> None:
     for_each(check, {"HSDP": (HSDP_2X2,), "offloaded": (OFFLOADED,), "deferred": (HSDP_2X2 | deferred,)})
 
 
-@on_gpus(4, rehearsal=0)  # tests/sharding/ has the CPU's
+@on_gpus(4, rehearsal=0)  # tests/sharding/ has the CPU version
 def test_replicas_train_as_unsharded(ranks: Ranks):
     """Two nodes with a replica each train as one process, over NCCL's two communicators."""
     ranks.run(check_training)

@@ -57,7 +57,7 @@ def check_curves(device: str) -> dict[str, float]:
     return for_each(check, cases)
 
 
-@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/parity/ has the CPU's
+@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/parity/ has the CPU version
 def test_curves_are_fsdp1s(ranks: Ranks, record_property: Recorder):
     """A run that moves to FSDP2 during training continues with the same losses, in every precision."""
     differences = ranks.run(check_curves)[0]
@@ -126,7 +126,7 @@ def check_async_saves(device: str, folder: str) -> None:
     for_each(check, {kind: (kind,) for kind in ("full", "sharded")})
 
 
-@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/compat/test_async_saving.py has the CPU's
+@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/compat/test_async_saving.py has the CPU version
 def test_async_saves_hold_their_batch(ranks: Ranks, tmp_path: Path):
     """A copy to the host that the next step overwrote would be a checkpoint of no batch; and the copies use no more
     host memory than necessary."""
@@ -164,7 +164,7 @@ def check_first_step(device: str, dist_timeout_s: float) -> str:
         return str(raised.value)
 
 
-@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/compat/test_auto_microbatch.py has the CPU's
+@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/compat/test_auto_microbatch.py has the CPU version
 def test_a_gpu_runs_out_of_memory_in_the_first_step(ranks: Ranks):
     """A step that cannot be repeated raises at once with the setting to change, and the other rank does not wait
     forever."""

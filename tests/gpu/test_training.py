@@ -37,7 +37,7 @@ def check_training(device: str) -> None:
     for_each(check, {name: (config,) for name, config in TRAININGS.items()})
 
 
-@on_gpus(1, 2, rehearsal=0)  # tests/sharding/ has the CPU's
+@on_gpus(1, 2, rehearsal=0)  # tests/sharding/ has the CPU version
 def test_trains_as_unsharded(ranks: Ranks):
     """No setting changes the training, with NCCL's collectives and streams; offloaded parameters stay on the CPU."""
     ranks.run(check_training)
@@ -68,7 +68,7 @@ def check_clipping(device: str) -> None:
         model, reference = Model(), Model().to(device)
         reference.load_state_dict(model.state_dict())
         prepare_fully_shard(model, None, FULL | config, device=device)
-        batch = tokens(0).to(device)  # the same on all ranks, so the mean over ranks equals each
+        batch = tokens(0).to(device)  # the same on all ranks, so the mean over ranks is each rank's gradient
         for each in (model, reference):
             (100 * each(batch).square().mean()).backward()
         expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e-3)

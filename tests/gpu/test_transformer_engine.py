@@ -63,7 +63,7 @@ def check_gradients(device: str) -> None:
         assert_close(name, gradient, plain[name], rtol=1e-2, atol=1e-4)
 
 
-@on_gpus(2, packages=("transformer-engine",), capability=(8, 9), rehearsal=0)  # tests/sharding/ has the CPU's
+@on_gpus(2, packages=("transformer-engine",), capability=(8, 9), rehearsal=0)  # tests/sharding/ has the CPU version
 def test_fp8_layers_are_sharded_and_recomputed(ranks: Ranks):
     """Scales of an fp8 run are buffers and extra state of its modules, which sharding must not change."""
     ranks.run(check_gradients)
