@@ -63,7 +63,7 @@ def test_expected_state_is_what_the_first_step_makes(name: str, tmp_path: Path):
         for changed, kind in ((None, "missing"), (torch.zeros(3, 5, dtype=whole.dtype), "shape"), ("text", "type")):
             entries[parameter].update({} if changed is None else {key: changed})
             plan = planned(root, tmp_path, fresh, own)
-            if not entries[parameter]:  # as for a parameter that never had a gradient
+            if not entries[parameter]:  # as for a parameter without a gradient so far
                 assert plan.differences == ()
                 assert [name.split(" (")[0] for name in plan.kept] == [f"the state of {parameter}"]
                 continue

@@ -104,7 +104,7 @@ def of_step_2() -> bytes:
 
 
 RANKS = [(OLD / f"sharded-rank{rank}.pt").read_bytes() for rank in (0, 1)]
-# For each case, the files, the first of which is inspected, and the expected error.
+# For each case, the files (the first is inspected) and the expected error.
 MIXED_UP: dict[str, tuple[dict[str, bytes], str]] = {
     "a rank is missing": ({"x-rank1.pt": RANKS[1]}, r"2 ranks.*x-rank0\.pt"),
     "swapped": ({"x-rank0.pt": RANKS[1], "x-rank1.pt": RANKS[0]}, r"x-rank0\.pt.*is of rank 1 of 2"),

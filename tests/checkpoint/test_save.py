@@ -1,4 +1,4 @@
-"""A sharded state in one file: torch.load reads the full state, which no rank ever had in memory."""
+"""A sharded state in one file: torch.load reads the full state, and no rank ever materializes it."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_errors_are_everybodys(folder: str) -> None:
 
 
 def failing_on(rank: int, owner: Any, name: str, after: int = 0) -> Any:
-    """A context in which a function raises on this rank, from the given call on."""
+    """A context in which a function raises on this rank after ``after`` successful calls."""
     original, calls = getattr(owner, name), itertools.count()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -303,7 +303,7 @@ def test_what_one_rank_cannot_do(folder: str) -> None:
             "its name": (failing_on(0, os, "replace"), ["MemoryError"]),
         },
     )
-    # The folder became read-only, so the staged file remains; or a network file system cannot sync folders.
+    # The folder is read-only by now, so the staged file remains; or a network file system cannot sync folders.
     no_unlink = mock.patch.object(Path, "unlink", side_effect=PermissionError(1, "no"))
     with failing_on(0, monolithic, "write_all"), no_unlink:
         assert "MemoryError" in refused(a_state(mesh), path)

@@ -100,7 +100,7 @@ HAVE_EXPERTS = {"qwen2-moe", "switch"}
 
 @on_ranks(1)
 def test_models_that_each_batch_runs_whole_are_not_warned_of(folder: str):
-    """If every run of every model had a warning, users would overlook the relevant one."""
+    """If every run of every model printed a warning, users would overlook the relevant one."""
     for name, model in models_without_towers().items():
         assert towers(dict(model.named_modules())) == [], name
         policies = [Wrap(kind=WrapKind.SIZE, min_num_params=size) for size in (1000, 3000)]

@@ -71,7 +71,7 @@ class Addresses(HTMLParser):
 
 def test_the_page_is_whole_and_asks_for_nothing_from_outside():
     """A cluster's login node has no network, and a forwarded page must not contact a server. A file's name or a
-    finding's value must not become markup."""
+    finding's value must not be parsed as markup."""
     bare = replace(planned(memory_bytes=None), bounds=None, findings=())
     for step in (planned(), planned(num_blocks=300), bare):
         page = plan_page(step, "1. a <b> & c")

@@ -24,7 +24,7 @@ def compiled_blocks(model: nn.Module) -> nn.Module:
 
 
 def gradients(device: str, config: dict[str, Any], compiled: Any) -> dict[str, torch.Tensor]:
-    """The gradients after two microbatches, the second of which runs the compiled code of the first."""
+    """The gradients after two microbatches; the second runs the compiled code of the first."""
     torch.manual_seed(0)
     model = Model()
     prepare_fully_shard(model, None, FULL | config, device=device)
