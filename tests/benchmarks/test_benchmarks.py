@@ -1,4 +1,4 @@
-"""The benchmarks run, print the tables that they promise, and keep the bars that no clock decides."""
+"""The benchmarks run, print their tables, and stay within the bars that do not depend on a clock."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SIZES = " ".join(f"--{name} {size}" for name, size in TINY.items())
 
 
 def printed(words: str) -> str:
-    """What a script prints; timings of so small a model say nothing, so no bar decides the exit code.
+    """The output of a script. Timings of such a small model are not meaningful, so no bar decides the exit code.
 
-    Forked, the script and its ranks have imported torch and Composer already.
+    The script and its ranks are forked, with torch and Composer already imported.
     """
     script, *options = words.split()
     done = run_script(WITH_COMPOSER, ROOT / "benchmarks" / script, *options, "--no-bars")
@@ -31,7 +31,7 @@ def printed(words: str) -> str:
 
 @pytest.mark.parametrize("strategy", [pytest.param("FULL_SHARD", marks=pytest.mark.slow), "SHARD_GRAD_OP"])
 def test_a_step_costs_what_the_hand_written_loop_does(strategy: str):
-    """Nobody pays for the translation in gathers, bytes or memory; and the numbers count something."""
+    """The translation costs no additional gathers, bytes or memory; and the numbers are non-zero."""
     step = json.loads(printed(f"step.py --json --device cpu --variants ours composer --strategy {strategy} {SIZES}"))
     collectives, state = step["collectives"], step["state_bytes"]
     assert collectives["ours"] == collectives["hand"] and state["ours"] == state["hand"]
@@ -47,7 +47,7 @@ def test_a_step_costs_what_the_hand_written_loop_does(strategy: str):
     assert is_less == (strategy == "SHARD_GRAD_OP")
 
 
-# The words of a command line, and what its output has to have.
+# The command line, and the expected contents of its output.
 TABLES = {
     f"step.py --trainer --device cpu {SIZES}": [
         "| fully_shard by hand ", "| composer_fsdp2 ", "| Composer's FSDP2 ", "| FSDP1 ",
@@ -70,7 +70,7 @@ TABLES = {
 
 @pytest.mark.parametrize("words", TABLES, ids=lambda words: words.partition(" ")[0])
 def test_a_table_is_printed(words: str, tmp_path: Path):
-    """Each row is there, and no file of gigabytes stays behind."""
+    """Each row is printed, and no file of gigabytes is left behind."""
     text = printed(words.format(folder=tmp_path))
     assert not [each for each in TABLES[words] if each not in text], text
     assert not list(tmp_path.iterdir())
@@ -78,7 +78,7 @@ def test_a_table_is_printed(words: str, tmp_path: Path):
 
 @pytest.mark.slow
 def test_clients_of_fsdp1s_class_compute_the_same():
-    """Started as a user does: by torchrun, and by ``python -m composer_fsdp2 run``."""
+    """Started as a user starts it: with torchrun, and with ``python -m composer_fsdp2 run``."""
     script = [sys.executable, str(ROOT / "benchmarks" / "clients.py"), "tutorial"]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "MNIST" in done.stdout, done.stdout + done.stderr

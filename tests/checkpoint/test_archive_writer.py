@@ -1,4 +1,4 @@
-"""Archives laid out before their tensors are there: the bytes of torch.save, and torch reads them."""
+"""Archives laid out before their tensors exist: the bytes equal torch.save's, and torch reads them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 
 def with_slots(value: Any, tensors: dict[Slot, torch.Tensor]) -> Any:
-    """The value with a slot for each tensor object, noted in ``tensors``."""
+    """The value with a slot for each tensor object, recorded in ``tensors``."""
     if isinstance(value, torch.Tensor):
         known = next((slot for slot, tensor in tensors.items() if tensor is value), None)
         slot = known or Slot(tuple(value.shape), value.dtype)
@@ -36,7 +36,7 @@ def with_slots(value: Any, tensors: dict[Slot, torch.Tensor]) -> Any:
 
 
 def write(path: Path, value: Any, *, at: int = 0) -> ArchivePlan:
-    """What ``torch.save(value, path)`` does, the last tensor first."""
+    """Writes the file of ``torch.save(value, path)``, the last tensor first."""
     tensors: dict[Slot, torch.Tensor] = {}
     plan = plan_archive(with_slots(value, tensors))
     with open(path, "r+b" if path.exists() else "wb") as file:
@@ -47,7 +47,7 @@ def write(path: Path, value: Any, *, at: int = 0) -> ArchivePlan:
 
 
 def checkpoint() -> dict[str, Any]:
-    """A value with every kind of thing that a checkpoint has, and every dtype."""
+    """A value with every kind of object in a checkpoint, and every dtype."""
     tied = torch.randn(3, 4)
     return {
         "state": {
@@ -61,9 +61,9 @@ def checkpoint() -> dict[str, Any]:
 
 
 def test_the_bytes_are_those_of_torch_save(tmp_path: Path):
-    """A file of ours is one of torch's to whatever reads it: it differs in the 40 digits of its id, and their CRC.
+    """Any reader treats our file like one of torch's: they differ in the 40 digits of an id, and in its CRC.
 
-    Every dtype, 0-d and empty tensors, and the same tensor twice, in the middle of a file too, as in a ``.distcp``.
+    Every dtype, 0-d and empty tensors, and the same tensor twice, also in the middle of a file, as in a ``.distcp``.
     """
     value, before = checkpoint(), b"what was there" * 100
     (tmp_path / "ours.pt").write_bytes(before)
@@ -94,8 +94,8 @@ LARGE = {
 
 
 def test_sizes_and_offsets_beyond_4_gib_are_those_of_torch_save(tmp_path: Path):
-    """Large checkpoints need the zip64 fields exactly where torch puts them; torch writes the same without data."""
-    path = tmp_path / "archive.pt"  # after which torch calls the records
+    """Large checkpoints need the zip64 fields exactly where torch writes them; torch writes the same without data."""
+    path = tmp_path / "archive.pt"  # torch names the records after it
     with torch.serialization.skip_data():
         torch.save({name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in LARGE.items()}, path)
     plan = plan_archive({name: Slot(shape, dtype) for name, (shape, dtype) in LARGE.items()})
@@ -110,6 +110,6 @@ def test_sizes_and_offsets_beyond_4_gib_are_those_of_torch_save(tmp_path: Path):
 
 @pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [{"x": t}]], ids=["alone", "nested"])
 def test_a_tensor_is_refused(wrap: Callable[[torch.Tensor], Any]):
-    """A tensor given by mistake is not pickled by another way, which torch.load would not know."""
+    """A tensor passed by mistake is not pickled in another form, which torch.load could not read."""
     with pytest.raises(TypeError, match="give a Slot"):
         plan_archive(wrap(torch.ones(2)))

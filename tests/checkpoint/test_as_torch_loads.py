@@ -1,4 +1,5 @@
-"""Files of torch.save: what torch's restricted reading opens gives the same here, and what cannot be read is named."""
+"""Files of torch.save: our reader returns the same values as torch.load(weights_only=True), and names unsupported
+contents."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def unsupported() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore")  # torch's, of deprecated kinds of tensors
 @pytest.mark.parametrize("kind", ["sparse", "quantized", "meta", "conjugated"])
 def test_tensors_of_another_kind(kind: str, tmp_path: Path):
-    """A sparse, quantized, meta or lazily conjugated tensor is named as what it is: no wrong values, no --trust."""
+    """The error names a sparse, quantized, meta or lazily conjugated tensor; it is neither read wrongly nor opened by
+    --trust."""
     torch.save({"a": unsupported()[kind]}, tmp_path / "file.pt")
     with pytest.raises(CheckpointError, match=rf"holds a .*{kind}.*not supported"):
         Archive.open(tmp_path / "file.pt").unpickle(trust=False)
@@ -58,7 +60,7 @@ leaves = st.one_of(
     st.integers(),
     st.floats(),
     st.text(max_size=8),
-    st.binary(min_size=1, max_size=8),  # torch.load refuses b"", as torch.save writes it
+    st.binary(min_size=1, max_size=8),  # torch.load refuses b"" as torch.save writes it
     st.builds(complex, st.floats(), st.floats()),
     st.builds(bytearray, st.binary(max_size=4)),
     st.builds(torch.Size, st.lists(st.integers(0, 9), max_size=3)),
@@ -84,7 +86,7 @@ trees = st.recursive(
 @given(tree=trees)
 @examples(60)
 def test_reads_what_torch_load_reads(tree: Any):
-    """Everything that torch.load(weights_only=True) opens of plain data and tensors opens here, to the same bits."""
+    """All plain data and tensors that torch.load(weights_only=True) opens are read here with the same bits."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file.pt"
         torch.save(tree, path)

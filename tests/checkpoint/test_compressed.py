@@ -1,4 +1,4 @@
-"""Tar files and compressed checkpoints: described, unpacked on request, damage seen."""
+"""Tar files and compressed checkpoints: inspected, unpacked on request, damage detected."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plain(tmp_path: Path) -> Path:
 
 
 def in_tar(plain: Path, path: Path, mode: str, name: str = "composer_states.pt") -> Path:
-    """As Composer does it: a folder added under the name ''."""
+    """A tar file as Composer writes it: the folder is added under the name ''."""
     folder = path.parent / "in tar"
     (folder / name).parent.mkdir(parents=True)
     shutil.copy(plain, folder / name)
@@ -56,7 +56,7 @@ def in_tar(plain: Path, path: Path, mode: str, name: str = "composer_states.pt")
 
 
 def compressed(plain: Path, ending: str) -> Path:
-    """A file of that ending, by Python or by the tool that Composer uses."""
+    """A file compressed for this suffix, by Python or by the tool that Composer uses."""
     path = plain.with_name(f"ep0-ba3-rank0.pt.{ending}")
     if ending in COMPRESS:
         path.write_bytes(COMPRESS[ending](plain.read_bytes()))
@@ -69,7 +69,7 @@ def compressed(plain: Path, ending: str) -> Path:
 
 
 def assert_described(path: Path, plain: Path) -> None:
-    """The inventory of a compressed file says of everything what torch.load gives."""
+    """Checks that the inventory of a compressed file equals the contents of torch.load."""
     inventory = inspect_checkpoint(path)
     expected = dict(leaves(torch.load(plain, weights_only=False)))
     described = dict(inventory.tensors)
@@ -87,7 +87,8 @@ def assert_described(path: Path, plain: Path) -> None:
 
 @pytest.mark.parametrize("ending", [*COMPRESS, "zst", "lz4", "lzo"])
 def test_compressed_file_is_described_and_unpacked(plain: Path, tmp_path: Path, ending: str):
-    """save_filename with a .gz, .zst, ... ending: one sees what is in it, and gets the very file out."""
+    """A save_filename with .gz, .zst or a similar suffix: the checkpoint can be inspected, and is unpacked bit for
+    bit."""
     path = compressed(plain, ending)
     assert inspect_checkpoint(path).compressed
     assert_described(path, plain)
@@ -99,7 +100,7 @@ def test_compressed_file_is_described_and_unpacked(plain: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("ending", TAR_MODES)
 def test_tar_file_is_described_and_unpacked(plain: Path, tmp_path: Path, ending: str):
-    """save_filename with .tar and .tar.gz, the only compression that Composer had for years."""
+    """save_filename with .tar and .tar.gz, the only compression that Composer supported for years."""
     path = in_tar(plain, tmp_path / f"ep0-ba3-rank0.{ending}", TAR_MODES[ending])
     assert_described(path, plain)
     (tmp_path / "out").mkdir()
@@ -107,13 +108,13 @@ def test_tar_file_is_described_and_unpacked(plain: Path, tmp_path: Path, ending:
     assert file.name == "ep0-ba3-rank0.pt" and file.read_bytes() == plain.read_bytes()
     inventory = inspect_checkpoint(path)
     assert inventory.compressed
-    # Its bytes are those of a copy that is gone, and never those of the packed file.
+    # Its records refer to a deleted copy, never to bytes of the compressed file.
     with pytest.raises(CheckpointError, match="No such file"):
         values_of(inventory)
 
 
 def test_inspecting_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What was unpacked to be looked at goes again; the checkpoint's own folder, perhaps read-only, stays."""
+    """Inspecting removes the unpacked file; the checkpoint's own folder, perhaps read-only, is unchanged."""
     plain = tmp_path / "plain.pt"
     torch.save({"state": {"model": {"w": torch.randn(1 << 20)}}}, plain)  # 4 MiB that do not compress
     path = compressed(plain, "gz")
@@ -126,7 +127,7 @@ def test_inspecting_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 class Unseekable(io.BytesIO):
-    """What zipfile writes as a stream, with a descriptor after each record as torch has it."""
+    """A file without seek: zipfile writes a descriptor after each record, as torch does."""
 
     def seek(self, *place: int) -> int:
         raise io.UnsupportedOperation
@@ -147,7 +148,8 @@ def test_records_end_where_zipfile_ends_them(plain: Path, is_zip64: bool):
 
 @pytest.mark.parametrize("slice_bytes", [None, 32, 33, 37])
 def test_records_may_end_between_two_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slice_bytes: int | None):
-    """Where a read ends says nothing of the file: small ones cut every mark of zip's in two, also those in weights."""
+    """Reads may end anywhere in the file: small ones split every zip signature, also bytes in weights that look like
+    one."""
     marks = torch.frombuffer(bytearray(b"PK\7\x08" * 7 + b"PK\3\4" + b"PK\1\2PK\5\6PK\7"), dtype=torch.uint8)
     plain = tmp_path / "plain.pt"
     torch.save({"state": {**composer_state()["state"], "model": {"marks": marks, "after": torch.ones(3)}}}, plain)
@@ -160,7 +162,7 @@ def test_records_may_end_between_two_reads(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_every_truncation_and_flip_of_content_is_seen(plain: Path):
-    """Each record is checked against its CRC32: a damaged archive is named while it is looked at."""
+    """Inspecting checks each record against its CRC32 and names a damaged archive."""
     content = plain.read_bytes()
     path = plain.with_name("x.pt.bz2")
     with zipfile.ZipFile(plain) as archive:
@@ -177,7 +179,7 @@ def test_every_truncation_and_flip_of_content_is_seen(plain: Path):
 
 @pytest.mark.parametrize("ending", ["gz", "xz", "zst", "tar", "tar.gz"])
 def test_truncated_compressed_file_is_refused(plain: Path, tmp_path: Path, ending: str):
-    """Looked at or unpacked, a file that ends too early is named, and no half file is left."""
+    """A truncated file is reported when it is inspected or unpacked, and no partial file is left."""
     path = in_tar(plain, tmp_path / f"x.{ending}", TAR_MODES[ending]) if "tar" in ending else compressed(plain, ending)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     (tmp_path / "out").mkdir()
@@ -188,7 +190,7 @@ def test_truncated_compressed_file_is_refused(plain: Path, tmp_path: Path, endin
 
 
 def test_missing_tool_is_named(plain: Path, monkeypatch: pytest.MonkeyPatch):
-    """Without zstd one learns that it is zstd that lacks."""
+    """Without the zstd tool, the error names it."""
     path = compressed(plain, "zst")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(CheckpointError, match="zstd"):
@@ -196,7 +198,8 @@ def test_missing_tool_is_named(plain: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_unpacking_needs_space(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A disk that is too small is known before it is full; and a file without an ending is not replaced by itself."""
+    """Unpacking checks the free space first, and does not replace a compressed file without a suffix by its own
+    contents."""
     path = in_tar(plain, tmp_path / "x.tar.gz", "w:gz")
     (tmp_path / "out").mkdir()
     with monkeypatch.context() as patch:
@@ -211,7 +214,7 @@ def test_unpacking_needs_space(plain: Path, tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "x.pt").read_bytes() == packed_bytes
 
 
-# --- something else inside
+# --- other contents
 
 
 def in_tars(folder: Path, mode: str, content: Path, *names: str, kind: bytes = tarfile.REGTYPE) -> Path:
@@ -226,13 +229,13 @@ def in_tars(folder: Path, mode: str, content: Path, *names: str, kind: bytes = t
     return path
 
 
-# Composer before 0.28 wrote DeepSpeed's files into the same tar: their weights are not where others' are.
+# Composer before 0.28 wrote DeepSpeed's files into the same tar, with the weights at another key.
 OTHERS = {
     "DeepSpeed": ((packed.STATES, "deepspeed/mp_rank_00_model_states.pt"), "DeepSpeed"),
     "a path": (("../../evil.pt",), r"without composer_states\.pt.*evil"),
     "twice": ((packed.STATES, packed.STATES), "twice"),
     "a pipe": ((packed.STATES,), "is not a regular file"),
-    "a link": ((packed.STATES,), "is not a regular file"),  # as some backups are
+    "a link": ((packed.STATES,), "is not a regular file"),  # as in some backups
 }
 KINDS = {"a pipe": tarfile.FIFOTYPE, "a link": tarfile.SYMTYPE}
 
@@ -240,7 +243,7 @@ KINDS = {"a pipe": tarfile.FIFOTYPE, "a link": tarfile.SYMTYPE}
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_tar_of_other_things_is_refused_and_extracts_nothing(kind: str, mode: str, plain: Path, tmp_path: Path):
-    """A member named ../../evil stays in the tar; what there is instead of a checkpoint is said."""
+    """A member named ../../evil is not extracted; the error describes the contents instead."""
     names, says = OTHERS[kind]
     path = in_tars(tmp_path, mode, plain, *names, kind=KINDS.get(kind, tarfile.REGTYPE))
     (tmp_path / "a" / "b").mkdir(parents=True)
@@ -253,7 +256,7 @@ def test_tar_of_other_things_is_refused_and_extracts_nothing(kind: str, mode: st
 
 @pytest.fixture
 def shrunk(tmp_path: Path) -> Path:
-    """Weights that are all zero, some hundred times as small once compressed."""
+    """Weights of zeros, compressed to about a hundredth of their size."""
     file = io.BytesIO()
     torch.save({"state": {"model": {"weight": torch.zeros(4 << 20)}}}, file)
     path = tmp_path / "zeros.pt.gz"
@@ -262,8 +265,8 @@ def shrunk(tmp_path: Path) -> Path:
 
 
 def test_a_file_that_shrank_well_is_no_bomb(shrunk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """An untrained model's checkpoint, or an optimizer's first state, would be refused as views of the same bytes."""
-    monkeypatch.setattr(budget, "BASE_BYTES", 2 << 20)  # else it would have to be larger than 384 MiB
+    """An untrained model's checkpoint, or an optimizer's initial state, would be refused as overlapping views."""
+    monkeypatch.setattr(budget, "BASE_BYTES", 2 << 20)  # otherwise the file would have to exceed 384 MiB
     assert inspect_checkpoint(shrunk).tensors["state", "model", "weight"].num_bytes == 16 << 20
     assert verify_checkpoint(shrunk).ok
     convert_checkpoint(shrunk, tmp_path / "converted.pt", to="monolithic")
@@ -271,7 +274,7 @@ def test_a_file_that_shrank_well_is_no_bomb(shrunk: Path, tmp_path: Path, monkey
 
 
 def test_unpacked_no_oftener_than_needed(shrunk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each time costs a minute and the space of the checkpoint."""
+    """Each unpacking takes a minute and the space of the checkpoint."""
     targets: list[Path] = []
 
     def counted(target: Path) -> Any:
@@ -283,7 +286,7 @@ def test_unpacked_no_oftener_than_needed(shrunk: Path, tmp_path: Path, monkeypat
     assert len(targets) == 1
     verify_checkpoint(shrunk)
     assert len(targets) == 2
-    # Beside the destination, where a run that was killed finds it again.
+    # Beside the destination, where a restarted conversion finds it.
     convert_checkpoint(shrunk, tmp_path / "converted.pt", to="monolithic")
     assert len(targets) == 3
 
@@ -291,7 +294,7 @@ def test_unpacked_no_oftener_than_needed(shrunk: Path, tmp_path: Path, monkeypat
 @pytest.mark.parametrize("place", ["before", "of", "after"])
 @pytest.mark.parametrize("size", [1 << 33, (1 << 63) - 1, 1 << 63, 1 << 80])
 def test_a_header_of_more_bytes_than_a_file_may_have(place: str, size: int, plain: Path, tmp_path: Path):
-    """One flipped bit in a tar file's header ended a script that catches CheckpointError in an OSError of seek()."""
+    """One flipped bit in a tar header raised seek()'s OSError instead of a CheckpointError."""
     data = plain.read_bytes()
     states = tarfile.TarInfo(packed.STATES)
     states.size = size if place == "of" else len(data)

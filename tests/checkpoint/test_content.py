@@ -1,4 +1,4 @@
-"""CRC32s of what many ranks read, each some of every record: summed over the ranks."""
+"""CRC32s of records that many ranks read in parts: summed over the ranks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def blob_of(number: int, folder: str = "folder") -> Blob:
 
 
 def part(blob: Blob, start: int, end: int, data: bytes | None = None) -> ReadRange:
-    """A range that was read, with its own content or with other ``data``."""
+    """A range that a rank read, with the record's content or with other ``data``."""
     own = record(blob.offset // RECORD_BYTES)[start:end]
     return ReadRange(blob, start, end, zlib.crc32(own if data is None else data))
 
 
 def written(folder: str, num_records: int) -> None:
-    """The file with these records, by rank 0. Called on all ranks."""
+    """Rank 0 writes the file with these records. Called on all ranks."""
     if dist.get_rank() == 0:
         Path(folder, "file.pt").write_bytes(b"".join(map(record, range(num_records))))
     dist.barrier()
@@ -67,7 +67,7 @@ def check_shares(folder: str, num_records: int, damaged_on: int | None) -> str:
         for number in range(num_records)
     ]
     if rank == 0 and num_records > 1:
-        parts.pop()  # and so nobody has read all of the last one
+        parts.pop()  # so no rank has read all of the last one
     return verdict(parts, [*map(blob_of, range(num_records))], folder)
 
 
@@ -81,14 +81,14 @@ def check_several(folder: str, round_bytes: int) -> dict[str, str]:
 
 
 def test_all_ranks_have_the_same_answer(tmp_path: Path):
-    """Also those that read nothing, or only what is sound."""
+    """All ranks get the same result, also those that read nothing or only undamaged records."""
     for found in run_ranks(check_several, 4, str(tmp_path), 600):
         assert found["none"] == found["one"] == found["many"] == "0 unchecked"
         assert "damaged content" in found["damaged"] and "file.pt, the record at byte 0: CRC32" in found["damaged"]
 
 
 HALF, END = RECORD_BYTES // 2, RECORD_BYTES
-# What each of two ranks read of one record, as a tensor is laid out and sharded.
+# The ranges of one record that each of two ranks read, for different layouts and shardings.
 WAYS: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
     "its padding was not read": ([(0, HALF)], [(HALF, END - 8)]),
     "one rank read of it": ([], [(64, 128)]),
@@ -101,7 +101,7 @@ WAYS: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
 
 
 def check_way(folder: str, way: str, flipped: int | None) -> None:
-    """The file is as it was written, or has a flipped byte, which whoever reads that byte has read."""
+    """Checks the file as written, or with a flipped byte that is in the bytes of every rank that read it."""
     data = bytearray(record(0))
     if flipped is not None:
         data[flipped] ^= 1 << (flipped % 8)
@@ -120,8 +120,8 @@ def check_way(folder: str, way: str, flipped: int | None) -> None:
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_every_record_of_which_a_byte_is_used_is_checked(folder: str) -> None:
-    """FSDP1's padding is read by nobody and views are read twice: a flipped bit beside them was loaded, as an average
-    of 1.6e36, and a healthy file was refused where two views add up to the record's size."""
+    """No rank reads FSDP1's padding, and views are read twice. A flipped bit beside them was loaded, as an average of
+    1.6e36, and an undamaged file was refused where the sizes of two views add up to the record's size."""
     places = (0, 70, HALF - 1, HALF, END - 1)
     cases: list[tuple[str, int | None]] = [(way, None) for way in WAYS]
     cases += [(way, at) for number, way in enumerate(WAYS) for at in places[number % 2 :: 2]]
@@ -129,7 +129,7 @@ def test_every_record_of_which_a_byte_is_used_is_checked(folder: str) -> None:
 
 
 def check_changing(folder: str) -> tuple[str, str]:
-    """Rank 1's copy in memory is not what the file holds; nobody but it can see that, and all ranges overlap."""
+    """Rank 1's copy in memory differs from the file; only rank 1 can detect it, and all ranges overlap."""
     written(folder, 1)
     start, data = (0, None) if dist.get_rank() == 0 else (HALF - 8, b"?" * (HALF + 8))
     changed = verdict([part(blob_of(0, folder), start, END if start else HALF, data)], [blob_of(0, folder)], folder)
@@ -138,16 +138,17 @@ def check_changing(folder: str) -> tuple[str, str]:
 
 
 def test_a_rank_that_read_something_else(tmp_path: Path):
-    """A file that is replaced while ranks read it, or a bad cable: the file may be whole, but not what was loaded.
+    """A file that is replaced while ranks read it, or a bad cable: the file may be undamaged although the loaded bytes
+    differ.
 
-    Where the rest of a record cannot be read any more, all ranks say so, and nobody waits for the others.
+    If the rest of a record cannot be read any more, all ranks raise, and none waits for the others.
     """
     for changed, gone in run_ranks(check_changing, 2, str(tmp_path)):
         assert f"bytes {HALF - 8} to {END} changed after they were read" in changed
         assert "gone.pt, the record at byte 0: cannot be checked" in gone and "No such file" in gone
 
 
-# --- what is sent
+# --- communication
 
 
 def check_sent(folder: str, num_records: int) -> list[int]:
@@ -165,6 +166,7 @@ def check_sent(folder: str, num_records: int) -> list[int]:
 
 
 def test_what_is_sent_is_bounded(tmp_path: Path):
-    """A thousand ranks had 141 MiB of each other's shares in memory; and an all-to-all has NCCL connect every two."""
+    """A check communicates a bounded number of bytes. With a thousand ranks, each rank needed 141 MiB for the shares of
+    the others, and an all-to-all makes NCCL connect every pair of ranks."""
     for seen in run_ranks(check_sent, 2, str(tmp_path), 300):
         assert max(seen) <= 4096 and sum(seen) == 300 * 33 * 8 + 2 * 8

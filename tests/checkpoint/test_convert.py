@@ -1,4 +1,4 @@
-"""Checkpoints in another layout, compared with what stock torch reads from the source."""
+"""Checkpoints converted to another layout, compared with the values that stock torch reads from the source."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SHARDED = [LEGACY / f"{kind}/ep0-ba3" for kind in ("c172/sharded", "c220/sharded
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A monolithic checkpoint of now, with empty dicts."""
+    """A monolithic checkpoint in the current format, with empty dicts."""
     state = composer_state()
     state["state"] |= {"scaler": {}, "schedulers": {}, "run_name": "r"}
     torch.save(state, tmp_path / "source.pt")
@@ -68,7 +68,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("path", [*FULL, *SHARDED], ids=str)
 def test_shards_of_safetensors(tmp_path: Path, path: Path):
-    """The safetensors library reads every weight once, bit for bit, and the report says what was left out."""
+    """The safetensors library reads every weight once and bit for bit, and the report lists the omitted entries."""
     safetensors = pytest.importorskip("safetensors")
     shutil.copytree(path, tmp_path / "old") if path.is_dir() else shutil.copy(path, tmp_path / "old")
     report = convert(tmp_path / "old", tmp_path / "hf", "safetensors", files=2)
@@ -88,9 +88,9 @@ def test_shards_of_safetensors(tmp_path: Path, path: Path):
 
 
 def test_a_hugging_face_folder(tmp_path: Path, source: Path):
-    """Weights come back from Hugging Face's layout; with a config beside them, under Composer's names.
+    """Weights are converted back from Hugging Face's layout; if the folder has a config.json, under Composer's names.
 
-    In other shards, what ``from_pretrained`` needs beside the weights goes with them, and the old index does not.
+    A conversion to other shards copies the files that ``from_pretrained`` needs, and not the old index.
     """
     convert(source, tmp_path / "hf", "safetensors", files=2)
     report = convert(tmp_path / "hf", tmp_path / "back.pt", "monolithic")
@@ -109,7 +109,8 @@ def test_a_hugging_face_folder(tmp_path: Path, source: Path):
 
 @pytest.mark.parametrize("to", ["monolithic", "safetensors"])
 def test_a_compressed_checkpoint(tmp_path: Path, to: str):
-    """What was unpacked on the way is gone. Ties show once a file is unpacked: the output had room for both copies."""
+    """The temporary unpacked file is removed. Ties are known only after unpacking; the output reserved space for both
+    copies."""
     weight = torch.arange(200.0).view(10, 20)
     torch.save({"state": {"model": {"a": weight, "b": weight}}}, tmp_path / "source.pt")
     (tmp_path / "packed.pt.gz").write_bytes(gzip.compress((tmp_path / "source.pt").read_bytes()))
@@ -124,12 +125,12 @@ def test_a_compressed_checkpoint(tmp_path: Path, to: str):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is kept, and under which names
+# Contents and names
 
 
 @pytest.mark.parametrize("to", ["monolithic", "dcp"])
 def test_a_cast_changes_floating_weights_alone(tmp_path: Path, source: Path, to: str):
-    """bf16 weights for inference do not cost the optimizer its precision, nor counters their type."""
+    """A conversion to bf16 for inference does not change the dtype of optimizer state or counters."""
     convert(source, tmp_path / "new", to, dtype=torch.bfloat16)
     expected = without_empty_dicts(loaded(source))
     model = expected["state"]["model"]
@@ -140,7 +141,8 @@ def test_a_cast_changes_floating_weights_alone(tmp_path: Path, source: Path, to:
 
 
 def test_a_subset(tmp_path: Path, source: Path):
-    """Without the optimizer nothing else is left out; chosen weights go with their state, and groups name no other."""
+    """Without the optimizer, everything else is still converted. Selected weights keep their state, and the
+    param_groups list only them."""
     report = convert(source, tmp_path / "without.pt", "monolithic", optimizer=False)
     expected = loaded(source)
     adam = expected["state"].pop("optimizers")["AdamW"]
@@ -155,9 +157,10 @@ def test_a_subset(tmp_path: Path, source: Path):
 
 
 def test_names_of_wrappers_are_taken_off(tmp_path: Path):
-    """FSDP1's and checkpointing's prefixes are not part of a name; weights and optimizer state lose them alike.
+    """The prefixes of FSDP1 and activation checkpointing are removed from the names of weights and optimizer state
+    alike.
 
-    And the step that FSDP1 shares among parameters is one for each, or a step would count for all of them.
+    The step count that FSDP1 shares among parameters is copied for each; otherwise one step would increment it for all.
     """
     state = composer_state()
     optimizer = state["state"]["optimizers"]["AdamW"]
@@ -179,7 +182,7 @@ def test_names_of_wrappers_are_taken_off(tmp_path: Path):
 
 
 def test_tied_weights_keep_both_names_and_one_storage(tmp_path: Path):
-    """A tied model's file does not grow, and both names are there; safetensors gets one, as its library asks for."""
+    """A tied model's file does not grow and has both names; a safetensors file has one, as its library requires."""
     tied = torch.randn(100, 100)
     state = {"state": {"model": {"lm_head.weight": tied, "wte.weight": tied, "same.by.chance": tied.clone()}}}
     torch.save(state, tmp_path / "source.pt")
@@ -196,7 +199,7 @@ def test_tied_weights_keep_both_names_and_one_storage(tmp_path: Path):
 
 
 def test_positions_stay_in_a_monolithic_file(tmp_path: Path):
-    """There stock torch reads them as they are."""
+    """Stock torch reads positions unchanged from a monolithic file."""
     save_by_position(nn.Linear(3, 2), tmp_path / "source.pt", groups=2)
     convert(tmp_path / "source.pt", tmp_path / "new.pt", "monolithic")
     assert_same(loaded(tmp_path / "new.pt"), loaded(tmp_path / "source.pt"), in_bits=True)
@@ -208,7 +211,7 @@ def test_positions_stay_in_a_monolithic_file(tmp_path: Path):
     ids=["buffers", "groups"],
 )
 def test_positions_that_could_be_several_names_are_refused(tmp_path: Path, model: nn.Module, groups: int, says: str):
-    """A moment is never given to another parameter by a guess."""
+    """The conversion never guesses which parameter a moment belongs to."""
     save_by_position(model, tmp_path / "source.pt", groups)
     with pytest.raises(CheckpointError, match=says):
         convert(tmp_path / "source.pt", tmp_path / "folder", "dcp")
@@ -220,7 +223,8 @@ def test_positions_that_could_be_several_names_are_refused(tmp_path: Path, model
 
 
 def test_what_would_be_done_is_what_is_done(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
-    """A dry run changes nothing; a bar counts the bytes to do, and reaches them; a script reads the report."""
+    """A dry run changes nothing; the progress bar reaches the number of bytes it announced; a script reads the
+    report."""
     monkeypatch.setattr(copying, "CHUNK_BYTES", 32)
     before, options = contents(tmp_path), {"files": 2, "include": ["*.bias"]}
     plan = planned(source, tmp_path / "folder", "dcp", **options)
@@ -238,7 +242,7 @@ def test_what_would_be_done_is_what_is_done(tmp_path: Path, source: Path, monkey
 
 
 def test_a_destination_that_cannot_be_taken(tmp_path: Path, source: Path):
-    """Nobody's checkpoint is replaced; a folder that is a file is an error of ours, with the path."""
+    """No existing checkpoint is overwritten; a file in place of a folder is a CheckpointError with its path."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("gone")
@@ -261,7 +265,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         "matches model.wieght; its names are like model.weight",
     ),
     "no pattern": (None, {"to": "dcp", "include": []}, "empty list"),
-    # The tensor is named, not the library's own error shown; and torch's flattening would refuse the keys, too.
+    # The error names the tensor instead of showing the library's own error; DCP's flattening also refuses these keys.
     "what safetensors does not know": (
         {"phase": torch.zeros(2, dtype=torch.complex128)},
         {"to": "safetensors"},
@@ -274,7 +278,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_option_is_an_error(tmp_path: Path, source: Path, case: str):
-    """A typing mistake, or what the layout cannot hold, is said before hours of work."""
+    """A misspelt option, or data that the layout cannot store, is an error before hours of work."""
     model, options, says = WRONG[case]
     if isinstance(model, dict):
         torch.save({"state": {"model": {"a": torch.ones(1)} | model}}, source)
@@ -288,7 +292,7 @@ def test_a_wrong_option_is_an_error(tmp_path: Path, source: Path, case: str):
 
 @pytest.mark.parametrize("to", ["monolithic", "dcp"])
 def test_keys_that_are_no_names(tmp_path: Path, to: str):
-    """An optimizer of one's own may have state by other keys than names and positions, and keeps it."""
+    """A user-defined optimizer may key its state by neither names nor positions; the state is converted unchanged."""
     state = composer_state()
     moment = {"exp_avg": torch.ones(2)}
     state["state"]["model"][("head", 0)] = torch.ones(2)
@@ -301,7 +305,7 @@ def test_keys_that_are_no_names(tmp_path: Path, to: str):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# When it goes wrong
+# Failures
 
 
 def with_a_flipped_bit(path: Path, tensor: torch.Tensor) -> None:
@@ -310,7 +314,7 @@ def with_a_flipped_bit(path: Path, tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_a_flipped_bit_in_the_source_is_found(tmp_path: Path, source: Path, is_folder: bool):
-    """Damage is not carried into a new checkpoint with a right checksum; the tensor is named."""
+    """A damaged tensor is named, and not written into a new checkpoint with a valid checksum."""
     if is_folder:
         convert(source, tmp_path / "folder", "dcp")
     path = tmp_path / "folder/__0_0.distcp" if is_folder else source
@@ -321,7 +325,8 @@ def test_a_flipped_bit_in_the_source_is_found(tmp_path: Path, source: Path, is_f
 
 
 WHOLE = torch.arange(100.0)
-# Views of one storage, and bytes of it that belong to no tensor, or to two, which are read twice and checked once.
+# Views of one storage, and bytes of it that belong to no tensor or to two. Bytes of two are read twice and checked
+# once.
 VIEWS: dict[str, tuple[dict[str, torch.Tensor], slice]] = {
     "beside": ({"a": WHOLE[10:40], "b": WHOLE[::3][20:]}, slice(1, 8)),
     "overlapping": ({"a": WHOLE[:60], "b": WHOLE[40:], "c": WHOLE[:60]}, slice(44, 52)),
@@ -330,7 +335,7 @@ VIEWS: dict[str, tuple[dict[str, torch.Tensor], slice]] = {
 
 @pytest.mark.parametrize("views", VIEWS)
 def test_damage_in_a_storage_of_views(tmp_path: Path, views: str):
-    """A view's record is checked whole, whichever of its bytes the tensors have."""
+    """The full record of a view's storage is checked, whichever of its bytes the tensors use."""
     model, damaged = VIEWS[views]
     torch.save({"state": {"model": model}}, tmp_path / "source.pt")
     convert(tmp_path / "source.pt", tmp_path / "good.pt", "monolithic")
@@ -343,7 +348,7 @@ def test_damage_in_a_storage_of_views(tmp_path: Path, views: str):
 def test_too_little_space_is_said_before_anything_is_written(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """With both numbers. The disk is full by a fake ``shutil.disk_usage``."""
+    """The error has the required and the free bytes. ``shutil.disk_usage`` is mocked to report a full disk."""
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
     before = contents(tmp_path)
@@ -353,7 +358,8 @@ def test_too_little_space_is_said_before_anything_is_written(
 
 
 def test_a_disk_that_fills_up(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
-    """The error says where the finished part is; with space again, the same call goes on. The write fails by a fake."""
+    """The error names the path of the finished part, and with free space the same call continues from it. ``os.pwrite``
+    is mocked to fail."""
     monkeypatch.setattr(copying, "CHUNK_BYTES", 32)
     left = iter(range(3))
     original = os.pwrite
@@ -374,7 +380,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, source: Path, monkeypatch: pytest.
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Others at work
+# Concurrent conversions
 
 
 def test_two_conversions_to_one_destination(tmp_path: Path, source: Path):
@@ -391,11 +397,12 @@ def test_two_conversions_to_one_destination(tmp_path: Path, source: Path):
     convert(source, target, "dcp", progress=meanwhile)
     assert message and f"process {os.getpid()} on " in message[0]
     assert_same(loaded_folder(target), without_empty_dicts(loaded(source)), in_bits=True)
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # no lock is left
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # the lock file is removed
 
 
 def test_a_file_system_without_locks(tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture):
-    """It works, with a warning; and who finds another's mark in its folder does not publish what both have written."""
+    """Converting works with a warning. If another process has put its mark in the folder, the result is not
+    published."""
     no_locks = OSError(errno.ENOLCK, "No locks available")
     target = tmp_path / "new"
     with mock.patch.object(fcntl, "flock", side_effect=no_locks):
@@ -414,17 +421,17 @@ def next_header(file: Path) -> None:
     flip(file, file.read_bytes().index(b'"dtype"') - 4)
 
 
-# By what changes meanwhile: the kind of the source, and how.
+# The kind of the source, and how it changes during the conversion.
 CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a value": ("model.safetensors", lambda file: flip(file, -1)),
     "the header": ("model.safetensors", next_header),
-    "what was packed": ("source.pt.gz", lambda file: os.utime(file, (1, 1))),  # a copy was converted
+    "what was packed": ("source.pt.gz", lambda file: os.utime(file, (1, 1))),  # the unpacked copy was converted
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_source_that_changes_while_it_is_read(tmp_path: Path, source: Path, change: str):
-    """safetensors has no CRC32: half of one file and half of another would be a checkpoint that nobody saved."""
+    """safetensors has no CRC32, so half of one file and half of another would be a checkpoint that no run saved."""
     name, changing = CHANGES[change]
     folder, target = tmp_path / "weights", tmp_path / "new"
     convert(source, folder, "safetensors")
@@ -436,7 +443,7 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path, source: Path, ch
 
 @pytest.mark.parametrize("name", ["model.safetensors", "source.pt.gz"])
 def test_a_source_that_changes_while_it_is_planned(tmp_path: Path, source: Path, name: str):
-    """What was unpacked or laid out is no longer there; without CRC32s nothing else shows it."""
+    """A source that changes after it was unpacked or planned; without CRC32s nothing else shows it."""
     convert(source, tmp_path / "weights", "safetensors")
     (tmp_path / "weights" / "source.pt.gz").write_bytes(gzip.compress(source.read_bytes()))
     file = tmp_path / "weights" / name
@@ -456,7 +463,7 @@ def test_a_source_that_changes_while_it_is_planned(tmp_path: Path, source: Path,
 
 
 def test_a_link_where_unfinished_conversions_are(tmp_path: Path, source: Path):
-    """The folder that it leads to is its user's."""
+    """A symbolic link at the path of unfinished conversions is not followed; its target belongs to the user."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
     staging_of(tmp_path / "new").symlink_to(tmp_path / "mine")
@@ -482,7 +489,8 @@ def test_more_files_than_may_be_open(tmp_path: Path, source: Path, monkeypatch: 
 
 
 def test_a_destination_inside_of_the_source(tmp_path: Path):
-    """Its files would be the source's while they are written."""
+    """A destination inside the source folder is refused; its files would be part of the source while they are
+    written."""
     folder = tmp_path / "ep0-ba3"
     shutil.copytree(SHARDED[0], folder)
     before = contents(folder)
@@ -496,7 +504,7 @@ def test_a_destination_inside_of_the_source(tmp_path: Path):
 
 
 def test_memory_is_a_few_chunks_whatever_the_tensor(tmp_path: Path):
-    """A checkpoint larger than the machine's memory converts; here one tensor of 128 MiB in less than 48."""
+    """A checkpoint larger than the machine's memory converts; here one tensor of 128 MiB in less than 48 MiB."""
     torch.save({"state": {"model": {"w": torch.ones(32, 1 << 20)}}}, tmp_path / "source.pt")
     with peak_anonymous_bytes() as samples:
         convert(tmp_path / "source.pt", tmp_path / "folder", "dcp", files=2)
@@ -510,7 +518,7 @@ def test_memory_is_a_few_chunks_whatever_the_tensor(tmp_path: Path):
 
 
 def check_two_ranks(folder: str) -> tuple[int, int, list[str]]:
-    """Converts both ways, in many tasks."""
+    """Convert between both layouts, in many tasks."""
     copying.CHUNK_BYTES = 64
     path = Path(folder)
     assert planned(path / "source.pt", path / "folder", "dcp", files=2).write_bytes
@@ -525,7 +533,8 @@ def check_two_ranks(folder: str) -> tuple[int, int, list[str]]:
 
 
 def test_two_ranks_have_one_result(tmp_path: Path, source: Path):
-    """A script that all ranks run converts once, to the byte as one process does; an error is one on every rank."""
+    """A script that all ranks run converts once, with the same bytes as one process; an error is raised on every
+    rank."""
     results = run_ranks(check_two_ranks, 2, str(tmp_path), fresh=True)
     convert(source, tmp_path / "alone", "dcp", files=2)
     for file in (tmp_path / "alone").iterdir():
@@ -541,7 +550,7 @@ def test_two_ranks_have_one_result(tmp_path: Path, source: Path):
 def test_any_number_of_threads_writes_the_same(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
 ):
-    """A machine of 96 cores, and one of a single core, convert to the same bytes."""
+    """A machine of 96 cores and one of a single core write the same bytes."""
     convert(source, tmp_path / "expected", "dcp", files=3)
     monkeypatch.setattr(copying, "NUM_THREADS", num_threads)
     monkeypatch.setattr(copying, "CHUNK_BYTES", 32)
@@ -551,7 +560,7 @@ def test_any_number_of_threads_writes_the_same(
 
 
 def check_packed_on_two_ranks(folder: str) -> None:
-    """Reading what is packed, and unpacking it, each takes longer than collectives wait."""
+    """Reading and unpacking a compressed file each take longer than the collectives' timeout."""
     path = Path(folder)
     read, unpack = conversion.inventory_of, packed.unpacked
 
@@ -569,7 +578,7 @@ def check_packed_on_two_ranks(folder: str) -> None:
 
 
 def test_two_ranks_convert_what_is_packed(tmp_path: Path, source: Path):
-    """Unpacked by one rank, it ended the others after Composer's dist_timeout."""
+    """While one rank unpacked, the others failed at Composer's dist_timeout."""
     (tmp_path / "packed.pt.gz").write_bytes(gzip.compress(source.read_bytes()))
     run_ranks(check_packed_on_two_ranks, 2, str(tmp_path))
     convert(source, tmp_path / "alone", "dcp", files=2)
@@ -578,7 +587,7 @@ def test_two_ranks_convert_what_is_packed(tmp_path: Path, source: Path):
 
 
 def test_an_ordered_dict_and_trusted_objects_need_trust(tmp_path: Path):
-    """A class that a pickle names is not run, and not written, unless the user says so."""
+    """A class that a pickle names is neither run nor written without ``trust=True``."""
     state = composer_state()
     state["state"]["callbacks"] = OrderedDict(own=Path("x"))
     torch.save(state, tmp_path / "source.pt")
@@ -589,7 +598,7 @@ def test_an_ordered_dict_and_trusted_objects_need_trust(tmp_path: Path):
 
 
 def test_a_tokenizer_whose_files_have_names_of_the_models(tmp_path: Path):
-    """One called like the index of the weights, or like the configuration, would replace it."""
+    """A tokenizer file with the name of the weights' index or of the configuration would replace it."""
     content: dict[str, Any] = {"weight_map": {"w": "elsewhere.safetensors"}}
     names = ("model.safetensors.index", "config", "../config", "/etc/x", ".hidden", "a/b", "half \ud800", "vocab")
     tokenizer = {name: {"file_extension": ".json", "content": content} for name in names}
@@ -617,7 +626,7 @@ def test_a_tokenizer_whose_files_have_names_of_the_models(tmp_path: Path):
 
 
 def num_calls(work: Any, files: tuple[str, ...]) -> int:
-    """How often ``work`` enters a Python function of these files."""
+    """The number of calls of Python functions in these files during ``work``."""
     found = 0
 
     def count(frame: Any, event: str, _: Any) -> None:
@@ -645,7 +654,8 @@ def experts(folder: Path, number: int) -> Any:
 
 
 def test_ties_among_thousands_of_experts(tmp_path: Path):
-    """Each of 18,432 expert matrices was compared with all before it: four minutes on every pass over the metadata."""
+    """Each of 18,432 expert matrices was compared with all before it, which took four minutes for every pass over the
+    metadata."""
     found = {number: experts(tmp_path, number) for number in (200, 400)}
 
     def ties(number: int) -> None:
@@ -658,14 +668,14 @@ def test_ties_among_thousands_of_experts(tmp_path: Path):
         assert left_out == ["tied.weight (tied to wte.weight)", "lm_head.weight (tied to wte.weight)"]
         assert len(kept) == number + 1
 
-    # Comparisons are dataclasses' own: "<string>" is where Python has their methods from.
+    # Comparisons are generated by dataclasses, whose methods have "<string>" as their file.
     files = ("same_bytes.py", "hugging_face.py", "optimizer_order.py", "convert/state.py", "<string>")
     counts = [num_calls(lambda: ties(number), files) for number in found]  # noqa: B023
     assert counts[1] < 2.2 * counts[0], f"not linear: {counts}"
 
 
 def test_every_way_to_match_positions_is_counted():
-    """A second way that was overlooked would give moments to the wrong parameters."""
+    """A second possible match that was overlooked would assign moments to the wrong parameters."""
     a, b = (1,), (2,)
     for shapes, candidates in itertools.product(
         [each for n in range(4) for each in itertools.product([a, b, None], repeat=n)],

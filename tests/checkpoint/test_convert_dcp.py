@@ -1,4 +1,4 @@
-"""Conversions to and from torch's own folders, compared with what stock torch reads of both."""
+"""Conversions to and from DCP folders, compared with the values that stock torch reads from both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHARDED = [LEGACY / f"{kind}/ep0-ba3" for kind in ("c172/sharded", "c220/sharded
 
 @pytest.mark.parametrize(("run", "files"), [("c172", 1), ("c220", 3)])
 def test_a_monolithic_checkpoint_as_a_folder_and_back(tmp_path: Path, run: str, files: int):
-    """Schedulers, timestamp, random states and empty entries survive, in the folder by stock torch's own reading."""
+    """Schedulers, timestamp, RNG states and empty entries are preserved; stock torch reads the folder."""
     path = LEGACY / run / "full/ep0-ba3-rank0.pt"
     report = convert(path, tmp_path / "folder", "dcp", files=files)
     assert_same(loaded_folder(tmp_path / "folder"), without_empty_dicts(loaded(path)), in_bits=True)
@@ -45,7 +45,8 @@ def test_a_monolithic_checkpoint_as_a_folder_and_back(tmp_path: Path, run: str, 
 
 @pytest.mark.parametrize("path", SHARDED, ids=str)
 def test_an_old_folder_as_a_file_and_as_a_new_folder(tmp_path: Path, path: Path):
-    """ShardedTensor and DTensor folders, with the optimizer at the root or not, become today's layouts."""
+    """ShardedTensor and DTensor folders, with the optimizer at the root or not, are converted to the current
+    layouts."""
     shutil.copytree(path, tmp_path / "old")
     expected = loaded_folder(tmp_path / "old")
     convert(tmp_path / "old", tmp_path / "new.pt", "monolithic")
@@ -56,7 +57,8 @@ def test_an_old_folder_as_a_file_and_as_a_new_folder(tmp_path: Path, path: Path)
 
 @pytest.mark.parametrize("form", ["one file", "DCP"])
 def test_a_folder_of_composers_checkpoint_package(tmp_path: Path, form: str):
-    """Its parts come together in one file; that it does not say the optimizer's class, the report says."""
+    """The parts of a folder of Composer's checkpoint package are merged into one file; the report mentions that the
+    optimizer's class is unknown."""
     (tmp_path / "source").mkdir()
     whole = write_composer_package(tmp_path / "source", form)
     report = convert(tmp_path / "source", tmp_path / "new.pt", "monolithic")
@@ -69,7 +71,7 @@ def test_a_folder_of_composers_checkpoint_package(tmp_path: Path, form: str):
 
 
 def test_rows_are_split_as_ranks_would_hold_them(tmp_path: Path):
-    """N files load at N ranks without a rank reading another's file: the boxes are torch.chunk's, as FSDP's are."""
+    """N files load on N ranks without a rank reading another's file: the boxes are torch.chunk's, as FSDP's are."""
     shapes = {"a": (7, 3), "b": (2, 5), "c": (), "d": (0, 4), "e": (4,)}
     model = {name: torch.randn(shape) for name, shape in shapes.items()}
     torch.save({"state": {"model": model}, "rng": [{"torch": torch.get_rng_state()}]}, tmp_path / "source.pt")
@@ -86,7 +88,7 @@ def test_rows_are_split_as_ranks_would_hold_them(tmp_path: Path):
 
 
 def test_torch_loads_the_folder_into_a_state_dict_with_empty_dicts(tmp_path: Path):
-    """Our list of empty dicts does not make torch take the folder for one of torch 2.3, whose keys are others."""
+    """With our list of empty dicts, torch does not take the folder for one of torch 2.3, which has other keys."""
     state, source = composer_state(), tmp_path / "source.pt"
     state["state"] |= {"scaler": {}, "schedulers": {}, "run_name": "r"}
     torch.save(state, source)
@@ -101,7 +103,7 @@ def test_torch_loads_the_folder_into_a_state_dict_with_empty_dicts(tmp_path: Pat
 
 @pytest.mark.parametrize(("build", "give_model"), [(lambda: nn.Linear(3, 2), False), (Normed, True)])
 def test_positions_become_names(tmp_path: Path, build: Any, give_model: bool):
-    """A DDP run's optimizer goes on under FSDP, where states are found by name."""
+    """A DDP run's optimizer resumes under FSDP, where state is keyed by name."""
     model = build()
     optimizer = save_by_position(model, tmp_path / "source.pt")
     options = {"model": model} if give_model else {}
@@ -113,7 +115,7 @@ def test_positions_become_names(tmp_path: Path, build: Any, give_model: bool):
 
 
 def test_keys_that_may_have_been_text_are_named(tmp_path: Path):
-    """A callback's {'5': ...} comes back as {5: ...} from a converted folder; whoever converts reads which dicts."""
+    """A callback's {'5': ...} is restored as {5: ...} from a converted folder; the report lists these dicts."""
     state = {
         "model": {"w": torch.ones(2), "m._extra_state": {"7": 1}},
         "callbacks": {"Counting": {"5": 1, "seen": {"a": 1}}},

@@ -1,4 +1,4 @@
-"""Conversions that are killed: nothing half-done has the destination's name, and the next call finishes the work."""
+"""Killed conversions: nothing incomplete has the destination's name, and the next call finishes the work."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_source(folder: Path) -> Path:
 
 PATCHED = [
     (os, "pwrite", os.pwrite),
-    (os, "fsync", lambda file: None),  # a kill keeps what the kernel has
+    (os, "fsync", lambda file: None),  # a kill does not lose the kernel's buffers
     (os, "rename", os.rename),
     (os, "mkdir", os.mkdir),
     (os, "truncate", os.truncate),
@@ -54,11 +54,11 @@ PATCHED = [
 
 @contextmanager
 def watched(at_each: Callable[..., Any]) -> Iterator[None]:
-    """Every call that changes the disk goes through ``at_each(number, call, *its arguments)``."""
+    """Every call that changes the disk runs through ``at_each(number, call, *its arguments)``."""
     numbers = itertools.count()
 
     def through(call: Callable[..., Any]) -> Callable[..., Any]:
-        # A function and no partial: methods are among them.
+        # A function and no partial, because some of them are methods.
         return lambda *arguments, **options: at_each(next(numbers), call, *arguments, **options)
 
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def watched(at_each: Callable[..., Any]) -> Iterator[None]:
 
 
 def count_of(source: Path, destination: Path, to: str, **options: Any) -> int:
-    """How many calls a conversion makes that is not killed."""
+    """The number of calls of a complete conversion."""
     seen: list[int] = []
     with watched(lambda number, call, *arguments, **more: seen.append(number) or call(*arguments, **more)):
         convert(source, destination, to, **options)
@@ -76,10 +76,10 @@ def count_of(source: Path, destination: Path, to: str, **options: Any) -> int:
 
 
 def killed(point: int, source: Path, destination: Path, to: str, **options: Any) -> bool:
-    """Convert in a fork that kills itself at this call, having written the half of what it should.
+    """Converts in a fork that kills itself at this call, after writing half of its data.
 
     Returns:
-        Whether it came so far.
+        Whether it reached the call.
     """
 
     def kill(number: int, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -111,7 +111,7 @@ def all_bytes(path: Path) -> dict[str, bytes]:
     [("monolithic", None, False), ("dcp", 2, False), ("safetensors", 2, False), ("dcp", None, True)],
 )
 def test_killed_at_any_point_it_goes_on(tmp_path: Path, to: str, files: int | None, is_packed: bool):
-    """No power cut or preemption costs more than the work since the last chunk, or leaves a checkpoint that lies."""
+    """A power cut or preemption costs at most the work since the last chunk, and leaves no invalid checkpoint."""
     source = make_source(tmp_path)
     if is_packed:
         source = tmp_path / "source.pt.gz"
@@ -119,7 +119,7 @@ def test_killed_at_any_point_it_goes_on(tmp_path: Path, to: str, files: int | No
     before = source.read_bytes()
     count = count_of(source, tmp_path / "expected", to, files=files)
     expected = all_bytes(tmp_path / "expected")
-    # The last calls are of the clean-up, once all has its name.
+    # The last calls are clean-up, after all files have their names.
     points = sorted({*range(1, count, max(1, count // NUM_POINTS)), count - 2})
     num_resumed = num_published = 0
     for point in points:
@@ -130,7 +130,7 @@ def test_killed_at_any_point_it_goes_on(tmp_path: Path, to: str, files: int | No
             shutil.rmtree(target) if target.is_dir() else target.unlink()  # by its user
             num_published += 1
         else:
-            killed(point // 2, source, target, to, files=files)  # and again, on its way
+            killed(point // 2, source, target, to, files=files)  # killed again while it resumes
         if not target.exists():
             num_resumed += convert(source, target, to, files=files).kept_bytes > 0
             assert not staging_of(target).exists()
@@ -140,7 +140,8 @@ def test_killed_at_any_point_it_goes_on(tmp_path: Path, to: str, files: int | No
 
 
 def test_what_was_written_is_checked_before_it_is_kept(tmp_path: Path):
-    """A journal says more than the disk after a power cut; a chunk that is not as noted is converted again."""
+    """After a power cut the journal may be ahead of the disk; a chunk that differs from its journal entry is converted
+    again."""
     source = make_source(tmp_path)
     target = tmp_path / "new.pt"
     count = count_of(source, tmp_path / "expected.pt", "monolithic")
@@ -158,7 +159,7 @@ def test_what_was_written_is_checked_before_it_is_kept(tmp_path: Path):
 
 
 def test_a_copy_that_was_cut_short_is_unpacked_again(tmp_path: Path):
-    """After a power cut the copy of a packed source may have no content; every further call failed on it."""
+    """After a power cut the unpacked copy of a source may be empty; every further call failed on it."""
     source, target = tmp_path / "source.pt.gz", tmp_path / "new.pt"
     source.write_bytes(gzip.compress(make_source(tmp_path).read_bytes()))
     assert killed(40, source, target, "monolithic")
@@ -172,7 +173,7 @@ def test_a_copy_that_was_cut_short_is_unpacked_again(tmp_path: Path):
 
 
 def test_a_source_that_changed_is_read_again(tmp_path: Path):
-    """After the checkpoint was replaced by another of the same size, no chunk of the old one is in the new."""
+    """After the source was replaced by another of the same size, the new checkpoint has no chunk of the old one."""
     source = make_source(tmp_path)
     target = tmp_path / "new.pt"
     assert killed(40, source, target, "monolithic")

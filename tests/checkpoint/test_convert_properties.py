@@ -1,4 +1,4 @@
-"""Conversion there and back is the identity, whatever the shapes, dtypes, views and number of files."""
+"""Converting back and forth is the identity, for all shapes, dtypes, views and numbers of files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ states = st.fixed_dictionaries(
 
 @contextmanager
 def folder_and_chunks(chunk_bytes: int) -> Iterator[Path]:
-    # Without fsync, which takes most of the time, and which no reader in the same system can tell.
+    # Without fsync, which takes most of the time, and has no effect on readers of the same system.
     chunks, syncs = mock.patch.object(copying, "CHUNK_BYTES", chunk_bytes), mock.patch.object(os, "fsync")
     with tempfile.TemporaryDirectory() as name, chunks, syncs:
         yield Path(name)
@@ -52,7 +52,7 @@ def folder_and_chunks(chunk_bytes: int) -> Iterator[Path]:
 @examples(10)
 @given(state=states, files=st.integers(1, 5), chunk_bytes=st.integers(16, 200))
 def test_there_and_back(state: dict[str, Any], files: int, chunk_bytes: int):
-    """Nothing that torch.save writes is lost or changed by any split, however a tensor lies in its storage."""
+    """No sharding loses or changes any value that torch.save writes, whatever a tensor's layout in its storage."""
     with folder_and_chunks(chunk_bytes) as folder:
         torch.save(state, folder / "source.pt")
         convert(folder / "source.pt", folder / "sharded", "dcp", files=files)
@@ -73,7 +73,7 @@ def test_there_and_back(state: dict[str, Any], files: int, chunk_bytes: int):
     chunk_bytes=st.integers(16, 200),
 )
 def test_through_safetensors(model: dict[str, torch.Tensor], files: int, chunk_bytes: int):
-    """Weights survive Hugging Face's layout; where the library is there, it reads the same."""
+    """Weights are preserved in Hugging Face's layout; the safetensors library, if installed, reads the same."""
     with folder_and_chunks(chunk_bytes) as folder:
         torch.save({"state": {"model": model}}, folder / "source.pt")
         convert(folder / "source.pt", folder / "hf", "safetensors", files=files)

@@ -1,4 +1,4 @@
-"""Every row of the table of damage: who finds it, and what they say."""
+"""Every row of the table of corruptions: which function finds it, and its message."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def rows(*found_by: FoundBy) -> pytest.MarkDecorator:
 
 @rows(FoundBy.INSPECT)
 def test_damage_that_stops_everybody(corruption: Corruption, tmp_path: Path):
-    """Nobody loads what cannot be right; the error names the file and what is wrong, and is never zipfile's own."""
+    """No function loads an inconsistent checkpoint; the error names the file and the problem, and is never zipfile's
+    own."""
     _, damaged = prepared(corruption, tmp_path)
     with pytest.raises(CheckpointError, match=corruption.says) as raised:
         inspect_checkpoint(damaged)
@@ -36,16 +37,16 @@ def test_damage_that_stops_everybody(corruption: Corruption, tmp_path: Path):
 def _verdict(path: Path) -> str:
     try:
         report = verify_checkpoint(path)
-    except CheckpointError as error:  # nothing is left that would be a checkpoint
+    except CheckpointError as error:  # the folder contains no checkpoint any more
         return str(error)
     return "" if report.ok else str(report)
 
 
 @rows(FoundBy.STRUCTURE, FoundBy.CONTENT)
 def test_damage_that_verify_finds(corruption: Corruption, tmp_path: Path):
-    """What torch loads as wrong values, and inspect cannot see, verify names with its file and tensor.
+    """verify names the file and tensor of damage that torch loads as wrong values and inspect cannot see.
 
-    Where the structure tells, so does whoever reads the values; of content the CRC32s tell.
+    Reading the values also finds damage of the structure; CRC32s find damage of the content.
     """
     whole, damaged = prepared(corruption, tmp_path)
     inventory = inspect_checkpoint(damaged)
@@ -54,7 +55,7 @@ def test_damage_that_verify_finds(corruption: Corruption, tmp_path: Path):
     assert text and not report.ok, str(report)
     assert text[0].kind.value == corruption.found_by.value
     assert all(str(damaged) in str(fault.file) for fault in report.faults)
-    # One thing was damaged: what follows from it stays few, so that it is seen.
+    # One corruption causes few faults, to stay readable.
     assert len(report.faults) <= 4, str(report)
     if corruption.found_by is FoundBy.STRUCTURE:
         expected = values_of(inspect_checkpoint(whole))
@@ -65,7 +66,7 @@ def test_damage_that_verify_finds(corruption: Corruption, tmp_path: Path):
 
 @rows(FoundBy.AGAINST)
 def test_damage_that_only_a_comparison_finds(corruption: Corruption, tmp_path: Path):
-    """Stated limits: no file says these. Comparing with the original does."""
+    """Documented limits: only a comparison with the original finds these."""
     assert corruption.why
     whole, damaged = prepared(corruption, tmp_path)
     alone = verify_checkpoint(damaged)
@@ -77,7 +78,7 @@ def test_damage_that_only_a_comparison_finds(corruption: Corruption, tmp_path: P
 
 @rows(FoundBy.HARMLESS)
 def test_damage_that_changes_nothing(corruption: Corruption, tmp_path: Path):
-    """Bits that nobody reads are no reason to throw a checkpoint away: its values are the original's."""
+    """Damage in unused bits is no reason to discard a checkpoint: its values equal the original's."""
     whole, damaged = prepared(corruption, tmp_path)
     assert verify_checkpoint(damaged, whole).ok
     assert_same(values_of(inspect_checkpoint(damaged)), values_of(inspect_checkpoint(whole)), in_bits=True)

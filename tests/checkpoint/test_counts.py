@@ -1,4 +1,4 @@
-"""What a load asks of a rank: bytes of the file, and memory beyond what it fills."""
+"""The cost of a load on a rank: bytes read from the file, and temporary memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from composer_fsdp2 import load_checkpoint
 
 WIDTH, NUM_LAYERS, MOMENTS = 1024, 8, ("exp_avg", "exp_avg_sq")
 FILE_BYTES = 3 * NUM_LAYERS * WIDTH**2 * 4  # 96 MiB
-AT_ONCE_BYTES = 16 << 20  # beside what is filled, and a third of it
+AT_ONCE_BYTES = 16 << 20  # beside the target, and a third of it
 
 
 def write_checkpoint(path: Path) -> None:
@@ -42,18 +42,18 @@ def check_load(path: str) -> None:
         before = bytes_read()
         report = load_checkpoint(path, model, optimizer)
         read_bytes = bytes_read() - before
-    of_python = tracemalloc.get_traced_memory()[1]  # never stopped: see the test
+    of_python = tracemalloc.get_traced_memory()[1]  # tracemalloc never stops: see the test
     assert report.num_bytes == pytest.approx(FILE_BYTES / 2, rel=0.001)
     assert FILE_BYTES / 2 <= read_bytes < 1.01 * FILE_BYTES / 2, f"{read_bytes:,} of {FILE_BYTES:,} bytes"
-    # All is there before any of it becomes the model's.
+    # Everything is read before the model changes.
     assert host.peak_bytes + of_python < FILE_BYTES / 2 + AT_ONCE_BYTES, f"{host.peak_bytes:,} and {of_python:,} bytes"
 
 
 def test_a_rank_reads_its_part_of_a_file_and_holds_little_of_it(tmp_path: Path):
-    """On a machine of eight ranks a model would have to fit its memory eight times, and be read eight times.
+    """Otherwise a machine of eight ranks would need memory for eight copies of a model, and read it eight times.
 
-    On ranks of its own: tracemalloc.stop() crashes Python 3.11 while a thread ends, and join() returns before a thread
-    has freed its state (CPython issue 128679).
+    Runs on separate ranks: tracemalloc.stop() crashes Python 3.11 while a thread ends, and join() returns before a
+    thread has freed its state (CPython issue 128679).
     """
     write_checkpoint(tmp_path / "file.pt")
     run_ranks(check_load, 2, str(tmp_path / "file.pt"), fresh=True)

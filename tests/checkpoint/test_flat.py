@@ -1,4 +1,4 @@
-"""FSDP1's flat parameters, made by torch's own FSDP1, taken apart along the model."""
+"""FSDP1's flat parameters, written by torch's own FSDP1, split into the model's parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 
 
 class Unit(nn.Module):
-    """To be wrapped; parameters of several shapes, registered before and after a child."""
+    """A wrapped module with parameters of several shapes, registered before and after a child."""
 
     def __init__(self, *, inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def tied_outside() -> nn.Module:
 
 
 def shared_with_the_root() -> nn.Module:
-    """FSDP1 gave each of the two a copy, which went ways of their own."""
+    """FSDP1 gave each of the two wrapped modules a copy, and the copies diverged."""
     root = Root(head=nn.Linear(2, 3), b=Unit())
     root.head.weight = root.b.layer.weight
     return root
@@ -88,7 +88,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# Names that FSDP1 left out, and the ones that it kept for them.
+# Names that FSDP1 omitted, and the names that it used instead.
 ALIASES = {
     "tied in a unit": {"a.inner.weight": "a.layer.weight"},
     "tied outside of the units": {"c.weight": "a.weight"},
@@ -106,7 +106,8 @@ def wrapped(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def flat_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every flat parameter whole, as ``state_dict_type: local`` names it, and buffers. Called on all ranks."""
+    """Every flat parameter, unsharded, under its name of ``state_dict_type: local``, and buffers. Called on all
+    ranks."""
     state = {name: buffer for name, buffer in model.named_buffers() if buffer is not None}
     for path, module in model.named_modules():
         if isinstance(module, FSDP) and module._handle is not None:
@@ -119,14 +120,14 @@ def flat_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def moments(names: list[str], count: float) -> dict[str, Any]:
-    """An optimizer's state that is keyed by the vectors' names."""
+    """Optimizer state keyed by the flat parameters' names."""
     group = {"lr": 0.1, "params": names}
     state = {name: {"step": torch.tensor(count), "note": "kept"} for name in names}
     return {"AdamW": {"state": state, "param_groups": [group]}}
 
 
 def write(make_name: str, folder: str) -> None:
-    """A monolithic file of the flat parameters, and what FSDP1 itself says the parameters are."""
+    """Writes a monolithic file of the flat parameters, and a file of the parameters as FSDP1 unflattens them."""
     model = wrapped(MODELS[make_name])
     state = flat_state(model)
     with FSDP.summon_full_params(model):
@@ -164,7 +165,7 @@ def opened(written: Path, name: str) -> CheckpointInventory:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_come_out_as_fsdp1_put_them_in(name: str, written: Path):
-    """A flat file says neither names nor shapes; one parameter off by its neighbour's size would shift all others."""
+    """A flat file has neither names nor shapes; one parameter at a wrong offset would shift all others."""
     model = MODELS[name]()
     inventory = unflattened(opened(written, name), model)
     assert not inventory.flat
@@ -173,7 +174,7 @@ def test_parameters_come_out_as_fsdp1_put_them_in(name: str, written: Path):
     found = {str(path[2]): value for path, value in values.items() if path[:2] == ("state", "model")}
     parameters = set(fsdp1["names"])
     buffers = {key for key, _ in model.named_buffers()}
-    # FSDP1 names a shared parameter once for each wrapped module; its full state dicts hold it under every name.
+    # FSDP1 names a shared parameter once for each wrapped module; its full state dicts have it under every name.
     every_name = {key for key, _ in model.named_parameters(remove_duplicate=False)}
     assert {key for key in found if own_name(key) not in buffers} == every_name
     assert fsdp1["parameters"].keys() & parameters
@@ -206,7 +207,8 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("name", [*OTHERS, "longer moments"])
 def test_another_model_is_refused(name: str, written: Path, tmp_path: Path):
-    """Elements of a vector cut at other places are numbers, and would train; so do moments of something else."""
+    """A flat parameter split at wrong offsets still contains numbers, and would train; so would moments of another
+    model."""
     make, says = OTHERS.get(name, (nested, "elements"))
     root = torch.load(written / "nested.pt", weights_only=True)
     if name == "longer moments":
@@ -219,7 +221,7 @@ def test_another_model_is_refused(name: str, written: Path, tmp_path: Path):
 
 
 class CalledFlat(nn.Module):
-    """A parameter that is called almost as FSDP1's are, beside another."""
+    """A parameter whose name resembles FSDP1's flat parameters, beside another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +231,7 @@ class CalledFlat(nn.Module):
 
 @pytest.mark.parametrize("layout", ["monolithic", "dcp"])
 def test_a_parameter_that_is_called_flat(layout: str, tmp_path: Path):
-    """A model whose author likes the word loads, converts and compares like any other."""
+    """A model with ``flat_param`` in its names loads, converts and compares like any other."""
     model, names = CalledFlat(), ["my_flat_param", "weight"]
     torch.save({"state": {"model": model.state_dict(), "optimizers": moments(names, 3.0)}}, tmp_path / "source.pt")
     convert_checkpoint(tmp_path / "source.pt", tmp_path / "new", to=layout)
@@ -243,7 +245,7 @@ def test_a_parameter_that_is_called_flat(layout: str, tmp_path: Path):
 
 
 def test_a_monolithic_file_has_names(tmp_path: Path):
-    """Weights of a module that is called as FSDP1's flat parameters are: only files of ranks hold those."""
+    """Only files of ranks contain flat parameters; in another file, a module with such a name is an ordinary module."""
     torch.save({"state": {"model": {"unit._flat_param": torch.ones(3)}}}, tmp_path / "source.pt")
     inventory = inspect_checkpoint(tmp_path / "source.pt")
     assert not inventory.flat and unflattened(inventory, nested()) is inventory

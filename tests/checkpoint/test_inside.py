@@ -1,4 +1,4 @@
-"""Names from listings, indices and archives: whatever their form, nothing outside of the folder is touched."""
+"""Names from listings, indices and archives of any form never lead outside of the folder."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_a_name_that_leads_out(name: object, tmp_path: Path):
     (folder / "link").symlink_to(tmp_path)
     with pytest.raises(CheckpointError, match=r"^the list: names ") as raised:
         inside(folder, name, named_by="the list")
-    str(raised.value).encode()  # a message that every terminal and file takes
+    str(raised.value).encode()  # a message that every terminal and file can encode
 
 
 def test_a_file_that_is_a_link(tmp_path: Path):
-    """In a Hugging Face cache the files of a model are links to where they are kept; in an archive none is."""
+    """The files in a Hugging Face cache are links to its blobs; a link from an archive is refused."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "blob").write_bytes(b"")
     (tmp_path / "folder" / "model").symlink_to(tmp_path / "blob")
@@ -60,7 +60,7 @@ def test_a_file_that_is_a_link(tmp_path: Path):
 @examples(80)
 @given(st.lists(st.sampled_from(["..", ".", "", "a", "b.c", "~", " ", "\\", "C:", "link"]), max_size=6))
 def test_any_name(parts: list[str]):
-    """What is accepted lies below the folder, by the file system's own rules."""
+    """An accepted name is below the folder, by the file system's own rules."""
     name, folder = "/".join(parts), Path("/nowhere/folder")
     try:
         path = inside(folder, name, named_by="")

@@ -1,4 +1,4 @@
-"""What inspect says of anything that one may point it at; and that it neither reads tensors nor runs pickles."""
+"""The results of inspect for any path; it neither reads tensors nor runs pickles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.any_torch
 
 
 def test_gigabytes_are_inspected_in_well_under_a_second(tmp_path: Path):
-    """A checkpoint of any size is described from its directory: this one has 6 GiB of holes for tensors."""
+    """A checkpoint of any size is described from its directory: this one has 6 GiB of sparse tensors."""
     path, num_bytes = tmp_path / "big.pt", 6 << 30
     with torch.serialization.skip_data():
         torch.save({"state": {"model": {"w": torch.empty(num_bytes // 4)}}}, path)
@@ -43,7 +43,7 @@ def test_gigabytes_are_inspected_in_well_under_a_second(tmp_path: Path):
 
 @pytest.mark.parametrize("error", [KeyError("params"), TypeError("no"), RecursionError("too deep")])
 def test_what_no_layout_foresaw_is_our_error_too(error: Exception):
-    """A bare KeyError would say neither which file nor what to do with it."""
+    """A bare KeyError would name neither the file nor a next step."""
 
     def read(path: Path, trust: bool) -> Any:
         raise error
@@ -55,14 +55,14 @@ def test_what_no_layout_foresaw_is_our_error_too(error: Exception):
 
 
 def test_values_that_composer_never_wrote_do_not_hide_the_rest(tmp_path: Path):
-    """A timestamp or metadata of another shape is no reason to say nothing of the weights."""
+    """A timestamp or metadata of another type does not hide the weights."""
     state = {"metadata": {"composer_env_info": 3, "world_size": "x"}, "timestamp": [1], 7: 8}
     torch.save({"state": {**state, "model": {None: torch.ones(1)}}, 5: 6}, tmp_path / "x.pt")
     inventory = inspect_checkpoint(tmp_path / "x.pt")
     assert "[1]" in as_text(inventory) and len(as_data(inventory)["tensors"]) == 1
 
 
-# --- anything else
+# --- files that are no checkpoints
 
 
 def write_bytes(content: bytes) -> Callable[[Path], None]:
@@ -89,7 +89,7 @@ def write_folder(*names: str) -> Callable[[Path], None]:
 
 
 def write_pipe(name: str) -> Callable[[Path], None]:
-    """A folder with a pipe, which whoever opens it waits at for ever."""
+    """A function that writes a folder with a named pipe, whose reader would block forever."""
 
     def write(path: Path) -> None:
         (path / name).parent.mkdir(parents=True)
@@ -133,7 +133,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_anything_else_is_refused_by_what_it_holds(tmp_path: Path, name: str):
-    """Who points at the wrong thing sees how it begins, or what is in the folder."""
+    """For a wrong path, the error shows the first bytes of the file or the contents of the folder."""
     write, message = FOREIGN[name]
     write(tmp_path / name)
     with pytest.raises(NotACheckpointError, match=message) as caught:
@@ -143,7 +143,7 @@ def test_anything_else_is_refused_by_what_it_holds(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("path", ["x\0y", "a" * 5000, "/dev/zero", "/dev/null"])
 def test_paths_that_cannot_be_are_refused(path: str):
-    """Not with a traceback of Python's."""
+    """An invalid path raises our error, not a Python traceback."""
     with pytest.raises(NotACheckpointError):
         inspect_checkpoint(path)
 
@@ -161,7 +161,7 @@ EVERY_LAYOUT = [
 
 @pytest.mark.parametrize("path", EVERY_LAYOUT, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_report_names_every_tensor(path: Path):
-    """As text and as JSON: each tensor with its shape, dtype and bytes, and the bytes of all files."""
+    """The report has each tensor's shape, dtype and size, and the total size of the files, as text and as JSON."""
     inventory = inspect_checkpoint(path)
     text, data = as_text(inventory), json.loads(json.dumps(as_data(inventory), allow_nan=False))
     assert data["num_bytes"] == sum(Path(file["path"]).stat().st_size for file in data["files"])
@@ -178,7 +178,7 @@ def test_report_names_every_tensor(path: Path):
 
 
 def test_report_of_a_file_agrees_with_torch_load():
-    """Step, hyperparameters and random states are those that torch reads from the same file."""
+    """Step, hyperparameters and RNG states equal the values that torch reads from the same file."""
     path = LEGACY / "c172" / "full" / "ep0-ba3-rank0.pt"
     state = torch.load(path, weights_only=False)
     group = state["state"]["optimizers"]["DecoupledAdamW"]["param_groups"][0]
@@ -204,7 +204,7 @@ def fit_of(path: Path, model: torch.nn.Module) -> tuple[bool, str]:
 
 
 def test_says_whether_and_how_it_loads_into_a_model(tmp_path: Path):
-    """Before ranks are started for it: under which names, and all that does not fit; the model stays as it is."""
+    """Before ranks start, the report shows which names the load uses and every mismatch; the model is unchanged."""
     weights = {f"module.{name}": value.detach() for name, value in torch.nn.Linear(3, 2).state_dict().items()}
     path = tmp_path / "ddp.pt"
     torch.save({"state": {"model": weights}, "rng": []}, path)
@@ -218,24 +218,24 @@ def test_says_whether_and_how_it_loads_into_a_model(tmp_path: Path):
 
 
 def test_names_in_a_file_cannot_write_to_the_terminal(tmp_path: Path):
-    """An escape sequence in a parameter's name is shown, not carried out."""
+    """An escape sequence in a parameter's name is printed, not interpreted."""
     torch.save({"a\x1b[2Jb\n": torch.ones(1)}, tmp_path / "x.pt")
     text = as_text(inspect_checkpoint(tmp_path / "x.pt"))
     assert "\x1b" not in text and r"a\x1b[2Jb" in text
 
 
-# --- what a terminal can show
+# --- output encodings
 
 
 class Terminal(io.TextIOWrapper):
-    """What is not a terminal gets UTF-8 in any locale."""
+    """A terminal; other outputs are UTF-8 in any locale."""
 
     def isatty(self) -> bool:
         return True
 
 
 def printed_by(*arguments: str) -> tuple[int, str]:
-    """The exit code and the output of ``composer-fsdp2``, on a terminal that knows ASCII alone."""
+    """The exit code and the output of ``composer-fsdp2`` on an ASCII-only terminal."""
     from composer_fsdp2.cli import main as cli
 
     terminal = Terminal(io.BytesIO(), encoding="ascii", errors="strict")
@@ -254,7 +254,7 @@ def printed_by(*arguments: str) -> tuple[int, str]:
 
 
 def test_names_that_a_terminal_cannot_show(tmp_path: Path):
-    """In a container without a locale each command ended with a UnicodeEncodeError, on names, and on our own arrows."""
+    """In a container without a locale each command ended with a UnicodeEncodeError, on names and on our own arrows."""
     path = tmp_path / "gr\u00fcn.pt"
     weights = {"w": torch.ones(3), "\u00e9.weight": torch.ones(2), "half \ud800": torch.ones(1)}
     torch.save({"state": {"model": weights, "run_name": "\u00fc"}}, path)
@@ -273,7 +273,7 @@ def test_names_that_a_terminal_cannot_show(tmp_path: Path):
 
 @pytest.mark.parametrize("where", ["lr", "a key", "timestamp"])
 def test_a_number_that_python_does_not_write(where: str, tmp_path: Path):
-    """lr=10**5000: a number of more than 4,300 digits was a ValueError of whoever came to print it."""
+    """Printing an integer of more than 4,300 digits, such as lr=10**5000, raised a ValueError."""
     value: Any = {
         "lr": {"optimizers": {"SGD": {"state": {}, "param_groups": [{"lr": 10**5000, "params": ["w"]}]}}},
         "a key": {"callbacks": {10**5000: 1}},

@@ -1,4 +1,5 @@
-"""What each layout's inventory leads to: what torch, or the format's own library, gives of the same files."""
+"""Each layout's inventory, compared with the values that torch or the format's own library reads from the same
+files."""
 
 from __future__ import annotations
 
@@ -39,9 +40,9 @@ def saved(value: Any, path: Path) -> Path:
 
 @pytest.mark.parametrize("run", ["c172", "c220"])
 def test_old_file_holds_what_torch_load_gives(run: str):
-    """Weights, optimizer, random states and the rest of a file of Composer 0.17 or 0.22 arrive as they were saved.
+    """Weights, optimizer, RNG states and the rest of a file of Composer 0.17 or 0.22 are read as they were saved.
 
-    One sees which versions and how many ranks to go back to, and that nothing is missing.
+    The inventory names the versions and the number of ranks of the writing run, and that nothing is missing.
     """
     path = LEGACY / run / "full" / "ep0-ba3-rank0.pt"
     inventory, expected = inspect_checkpoint(path), torch.load(path, weights_only=False, map_location="cpu")
@@ -74,7 +75,7 @@ def test_tensors_of_every_form_are_found_in_the_file(tmp_path: Path):
 
 
 def test_optimizer_of_ddp_is_told_from_fsdps(tmp_path: Path):
-    """DDP's checkpoints name parameters by position; whoever loads them must know."""
+    """DDP's optimizer state is keyed by position; a load must distinguish it from FSDP's."""
     by_id = inspect_checkpoint(saved(composer_state(by_id=True), tmp_path / "ddp.pt"))
     state = composer_state()
     state["state"]["metadata"]["world_size"] = 8
@@ -85,7 +86,7 @@ def test_optimizer_of_ddp_is_told_from_fsdps(tmp_path: Path):
 
 
 def test_what_a_run_would_miss_is_said(tmp_path: Path):
-    """A weights-only file is not taken for one from which a run goes on."""
+    """A user does not resume from a weights-only file by mistake."""
     state = composer_state()
     path = saved({"state": {"model": state["state"]["model"]}}, tmp_path / "weights.pt")
     remarks = " ".join(inspect_checkpoint(path).remarks)
@@ -93,7 +94,7 @@ def test_what_a_run_would_miss_is_said(tmp_path: Path):
 
 
 def test_bare_state_dicts_are_read(tmp_path: Path):
-    """torch.save(model.state_dict()) and a pytorch_model.bin work without a wrapper around them."""
+    """torch.save(model.state_dict()) and a pytorch_model.bin are read without a surrounding dict."""
     model = torch.nn.Linear(2, 3)
     optimizer = torch.optim.Adagrad(model.parameters())  # has state from the start
     weights = inspect_checkpoint(saved(model.state_dict(), tmp_path / "pytorch_model.bin"))
@@ -120,7 +121,7 @@ CYCLIC["callbacks"].append(CYCLIC)
     ],
 )
 def test_other_torch_files_are_refused_by_what_they_hold(tmp_path: Path, value: Any, text: str):
-    """Another trainer's file is named for what it is, in place of a load that changes nothing."""
+    """The error identifies another trainer's file, instead of a load that changes nothing."""
     with pytest.raises(CheckpointError, match=text):
         inspect_checkpoint(saved(value, tmp_path / "x.pt"))
 
@@ -132,7 +133,7 @@ OLD = ["c172/sharded", "c172/local-flat", "c220/sharded", "c220/sharded-mesh"]
 
 
 def of_torch(folder: Path, scratch: Path) -> dict[Any, Any]:
-    """Everything in a directory, read by torch."""
+    """The full contents of a directory, read by torch."""
     dcp_to_torch_save(folder, scratch)
     whole = torch.load(scratch, weights_only=False)
     if "optimizers" in whole:  # torch < 2.3 wrote it beside the state
@@ -142,7 +143,7 @@ def of_torch(folder: Path, scratch: Path) -> dict[Any, Any]:
 
 @pytest.mark.parametrize("name", OLD)
 def test_old_directory_holds_what_torch_reads(tmp_path: Path, name: str):
-    """ShardedTensor, DTensor and flat checkpoints of Composer 0.17 and 0.22 are read whole, entry by entry.
+    """ShardedTensor, DTensor and flat checkpoints of Composer 0.17 and 0.22 are read completely, entry by entry.
 
     The layout decides how they can be loaded: optimizer at the root, flat parameters, or neither.
     """
@@ -153,13 +154,13 @@ def test_old_directory_holds_what_torch_reads(tmp_path: Path, name: str):
     assert inventory.writer.composer_version == {"c172": "0.17.2", "c220": "0.22.0"}[name[:4]]
     assert str(inventory.writer.sharding).startswith("DTensor") == name.endswith("mesh")
     assert inventory.remarks == () and inventory.timestamp["batch"] == 3
-    if name == "c220/sharded":  # equal, though one is flattened and in boxes
+    if name == "c220/sharded":  # equal values, one flattened and in boxes
         assert (report := verify_checkpoint(file, folder)).ok, str(report)
         assert (report := verify_checkpoint(folder, file)).ok, str(report)
 
 
 def test_directory_of_this_torch_holds_what_was_saved(tmp_path: Path):
-    """Since torch 2.4 every leaf is an entry of its own; they come together again."""
+    """Since torch 2.4 every leaf is an entry; the original nested values are restored."""
     state = composer_state()
     torch_dcp.save(state, checkpoint_id=str(tmp_path))
     inventory = inspect_checkpoint(tmp_path)
@@ -169,14 +170,14 @@ def test_directory_of_this_torch_holds_what_was_saved(tmp_path: Path):
 
 
 def test_directory_of_another_trainer_is_refused(tmp_path: Path):
-    """torch's own examples save {'model': ..., 'optim': ...}: the keys are said, nothing is guessed."""
+    """torch's own examples save {'model': ..., 'optim': ...}: the error lists the keys, and nothing is guessed."""
     torch_dcp.save({"model": {"w": torch.ones(2)}, "optim": {"lr": 1.0}}, checkpoint_id=str(tmp_path))
     with pytest.raises(CheckpointError, match=r"not by Composer.*model, optim"):
         inspect_checkpoint(tmp_path)
 
 
 def test_tensors_of_a_directory_are_not_read(tmp_path: Path):
-    """Sharded checkpoints too are described from what their .metadata says."""
+    """Inspecting a sharded checkpoint reads its .metadata and no tensor."""
     torch_dcp.save({"state": {"model": {"w": torch.randn(1 << 20)}}}, checkpoint_id=str(tmp_path))
     before = bytes_read()
     inspect_checkpoint(tmp_path)
@@ -184,7 +185,7 @@ def test_tensors_of_a_directory_are_not_read(tmp_path: Path):
 
 
 def test_entries_that_are_not_trusted_leave_the_rest_of_the_report(tmp_path: Path):
-    """One callback's object in a sharded checkpoint does not hide the weights."""
+    """An untrusted callback's object in a sharded checkpoint does not hide the weights."""
     state = composer_state()["state"]
     state["timestamp"] = {"Timestamp": {"batch": fractions.Fraction(1, 3)}}
     torch_dcp.save({"state": state}, checkpoint_id=str(tmp_path))
@@ -194,7 +195,8 @@ def test_entries_that_are_not_trusted_leave_the_rest_of_the_report(tmp_path: Pat
 
 
 def test_an_entry_without_its_path(tmp_path: Path):
-    """Of ``rng.0.torch`` the name does not say that one of its parts is a number. (corruptions.py has other lies.)"""
+    """The name ``rng.0.torch`` does not show that one of its parts is an integer key. (corruptions.py has other
+    contradictions.)"""
     folder = tmp_path / "x"
     shutil.copytree(LEGACY / "c220" / "sharded" / "ep0-ba3", folder)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -247,7 +249,7 @@ def test_weights_are_found_in_the_file(tmp_path: Path, form: str):
 
 @pytest.mark.any_torch
 def test_what_the_library_writes_is_read(tmp_path: Path):
-    """The library itself aligns headers and orders tensors in its own way, and knows more dtypes."""
+    """The safetensors library aligns headers and orders tensors in its own way, and has more dtypes."""
     library = pytest.importorskip("safetensors.torch")
     kinds = {"f16": torch.float16, "f64": torch.float64, "u8": torch.uint8, "f8": torch.float8_e4m3fn}
     values = {name: torch.arange(6.0).to(dtype) for name, dtype in kinds.items()} | tensors()
@@ -265,7 +267,7 @@ def test_what_the_library_writes_is_read(tmp_path: Path):
     ],
 )
 def test_header_that_contradicts_the_file_is_refused(tmp_path: Path, changed: dict[str, Any], message: str):
-    """Bytes of one tensor are never read as another's; support/checkpoints/corruptions.py has more of it."""
+    """Bytes of one tensor are never read as another's; support/checkpoints/corruptions.py has more cases."""
     with pytest.raises(CheckpointError, match=message):
         inspect_checkpoint(write_safetensors(tmp_path / "model.safetensors", tensors(), **changed))
 
@@ -274,7 +276,7 @@ def test_header_that_contradicts_the_file_is_refused(tmp_path: Path, changed: di
 
 
 def write_package(folder: Path, form: str) -> dict[str, Any]:
-    """A folder whose model and optimizer are one file or a DCP directory each; what is in it."""
+    """Writes a folder with model and optimizer as a file or a DCP directory each, and returns its contents."""
     whole = composer_state()
     state = whole["state"]
     model, optimizer = state["model"], state["optimizers"]["AdamW"]
@@ -300,7 +302,7 @@ def write_package(folder: Path, form: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", ["one file", "DCP"])
 def test_parts_come_together_as_in_a_monolithic_file(tmp_path: Path, form: str):
-    """Everything else in this package loads such a folder without knowing of it: weights, optimizer, the rest."""
+    """Every other function loads such a folder like a monolithic file: weights, optimizer, and the rest."""
     whole = write_package(tmp_path, form)
     inventory = inspect_checkpoint(tmp_path)
     state = whole["state"] | {"rank_zero_seed": 17}
@@ -316,7 +318,7 @@ def test_parts_come_together_as_in_a_monolithic_file(tmp_path: Path, form: str):
 
 
 def test_parts_that_were_not_saved_are_said(tmp_path: Path):
-    """save_optimizer=False and a save that was cut short look alike later, and both are told."""
+    """save_optimizer=False and an interrupted save leave the same folder; the inventory reports both."""
     write_package(tmp_path, "one file")
     shutil.rmtree(tmp_path / "optim")
     (tmp_path / "composer_metadata.json").unlink()
@@ -336,11 +338,11 @@ def test_parts_that_were_not_saved_are_said(tmp_path: Path):
         ("composer_metadata.json", b"[1]", "damaged"),
         ("model/model.pt", b"PK\3\4", "truncated"),
         ("model/model.pt", b"", "empty"),
-        ("optim", None, r"no \.metadata"),  # not taken for one that was not saved
+        ("optim", None, r"no \.metadata"),  # an error, not a part that was never saved
     ],
 )
 def test_damaged_part_is_named(tmp_path: Path, file: str, content: bytes | None, text: str):
-    """Which of the files is broken, and no pickle run on the way."""
+    """The error names the broken file, and no pickle is run."""
     write_package(tmp_path, "one file" if content is not None else "DCP")
     (tmp_path / file / ".metadata").unlink() if content is None else (tmp_path / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"{file}.*{text}"):
@@ -349,7 +351,7 @@ def test_damaged_part_is_named(tmp_path: Path, file: str, content: bytes | None,
 
 @pytest.mark.parametrize("name", ["weights.pt", "ep0-ba3-rank0.pt"])
 def test_half_a_model_hides_no_checkpoint(tmp_path: Path, name: str):
-    """An export that was cut short lies in the run's folder: the checkpoint beside it is found all the same."""
+    """An interrupted export in the run's folder does not hide the checkpoint beside it."""
     write_package(tmp_path, "DCP")
     for path in (tmp_path / "model" / ".metadata", tmp_path / "resumption.pkl", tmp_path / "composer_metadata.json"):
         path.unlink()

@@ -1,6 +1,6 @@
-"""A few bytes cost a few seconds and some memory, whatever they say that they unpack to.
+"""A few bytes cost a few seconds and some memory, whatever unpacked size they claim.
 
-``THOROUGH=1 python -m pytest tests/checkpoint/test_limits.py -s`` tries them in earnest, and prints what each takes.
+``THOROUGH=1 python -m pytest tests/checkpoint/test_limits.py -s`` runs them at full size, and prints the cost of each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from composer_fsdp2.errors import CheckpointError
 pytestmark = pytest.mark.any_torch
 
 MAX_MEMORY_BYTES = (20 << 20) + 480 * MIB
-TIME_LIMIT_S = 120  # a hang; what is expected is under 5 s
+TIME_LIMIT_S = 120  # ends a hang; under 5 s are expected
 CPU_LIMIT_S = 10
 
 
@@ -41,7 +41,7 @@ def peak_bytes() -> int:
 
 
 def inspected(path: Path) -> str:
-    """The error; nothing if all is well."""
+    """The error, or an empty text."""
     try:
         inspect_checkpoint(path)
     except CheckpointError as error:
@@ -60,9 +60,9 @@ def verified(path: Path) -> str:
 def measure(path: Path, answer: Connection) -> None:
     budget.BASE_BYTES //= SCALE
     budget.BASE_OBJECTS //= SCALE
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, text, seconds = peak_bytes(), [], []
-    # Who verifies inspects first, but for what is packed, which is unpacked then.
+    # verify inspects first, except for a compressed file, which it unpacks.
     for command in (inspected, verified) if IS_THOROUGH or path.suffix in (".gz", ".bz2", ".xz") else (verified,):
         started = time.process_time()
         text.append(command(path))
@@ -72,7 +72,7 @@ def measure(path: Path, answer: Connection) -> None:
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_a_hostile_file_may_cost(name: str, tmp_path: Path):
-    """Whoever is sent a checkpoint can look at it: it is refused before it fills the memory, or takes all day."""
+    """A user can inspect a stranger's checkpoint: it is refused before it fills the memory or takes all day."""
     path = BOMBS[name](tmp_path)
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
@@ -93,7 +93,8 @@ def test_what_a_hostile_file_may_cost(name: str, tmp_path: Path):
 
 
 def test_no_limit_is_beyond_what_a_laptop_has():
-    """A limit of gigabytes would be none; what the bombs above show at a sixteenth holds at these sizes."""
+    """A limit of gigabytes would be useless; the results of the bombs above at a sixteenth also apply to these
+    sizes."""
     assert budget.BASE_BYTES <= 512 << 20 and budget.BASE_OBJECTS <= 1_000_000
 
 
@@ -131,7 +132,8 @@ def metadata_of_ranks(num_ranks: int, num_tensors: int) -> tuple[bytes, int]:
 
 
 def test_a_large_checkpoint_may_have_large_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """70B parameters with Adam on 512 ranks have 152 MiB of it; a limit for all sizes refused what a run had saved."""
+    """70B parameters with Adam on 512 ranks have 152 MiB of metadata; a limit for all sizes refused a valid
+    checkpoint."""
     num_ranks, num_tensors = (512, 723 * 3) if IS_THOROUGH else (64, 60)
     if not IS_THOROUGH:
         monkeypatch.setattr(budget, "BASE_BYTES", 1 << 20)
@@ -143,7 +145,7 @@ def test_a_large_checkpoint_may_have_large_metadata(tmp_path: Path, monkeypatch:
     inventory = inspect_checkpoint(tmp_path)
     assert len(inventory.tensors) == num_tensors
     assert all(len(record.chunks) == num_ranks for record in inventory.tensors.values())
-    # Of a folder in an object store nothing else is here, and its tensors are no views of those bytes.
+    # In an object store the folder's other files are absent, and its tensors are no views of those bytes.
     remote = inventory_of(Located(tmp_path, LAYOUT, fetch=lambda file: None))
     assert remote.tensors.keys() == inventory.tensors.keys()
     # The same claims without files of that size.
@@ -152,7 +154,7 @@ def test_a_large_checkpoint_may_have_large_metadata(tmp_path: Path, monkeypatch:
 
 
 def test_views_are_limited_together_by_the_size_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Masks that models expand from one row are no bomb beside weights of their size."""
+    """Masks that models expand from one row are no bomb if the weights are as large."""
     monkeypatch.setattr(budget, "BASE_BYTES", 1 << 20)
     masks = {f"mask{number}": torch.ones(1, dtype=torch.uint8).expand(800_000) for number in range(3)}
     torch.save({"state": {"model": {"w": torch.randn(1 << 19), **masks}}}, tmp_path / "a.pt")
@@ -161,7 +163,7 @@ def test_views_are_limited_together_by_the_size_of_the_files(tmp_path: Path, mon
 
 
 def test_data_that_looks_like_a_directorys_end(tmp_path: Path):
-    """One in 60,000 small archives has those four bytes in its tensors: it is as healthy as any other."""
+    """One in 60,000 small archives has those four bytes in its tensors, and is valid."""
     looks = b"PK\6\6" + b"\xff" * 60 + b"PK\5\6" + b"\xff" * 60
     for number in range(3):
         path = tmp_path / f"{number}.pt"

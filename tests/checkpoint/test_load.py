@@ -1,4 +1,4 @@
-"""Loading into sharded and whole models: what matches, what is refused, and that a refusal changes nothing."""
+"""Loading into sharded and unsharded models: matches, refusals, and that a refusal changes nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """One step with gradients that depend on the seed alone, whoever holds which part of them."""
+    """One optimizer step with gradients that depend on the seed alone, not on how the parameters are sharded."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -58,13 +58,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
         if isinstance(parameter, DTensor):
             gradient = distribute_tensor(
                 gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
-            )  # every rank has the whole, so nothing is sent
+            )  # every rank has the full gradient, so nothing is sent
         parameter.grad = gradient
     optimizer.step()
 
 
 def trained(make: Make = Model, make_optimizer: MakeOptimizer = adamw) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """What a run without sharding has after two steps; the same on every rank."""
+    """The model and optimizer of an unsharded run after two steps; the same on every rank."""
     torch.manual_seed(0)
     model = make()
     optimizer = make_optimizer(model)
@@ -76,7 +76,8 @@ def trained(make: Make = Model, make_optimizer: MakeOptimizer = adamw) -> tuple[
 def composer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, by_id: bool = False
 ) -> dict[str, Any]:
-    """What Composer's file holds of a model that is not sharded: by name as FSDP saves, by position as others do."""
+    """An unsharded model's state as Composer saves it. Optimizer state is keyed by name as under FSDP, or by position
+    as without FSDP."""
     state: dict[str, Any] = {"model": dict(model.state_dict())}
     if optimizer is not None:
         saved = copy.deepcopy(optimizer.state_dict())
@@ -106,7 +107,7 @@ def saved(root: Any, path: str | Path) -> Path:
 def untrained(
     make: Make = Model, make_optimizer: MakeOptimizer = adamw, config: dict[str, Any] | None = None
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of other values and its optimizer, sharded if there is a configuration."""
+    """A model with other values and its optimizer, sharded if ``config`` is not None."""
     torch.manual_seed(1)
     model = make()
     with torch.no_grad():
@@ -150,7 +151,7 @@ def refused(
     says: Sequence[str],
     **options: bool,
 ) -> None:
-    """Every rank gets a CheckpointError that says all of this, and nothing has changed. Called on all ranks."""
+    """Check that every rank raises a CheckpointError with these texts and that nothing changed. Called on all ranks."""
     before = contents(model, optimizer), hyperparameters(optimizer) if optimizer else []
     with pytest.raises(CheckpointError) as raised:
         load_checkpoint(path, model, optimizer, **options)
@@ -165,7 +166,7 @@ def refused(
 
 
 class Fp32Moments(torch.optim.SGD):
-    """Keeps its state in fp32 whatever the parameter is, and counts its steps in int64."""
+    """Keeps its state in fp32 whatever the parameter's dtype, and counts its steps in int64."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -185,7 +186,7 @@ def of_class(cls: type[torch.optim.Optimizer], **options: Any) -> MakeOptimizer:
     return lambda model: cls(model.parameters(), **options)
 
 
-# test_optimizer_plan.py has all of torch's; these differ in how their state is held.
+# test_optimizer_plan.py covers all of torch's optimizers; these differ in the layout of their state.
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD": of_class(torch.optim.SGD, lr=0.1),
     "AdamW": adamw,
@@ -195,22 +196,22 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "moments in fp32": of_class(Fp32Moments, lr=0.01),
     "Adafactor": of_class(torch.optim.Adafactor, lr=0.01),  # (n, 1) and (1, m) for a matrix
 }
-# torch cannot step there with sharded parameters, on the CPU or at all in one of the versions.
+# torch cannot step Adafactor with sharded parameters: on the CPU, or at all in one of the versions.
 WITHOUT_STEP = ("Adafactor",)
 
 
 @on_ranks(2)
 def test_every_optimizer_goes_on(folder: str) -> None:
-    """Whatever state an optimizer keeps, in whatever dtype and shape, the next step is the one that would have come.
+    """After a load, the next optimizer step equals the step without the load, for state of any dtype and shape.
 
-    Files of FSDP1 share one step count in a unit; each of its parameters gets its own.
+    In FSDP1's files the parameters of a unit share one step count; after the load each parameter has its own.
     """
 
     def check(name: str, by_id: bool, config: dict[str, Any] | None) -> None:
         make, make_optimizer = make_bf16 if name == "moments in fp32" else Model, OPTIMIZERS[name]
         model, optimizer = trained(make, make_optimizer)
         root = composer_state(model, optimizer, by_id=by_id)
-        if by_id:  # as FSDP1's flat parameters leave it: loaded so, one step counted for each of a unit's parameters
+        if by_id:  # one step tensor for the parameters of a unit, as in FSDP1's flat parameters
             shared = torch.tensor(2.0)
             for entries in root["state"]["optimizers"]["AdamW"]["state"].values():
                 entries["step"] = shared
@@ -230,7 +231,7 @@ def test_every_optimizer_goes_on(folder: str) -> None:
             for key, value in contents(ours, own).items():
                 assert_close(key, value, expected[key], rtol=1e-5, atol=1e-6)
 
-    # Whose entry is whose is told before what is in it, so one optimizer by position says it for all.
+    # State is matched to parameters before its contents are checked, so one optimizer by position covers all of them.
     cases = [(name, name == "AdamW", {}) for name in OPTIMIZERS] + [("AdamW", True, None)]
     cases += [(name, False, None) for name in OPTIMIZERS if IS_THOROUGH or name in WITHOUT_STEP]
     for_each(check, {f"{case}": case for case in cases})
@@ -241,7 +242,7 @@ def test_every_optimizer_goes_on(folder: str) -> None:
 
 
 def grouped(*groups: tuple[str, dict[str, Any]], cls: Any = torch.optim.AdamW) -> MakeOptimizer:
-    """Groups by a regular expression that a name matches; the first that does takes it."""
+    """Parameter groups by regular expressions; a parameter is in the first group whose expression matches its name."""
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         left, made = dict(model.named_parameters()), []
@@ -262,7 +263,7 @@ THREE = grouped((MATRICES, {"weight_decay": 0.1}), (r"bias", {"weight_decay": 0.
 WITH_EMPTY = grouped((MATRICES, {"weight_decay": 0.1}), ("", {"weight_decay": 0.0}), ("no such name", {"lr": 5.0}))
 WITHOUT_HEAD = grouped((r"embed|fc_in|fc_out|norm", {}))
 
-# The file's groups, the optimizer's; what each of the optimizer's groups has for weight decay, or what is said.
+# The file's groups, the optimizer's groups, and the expected weight decay of each group or the expected error.
 GROUPINGS: dict[str, tuple[MakeOptimizer, MakeOptimizer, list[float] | str]] = {
     "the same": (TWO, TWO, [0.1, 0.0]),
     "in another order": (TWO, TWO_REVERSED, [0.0, 0.1]),
@@ -281,8 +282,8 @@ GROUPINGS: dict[str, tuple[MakeOptimizer, MakeOptimizer, list[float] | str]] = {
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_groups_are_matched_by_parameter(folder: str) -> None:
-    """torch took the last group's hyperparameters for whatever it found; here they follow the parameter, or nothing is
-    loaded. Fine-tuning runs train some parameters; which ones have state is compared, not assumed."""
+    """torch applied the last group's hyperparameters to every parameter; here they follow the parameter, or nothing is
+    loaded. Fine-tuning runs train some parameters; the load compares which ones have state instead of assuming it."""
 
     def check(name: str, by_id: bool) -> None:
         saving, loading, expected = GROUPINGS[name]
@@ -291,7 +292,7 @@ def test_groups_are_matched_by_parameter(folder: str) -> None:
         for group in optimizer.param_groups:
             group["eps"] = 1e-4  # no default
         root = composer_state(model, optimizer, by_id=by_id)
-        if by_id:  # from 5 on, of the parameters in the groups' order, which is not the model's
+        if by_id:  # from 5 on, in the order of the groups, which differs from the model's
             by_position = root["state"]["optimizers"]["AdamW"]
             by_position["state"] = {number + 5: entries for number, entries in by_position["state"].items()}
             for group in by_position["param_groups"]:
@@ -322,16 +323,17 @@ def freeze_blocks() -> nn.Module:
 
 @on_ranks(2)
 def test_frozen_parameters_need_no_state(folder: str) -> None:
-    """A frozen layer was never stepped; that is no damage, and one that was thawed since begins with new state."""
-    model, optimizer = trained(freeze_blocks)  # its optimizer has all parameters, and state for some
+    """A frozen layer has no optimizer state, which is no damage. A layer unfrozen after the save starts with new
+    state."""
+    model, optimizer = trained(freeze_blocks)  # all parameters are in its groups, some have state
     path = saved(composer_state(model, optimizer), f"{folder}/frozen.pt")
     ours, own = untrained(freeze_blocks, config={})
     report = load_checkpoint(path, ours, own)
     assert (report.left_out, report.kept) == ((), ()), str(report)
     assert_same(contents(ours, own), contents(model, optimizer), "frozen", in_bits=True)
-    # Thawed since: the file's groups have them, without state, as parameters that never had a gradient.
+    # Unfrozen after the save: the file lists these parameters in its groups but has no state for them.
     ours, own = untrained(config={})
-    step(ours, own, 2)  # their state goes, as in torch.optim's own load_state_dict
+    step(ours, own, 2)  # the load discards this state, as torch.optim's load_state_dict does
     report = load_checkpoint(path, ours, own)
     assert sum("the state of decoder.blocks" in kept for kept in report.kept) == 8, str(report)
     assert_same(contents(ours, own), contents(model, optimizer), "thawed", in_bits=True)
@@ -342,7 +344,7 @@ def test_frozen_parameters_need_no_state(folder: str) -> None:
 
 @on_ranks(2)
 def test_optimizer_of_another_model_or_class(folder: str) -> None:
-    """State of one optimizer means nothing to another; neither does one that was built before the model was changed."""
+    """A load refuses state of another optimizer class, and an optimizer built before the model was changed."""
     path = saved(composer_state(*trained()), f"{folder}/a.pt")
     ours, _ = untrained(config={})
     stranger = adamw(Model())
@@ -364,7 +366,7 @@ EMBED, HEAD = "decoder.embed.weight", "decoder.head.weight"
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_tied_parameters_under_one_name_or_both(folder: str) -> None:
-    """Files name a tied weight once or twice. Equal copies are one; of two values, none is silently dropped."""
+    """Files store a tied weight under one name or two. Equal copies load as one; two different values are an error."""
     model, optimizer = trained(tied_model)
     whole = composer_state(model, optimizer)
     expected = contents(model, optimizer)
@@ -375,8 +377,8 @@ def test_tied_parameters_under_one_name_or_both(folder: str) -> None:
         return root
 
     def part_of_a_storage(weights: dict[str, Any], state: dict[str, Any], change: float = 0.0) -> None:
-        weights[HEAD] = torch.cat([weights[EMBED], torch.zeros(1, WIDTH)])[:-1]  # its CRC32 is of more than it
-        weights[HEAD][-1, -1] += change  # on the last rank alone
+        weights[HEAD] = torch.cat([weights[EMBED], torch.zeros(1, WIDTH)])[:-1]  # its CRC32 covers more bytes
+        weights[HEAD][-1, -1] += change  # only on the last rank
 
     def moments_differ(weights: dict[str, Any], state: dict[str, Any]) -> None:
         state[HEAD] = copy.deepcopy(state[EMBED])
@@ -417,7 +419,7 @@ def test_tied_parameters_under_one_name_or_both(folder: str) -> None:
         path = saved(variant(change), f"{folder}/{name}.pt")
         refused(name, path, *untrained(tied_model, config=config), [says], strict=strict)
 
-    # Each with one of the configurations; not strictly is no other way to look at them.
+    # Each with one of the configurations; strict=False checks the same.
     chosen = [(name, configs[at], bool(at)) for at, name in enumerate(bad)]
     for_each(check_bad, {f"{case}": case for case in chosen})
 
@@ -429,7 +431,8 @@ def test_tied_parameters_under_one_name_or_both(folder: str) -> None:
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_names_with_prefixes(folder: str) -> None:
-    """Wrappers' names in a file are no reason to rename it by hand; weights and moments follow the same rule."""
+    """Names with wrappers' prefixes load without renaming the file by hand; the same rule covers weights and
+    moments."""
     model, optimizer = trained()
     whole = composer_state(model, optimizer)
     expected = contents(model, optimizer)
@@ -461,13 +464,14 @@ def test_names_with_prefixes(folder: str) -> None:
         assert bool(report.renamed) == is_renamed, report.renamed
         assert_same(contents(ours, own), expected, in_bits=True)
 
-    of_model = {"of both wrappers": {"activation_checkpointing": True}}  # whose own names have a wrapper's
+    of_model = {"of both wrappers": {"activation_checkpointing": True}}  # a wrapper in the model's names
     for_each(check, {name: (name, of_model.get(name, {})) for name in ways})
 
 
 @on_ranks(2)
 def test_safetensors_folder(folder: str) -> None:
-    """Hugging Face's names lack the attribute that holds the model, and its files have no checksum to compare ties."""
+    """A Hugging Face folder loads: its names lack the prefix of the attribute with the model, and it has no checksums
+    for comparing tied weights."""
     model, _ = trained(tied_model)
     weights = {name.removeprefix("decoder."): value for name, value in model.state_dict().items()}
 
@@ -500,13 +504,13 @@ def test_safetensors_folder(folder: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What does not fit
+# Mismatches
 
 
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_everything_that_does_not_fit_is_named_at_once(folder: str) -> None:
-    """Fourteen mistakes are one error, not fourteen starts of a job; torch takes half of them without a word."""
+    """Fourteen mistakes are one error, not fourteen starts of a job. torch's load ignores half of them."""
     model, optimizer = trained()
     root = composer_state(model, optimizer)
     weights, state = root["state"]["model"], root["state"]["optimizers"]["AdamW"]["state"]
@@ -543,7 +547,7 @@ def test_everything_that_does_not_fit_is_named_at_once(folder: str) -> None:
     fatal = [text for text in says if re.match("shape|type", text)]
     for config, has_state in (({}, False), ({}, True), (None, False)):
         ours, own = untrained(config=config)
-        if has_state:  # which then says what is expected
+        if has_state:  # the error then names the expected shape and dtype
             step(ours, own, 0)
         refused("strict", path, ours, own, ["nothing was changed", *says])
         refused("not strict", path, ours, own, fatal, strict=False)
@@ -551,7 +555,8 @@ def test_everything_that_does_not_fit_is_named_at_once(folder: str) -> None:
 
 @on_ranks(2)
 def test_not_strict_loads_the_rest_and_says_what(folder: str) -> None:
-    """The report says what was left out, kept and cast. With half a parameter's state an optimizer could not step."""
+    """The report lists everything skipped, unchanged and cast. An optimizer cannot step with part of a parameter's
+    state."""
     model, optimizer = trained()
     root = composer_state(model, optimizer)
     weights, saved_state = root["state"]["model"], root["state"]["optimizers"]["AdamW"]
@@ -600,7 +605,7 @@ def test_not_strict_loads_the_rest_and_says_what(folder: str) -> None:
 
 
 def test_without_a_process_group(tmp_path: Path):
-    """Evaluation on a laptop: the sharded run's file goes into the plain model, bit for bit, or weights alone do."""
+    """Evaluation on a laptop: a sharded run's file, or its weights alone, loads bit for bit into an unsharded model."""
     assert not dist.is_initialized()
     model, optimizer = trained(tied_model)
     for root in (composer_state(model, optimizer), model.state_dict()):
@@ -615,7 +620,7 @@ def test_without_a_process_group(tmp_path: Path):
 
 @on_ranks(2)
 def test_ddp(folder: str) -> None:
-    """Runs move between DDP and FSDP2 in both directions, optimizer state by position included."""
+    """Runs move between DDP and FSDP2 in both directions, including optimizer state by position."""
     model, optimizer = trained()
     path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
     plain, _ = untrained()
@@ -626,7 +631,7 @@ def test_ddp(folder: str) -> None:
     read = torch.tensor(report.num_bytes)
     dist.all_reduce(read)
     assert read.item() < 1.2 * path.stat().st_size, "each rank of a replicated model read the whole file"
-    # And what DDP saved, into shards.
+    # And DDP's file into a sharded model.
     path = saved(composer_state(ours, own, by_id=True), f"{folder}/ddp.pt")
     sharded, its_own = untrained(config={})
     load_checkpoint(path, sharded, its_own)
@@ -634,7 +639,7 @@ def test_ddp(folder: str) -> None:
 
 
 class Stateful(nn.Module):
-    """Its extra state is what it is told."""
+    """Its extra state is any value that the test sets."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -648,7 +653,7 @@ class Stateful(nn.Module):
 
 
 class WithExtraState(Stateful):
-    """Extra state in the root and in a child, and buffers of both kinds."""
+    """Extra state in the root and in a child, and persistent and non-persistent buffers."""
 
     def __init__(self) -> None:
         super().__init__({"seen": torch.zeros(2), "name": "new"})
@@ -658,7 +663,7 @@ class WithExtraState(Stateful):
 
 
 def extra_states(number: int) -> dict[str, Any]:
-    """Everything that flattening forgets."""
+    """Containers that DCP's flattening loses: empty ones, integer keys, tuples."""
     return {
         "a_dict": {1: {2: number}, "5": number, "empty": {}, "list": [[{}, {}], {"a": number}, {}]},
         "classes": {True: collections.Counter({3: number}), "ordered": collections.OrderedDict(a=number)},
@@ -671,14 +676,14 @@ def extra_states(number: int) -> dict[str, Any]:
 
 
 class WithLoadingOverride(nn.ModuleDict):
-    """``load_state_dict`` is called for it."""
+    """Has a ``load_state_dict`` override, which the load must call."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
 
 
 def described(value: Any) -> Any:
-    """A nested value's classes, keys and leaves, in no order."""
+    """A nested value's classes, keys and leaves, independent of their order."""
     if isinstance(value, dict):
         return type(value), sorted((repr(key), repr(described(part))) for key, part in value.items())
     return (type(value), *map(described, value)) if isinstance(value, list | tuple) else repr(value)
@@ -709,7 +714,7 @@ def test_extra_state_of_a_sharded_checkpoint_keeps_its_containers(folder: str) -
 
 
 class Picky(WithExtraState):
-    """Refuses what its child has taken by then, on one rank."""
+    """Raises on one rank, after its child has loaded its values."""
 
     def set_extra_state(self, state: Any) -> None:
         if state["name"] == "old" and dist.get_rank() == 1:
@@ -718,7 +723,7 @@ class Picky(WithExtraState):
 
 
 class Scaled(nn.Module):
-    """Stores a weight divided by a scale of its own, with the scale beside it, as quantized layers do."""
+    """Stores its weight divided by a scale, and the scale, as quantized layers do."""
 
     def __init__(self, seen: list[str]) -> None:
         super().__init__()
@@ -746,7 +751,7 @@ def _multiply(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> No
 
 
 class WithLoadingCode(nn.Module):
-    """``load_state_dict`` runs code of every kind here."""
+    """Its ``load_state_dict`` runs code of each supported kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -765,7 +770,7 @@ class WithLoadingCode(nn.Module):
 
 
 def with_entries() -> nn.Module:
-    """A hook adds entries that nothing loads."""
+    """Adds a state dict hook whose entries no module loads."""
     model = Chain(layer=nn.Linear(4, 4))
     model.layer.register_state_dict_post_hook(
         lambda module, state, prefix, _: state.update(
@@ -781,8 +786,8 @@ def full_contents(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @on_ranks(2)
 def test_modules_with_loading_code_of_their_own(folder: str) -> None:
-    """A quantized layer that stores its scale beside its weight trained on with the weight divided and the scale lost:
-    its hooks never ran, and its entry was copied to a temporary. They run, on shards, or the entry is named."""
+    """After a load, a quantized layer trained with a wrongly scaled weight: its load hooks never ran and its
+    scale was lost. The hooks run on shards, or the load names the entry."""
     torch.manual_seed(0)
     model = WithLoadingCode()
     with torch.no_grad():
@@ -809,7 +814,7 @@ def test_modules_with_loading_code_of_their_own(folder: str) -> None:
         refused("refuses", path, ours, None, [r"RuntimeError: not this one; nothing was changed|rank 1"])
 
     cases = [*itertools.product([monolithic], CONFIGURATIONS), (directory, "sharded")]
-    with mock.patch("composer_fsdp2.checkpoint.load.staging._SMALL_BYTES", 0):  # so that replicas share what they read
+    with mock.patch("composer_fsdp2.checkpoint.load.staging._SMALL_BYTES", 0):  # replicas share every read
         for_each(check, {f"{case}": case for case in cases})
     left = composer_state(model)
     left["state"]["model"]["scaled.more"] = torch.ones(1)
@@ -833,7 +838,7 @@ def refuse(on_rank_1: bool) -> None:
 
 
 class Subclass(torch.optim.AdamW):
-    """Does something of its own after a load, and refuses on one rank once it has changed its state."""
+    """Changes its state after a load, and then raises on one rank."""
 
     refuses = False
 
@@ -843,11 +848,12 @@ class Subclass(torch.optim.AdamW):
         refuse(self.refuses)
 
 
-Subclass.__qualname__ = "AdamW"  # the file's
+Subclass.__qualname__ = "AdamW"  # the class name in the file
 
 
 def hooked(kind: str, seen: list[float], *, refuses: bool = False) -> MakeOptimizer:
-    """An optimizer with a hook before or after a load, which sees the file's state, and may refuse it on one rank."""
+    """An optimizer with a pre- or post-hook of load_state_dict that receives the file's state and may raise on one
+    rank."""
 
     def before(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         seen.append(float(full(state["state"][0]["exp_avg"]).abs().sum()))
@@ -879,8 +885,8 @@ CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_an_optimizer_with_code_of_its_users(folder: str) -> None:
-    """A hook that raises on one rank left the others with half of a checkpoint; one that goes well sees the file's
-    state, and its result is the same as without it."""
+    """A hook that raised on one rank left the others with half of a checkpoint. A hook that succeeds sees the file's
+    state, and the loaded values are the same as without it."""
     path = saved(composer_state(*trained(make_optimizer=adamw)), f"{folder}/a.pt")
 
     def check(kind: str, configuration: str) -> None:
@@ -907,7 +913,7 @@ def test_an_optimizer_with_code_of_its_users(folder: str) -> None:
         step(model, optimizer, 6)
 
     kinds = ("pre-hook", "post-hook", "subclass")
-    with mock.patch("composer_fsdp2.checkpoint.load.staging._SMALL_BYTES", 0):  # so that replicas share what they read
+    with mock.patch("composer_fsdp2.checkpoint.load.staging._SMALL_BYTES", 0):  # replicas share every read
         for action, places in (
             (check, ("whole", "replicated", "sharded")),
             (check_refusal, ("sharded", "whole", "replicated")),
@@ -917,9 +923,10 @@ def test_an_optimizer_with_code_of_its_users(folder: str) -> None:
 
 @on_ranks(2)
 def test_extra_state_and_buffers(folder: str) -> None:
-    """Scales of fp8 recipes live in extra state; DCP takes such a dict apart, and the module gets it whole.
+    """fp8 recipes keep their scales in extra state. DCP flattens such a dict; the module receives it in its original
+    form.
 
-    Where a module's own code fails, weights and the extra state of other modules and ranks are as before.
+    If a module's own code raises, weights and the extra state of other modules and ranks are unchanged.
     """
     model = WithExtraState()
     model.state = {"seen": torch.tensor([1.0, 2.0]), "name": "old"}
@@ -968,7 +975,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 @on_ranks(2)
 def test_any_plan(folder: str) -> None:
-    """However a model is sharded, cast or recomputed, also right after an evaluation."""
+    """A checkpoint loads with any sharding, dtype and activation checkpointing, also right after an evaluation."""
     model, optimizer = trained(tied_model)
     model.decoder.blocks[0].scale.fill_(0.75)
     path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
@@ -980,7 +987,7 @@ def test_any_plan(folder: str) -> None:
         assert report.left_out == ("optimizer AdamW",) and not own.state, f"{name}: {report}"
         assert_same(contents(ours), contents(model), name, in_bits=True)
         assert ours.decoder.blocks[0].scale.item() == 0.75, f"{name}: what the state dict shows was a copy"
-        # After a forward without gradients, an evaluation's, parameters are gathered.
+        # After a forward without gradients, as in an evaluation, parameters are unsharded.
         with torch.no_grad():
             ours(tokens(0))
         load_checkpoint(path, ours, own)
@@ -1014,10 +1021,10 @@ HSDP = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2
     ("world_size", "config"), [(2, None), (2, {"sharding_strategy": "NO_SHARD"}), (4, HSDP)], ids=str
 )
 def test_each_byte_is_read_once(tmp_path: Path, world_size: int, config: dict[str, Any] | None):
-    """A rank reads its shard; replicas share the reading. 100 ranks do not read a file 100 times."""
+    """A rank reads its shard and replicas share the reading, so 100 ranks do not read a file 100 times."""
     read = run_ranks(check_bytes, world_size, str(tmp_path), config)
     num_bytes = 3 * 4 * sum(parameter.numel() for parameter in large().parameters())  # weights and two moments, fp32
-    # Step counts and what is smaller than 1 KiB is read by each rank that needs it.
+    # Each rank that needs a step count or a tensor below 1 KiB reads it.
     assert num_bytes <= sum(read) <= 1.02 * num_bytes
     assert read == pytest.approx([num_bytes / world_size] * world_size, rel=0.02)
 
@@ -1029,7 +1036,7 @@ def test_each_byte_is_read_once(tmp_path: Path, world_size: int, config: dict[st
 @pytest.mark.any_torch
 @on_ranks(2, timeout_s=120)
 def test_damage_that_one_rank_reads(folder: str) -> None:
-    """The other rank read sound bytes, or a sound copy; neither goes on alone, and none waits for the other."""
+    """If one rank reads damaged bytes, all ranks raise, also those with a sound copy; none waits for the others."""
     model, optimizer = trained(large)
     monolithic = saved(composer_state(model, optimizer), f"{folder}/a.pt")
     weight = bytes_of(model.body[3].weight)
@@ -1073,9 +1080,9 @@ def test_damage_that_one_rank_reads(folder: str) -> None:
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_a_slow_disk(folder: str) -> None:
-    """A rank that unpacks or reads for minutes ended the others at Composer's dist_timeout of 300 s; and one that has
-    no space for it left them waiting."""
-    # Rank 0 unpacks and rank 1 reads for longer than collectives wait.
+    """A rank that unpacked or read for minutes made the others fail at Composer's dist_timeout of 300 s. A rank without
+    disk space left them waiting."""
+    # Rank 0 unpacks and rank 1 reads for longer than the collectives' timeout.
     path, model = Path(folder, "packed.pt.gz"), tied_model()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     if dist.get_rank() == 0:
@@ -1104,20 +1111,20 @@ def test_a_slow_disk(folder: str) -> None:
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_directories_of_which_one_rank_reads_something_else(folder: str) -> None:
-    """Two nodes with checkpoints of two runs in the same place would train on half of each. And a file that one rank
-    cannot read ends the load on all of them."""
+    """If one path has checkpoints of two runs on two nodes, all ranks refuse them instead of training on half of each.
+    A file that one rank cannot read is an error on all ranks."""
     paths = [f"{folder}/{name}/ep0-ba3" for name in ("one", "two")]
     for value, path in enumerate(paths):
         model, _ = untrained(large, config={})
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(value)
-        # Of shards, so that each rank will read files' records of its own, whole: no CRC32 tells.
+        # Sharded: each rank reads complete records of its own files, so no CRC32 shows the difference.
         save_directory({"state": {"model": model.state_dict()}}, checkpoint_id=path)
     ours, _ = untrained(large, config={})
     load_checkpoint(paths[0], ours)
     refused("another save's", paths[dist.get_rank()], ours, None, ["decided differently"])
-    damaged = Path(paths[0], "__1_0.distcp")  # rank 1's alone
+    damaged = Path(paths[0], "__1_0.distcp")  # only rank 1 reads it
     if dist.get_rank() == 0:
         flip(damaged, record_at(damaged, "data/0")[0] + 36)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Whatever the shapes, dtypes and splits: what one world saved, another loads, bit for bit."""
+"""For any shapes, dtypes and shardings, another world size loads the saved values bit for bit."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Spec:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how it was written, and who reads it.
+    """A model, the form of its checkpoint, and the ranks that load it.
 
     Args:
-        seed: Of the values and of the splits.
-        columns: Whether matrices are sharded by columns, where these can be shared out evenly.
-        num_files: Of a DCP directory, each with some rows; 0 is one file of ``torch.save``.
-        strided: Whether tensors lie in other orders in memory, and several in one storage.
+        seed: For the values and the shardings.
+        columns: Whether matrices are sharded by columns, if these divide evenly.
+        num_files: Number of files in a DCP directory, each with some rows; 0 is one file of ``torch.save``.
+        strided: Whether tensors have other strides, and several share a storage.
     """
 
     specs: tuple[Spec, ...]
@@ -94,7 +94,7 @@ def make(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def filled(case: Case, rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Random bits, so NaNs of every kind too; maybe a part of a larger storage, in another order."""
+    """Random bits, including NaNs of every kind; perhaps a view of a larger storage, with other strides."""
     order = rng.sample(range(len(shape)), len(shape)) if case.strided else list(range(len(shape)))
     numel, before = math.prod(shape), rng.choice([0, 3]) if case.strided else 0
     raw = bytes(rng.randrange(2 if dtype == torch.bool else 256) for _ in range((numel + before) * dtype.itemsize))
@@ -105,7 +105,7 @@ def filled(case: Case, rng: random.Random, shape: tuple[int, ...], dtype: torch.
 
 
 def state_of(case: Case) -> dict[str, Any]:
-    """What the writing run held: Composer's state dict with random values."""
+    """The state of the writing run: Composer's state dict with random values."""
     rng = random.Random(case.seed)
     model, optimizer = make(case)
     weights = {name: filled(case, rng, tuple(v.shape), v.dtype) for name, v in model.state_dict().items()}
@@ -136,10 +136,10 @@ def check_load(path: str, case: Case) -> None:
         for module in (model.first, model.second, model):
             fully_shard(module, shard_placement_fn=placement)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with mock.patch("composer_fsdp2.checkpoint.load.staging._SMALL_BYTES", 0):  # so that replicas share what they read
+    with mock.patch("composer_fsdp2.checkpoint.load.staging._SMALL_BYTES", 0):  # replicas share every read
         report = load_checkpoint(path, model, optimizer)
     assert (report.left_out, report.kept, report.cast) == ((), (), ()), str(report)
-    assert report.unchecked_bytes == 0 or case.strided, str(report)  # of a larger storage nobody reads the rest
+    assert report.unchecked_bytes == 0 or case.strided, str(report)  # no rank reads the rest of a larger storage
     for name, value in model.state_dict().items():
         assert_part(name, value, root["model"][name])
     state = root["optimizers"]["AdamW"]["state"]
@@ -151,7 +151,8 @@ def check_load(path: str, case: Case) -> None:
 
 
 def try_load(path: str, case: Case) -> str:
-    """What went wrong, as a value: a check that raises costs new ranks, for each step in which hypothesis shrinks."""
+    """Runs the load and returns its error: an exception would restart the ranks in each step in which hypothesis
+    shrinks."""
     try:
         check_load(path, case)
     except (AssertionError, CheckpointError) as error:
@@ -160,7 +161,7 @@ def try_load(path: str, case: Case) -> str:
 
 
 def assert_part(name: str, ours: torch.Tensor, whole: torch.Tensor) -> None:
-    """This rank's part is that of the full tensor; gloo could not gather fp8."""
+    """Checks that this rank's shard equals that part of the full tensor; gloo could not gather fp8."""
     if isinstance(ours, DTensor):
         [place] = ours.placements
         parts = list(whole.chunk(dist.get_world_size(), place.dim))
@@ -179,11 +180,11 @@ BY_COLUMNS = Case(
 @example(case=BY_COLUMNS, world_size=2)
 @examples(10)
 def test_what_one_world_saved_another_loads(case: Case, world_size: int):
-    """A split that one size of job makes and another misreads would put rows of a weight in another's place."""
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(os, "fsync"):  # which takes most of the time
+    """If two world sizes disagreed about a sharding, rows of a weight would move to another place."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(os, "fsync"):  # fsync takes most of the time
         path = Path(folder) / ("file.pt" if case.num_files == 0 else "directory")
         torch.save(state_of(case), Path(folder) / "file.pt")
-        if case.num_files:  # test_convert_dcp.py has what torch reads of them
+        if case.num_files:  # test_convert_dcp.py reads them with torch
             convert_checkpoint(Path(folder) / "file.pt", path, to="dcp", files=case.num_files)
         if world_size == 1:
             check_load(str(path), case)

@@ -1,4 +1,4 @@
-"""State that several ranks hold alike: one of them reads and checks it, and sends it in pieces into its place."""
+"""Replicated state: one of the ranks reads and checks it, and sends it to its replicas in pieces."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NO_SHARD = {"sharding_strategy": "NO_SHARD"}
 
 
 class Large(nn.Module):
-    """1 MiB, in tensors of which none is a piece."""
+    """1 MiB, in tensors larger than one piece."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class Large(nn.Module):
 
 
 def checkpoint(path: str, make: Callable[[], nn.Module] = Large) -> tuple[Path, dict[str, torch.Tensor]]:
-    """What a run without sharding saves after two steps, and what a load of it has to give. Called on all ranks."""
+    """A file of an unsharded run after two steps, and the expected contents after a load. Called on all ranks."""
     model, optimizer = trained(make)
     return saved(composer_state(model, optimizer), path), contents(model, optimizer)
 
 
 def stepped(make: Callable[[], M], config: dict[str, Any] | None) -> tuple[M, torch.optim.Optimizer]:
-    """A model with other values, whose optimizer has state, as in a run that goes back to a checkpoint."""
+    """A model with other values, whose optimizer has state, as in a run that returns to an earlier checkpoint."""
     model = make()
     _, optimizer = untrained(lambda: model, config=config)
     step(model, optimizer, 5)
@@ -66,7 +66,7 @@ def stepped(make: Callable[[], M], config: dict[str, Any] | None) -> tuple[M, to
 
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.UntypedStorage]:
-    """This rank's memory, by what lies in it; step counts, of 4 bytes each, are left out."""
+    """This rank's storages by name of parameter or optimizer state, without step counts (4 bytes each)."""
     tensors = {name: local_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         tensors |= {f"{key} of {name}": local_tensor(v) for key, v in optimizer.state[parameter].items() if v.dim()}
@@ -75,7 +75,8 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
 @on_ranks(2)
 def test_host_memory_is_this_ranks_part_and_a_piece(folder: str) -> None:
-    """A node of 8 GPUs held 672 GB of a model of 7B parameters and its moments, before one of them was in place."""
+    """A load needs host memory for this rank's share and one piece. A node of 8 GPUs needed 672 GB for a model of 7B
+    parameters and its moments before it copied the first of them to a GPU."""
     path, expected = checkpoint(f"{folder}/a.pt")
     num_bytes = sum(tensor.nbytes for tensor in expected.values())
 
@@ -84,7 +85,7 @@ def test_host_memory_is_this_ranks_part_and_a_piece(folder: str) -> None:
         with mock.patch.object(staging, "_PIECE_BYTES", PIECE_BYTES), HostMemory() as host:
             load_checkpoint(path, ours, own)
         assert_same(contents(ours, own), expected, in_bits=True)
-        # What is smaller than 1 KiB, step counts for one, each rank reads for itself.
+        # Each rank reads entries below 1 KiB, such as step counts, itself.
         assert host.peak_bytes <= 1.01 * num_bytes / 2 + PIECE_BYTES, (host.peak_bytes, num_bytes)
 
     for_each(check, {"not sharded": (None,), "NO_SHARD": (NO_SHARD,), "sharded": ({},)})
@@ -92,9 +93,10 @@ def test_host_memory_is_this_ranks_part_and_a_piece(folder: str) -> None:
 
 @on_ranks(2)
 def test_an_optimizer_keeps_its_memory(folder: str) -> None:
-    """Moments that are there already lay on the GPU twice while the new ones were loaded beside them.
+    """A load copies into the existing moments. They were on the GPU twice, because new ones were allocated first.
 
-    Two parameters that share one tensor of state, by an optimizer's own doing, get one each: both have their own.
+    If an optimizer shares one state tensor between two parameters, the load allocates a separate one for each, because
+    the file has two.
     """
     path, expected = checkpoint(f"{folder}/a.pt")
 
@@ -116,7 +118,7 @@ def test_an_optimizer_keeps_its_memory(folder: str) -> None:
 
 
 def strided(root: dict[str, Any]) -> dict[str, Any]:
-    """The same values by columns, and by rows far apart."""
+    """The same values, column-major or with gaps between rows."""
     weights = root["state"]["model"]
     for number, (name, value) in enumerate(list(weights.items())):
         if value.dim() == 2:
@@ -126,7 +128,7 @@ def strided(root: dict[str, Any]) -> dict[str, Any]:
 
 
 def layouts(folder: str) -> tuple[dict[str, Path], dict[str, torch.Tensor]]:
-    """One state in files of several kinds, and what a load of any of them has to give. Called on all ranks."""
+    """One state in files of several layouts, and the expected contents after a load. Called on all ranks."""
     paths = {"directory": Path(folder, "directory")}
     paths["one file"], expected = checkpoint(f"{folder}/a.pt", tied_model)
     paths["by columns"] = saved(strided(composer_state(*trained(tied_model))), f"{folder}/b.pt")
@@ -141,7 +143,7 @@ def check_equal(folder: str, config: dict[str, Any] | None) -> None:
         ours, own = untrained(tied_model, config=config)
         with (
             mock.patch.object(staging, "_PIECE_BYTES", piece_bytes),
-            # Every tensor, the smallest too, which each rank reads for itself.
+            # Also the smallest tensors, which each rank otherwise reads itself.
             mock.patch("composer_fsdp2.checkpoint.load.staging._SMALL_BYTES", 0),
         ):
             report = load_checkpoint(path, ours, own)
@@ -156,14 +158,14 @@ def check_equal(folder: str, config: dict[str, Any] | None) -> None:
 
 @pytest.mark.any_torch
 def test_every_rank_has_all_pieces(tmp_path: Path):
-    """However a tensor lies in its file and is cut into pieces, every rank has all of it, and all of it was checked."""
+    """Every rank loads and checks each tensor completely, whatever its layout in the file and the piece size."""
     for config in (NO_SHARD, None):
         run_ranks(check_equal, 2, str(tmp_path), config)
 
 
 @pytest.mark.any_torch
 def test_pieces_of_shards(tmp_path: Path):
-    """HYBRID_SHARD: two ranks hold each shard."""
+    """HYBRID_SHARD: each shard is on two ranks."""
     run_ranks(check_equal, 4, str(tmp_path), HSDP_2X2)
 
 
@@ -172,7 +174,7 @@ def test_pieces_of_shards(tmp_path: Path):
 
 
 def last_bytes_of(path: Path, name: str) -> int:
-    """Where the last element of a tensor that is nowhere else in a file lies."""
+    """The offset of the last byte of a tensor whose bytes occur once in the file."""
     content = path.read_bytes()
     value = torch.load(path, weights_only=True)["state"]["model"][name]
     at = content.find(value.numpy().tobytes())
@@ -183,7 +185,8 @@ def last_bytes_of(path: Path, name: str) -> int:
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_damage_is_found_before_anything_is_changed(folder: str) -> None:
-    """A bit that flipped in the last piece of a tensor: what was put into place piece by piece cannot be put back."""
+    """A flipped bit in the last piece of a tensor is found before the first piece changes the model; pieces cannot be
+    undone."""
     for name in ("body.0.weight", "body.3.weight"):
         path, _ = checkpoint(f"{folder}/{name}.pt")
         if dist.get_rank() == 0:
@@ -194,7 +197,7 @@ def test_damage_is_found_before_anything_is_changed(folder: str) -> None:
 
 
 class Late(Large):
-    """Its own code runs once all is checked, before anything is in place."""
+    """Its load hook runs after all content is checked and before the model changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +213,7 @@ class Late(Large):
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_a_file_is_not_read_after_its_check(folder: str) -> None:
-    """What is loaded is what was checked, whatever becomes of the file."""
+    """The loaded values are the checked ones, even if the file changes after the check."""
 
     def check(config: dict[str, Any] | None) -> None:
         path, expected = checkpoint(f"{folder}/a.pt", Late)
@@ -231,7 +234,7 @@ def test_a_file_is_not_read_after_its_check(folder: str) -> None:
 
 @on_ranks(2)
 def test_a_rank_without_memory_for_its_state(folder: str) -> None:
-    """A GPU is fuller than the others: they hear of it before anything is changed. (The error is made: no GPU.)"""
+    """If one GPU has less free memory, all ranks raise before anything is changed. (The error is mocked: no GPU.)"""
     path, _ = checkpoint(f"{folder}/a.pt")
     ours, own = untrained(Large, config=NO_SHARD)
     before = contents(ours, own)
@@ -251,7 +254,8 @@ def test_a_rank_without_memory_for_its_state(folder: str) -> None:
 
 @on_ranks(2)
 def test_an_optimizer_that_fails_on_one_rank(folder: str) -> None:
-    """It is told on all ranks, which have sent each other everything before. (The error is made: no GPU.)"""
+    """An optimizer's error on one rank is raised on all ranks, after all sends are complete. (The error is mocked: no
+    GPU.)"""
     path, _ = checkpoint(f"{folder}/a.pt")
     ours, own = untrained(Large, config=NO_SHARD)
 

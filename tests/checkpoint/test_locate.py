@@ -1,4 +1,4 @@
-"""From what one has at hand to the checkpoint: links, pointers, patterns, run folders."""
+"""Finding the checkpoint from the paths that users have: links, pointers, patterns, run folders."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def save_dcp(path: Path, *, complete: bool = True) -> Path:
 
 @pytest.mark.parametrize("kind", ["c172/full", "c172/sharded", "c220/sharded-mesh"])
 def test_latest_of_an_old_run_is_found(kind: str):
-    """The files that Composer wrote, with links that became text on the way through git or an object store."""
+    """Composer's own files, with links that git or an object store has converted to text."""
     expected = "ep0-ba3-rank0.pt" if "full" in kind else "ep0-ba3"
     for named in ("latest-rank0.pt", "latest-rank{rank}.pt", "."):
         assert find(LEGACY / kind / named).path.name == expected
@@ -53,7 +53,7 @@ def test_latest_of_an_old_run_is_found(kind: str):
 def test_links_lead_to_what_they_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Composer's own latest-rank0.pt, Foundry's latest-sharded-rank0, and links to links on another disk.
 
-    Paths are as launchers and YAMLs write them; spaces and other letters in them too.
+    Paths are written as in launchers and YAMLs, also with spaces and non-ASCII letters.
     """
     folder, file = save_dcp(tmp_path / "disk" / "ep0-ba3"), save(tmp_path / "a run, größer" / "x.pt")
     run = tmp_path / "run"
@@ -72,7 +72,8 @@ def test_links_lead_to_what_they_link(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("content", ["ep0-ba3-rank0.pt", "run/checkpoints/ep0-ba3-rank0.pt\n"])
 def test_symlink_files_of_object_stores_are_followed(tmp_path: Path, content: str):
-    """A bucket that was copied to a disk: its .symlink files hold the object's name, from the bucket's root."""
+    """In a bucket that was copied to a disk, a .symlink file contains the object's name, relative to the bucket's
+    root."""
     file = save(tmp_path / "run" / "checkpoints" / "ep0-ba3-rank0.pt")
     pointer = file.with_name("latest-rank0.pt.symlink")
     pointer.write_text(content)
@@ -85,19 +86,20 @@ def test_symlink_files_of_object_stores_are_followed(tmp_path: Path, content: st
 
 
 def test_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path):
-    """A run that died while it wrote resumes from the checkpoint before; batches count as numbers."""
+    """A run that died while saving resumes from the previous checkpoint; batches are compared as numbers."""
     run = tmp_path / "run" / "checkpoints"
     save_dcp(run / "ep0-ba3")
     save_dcp(run / "ep1-ba9")
     save_dcp(run / "ep1-ba12", complete=False)
-    (run / "latest-rank0.pt").symlink_to("ep0-ba3")  # stale: the run died before it moved
+    (run / "latest-rank0.pt").symlink_to("ep0-ba3")  # stale: the run died before it updated the link
     found = find(tmp_path)
     assert found.path == run / "ep1-ba9"
     assert len(found.remarks) == 1 and "ep1-ba12" in found.remarks[0] and ".metadata" in found.remarks[0]
 
 
 def test_files_and_folders_of_steps_are_compared(tmp_path: Path):
-    """Full and sharded checkpoints in one folder; other ranks' files and pointers are none of their own."""
+    """Full and sharded checkpoints in one folder are compared by step; other ranks' files and pointers are not separate
+    checkpoints."""
     save_dcp(tmp_path / "ep0-ba9")
     _, newest, _ = (save(tmp_path / f"ep0-ba{name}.pt") for name in ("10-rank0", "11-rank0", "99-rank1"))
     (tmp_path / "ep0-ba99.symlink").write_text("nothing")
@@ -111,7 +113,8 @@ def test_files_and_folders_of_steps_are_compared(tmp_path: Path):
     ids=["empty", "half", "end"],
 )
 def test_half_written_file_is_passed_over(tmp_path: Path, cut: Callable[[bytes], bytes]):
-    """A full disk leaves a file of the right name: the last whole one is taken, and it is said."""
+    """A full disk leaves an incomplete file with a valid name: the last complete one is used, and a remark names the
+    other."""
     whole = save(tmp_path / "ep0-ba1-rank0.pt")
     half = save(tmp_path / "ep0-ba2-rank0.pt")
     half.write_bytes(cut(half.read_bytes()))
@@ -123,7 +126,7 @@ def test_half_written_file_is_passed_over(tmp_path: Path, cut: Callable[[bytes],
 
 
 def test_of_equal_steps_the_later_written_is_taken(tmp_path: Path):
-    """Two runs below one folder: the batch decides, then the epoch, then the time."""
+    """For two runs in one folder, the batch decides, then the epoch, then the time."""
     older, newer = save(tmp_path / "b" / "ep0-ba3-rank0.pt"), save(tmp_path / "a" / "ep0-ba3-rank0.pt")
     os.utime(older, (1000, 1000))
     assert find(tmp_path).path == newer
@@ -137,7 +140,7 @@ def test_of_equal_steps_the_later_written_is_taken(tmp_path: Path):
 
 
 def test_folder_with_names_of_ones_own(tmp_path: Path):
-    """save_filename may be anything: the latest pointer decides, or the only checkpoint there is."""
+    """With any save_filename, the latest pointer decides, or the only checkpoint in the folder."""
     first = save(tmp_path / "batch3.pt")
     (tmp_path / "run.log").write_text("a\nlog")
     assert find(tmp_path).path == first
@@ -151,7 +154,7 @@ def test_folder_with_names_of_ones_own(tmp_path: Path):
 @pytest.mark.parametrize("name", ["batch6.pt", "ep0-ba6-rank0.pt"])
 @pytest.mark.parametrize("as_link", [True, False])
 def test_latest_may_be_a_folder(tmp_path: Path, name: str, as_link: bool):
-    """A pointer of one's own leads to a folder, perhaps on another disk: what is in that is the latest."""
+    """A user's pointer to a folder, perhaps on another disk: the checkpoint in that folder is the latest."""
     run = tmp_path / "run"
     save(run / "batch3.pt")
     folder = tmp_path / "disk" if as_link else run / "weights"
@@ -165,7 +168,7 @@ def test_latest_may_be_a_folder(tmp_path: Path, name: str, as_link: bool):
 
 
 def test_folders_that_lead_to_each_other(tmp_path: Path):
-    """Pointers that form a circle end in what the folders hold."""
+    """If pointers form a circle, the folder's own files are searched."""
     for name, other in (("a", "b"), ("b", "a")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "latest").symlink_to(f"../{other}")
@@ -177,14 +180,14 @@ def test_folders_that_lead_to_each_other(tmp_path: Path):
     assert find(tmp_path / "b").path == file
 
 
-# --- what leads nowhere
+# --- invalid paths
 
 
 @pytest.mark.parametrize(
     ("content", "text"),
     [
         ("../secret.pt", "outside of its folder"),
-        ("{folder}/secret.pt", "outside of its folder"),  # its owner may name that himself
+        ("{folder}/secret.pt", "outside of its folder"),  # a user may name this path directly
         ("link-out", "outside of its folder"),
         ("gone.pt", "not beside it"),
         ("b.symlink", "cycle"),
@@ -194,7 +197,7 @@ def test_folders_that_lead_to_each_other(tmp_path: Path):
     ],
 )
 def test_pointers_stay_in_their_folder(tmp_path: Path, content: str, text: str):
-    """A pointer file comes with the checkpoint, from whoever wrote it: it opens nothing else on the machine."""
+    """A pointer file comes with a checkpoint, possibly from a stranger, so it opens no other file on the machine."""
     save(tmp_path / "secret.pt")
     run = tmp_path / "run"
     run.mkdir()
@@ -206,7 +209,7 @@ def test_pointers_stay_in_their_folder(tmp_path: Path, content: str, text: str):
 
 
 MISSING = {
-    "ep0-ba4-rank0.pt": r"ep0-ba3-rank0\.pt",  # a typing error is seen at a glance
+    "ep0-ba4-rank0.pt": r"ep0-ba3-rank0\.pt",  # shows a typing error at a glance
     "ep{epoch}-ba{batch}-rank{rank}.pt": "name the folder",
     **dict.fromkeys(("s3://b/ep0-ba3", "hf://org/model", "file://other-machine/x"), r"not on this machine.*load_path"),
     **{name: f"{name} -> .*a broken or circular link" for name in ("latest-rank0.pt", "a")},
@@ -215,7 +218,7 @@ MISSING = {
 
 @pytest.mark.parametrize("named", MISSING)
 def test_missing_path_says_what_is_there(named: str, tmp_path: Path):
-    """A link that survived what it linked to is told from a missing file; a remote path is not looked up here."""
+    """A broken link is distinguished from a missing file; a remote path is not looked up here."""
     save(tmp_path / "ep0-ba3-rank0.pt")
     for name, target in {"latest-rank0.pt": "ep0-ba3", "a": "b", "b": "a"}.items():
         (tmp_path / name).symlink_to(target)
@@ -224,7 +227,7 @@ def test_missing_path_says_what_is_there(named: str, tmp_path: Path):
 
 
 def test_a_file_of_a_hugging_face_cache(tmp_path: Path):
-    """The link has the name that says what it is; the file that it leads to is called by its hash."""
+    """The link's name has the suffix that identifies the format; its target is named by a hash."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
@@ -235,7 +238,7 @@ def test_a_file_of_a_hugging_face_cache(tmp_path: Path):
     for path in (snapshot / "model.safetensors", snapshot):
         assert [key[2] for key in inspect_checkpoint(path).tensors] == ["w"]
     assert find(snapshot / "weights.pt").path == blobs / "4567"
-    (tmp_path / "latest.safetensors").symlink_to("blobs/0123")  # the name of the link counts, also in a folder
+    (tmp_path / "latest.safetensors").symlink_to("blobs/0123")  # also in a folder, the suffix of the link counts
     assert find(tmp_path) == find(tmp_path / "latest.safetensors")
 
 
@@ -251,7 +254,7 @@ NO_PATHS = {
 
 @pytest.mark.parametrize("path", NO_PATHS, ids=lambda path: ascii(path)[:20])
 def test_what_no_file_can_be_called(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A wrong path is an error of ours, whatever is wrong with it; scripts that catch CheckpointError catch it."""
+    """An invalid path of any kind raises CheckpointError, which scripts catch."""
     monkeypatch.chdir(tmp_path)
     source = save(tmp_path / "run.pt")
     for action in (
@@ -263,7 +266,7 @@ def test_what_no_file_can_be_called(path: str, tmp_path: Path, monkeypatch: pyte
     ):
         with pytest.raises(CheckpointError, match=NO_PATHS[path]):
             action()
-    if NO_PATHS[path] != "no such file":  # as a destination they are names as good as others
+    if NO_PATHS[path] != "no such file":  # valid names for a destination
         with pytest.raises(CheckpointError, match=NO_PATHS[path]):
             convert_checkpoint(source, path.removeprefix("file://").replace("%00", "\0"), to="dcp")
     assert list(tmp_path.iterdir()) == [source]

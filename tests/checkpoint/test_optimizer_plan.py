@@ -1,4 +1,4 @@
-"""How an optimizer's state is matched: by parameter, and by what the optimizer would make itself."""
+"""Matching of optimizer state: by parameter, and against the state that the optimizer would create itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.checkpoint.test_load import composer_state
 
 
 def make_model() -> nn.Module:
-    """Parameters of no, one, two and four dimensions, equal sizes among them."""
+    """Parameters of no, one, two and four dimensions, some of equal sizes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(2, 3, 2), nn.LayerNorm(1))
     model.register_parameter("gain", nn.Parameter(torch.tensor(2.0)))
@@ -50,7 +50,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_expected_state_is_what_the_first_step_makes(name: str, tmp_path: Path):
-    """A state of the right form is not refused, and one entry less, more, or of another form is, before any step."""
+    """State of the expected form is not refused; a missing, additional or different entry is, before any step."""
     model, fresh = make_model(), make_model()
     optimizer, own = (make_optimizer(each, getattr(torch.optim, name), **CLASSES[name]) for each in (model, fresh))
     stepped(model, optimizer)
@@ -63,7 +63,7 @@ def test_expected_state_is_what_the_first_step_makes(name: str, tmp_path: Path):
         for changed, kind in ((None, "missing"), (torch.zeros(3, 5, dtype=whole.dtype), "shape"), ("text", "type")):
             entries[parameter].update({} if changed is None else {key: changed})
             plan = planned(root, tmp_path, fresh, own)
-            if not entries[parameter]:  # as of a parameter that never had a gradient
+            if not entries[parameter]:  # as for a parameter without a gradient so far
                 assert plan.differences == ()
                 assert [name.split(" (")[0] for name in plan.kept] == [f"the state of {parameter}"]
                 continue
@@ -76,7 +76,8 @@ def test_expected_state_is_what_the_first_step_makes(name: str, tmp_path: Path):
 
 
 def test_finding_out_leaves_no_trace(tmp_path: Path):
-    """The optimizer is asked on a copy: no state, no step counted by a scheduler, no user's hook called."""
+    """The expected state is found on a copy: the optimizer gets no state, no scheduler counts a step, and no user's
+    hook runs."""
     model = make_model()
     optimizer = make_optimizer(model)
     stepped(model, optimizer)
@@ -104,7 +105,7 @@ def test_finding_out_leaves_no_trace(tmp_path: Path):
 
 
 class NeedsClosure(torch.optim.SGD):
-    """Cannot step without one, so nothing is known of its state."""
+    """Cannot step without a closure, so its expected state is unknown."""
 
     def step(self, closure: Any = None) -> Any:
         closure()
@@ -114,7 +115,7 @@ class NeedsClosure(torch.optim.SGD):
 
 
 def test_optimizer_that_cannot_be_asked(tmp_path: Path):
-    """Its state is taken as it is: better than to refuse what somebody's optimizer saved."""
+    """Its state is loaded unchanged, which is better than refusing a user's valid checkpoint."""
     model = make_model()
     optimizer = make_optimizer(model, NeedsClosure, lr=0.1)
     optimizer.step(lambda: None)
@@ -136,7 +137,7 @@ DAMAGED_GROUPS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", DAMAGED_GROUPS)
 def test_groups_that_are_none(name: str, tmp_path: Path):
-    """A file that somebody edited is refused in words, not by a TypeError."""
+    """A manually edited file is refused with an explanation, not by a TypeError."""
     model = make_model()
     root = composer_state(model, optimizer := make_optimizer(model))
     root["state"]["optimizers"]["AdamW"]["param_groups"] = DAMAGED_GROUPS[name]
@@ -145,7 +146,8 @@ def test_groups_that_are_none(name: str, tmp_path: Path):
 
 
 def test_without_groups(tmp_path: Path):
-    """State by name needs no groups: hyperparameters stay, and the report says so. By position they are needed."""
+    """State keyed by name needs no groups: hyperparameters are unchanged, and the report mentions it. State by position
+    needs them."""
     model, fresh = make_model(), make_model()
     optimizer, own = make_optimizer(model), make_optimizer(fresh, lr=0.123)
     stepped(model, optimizer)
@@ -162,7 +164,7 @@ def test_without_groups(tmp_path: Path):
 
 
 def test_hyperparameters_of_other_kinds(tmp_path: Path):
-    """A flag is not a number and a pair no number; a rate as a tensor is one."""
+    """A bool is not a number, nor is a pair; a learning rate as a tensor is one."""
     model = make_model()
     optimizer = make_optimizer(model)
     stepped(model, optimizer)

@@ -20,19 +20,20 @@ OLD = FIXTURES / "per-rank-checkpoints"
 KINDS = ("sharded", "local")
 
 
-# --- local files; tests/compat/test_load_fsdp1.py has what a run loads of these and of sharded ones
+# --- local files; tests/compat/test_load_fsdp1.py loads these and sharded ones into a run
 
 
 def check_saved(folder: str) -> None:
-    """Local files of this rank, with the optimizer by name, of both kinds of parameters; and its flat parameters."""
+    """Saves local files of this rank for both values of use_orig_params, with optimizer state by name, and its flat
+    parameters."""
     for use_orig_params in (True, False):
-        torch.manual_seed(0)  # odd sizes, so that pieces are padded
+        torch.manual_seed(0)  # odd sizes, to force padding
         model = FullyShardedDataParallel(
             nn.Linear(3, 5),
             device_id=torch.device("cpu"),
             use_orig_params=use_orig_params,
             process_group=dist.group.WORLD,
-        )  # which makes ShardedTensors
+        )  # creates ShardedTensors
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         model(torch.ones(4, 3)).sum().backward()
         optimizer.step()
@@ -46,8 +47,8 @@ def check_saved(folder: str) -> None:
 
 
 def test_local_files(tmp_path: Path):
-    """``local`` of torch 2 comes out as vectors, without their padding. Of original parameters it holds pieces that
-    nobody can put together; the way out is said."""
+    """``local`` checkpoints of torch 2 are read as vectors without their padding. With use_orig_params=True they
+    contain shards that cannot be assembled; the error names another state_dict_type."""
     run_ranks(check_saved, 2, str(tmp_path))
     inventory = inspect_checkpoint(tmp_path / "origFalse-rank{rank}.pt")
     assert inventory.flat and "flat" in str(inventory.writer.sharding)
@@ -60,14 +61,14 @@ def test_local_files(tmp_path: Path):
         inspect_checkpoint(tmp_path / "origTrue-rank0.pt")
 
 
-# --- of the torch that Composer 0.13 used
+# --- files of torch 1.13, which Composer 0.13 used
 
 
 @pytest.mark.any_torch
 def test_files_of_torch_1_13_are_read():
-    """The pickles that are really out there, not only those of today's torch.
+    """Pickles of torch 1.13 are read, because such files exist, not only those of the current torch.
 
-    The vector was called flat_param there, and its optimizer state had only a position.
+    The flat parameter was named flat_param there, and its optimizer state was keyed by position only.
     """
     whole, (sharded, local) = torch.load(OLD / "whole.pt"), (inspect_checkpoint(OLD / f"{n}-rank1.pt") for n in KINDS)
     values = values_of(sharded)
@@ -78,7 +79,7 @@ def test_files_of_torch_1_13_are_read():
     assert {path.name for path, _ in sharded.files} == {"sharded-rank0.pt", "sharded-rank1.pt"}
     prefix = ("state", "optimizers", "AdamW", "state", "model.weight")
     assert torch.equal(values[*prefix, "exp_avg"], whole["weight"] * 2) and values[*prefix, "step"] == 3
-    # Each file has one random state here; the list is over ranks.
+    # Each file has one RNG state here; the list is over ranks.
     assert sharded.tree(("rng",)) == [{"rank": 0}, {"rank": 1}]
     values, name = values_of(local), "model._flat_param"
     assert local.flat and torch.equal(values["state", "model", name], whole["flat"])
@@ -86,11 +87,11 @@ def test_files_of_torch_1_13_are_read():
     assert local.groups("AdamW")[0]["params"] == [name]
 
 
-# --- what is missing or mixed up
+# --- missing or mixed files
 
 
 def of_step_2() -> bytes:
-    """The archive with another step in its pickle, and the CRC32s made to fit."""
+    """The archive with another step in its pickle and matching CRC32s."""
     out = io.BytesIO()
     with zipfile.ZipFile(OLD / "sharded-rank1.pt") as source, zipfile.ZipFile(out, "w") as target:
         for name in source.namelist():
@@ -103,11 +104,11 @@ def of_step_2() -> bytes:
 
 
 RANKS = [(OLD / f"sharded-rank{rank}.pt").read_bytes() for rank in (0, 1)]
-# What lies there, of which the first is named, and what is said.
+# For each case, the files (the first is inspected) and the expected error.
 MIXED_UP: dict[str, tuple[dict[str, bytes], str]] = {
     "a rank is missing": ({"x-rank1.pt": RANKS[1]}, r"2 ranks.*x-rank0\.pt"),
     "swapped": ({"x-rank0.pt": RANKS[1], "x-rank1.pt": RANKS[0]}, r"x-rank0\.pt.*is of rank 1 of 2"),
-    # Rank 1's file of an older step fits in shape, and would be half of the wrong weights.
+    # Rank 1's file of an older step has the same shapes, but half of the weights would be wrong.
     "two steps": (
         {"x-rank0.pt": RANKS[0], "x-rank1.pt": of_step_2()},
         r"'batch': 2.*'batch': 3",
@@ -119,7 +120,7 @@ MIXED_UP: dict[str, tuple[dict[str, bytes], str]] = {
 @pytest.mark.any_torch
 @pytest.mark.parametrize("case", MIXED_UP)
 def test_half_of_a_checkpoint_is_refused(tmp_path: Path, case: str):
-    """A file under another rank's name is of another save, or was renamed by mistake."""
+    """A file under another rank's name is from another save, or was renamed by mistake."""
     files, says = MIXED_UP[case]
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
@@ -129,7 +130,8 @@ def test_half_of_a_checkpoint_is_refused(tmp_path: Path, case: str):
 
 @pytest.mark.any_torch
 def test_folder_of_ranks_files_is_found(tmp_path: Path):
-    """0.13 put all steps into one folder, 0.15 each step into its own: the newest with all its ranks is taken."""
+    """Composer 0.13 saved all steps in one folder, 0.15 each step in its own: the newest step with files of all ranks
+    is used."""
     (tmp_path / "ep1-ba12").mkdir()
     for name in ("ep0-ba3-rank0", "ep0-ba3-rank1", "ep0-ba6-rank0", "ep1-ba9-rank0", "ep1-ba12/ep1-ba12-rank0"):
         (tmp_path / f"{name}.pt").write_bytes(RANKS[int(name[-1])])

@@ -1,4 +1,4 @@
-"""Any box of any tensor in a file: the bits that torch would slice, and the bytes that were read for them."""
+"""Any box of any tensor in a file: the values equal torch's slice, and only the necessary bytes are read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ DTYPES = [
 
 @contextmanager
 def saved(tensor: torch.Tensor) -> Iterator[TensorRecord]:
-    """The tensor in a torch.save file, as a record of it."""
+    """The tensor's record in a torch.save file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file.pt"
         torch.save(tensor, path)
@@ -66,7 +66,7 @@ def sliced(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...
     return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
 
 
-# Of real size, and so small that a tensor of a few bytes takes every path.
+# The real limits, and small ones with which a tensor of a few bytes takes every path.
 limits = st.sampled_from([(4 << 20, 1 << 20), (5, 16), (3, 0)])
 
 
@@ -79,9 +79,9 @@ def limited(slice_bytes: int, gap_bytes: int) -> Iterator[None]:
 @given(tensor=strided(DTYPES), limit=limits, data=st.data())
 @examples(60)
 def test_box_of_a_strided_tensor(tensor: torch.Tensor, limit: tuple[int, int], data: st.DataObject):
-    """A rank's shard of a tensor that was saved as a view of any kind holds the view's values, not its storage's.
+    """A rank's shard of a tensor that was saved as a view of any kind has the view's values, not its storage's.
 
-    Read into a part of a larger tensor, it fills that part and leaves the rest alone.
+    A read into a part of a larger tensor fills that part and does not change the rest.
     """
     offsets, sizes = data.draw(boxes(tuple(tensor.shape)))
     around = torch.zeros([size + 2 for size in sizes], dtype=torch.float32).to(tensor.dtype)
@@ -98,7 +98,8 @@ def test_box_of_a_strided_tensor(tensor: torch.Tensor, limit: tuple[int, int], d
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), dtype=st.sampled_from(DTYPES), data=st.data())
 @examples(40)
 def test_rows_cost_their_own_bytes(shape: list[int], dtype: torch.dtype, data: st.DataObject):
-    """A rank that keeps some rows reads these and no byte more, in one run; all of them add up to torch's CRC32."""
+    """A rank that needs some rows reads them and no other byte, in one run; together the ranks' reads give torch's
+    CRC32."""
     tensor = numbered(math.prod(shape), dtype).view(shape)
     cuts = sorted({0, shape[0], *data.draw(st.lists(st.integers(0, shape[0]), max_size=4))})
     row_bytes, ranges = math.prod(shape[1:]) * dtype.itemsize, data.draw(st.permutations([*itertools.pairwise(cuts)]))
@@ -142,7 +143,7 @@ def entry_at(file: Path, offset: int, num_bytes: int) -> NestedArchive:
 
 
 def write_entries(path: Path, tensors: list[torch.Tensor]) -> list[NestedArchive]:
-    """Archives end to end in one file, as DCP's writer leaves them."""
+    """Writes archives end to end into one file, as DCP's writer does."""
     entries = []
     with open(path, "wb") as file:
         for tensor in tensors:
@@ -155,7 +156,7 @@ def write_entries(path: Path, tensors: list[torch.Tensor]) -> list[NestedArchive
 @given(tiled=tilings(), limit=limits, data=st.data())
 @examples(40)
 def test_box_across_chunks(tiled: tuple, limit: tuple[int, int], data: st.DataObject):
-    """A shard for another world size, cut across the old ranks' chunks, has each element in its place."""
+    """A shard for another world size, across the old ranks' chunks, has each element in its place."""
     tensor, tiles = tiled
     offsets, sizes = data.draw(boxes(tuple(tensor.shape)))
     with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +174,7 @@ def test_box_across_chunks(tiled: tuple, limit: tuple[int, int], data: st.DataOb
 @given(tiled=tilings(), data=st.data())
 @examples(40)
 def test_tilings_that_do_not_tile(tiled: tuple, data: st.DataObject):
-    """A chunk too few, twice, moved or grown is seen; DCP leaves such rows as they were, and says nothing."""
+    """A chunk that is missing, duplicated, moved or enlarged is found; DCP silently skips the affected rows."""
     tensor, tiles = tiled
     shape = tuple(tensor.shape)
     number = data.draw(st.integers(0, len(tiles) - 1))
@@ -191,7 +192,7 @@ def test_tilings_that_do_not_tile(tiled: tuple, data: st.DataObject):
     record = TensorRecord(
         name="w", shape=shape, dtype=tensor.dtype, chunks=tuple(Chunk(*tile, entry) for tile in changed)
     )
-    # By counting, which is slow and sure.
+    # By counting, which is slow but certain.
     count = torch.zeros([n + 8 for n in shape], dtype=torch.int)
     for at, extent in changed:
         sliced(count, at, extent).add_(1)
@@ -201,7 +202,7 @@ def test_tilings_that_do_not_tile(tiled: tuple, data: st.DataObject):
 
 
 def chunks_of(shape: tuple[int, ...], size: int) -> TensorRecord:
-    """A tensor in chunks of so many elements along each dimension."""
+    """A tensor in chunks of this number of elements along each dimension."""
     entry = entry_at(Path("file"), 0, 0)
     corners = itertools.product(*(range(0, extent, size) for extent in shape))
     chunks = tuple(Chunk(corner, (size,) * len(shape), entry) for corner in corners)
@@ -209,7 +210,8 @@ def chunks_of(shape: tuple[int, ...], size: int) -> TensorRecord:
 
 
 def test_chunks_along_many_dimensions():
-    """Six are one more than a mesh could ever cut; what would take minutes to check is refused with that reason."""
+    """Six dimensions are more than any mesh can shard; a layout that would take minutes to check is refused with that
+    reason."""
     assert chunks_of((4,) * 6, 2).untiled() is None
     assert "too many to check" in (chunks_of((2,) * 11, 1).untiled() or "")
 
@@ -220,7 +222,8 @@ def test_chunks_along_many_dimensions():
 @given(shape=st.lists(st.integers(0, 5), max_size=3), before=st.integers(0, 7), limit=limits, data=st.data())
 @examples(40)
 def test_box_of_a_flat_parameters_range(shape: list[int], before: int, limit: tuple[int, int], data: st.DataObject):
-    """A parameter of an FSDP1 `local` checkpoint, a run of a flat parameter that the old ranks cut anywhere."""
+    """A parameter of an FSDP1 `local` checkpoint, a range of a flat parameter that the old ranks sharded at any
+    offset."""
     tensor = numbered(math.prod(shape), torch.float32).view(shape)
     flat = torch.cat([torch.full((before,), -1.0), tensor.reshape(-1), torch.full((3,), -2.0)])
     cut = data.draw(st.integers(0, flat.numel()))
@@ -241,7 +244,7 @@ def test_box_of_a_flat_parameters_range(shape: list[int], before: int, limit: tu
 
 
 def test_file_that_shrank(tmp_path: Path):
-    """A file that lost its end between looking and reading is an error that names it, not zeros."""
+    """A file that was truncated between inspecting and reading is an error with its name, not zeros."""
     torch.save(torch.ones(1000), tmp_path / "file.pt")
     archive = Archive.open(tmp_path / "file.pt")
     record = of_stored_tensor(archive.unpickle(trust=False), archive, "w")
@@ -260,7 +263,8 @@ def test_file_that_shrank(tmp_path: Path):
     ],
 )
 def test_entry_that_holds_something_else(held: object, text: str, tmp_path: Path):
-    """An entry of another shape, dtype or kind than .metadata says is an error that names the tensor and the file."""
+    """An entry whose shape, dtype or kind differs from .metadata is an error with the names of the tensor and the
+    file."""
     path = tmp_path / "__0_0.distcp"
     torch.save(held, path)
     entry = entry_at(path, 0, path.stat().st_size)
@@ -272,19 +276,19 @@ def test_entry_that_holds_something_else(held: object, text: str, tmp_path: Path
 
 
 def test_a_view_that_overlaps_itself():
-    """(3, 3) with strides (2, 2) spans nine elements and holds other ones than nine in a row: it was read as these."""
+    """A view (3, 3) with strides (2, 2) spans nine elements, but not nine contiguous ones, as which it was read."""
     tensor = numbered(9, torch.int16).as_strided((3, 3), (2, 2))
     with saved(tensor) as record, Reader() as reader:
         assert_same(reader.read_full(record), tensor.contiguous())
 
 
 def test_an_empty_tensor():
-    """It has no address from which it could be read."""
+    """An empty tensor has no address to read from."""
     with saved(torch.empty(0, 3)) as record, Reader() as reader:
         assert_same(reader.read_full(record), torch.empty(0, 3))
 
 
-# --- CRC32s of parts, put together without the bytes
+# --- CRC32s combined from parts, without the bytes
 
 
 binaries = st.binary(max_size=300)
@@ -293,13 +297,14 @@ binaries = st.binary(max_size=300)
 @given(part=binaries, zeros=st.sampled_from([0, 1, 2, 255, 256, 65537, 1 << 20]))
 @examples(40)
 def test_far_shifts(part: bytes, zeros: int):
-    """Parts far from the end of a large record count as zlib counts them; one shift is the sum of two, beyond 4 GiB."""
+    """The shift for a part far from the end of a large record equals zlib's; one shift is the sum of two, beyond 4
+    GiB."""
     assert shifted(crc := zlib.crc32(part), zeros) ^ zlib.crc32(bytes(zeros)) == zlib.crc32(part + bytes(zeros))
     far = (1 << 33) + 12345
     assert shifted(shifted(crc, far - zeros), zeros) == shifted(crc, far)
 
 
-# --- a record's CRC32, whatever parts of it were read
+# --- a record's CRC32 from the parts that were read
 
 
 NUM_BYTES, OFFSET = 97, 13
@@ -321,7 +326,8 @@ ranges = st.lists(st.tuples(st.integers(0, NUM_BYTES), st.integers(0, NUM_BYTES)
 def test_a_flipped_bit_is_seen_wherever_it_lies(
     data: bytes, ranges: list[list[int]], flipped: int | None, slice_bytes: int
 ):
-    """Whatever was read, once, twice or not at all: the record is damaged if and only if a bit of it is flipped."""
+    """The record is damaged if and only if one of its bits is flipped, whether that bit was read once, twice or
+    never."""
     now = bytearray(data)
     if flipped is not None:
         now[flipped // 8] ^= 1 << flipped % 8
@@ -335,7 +341,7 @@ def test_a_flipped_bit_is_seen_wherever_it_lies(
 @examples(60)
 @given(data=st.binary(min_size=NUM_BYTES, max_size=NUM_BYTES), ranges=ranges, number=st.integers(0, 5))
 def test_what_was_read_must_be_what_is_there(data: bytes, ranges: list[list[int]], number: int):
-    """The file may be whole by now: a range that was read with another content is damage."""
+    """A range that was read with different content is damage, although the file may be complete by now."""
     read = [(a, b, zlib.crc32(data[a:b])) for a, b in ranges if a < b]
     if not read:
         return
@@ -348,7 +354,7 @@ def test_what_was_read_must_be_what_is_there(data: bytes, ranges: list[list[int]
 
 
 def test_what_lies_between_is_read_and_nothing_twice(tmp_path: Path):
-    """A padding of a few bytes costs a few bytes, not the record once more."""
+    """Padding of a few bytes costs a few bytes, not a second read of the record."""
     data = bytes(range(200))
     blob = Blob(tmp_path / "file", 0, 200, zlib.crc32(data))
     blob.path.write_bytes(data)
@@ -360,7 +366,7 @@ def test_what_lies_between_is_read_and_nothing_twice(tmp_path: Path):
 
 @pytest.mark.parametrize("found", ["gone", "cut"])
 def test_a_file_that_cannot_be_read(found: str, tmp_path: Path):
-    """The error says why."""
+    """The error has the reason."""
     blob = Blob(tmp_path / "file", 0, 200, 7)
     if found == "cut":
         blob.path.write_bytes(b"short")

@@ -1,4 +1,4 @@
-"""Who sends what in which round: plain numbers, also for more ranks than any machine here has."""
+"""The sends of each round: plain numbers, also for more ranks than any test machine has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 def parts(shape: Shape, dim: int | None, num_shards: int, num_replicas: int) -> list[Box | None]:
-    """As ``fully_shard`` cuts, for each rank: shards beside each other, replicas of all of them one after the other."""
+    """The shards of each rank as ``fully_shard`` creates them: first all shards, then their replicas."""
     unsharded = Box((0,) * len(shape), shape)
     if dim is None or not shape:
         return [unsharded] * (num_shards * num_replicas)
@@ -35,20 +35,20 @@ def parts(shape: Shape, dim: int | None, num_shards: int, num_replicas: int) -> 
 
 
 def routes_of(cuts: list[list[Box | None]], itemsizes: list[int], num_ranks: int) -> Routes:
-    """From each rank's part of each tensor."""
+    """The routes for each rank's part of each tensor."""
     return Routes([[of_ranks[rank] for of_ranks in cuts] for rank in range(num_ranks)], itemsizes)
 
 
 @st.composite
 def tensors(draw: st.DrawFn) -> tuple[list[tuple[Shape, int]], Routes]:
-    """(shape and bytes an element) of some tensors, and who sends what of them."""
+    """(shape and bytes an element) of some tensors, and the rank that sends each part."""
     shards, replicas = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     shapes = draw(st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=4))
     itemsizes = [draw(st.sampled_from([1, 2, 8])) for _ in shapes]
     cuts = [parts(shape, draw(st.sampled_from([None, *range(len(shape))])), shards, replicas) for shape in shapes]
     others = draw(st.sets(st.integers(1, max(1, shards * replicas - 1)), max_size=1)) if replicas > 1 else set()
     for of_ranks in cuts:
-        for rank in others:  # of a group that trains apart
+        for rank in others:  # of a group that trains independently
             of_ranks[rank] = None
     return list(zip(shapes, itemsizes, strict=True)), routes_of(cuts, itemsizes, shards * replicas)
 
@@ -56,7 +56,7 @@ def tensors(draw: st.DrawFn) -> tuple[list[tuple[Shape, int]], Routes]:
 @given(tensors(), st.integers(1, 9))
 @examples(60)
 def test_every_byte_is_sent_once(drawn: tuple[list[tuple[Shape, int]], Routes], num_bytes: int):
-    """A byte that nobody sends is a zero in somebody's checkpoint."""
+    """A byte that no rank sends would be a zero in the checkpoint."""
     shapes, routes = drawn
     seen = [torch.zeros(math.prod(shape) * itemsize, dtype=torch.int64) for shape, itemsize in shapes]
     for rank in range(routes.num_ranks):
@@ -72,13 +72,13 @@ def test_every_byte_is_sent_once(drawn: tuple[list[tuple[Shape, int]], Routes], 
         assert torch.equal(counts, torch.ones_like(counts)), shape
 
 
-# (shape, how many tensors have it): one shape that 512 ranks cut unevenly, and 16 GiB with Adam's moments.
+# (shape, number of tensors): one shape that 512 ranks shard unevenly, and 16 GiB with Adam's moments.
 SHAPES = [((4096, 4096), 80), ((4096,), 81), ((10000, 4096), 2)]
 
 
 @pytest.mark.parametrize(("num_shards", "num_replicas"), [(512, 1), (8, 64)])
 def test_512_ranks(num_shards: int, num_replicas: int):
-    """Simulated: a full save with Adam's moments takes a number of rounds that follows from its bytes alone."""
+    """Simulated: the number of rounds of a full save with Adam's moments depends only on its bytes."""
     cuts = [parts(shape, 0, num_shards, num_replicas) for shape, count in SHAPES for _ in range(3 * count)]
     routes = routes_of(cuts, [4] * len(cuts), 512)
     timetable = Timetable(routes, plain_bytes=0)
@@ -88,6 +88,6 @@ def test_512_ranks(num_shards: int, num_replicas: int):
     for number in (0, timetable.num_rounds // 2, timetable.num_rounds - 1):
         sizes = timetable.sizes(number)
         assert sizes[0] == 0 and min(sizes[1:]) >= 1 and max(sizes) * len(sizes) <= ROUND_BYTES
-    # Rank 0 writes its own beside what comes, so that the longer of the two counts; tensors end within a slice.
+    # Rank 0 writes its own while it receives, so the longer of the two counts; tensors end within a slice.
     needed = max(sent[0] / OWN_SLICE_BYTES, (total_bytes - sent[0]) / ROUND_BYTES)
     assert needed <= timetable.num_rounds <= 1.2 * needed + 1

@@ -1,4 +1,4 @@
-"""A sharded state in one file: what torch.load reads of it is the full state, and no rank ever had it in memory."""
+"""A sharded state in one file: torch.load reads the full state, and no rank ever materializes it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Tracker:
 
 
 def sharded(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """As fully_shard cuts: torch.chunk's parts along one dimension. Does not communicate, so any dtype will do."""
+    """A shard as fully_shard creates it, by torch.chunk along one dimension. Does not communicate, so any dtype
+    works."""
     local = tensor.clone()
     if isinstance(placement, Shard):
         chunks = tensor.chunk(mesh.size(), placement.dim)
@@ -71,11 +72,11 @@ def slices_of(num_bytes: int) -> Iterator[None]:
         yield
 
 
-# --- what is in the file
+# --- contents of the file
 
 
 def records(path: str) -> dict[str, bytes]:
-    """Every record of the archive, its CRC32 checked; but torch's own checksum, which nothing reads."""
+    """Every record of the archive, after its CRC32 check, except torch's own checksum, which no reader uses."""
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
         return {name: archive.read(name) for name in archive.namelist() if "serialization_id" not in name}
@@ -83,7 +84,7 @@ def records(path: str) -> dict[str, bytes]:
 
 @on_ranks(2)
 def test_the_file_is_torch_saves(folder: str) -> None:
-    """Whatever the split, dtype and shape: the file is the one that torch.save writes of the full state."""
+    """For each placement, dtype and shape, the file equals torch.save's file of the full state."""
     mesh = init_device_mesh("cpu", (2,))
     generator, choose = torch.Generator().manual_seed(1), random.Random(1)
     whole: dict[str, torch.Tensor] = {}
@@ -132,7 +133,7 @@ def test_the_file_is_torch_saves(folder: str) -> None:
 
 @on_ranks(4)
 def test_replicas_share_what_is_sent(folder: str) -> None:
-    """With replicas each part travels once, and never from a group of ranks that has other values than rank 0's."""
+    """Among replicas each shard is sent once, and never from a process group whose values differ from rank 0's."""
     rank = dist.get_rank()
     whole = {"a": torch.randn(6, 4), "b": torch.randn(5)}  # the same on all ranks: one seed
     meshes = {"HSDP": init_device_mesh("cpu", (2, 2)), "NO_SHARD": init_device_mesh("cpu", (4, 1))}
@@ -150,12 +151,13 @@ def test_replicas_share_what_is_sent(folder: str) -> None:
             save_monolithic(state, f"{folder}/{kind}.pt")
         if rank == 0:
             assert_same(torch.load(f"{folder}/{kind}.pt"), whole, kind, in_bits=True, in_order=True)
-        # Ranks 1 and 3 have what rank 0 has not: 3 rows of "a" and 2 elements of "b". Who has nothing sends one byte.
+        # Ranks 1 and 3 have the shards that rank 0 lacks: 3 rows of "a" and 2 elements of "b". A rank without data
+        # sends one byte.
         half = (3 * 4 * 4 + 2 * 4) // 2
         assert sum(sent) == ([0, half, 1, half] if kind == "HSDP" else [0, 1, 1, 1])[rank]
 
     for_each(check, {kind: (kind, mesh) for kind, mesh in meshes.items()})
-    # Groups that train apart: rank 3 has the other half of rank 0's values, rank 2 of rank 1's.
+    # Process groups that train independently: rank 3 has the other half of rank 0's values, rank 2 of rank 1's.
     pairs = [DeviceMesh("cpu", [0, 3]), DeviceMesh("cpu", [1, 2])]
     apart = 1.0 if rank in (1, 2) else 0.0
     mine = sharded(whole["a"] + apart, pairs[int(apart)], Shard(0))
@@ -181,9 +183,9 @@ def check_memory(folder: str) -> int:
 @pytest.mark.any_torch
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_no_rank_holds_more_than_slices(tmp_path: Path):
-    """Saving a model that fits no single host's memory must not end the run: 256 MiB pass in slices of 16.
+    """Saving a model larger than any host's memory must not end the run: 256 MiB are sent in slices of 16 MiB.
 
-    Rank 0 has two, one that is written and one that is under way; another rank one.
+    Rank 0 needs two slices, one being written and one being received; another rank needs one.
     """
     peaks = run_ranks(check_memory, 2, str(tmp_path), fresh=True)
     in_words = [f"{peak / 2**20:.1f} MiB" for peak in peaks]
@@ -195,7 +197,7 @@ def test_no_rank_holds_more_than_slices(tmp_path: Path):
 
 
 def refused(state: Any, path: str) -> str:
-    """The error's words; on this rank."""
+    """The message of the error on this rank."""
     with pytest.raises(CheckpointError) as caught:
         save_monolithic(state, path)
     return str(caught.value)
@@ -207,7 +209,7 @@ def a_state(mesh: DeviceMesh, size: int = 64) -> dict[str, Any]:
 
 @on_ranks(2)
 def test_errors_are_everybodys(folder: str) -> None:
-    """A full disk or a folder that is gone ends the run with its reason on every rank, and the old file stays."""
+    """A full disk or a missing folder is an error with its reason on every rank, and the old file is unchanged."""
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     path = f"{folder}/model.pt"
     save_monolithic({"old": sharded(torch.ones(4), mesh, Shard(0))}, path)
@@ -228,7 +230,7 @@ def test_errors_are_everybodys(folder: str) -> None:
         "what cannot be pickled": ({**a_state(mesh), "f": lambda: 0}, path, [path, "pickle"]),
         "sparse": ({**a_state(mesh), "s": sparse}, path, [path, "sparse"]),
         "sharded and sparse": ({"s": cut_sparse}, path, ["sparse"]),
-        "quantized": ({"q": quantized}, path, ["quantized"]),  # which ended the process
+        "quantized": ({"q": quantized}, path, ["quantized"]),  # it ended the process
         "on meta": ({"m": torch.ones(2, device="meta")}, path, ["meta"]),
         "a sharded tensor in an object": (hidden, path, [path, "inside of an object"]),
     }
@@ -240,7 +242,7 @@ def test_errors_are_everybodys(folder: str) -> None:
     for_each(check, cases)
     with file_size_limit(4096) if rank == 0 else contextlib.nullcontext():
         assert "too large" in refused(a_state(mesh), path)
-    # The disk is full in the middle: later pieces fail, and the other rank goes on sending until the end.
+    # The disk is full midway: later writes fail, and the other rank continues to send until the end.
     calls: list[int] = []
     write_all = monolithic.write_all
 
@@ -257,13 +259,13 @@ def test_errors_are_everybodys(folder: str) -> None:
         assert Path(path).read_bytes() == old
         assert sorted(os.listdir(folder)) == ["file", "model.pt"], "something was left"
     dist.barrier()
-    save_monolithic(a_state(mesh), path)  # no rank is still waiting for another
+    save_monolithic(a_state(mesh), path)  # no rank still waits for another
     if rank == 0:
         assert set(torch.load(path)) == {"w", "b"}
 
 
 def failing_on(rank: int, owner: Any, name: str, after: int = 0) -> Any:
-    """On this rank calls of a function raise, from one of them on."""
+    """A context in which a function raises on this rank after ``after`` successful calls."""
     original, calls = getattr(owner, name), itertools.count()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -277,8 +279,8 @@ def failing_on(rank: int, owner: Any, name: str, after: int = 0) -> Any:
 @pytest.mark.any_torch
 @on_ranks(2, timeout_s=120)
 def test_what_one_rank_cannot_do(folder: str) -> None:
-    """Every rank says so, with its reason, and none is left waiting."""
-    # Where it fails, and what the error says; the other rank would wait for it in a collective.
+    """Every rank raises with the reason, and none waits for another."""
+    # The failing function and the expected error; the other rank would wait for it in a collective.
     mesh, path = init_device_mesh("cpu", (2,)), f"{folder}/model.pt"
 
     def check(failing: Any, words: list[str]) -> None:
@@ -301,7 +303,7 @@ def test_what_one_rank_cannot_do(folder: str) -> None:
             "its name": (failing_on(0, os, "replace"), ["MemoryError"]),
         },
     )
-    # The folder became read-only, so that what was staged stays; or a network's file system does not sync folders.
+    # The folder is read-only by now, so the staged file remains; or a network file system cannot sync folders.
     no_unlink = mock.patch.object(Path, "unlink", side_effect=PermissionError(1, "no"))
     with failing_on(0, monolithic, "write_all"), no_unlink:
         assert "MemoryError" in refused(a_state(mesh), path)
@@ -313,7 +315,7 @@ def test_what_one_rank_cannot_do(folder: str) -> None:
 
 @on_ranks(2)
 def test_unusual_tensors(folder: str) -> None:
-    """Conjugated, negated and frozen ones: their values are in the file."""
+    """Conjugated, negated and frozen tensors are saved with their values."""
     mesh, path = init_device_mesh("cpu", (2,)), f"{folder}/model.pt"
     turned = torch.randn(5, 3, dtype=torch.complex64).conj()
     imaginary = torch.randn(4, dtype=torch.complex64).conj().imag  # has its negative bit set
@@ -333,8 +335,8 @@ def test_unusual_tensors(folder: str) -> None:
 
 @on_ranks(3)
 def test_a_tensor_that_the_ranks_do_not_have(folder: str) -> None:
-    """It was zeros in the file."""
-    # A mesh that rank 0 is not in, and a group that the mesh is not in.
+    """Such a tensor was saved as zeros."""
+    # A mesh without rank 0, and a process group that does not contain the mesh.
     values = torch.randn(6, 2)
     mesh = DeviceMesh("cpu", [1, 2])
     if dist.get_rank() in (1, 2):
@@ -353,14 +355,14 @@ def test_a_tensor_that_the_ranks_do_not_have(folder: str) -> None:
 
 @on_ranks(2)
 def test_a_group_of_its_own(folder: str) -> None:
-    """On its own group a save runs beside training's collectives, which stay what they are."""
+    """With its own process group, a save runs concurrently with training's collectives and does not change them."""
     mesh = init_device_mesh("cpu", (2,))
     group = dist.new_group([1, 0])
     tensors = {name: torch.randn(64, 8) for name in "abcdefgh"}
     state = {name: sharded(value, mesh, Shard(0)) for name, value in tensors.items()}
     with slices_of(64), ThreadPoolExecutor(1) as threads:
         saving = threads.submit(save_monolithic, state, f"{folder}/beside.pt", group=group)
-        for _ in range(200):  # what training sends on the default group meanwhile
+        for _ in range(200):  # the training's concurrent collectives on the default group
             dist.all_reduce(total := torch.ones(()))
             assert total.item() == 2.0
         saving.result()

@@ -1,4 +1,4 @@
-"""Reading pickles without running them: what is refused, and what opens."""
+"""Reading pickles without running them: refused and accepted contents."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ HOSTILE = list(hostile())
 
 
 def read_all(path: Path, *, trust: bool = False) -> None:
-    """Everything that anybody reads of a checkpoint."""
+    """Reads everything in a checkpoint that any of our functions reads."""
     inventory = inspect_checkpoint(path, trust=trust)
     for entry in inventory.objects.values():
         entry.value()
 
 
-# --- what would run something
+# --- pickles that would run code
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # what some payloads open
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # some payloads open files
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_payload_is_refused_before_it_runs(name: str, tmp_path: Path):
-    """A file from a stranger cannot run code, however its pickle spells the call."""
+    """A file from a stranger cannot run code, however its pickle encodes the call."""
     marker = tmp_path / "marker"
     data = payloads(marker)[name]
     with contextlib.suppress(RuntimeError, pickle.UnpicklingError):  # raised after the payload ran
@@ -67,7 +67,7 @@ def test_payload_is_refused_before_it_runs(name: str, tmp_path: Path):
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_payload_is_refused_wherever_it_lies(container: str, tmp_path: Path):
-    """Neither .metadata, nor a byte entry, nor any other pickle of any layout runs code, in inspect or in verify."""
+    """No pickle of any layout, such as .metadata or a byte entry, runs code during inspect or verify."""
     marker = tmp_path / "marker"
     path = CONTAINERS[container](tmp_path, payloads(marker)["builtins.exec by reduce"])
     with pytest.raises(CheckpointError, match=r"the pickle names .*builtins\.exec.*--trust"):
@@ -75,7 +75,7 @@ def test_payload_is_refused_wherever_it_lies(container: str, tmp_path: Path):
     assert not marker.exists()
     with contextlib.suppress(CheckpointError):
         verify_checkpoint(path)
-    if container == "dcp metadata":  # --trust opens what a user saved; torch's own .metadata names nothing else
+    if container == "dcp metadata":  # --trust opens user objects; torch's own .metadata contains none
         with pytest.raises(CheckpointError, match=r"builtins\.exec"):
             read_all(path, trust=True)
     assert not marker.exists()
@@ -83,7 +83,7 @@ def test_payload_is_refused_wherever_it_lies(container: str, tmp_path: Path):
 
 @pytest.mark.parametrize("container", ["monolithic", "dcp byte entry", "resumption.pkl", "compressed", "in a tar file"])
 def test_trust_opens_the_rest_with_a_warning(container: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """A checkpoint with a class of the user's own opens on request, and the user reads what it names."""
+    """A checkpoint with a user-defined class opens with trust=True, and a warning lists the classes."""
     state = {"callbacks": [("Mine", {"share": fractions.Fraction(1, 3)})], "model": {}, "metadata": {}}
     value = {"state": state, "rng": []} if container not in ("dcp byte entry", "resumption.pkl") else state
     path = CONTAINERS[container](tmp_path, pickle.dumps(value, protocol=2))
@@ -97,7 +97,7 @@ def test_trust_opens_the_rest_with_a_warning(container: str, tmp_path: Path, cap
 
 
 def test_trust_says_what_is_not_installed(caplog: pytest.LogCaptureFixture):
-    """A trusted checkpoint of a callback that is gone names what to install, and is not called damaged."""
+    """A trusted checkpoint with an uninstalled callback names the missing package, and is not reported as damaged."""
     with pytest.raises(CheckpointError, match=r"file\.pt: names gone\.Callback, which cannot be imported here"):
         read_pickle(malicious.reduce("gone", "Callback", b""), where="file.pt", trust=True)
     nested = malicious.stack_global("collections", "OrderedDict.fromkeys", malicious.text("ab"))
@@ -106,7 +106,7 @@ def test_trust_says_what_is_not_installed(caplog: pytest.LogCaptureFixture):
 
 
 def test_registered_extension_is_no_way_in():
-    """An extension code names by a number what find_class never sees, once it is in Python's cache."""
+    """An extension code is an integer for a class that find_class never sees once it is in Python's cache."""
     copyreg.add_extension("fractions", "Fraction", 0xF0)
     try:
         data = pickle.dumps(fractions.Fraction, protocol=2)
@@ -117,13 +117,13 @@ def test_registered_extension_is_no_way_in():
         copyreg.remove_extension("fractions", "Fraction", 0xF0)
 
 
-# --- what would hang, exhaust memory, read elsewhere, or change this process
+# --- pickles that would hang, exhaust memory, read elsewhere, or change this process
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.timeout(20)
 def test_hostile_pickle_is_refused(name: str, tmp_path: Path):
-    """A few bytes can neither take gigabytes or minutes, nor read beside a tensor's storage, nor alter a class."""
+    """A few bytes can neither cost gigabytes or minutes, nor read outside a tensor's storage, nor change a class."""
     before = dict(vars(collections.Counter)), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     path = archive(tmp_path / "file.pt", torch_records(hostile()[name], {"0": bytes(16)}))
     with pytest.raises(CheckpointError, match=r"file\.pt"):
@@ -133,7 +133,7 @@ def test_hostile_pickle_is_refused(name: str, tmp_path: Path):
 
 
 def test_depth_counts_through_shared_containers():
-    """A chain of lists that was walked once may end another chain, deeper than what reads it can go."""
+    """A chain of lists that was already visited may be the end of a longer chain, deeper than a reader's limit."""
     inner: list[Any] = []
     for _ in range(150):
         inner = [inner]
@@ -146,14 +146,14 @@ def test_depth_counts_through_shared_containers():
 
 
 def test_plain_pickle_has_no_storages():
-    """A tensor in resumption.pkl that points to a record of an archive has none to point to."""
+    """A tensor in resumption.pkl refers to a record of an archive that does not exist."""
     with pytest.raises(CheckpointError, match="storage 0"):
         read_pickle(malicious.STORAGE + b".", where="resumption.pkl")
 
 
 @pytest.mark.parametrize("where", ["absolute", "above", "link", "link to a folder"])
 def test_metadata_cannot_lead_out_of_the_folder(where: str, tmp_path: Path):
-    """A checkpoint that names /etc/passwd or ../other as its data does not get it read."""
+    """A checkpoint whose metadata names /etc/passwd or ../other does not read it."""
     path = CONTAINERS["dcp byte entry"](tmp_path, b"N.")
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -174,13 +174,13 @@ def test_metadata_cannot_lead_out_of_the_folder(where: str, tmp_path: Path):
         inspect_checkpoint(path)
 
 
-# --- archives that lie
+# --- inconsistent archives
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize("other", ["archive", "another"])
 def test_record_twice(other: str, tmp_path: Path):
-    """Two records of one name (torch's reader drops the folder): it and we could take different ones."""
+    """Of two records with one name, torch's reader (which drops the folder) and ours could read different ones."""
     path = tmp_path / "file.pt"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("archive/data.pkl", b"N.")
@@ -192,7 +192,7 @@ def test_record_twice(other: str, tmp_path: Path):
 @given(data=st.data())
 @examples(40)
 def test_damaged_archive_is_ours_to_report(data: st.DataObject):
-    """Whatever bytes are changed, a user reads our error with the file's name, never one of zipfile's or struct's."""
+    """Any changed byte raises our error with the file's name, never one of zipfile or struct."""
     whole = _example_archive()
     changed = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -214,7 +214,7 @@ def _example_archive() -> bytes:
     return buffer.getvalue()
 
 
-# --- what opens
+# --- accepted contents
 
 
 def _numpy_values() -> dict[str, Any]:
@@ -238,11 +238,11 @@ def _numpy_values() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("protocol", "numpy_version"), [(0, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 2), (5, 2)])
 def test_numpy_names_of_both_versions(protocol: int, numpy_version: int):
-    """A random state saved under NumPy 1 opens under NumPy 2, which renamed the functions in its pickles."""
+    """An RNG state saved under NumPy 1 opens under NumPy 2, which renamed the functions in its pickles."""
     values = _numpy_values()
     data = pickle.dumps(values, protocol=protocol)
     old, new = b"numpy.core.", b"numpy._core."
-    if numpy_version == 1:  # beyond protocol 3, lengths would change with the names; who reads gets the same names
+    if numpy_version == 1:  # beyond protocol 3, lengths would change with the names; the names read are the same
         data = data.replace(b"c" + new, b"c" + old)
     assert (new in data) == (numpy_version == 2) and (old in data) == (numpy_version == 1)
     found = read_pickle(data, where="file.pt")
@@ -265,8 +265,8 @@ def test_numpy_names_of_both_versions(protocol: int, numpy_version: int):
     ids=["objects", "fields with objects", "fields", "scalar with fields", "range as a key", "defaultdict"],
 )
 def test_what_is_harmless_and_unsupported(value: Any):
-    """A checkpoint with such a value in a callback's state was called damaged. (An object array pickles what it holds,
-    and would be a way around the list.)"""
+    """A checkpoint with such a value in a callback's state was reported as damaged. (An object array pickles its
+    elements, and would bypass the list of allowed names.)"""
     with pytest.raises(CheckpointError, match=r"^file\.pt: holds .*which is not supported$"):
         read_pickle(pickle.dumps(value, protocol=2), where="file.pt")
 
@@ -277,7 +277,7 @@ FACTORIES += [collections.OrderedDict, collections.Counter, collections.deque, c
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_trust_finds_python_2s_names(protocol: int, caplog: pytest.LogCaptureFixture):
-    """A trusted file with an exception that a callback noted: protocol 2 has it in a module that is gone."""
+    """A trusted file with an exception in a callback's state: protocol 2 stores it under a Python 2 module."""
     value = {"error": FileNotFoundError(2, "gone"), "filled": collections.defaultdict(fractions.Fraction)}
     data = pickle.dumps(value, protocol=protocol)
     with pytest.raises(CheckpointError, match=r"names builtins\.\w+Error, .*--trust; trust_checkpoint: true"):
@@ -289,9 +289,9 @@ def test_trust_finds_python_2s_names(protocol: int, caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_composers_plain_data(protocol: int):
-    """Timestamps, versions, counters and the like come back as they were, from every protocol of pickle.
+    """Timestamps, versions, counters and similar values are restored from every protocol of pickle.
 
-    A callback that counts in a defaultdict(int) could not go on: protocol 2, torch.save's, names int as Python 2.
+    A callback with a defaultdict(int) could not resume: protocol 2, torch.save's, stores int under its Python 2 name.
     """
     value = {
         "grouped": [collections.defaultdict(factory, {"a": factory()}) for factory in FACTORIES],
@@ -323,11 +323,11 @@ def test_composers_plain_data(protocol: int):
     assert [each.default_factory for each in found["grouped"]] == FACTORIES and found["grouped"][0]["b"] == 0
 
 
-# --- what stands for a pickled object
+# --- stand-ins for pickled objects
 
 
 def all_names() -> list[tuple[str, str]]:
-    """Every name that a checkpoint's pickle may hold, and the classes of DCP's metadata."""
+    """Every name that a checkpoint's pickle may contain, and the classes of DCP's metadata."""
     from composer_fsdp2.checkpoint.layouts.dcp import _METADATA_NAMES
     from composer_fsdp2.checkpoint.pickles import allowed
 
@@ -346,7 +346,7 @@ STATES = {
 
 
 def test_no_name_can_be_changed_for_everybody():
-    """A pickle set `__new__` of what stands for torch's version, and every later file of the process was "damaged"."""
+    """A pickle set `__new__` of the stand-in for torch's version, and every later file in the process was "damaged"."""
     from composer_fsdp2.checkpoint.layouts.dcp import _METADATA_NAMES
 
     def read(data: bytes) -> Any:
@@ -364,7 +364,7 @@ def test_no_name_can_be_changed_for_everybody():
 
 
 def _content_of(value: Any) -> Any:
-    """What a value could have changed in it: its class's attributes, and its own."""
+    """The state that a value could have changed: its class's attributes, and its own."""
     cls = value if isinstance(value, type) else type(value)
     attributes = {name: id(part) for each in cls.__mro__[:-1] for name, part in vars(each).items()}
     return {
@@ -373,7 +373,7 @@ def _content_of(value: Any) -> Any:
 
 
 def test_attributes_of_an_ordered_dict_are_nobodys():
-    """One called `items` was walked through in place of what the dict holds, and passed every limit."""
+    """An attribute named `items` was iterated instead of the dict's contents, and bypassed every limit."""
     hidden = b"ccollections\nOrderedDict\n)R" + malicious.text("deep") + b"(lp0\ng0\nas}" + malicious.text("items")
     with pytest.raises(CheckpointError, match="nested deeper"):
         read_pickle(hidden + b"cbuiltins\nbytes\nsb.", where="x")

@@ -65,7 +65,7 @@ def saved(path: Path, state: Any) -> Path:
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: "/".join(path.parts[-3:-1]))
 def test_old_checkpoints_are_whole(path: Path):
-    """A checkpoint of years ago is confirmed without a manifest: nothing of it is reported, nothing is left out."""
+    """An old checkpoint is verified without a manifest: no fault is reported, and no byte is skipped."""
     report = verify_checkpoint(path)
     assert report.ok and not report.differences, str(report)
     signature, files = b"PK\x01\x02", [path] if path.is_file() else [*path.glob("*.distcp")]
@@ -75,7 +75,8 @@ def test_old_checkpoints_are_whole(path: Path):
 
 @pytest.mark.parametrize("path", FIXTURES[:2], ids=lambda path: "/".join(path.parts[-3:-1]))
 def test_converted_folders_are_whole(path: Path, tmp_path: Path):
-    """What `convert --to dcp` wrote is confirmed, every byte of it: Composer's state has empty dicts, listed apart."""
+    """Every byte of a folder from `convert --to dcp` is verified, including Composer's empty dicts, which are listed
+    separately."""
     convert_checkpoint(path, tmp_path / "dcp", to="dcp")
     report = verify_checkpoint(tmp_path / "dcp", path)
     assert report.ok, str(report)
@@ -84,7 +85,8 @@ def test_converted_folders_are_whole(path: Path, tmp_path: Path):
 
 
 def test_every_record_counts(tmp_path: Path):
-    """A flipped bit in any record is found, a tensor's, the pickle's, or one that no loader reads, and told in full."""
+    """A flipped bit in any record is found and reported: in a tensor's, in the pickle's, or in one that no load
+    reads."""
     whole, seen = saved(tmp_path / "whole.pt", composer_state()), []
     report = verify_checkpoint(whole, whole, progress=lambda done, total: seen.append((done, total)))
     assert seen and sorted(seen) == seen and seen[-1][0] == seen[-1][1] >= report.num_bytes
@@ -104,7 +106,7 @@ def test_every_record_counts(tmp_path: Path):
 
 
 def test_a_disk_that_cannot_be_read_is_a_fault(tmp_path: Path):
-    """Each record is named, as where its bytes are wrong."""
+    """Each unreadable record is named, as if its bytes were wrong."""
     path = saved(tmp_path / "file.pt", composer_state())
     with mock.patch.object(records, "opened", side_effect=OSError(5, "Input/output error")):
         report = verify_checkpoint(path)
@@ -112,7 +114,7 @@ def test_a_disk_that_cannot_be_read_is_a_fault(tmp_path: Path):
 
 
 def test_progress_that_raises_ends_the_reading(tmp_path: Path):
-    """Ctrl-C, for one: records that no thread has begun are not read."""
+    """After Ctrl-C, for example, records that no thread has started are not read."""
     path = saved(tmp_path / "file.pt", {"state": {"model": {str(n): torch.ones(3) for n in range(50)}}, "rng": []})
 
     def interrupt(*numbers: int) -> None:
@@ -125,7 +127,7 @@ def test_progress_that_raises_ends_the_reading(tmp_path: Path):
 
 
 def test_archive_without_crcs(tmp_path: Path):
-    """Where torch was told to compute no CRC32s, the report says that the content was not checked."""
+    """If torch was configured to compute no CRC32s, the report lists the content as unchecked."""
     torch.serialization.set_crc32_options(False)
     try:
         path = saved(tmp_path / "file.pt", composer_state())
@@ -152,14 +154,14 @@ def test_all_faults_of_one_pass(tmp_path: Path):
 
 @pytest.mark.parametrize("named", ["folder", "file"])
 def test_data_is_checked_where_metadata_is_lost(named: str, tmp_path: Path):
-    """Without .metadata, or of one file that was rescued, each archive is found from its end, not the last alone."""
+    """Without .metadata, or for a single recovered file, every archive is found from its end, not only the last."""
     folder = tmp_path / "ep0-ba3"
     shutil.copytree(FIXTURES[4], folder)
     (folder / ".metadata").unlink()
     file = folder / "__0_0.distcp"
     path, files = (folder, [*folder.iterdir()]) if named == "folder" else (file, [file])
     whole = verify_checkpoint(path)
-    assert [fault.kind for fault in whole.faults] == [FaultKind.STRUCTURE]  # it is no checkpoint by itself
+    assert [fault.kind for fault in whole.faults] == [FaultKind.STRUCTURE]  # one part alone is no checkpoint
     assert whole.num_records == sum(each.read_bytes().count(b"PK\x01\x02") for each in files)
     flip(file, record_at(file, "data/0")[1])
     assert [fault.kind for fault in verify_checkpoint(path).faults] == [FaultKind.STRUCTURE, FaultKind.CONTENT]
@@ -167,7 +169,7 @@ def test_data_is_checked_where_metadata_is_lost(named: str, tmp_path: Path):
 
 @pytest.mark.parametrize("container", ["tar", "gz"])
 def test_packed_files(container: str, tmp_path: Path):
-    """A compressed or tarred checkpoint is checked record by record as well, and named as the user named it."""
+    """A compressed or tarred checkpoint is checked record by record too, and reported under the user's file name."""
     inner = saved(tmp_path / "composer_states.pt", composer_state())
     path = _packed(inner, tmp_path / "good", container)
     assert verify_checkpoint(path).ok
@@ -188,7 +190,8 @@ NO_CHECKPOINTS = {
 
 @pytest.mark.parametrize("content", NO_CHECKPOINTS)
 def test_packed_file_that_holds_no_checkpoint(content: str, tmp_path: Path):
-    """It was to be a checkpoint, so this is a verdict, on the file that the user named and not on a copy of ours."""
+    """The file should be a checkpoint, so this is a fault, reported for the user's file and not for our unpacked
+    copy."""
     inner, (data, says) = saved(tmp_path / "inner", [1, 2]), NO_CHECKPOINTS[content]
     if data is not None:
         inner.write_bytes(data)
@@ -206,7 +209,8 @@ def test_packed_file_that_holds_no_checkpoint(content: str, tmp_path: Path):
 
 
 def test_damage_in_a_tar_file_names_the_users_file(tmp_path: Path):
-    """A tar file has no checksum; damage shows in the unpacked copy, which is removed when the error is raised."""
+    """A tar file has no checksum; damage is detected in the unpacked copy, which is removed when the error is
+    raised."""
     model = nn.Linear(64, 64, bias=False)
     inner = saved(tmp_path / "inner.pt", {"state": {"model": {"weight": torch.ones(64, 64)}}})
     flip(inner, record_at(inner, "data/0")[1] + 5)
@@ -239,7 +243,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path):
 
 
 def test_two_runs_differ_in_what_they_measured():
-    """The same training saved by two strategies differs in wall clock times alone: everything else was compared."""
+    """The same training saved with two strategies differs only in wall clock times; everything else is compared."""
     report = verify_checkpoint(FIXTURES[1], FIXTURES[0])
     assert report.ok and not report.differences
     assert {fault.name.rpartition(".")[2] for fault in report.bookkeeping} == {"total_wct", "epoch_wct", "batch_wct"}
@@ -275,13 +279,13 @@ def state_with(**model: Any) -> dict[str, Any]:
         (torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2).to(torch.float8_e4m3fn), None),
         (torch.ones(2).to(torch.float8_e4m3fn), torch.zeros(2).to(torch.float8_e4m3fn), "2 of 2 elements differ"),
         (torch.empty(0), torch.empty(0), None),
-        # NaN equals itself and not another NaN: a copy is a copy, and a damaged NaN is none.
+        # NaN equals itself but not another NaN: a copy is equal, a damaged NaN is not.
         (of_bits(0x7FC00000), of_bits(0x7FC00000), None),
         (of_bits(0x7FC00000), of_bits(0x7FC00001), "1 of 1 elements differ"),
     ],
 )
 def test_each_difference_is_named(mine: torch.Tensor, other: torch.Tensor, says: str | None, tmp_path: Path):
-    """How many elements differ and by how much, or which shape and dtype: enough to judge it."""
+    """The number of differing elements and the largest difference, or the shapes and dtypes: enough to judge it."""
     torch.manual_seed(0)
     a = saved(tmp_path / "a.pt", state_with(w=mine))
     torch.manual_seed(0)
@@ -292,7 +296,7 @@ def test_each_difference_is_named(mine: torch.Tensor, other: torch.Tensor, says:
 
 
 def test_values_that_python_cannot_compare(tmp_path: Path):
-    """A number that is no float, and a queue of arrays, ended the command in an error of Python's."""
+    """An integer too large for a float, and a deque of arrays, ended the command with a Python error."""
     values = {"large": 10**400, "queue": collections.deque([numpy.ones(2)])}
     a = saved(tmp_path / "a.pt", {"state": {"model": {"w": torch.ones(1)}, "callbacks": values}})
     other = {"large": 1.0, "queue": collections.deque([numpy.zeros(2)])}
@@ -313,7 +317,7 @@ values = st.sampled_from([0.0, -0.0, 1.0, 1.001, 1.1, -1.0, 1e-30, 1e30, math.in
 )
 @examples(25)
 def test_tolerance_is_torchs(pairs: list[tuple[float, float]], rtol: float, atol: float, block: int):
-    """Within a tolerance means what torch.isclose means, however the tensor is cut into blocks."""
+    """The tolerance is that of torch.isclose, however the tensor is divided into blocks."""
     mine, other = (torch.tensor(column) for column in zip(*pairs, strict=True))
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(comparing, "_BLOCK_BYTES", block):
         files = [saved(Path(folder) / f"{n}.pt", {"state": {"model": {"w": w}}}) for n, w in enumerate((mine, other))]
@@ -327,7 +331,7 @@ def test_tolerance_is_torchs(pairs: list[tuple[float, float]], rtol: float, atol
 
 
 def test_names_match_through_wrappers(tmp_path: Path):
-    """A file of an FSDP1 or compiled model equals the same weights under plain names."""
+    """A file of an FSDP1 or compiled model equals the same weights under names without wrappers."""
     state = composer_state()
     plain = saved(tmp_path / "plain.pt", state)
     prefix = "_orig_mod.model._fsdp_wrapped_module."
@@ -359,7 +363,7 @@ def test_names_match_through_wrappers(tmp_path: Path):
     ],
 )
 def test_every_part_is_compared(change: Any, name: str, says: str, tmp_path: Path):
-    """A hyperparameter, a step count or a part that is missing is a difference, named by its path."""
+    """A hyperparameter, a step count or a missing part is a difference, named by its path."""
     torch.manual_seed(0)
     state = composer_state()
     original = saved(tmp_path / "a.pt", state)
@@ -369,7 +373,7 @@ def test_every_part_is_compared(change: Any, name: str, says: str, tmp_path: Pat
 
 
 def test_optimizer_by_position_needs_the_model(tmp_path: Path):
-    """DDP's optimizer state goes by position, FSDP's by name: nobody pretends to have compared them."""
+    """DDP's optimizer state is keyed by position, FSDP's by name: the report lists them as not compared."""
     torch.manual_seed(0)
     by_name = saved(tmp_path / "a.pt", composer_state())
     torch.manual_seed(0)
@@ -379,7 +383,7 @@ def test_optimizer_by_position_needs_the_model(tmp_path: Path):
 
 
 def test_flat_parameters_have_no_names():
-    """An FSDP1 `local` checkpoint against another layout: the error says what to do."""
+    """An FSDP1 `local` checkpoint cannot be compared with another layout: the error names the next step."""
     with pytest.raises(CheckpointError, match=r"flat parameters.*convert"):
         verify_checkpoint(FIXTURES[2], FIXTURES[1])
     assert verify_checkpoint(FIXTURES[2], FIXTURES[2]).ok
@@ -387,10 +391,11 @@ def test_flat_parameters_have_no_names():
 
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_safetensors_against_a_checkpoint(prefix: str, tmp_path: Path):
-    """Exported weights equal the checkpoint that they came from, whose names have the attribute of Composer's model."""
+    """Exported weights equal the source checkpoint, whose names have the prefix of the attribute in Composer's
+    model."""
     torch.manual_seed(0)
     state = composer_state()
-    del state["state"]["model"]["model.seen"]  # float32 alone here
+    del state["state"]["model"]["model.seen"]  # safetensors has only float32 here
     checkpoint = saved(tmp_path / "a.pt", state)
     weights = {prefix + name.removeprefix("model."): value for name, value in state["state"]["model"].items()}
     write_safetensors(tmp_path / "model.safetensors", weights)
@@ -398,7 +403,7 @@ def test_safetensors_against_a_checkpoint(prefix: str, tmp_path: Path):
     assert report.ok and "everything but the tensors of state.model" in " ".join(report.unchecked)
     assert "without a checksum: model.safetensors" in " ".join(report.unchecked)
     flip(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 1)
-    alone = verify_checkpoint(tmp_path / "model.safetensors")  # nothing can tell
+    alone = verify_checkpoint(tmp_path / "model.safetensors")  # without metadata it cannot be detected
     assert alone.ok and not alone.is_content_checked and "no content was checked" in str(alone)
     assert not verify_checkpoint(tmp_path / "model.safetensors", checkpoint).ok
     assert not verify_checkpoint(checkpoint, tmp_path / "model.safetensors").ok

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint that no Composer wrote: accelerate's, and those of a script of one's own."""
+"""Folders of torch.distributed.checkpoint without Composer: accelerate's, and those of a user's script."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def save(folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_a_models_state_dict_is_inspected_converted_and_verified(tmp_path: Path):
-    """accelerate's ``pytorch_model_fsdp_0`` has ``model`` above the names; ``dcp.save(model.state_dict())`` nothing."""
+    """accelerate's ``pytorch_model_fsdp_0`` has the prefix ``model``; ``dcp.save(model.state_dict())`` has none."""
     expected = run_ranks(save, 2, str(tmp_path))[0]
     for name in ("pytorch_model_fsdp_0", "flat"):
         path, converted = tmp_path / name, tmp_path / f"{name}-converted"

@@ -1,4 +1,4 @@
-"""Converted checkpoints with those who read them: stock Composer with FSDP1, transformers; and the command."""
+"""Converted checkpoints, read by stock Composer with FSDP1 and by transformers; and the command."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ TRAINING: dict[str, Any] = {"batches": LAST, "optimizer": "decoupled_adamw"}
 
 @on_ranks(2)
 def test_stock_composer_goes_on_from_what_was_converted(folder: str) -> None:
-    """FSDP1 itself trains on from a converted folder or file as from its own, bit for bit: the way back is open."""
+    """FSDP1 itself resumes from a converted folder or file as from its own, bit for bit: the migration can be
+    undone."""
     path, sharded = Path(folder), {"state_dict_type": "sharded"}
     continuous = fit(FSDP1, dict(sharded), save_folder=folder, save_interval=f"{SAVED_AT}ba", **TRAINING)
     convert_checkpoint(path / f"ep0-ba{SAVED_AT}", path / "full.pt", to="monolithic")
@@ -46,7 +47,7 @@ def test_stock_composer_goes_on_from_what_was_converted(folder: str) -> None:
 
 
 def check_gpt2(folder: str) -> None:
-    """A tiny GPT-2 after two steps of Composer's Trainer on one device: its checkpoint, and what it answers."""
+    """A tiny GPT-2 after two steps of Composer's Trainer on one device: its checkpoint and its logits."""
     import transformers
     from composer import Trainer
     from composer.models import HuggingFaceModel
@@ -109,7 +110,7 @@ def check_from_pretrained(run: Path, folder: Path) -> None:
     found, message = transformers.GPT2LMHeadModel.from_pretrained(folder / "hf", output_loading_info=True)
     assert not any(message.values()), message
     assert_same(dict(found.state_dict()), dict(held["weights"]))
-    with torch.no_grad():  # Not to the bit: where tensors lie in memory decides which kernel runs.
+    with torch.no_grad():  # Not bit for bit: the memory alignment of tensors decides which kernel runs.
         torch.testing.assert_close(found.eval()(held["ids"]).logits, held["logits"], rtol=0, atol=1e-6)
     convert_checkpoint(folder / "half", folder / "whole", to="safetensors", dtype=torch.float32)
     for name, dtype in {"half": torch.bfloat16, "whole": torch.float32}.items():
@@ -125,11 +126,11 @@ def check_from_pretrained(run: Path, folder: Path) -> None:
 
 
 def test_from_pretrained_loads_a_converted_gpt2(gpt2: Path, tmp_path: Path):
-    """A Composer run becomes a folder for ``from_pretrained``: equal logits, its tokenizer, ties once."""
+    """A Composer run converts to a folder for ``from_pretrained``: equal logits, its tokenizer, tied weights once."""
     run_ranks(check_from_pretrained, 1, gpt2, tmp_path)
 
 
-# The class that Composer noted, and what from_pretrained is to be told.
+# The class in Composer's file, and the architecture for from_pretrained.
 NOTED: dict[str, tuple[str, list[str] | None]] = {
     "one device": ("transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel", ["GPT2LMHeadModel"]),
     "Composer's FSDP2": (
@@ -153,7 +154,7 @@ def check_architecture(run: Path, folder: Path, noted: str, architectures: list[
 
 
 def test_the_architecture_of_a_sharded_run(gpt2: Path, tmp_path: Path):
-    """Composer notes the class of the module that it saved, which is no model's once it is sharded."""
+    """Composer saves the class name of its module, which for a sharded model is no model class."""
     for name, case in NOTED.items():
         check_architecture(gpt2, tmp_path / name.replace("'", ""), *case)
 
@@ -167,7 +168,7 @@ TWO = [*CONVERT, SOURCE, "two", "--to", "dcp", "--files", "2"]
 
 
 def variables_of_ranks() -> list[dict[str, str]]:
-    """What a launcher gives each of two processes."""
+    """The environment variables that a launcher sets for each of two processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -179,7 +180,8 @@ def variables_of_ranks() -> list[dict[str, str]]:
 
 
 def test_the_command(tmp_path: Path):
-    """What the help says: a plan, a report, several processes, a model for flat files, and exit codes for scripts."""
+    """The features in the help: a plan, a report, several processes, a model for flat files, and exit codes for
+    scripts."""
     (tmp_path / "mine.py").write_text(
         f"import sys\nsys.path[:0] = {[str(Path(__file__).parents[1])]!r}\n"
         "from support.legacy import legacy_model\n"
@@ -201,7 +203,7 @@ def test_the_command(tmp_path: Path):
         "help": [*CONVERT, "--help"],
     }
     ended = run_forked(forked, tmp_path, variables=dict(zip(("rank 0", "rank 1"), variables_of_ranks(), strict=True)))
-    # Started as a user starts it: the others' imports were there before they were.
+    # Started as a user starts it, because the others' imports preceded them.
     words = [*CONVERT, SOURCE, "new.pt", "--to", "monolithic", "--json", "--dtype", "bf16"]
     ended |= run_all({"installed": [BIN / "composer-fsdp2", *words]}, tmp_path)
     codes = {name: command.code for name, command in ended.items()}

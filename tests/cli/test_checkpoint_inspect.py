@@ -1,4 +1,4 @@
-"""``composer-fsdp2 checkpoint inspect`` as a user types it, and files of the real Composer in every form it writes."""
+"""``composer-fsdp2 checkpoint inspect`` as a user types it, and Composer's own files in every form."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 
 def test_report_says_what_a_run_folder_holds(ended: dict[str, Ended]):
-    """The first look at an old checkpoint: what, who, when, how much; names with brackets and umlauts as they are."""
+    """The first look at an old checkpoint: contents, writer, date and size; brackets and umlauts in names are printed
+    unchanged."""
     report = ended["run folder"]
     assert report.code == 0, report.err
     for text in (
@@ -86,7 +87,7 @@ def test_report_says_what_a_run_folder_holds(ended: dict[str, Ended]):
 
 
 def test_exit_code_says_whose_turn_it_is(ended: dict[str, Ended]):
-    """A script tells a damaged checkpoint (1) from a wrong path (2); each says in one line what is wrong."""
+    """A script distinguishes a damaged checkpoint (1) from a wrong path (2); the error is one line."""
     data = json.loads(ended["json"].out)
     assert (data["layout"], data["timestamp"]["batch"]) == ("DCP directory", 3)
     assert data["optimizers"][0]["class"] == "DecoupledAdamW"
@@ -94,7 +95,7 @@ def test_exit_code_says_whose_turn_it_is(ended: dict[str, Ended]):
         "damaged": (1, "__1_0.distcp: missing"),
         "not trusted": (1, "pathlib.PosixPath"),
         "no checkpoint": (2, "begins with"),
-        "no such function": (2, "--model models.py:other"),  # not taken for a fault of the file
+        "no such function": (2, "--model models.py:other"),  # not a fault of the file
         "no such module": (2, "--model nowhere:other"),
         "no function": (2, "function"),
     }.items():
@@ -106,7 +107,7 @@ def test_exit_code_says_whose_turn_it_is(ended: dict[str, Ended]):
 
 
 def test_model_says_whether_it_loads(ended: dict[str, Ended]):
-    """Before a queue of GPUs is waited for."""
+    """The user sees mismatches before waiting for GPUs."""
     assert (ended["fits"].code, ended["does not fit"].code) == (0, 1)
     assert "it fits" in ended["fits"].out
     assert all(text in ended["does not fit"].out for text in ("it does not fit", "(2, 3)", "(2, 4)"))
@@ -119,7 +120,7 @@ ENDINGS = {".pt": None, ".pt.gz": "gzip", ".pt.zst": "zstd", ".tar": None, ".tar
 
 
 def check_files(folder: str, endings: list[str]) -> None:
-    """On one device, by one run: a file of each ending, and the folder of composer.checkpoint."""
+    """One run on one device writes a file of each suffix, and the folder of composer.checkpoint."""
     from composer.callbacks import CheckpointSaver
     from composer.checkpoint.save import save_checkpoint_to_disk
 
@@ -149,12 +150,12 @@ def plain(saved: Path) -> Path:
 
 
 def parts(value: Any) -> dict[Any, Any]:
-    """What a checkpoint holds, by its place; torch's version is a kind of text, and is read as text."""
+    """A checkpoint's contents by path; torch's version is a subclass of str, and is read as str."""
     return {path: str(part) if isinstance(part, str) else part for path, part in leaves(value)}
 
 
 def test_file_of_this_composer_holds_what_torch_load_gives(plain: Path):
-    """One device: the optimizer by name since Composer 0.19, as FSDP's; it was not sharded all the same."""
+    """One device: optimizer state is keyed by name since Composer 0.19, as FSDP's, although it was not sharded."""
     inventory = inspect_checkpoint(plain.parent)
     assert inventory.path.name == plain.name and inventory.writer.world_size == 1
     assert inventory.optimizers[0].keyed_by == "name" and inventory.writer.sharding == "not sharded"
@@ -163,7 +164,7 @@ def test_file_of_this_composer_holds_what_torch_load_gives(plain: Path):
 
 @pytest.mark.parametrize("ending", [ending for ending in ENDINGS if ending != ".pt"])
 def test_compressed_file_of_composer_is_described_and_unpacked(tmp_path: Path, saved: Path, plain: Path, ending: str):
-    """What Composer compressed, by the ending of the file's name, comes out as it went in."""
+    """Files that Composer compressed, by their suffix, are unpacked bit for bit."""
     if not (saved / ending).exists():
         pytest.skip(f"Composer needs {ENDINGS[ending]} to write it")
     inventory = inspect_checkpoint(saved / ending)
@@ -173,7 +174,7 @@ def test_compressed_file_of_composer_is_described_and_unpacked(tmp_path: Path, s
 
 
 def test_folder_of_the_checkpoint_package_is_read(saved: Path):
-    """composer.checkpoint.save: model, optimizer and the rest, each where a monolithic file has it."""
+    """composer.checkpoint.save: model, optimizer and the rest have the same paths as in a monolithic file."""
     [folder] = (saved / "package").iterdir()
     inventory = inspect_checkpoint(saved / "package")
     assert inventory.path == folder and inventory.layout == "composer.checkpoint folder"
@@ -192,13 +193,13 @@ def test_folder_of_the_checkpoint_package_is_read(saved: Path):
 
 
 def check_sharded_package(folder: str) -> dict[str, torch.Tensor]:
-    """Save with FSDP1 on this rank; the full parameters."""
+    """Saves with FSDP1 on this rank; returns the full parameters."""
     from composer.checkpoint.save import CheckpointSaveOptions, save_checkpoint_to_disk
 
     with FSDP1():
         trainer = make_trainer({}, optimizer="adamw", batches=2)
         trainer.fit()
-        # overwrite: rank 1 may make a folder before rank 0 looks whether it is there, and Composer would refuse it.
+        # overwrite: rank 1 may create a folder before rank 0 checks for it, and Composer would refuse it.
         save_checkpoint_to_disk(folder, trainer.state, CheckpointSaveOptions(sharded_checkpoint=True, overwrite=True))
         parameters = full_parameters(trainer.state.model)
         trainer.close()
@@ -206,7 +207,7 @@ def check_sharded_package(folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_sharded_folder_of_the_checkpoint_package_is_read(tmp_path: Path):
-    """Two ranks of FSDP1: DCP directories for model and optimizer, without Composer's keys above them."""
+    """Two ranks of FSDP1: DCP directories for model and optimizer, without Composer's outer keys."""
     parameters = run_ranks(check_sharded_package, 2, str(tmp_path))[0]
     inventory = inspect_checkpoint(tmp_path)
     values = values_of(inventory)

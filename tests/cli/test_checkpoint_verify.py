@@ -1,4 +1,4 @@
-"""``composer-fsdp2 checkpoint verify`` as a script calls it: exit codes, what is printed where, JSON."""
+"""``composer-fsdp2 checkpoint verify`` in a script: exit codes, stdout and stderr, JSON."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 
 def test_exit_codes_and_what_is_said(ended: dict[str, Ended]):
-    """A script stops on damage, and can tell it from a wrong path; another program reads the report whole.
+    """A script stops on damage, and distinguishes it from a wrong path; another program reads the complete report.
 
-    The verdict goes to stdout with file, tensor, expected and found; an unusable path to stderr, as one line.
+    The verdict is on stdout with file, tensor, expected and found value; an unusable path is one line on stderr.
     """
     codes = {"damaged": 1, "damaged, json": 1, "no checkpoint": 2, "near": 1, "no checksums": 2}
     assert {name: command.code for name, command in ended.items()} == {name: codes.get(name, 0) for name in ended}

@@ -1,4 +1,4 @@
-"""The words of a command line are completed in a shell, once a user has asked for it."""
+"""Shell completion of the command line, once a user has installed it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from composer_fsdp2.cli.main import main
 main()
 """
-# What is typed before the tab, and what stands there after it.
+# The text before the tab, and after it.
 COMPLETED = {
     "composer-fsdp2 mig": "composer-fsdp2 migrate ",
     "composer-fsdp2 migrate sett": "composer-fsdp2 migrate settings.yaml ",
@@ -38,7 +38,7 @@ COMPLETED = {
 
 
 class Shell:
-    """An interactive bash in a home of its own."""
+    """An interactive bash with its own home folder."""
 
     def __init__(self, home: Path) -> None:
         path = f"{home / 'bin'}:/usr/bin:/bin"
@@ -52,7 +52,7 @@ class Shell:
         os.write(self.terminal, text.encode())
 
     def wait_for(self, text: str) -> None:
-        """Read what is printed until the text is there."""
+        """Reads the output until it contains the text."""
         seen, deadline = "", time.monotonic() + TIMEOUT_S
         while text not in seen:
             assert time.monotonic() < deadline, f"{text!r} did not come: {seen!r}"
@@ -80,7 +80,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 def test_bash_completes_verbs_options_values_and_files(shell: Shell):
-    """`--install-completion` is all that a user types; then tab answers at once, and paths are completed, too."""
+    """After `--install-completion`, tab completes verbs, options, values and paths."""
     shell.type("composer-fsdp2 --install-completion\n")
     shell.wait_for("bash completion installed in ")
     shell.type("source ~/.bashrc; echo sour''ced\n")
@@ -88,11 +88,11 @@ def test_bash_completes_verbs_options_values_and_files(shell: Shell):
     for typed, completed in COMPLETED.items():
         shell.type(f"{typed}\t")
         shell.wait_for(completed)
-        shell.type("\x15")  # the line is taken back
+        shell.type("\x15")  # deletes the line
 
 
 def test_the_layouts_that_are_offered_can_be_written():
-    """Completion and help name them without torch, which the layouts' files import."""
+    """Completion and help list the layouts without torch, which the layouts' files import."""
     from composer_fsdp2.cli import checkpoint_convert
 
     assert {*checkpoint_convert._LAYOUTS} == {layout.written.name for layout in LAYOUTS if layout.written}

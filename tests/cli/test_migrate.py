@@ -1,4 +1,4 @@
-"""``composer-fsdp2 migrate`` as a user types it: what it writes, prints and exits with."""
+"""``composer-fsdp2 migrate`` as a user types it: the files, the output and the exit codes."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ ALONE = [sys.executable, "-m", "composer_fsdp2"]
 
 
 def test_standard_output_is_the_file(folder: Path):
-    """``migrate run.yaml > new.yaml`` works, with the report still on the screen; so does ``| head``, and a full disk.
+    """``migrate run.yaml > new.yaml`` works and the report stays on the screen; ``| head`` and a full disk work too.
 
-    These ended with 1, by which a CI knows that something is left to decide, or in a traceback.
+    These cases exited with 1, which to a CI means that a decision is open, or with a traceback.
     """
     done = subprocess.run([*ALONE, "migrate", "good.yaml"], cwd=folder, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (0, MIGRATED.encode())
@@ -93,14 +93,14 @@ def files_in(folder: Path) -> dict[str, str]:
 
 
 def test_write_keeps_a_copy_and_runs_twice(folder: Path):
-    """What was there can be had back, with its mode and owner, through a link; and a hook may run it again."""
+    """``--write`` backs up the original with its mode and owner, also through a link; a hook can run it again."""
     os.chmod(folder / "good.yaml", 0o640)
     if os.geteuid() == 0:  # a container that runs as root over a mounted home
         os.chown(folder / "good.yaml", 1234, 1235)
     (folder / "link.yaml").symlink_to("good.yaml")
     (folder / "good.yaml.bak").write_text("mine")
     before = (folder / "good.yaml").stat()
-    assert run(folder, "link.yaml", "--write", "--fail-on-change").code == 1  # as said: it did
+    assert run(folder, "link.yaml", "--write", "--fail-on-change").code == 1  # exit code 1: the file did change
     files = files_in(folder)
     assert (files["good.yaml"], files["good.yaml.bak"], files["good.yaml.bak2"]) == (MIGRATED, "mine", GOOD)
     for name in ("good.yaml", "good.yaml.bak2"):
@@ -113,7 +113,7 @@ def test_write_keeps_a_copy_and_runs_twice(folder: Path):
 
 
 def test_nothing_is_written_that_needs_a_decision_unless_forced(folder: Path):
-    """Exit code 1 is the user's turn; a half-migrated file in a pipe would be trained with."""
+    """Exit code 1 means that the user must decide; a pipe would otherwise train with a partially migrated file."""
     before, done = files_in(folder), run(folder, "decide.yaml")
     assert (done.code, done.out) == (1, "")
     printed = " ".join(done.err.split())
@@ -127,7 +127,7 @@ def test_nothing_is_written_that_needs_a_decision_unless_forced(folder: Path):
 
 
 def test_output_to_a_file_and_to_a_folder(folder: Path):
-    """The sources stay, folders keep their form, and a file without a section is not copied."""
+    """The sources stay unchanged, folders keep their structure, and a file without a section is not copied."""
     before = files_in(folder)
     assert run(folder, "good.yaml", "-o", "new/run.yaml").code == 0
     assert files_in(folder)["new/run.yaml"] == MIGRATED
@@ -138,7 +138,7 @@ def test_output_to_a_file_and_to_a_folder(folder: Path):
 
 
 def test_a_folder_goes_on_past_bad_files(folder: Path):
-    """One bad file of a thousand would cost the run; the worst one decides the exit code."""
+    """One bad file among a thousand does not stop the run; the worst file sets the exit code."""
     done = run(folder, ".", "--check")
     assert done.code == 2
     assert "broken.yaml:2:1" in done.err and "data.yaml" not in done.err
@@ -148,7 +148,7 @@ def test_a_folder_goes_on_past_bad_files(folder: Path):
 
 
 def test_the_diff_can_be_applied(folder: Path):
-    """The diff is the edit, not a picture of it; like the check, it changes nothing by itself."""
+    """``patch`` applies the output of ``--diff``; like ``--check``, ``--diff`` changes no file."""
     for text in (GOOD, GOOD.rstrip("\n"), GOOD.replace("\n", "\r\n")):
         (folder / "good.yaml").write_bytes(text.encode())
         done = run(folder, "good.yaml", "--diff")
@@ -165,7 +165,7 @@ def test_the_diff_can_be_applied(folder: Path):
 
 
 def report_of(done: Ended) -> dict[str, Any]:
-    """What ``--json`` printed, which is what its schema says."""
+    """The output of ``--json``, validated against its schema."""
     schema = json.loads(SCHEMA.read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     report = json.loads(done.out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
@@ -175,7 +175,7 @@ def report_of(done: Ended) -> dict[str, Any]:
 
 
 def test_json_is_one_object_with_a_version(folder: Path):
-    """A program reads every file's outcome, of the bad ones, too, and knows the form that it reads."""
+    """A program reads the outcome of every file, including bad ones, and the version of the format."""
     report = report_of(run(folder, ".", "--json"))
     assert report["version"] == 1 and report["error"] == ""
     files = {Path(each["file"]).name: each for each in report["files"]}
@@ -191,22 +191,22 @@ def test_json_is_one_object_with_a_version(folder: Path):
     (folder / "decide.yaml").write_text(
         GOOD + "  tensor_parallel: 2\ndeepspeed_config: {zero_optimization: {stage: 3}}\n"
     )
-    assert report_of(run(folder, ".", "--json"))["summary"] == counts  # it has another text, and is not written
+    assert report_of(run(folder, ".", "--json"))["summary"] == counts  # new text, not written
     (section,) = files["good.yaml"]["sections"]
     assert {each["key"]: each["target"] for each in section["findings"]}["limit_all_gathers"] == "removed"
     assert "broken.yaml:2:1" in files["broken.yaml"]["error"]
     assert files["data.yaml"]["error"] == ""
-    done = run(folder, "--json-schema")  # who has only the command can check what it prints
+    done = run(folder, "--json-schema")  # available with the command alone, without this repository
     assert done.code == 0 and json.loads(done.out) == json.loads(SCHEMA.read_text())
 
 
 def test_json_is_an_object_whatever_happens(folder: Path):
-    """A program that reads the output would stop at text, or at nothing, exactly where something is wrong."""
+    """A program that parses the output would fail on text or on empty output, and this when a file is wrong."""
     (folder / "odd.yaml").write_text(
         "fsdp_config:\n  min_params: .inf\n  flatten_parameters: {a: [.nan, 2020-01-01]}\n"
     )
     for arguments, code, error in (
-        (["nobody.yaml"], 2, ""),  # the file's own
+        (["nobody.yaml"], 2, ""),  # of the file itself
         (["nobody.yaml", "good.yaml", "--check"], 2, ""),
         (["empty"], 2, "no file ends in"),
         (["good.yaml", "-o", "good.yaml"], 2, "is the file itself"),
@@ -214,7 +214,7 @@ def test_json_is_an_object_whatever_happens(folder: Path):
         (["good.yaml", "--report", "no/where.md"], 2, "no/where.md"),
         (["odd.yaml", "--to", "accelerate"], 1, ""),
         (["good.yaml", "--write", "--fail-on-change"], 1, ""),
-        (["good.yaml", "--fail-on-change"], 0, ""),  # it was written just now
+        (["good.yaml", "--fail-on-change"], 0, ""),  # the previous command wrote it
     ):
         (folder / "empty").mkdir(exist_ok=True)
         report = report_of(run(folder, *arguments, "--json"))
@@ -222,23 +222,23 @@ def test_json_is_an_object_whatever_happens(folder: Path):
         assert (error in report["error"]) if error else not report["error"], arguments
 
 
-# What a CI and a hook ask, which change nothing: the exit code that they go by, and what is said.
+# Calls of a CI or a hook, which change nothing: the exit code and the printed text.
 ASKED: dict[tuple[str, ...], tuple[int, str]] = {
     ("good.yaml", "--check"): (0, "good.yaml: would change"),
-    # A configuration for FSDP1 that comes into the repository is seen, although it could be migrated.
+    # A new FSDP1 configuration in the repository is reported, although it could be migrated.
     ("good.yaml", "--check", "--fail-on-change"): (1, "--write changes them"),
     ("good.yaml", "--diff", "--fail-on-change"): (1, "-  limit_all_gathers: true"),
     ("decide.yaml", "--check", "--fail-on-change"): (1, "needs a decision"),
     ("broken.yaml", "good.yaml", "--check", "--fail-on-change"): (2, "broken.yaml:2:1"),
-    ("decide.yaml", "good.yaml", "--check"): (1, "to decide"),  # the largest of all files
+    ("decide.yaml", "good.yaml", "--check"): (1, "to decide"),  # the largest exit code of all files
     ("good.yaml", "decide.yaml", "--check"): (1, "to decide"),
-    ("good.yaml", "data.yaml", "--check"): (2, "data.yaml"),  # it was named
-    # pre-commit hands over all YAMLs of a commit; one without a section is no mistake there, and a broken one is.
+    ("good.yaml", "data.yaml", "--check"): (2, "data.yaml"),  # named on the command line
+    # pre-commit passes all YAML files of a commit: one without a section is no mistake, a broken one is.
     ("data.yaml", "--check", "--allow-unconfigured"): (0, "data.yaml: nothing here configures sharding; passed over"),
     ("data.yaml", "good.yaml", "--check", "--allow-unconfigured"): (0, "1 without a section for sharding"),
     ("broken.yaml", "--check", "--allow-unconfigured"): (2, "broken.yaml:2:1"),
     ("nobody.yaml", "--check", "--allow-unconfigured"): (2, "nobody.yaml"),
-    ("data.yaml", "--allow-unconfigured"): (0, "a: 1\n"),  # as it is: what a filter would write
+    ("data.yaml", "--allow-unconfigured"): (0, "a: 1\n"),  # unchanged: the output of a filter
     ("data.yaml", "--allow-unconfigured", "--write"): (0, ""),
     ("-", "--check"): (0, "<stdin>: would change"),
     ("-", "--diff"): (0, "+++ <stdin>"),
@@ -247,7 +247,7 @@ ASKED: dict[tuple[str, ...], tuple[int, str]] = {
 
 @pytest.mark.parametrize("words", ASKED, ids=" ".join)
 def test_exit_codes(folder: Path, words: tuple[str, ...]):
-    """0 of one file never hides what another needs."""
+    """A file's exit code 0 never hides the exit code of another file."""
     before, (code, said) = files_in(folder), ASKED[words]
     done = run_with_input(folder, GOOD, *words)
     assert done.code == code and said in done.out + done.err, done
@@ -255,7 +255,7 @@ def test_exit_codes(folder: Path, words: tuple[str, ...]):
 
 
 def test_what_many_files_say_fits_on_a_screen(folder: Path):
-    """The one file with another problem would be lost between 300 times the same sentence."""
+    """The one file with a different problem would be lost among 300 copies of one sentence."""
     words = ["reshard_after_forward: true", *["sharding_stratgy: NO_SHARD"] * 2] * 100
     write(folder / "many", {f"{number:03}.yaml": f"fsdp_config:\n  {word}\n" for number, word in enumerate(words)})
     write(folder / "many", {"other.yaml": "fsdp_config:\n  sharding_strategy: NONE\n"})
@@ -263,7 +263,7 @@ def test_what_many_files_say_fits_on_a_screen(folder: Path):
     assert done.code == 1
     files, _, rest = done.out.partition("to decide:\n")
     decisions = rest.partition("approximate:\n")[0]
-    assert "300 files" not in files and len(files.splitlines()) == 201  # what is ready is not listed
+    assert "300 files" not in files and len(files.splitlines()) == 201  # files without an open decision are not listed
     assert decisions.count("did you mean sharding_strategy?") == 1 and "001.yaml:2" in decisions
     assert "and 195 more" in decisions and "other.yaml:2" in decisions
     assert len(decisions.splitlines()) == 4 and "  200 x sharding_stratgy: " in decisions
@@ -271,7 +271,8 @@ def test_what_many_files_say_fits_on_a_screen(folder: Path):
 
 
 def test_a_bar_takes_nothing_from_the_output(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """`migrate runs --diff > runs.patch` on a terminal would be an empty patch, and the diff lost on the screen."""
+    """A progress bar must not redirect the output: `migrate runs --diff > runs.patch` on a terminal would write an
+    empty patch and show the diff on the screen."""
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal to rich
     (folder / "broken.yaml").unlink()
     done = run(folder, ".", "--diff")
@@ -280,7 +281,7 @@ def test_a_bar_takes_nothing_from_the_output(folder: Path, monkeypatch: pytest.M
 
 
 def test_what_was_done_is_told_after_an_interrupt(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Ctrl-C in the middle of `--write` leaves the question which files are changed."""
+    """After Ctrl-C during `--write`, the user can read which files were changed."""
     done_before = files.migrate_files
 
     def interrupted(*arguments: Any, **options: Any) -> Iterator[files.FileResult]:
@@ -301,7 +302,7 @@ TOML = "# of a run\n[parallelism]\ndata_parallel_shard_degree = 8\n"
 
 
 def test_standard_input_is_a_file_without_a_name(folder: Path):
-    """An editor or a script has a text and no file; each way to look at it works."""
+    """An editor or a script may have a text without a file; every mode reads it from standard input."""
     done = run_with_input(folder, GOOD, "-")
     assert (done.code, done.out) == (0, MIGRATED) and "<stdin>: fsdp_config, line 1" in done.err
     done = run_with_input(folder, GOOD.replace("\n", "\r\n"), "-")
@@ -310,7 +311,7 @@ def test_standard_input_is_a_file_without_a_name(folder: Path):
     assert [(each["file"], each["state"]) for each in report["files"]] == [("<stdin>", "needs decision")]
     assert run_with_input(folder, GOOD, "-", "-o", "new.yaml").code == 0
     assert files_in(folder)["new.yaml"] == MIGRATED
-    report = report_of(run_with_input(folder, GOOD, "-", ".", "-", "--json"))  # read once, beside a folder
+    report = report_of(run_with_input(folder, GOOD, "-", ".", "-", "--json"))  # read once, together with a folder
     assert [each["state"] for each in report["files"] if each["file"] == "<stdin>"] == ["ready"]
     assert len(report["files"]) == 7
     for nothing in ("a: 1\n", ""):
@@ -323,14 +324,14 @@ def test_standard_input_is_a_file_without_a_name(folder: Path):
 
 
 def test_the_format_of_standard_input_is_seen(folder: Path):
-    """TOML in a pipe would be one long string to YAML."""
+    """YAML would parse TOML from a pipe as one long string."""
     report = report_of(run_with_input(folder, TOML, "-", "--to", "torchtitan", "--json"))
     assert report["files"][0]["sections"][0]["dialect"] == "torchtitan"
     done = run_with_input(folder, TOML, "-", "--to", "composer", "--force")
     assert yaml.safe_load(done.out)["fsdp_config"]["data_parallel_shard_degree"] == 8
     done = run_with_input(folder, json.dumps(yaml.safe_load(GOOD)), "-")
     assert json.loads(done.out) == yaml.safe_load(MIGRATED)
-    long = json.dumps(yaml.safe_load(GOOD) | {"a" * 2000: 1})  # a key that is too long for YAML's readers
+    long = json.dumps(yaml.safe_load(GOOD) | {"a" * 2000: 1})  # a key that is too long for YAML parsers
     assert run_with_input(folder, long, "-").code == 0
     assert "<stdin>:1:1" in run_with_input(folder, GOOD, "-", "--format", "toml").err
     (folder / "run.conf").write_text(TOML)
@@ -339,7 +340,7 @@ def test_the_format_of_standard_input_is_seen(folder: Path):
 
 
 def test_standard_input_that_cannot_be_read(folder: Path):
-    """It is closed, as cron may leave it, or no text; who names a file needs none."""
+    """Standard input may be closed, as under cron, or not text. A call that names a file does not need it."""
     assert "<stdin>:1:4: no UTF-8" in run_with_input(folder, b"a: \xff", "-").err
     with mock.patch.object(sys, "stdin", None):
         assert "which is closed" in run(folder, "-").err
@@ -347,7 +348,8 @@ def test_standard_input_that_cannot_be_read(folder: Path):
 
 
 def test_the_report_is_a_page(folder: Path):
-    """Reviewers read it beside the change; on a full disk it is named, and what was done is told."""
+    """Reviewers read the report beside the change. On a full disk the error names the report, and the command still
+    prints what it wrote."""
     assert run(folder, "good.yaml", "decide.yaml", "--check", "--report", "report.md").code == 1
     text = (folder / "report.md").read_text()
     assert "| `sharding_strategy: FULL_SHARD` | exact | reshard_after_forward: true |" in text
@@ -376,15 +378,15 @@ BAD_INPUT: list[tuple[Sequence[str], str]] = [
     (["good.yaml", "--diff", "--json"], "choose one of"),
     (["good.yaml", "--check", "--write"], "--check writes nothing"),
     (["good.yaml", "deep"], "several files"),
-    (["", "--write"], "a name is empty"),  # FILE unset, in `migrate "$FILE" --write`, is not this folder
+    (["", "--write"], "a name is empty"),  # `migrate "$FILE" --write` with FILE unset does not mean the current folder
     (["good.yaml", "-o", "-"], "without -o"),
     (["good.yaml", "-o", "notes.txt"], "notes.txt is a file, and its name ends in none of .yaml"),
-    # A report takes no configuration's place, and where it cannot be written is known before files are changed.
+    # A report never overwrites a configuration, and an unwritable report path is an error before any file changes.
     (["good.yaml", "--write", "--report", "good.yaml"], "good.yaml has a configuration's suffix"),
     (["good.yaml", "--write", "--report", "report.TOML"], "report.TOML has a configuration's suffix"),
     (["good.yaml", "--write", "--report", "no/where.md"], "no/where.md"),
     (["good.yaml", "--write", "--report", "deep"], "deep"),
-    # Of standard input: there is nothing to change, and no name in a folder.
+    # Standard input is no file that could be changed, and has no name for an output folder.
     (["-", "--write"], "which --write cannot change"),
     (["-", "good.yaml", "-o", "out"], "has no name in a folder"),
     (["-", "-o", "deep"], "has no name in a folder"),
@@ -394,7 +396,7 @@ BAD_INPUT: list[tuple[Sequence[str], str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_INPUT, ids=[" ".join(words) for words, _ in BAD_INPUT])
 def test_bad_input(folder: Path, arguments: Sequence[str], message: str):
-    """Exit code 2, one message that says what is wrong, no traceback, and nothing written."""
+    """Exit code 2, one message that names the mistake, no traceback, and no file written."""
     (folder / "empty").mkdir()
     write(folder, {"twin/good.yaml": GOOD})
     (folder / "bytes.yaml").write_bytes(b"a: \xff\n")
@@ -409,7 +411,7 @@ def test_bad_input(folder: Path, arguments: Sequence[str], message: str):
 
 
 def test_many_files_on_all_cores(tmp_path: Path):
-    """Results come in order, whichever process was done first."""
+    """Results are printed in order, whichever process finished first."""
     write(tmp_path, {f"{number:02}.yaml": GOOD.replace("# all", f"# {number}") for number in range(40)})
     results = list(migrate_files(sources_of([tmp_path]), Destination(in_place=True), jobs=2))
     assert [Path(result.path).name for result in results] == [f"{number:02}.yaml" for number in range(40)]
@@ -419,11 +421,11 @@ def test_many_files_on_all_cores(tmp_path: Path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Names that lead to something else than one means
+# Misleading names
 
 
 def test_a_dry_run_is_a_check(folder: Path):
-    """The word that people try first, before a folder is changed."""
+    """Users try ``--dry-run`` first, before they change a folder."""
     assert run(folder, "good.yaml", "--dry-run") == run(folder, "good.yaml", "--check")
 
 
@@ -486,7 +488,7 @@ def test_colour_is_for_terminals(folder: Path):
 
 
 def test_a_script_is_told_how_it_trains(tmp_path: Path):
-    """`a mapping is expected at the top of the file` says nothing to somebody with a train.py."""
+    """For a train.py, `a mapping is expected at the top of the file` would not help its user."""
     write(tmp_path, {"train.py": "import torch\n"})
     done = run(tmp_path, "train.py", "--check")
     assert done.code == 2 and "this is Python" in done.err and "run train.py" in done.err
@@ -523,18 +525,18 @@ def test_files_stay_with_their_own_systems(tmp_path: Path):
 
 
 def test_two_results_are_not_one_file(tmp_path: Path):
-    """`written to o/run.yaml`, twice: of two runs one was gone."""
+    """Two runs were written to the same `o/run.yaml`, so one result was lost."""
     text = "fsdp_config: {limit_all_gathers: true}\n"
     other = '{"transformer_layer_cls_to_wrap": ["A"], "fsdp": "full_shard auto_wrap", "bf16": true}'
     write(tmp_path, {"d/run.json": other, "d/run.yaml": text, "a/s/x.yaml": text, "a/t/x.yaml": text})
     done = run(tmp_path, "d", "-o", "o", "--to", "composer")
     assert done.code == 2 and not (tmp_path / "o").exists()
     assert "d/run.json and d/run.yaml" in done.err
-    write(tmp_path, {"d/run.json": '{"fsdp_config": {"limit_all_gathers": true}}'})  # which stays JSON
+    write(tmp_path, {"d/run.json": '{"fsdp_config": {"limit_all_gathers": true}}'})  # stays JSON
     assert run(tmp_path, "d", "-o", "o").code == 0
     assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["run.json", "run.yaml"]
     (tmp_path / "p" / "s").mkdir(parents=True)
-    (tmp_path / "p" / "t").symlink_to("s")  # two folders of the output are one
+    (tmp_path / "p" / "t").symlink_to("s")  # two names of one output folder
     done = run(tmp_path, "a", "-o", "p")
     assert done.code == 2 and "a/s/x.yaml and a/t/x.yaml" in done.err and not [*(tmp_path / "p" / "s").iterdir()]
 
@@ -552,7 +554,7 @@ def test_no_result_takes_the_place_of_another_input(tmp_path: Path):
         assert done.code == 2 and "c/x.yaml would be overwritten" in done.err, done.err
     done = run(tmp_path, "q/y.yaml", "r", "-o", "r", "--to", "torchtitan")
     assert done.code == 2 and "r/y.toml would be overwritten by the result of q/y.yaml" in done.err
-    write(tmp_path, {"c/x.yaml": TO_DECIDE})  # of which there is no result, so that the decision is told
+    write(tmp_path, {"c/x.yaml": TO_DECIDE})  # undecided, so it has no result and its decision is reported
     done = run(tmp_path, "c", "-o", "c")
     assert done.code == 1 and "nothing was written: a finding needs a decision" in done.out and not done.err
     write(tmp_path, {"c/x.yaml": text})
@@ -563,8 +565,8 @@ ASCII_ONLY = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYT
 
 
 def test_a_text_is_printed_as_it_would_be_written(tmp_path: Path):
-    """`migrate f > g` wrote the name of a model's folder as an escape, which the training script took literally; so
-    did a text that was copied from a terminal. In a container without a locale that is every run."""
+    """`migrate f > g` escaped non-ASCII characters of a model's folder, and the training script took the escape
+    literally. Text copied from a terminal had the same mistake. A container without a locale has it in every run."""
     kept, passed_over = "name: 学\r\nfsdp_config:\r\n  verbose: true\r\n".encode(), "a: é\r\nb: 学\n".encode()
     (tmp_path / "f.yaml").write_bytes(kept + b"  limit_all_gathers: true\r\n")
     (tmp_path / "other.yaml").write_bytes(passed_over)
@@ -582,7 +584,7 @@ def test_a_text_is_printed_as_it_would_be_written(tmp_path: Path):
     assert json.loads(printed("migrate", "f.yaml", "--json"))["files"][0]["changed"]
     assert json.loads(printed("explain", "fsdp_size", "--json"))["keys"]
     above, terminal = pty.openpty()
-    tty.setraw(terminal)  # which changes no line ends
+    tty.setraw(terminal)  # raw mode changes no line ends
     printed("migrate", "f.yaml", to=terminal)
     assert os.read(above, 10_000) == kept
     os.close(above)

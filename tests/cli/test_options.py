@@ -1,4 +1,4 @@
-"""The options of a verb, from the fields of its class."""
+"""The options of a command from the fields of its class."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parsed(*words: str) -> tuple[int, str, list[Greet]]:
 
 
 def test_a_field_is_an_option():
-    """An option that is written down twice would be one in the help and another where it is used."""
+    """An option that is defined twice could differ between the help and its use."""
     code, _, (greet,) = parsed("A", "B", "-n", "2", "--quiet")
     assert (code, greet.names, greet.times, greet.is_loud) == (0, ["A", "B"], 2, False)
     _, _, (greet,) = parsed("A")
@@ -49,12 +49,12 @@ def test_a_field_is_an_option():
 
 @pytest.mark.parametrize(("words", "said"), [(["A", "-n", "0"], "--times"), ([""], "a name is empty"), ([], "NAME")])
 def test_a_wrong_option_is_refused_before_any_work(words: list[str], said: str):
-    """The code is that of a mistyped option, and there is nothing that could be run."""
+    """The exit code equals that of a misspelt option, and no command is created."""
     code, text, commands = parsed(*words)
     assert (code, commands) == (2, []) and said in text
 
 
-# A verb's work in the place of the hours of training that end in a report.
+# A command whose work stands for the hours of training before a report.
 MUCH = """
 import sys
 from composer_fsdp2.cli import compare, main

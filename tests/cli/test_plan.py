@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_run_is_planned(folder: Path):
-    """One command: text, the object that scripts read, a page and a trace; a step that does not fit ends with 1."""
+    """One command prints text or JSON and writes a page and a trace; a step that does not fit exits with 1."""
     done = run_here(folder, "plan", "run.yaml", *SIZES, "--memory", "80GiB", "--html", "plan.html", "--trace", "t.json")
     assert done.code == 0, done.err
     assert done.out.startswith("run.yaml: ") and "verdict: fits" in done.out
@@ -67,15 +67,15 @@ def test_a_run_is_planned(folder: Path):
     jsonschema.validate(found, json.loads(SCHEMA.read_text()))
     assert (done.code, found["exit_code"], found["fits"]) == (1, 1, False)
     assert found["memory"]["usable_bytes"] == 1024
-    assert run_here(folder, "plan", "run.yaml").code == 2  # for how many ranks?
-    done = run_here(folder, "plan", "--json-schema")  # who has only the command can check what it prints
+    assert run_here(folder, "plan", "run.yaml").code == 2  # without --world-size
+    done = run_here(folder, "plan", "--json-schema")  # available with the command alone, without this repository
     assert done.code == 0 and json.loads(done.out) == json.loads(SCHEMA.read_text())
 
 
 def test_settings_are_suggested(folder: Path):
-    """A run that does not fit would be changed by trial and error on a cluster."""
+    """Without suggestions, a user changes a run that does not fit by trial and error on a cluster."""
     words = ["plan", "run.yaml", *SIZES, "--memory", "170KiB", "--reserve", "0", "--suggest"]
-    done = run_here(folder, *words, "--html", "plan.html", "--json")  # as text: migration_docs/plan.md
+    done = run_here(folder, *words, "--html", "plan.html", "--json")  # migration_docs/plan.md has the text form
     assert done.code == 1 and not done.err, done.err
     assert "suggestions for 170.0 KiB a rank" in (folder / "plan.html").read_text()
     found = json.loads(done.out)
@@ -89,9 +89,9 @@ def test_settings_are_suggested(folder: Path):
     assert yaml.safe_load((folder / "run.yaml").read_text()) == FILE
 
 
-# By what is wrong: the words behind ``plan``, what is written into the folder before, and what is said.
+# For each case, the arguments after ``plan``, the files written before, and the expected message.
 ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
-    # one line that names the way out
+    # a one-line message with the next step
     "no file": (["none.yaml", *SIZES], {}, "none.yaml"),
     "memory": (["run.yaml", *SIZES, "--memory", 80], {}, "--memory 80 has no unit; write 80GiB"),
     "links": (["run.yaml", *SIZES, "--inter-gbps", 400], {}, "--inter-gbps 400 has no unit; write 400Gb/s"),
@@ -164,7 +164,7 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
         {"odd.yaml": "fsdp_config: {sharding_strategy: HYBRID_SHARD, data_parallel_shard_degree: 3}"},
         "use 1, 2 or 4",
     ),
-    # changes on the command line
+    # overrides on the command line
     "a word": (["run.yaml", "nonsense", *SIZES], {}, "nonsense is neither an option nor KEY=VALUE"),
     "a change of no key": (["run.yaml", "=3", *SIZES], {}, "=3 is neither an option nor KEY=VALUE"),
     "a change that is no YAML": (["run.yaml", "a=[1", *SIZES], {}, "a=[1: ParserError"),
@@ -184,12 +184,12 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
         {"c": json.dumps(CONFIG | {"hidden_size": -32})},
         "c: the model cannot be built: RuntimeError",
     ),
-    "of no tokens": (  # which torch logs in ten lines, too
+    "of no tokens": (  # torch also logs ten lines
         ["run.yaml", *SIZES, "--model-config", "c"],
         {"c": json.dumps(CONFIG | {"vocab_size": 0})},
         "cannot be traced without data: RuntimeError",
     ),
-    "of positions that nobody knows": (  # of which transformers warns, too
+    "of positions that nobody knows": (  # transformers also warns
         ["run.yaml", *SIZES, "--model-config", "c"],
         {"c": json.dumps(CONFIG | {"rope_scaling": {"rope_type": "nobody"}})},
         "c: the model cannot be built: KeyError",
@@ -224,7 +224,7 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
         {"m.py": "def f(): raise SystemExit('bye')"},
         "the model cannot be built on the meta device: SystemExit: bye",
     ),
-    # what is written
+    # the outputs
     "one name for two files": (["run.yaml", *SIZES, "--trace", "./plan.html"], {}, "plan.html cannot be written"),
     "the run itself": (["run.yaml", *SIZES, "--html", "run.yaml"], {}, "run.yaml as well"),
     "the model's file": (["run.yaml", *SIZES, "--trace", "./config.json"], {}, "config.json as well"),
@@ -235,7 +235,7 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
 
 @pytest.mark.parametrize("case", ODD)
 def test_whatever_is_given_is_answered_in_one_line(case: str, folder: Path):
-    """Who reads a traceback, or waits for ever, does not know what to change; and no file is lost or left behind."""
+    """An error is one line, without a traceback; the command never hangs, and no file is lost or left behind."""
     words, files, said = ODD[case]
     for name, text in files.items():
         (folder / name).write_text(text)
@@ -248,7 +248,7 @@ def test_whatever_is_given_is_answered_in_one_line(case: str, folder: Path):
 
 
 def test_a_device_is_no_file(folder: Path):
-    """A file that takes the place of /dev/null, where root may put one, breaks everything else on the machine."""
+    """Replacing /dev/null by a file, as root could, would break everything else on the machine."""
     os.mkfifo(folder / "pipe")
     done = run_here(folder, "plan", "run.yaml", *SIZES, "--html", "pipe")
     assert done.code == 2 and "pipe is a device or a pipe" in done.err
@@ -275,13 +275,13 @@ def swallowed(): by(signal.SIGTERM, swallows=True)
 
 
 def interrupted(folder: Path, by: str) -> Ended:
-    """The command in a fork of this process, which a signal that nobody heeds ends."""
+    """Runs the command in a fork of this process and interrupts it with a signal."""
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
     words = ["plan", "run.yaml", *SIZES, "--html", "plan.html", "--model", f"m.py:{by}"]
 
     def answer() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in a shell's background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # needed if the tests run in a shell's background
         send.send(run_here(folder, *words))
 
     process = fork.Process(target=answer)
@@ -295,7 +295,8 @@ def interrupted(folder: Path, by: str) -> Ended:
 
 @pytest.mark.parametrize("by", ["sigint", "sigterm", "swallowed"])
 def test_an_interrupted_plan_leaves_nothing(folder: Path, by: str):
-    """Ctrl-C, and a scheduler's SIGTERM, also where a library takes the interruption for its own failure."""
+    """Ctrl-C and a scheduler's SIGTERM end the command without a file, even if a library catches the interrupt as its
+    own error."""
     (folder / "m.py").write_text(INTERRUPTED)
     before = sorted(folder.iterdir())
     assert interrupted(folder, by) == Ended(2, "", "composer-fsdp2: interrupted; nothing was written\n")
@@ -315,7 +316,7 @@ def model():
 
 
 def test_what_a_model_prints_is_not_in_the_answer(folder: Path):
-    """A program that reads the object would stop at the first word that a model's code prints."""
+    """A program that parses the JSON would fail on text that a model's code prints."""
     (folder / "m.py").write_text(CHATTY)
     (folder / "bare.yaml").write_text("fsdp_config: {sharding_strategy: FULL_SHARD}")
     words = ["--world-size", 4, "--no-activations", "--json", "--model", "m.py:model"]
@@ -324,7 +325,7 @@ def test_what_a_model_prints_is_not_in_the_answer(folder: Path):
     assert done.err == "loading\n"
 
 
-# By what is odd and still a run: the words, what is written before, and what is said.
+# Unusual but valid runs: the arguments, the files written before, and the expected text.
 LEGAL: dict[str, tuple[list[Any], dict[str, str], str]] = {
     "one rank": (["run.yaml", *SIZES, "--world-size", 1], {}, "on 1 rank,"),
     "a million ranks": (["config.json", "--world-size", 2**20], {}, "on 1048576 ranks"),
@@ -354,7 +355,7 @@ LEGAL: dict[str, tuple[list[Any], dict[str, str], str]] = {
 
 @pytest.mark.parametrize("case", LEGAL)
 def test_odd_runs_are_planned(case: str, folder: Path):
-    """What a user may well have is no error, and what the plan leaves out of it is said."""
+    """Unusual runs that users have are no error, and the plan lists its omissions."""
     words, files, said = LEGAL[case]
     for name, text in files.items():
         (folder / name).write_text(text)

@@ -1,4 +1,4 @@
-"""``.pre-commit-hooks.yaml``: what it calls exists, what it installs is enough, and pre-commit itself runs it."""
+"""``.pre-commit-hooks.yaml``: its commands exist, its packages suffice, and pre-commit itself runs it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def git(folder: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
 def test_what_a_hook_calls_exists(tmp_path: Path, hook: dict[str, Any]):
-    """An option that is renamed would fail every commit of everybody who has the hook."""
+    """A renamed option would fail every commit of every user of the hook."""
     assert set(hook) >= {"id", "name", "entry", "language", "types_or"}
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
@@ -74,7 +74,7 @@ def code_of(folder: Path, words: Sequence[str]) -> object:
 
 
 def test_a_hook_installs_what_the_package_asks_for():
-    """Without torch, and numpy for it, it must list all else, in versions that the package takes."""
+    """Except torch, and numpy for it, it must list all dependencies, in versions that the package accepts."""
     first, *pins = HOOKS["composer-fsdp2"]["additional_dependencies"]
     assert first == "--no-deps"
     pinned = {canonicalize_name(name): version for name, _, version in (pin.partition("==") for pin in pins)}
@@ -88,7 +88,7 @@ def test_a_hook_installs_what_the_package_asks_for():
 
 
 def run_hook(repository: Path, hook: str) -> subprocess.CompletedProcess[str]:
-    """The hook as pre-commit runs it for a commit, by the files of this checkout."""
+    """Runs the hook as pre-commit does for a commit, from this checkout."""
     pre_commit = shutil.which("pre-commit")
     if pre_commit is None:
         pytest.skip("there is no pre-commit on the PATH")
@@ -114,7 +114,7 @@ def check_fails(repository: Path, hook: str) -> None:
 
 
 def test_pre_commit_runs_what_is_installed(repository: Path):
-    """A file for FSDP1 stops the commit; all other files of a repository, whatever they are, do not."""
+    """A file for FSDP1 stops the commit; all other files of a repository, of any kind, do not."""
     check_fails(repository, "composer-fsdp2-installed")
     (repository / "fsdp1.yaml").write_text(FILES["fsdp2.yaml"])
     git(repository, "add", ".")

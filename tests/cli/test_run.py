@@ -1,4 +1,4 @@
-"""``composer-fsdp2 run``: a script as Python would run it, with FSDP2 under it, by every launcher."""
+"""``composer-fsdp2 run``: a script runs as under Python, with FSDP2, from every launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.trainers import largest_difference
 
 pytestmark = pytest.mark.composer
 
-# What must reach the script as it is: flags that are also ours, a terminator, a space.
+# The script must receive these unchanged: flags that the command has too, a terminator, a space.
 ARGUMENTS = ["--help", "-m", "--exit-code", "7", "key=value", "--", "a b"]
 
 PROBE = """
@@ -46,7 +46,7 @@ sys.exit(7)
 
 
 FAILURES = {"ValueError": "the script failed", "EOFError": "Ran out of input"}
-# What is typed, and what the one line must say.
+# For each command line, its one-line error.
 NOTHING_TO_RUN = {
     ("run", "not_there.py", "--flag"): "no such file: not_there.py",
     ("run", "-m"): "-m needs the name of a module",
@@ -63,7 +63,8 @@ HELP = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """The probe, run by Python and by ours; scripts that fail, none, and help."""
+    """The results of the probe script under Python and under ``run``, of failing scripts, of no script, and of
+    --help."""
     folder = tmp_path_factory.mktemp("cli")
     for package in ("scripts", "users"):
         (folder / package).mkdir()
@@ -72,7 +73,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     anew: dict[str, list[Any]] = {
         "python script": [*PYTHON, "scripts/probe.py", *ARGUMENTS],
         "python module": [*PYTHON, "-m", "users.probe", *ARGUMENTS],
-        # The others are forked from a process that has imported Composer; this one imports what it needs by itself.
+        # The others are forked from a process that has imported Composer; this one imports everything itself.
         "our script": [BIN / "composer-fsdp2", "run", "scripts/probe.py", *ARGUMENTS],
     }
     ours: dict[str, list[Any]] = {
@@ -92,9 +93,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 @pytest.mark.parametrize("kind", ["script", "module"])
 def test_script_sees_what_python_gives(kind: str, ended: dict[str, Ended]):
-    """A script that parses flags, finds files beside itself or imports its neighbours runs unchanged.
+    """A script that parses flags, reads files in its folder or imports modules from it runs unchanged.
 
-    Composer that it imports is ours, schedulers restart or stop by its own exit code, and its folder stays as it was.
+    Its imported Composer has the seams, its exit code reaches the scheduler, and its folder is unchanged.
     """
     ours, python = ended[f"our {kind}"], ended[f"python {kind}"]
     assert ours.last["seen"] == python.last["seen"], ours.err
@@ -105,7 +106,8 @@ def test_script_sees_what_python_gives(kind: str, ended: dict[str, Ended]):
 
 @pytest.mark.parametrize("error", FAILURES)
 def test_exception_ends_with_its_traceback(error: str, ended: dict[str, Ended]):
-    """The last lines say what failed and where, as Python's do; command line libraries say "Aborted." of EOFError."""
+    """The last lines name the error and its location, as Python's do; command line libraries print "Aborted." for
+    EOFError."""
     assert ended[error].code == 1
     assert ended[error].err.strip().endswith(f"{error}: {FAILURES[error]}")
     assert f'{error}.py", line 2, in f' in ended[error].err
@@ -119,7 +121,7 @@ def test_one_rank_needs_no_launcher(ended: dict[str, Ended]):
 
 
 def test_nothing_to_run_is_said_in_a_line(ended: dict[str, Ended]):
-    """A typo in a path ends at once, with exit code 2 and without a traceback."""
+    """A misspelt path ends at once, with exit code 2 and without a traceback."""
     for words, said in NOTHING_TO_RUN.items():
         done = ended[f"{words}"]
         assert done.code == 2 and said in done.err and "Traceback" not in done.err, done
@@ -127,14 +129,14 @@ def test_nothing_to_run_is_said_in_a_line(ended: dict[str, Ended]):
 
 @pytest.mark.parametrize("verb", HELP)
 def test_help(verb: str, ended: dict[str, Ended]):
-    """The verbs, and how to start several ranks, are one --help away."""
+    """--help lists the verbs and shows how to start several ranks."""
     done = ended[f"help {verb}"]
     assert done.code == 0 and all(words in " ".join(done.out.split()) for words in HELP[verb]), done.out
 
 
 @on_ranks(2)
 def test_shim_is_gone_after_the_script(folder: str) -> None:
-    """Whoever calls main() from Python has Composer as it was when the script has ended, however it ended."""
+    """A Python caller of main() has the original Composer after the script has ended, also after an error."""
     import composer.distributed
 
     from composer_fsdp2.cli.main import main
@@ -170,7 +172,7 @@ def check_on_fsdp1(out: str) -> None:
 
 @pytest.fixture(scope="module")
 def fsdp1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the unchanged script does under Composer's FSDP1."""
+    """The losses of the unchanged script under Composer's FSDP1."""
     out = tmp_path_factory.mktemp("fsdp1") / "out.json"
     run_ranks(check_on_fsdp1, 2, str(out))
     trained = json.loads(out.read_text())
@@ -178,7 +180,7 @@ def fsdp1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained
 
 
-# Before the script's first line: what it was given, by rank; and no further under plain Python.
+# Inserted before the script's first line: writes the script's environment by rank, and exits under plain Python.
 LOOK = """
 import json, os, sys
 seen = {"argv": sys.argv, "file": __file__, "name": __name__, "package": __package__,
@@ -192,7 +194,8 @@ if "RANK" not in os.environ:
 
 
 def assert_trains(folder: Path, launcher: list[Any], source: str, fsdp1: dict[str, Any]) -> None:
-    """The script, launched with our word in the line, has FSDP2 and the curve of FSDP1, and its folder stays."""
+    """Checks that the script, launched with ``composer-fsdp2 run``, trains on FSDP2 with FSDP1's losses, and that its
+    folder is unchanged."""
     (folder / "scripts").mkdir()
     (folder / "scripts" / "train.py").write_text(source)
     ours = run_all({"ours": [*launcher, "run", "scripts/train.py", "--out", "out.json", *TRAINING]}, folder)["ours"]
@@ -207,7 +210,7 @@ def assert_trains(folder: Path, launcher: list[Any], source: str, fsdp1: dict[st
 
 
 def test_a_launcher_trains_the_unchanged_script(tmp_path: Path, fsdp1: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    """The launch line gets one more word, and the curve stays. The launcher and its ranks are forked."""
+    """The launch line has one more argument, and the losses stay the same. The launcher and its ranks are forked."""
     quick = tmp_path / "quick"
     quick.mkdir()
     add_launchers(quick, WITH_COMPOSER)
@@ -218,7 +221,7 @@ def test_a_launcher_trains_the_unchanged_script(tmp_path: Path, fsdp1: dict[str,
 @pytest.mark.slow  # the launcher and each of its ranks import Composer
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launched_ranks_see_what_python_gives(tmp_path: Path, fsdp1: dict[str, Any], launcher: str):
-    """On each rank that a launcher starts, the script sees what Python gives it."""
+    """On each rank of a launcher, the script has the same environment as under Python."""
     assert_trains(tmp_path, LAUNCHERS[launcher], LOOK + SCRIPT.read_text(), fsdp1)
     python = run_all({"python": [*PYTHON, "scripts/train.py", "--out", "out.json", *TRAINING]}, tmp_path)["python"]
     assert python.code == 0, python.err

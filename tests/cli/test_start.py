@@ -1,4 +1,4 @@
-"""What the command line imports before it answers."""
+"""The imports of the command line before its output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import composer_fsdp2
 from composer_fsdp2.cli import main
 
 YAML = "model: {name: mpt}\nfsdp_config:\n  sharding_strategy: FULL_SHARD  # kept\n  limit_all_gathers: true\n"
-# By what a user asks for: the words, and variables of the environment.
+# For each case, the arguments and environment variables.
 ASKED: dict[str, tuple[list[str], dict[str, str]]] = {
     "version": (["--version"], {}),
     "a verb": ([], {"COMP_WORDS": "composer-fsdp2 mig", "COMP_CWORD": "1"}),
@@ -33,7 +33,7 @@ ASKED: dict[str, tuple[list[str], dict[str, str]]] = {
     "check": (["migrate", "run.yaml", "--check"], {}),
     "plan": (["plan", "--help"], {}),
 }
-# One after the other in one process, so that a module that one of them imports is there for all that follow.
+# One case after the other in one process, so a module imported for one case is imported for all that follow.
 SCRIPT = """
 import contextlib, io, json, os, sys
 
@@ -59,7 +59,7 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By what was asked for: exit code, output, and the modules that are imported by then."""
+    """For each case, the exit code, the output, and the modules imported by then."""
     folder = tmp_path_factory.mktemp("start")
     (folder / "run.yaml").write_text(YAML)
     command = [sys.executable, "-c", SCRIPT, json.dumps(ASKED)]
@@ -69,7 +69,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 def test_no_torch_is_waited_for(told: dict[str, dict[str, Any]]):
-    """Help, the version, explaining a key, migrating a file and completing a word are there at once."""
+    """Help, the version, explaining a key, migrating a file and completion run without importing torch."""
     for name, each in told.items():
         assert each["code"] == 0, f"{name}: {each['err']}"
         slow = {"torch", "composer", "llmfoundry", "numpy", "composer_fsdp2.prepare"} & {*each["modules"]}
@@ -77,8 +77,8 @@ def test_no_torch_is_waited_for(told: dict[str, dict[str, Any]]):
 
 
 def test_a_verb_imports_what_it_needs(told: dict[str, dict[str, Any]]):
-    """The version waits for no dialect, and neither help nor the explanation of a key for what reads files; one file
-    needs no bar and no processes."""
+    """The version imports no dialect; help and the explanation of a key import no code that reads files; one file needs
+    no progress bar and no processes."""
     assert not any(name.startswith(("composer_fsdp2.migration", "rich")) for name in told["version"]["modules"])
     unneeded = {"omegaconf", "rich.progress", "multiprocessing", "composer_fsdp2.migration.documents"}
     assert not unneeded & {*told["verify"]["modules"]}
@@ -86,7 +86,7 @@ def test_a_verb_imports_what_it_needs(told: dict[str, dict[str, Any]]):
 
 
 def test_what_is_answered(told: dict[str, dict[str, Any]]):
-    """A quick start is worth nothing if a verb, its line or its answer is missing."""
+    """A fast start without the verbs, their descriptions or their output would be useless."""
     assert told["version"]["out"] == f"composer-fsdp2 {composer_fsdp2.__version__}\n"
     for verb in ("run", "train", "migrate", "explain", "checkpoint"):
         [line] = [line for line in told["help"]["out"].splitlines() if line.split()[1:2] == [verb]]
@@ -98,7 +98,7 @@ def test_what_is_answered(told: dict[str, dict[str, Any]]):
 
 
 def test_words_are_completed(told: dict[str, dict[str, Any]]):
-    """What the shell is given when a user presses tab."""
+    """The completions that the shell receives when a user presses tab."""
     assert told["a verb"]["out"].split() == ["migrate"]
     assert told["an option"]["out"].split() == ["--dry-run"]
     assert told["a value"]["out"].split() == ["torchtitan"]
@@ -108,7 +108,7 @@ def test_words_are_completed(told: dict[str, dict[str, Any]]):
 def test_ctrl_c_while_a_verb_is_imported_is_one_line(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A traceback of forty lines of torch's imports, after a Ctrl-C in the first seconds."""
+    """Otherwise Ctrl-C in the first seconds prints a traceback of forty lines of torch's imports."""
 
     def interrupted(*arguments: object, obj: list[Callable[[], object]], **options: object) -> None:
         obj.append(interrupt)

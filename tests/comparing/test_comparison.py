@@ -1,6 +1,6 @@
-"""What a comparison leaves on the disk, however it ends: hours of runs must not be lost to what comes after them.
+"""The files that a comparison leaves, however it ends: a later error must not lose hours of runs.
 
-The ranks are a stand-in that returns made-up records; tests/compat/test_comparing.py has real ones.
+The ranks are a stand-in that returns synthetic records; tests/compat/test_comparing.py has real ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from composer_fsdp2.errors import ConfigError
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Options]:
-    """``options(again=..., ...)``: those of a comparison whose runs are made up."""
+    """``options(again=..., ...)``: options of a comparison with synthetic runs."""
     file, checkpoint = tmp_path / "run.yaml", tmp_path / "ep0-ba1.pt"
     file.write_text("a: 1\n")
     checkpoint.write_bytes(b"weights")
@@ -65,7 +65,7 @@ def quiet(title: str, done: int) -> None:
 
 
 def test_three_runs_of_which_one_diverged_are_reported(options: Callable[..., Options], tmp_path: Path):
-    """A loss that is NaN in the second run on FSDP1 ends in a report, which names it, and what was trained on."""
+    """A NaN loss in the second run on FSDP1 ends in a report that names it and the training data."""
     it = options(fsdp1_again=made_run(losses=(3.0, math.nan)))
     assert compare(it, tmp_path / "report", quiet).verdict.exit_code == 1
     report = report_of(tmp_path)
@@ -78,7 +78,8 @@ def test_three_runs_of_which_one_diverged_are_reported(options: Callable[..., Op
 def test_a_fault_in_the_verdict_does_not_cost_the_runs(
     options: Callable[..., Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """An error of ours after the last run leaves all three records, and exit code 2 rather than 1 ("different")."""
+    """An error of ours after the last run does not lose the three records, and exits with 2 rather than 1
+    ("different")."""
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a fault in judge")
@@ -93,7 +94,7 @@ def test_a_fault_in_the_verdict_does_not_cost_the_runs(
 def test_an_interrupted_comparison_does_not_read_the_checkpoint(
     options: Callable[..., Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Ctrl-C ends now, not after terabytes were hashed for a report that has no verdict."""
+    """Ctrl-C ends at once, without hashing terabytes for a report without a verdict."""
     it = options()
 
     def interrupted(*_: object) -> None:
@@ -110,7 +111,7 @@ def test_an_interrupted_comparison_does_not_read_the_checkpoint(
 def test_an_interrupted_hash_keeps_the_verdict(
     options: Callable[..., Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Whoever does not want to wait for the hash of a large checkpoint gets the verdict of the runs without it."""
+    """A user who interrupts the hash of a large checkpoint gets the verdict without it."""
     it = options()
     pieces = provenance._pieces
 
@@ -125,9 +126,9 @@ def test_an_interrupted_hash_keeps_the_verdict(
 
 
 def test_a_report_is_never_overwritten(options: Callable[..., Options], tmp_path: Path):
-    """The report that was to be signed was replaced by that of another run, typed with the same -o."""
+    """A report to be signed was overwritten by another run with the same -o."""
     output = tmp_path / "report"
-    output.mkdir()  # an empty folder is taken
+    output.mkdir()  # an empty folder is accepted
     compare(options(), output, quiet)
     (output / "report.md").write_text("signed")
     it = options(fsdp2=made_run(losses=(4.0, 4.0)))

@@ -1,4 +1,4 @@
-"""The verdict on made-up runs: what is the same, what is not, and that neither depends on how long one looked."""
+"""The verdict on synthetic runs: which are the same and which differ, independent of the number of batches."""
 
 from __future__ import annotations
 
@@ -96,26 +96,26 @@ OF_W, OF_V = replace(GROUP, names=("w",)), replace(GROUP, names=("v",))
 GROUPED = replace(made_run(), settings=(GROUP,))
 OTHER_DATA = replace(fsdp2(), batches=(fsdp2().batches[0], replace(fsdp2().batches[1], digests=("a", "c"))))
 BROKEN = made_run(losses=(math.nan, 2.0))
-# What differs, in the run on FSDP2, the second one on FSDP1, and the first one.
+# The expected differences, the run on FSDP2, the second run on FSDP1, and the first one.
 CASES: dict[str, tuple[set[str], RunRecord, *tuple[RunRecord, ...]]] = {
-    # Rounding is no difference, and a difference no rounding.
+    # Rounding is no difference, and a difference is no rounding.
     "nothing": (set(), fsdp2()),
     "below the tolerance": (set(), fsdp2(losses=(3.0 * (1 + 9e-7), 2.0))),
     "above the tolerance": ({LOSSES, NORMS}, fsdp2(losses=(3.0 * (1 + 2e-6), 2.0))),
     "parameters": ({PARAMETERS}, fsdp2(distance=1e-3)),
     "parameters, above the tolerance": ({PARAMETERS}, fsdp2(distance=2e-6)),
-    # A run that does not repeat on FSDP1 need not on FSDP2.
+    # A run that does not repeat on FSDP1 need not repeat on FSDP2.
     "twice the noise of FSDP1": (set(), fsdp2(losses=(3.0 * (1 + 1.9e-3), 2.0)), NOISY),
     "more than twice the noise": ({LOSSES, NORMS}, fsdp2(losses=(3.0 * (1 + 2.1e-3), 2.0)), NOISY),
-    # A bias whose gradient is rounding alone must not hide a weight that trains wrongly at a distance of 0.4.
+    # A bias whose gradient is only rounding must not hide a weight that trains wrongly at a distance of 0.4.
     "noise of a tensor": (set(), with_distances("FSDP2", weight=0.0, bias=0.5), NOISY_BIAS),
     "noise of another tensor": ({PARAMETERS}, with_distances("FSDP2", weight=0.4, bias=0.5), NOISY_BIAS),
-    # FSDP1 that drifts from itself at the end must not hide a first batch that is wrong; but two runs of one noise need
-    # not differ in the same batch.
+    # If FSDP1 differs from itself at the end, this must not hide a wrong first batch; but two runs with the same noise
+    # need not differ in the same batch.
     "noise of a late batch": (set(), fsdp2(losses=(3.0, 2.0 * (1 + 1.9e-3))), LATE),
     "noise that comes later": (set(), fsdp2(losses=(3.0, 2.0 * (1 + 1e-3))), NOISY),
     "noise of a later batch": ({LOSSES, NORMS}, fsdp2(losses=(3.0 * (1 + 1e-4), 2.0)), LATE),
-    # A learning rate that a file draws must not hide a weight decay that is lost, nor the last one a first one.
+    # A random learning rate must not hide a lost weight decay, nor a last value a first one.
     "noise of a setting": (set(), with_rates("FSDP2", *DRAWN), NOISY_RATE, with_rates("FSDP1", *PLAIN)),
     "a first rate": ({SETTINGS}, with_rates("FSDP2", *DRAWN[::-1]), NOISY_RATE, with_rates("FSDP1", *PLAIN)),
     "another setting": (
@@ -124,44 +124,45 @@ CASES: dict[str, tuple[set[str], RunRecord, *tuple[RunRecord, ...]]] = {
         NOISY_RATE,
         with_rates("FSDP1", *PLAIN),
     ),
-    # Fifty batches drift apart by five times as much as ten; what is wrong early is no less wrong for it.
+    # Fifty batches may drift apart five times as far as ten; an early difference is still too large.
     "fifty batches": (set(), fsdp2(losses=DRIFTING, distance=4e-6), FIFTY, FIFTY),
     "fifty batches, too far": ({PARAMETERS}, fsdp2(losses=DRIFTING, distance=6e-6), FIFTY, FIFTY),
     "fifty batches, early": ({LOSSES, NORMS}, fsdp2(losses=(1.0, 1.0 + 2e-6, *DRIFTING[2:])), FIFTY, FIFTY),
-    # A decay or a rate of one tensor's own shows in no loss of the first batches; other groups are the same settings.
+    # A separate decay or learning rate of one tensor is not visible in the first losses; other groups may have equal
+    # settings.
     "a decay of its own": ({SETTINGS}, replace(fsdp2(), settings=(OF_W, DECAYED)), GROUPED, GROUPED),
     "a tensor without a rate": ({SETTINGS}, replace(fsdp2(), settings=(OF_W,)), GROUPED, GROUPED),
     "other groups": (set(), replace(fsdp2(), settings=(OF_V, OF_W)), GROUPED, GROUPED),
-    # A run that diverges on FSDP2 alone, or on both, is not let pass.
+    # A run that diverges on FSDP2 alone, or on both, does not pass.
     "no number": ({LOSSES, NORMS}, fsdp2(losses=(math.nan, 2.0))),
     "an infinite distance": ({PARAMETERS}, fsdp2(distance=math.inf)),
     "two infinite distances": ({PARAMETERS}, fsdp2(distance=math.inf), made_run(distance=math.inf)),
     "no numbers on all": ({LOSSES, NORMS}, fsdp2(losses=(math.nan, 2.0)), BROKEN, BROKEN),
-    # The first batches of fp16, in which a scaler looks for its scale.
+    # The first batches of fp16, in which a scaler searches its scale.
     "infinite on all": (set(), *[made_run(losses=(math.inf, 2.0))] * 3),
     "no numbers on all in fp16": (set(), *[replace(BROKEN, precision="amp_fp16")] * 3),
-    # Tensors that are not there cannot be apart; a report of those that are would be a good one.
+    # Missing tensors have no distance, so a report of the others alone would look good.
     "a start of fewer tensors": ({START}, replace(fsdp2(), start=(LACKING,))),
     "another start": ({START}, replace(fsdp2(), start=(MOVED,))),
     "a tensor that is missing": ({PARAMETERS}, replace(fsdp2(), end=(replace(LACKING, kind="parameter"),))),
     "optimizer state": ({OPTIMIZER}, replace(fsdp2(), end=(MOVED,))),
-    # What a model evaluates with, and no training forward reads.
+    # Used in evaluations, and not read by a training forward.
     "a buffer": ({BUFFERS}, replace(fsdp2(), end=(replace(MOVED, kind="buffer"),))),
     "a buffer that is added": ({BUFFERS}, replace(fsdp2(), end=(replace(LACKING, kind="buffer", only_in="this"),))),
-    # Not even where FSDP1 draws other data each time, too.
+    # Also if FSDP1 reads different data each time.
     "other data on both": ({DATA}, OTHER_DATA, replace(OTHER_DATA, title="FSDP1 again")),
 }
 
 
 @pytest.mark.parametrize("what", CASES)
 def test_what_counts_as_a_difference(what: str):
-    """A verdict that lets a wrong run pass, or calls a right one wrong."""
+    """Otherwise a verdict would pass a wrong run, or fail a correct one."""
     expected, *runs = CASES[what]
     assert different(*runs) == expected
 
 
 def test_a_verdict_says_what_differs_first():
-    """Whoever reads one line looks in the right place."""
+    """A user who reads only the first cause looks in the right place."""
 
     def causes(ours: RunRecord, again: RunRecord, first: RunRecord | None = None) -> tuple[str, ...]:
         return judge([first or made_run(), ours, again])[1]
@@ -185,13 +186,13 @@ def test_a_verdict_says_what_differs_first():
 
 
 def worst(name: str, *runs: RunRecord, **options: Any) -> tuple[str | None, float | None]:
-    """Of a quantity: where it is worst, and the limit there."""
+    """The worst value of a quantity, its place, and the limit there."""
     [found] = [each for each in judge(runs, **options)[0] if each.name == name]
     return found.worst, found.limit
 
 
 def test_the_worst_is_where_a_limit_is_passed():
-    """Where the limit of one tensor, or batch, is small, a larger limit of another must not decide."""
+    """If one tensor or batch has a small limit, the larger limit of another must not decide."""
     apart = with_distances("FSDP2", weight=0.4, bias=0.5)
     assert worst(PARAMETERS, made_run(), apart, NOISY_BIAS) == ("parameter of weight", 1e-6)
     early = fsdp2(losses=(1.0, 1.0 + 2e-6, *DRIFTING[2:]))
@@ -208,13 +209,14 @@ def test_fsdp1_that_does_not_repeat_is_a_verdict():
         batch = 1 if math.isnan(again[0]) else 2
         value = again[batch - 1]
         assert f"FSDP1 does not repeat: the loss of batch {batch} is {value:.9g} on FSDP1 again" in causes[0]
-    # What FSDP2 does wrong before that stays the first cause.
+    # An earlier difference on FSDP2 is still the first cause.
     runs = [made_run(), made_run("FSDP2", losses=(3.1, 2.0)), made_run("FSDP1 again", losses=(3.0, math.nan))]
     assert judge(runs)[1][-1].startswith("the loss of batch 1 is the first number that differs")
 
 
 def test_a_scale_of_gradients_is_named():
-    """Clipped to one norm, doubled gradients train the same weights: only the norms before clipping tell."""
+    """With clipping to the same norm, doubled gradients train the same weights; only the norms before clipping
+    differ."""
     run = made_run("FSDP2")
     doubled = replace(run, batches=tuple(replace(each, gradient_norm=2 * each.gradient_norm) for each in run.batches))
     assert different(doubled) == {NORMS}

@@ -1,4 +1,4 @@
-"""How a comparison ends that does not come to a verdict: nothing of it runs on, and one line says what to do."""
+"""Comparisons that end without a verdict: no process continues, and one line shows the next step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def processes_naming(text: str) -> set[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_interrupted_comparison_leaves_a_report_and_no_process(tmp_path: Path, number: signal.Signals):
-    """Who stops waiting gets the GPUs back at once, and a scheduler's log says what happened."""
+    """Interrupting a comparison frees the GPUs at once, and a scheduler's log shows the reason."""
     (tmp_path / "script.py").write_text("import time\ntime.sleep(500)\n")
     process = subprocess.Popen(
         [sys.executable, "-m", "composer_fsdp2", "compare", "script.py", "-o", "report", "--json"],
@@ -64,7 +64,7 @@ def test_interrupted_comparison_leaves_a_report_and_no_process(tmp_path: Path, n
     assert {path.name for path in tmp_path.iterdir()} == {"script.py", "report"}
 
 
-# What is typed, and what the one line must say.
+# The arguments, and the expected one-line error.
 UNUSABLE = {
     ("not_there.yaml",): "no such file: not_there.yaml",
     ("run.yaml", "max_duration"): "max_duration: a YAML takes key=value",
@@ -80,7 +80,7 @@ UNUSABLE = {
 
 @pytest.mark.parametrize("arguments", UNUSABLE)
 def test_what_cannot_be_compared_is_said_before_anything_runs(tmp_path: Path, arguments: tuple[str, ...]):
-    """A typo costs a second and not three runs; and no folder of the user's is overwritten."""
+    """A misspelt argument costs a second instead of three runs, and no folder of the user is overwritten."""
     (tmp_path / "run.yaml").write_text("a: 1\n")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")

@@ -1,4 +1,4 @@
-"""Which differences of a model's last tensors count: two trainings of one model, and what is wrong with the second."""
+"""The differences of a model's last tensors that count: two trainings of one model, with faults in the second."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from composer_fsdp2.comparing.reference import Reference, write_reference
 from composer_fsdp2.comparing.run_record import TensorDistance
 
 STEPS, LEARNING_RATE = 4, 1e-3
-Fault = Callable[["Net", int], None]  # of the model and how many steps are done
+Fault = Callable[["Net", int], None]  # from the model and the number of completed steps
 
 
 class Net(nn.Module):
-    """Attention with a key bias, and an embedding of which half the rows never occur."""
+    """Attention with a key bias, and an embedding half of whose rows never occur."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(26, 16), nn.Linear(16, 26)
         self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
-        self.slope = 0.0  # of the loss along the key's bias
+        self.slope = 0.0  # of the loss along the key bias
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens)
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 def trained(fault: Fault = lambda net, done: None, *, flipped: bool = False) -> list[tuple[Key, torch.Tensor]]:
-    """The model's tensors after a few steps; ``flipped`` adds up the same samples in another order."""
+    """The model's tensors after a few steps; ``flipped`` sums the same samples in another order."""
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
@@ -63,7 +63,7 @@ def tensors_of(net: Net, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Key
 
 
 def distances(folder: Path, fault: Fault = lambda net, done: None) -> dict[Key, TensorDistance]:
-    """Of a second training, with this fault, from a first one without."""
+    """Distances of a second training, with this fault, from a first one without."""
     write_reference(folder / "first", trained(), is_writing=True)
     found = Reference(folder / "first").distances(trained(fault, flipped=True), learning_rates=STEPS * LEARNING_RATE)
     assert {each.only_in for each in found} == {""}
@@ -71,7 +71,7 @@ def distances(folder: Path, fault: Fault = lambda net, done: None) -> dict[Key, 
 
 
 def test_directions_that_rounding_alone_chooses_are_told_and_not_judged(tmp_path: Path):
-    """A model with a key bias would never be the same run as itself, with any other order of sums."""
+    """Otherwise a model with a key bias would differ from itself with any other order of sums."""
     found = distances(tmp_path)
     assert max(each.distance for each in found.values()) < 1e-6
     assert {key[1] for key, each in found.items() if each.num_rounding} == {"key.bias"}
@@ -103,13 +103,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_where_gradients_are_small_is_judged(tmp_path: Path, fault: Fault):
-    """What optimizers do with rounding must hide no row that was lost, and no bias that something else moves."""
+    """Tolerance for an optimizer's amplified rounding must not hide a lost row, or a bias that something else
+    changes."""
     found = distances(tmp_path, fault)
     assert found[FAULTS[fault]].distance > 1e-5
 
 
 def test_a_moment_that_is_infinite_excuses_nothing(tmp_path: Path):
-    """Any difference was below a rounding that was infinite, too."""
+    """With an infinite moment the tolerance was infinite, too, and hid any difference."""
     kept = trained()
     dict(kept)["exp_avg_sq", "head.bias"][0] = torch.inf
     write_reference(tmp_path / "first", kept, is_writing=True)
@@ -123,7 +124,7 @@ def test_a_moment_that_is_infinite_excuses_nothing(tmp_path: Path):
 @pytest.mark.parametrize("theirs", [1.0, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("ours", [1.0, math.nan, math.inf, -math.inf])
 def test_a_tensor_that_is_not_finite_equals_nothing(tmp_path: Path, theirs: float, ours: float):
-    """Weights of NaN began "the same" as weights that can be trained."""
+    """Weights of NaN at the start were "the same" as valid weights."""
     key = ("parameter", "w")
     write_reference(tmp_path / "first", [(key, torch.tensor([theirs, 1.0]))], is_writing=True)
     [found] = Reference(tmp_path / "first").distances([(key, torch.tensor([ours, 1.0]))])
@@ -131,7 +132,7 @@ def test_a_tensor_that_is_not_finite_equals_nothing(tmp_path: Path, theirs: floa
 
 
 def test_tensors_that_one_run_lacks_are_infinitely_apart(tmp_path: Path):
-    """Optimizer state that did not come with the checkpoint, a parameter that was added, one of another size."""
+    """Optimizer state that the checkpoint lacks, an additional parameter, one of another size."""
     a, b, c = (("parameter", name) for name in "abc")
     write_reference(tmp_path / "first", [(a, torch.ones(2)), (b, torch.ones(3))], is_writing=True)
     found = Reference(tmp_path / "first").distances([(b, torch.ones(4)), (c, torch.ones(5))])
@@ -143,7 +144,7 @@ def test_tensors_that_one_run_lacks_are_infinitely_apart(tmp_path: Path):
 
 
 def test_an_order_of_elements_is_seen(tmp_path: Path):
-    """Rows of a weight that a checkpoint brought in another order: their sum and their norm are the same."""
+    """Rows of a weight that a checkpoint loaded in another order have the same sum and norm."""
     key = ("parameter", "w")
     write_reference(tmp_path / "first", [(key, torch.arange(4.0))], is_writing=True)
     [found] = Reference(tmp_path / "first").distances([(key, torch.arange(4.0).flip(0))])

@@ -1,4 +1,5 @@
-"""EMA on a sharded model: the unsharded run's averages, in training, evaluations and checkpoints of every layout."""
+"""EMA on a sharded model: its averages equal the unsharded run's in training, evaluations and checkpoints of every
+layout."""
 
 from __future__ import annotations
 
@@ -25,23 +26,23 @@ from composer_fsdp2.errors import CheckpointError
 pytestmark = pytest.mark.composer
 
 BATCHES, SAVED_AT = 2, 1
-# Blocks are recomputed, so that their parameters have a wrapper in their names.
+# Activation checkpointing adds a wrapper's prefix to the blocks' parameter names.
 CONFIG: dict[str, Any] = {"activation_checkpointing": True}
 
 
 @dataclass(frozen=True)
 class Averaged:
-    """What a run left behind; the same on every rank."""
+    """The results of a run; the same on every rank."""
 
     losses: list[float]
     evaluations: list[float]  # a sum over the outputs of each evaluation batch of this rank
-    parameters: dict[str, torch.Tensor]  # at the end: of the evaluation, or of training where nothing is saved
+    parameters: dict[str, torch.Tensor]  # at the end of the evaluation, or of training if nothing is saved
     averages: dict[str, torch.Tensor]
-    types: set[str]  # of the averages, as a rank keeps them
+    types: set[str]  # types of the averages on a rank
 
 
 def module_model() -> Any:
-    """The script's model as a child called ``module``, where Composer's EMA looks for FSDP1."""
+    """The script's model as a child called ``module``, the attribute in which Composer's EMA expects FSDP1."""
     from support.scripts.train_with_trainer import Model
 
     class ModuleModel(Model):
@@ -57,7 +58,7 @@ def module_model() -> Any:
 
 
 def make(parallelism: Any, **options: Any) -> tuple[Any, Any, list[float]]:
-    """A Trainer, its EMA, and the list where each evaluation batch will be noted."""
+    """A Trainer, its EMA, and the list that records each evaluation batch."""
     from composer.algorithms import EMA
 
     warnings.simplefilter("ignore")
@@ -70,7 +71,7 @@ def make(parallelism: Any, **options: Any) -> tuple[Any, Any, list[float]]:
 
 
 def averaged(under: Under, parallelism: Any, **options: Any) -> Averaged:
-    """Train, close the Trainer, and return what it left. Called on all ranks."""
+    """Trains, closes the Trainer, and returns the results. Called on all ranks."""
     with under():
         trainer, ema, evaluations = make(parallelism, **options)
         trainer.fit()
@@ -82,17 +83,17 @@ def averaged(under: Under, parallelism: Any, **options: Any) -> Averaged:
 
 
 def averages_of(ema: Any) -> dict[str, torch.Tensor]:
-    """The averages by the model's own names. Called on all ranks."""
+    """The averages under the model's own names. Called on all ranks."""
     return {own(name): full(value) for name, value in ema.ema_model.named_parameters_dict.items()}
 
 
 def own(name: str) -> str:
-    """Without DDP's name in front of the model's own, which is the same."""
+    """The name without DDP's prefix, which equals the attribute's name."""
     return own_name(name).replace("module.module.", "module.")
 
 
 def assert_alike(ours: Averaged, theirs: Averaged, what: str, *, since: int = 0) -> None:
-    """A run that goes on from batch ``since`` has the rest of the reference's evaluations."""
+    """Checks that a run resumed at batch ``since`` has the remaining evaluations of the reference."""
     assert close(ours.losses, theirs.losses[since:]), f"{what}: {ours.losses}, {theirs.losses}"
     assert len(ours.evaluations) * len(theirs.losses) == len(theirs.evaluations) * len(ours.losses)
     difference = largest_difference(ours.evaluations, theirs.evaluations[-len(ours.evaluations) :])
@@ -110,7 +111,8 @@ def assert_values(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
 
 @on_ranks(2)
 def test_evaluations_see_the_averages():
-    """The curve of a run with EMA is its evaluations: on averaged weights, with training's own put back after them."""
+    """A run with EMA is judged by its evaluations, which use averaged weights and restore the trained ones
+    afterwards."""
     theirs = averaged(UNSHARDED, None)
     ours = averaged(FSDP2, {**CONFIG, "sharding_strategy": "SHARD_GRAD_OP"})
     assert_alike(ours, theirs, "SHARD_GRAD_OP")
@@ -127,11 +129,11 @@ def saving(folder: str, kind: str) -> dict[str, Any]:
 
 
 def averages_in(path: str) -> dict[str, torch.Tensor]:
-    """EMA's tensors in a checkpoint, by torch's own readers."""
+    """EMA's tensors in a checkpoint, read by torch."""
     [(name, ema)] = read(path)["state"]["algorithms"]
     assert name == "EMA"
     assert ema["ema_started"] is True
-    assert ema["ema_weights_active"] is True  # the checkpoint's model is the average; this is training's
+    assert ema["ema_weights_active"] is True  # the checkpoint's model is the average; here are the trained weights
     return {own(name): value for name, value in ema["ema_model"]["named_parameters_dict"].items()}
 
 
@@ -153,11 +155,11 @@ def path_of(folder: str, kind: str) -> str:
 
 @on_ranks(2)
 def test_checkpoints_of_every_layout_resume(folder: str):
-    """A run that is resumed goes on with its averages, whoever saved them: ours in each layout, FSDP1, or no FSDP."""
+    """A resumed run continues with its averages from a checkpoint of ours in each layout, of FSDP1, or without FSDP."""
     theirs = averaged(*KINDS["DDP"], **saving(folder, "DDP"))
     dist.barrier()
     expected = averages_in(path_of(folder, "DDP"))
-    # Averages and training's parameters have changed places where a checkpoint was just saved.
+    # In a run that has just saved, the averages and the trained parameters are exchanged.
     swapped = replace(theirs, parameters=theirs.averages, averages=theirs.parameters)
 
     def check(kind: str) -> None:
@@ -175,7 +177,7 @@ def test_checkpoints_of_every_layout_resume(folder: str):
 
 @on_ranks(2)
 def test_evaluation_before_training_goes_on(folder: str):
-    """An evaluation of what was loaded is one of the averages; averages of another model are not left alone."""
+    """An evaluation right after a load uses the averages; averages of another model are an error."""
     from composer_fsdp2.compat import saving as saver
 
     with mock.patch.object(saver, "_unsharded", side_effect=AssertionError("a full file was gathered on a rank")):
@@ -199,7 +201,7 @@ def test_evaluation_before_training_goes_on(folder: str):
 
 @on_ranks(2)
 def test_checkpoint_from_before_the_first_average(folder: str):
-    """Until ema_start, EMA holds the model as the script built it, of which most ranks may have no values."""
+    """Before ema_start, EMA has the model as the script built it, which most ranks may have on the meta device."""
     options: dict[str, Any] = {"ema_start": "2ba", "optimizer": "sgd", "batches": 3}
     theirs = averaged(FSDP2, {}, **options)
 

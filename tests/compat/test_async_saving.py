@@ -1,4 +1,4 @@
-"""async_save: training goes on while a snapshot is written; a killed run resumes from the last whole one."""
+"""async_save: training continues while a snapshot is written; a killed run resumes from the last complete one."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ WAIT_S = 60.0
 
 
 def assert_same_checkpoint(ours: str, composers: str) -> None:
-    """Equal bit for bit, but for the saver's list of its own files, which the callbacks here see one shorter."""
+    """Checks equality bit for bit, except for the saver's list of its own files, which is one entry shorter in these
+    callbacks."""
     found = checkpoint_differences(ours, composers, except_for="all_saved_checkpoints")
     assert not found, f"{ours}: {found}"
 
 
 def save_by_composer(state: Any, folder: str) -> None:
-    """What Composer itself would save now: gathered, at once, on the default group. Called on all ranks."""
+    """The checkpoint that Composer itself would save now: gathered, synchronously, on the default group. Called on all
+    ranks."""
     from composer.utils import checkpoint
 
     batch = state.timestamp.batch.value
@@ -53,7 +55,7 @@ def save_by_composer(state: Any, folder: str) -> None:
 
 
 def writer_waits_for(wait: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
-    """The background thread calls ``wait`` in the middle of a file; what the main thread writes goes ahead."""
+    """The background thread calls ``wait`` in the middle of a file; writes of the main thread do not wait."""
     from support.killed_runs import writers_call
 
     def in_the_background() -> None:
@@ -63,7 +65,7 @@ def writer_waits_for(wait: Callable[[], object]) -> contextlib.AbstractContextMa
     return writers_call(in_the_background)
 
 
-# --- training goes on
+# --- training continues
 
 
 def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
@@ -91,7 +93,7 @@ def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
             assert async_saving._pending is not None
             async_saving._pending.thread.join()
             note(state, "written")
-        if batch == 5:  # two steps after it was taken the first is there, and not yet removed
+        if batch == 5:  # two steps after it was taken the first snapshot exists and is not removed yet
             if dist.get_rank() == 0:
                 assert_same_checkpoint(f"{ours}/{named(kind, 2)}", f"{composers}/{named(kind, 2)}")
             async_saving._pending.thread.join()
@@ -122,15 +124,16 @@ def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
             callbacks=[callback(batch_end=batch_end, batch_checkpoint=batch_checkpoint, fit_end=fit_end)],
         )
     assert trained.losses == expected.losses, f"{trained.losses}, {expected.losses}"
-    # Each is a socket from every rank to every other one.
+    # Each process group opens a socket from every rank to every other.
     assert sum(call.kwargs.get("backend") == "gloo" for call in new_group.mock_calls) <= 1, new_group.mock_calls
     # Steps 3 and 4 ran while the snapshot of step 2 was being written: no link, no entry, and no file of that name. The
-    # name comes with the link: if the run ended in between, Composer would not start again beside such a file.
+    # file is renamed when the link is created: if the run ended in between, Composer would refuse to start again beside
+    # such a file.
     for when in ("step 3", "step 4", "written"):
         assert seen[when] == ([] if kind == "full" else [named(kind, 2)]), f"{when}: {seen}"
         assert listed[when] == 0, f"{when}: {listed}"
     if dist.get_rank() == 0:
-        # The first is gone: two are kept.
+        # The first is removed, because the limit is two.
         assert sorted(os.listdir(ours)) == [named(kind, 4), named(kind, 6), "latest-rank0.pt"], os.listdir(ours)
         assert os.readlink(f"{ours}/latest-rank0.pt") == named(kind, 6)
         for batch in (4, 6):
@@ -139,7 +142,7 @@ def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
 
 @on_ranks(4)
 def test_training_of_replicas_goes_on(folder: str):
-    """With replicas too: one of them writes, and all of them know when it has."""
+    """With replicas too: one of them writes, and all of them know when it has finished."""
     with CudaPlayed() as cuda:
         config = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
         check_snapshot(folder, "sharded", config)
@@ -156,17 +159,18 @@ def check_snapshots(folder: str, kind: str) -> None:
             stack.enter_context(mock.patch.object(module, name, return_value=True))
         cuda = stack.enter_context(CudaPlayed())
         check_snapshot(folder, kind, {})
-    # The first of three saves pins, and each of them waits once.
+    # The first of three saves pins memory, and each of them synchronizes once.
     assert [event for event, _ in cuda.events] == ["pin", "wait", "wait", "wait"], cuda.events
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_training_goes_on_while_the_snapshot_is_written(tmp_path: Path, kind: str):
-    """The GPUs do not wait for the disk; what is listed, linked and removed is so only when the new one is whole, the
-    last one when fit returns. From a GPU, a save writes over the copies of the one before: neither of them has values
+    """The GPUs do not wait for the disk. A checkpoint is listed and linked, and old ones are removed, only when it is
+    complete, the last one when fit returns. On a GPU a save reuses the copies of the previous one; neither has values
     of another step.
 
-    No GPU: the tensors pass for a device's, and CUDA is played. The copies, and all that writes, are real.
+    Without a GPU: host tensors stand for GPU tensors, and CUDA's pinning is mocked. The copies and the writers are
+    real.
     """
     run_ranks(check_snapshots, 2, str(tmp_path), kind)
 
@@ -200,7 +204,7 @@ def check_several(folder: str, kind: str) -> None:
     ]
 
     def batch_end(state: Any) -> None:
-        if state.timestamp.batch.value == 2:  # the writer is at work on the first
+        if state.timestamp.batch.value == 2:  # the writer is busy with the first
             composers.save_checkpoint(state, f"{folder}/hand/by-hand.pt")
             save_by_composer(state, f"{folder}/composers")
 
@@ -231,7 +235,8 @@ def check_several(folder: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_saves_in_quick_succession(tmp_path: Path, kind: str):
-    """Two savers, every step, with evals and a save by hand between: all are whole, and no send meets another's."""
+    """Two savers, every step, with evaluations and a manual save in between: all checkpoints are complete, and no send
+    is received by another save."""
     run_ranks(check_several, 2, str(tmp_path), kind)
 
 
@@ -257,7 +262,7 @@ def check_once_for_each_batch(folder: str, is_async: bool) -> None:
             FSDP2,
             {"async_save": is_async},
             batches=3,
-            train_subset_num_batches=2,  # an epoch: its last batch asks twice
+            train_subset_num_batches=2,  # an epoch, whose last batch calls save_interval twice
             save_folder=f"{folder}/{is_async}",
             save_interval=lambda state, event: state.timestamp.batch.value in (1, 2),
         )
@@ -282,8 +287,8 @@ def check_full_disk(folder: str, kind: str) -> None:
     def batch_end(state: Any) -> None:
         batches.append(state.timestamp.batch.value)
         if async_saving._pending is not None:
-            async_saving._pending.thread.join()  # so that the error is there when the step ends
-            stack.close()  # the ranks' store is a file here, too, and a disk that is full is not its own
+            async_saving._pending.thread.join()  # the error exists before the step ends
+            stack.close()  # the ranks' store is also a file here, and must not see the full disk
 
     with contextlib.ExitStack() as stack:
 
@@ -308,15 +313,15 @@ def check_full_disk(folder: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_full_disk_ends_the_next_step(tmp_path: Path, kind: str):
-    """It is not found out at the end of the run: all ranks stop one step later, and the next run has the last good."""
+    """All ranks stop one step later, not at the end of the run, and the next run loads the last valid checkpoint."""
     run_ranks(check_full_disk, 2, str(tmp_path), kind)
 
 
 @on_ranks(2)
 def test_a_rank_with_a_slow_disk():
-    """fit waits for the last checkpoint, and the saver for uploads: ranks that were done waited in a collective, which
-    ended the job after dist_timeout with a checkpoint half uploaded."""
-    # Rank 1 writes, and uploads, for longer than collectives wait.
+    """fit waits for the last checkpoint, and the saver for uploads. Finished ranks waited in a collective,
+    which ended the job after dist_timeout with a partially uploaded checkpoint."""
+    # Rank 1 writes and uploads for longer than the collectives' timeout.
     from composer_fsdp2.compat import async_saving, checkpoint_saver
     from composer_fsdp2.training.control import control
 

@@ -1,8 +1,8 @@
-"""device_train_microbatch_size 'auto' on a sharded model: the run that a user gets who knew the right size.
+"""device_train_microbatch_size 'auto' on a sharded model trains as the run with the right size set by the user.
 
-The Trainer refuses 'auto' where there is no GPU, and here no memory can run out: `on_gpu` has it accept the CPU, and
-the model raises what CUDA raises where a rank is given more than so many samples at once. The test marked `gpu` has a
-real GPU run out of memory.
+The Trainer refuses 'auto' without a GPU, and CPU memory cannot run out here. `on_gpu` makes it accept the CPU, and the
+model raises CUDA's error where a rank runs more than ``limit`` samples at once. The test marked `gpu` runs out of
+memory on a real GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from composer_fsdp2.training.out_of_memory import is_out_of_memory
 pytestmark = pytest.mark.composer
 
 TIME_LIMIT_S = 300  # a hang
-BATCHES = 2  # the one that is repeated, and one after it
+BATCHES = 2  # the repeated batch, and one after it
 OUT_OF_MEMORY = SCRIPT.with_name("out_of_memory.py")
 
 
@@ -94,7 +94,7 @@ class Hungry:
 
 
 def nested_metric() -> Any:
-    """A metric that holds another one, and a list of its own."""
+    """A metric that contains another metric and a list."""
     import torchmetrics
 
     class Nested(torchmetrics.Metric):
@@ -113,7 +113,7 @@ def nested_metric() -> Any:
 
 
 def build() -> Any:
-    """With dropout, a buffer that forward changes, and a metric of training and evaluation."""
+    """With dropout, a buffer that forward changes, and a metric in training and evaluation."""
     import torchmetrics
 
     model = build_model()
@@ -146,9 +146,9 @@ def run(
     callbacks: tuple[Any, ...] = (),
     **options: Any,
 ) -> tuple[Trained, Any, list[int]]:
-    """What a run left, its closed Trainer, and the size of a microbatch at the end of each batch.
+    """The results of a run, its closed Trainer, and the microbatch size at the end of each batch.
 
-    ``limits`` changes the limit of what is hungry from a batch on.
+    ``limits`` maps a batch to the new limit from this batch on.
     """
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
@@ -176,7 +176,7 @@ def run(
 
 
 def use_fp16(trainer: Any) -> None:
-    """What a Trainer on a GPU makes of precision 'amp_fp16': a scaler, which asks all ranks for overflows."""
+    """Sets the state of a Trainer with precision 'amp_fp16' on a GPU: a scaler, which all-reduces overflows."""
     from composer.core import Precision
 
     trainer.state._precision = Precision.AMP_FP16
@@ -194,7 +194,7 @@ def left_by(trained: Trained, trainer: Any, sizes: list[int]) -> dict[str, Any]:
     }
 
 
-# On which ranks: one alone leaves the others waiting.
+# The ranks that run out of memory; one alone leaves the others waiting.
 PHASES: dict[str, tuple[int, ...]] = {
     "before forward": (0,), "embedding": (1,), "block": (0, 1), "loss": (0,),
     "last backward": (0, 1),
@@ -203,7 +203,7 @@ PHASES: dict[str, tuple[int, ...]] = {
 
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_the_run_is_the_one_with_the_smaller_microbatch():
-    """To the bit: a user who finds the size in a short run trains the long one with it."""
+    """Bit for bit: a user who finds the size in a short run trains the long one with it."""
     expected = left_by(*run(2, {}, batches=BATCHES))
 
     def check(phase: str, ranks: tuple[int, ...]) -> None:
@@ -216,7 +216,8 @@ def test_the_run_is_the_one_with_the_smaller_microbatch():
 
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_votes_go_on_for_as_long_after_each_halving():
-    """Three batches, as Composer's hooks: one rank runs out in the third batch after the halving, and all halve."""
+    """Three batches, as in Composer's hooks: one rank runs out of memory in the third batch after a halving, and all
+    halve."""
     hungry = {"phase": "block", "limit": 4, "ranks": (1,), "times": 2}
     *_, sizes = run("auto", {}, hungry, limits={1: 2, 4: 1}, batches=6, dist_timeout=60)
     assert sizes == [4, 2, 2, 2, 1, 1], sizes
@@ -224,7 +225,7 @@ def test_votes_go_on_for_as_long_after_each_halving():
 
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_however_it_is_sharded():
-    """Also with FSDP2Config, for which Composer refuses 'auto'; halved twice, to one sample."""
+    """With each sharding, and with FSDP2Config, for which Composer refuses 'auto'; halved twice, to one sample."""
     from composer.utils import FSDP2Config, ParallelismConfig
 
     hungry = {"phase": "block", "limit": 1, "ranks": (1,), "times": 2}
@@ -247,8 +248,8 @@ def test_however_it_is_sharded():
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_out_of_memory_before_the_trainers_own_reductions():
-    """One rank out of memory between the last vote and an all-reduce of the Trainer's or of fp16's scaler left the
-    others in it."""
+    """When one rank ran out of memory between the last vote and an all-reduce of the Trainer or of fp16's scaler, the
+    others waited in that all-reduce."""
     from composer.devices import DeviceCPU
 
     counts, unscales = DeviceCPU.tensor_to_device, ShardedGradScaler._unscale_grads_
@@ -284,7 +285,7 @@ def test_out_of_memory_before_the_trainers_own_reductions():
             "the number of samples": ((DeviceCPU, "tensor_to_device", count), None, False),
             "overflows": ((ShardedGradScaler, "_unscale_grads_", unscale), None, True),
             "fp16, the last backward": (None, of_one | {"phase": "last backward"}, True),
-            # The training metrics come last before the scaler; they are of a model in evaluation mode.
+            # The training metrics run last before the scaler, with the model in evaluation mode.
             "fp16, metrics": (None, of_one | {"phase": "metric", "in_training": False}, True),
         },
     )
@@ -296,7 +297,8 @@ def test_out_of_memory_before_the_trainers_own_reductions():
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_an_allocator_that_tries_again_and_again():
-    """The next batch is halved; this one, for which the optimizer has stepped, stays as its callbacks expect it."""
+    """The next batch is halved. The optimizer has already stepped for this one, so its size stays as its callbacks
+    expect."""
     from composer.trainer import trainer as composer_trainer
 
     from composer_fsdp2.compat import auto_microbatch
@@ -308,14 +310,14 @@ def test_an_allocator_that_tries_again_and_again():
         assert any(p.grad.full_tensor().norm() > 0 for p in state.model.parameters() if p.grad is not None)
         sizes.append(state.device_train_microbatch_size)
 
-    # Two batches in a row with retries, as the allocator of a GPU counts them.
+    # Two consecutive batches with retries, as a GPU's allocator counts them.
     counts = [1, 2, 0, 0, 0, 0]
     with (
         mock.patch.object(auto_microbatch, "_has_allocator", return_value=True),
         mock.patch.object(composer_trainer, "_update_num_consecutive_thrashes", side_effect=counts),
     ):
         run("auto", {}, None, fp16=True, callbacks=(callback(batch_end=look),))
-    assert sizes == [4, 2, 2, 2], sizes  # callbacks of the second batch see the next one's
+    assert sizes == [4, 2, 2, 2], sizes  # callbacks of the second batch already see the next batch's size
 
 
 # --- evaluation
@@ -344,7 +346,7 @@ def evaluated(microbatch: int | str, hungry: dict[str, Any] | None) -> dict[str,
         trainer.eval(evaluator)
         metrics = {name: metric.compute().item() for name, metric in trainer.state.eval_metrics["eval"].items()}
         buffers = {name: value.clone() for name, value in model.named_buffers() if "metric" not in name}
-        trainer.fit(duration="1ba")  # and training goes on
+        trainer.fit(duration="1ba")  # training continues
         trained = result(trainer)
         trainer.close()
     if appetite is not None:
@@ -354,8 +356,8 @@ def evaluated(microbatch: int | str, hungry: dict[str, Any] | None) -> dict[str,
 
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_evaluation():
-    """A batch that is evaluated again counts once, and training goes on as it would have; also after an evaluation
-    that failed, and that the script caught."""
+    """A repeated evaluation batch counts once, and training continues unchanged, also after an evaluation that failed
+    and whose error the script caught."""
     expected = evaluated(2, None)
 
     def check(phase: str, ranks: tuple[int, ...]) -> None:
@@ -363,13 +365,13 @@ def test_evaluation():
 
     for_each(check, {"embedding": ("embedding", (0,)), "block": ("block", (1,)), "metric": ("metric", (0, 1))})
     hungry = {"phase": "metric", "limit": 0, "in_training": False}
-    ended = evaluated(2, {**hungry, "ranks": (0, 1), "times": 1})  # a size that is given: an error like any other
+    ended = evaluated(2, {**hungry, "ranks": (0, 1), "times": 1})  # with a fixed size: an ordinary error
     found = evaluated("auto", {**hungry, "ranks": (1,), "times": 3})
-    del found["buffers"], ended["buffers"]  # those of attempts counted
+    del found["buffers"], ended["buffers"]  # buffers that count attempts
     assert_same(found, ended, "not even one sample")
 
 
-# --- what cannot be repeated
+# --- steps that cannot be repeated
 
 
 class HungryStep(torch.optim.SGD):
@@ -385,8 +387,8 @@ class HungryStep(torch.optim.SGD):
 
 @on_ranks(2, timeout_s=TIME_LIMIT_S, fresh=True)
 def test_errors_come_on_every_rank():
-    """One sample is too much, or the optimizer steps already: the rank says so at once, and the others end with it (or
-    with the time-out, as here, where its process goes on)."""
+    """If one sample does not fit, or the optimizer has begun its step, the rank raises at once. The others end with it,
+    or, as here where its process continues, at the time-out."""
     with pytest.raises(RuntimeError, match="internal microbatch of size 1"):
         run("auto", {}, {"phase": "block", "limit": 0, "ranks": (1,)})
     assert _fsdp_collectives.dist is dist, "a script that goes on by itself would wait in votes"
@@ -400,16 +402,16 @@ def test_errors_come_on_every_rank():
         trainer.close()
 
 
-# --- afterwards
+# --- after the votes
 
 
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_votes_end():
-    """Once the size has proved itself for three batches a step has nothing of this, not even copies of its buffers; an
-    evaluation begins it anew."""
+    """After three batches without running out of memory, a step has no votes and no copies of buffers. An evaluation
+    starts the votes again."""
     from composer_fsdp2.compat import auto_microbatch
 
-    # For each batch: the messages of the votes, whether units have none, and the copies of buffers and metrics.
+    # For each batch: the votes' messages, whether the units have no votes, and the copies of buffers and metrics.
     votes: list[tuple[int, bool, int]] = []
 
     def count(state: Any) -> None:
@@ -434,7 +436,7 @@ def test_votes_end():
 
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_out_of_memory_after_the_votes():
-    """A rank that waited for a vote in which nobody else stands would keep the whole job until its time-out."""
+    """A rank that waited for a vote without the other ranks would block the whole job until its time-out."""
     from composer import Evaluator
 
     hungry = {"phase": "block", "limit": 4, "ranks": (0, 1)}
@@ -466,21 +468,21 @@ ERRORS = (
 
 @on_ranks(1)
 def test_errors_are_those_that_composer_repeats_for():
-    """What was repeated under FSDP1 would end on one rank, and leave the others waiting."""
+    """An error that FSDP1 repeated would end one rank and leave the others waiting."""
     from composer.trainer.trainer import _is_cuda_oom
 
     for is_repeated in (is_out_of_memory, _is_cuda_oom):
         assert [is_repeated(RuntimeError(text)) for text in ERRORS] == [True, True, True, False], is_repeated
 
 
-# --- a real one
+# --- a real GPU
 
 
 @on_gpus(1, 2, rehearsal=0)
 @pytest.mark.parametrize(("precision", "gib", "rtol"), [("fp32", 1.5, 1e-6), ("amp_fp16", 0.9, 1e-3)])
 def test_a_gpu_runs_out_of_memory(ranks: Ranks, tmp_path: Path, precision: str, gib: float, rtol: float):
-    """16 samples need about 2.5 GiB of activations in fp32: the run ends with a size that fits, and its losses. In
-    fp16 with the scaler that the Trainer makes. On one GPU there is one rank, and no vote crosses ranks."""
+    """16 samples need about 2.5 GiB of activations in fp32: the run ends with a size that fits, and with the losses of
+    that size. fp16 uses the Trainer's scaler. With one GPU there is one rank, and no vote communicates."""
     command = [BIN / "composer", "-n", ranks.number, "-m", "composer_fsdp2", "run", OUT_OF_MEMORY]
     auto = run_all({"auto": [*command, "auto", str(gib), precision]}, tmp_path)["auto"]
     assert auto.code == 0, auto.err
@@ -489,22 +491,22 @@ def test_a_gpu_runs_out_of_memory(ranks: Ranks, tmp_path: Path, precision: str, 
     fixed = run_all({"fixed": [*command, str(size), str(gib), precision]}, tmp_path)["fixed"]
     assert fixed.code == 0, fixed.err
     torch.testing.assert_close(auto.last["losses"], fixed.last["losses"], rtol=rtol, atol=0)
-    # What MemoryMonitor logs for each batch is this process's.
+    # MemoryMonitor logs the memory of this process for each batch.
     assert len(auto.last["reserved_gb"]) == 4
     assert all(0 < reserved <= gib * 2**30 / 1e9 * 1.01 for reserved in auto.last["reserved_gb"])
 
 
-# --- what lives on
+# --- freeing the model
 
 
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_a_model_that_was_trained_is_freed():
-    """A sweep in one process would keep the model of every run, with its shards on the GPU."""
+    """Without this, a sweep in one process would not free the models of earlier runs, with their shards on the GPU."""
     from composer_fsdp2.compat.auto_microbatch import _recovery_of
 
     model = build_model()
     prepare_fully_shard(model, None, {"collective_guard": 30.0}, device="cpu", precision="fp32")
-    recovery = _recovery_of(SimpleNamespace(model=model))  # of a State, all that is asked
+    recovery = _recovery_of(SimpleNamespace(model=model))  # the only field of State that it reads
     assert recovery is _recovery_of(SimpleNamespace(model=model))
     alive = weakref.ref(model)
     del model, recovery

@@ -1,4 +1,5 @@
-"""check_data and broadcast_batch in a real Trainer: what ranks that share a batch train on, count, and refuse."""
+"""check_data and broadcast_batch in a real Trainer: the samples that ranks of one batch train on and count, and
+errors."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def build_model() -> Any:
 
 
 def record() -> Any:
-    """A callback that notes the samples of every microbatch, and the time after every batch."""
+    """A callback that records the samples of every microbatch, and the timestamp after every batch."""
     made = callback(
         before_forward=lambda state: made.microbatches.append(state.batch["number"].tolist()),
         batch_end=lambda state: made.losses.append(float(state.total_loss_dict["loss/train/total"])),
@@ -95,7 +96,7 @@ def record() -> Any:
 
 
 def sampler(dataset: Any, *, replicated: bool, shuffle: bool = True, **options: Any) -> DistributedSampler[Any]:
-    """Of all ranks, or alike on ranks 0 and 1, 2 and 3."""
+    """A sampler over all ranks, or the same one on ranks 0 and 1, and on 2 and 3."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     replicas = (world_size // 2, rank // 2) if replicated else (world_size, rank)
     return DistributedSampler(dataset, *replicas, shuffle=shuffle, **options)
@@ -114,7 +115,7 @@ def make(
     tensor: bool = False,
     **options: Any,
 ) -> Any:
-    """A Trainer whose ranks share batches by two, with split layers if ``tensor``. Called on all ranks."""
+    """A Trainer in which two ranks share a batch, with tensor parallelism if ``tensor``. Called on all ranks."""
     from composer import Trainer
 
     model, dataset = build_model() if model is None else model, Samples()
@@ -140,7 +141,7 @@ def make(
 
 
 def split_layers(how: BroadcastBatch | None, check: bool | None) -> dict[str, Any]:
-    """Tensor parallelism over two ranks, with the two keys where they are given."""
+    """Tensor parallelism over two ranks, with the two keys unless they are None."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -151,14 +152,14 @@ def split_layers(how: BroadcastBatch | None, check: bool | None) -> dict[str, An
 
 
 def share(trainer: Any, how: BroadcastBatch | None, check: bool | None = None) -> None:
-    """As tensor parallelism over two ranks does, without its layers."""
+    """Shares batches as tensor parallelism over two ranks does, without TP-sharded layers."""
     config = ShardingConfig(context_parallel_degree=2, broadcast_batch=how, check_data=check)
     run_of(trainer.state.model).batch = make_batch_group(config)
 
 
 @contextlib.contextmanager
 def trained(how: BroadcastBatch | None, **options: Any) -> Iterator[Any]:
-    """What ``make`` makes, after fit; closed afterwards."""
+    """The Trainer of ``make`` after fit; it is closed on exit."""
     with FSDP2():
         trainer = make(how, **options)
         trainer.fit()
@@ -171,7 +172,7 @@ def recorded(trainer: Any) -> Any:
 
 
 def samples_of(rank: int, num_replicas: int, epoch: int = 0) -> list[list[int]]:
-    """The batches that a DistributedSampler gives a rank in an epoch."""
+    """The batches of a rank's DistributedSampler in an epoch."""
     own = DistributedSampler(Samples(), num_replicas, rank, shuffle=True)
     own.set_epoch(epoch)
     numbers = list(own)
@@ -179,7 +180,7 @@ def samples_of(rank: int, num_replicas: int, epoch: int = 0) -> list[list[int]]:
 
 
 def trained_by_blocks(how: BroadcastBatch, *, replicated: bool, epoch: int = 0) -> list[list[list[int]]]:
-    """By batch and block the samples that are to be trained on, on four ranks."""
+    """The samples to be trained on by batch and group, on four ranks."""
     if replicated:
         of_blocks = [samples_of(block, 2, epoch) for block in range(2)]
     else:
@@ -213,7 +214,7 @@ def assert_same_losses(trainer: Any, expected: list[float]) -> None:
     assert recorded(trainer).losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-# --- what is trained on, and counted
+# --- training samples and their counts
 
 
 WAYS = {
@@ -226,8 +227,8 @@ WAYS = {
 
 @on_ranks(4)
 def test_ranks_that_share_a_batch_train_as_one_process_on_its_samples():
-    """In every way to share, the losses are those of one process, no sample is lost under gather, and each rank's
-    samples and tokens are counted as its loader gave them."""
+    """In every mode the losses equal those of one process, no sample is lost under gather, and the Trainer counts the
+    samples and tokens of each rank's loader."""
     block = dist.get_rank() // 2
 
     def check(how: BroadcastBatch, replicated: bool, microbatch: int | None, tensor: bool) -> None:
@@ -253,7 +254,8 @@ def test_ranks_that_share_a_batch_train_as_one_process_on_its_samples():
 
 @on_ranks(4)
 def test_durations_are_in_what_loaders_read():
-    """An epoch is one pass of every loader; a duration in samples or tokens ends as it did before."""
+    """An epoch is one pass of every loader; a duration in samples or tokens ends at the same batch as without the
+    keys."""
 
     def check(how: BroadcastBatch, replicated: bool, duration: str, batches: int, epochs: int, samples: int) -> None:
         options = {"train_subset_num_batches": 2} if duration == "subset" else {}
@@ -281,7 +283,7 @@ def test_durations_are_in_what_loaders_read():
 
 
 def refused(trainer: Any, words: str, batches: int = 0) -> None:
-    """fit raises on this rank, after so many batches. Called on all ranks."""
+    """Checks that fit raises on this rank after ``batches`` batches. Called on all ranks."""
     before = copy.deepcopy(full_parameters(trainer.state.model))
     with pytest.raises(ConfigError) as raised:
         trainer.fit()
@@ -294,7 +296,7 @@ def refused(trainer: Any, words: str, batches: int = 0) -> None:
 
 
 class ChangesLater(DistributedSampler[Any]):
-    """From some epoch on of its own rank."""
+    """Differs between ranks from some epoch on."""
 
     def __iter__(self) -> Iterator[Any]:
         rank, self.rank = self.rank, dist.get_rank() % 2 if self.epoch >= 1 else 0
@@ -304,7 +306,8 @@ class ChangesLater(DistributedSampler[Any]):
 
 @on_ranks(4)
 def test_different_data_in_a_group_is_an_error_before_anything_is_trained():
-    """Finite losses of parts of different samples, on one group of ranks or later ones, cost a run."""
+    """Losses of parts of different samples are finite; different data in one group, or from a later epoch on, cost a
+    run."""
     remedies = r"num_replicas=world_size // 2.*replication=2.*broadcast_batch: first or gather"
     with FSDP2():
         refused(make(OFF), rf"the first batch of fit.*batch\['input_ids'\], int64 \[2, 4\], has other.*{remedies}")
@@ -329,7 +332,7 @@ def random_algorithm(event: str) -> Any:
 
 @on_ranks(2)
 def test_an_algorithm_that_draws_other_numbers_on_each_rank_is_an_error():
-    """MixUp where sequences are divided would mix other samples on every rank of a group, and train on that."""
+    """With context parallelism, MixUp would mix different samples on each rank of a group, and train on them."""
     words = "algorithm or microbatch_transforms that draws random numbers.*Composer seeds each rank"
     for how, event in ((OFF, "before_forward"), (FIRST, "after_dataloader"), (GATHER, "before_forward")):
         with FSDP2():
@@ -341,7 +344,7 @@ def test_an_algorithm_that_draws_other_numbers_on_each_rank_is_an_error():
 
 @on_ranks(2)
 def test_an_algorithm_draws_the_same_numbers_on_the_ranks_that_split_a_layer():
-    """Else MixUp could not be used with tensor parallelism at all."""
+    """Otherwise MixUp could not be used with tensor parallelism at all."""
     for how, event in ((OFF, "after_dataloader"), (GATHER, "before_forward")):
         options = {"algorithms": [random_algorithm(event)], "replicated": how is OFF}
         with trained(how, duration="2ba", tensor=True, **options):
@@ -350,7 +353,7 @@ def test_an_algorithm_draws_the_same_numbers_on_the_ranks_that_split_a_layer():
 
 @on_ranks(4)
 def test_a_run_that_resumes_within_an_epoch_goes_on_with_the_next_samples(folder: str):
-    """And its data is compared again: what was the same before the restart need not be so after it."""
+    """Its data is compared again, because data that was equal before the restart may differ after it."""
     block = dist.get_rank() // 2
 
     def check(how: BroadcastBatch, replicated: bool) -> None:
@@ -371,11 +374,11 @@ def test_a_run_that_resumes_within_an_epoch_goes_on_with_the_next_samples(folder
         resumed.close()
 
 
-# --- loaders that end, or are no DistributedSampler's
+# --- loaders of different lengths, or without a DistributedSampler
 
 
 class Stream(IterableDataset[Any]):
-    """Long, but on the last rank; every rank's numbers are its own."""
+    """Endless except on the last rank; the numbers differ between ranks."""
 
     def __init__(self, ends_after: int) -> None:
         self.ends_after = ends_after
@@ -389,7 +392,7 @@ class Stream(IterableDataset[Any]):
 
 @on_ranks(2)
 def test_loaders_that_end_at_different_batches_end_the_epoch_on_all_ranks():
-    """No rank waits for the batch of another whose data has ended, and a smaller last batch is no error."""
+    """No rank waits for the batch of a rank whose data has ended, and a smaller last batch is no error."""
     for how, rows in ((FIRST, 2), (GATHER, 3)):
         loader = DataLoader(Stream(ends_after=3), batch_size=ROWS, drop_last=False)
         with trained(how, loader=loader, train_subset_num_batches=5, microbatch=4) as trainer:
@@ -404,8 +407,8 @@ def test_loaders_that_end_at_different_batches_end_the_epoch_on_all_ranks():
 
 @on_ranks(4)
 def test_an_evaluation_sees_every_sample_as_often_as_ranks_compute_it():
-    """A sampler repeats samples so that all ranks have as many: dropped on some ranks of a group, they have batches of
-    different shapes; counted, they change a metric."""
+    """A sampler repeats samples to give all ranks the same number. If some ranks of a group drop the repetitions, their
+    batches have different shapes; if repetitions count, they change a metric."""
     from composer import Evaluator
 
     model = build_model()
@@ -434,7 +437,7 @@ def test_an_evaluation_sees_every_sample_as_often_as_ranks_compute_it():
 
 @on_ranks(2)
 def test_different_data_in_an_evaluation_or_prediction_is_an_error():
-    """A metric of parts of different samples looks like any other."""
+    """A metric of parts of different samples looks plausible."""
     loader = DataLoader(Samples(), ROWS, sampler=sampler(Samples(), replicated=False))
     with FSDP2():
         trainer = make(OFF, replicated=True)
@@ -444,12 +447,12 @@ def test_different_data_in_an_evaluation_or_prediction_is_an_error():
         trainer.close()
 
 
-# --- beside the rest of a Trainer
+# --- device synchronizations
 
 
 @on_ranks(2)
 def test_nothing_of_a_check_waits_after_the_first_batch():
-    """A comparison of each batch would make the host wait for the GPU in every step."""
+    """A comparison of each batch would make the host synchronize with the GPU in every step."""
     found = Synchronisations()
 
     def batch_end(state: Any) -> None:

@@ -1,4 +1,4 @@
-"""``composer.checkpoint``, Composer's functions for saving and loading parts of a state, with a model of ours."""
+"""``composer.checkpoint``, Composer's functions for saving and loading parts of a state, with a sharded model."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ STEPS = 2
 
 
 def trained(**options: Any) -> Any:
-    """A Trainer that has fitted; the same values under FSDP1 and under ours to the last digits. Within ``under``."""
+    """A Trainer after fit; its values agree under FSDP1 and under FSDP2 to the last digits. Called within ``under``."""
     trainer = make_trainer({}, batches=STEPS, optimizer="groups", **options)
     trainer.fit()
     return trainer
 
 
-# --- is it sharded?
+# --- is_model_fsdp
 
 
 @on_ranks(2)
 def test_is_model_fsdp():
-    """Callbacks and scripts that ask `composer.utils.is_model_fsdp` took a sharded model for a whole one."""
+    """Callbacks and scripts that call `composer.utils.is_model_fsdp` treated a sharded model as unsharded."""
     import composer.utils
     from composer.algorithms.ema import ema
     from composer.utils import misc
@@ -52,13 +52,13 @@ def test_is_model_fsdp():
         with ema.get_model_context_manager(model):  # EMA averages shards
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         trainer.close()
-    assert not composer.utils.is_model_fsdp(model)  # Composer's own answer
+    assert not composer.utils.is_model_fsdp(model)  # Composer's own result
 
 
 # --- saving
 
 
-# What is saved in shards, and what whole, by part.
+# The paths of sharded and full checkpoints by part.
 FILES = {
     True: {"model": "model", "optimizer": "optim"},
     False: {"model": "model/model.pt", "optimizer": "optim/optim.pt"},
@@ -66,13 +66,13 @@ FILES = {
 
 
 def saved(under: Under, folder: Path) -> dict[bool, dict[str, Any]]:
-    """What ``save_checkpoint_to_disk`` writes in shards and whole."""
+    """The files of ``save_checkpoint_to_disk``, sharded and full."""
     from composer.checkpoint.save import save_checkpoint_to_disk
 
     with under():
-        trainer = trained(eval_interval="2ba")  # after an evaluation a model of ours stands gathered
+        trainer = trained(eval_interval="2ba")  # after an evaluation the parameters are unsharded
         for sharded in FILES:
-            options = {"sharded_checkpoint": sharded, "overwrite": True}  # rank 1 may be there first, on FSDP1
+            options = {"sharded_checkpoint": sharded, "overwrite": True}  # on FSDP1 rank 1 may create it first
             save_checkpoint_to_disk(str(folder / f"{sharded}"), trainer.state, options)
         trainer.close()
     dist.barrier()
@@ -84,21 +84,21 @@ def saved(under: Under, folder: Path) -> dict[bool, dict[str, Any]]:
 
 @on_ranks(2)
 def test_a_checkpoint_is_fsdp1s(folder: str):
-    """`save_checkpoint_to_disk` of a sharded model: whole or in shards, the values, keys and dtypes that FSDP1 wrote.
-    It refused the shards."""
+    """`save_checkpoint_to_disk` of a sharded model writes the values, keys and dtypes that FSDP1 wrote, full or
+    sharded. It refused the sharded form."""
     theirs, ours = (saved(under, Path(folder, under.__name__)) for under in (FSDP1_saving, FSDP2))
     assert_same(ours[True], theirs[True], "in shards")
     for part, found in ours[False].items():
         assert form(found) == form(theirs[False][part]), f"{part}, whole"
-        # On the CPU FSDP1 gathers every entry of the optimizer's state to the same memory, so the last one is saved as
-        # all of them; its shards are right.
+        # On the CPU FSDP1 gathers every entry of the optimizer state into the same memory, so the last one is saved as
+        # all of them; its shards are correct.
         assert_same(found, theirs[part == "optimizer"][part], f"{part}, whole")
 
 
 @on_ranks(2)
 def test_a_new_folder_is_not_there_already(folder: str):
-    """Composer's rank 0 looks for the folder while rank 1 makes it: a save of shards hung now and then. One that is
-    there is refused on all ranks, and overwritten where that is said."""
+    """Composer's rank 0 checks for the folder while rank 1 creates it: a sharded save hung at times. An existing folder
+    is refused on all ranks, or overwritten with ``overwrite``."""
     from composer.checkpoint.save import save_model_to_disk
 
     with FSDP2():
@@ -106,7 +106,7 @@ def test_a_new_folder_is_not_there_already(folder: str):
         slow_exists = os.path.exists
 
         def exists(path: str) -> bool:
-            time.sleep(0.5 * (dist.get_rank() == 0))  # until rank 1 would have made it
+            time.sleep(0.5 * (dist.get_rank() == 0))  # until rank 1 would have created it
             return slow_exists(path)
 
         path = f"{folder}/model"
@@ -123,8 +123,8 @@ def test_a_new_folder_is_not_there_already(folder: str):
 
 @on_ranks(2)
 def test_its_checkpoints_load(folder: str):
-    """`load_checkpoint` into a sharded model and optimizer, and `shard_as_needed_during_load` into a model that is
-    sharded by ours on the way."""
+    """`load_checkpoint` into a sharded model and optimizer, and `shard_as_needed_during_load` into a model that it
+    shards first."""
     from composer.checkpoint import state_dict
     from composer.checkpoint.load import load_checkpoint
     from composer.checkpoint.save import save_checkpoint_to_disk
@@ -186,7 +186,7 @@ def test_its_checkpoints_load(folder: str):
 
 
 def forward_without_gradients(model: Any) -> None:
-    """After which the root stays gathered, though its modules show the shards."""
+    """After it the root's parameters are unsharded, although its modules show the shards."""
     with torch.no_grad():
         model.model(torch.zeros(2, 6, dtype=torch.long))
     [group] = groups_of(state_of(model.model))

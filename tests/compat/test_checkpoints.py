@@ -1,6 +1,6 @@
-"""Checkpoints of the real Trainer: what was saved resumes bit for bit; state can be read after a forward.
+"""Checkpoints of the real Trainer: a resumed run is equal bit for bit; state can be read after a forward.
 
-That FSDP1 resumes ours is in test_saving.py; its own checkpoints, autoresume and load_monolith_rank0_only are in
+FSDP1 resumes ours in test_saving.py; its own checkpoints, autoresume and load_monolith_rank0_only are in
 test_loading.py.
 """
 
@@ -30,7 +30,7 @@ RESUMING: dict[str, Any] = {"batches": LAST, "optimizer": "adamw"}
 
 # --- save and resume
 
-# Keys of fsdp_config, what is saved, and whether the model's embeddings are tied.
+# Keys of fsdp_config, the state_dict_type, and whether the model's embeddings are tied.
 Case = tuple[dict[str, Any], str, bool]
 RECOMPUTED = {"activation_checkpointing": True}
 NOT_REENTRANT = {**RECOMPUTED, "activation_checkpointing_reentrant": False}
@@ -56,7 +56,7 @@ def check_resumption(path: str, keys: dict[str, Any], state_dict_type: str, tied
 
 @pytest.mark.parametrize(("world_size", "cases"), [(2, ON_TWO_RANKS), (4, ON_FOUR_RANKS)], ids=["shards", "replicas"])
 def test_resumed_run_goes_on_bit_for_bit(tmp_path: Path, world_size: int, cases: dict[str, Case]):
-    """A run that is stopped and resumed is the run that was never stopped; parameters, optimizer and data come back."""
+    """A stopped and resumed run equals the run that was never stopped, in parameters, optimizer and data."""
     of_folders = {name: (f"{tmp_path}/{name}", *case) for name, case in cases.items()}
     run_ranks(for_each, world_size, check_resumption, of_folders)
 
@@ -66,7 +66,7 @@ def test_resumed_run_goes_on_bit_for_bit(tmp_path: Path, world_size: int, cases:
 
 @on_ranks(2)
 def test_load_monolith_rank0_only_without_a_file():
-    """The first start of a run, with nothing to load yet, is sharded too, from rank 0's values."""
+    """The first start of a run, without a checkpoint, is also sharded from rank 0's values."""
     monolith = {"load_monolith_rank0_only": True, "sync_module_states": True}
     expected = fit(FSDP2, {}, batches=2)
 
@@ -83,7 +83,7 @@ def test_load_monolith_rank0_only_without_a_file():
 
 @on_ranks(2)
 def test_state_can_be_read_after_a_forward_of_ones_own():
-    """A callback that samples from the model without gradients may be followed by a save."""
+    """A save works after a callback that samples from the model without gradients."""
     with FSDP2():
         trainer = make_trainer({}, tied=False, batches=2, optimizer="adamw")
         trainer.fit()
@@ -95,7 +95,7 @@ def test_state_can_be_read_after_a_forward_of_ones_own():
         with torch.no_grad():
             state.model([torch.zeros(2, 5, dtype=torch.long)])
         model = state.get_model_state_dict()
-        if dist.get_rank() == 0:  # full state is rank 0's
+        if dist.get_rank() == 0:  # only rank 0 has full state
             assert optimizer["state"].keys() == before.keys()
             assert_same(model, before, "after a forward of one's own")
         trainer.close()

@@ -1,4 +1,4 @@
-"""``composer-fsdp2 compare``: real runs on FSDP1 and on FSDP2, alike, and with things that are wrong on FSDP2."""
+"""``composer-fsdp2 compare``: real runs on FSDP1 and on FSDP2, equal ones, and ones with faults on FSDP2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.composer, pytest.mark.foundry]
 SHARDED = '{"state_dict_type": "sharded"}'
 BATCHES = {"yaml": 2, "script": 3}
 ADAMW = ["--optimizer", "adamw", "--microbatch", "2", "--clip", "0.1"]
-# What FSDP2 alone runs in place of lines of the script.
+# Lines that replace lines of the script on FSDP2 only.
 FAULTS = {
     "    def batch_end(self": (
         "    def fit_start(self, state, logger):\n"
@@ -37,7 +37,7 @@ FAULTS = {
 }
 
 
-# Batch norm in every block; on FSDP2 rank 1 alone ends with another running mean, which no training forward reads.
+# Batch norm in every block; on FSDP2 only rank 1 ends with another running mean, which no training forward reads.
 NORMED = {"nn.LayerNorm(d)": "nn.BatchNorm1d(5)"}
 STALE_MEAN = {
     "    def batch_end(self": (
@@ -50,7 +50,7 @@ STALE_MEAN = {
 
 
 def write_faulty(path: Path, faults: dict[str, str], changes: dict[str, str] | None = None) -> Path:
-    """A script that is the user's on FSDP1, and another one on FSDP2."""
+    """Writes a script that equals the user's on FSDP1 and has a fault on FSDP2."""
     source = SCRIPT.read_text()
     for old, new in (changes or {}).items():
         assert source.count(old) == 1
@@ -67,14 +67,14 @@ def write_faulty(path: Path, faults: dict[str, str], changes: dict[str, str] | N
     return path
 
 
-# By its name a script that trains no batch, and what is said of it.
+# Scripts that train no batch, and the expected error.
 FAILING = {
     "no-fit": ("print('nothing to do')\n", "ended without Trainer.fit; there is nothing to compare"),
     "unsharded": (
         SCRIPT.read_text().replace('parallelism_config={"fsdp"', 'profiler=None and {"fsdp"'),
         "needs an fsdp_config",
     ),
-    # Composer's Trainer begins one epoch after the other.
+    # Composer's Trainer would start epochs forever.
     "empty-loader": (
         SCRIPT.read_text()
         .replace("(n: int = 96)", "(n: int = 6)")
@@ -92,7 +92,7 @@ def save_on_fsdp1(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data for the YAML, and a checkpoint of the script's."""
+    """Data for the YAML, and a checkpoint of the script."""
     made = tmp_path_factory.mktemp("compare")
     with mock.patch.dict("os.environ", {"TOKENIZERS_PARALLELISM": "false"}):
         run_ranks(make_data_of_runs, 2, str(made))
@@ -102,7 +102,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def compared(folder: Path) -> dict[str, Compared]:
-    """A YAML, a script that goes on from a checkpoint, one that is another one on FSDP2, and some that fail."""
+    """Comparisons of a YAML, a script that resumes from a checkpoint, scripts with faults on FSDP2, and some that
+    fail."""
     more = ["save_folder=saved-by-yaml", "save_overwrite=true", "eval_first=true", "model.n_layers=2"]
     more += ["global_train_batch_size=8"]
     resumed = [
@@ -130,7 +131,7 @@ def compared(folder: Path) -> dict[str, Compared]:
 
 @pytest.mark.parametrize("name", ["yaml", "script"])
 def test_the_same_run_is_told_so(compared: dict[str, Compared], name: str):
-    """A run that FSDP2 trains alike is let go on the cluster: a YAML, and a script from an old checkpoint."""
+    """Runs that train equally on FSDP2 get the verdict "same": a YAML, and a script from an old checkpoint."""
     it = compared[name]
     assert it.ended.code == 0, f"{it.ended.out}\n{it.ended.err}"
     assert it.report["verdict"] == "same"
@@ -142,7 +143,7 @@ def test_the_same_run_is_told_so(compared: dict[str, Compared], name: str):
     assert len(set(digests)) == len(digests) == 2 * BATCHES[name]  # each rank, and each batch, has its own data
     assert fsdp1["first_batch"] == (3 if name == "script" else 1)
     assert any(each["kind"] == "exp_avg" for each in fsdp2["start"]) == (name == "script")
-    # Everything was looked at: both moments of every parameter, and the count of steps.
+    # Everything was compared: both moments of every parameter, and the step counts.
     names: dict[str, set[str]] = {}
     for each in fsdp2["end"]:
         names.setdefault(each["kind"], set()).add(each["name"])
@@ -150,14 +151,14 @@ def test_the_same_run_is_told_so(compared: dict[str, Compared], name: str):
     assert names["parameter"] == names["exp_avg"] == names["exp_avg_sq"] == names["step"]
     assert not any("_fsdp_wrapped_module" in name for name in names["parameter"])
     assert it.quantity(LOSSES)["distance"] < 1e-6
-    # Before clipping to 0.1: doubled gradients would train the same weights, and only such norms tell.
+    # The norms before clipping to 0.1: doubled gradients would train the same weights, so only these norms show them.
     norms = {batch["gradient_norm"] for batch in fsdp2["batches"]}
     assert len(norms) == BATCHES[name] and (name == "yaml" or min(norms) > 0.1), norms
 
 
 @pytest.mark.parametrize("name", ["yaml", "faulty"])
 def test_report_holds_what_it_promises(compared: dict[str, Compared], name: str):
-    """A CI reads report.json by its schema; who signs reads the rest."""
+    """A CI reads report.json by its schema; a reviewer reads the Markdown."""
     it = compared[name]
     jsonschema.validate(it.report, json.loads(SCHEMA.read_text()))
     headings = ["## Batches", "## Tensors that are furthest apart", "## Time, memory and collectives", "## Signed"]
@@ -168,7 +169,8 @@ def test_report_holds_what_it_promises(compared: dict[str, Compared], name: str)
 
 
 def test_what_is_counted_is_what_was_predicted(compared: dict[str, Compared]):
-    """What `plan` says of the user's own file can be believed: of its tied head, too, which is gathered twice."""
+    """The predictions of `plan` for the user's own file are correct, including its tied head, which is gathered
+    twice."""
     for name, rests_on in (("script", "their model"), ("yaml", "the file alone, as `composer-fsdp2 plan` reads it")):
         fsdp2 = compared[name].report["runs"][1]
         predicted = fsdp2["prediction"]
@@ -180,13 +182,13 @@ def test_what_is_counted_is_what_was_predicted(compared: dict[str, Compared]):
             "reduce_scatter",
         }
         assert fsdp2["state_bytes"] == predicted["state_bytes"] > 0, name
-        # Composer adds up losses meanwhile.
+        # Composer accumulates losses during the batch.
         assert 0 <= fsdp2["peak_bytes"] - predicted["peak_bytes"] <= 0.002 * fsdp2["peak_bytes"], name
         assert f"{predicted['state_bytes']:,} | {predicted['state_bytes']:,}" in compared[name].markdown
 
 
 def test_what_was_set_otherwise_is_listed(compared: dict[str, Compared], folder: Path):
-    """Nobody takes a comparison for a run of his own file as it stands; and nothing is saved where the file says."""
+    """The report lists every changed setting, and nothing is saved to the file's save_folder."""
     expected = {"yaml": {"save_folder", "Trainer.eval"}, "script": {"save_folder", "eval_interval"}}
     for name, names in expected.items():
         overrides = {each["name"] for run in compared[name].report["runs"] for each in run["overrides"]}
@@ -197,7 +199,7 @@ def test_what_was_set_otherwise_is_listed(compared: dict[str, Compared], folder:
 
 
 def test_faults_turn_the_verdict_and_are_named(compared: dict[str, Compared]):
-    """What two curves side by side hide from an eye is found before the cluster is booked."""
+    """A fault that is invisible in two loss curves is found before the run starts on a cluster."""
     it = compared["faulty"]
     assert it.ended.code == it.report["exit_code"] == 1, it.ended.err
     assert it.different >= {START, SETTINGS, NORMS, PARAMETERS, OPTIMIZER}
@@ -209,11 +211,12 @@ def test_faults_turn_the_verdict_and_are_named(compared: dict[str, Compared]):
     ):
         assert any(cause in each for each in it.report["causes"]), it.report["causes"]
         assert cause in it.ended.out and cause in it.markdown
-    assert it.quantity(NORMS)["floor"] == 0.0  # FSDP1 itself repeats to the last bit
+    assert it.quantity(NORMS)["floor"] == 0.0  # FSDP1 itself repeats bit for bit
 
 
 def test_buffers_of_all_ranks_are_compared(compared: dict[str, Compared]):
-    """A model that evaluates with stale running means had trained "the same": no loss and no gradient reads them."""
+    """A model that evaluates with stale running means was reported as "the same", because no loss or gradient reads
+    them."""
     it = compared["buffers"]
     assert it.ended.code == 1, f"{it.ended.out}\n{it.ended.err}"
     assert it.different == {BUFFERS}
@@ -226,7 +229,7 @@ def test_buffers_of_all_ranks_are_compared(compared: dict[str, Compared]):
 
 @pytest.mark.parametrize("name", FAILING)
 def test_a_run_that_fails_tells_where_its_log_is(compared: dict[str, Compared], name: str):
-    """The reason is in the terminal, not in one of six logs; and a run that failed is not taken for a different one."""
+    """The terminal shows the reason and the log's path among six logs; a failed run is not reported as a difference."""
     it = compared[name]
     assert it.ended.code == 2, it.ended.err
     assert it.report["verdict"] == "unusable"
@@ -236,14 +239,14 @@ def test_a_run_that_fails_tells_where_its_log_is(compared: dict[str, Compared], 
 
 
 def test_nothing_is_left_but_the_report(compared: dict[str, Compared], folder: Path):
-    """Copies of parameters and optimizer state would fill the disk of who compares a large model."""
+    """Copies of parameters and optimizer state would fill the disk if the model is large."""
     assert {path.name for path in (folder / "yaml").iterdir()} == {"report.md", "report.json", "report.png", "logs"}
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
 @pytest.mark.slow
 def test_replicas_and_flat_parameters_are_compared_too(tmp_path: Path):
-    """Of HSDP each element counts once; a flat parameter that FSDP1 shows as one is taken apart into its tensors."""
+    """With HSDP each element counts once; a flat parameter that FSDP1 exposes is split into its tensors."""
     replicas = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
     configs = {"replicas": replicas | {"data_parallel_replicate_degree": 2}, "flat": {"use_orig_params": False}}
     ranks = {"replicas": 4, "flat": 2}

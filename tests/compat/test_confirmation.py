@@ -1,4 +1,4 @@
-"""A user can see that FSDP2 is on: one line when a model is sharded, a warning where FSDP1 trains in its place."""
+"""A user sees that FSDP2 is active: one line when a model is sharded, a warning if FSDP1 trains instead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def printed(*, show_units: bool) -> str:
 
 @on_ranks(2)
 def test_rank_0_prints_what_the_model_was_sharded_into():
-    """Exit code 0 and a loss are no sign of it."""
+    """Exit code 0 and a loss do not show it."""
     summary, units = printed(show_units=False), printed(show_units=True)
     told = "composer_fsdp2: 3 units on FSDP2 (2 ranks, SHARD_GRAD_OP)\n" if dist.get_rank() == 0 else ""
     assert (told in summary and summary.count("composer_fsdp2:") == 1) if told else "composer_fsdp2" not in summary

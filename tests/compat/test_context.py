@@ -1,4 +1,4 @@
-"""Runs whose ranks divide each sequence, or hold different experts, through Composer's Trainer, beside one process."""
+"""Context and expert parallelism through Composer's Trainer, compared with one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_of(kind: str, **options: Any) -> Run:
 
 
 def check_run(kind: str, theirs: Trained, folder: str) -> None:
-    """With degree 2; and the second batch with degree 4, from a checkpoint."""
+    """With degree 2, and the second batch with degree 4 from a checkpoint."""
     saved = f"{folder}/{kind}" if kind in RESUMED else None
     with FSDP2():
         assert_alike(train(run_of(kind, degree=2, save_folder=saved)), theirs)
@@ -63,7 +63,7 @@ def check_run(kind: str, theirs: Trained, folder: str) -> None:
 def assert_alike(ours: Trained, theirs: Trained) -> None:
     assert largest_difference(ours.losses, theirs.losses) <= 1e-12, (ours.losses, theirs.losses)
     assert_same_parameters(ours, theirs)
-    # Each count reads the device, and a microbatch had one more.
+    # Each count synchronizes with the device; a microbatch used one too many.
     assert ours.num_counts == theirs.num_counts
     assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-6, nan_ok=True)
 
@@ -80,7 +80,7 @@ SLOW = tuple(kind for kind in KINDS if kind not in FAST)
 
 @pytest.mark.parametrize("kinds", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=" ".join)
 def test_a_run_that_divides_sequences_is_that_of_one_process(kinds: tuple[str, ...], tmp_path: Path):
-    """Wrong positions, weights or labels would train another model, with losses that look right."""
+    """Wrong positions, weights or labels would train a different model with plausible losses."""
     [alone] = run_ranks(for_each, 1, train, {kind: (run_of(kind, degree=0),) for kind in kinds})
     run_ranks(for_each, 4, check_run, {kind: (kind, theirs, str(tmp_path)) for kind, theirs in alone.items()})
 
@@ -108,7 +108,7 @@ def padded_batch(padding: str, length: int) -> dict[str, torch.Tensor]:
     place = {"right": slice(length - 3, None), "left": slice(3), "between": slice(3, 6)}[padding.split(", ")[0]]
     mask[1, place] = 0
     if "counted" not in padding:
-        labels[:, 1:][mask[:, :-1] == 0] = labels[mask == 0] = -100  # what padding would predict; padding itself
+        labels[:, 1:][mask[:, :-1] == 0] = labels[mask == 0] = -100  # labels predicted from padding, and its own
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
@@ -138,8 +138,8 @@ def check_padding(attention: str, padding: str) -> None:
 
 @on_ranks(2)
 def test_padding_needs_no_mask():
-    """One padded token in a batch of long rows took 32 GiB and more for a mask, and flash attention away; and without
-    it tokens must have the outputs and gradients that they have in one process."""
+    """One padded token in a batch of long rows required a mask of 32 GiB and more, and disabled flash attention.
+    Without the mask, tokens must have the same outputs and gradients as in one process."""
     paddings = ("right", "left", "between, counted", *(("right, counted", "left, counted") if IS_THOROUGH else ()))
     cases = {padding: ("sdpa", padding) for padding in paddings}
     for_each(check_padding, cases | {"eager": ("eager", "between")})
@@ -147,7 +147,8 @@ def test_padding_needs_no_mask():
 
 @on_ranks(1)
 def test_padding_is_read_in_host_memory():
-    """The host would wait for the device in each microbatch. A meta device, which cannot be read, stands for a GPU."""
+    """Otherwise the host would synchronize with the device in each microbatch. A meta device, which cannot be read,
+    stands for a GPU."""
     from composer.devices import DeviceCPU
 
     from composer_fsdp2.parallel.padding import Padding
@@ -164,7 +165,7 @@ def test_padding_is_read_in_host_memory():
             moved = Meta().batch_to_device(padded_batch(padding, 8))
         assert Padding.of(moved["attention_mask"], moved["labels"]) == expected
         moved["labels"].fill_(1)
-        with pytest.raises((NotImplementedError, RuntimeError), match="meta"):  # no longer what was copied
+        with pytest.raises((NotImplementedError, RuntimeError), match="meta"):  # the change invalidates the host copy
             Padding.of(moved["attention_mask"], moved["labels"])
 
 
@@ -185,11 +186,11 @@ class Reward(nn.Module):
 
 
 def check_reward(kind: str, degree: int) -> None:
-    import composer_fsdp2.compat.context  # what knows MPT, as install() would import
+    import composer_fsdp2.compat.context  # registers the MPT adapter, as install() does
 
     del composer_fsdp2
     torch.set_default_dtype(torch.float64)
-    model, reference = (nn.ModuleDict({"model": Reward(kind)}) for _ in range(2))  # of one seed
+    model, reference = (nn.ModuleDict({"model": Reward(kind)}) for _ in range(2))  # from one seed
     prepare_fully_shard(model, None, FULL | {"context_parallel_degree": degree}, device="cpu")
     tokens = torch.randint(VOCABULARY, (8 // degree, 9), generator=torch.Generator().manual_seed(2))
     loss = model["model"](tokens.chunk(4 // degree)[dist.get_rank() // degree])
@@ -203,17 +204,17 @@ def check_reward(kind: str, degree: int) -> None:
 
 @on_ranks(4)
 def test_a_head_on_mpt_sees_whole_rows():
-    """It took the last place of this rank's part for the last of the row."""
+    """The head used the last position of this rank's chunk instead of the row's."""
     for_each(
         check_reward, {f"{kind}, {degree}": (kind, degree) for kind, degree in (("mpt-alibi", 2), ("mpt-rope", 4))}
     )
 
 
-# --- what is refused
+# --- refusals
 
 
 def plan_of(model: nn.Module, degree: int = 2) -> Any:
-    import composer_fsdp2.compat.context  # what knows MPT, as install() would import
+    import composer_fsdp2.compat.context  # registers the MPT adapter, as install() does
 
     del composer_fsdp2
     holder = nn.Module()
@@ -235,14 +236,14 @@ def changed(model: Any, name: str, value: Any, where: Callable[[Any], Any] = lam
 
 
 class Averaging(nn.Module):
-    """As a ComposerModel whose loss is computed from the logits."""
+    """Like a ComposerModel that computes its loss from the logits."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
         return nn.functional.cross_entropy(outputs.logits, batch["labels"])
 
 
 def own_forward(self: Any, input_ids: Any = None, labels: Any = None, **options: Any) -> Any:
-    """One that averages the losses of the labels that it gets."""
+    """A forward that averages the losses of its labels."""
 
 
 def refused_models() -> list[tuple[Any, str]]:
@@ -295,7 +296,7 @@ def refused_models() -> list[tuple[Any, str]]:
 
 @on_ranks(1)
 def test_what_attention_cannot_divide_is_refused_by_name():
-    """Found in training it would be a wrong mask, other random numbers, or attention within a part, all silent."""
+    """Without an error, training would silently use a wrong mask, other random numbers, or attention within a chunk."""
     for model, text in refused_models():
         with pytest.raises(UnsupportedError) as raised:
             plan_of(model)
@@ -308,7 +309,7 @@ def test_what_attention_cannot_divide_is_refused_by_name():
 
 @on_ranks(1)
 def test_a_plan_says_which_losses_are_of_whole_rows():
-    """Right, and with the logits of whole rows on each rank: more memory than the user may expect."""
+    """The loss is correct, with logits of the full rows on each rank: more memory than the user may expect."""
     own = llama()
     own.__class__ = type("OwnLossForCausalLM", (type(own),), {"forward": own_forward})
     averaging = Averaging()
@@ -326,8 +327,8 @@ def test_a_plan_says_which_losses_are_of_whole_rows():
 
 @on_ranks(2)
 def test_what_a_forward_cannot_divide_is_refused():
-    """A part of a row, generated from, would be another text; and nobody would be told."""
-    # On all ranks alike, so that none waits for another.
+    """Text generated from a chunk of a row would silently be wrong."""
+    # On all ranks, so none waits for another.
     tokens = torch.zeros(1, 6, dtype=torch.long)
     model, holder = llama(attn_implementation="sdpa"), nn.Module()
     holder.model = model
@@ -352,7 +353,8 @@ def test_what_a_forward_cannot_divide_is_refused():
 
 @on_ranks(2)
 def test_tasks_in_context_are_refused_before_training():
-    """Their places in a row are not those of a part: the first evaluation would fail, or score other tokens."""
+    """A task's positions in a row differ from those in a chunk: the first evaluation would fail, or score other
+    tokens."""
     from support import context_runs
 
     tasks = ["InContextLearningLMAccuracy"]
@@ -360,7 +362,7 @@ def test_tasks_in_context_are_refused_before_training():
         train(Run(kind="mpt", degree=2))
 
 
-# --- ranks that hold different experts of LLM Foundry's torch_dmoe
+# --- expert parallelism of LLM Foundry's torch_dmoe
 
 
 def split(degree: int, **config: Any) -> dict[str, Any]:
@@ -382,19 +384,19 @@ def runs_of_experts(folder: str) -> dict[str, Trained]:
     return for_each(run, {name: case for name, case in cases.items() if case[0] in KINDS_OF_EXPERTS})
 
 
-# That any form of checkpoint goes on, on any ranks: parallel/test_split_experts.py.
+# parallel/test_split_experts.py loads each form of checkpoint on any ranks.
 KINDS_OF_EXPERTS = ("mpt-glu", "mpt-mlp") if IS_THOROUGH else ("mpt-glu",)
 
 
 def alone(load_path: str | None) -> dict[str, Trained]:
-    """One process; under the shim for what it mends in checkpoints."""
+    """One process, under ``FSDP2()`` because of the checkpoint seams."""
     with FSDP2():
         kinds = ("mpt-mlp",) if load_path else KINDS_OF_EXPERTS
         return {kind: train(Run(kind=kind, degree=0, load_path=load_path)) for kind in kinds}
 
 
 def test_a_trainer_splits_experts_and_trains_as_one_process(tmp_path: Path):
-    """The curve, metrics and weights; and from a checkpoint of degree 2, at 4 and on one process."""
+    """The losses, metrics and weights; and from a checkpoint of degree 2, with degree 4 and in one process."""
     [expected] = run_ranks(alone, 1, None)
     runs = run_ranks(runs_of_experts, 4, str(tmp_path))[0]
     if IS_THOROUGH:
@@ -411,7 +413,7 @@ def test_a_trainer_splits_experts_and_trains_as_one_process(tmp_path: Path):
 
 @on_ranks(4)
 def test_split_experts_get_the_values_of_foundrys_initialization():
-    """The same weights as without the key, drawn by MPT's own param_init_fn."""
+    """The same weights as without the key, initialized by MPT's own param_init_fn."""
     replicas = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
     torch.set_default_dtype(torch.float64)
     values = []

@@ -1,6 +1,6 @@
-"""A script that catches Composer's error catches ours: each is of the type that Composer raises in the same place.
+"""A script that catches Composer's error catches ours: each has the type that Composer raises in the same place.
 
-Composer itself is the measure, under FSDP1 or its own FSDP2; where it raises nothing, ours may.
+The reference is Composer, under FSDP1 or its own FSDP2; if it raises nothing, ours may.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def error_of(under: Under, action: Callable[[], Any]) -> Exception:
     return raised.value
 
 
-# What no script catches by name: of any error, and of what Python raises where nobody thought of it.
+# Not caught specifically by any script: base classes of all errors, and Python's own AssertionError.
 _ANY = {Exception, BaseException, object, AssertionError}
 
 
@@ -46,7 +46,8 @@ def accepts_nothing(path: str, *unused: Any) -> bool:
 
 @on_ranks(2)
 def test_errors_of_a_configuration():
-    """`except ValueError`, `TypeError`, `KeyError`, `RuntimeError` or `NotImplementedError` around a Trainer."""
+    """A script's `except ValueError`, `TypeError`, `KeyError`, `RuntimeError` or `NotImplementedError` around a Trainer
+    catches our errors."""
     from composer.distributed import dist_strategy
     from composer.utils import FSDP2Config, FSDPConfig, ParallelismConfig, get_device
 
@@ -85,7 +86,8 @@ def test_errors_of_a_configuration():
 
 @on_ranks(2)
 def test_errors_of_a_checkpoint(folder: str):
-    """`except FileNotFoundError` starts anew, `except ValueError` or `RuntimeError` tries the checkpoint before."""
+    """A script's `except FileNotFoundError` starts from scratch; `except ValueError` or `RuntimeError` tries the
+    previous checkpoint."""
 
     def load(path: Path, config: Any = None, **options: Any) -> Callable[[], Any]:
         return lambda: make_trainer({} if config is None else config, load_path=str(path), **options)

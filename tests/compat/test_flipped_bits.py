@@ -1,7 +1,7 @@
-"""A bit of a checkpoint flips, anywhere: the load is refused, or gives what it gave before; never anything else.
+"""After a bit flip anywhere in a checkpoint, the load is refused or returns the same values as without it.
 
-``FLIPS=5000 python -m pytest tests/compat/test_flipped_bits.py -s`` flips as many in each fixture, and says what came
-of them.
+``FLIPS=5000 python -m pytest tests/compat/test_flipped_bits.py -s`` flips that many bits in each fixture, and prints
+the outcomes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLIPS = int(os.environ.get("FLIPS", "40" if IS_THOROUGH else "16"))
 
 
 def plain(value: Any) -> Any:
-    """This rank's part of it, in memory of its own."""
+    """A copy of this rank's part of the value."""
     if isinstance(value, DTensor):
         return value.to_local().detach().clone()
     if isinstance(value, torch.Tensor):
@@ -44,7 +44,7 @@ def plain(value: Any) -> Any:
 
 
 class Target:
-    """A sharded model and its optimizer, which are loaded into again and again."""
+    """A sharded model and its optimizer, the target of many loads."""
 
     def __init__(self, kind: str) -> None:
         self.model: nn.Module = legacy_model(kind, seed=3)
@@ -70,7 +70,7 @@ class Target:
             group.update({**plain(before), "params": params})
 
     def load(self, path: Path) -> tuple[Any, Any]:
-        """What a load gives: the state, and everything else in the file; None for what was refused."""
+        """The state after a load and everything else in the file; None if refused."""
         try:
             report = load_checkpoint(path, self.model, self.optimizer)
         except CheckpointError as error:
@@ -84,7 +84,7 @@ class Target:
 
 
 def check_flips(kind: str, source: str, folder: str, num_flips: int) -> Counter[str]:
-    """How many flips came to what, by the file that they were in."""
+    """The number of flips by outcome and file."""
     target = Target(kind)
     copied = Path(folder, Path(source).name)
     if dist.get_rank() == 0:
@@ -106,7 +106,7 @@ def check_flips(kind: str, source: str, folder: str, num_flips: int) -> Counter[
         state, entries = target.load(copied)
         flip(files[number], at - ends[number], bit)
         counts[f"{files[number].suffix or files[number].name}: {'refused' if entries is None else 'equal'}"] += 1
-        # A refused load has changed nothing; entries beside model and optimizer are read after it.
+        # A refused load changes nothing; entries beside model and optimizer are read after it.
         unlike = list(differences(target.state(), target.before if state is None else expected[0], in_bits=True))
         if entries is not None:
             unlike += differences(entries, expected[1], in_bits=True)
@@ -117,7 +117,7 @@ def check_flips(kind: str, source: str, folder: str, num_flips: int) -> Counter[
 
 
 def flip(file: Path, at: int, bit: int) -> None:
-    """By rank 0, when all have come. Called on all ranks."""
+    """Rank 0 flips the bit after a barrier. Called on all ranks."""
     dist.barrier()
     if dist.get_rank() == 0:
         with file.open("r+b") as data:
@@ -128,10 +128,10 @@ def flip(file: Path, at: int, bit: int) -> None:
     dist.barrier()
 
 
-# Composer's own files with CRC32s, in each layout; "c032" is what Composer 0.32.1 writes, with torch 2.7.
+# Composer's own files with CRC32s, in each layout; "c032" is of Composer 0.32.1 with torch 2.7.
 @pytest.mark.parametrize("kind", [*(KINDS if IS_THOROUGH else ("c220/sharded", "c172/local-flat")), "c032/full"])
 def test_a_flipped_bit_is_never_loaded(kind: str, tmp_path: Path):
-    """A disk, a cable or a memory module flips one bit of 40 GB: the run trained on with an average of 1.6e36."""
+    """A disk, a cable or a memory module flips one bit of 40 GB: the run continued with an average of 1.6e36."""
     source, model = checkpoint_of(kind), kind
     if kind == "c032/full":
         source, model = tmp_path / "source.pt", "c172/full"

@@ -1,4 +1,5 @@
-"""``freeze`` in a Trainer's run: what is frozen stays to the last bit, the rest is the unsharded run's."""
+"""``freeze`` in a Trainer's run: frozen parameters are unchanged bit for bit, the others train as in the unsharded
+run."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from support.training import named_parameters
 pytestmark = pytest.mark.composer
 
 SAVED_AT, LAST = 1, 3
-# Of the model's child, as its author names them; with the child's name before them they are the same.
+# Under the names of the model's child, as its author uses; with the child's name as prefix they are equivalent.
 PREFIXES = ["wte", "model.blocks.0", "blocks.1.ln"]
 FROZEN = {
     "model.wte.weight",
@@ -64,7 +65,7 @@ def check_run(theirs: Trained, folder: str, keys: dict[str, Any]) -> None:
     assert not FROZEN & {name for name, each in state.items() if each}, state.keys()
     assert resumed.losses == ours.losses[SAVED_AT:]
     assert_same(resumed.parameters, ours.parameters)
-    if not keys:  # averages of weights go over frozen ones as well
+    if not keys:  # averages include frozen weights
         fit(FSDP2, dict(config), tied=False, algorithms=[EMA(half_life="2ba")], **{**OPTIONS, "batches": 1})
 
 
@@ -82,8 +83,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_a_run_with_frozen_parameters(folder: str):
-    """Microbatches, clipping, weight decay, evaluations, averages of weights and a resumed run: nothing touches what is
-    frozen, and the others learn as in Composer's own unsharded run that froze them by hand."""
+    """Microbatches, clipping, weight decay, evaluations, averages of weights and a resumed run never change frozen
+    parameters. The others train as in Composer's own unsharded run that froze them by hand."""
     torch.set_default_dtype(torch.float64)
     theirs = fit(UNSHARDED, None, model=frozen_model(), **OPTIONS)
     for_each(check_run, {name: (theirs, f"{folder}/{name}", keys) for name, keys in CASES.items()})

@@ -1,6 +1,7 @@
-"""What a script does with FSDP1's class and its objects, once install() shards with FSDP2 instead.
+"""Scripts that use FSDP1's class and its objects, after install() shards with FSDP2 instead.
 
-The oracle is FSDP1 itself, on the CPU. What it cannot do there (offload_to_cpu of full state), has one process for one.
+The oracle is FSDP1 itself, on the CPU. For features that it lacks there (offload_to_cpu of full state), the oracle is
+one process.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ assert_same = functools.partial(comparing.assert_same, in_order=True)
 
 
 def model_and_optimizer(shard: Callable[[Model, str], None] | None) -> tuple[Model, torch.optim.Optimizer]:
-    """After a step; the block's first layer is trained at another rate, and the second layer's bias is frozen."""
+    """After a step; the block's first layer is trained with another rate, and the second layer's bias is frozen."""
     torch.manual_seed(0)
     model = Model()
     model.decoder.blocks[0].fc_out.bias.requires_grad_(False)
@@ -79,7 +80,7 @@ def full(tree: Any) -> Any:
 
 
 def state_dicts(model: Model, rank0_only: bool) -> dict[str, dict[str, Any]]:
-    """Of the whole model, the root, a unit, and with a prefix, as a script takes them under FSDP1."""
+    """State dicts of the full model, the root, a unit, and with a prefix, as a script calls them under FSDP1."""
     config = FullStateDictConfig(rank0_only=rank0_only)
     with FSDP.state_dict_type(model, FULL, config):
         assert FSDP.get_state_dict_type(model).state_dict_config == config
@@ -95,14 +96,14 @@ def state_dicts(model: Model, rank0_only: bool) -> dict[str, dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_state_dict_type():
-    """`with FSDP.state_dict_type(model, FULL_STATE_DICT): torch.save(model.state_dict())`, the way to save under FSDP1,
-    raised an AttributeError, or would have written shards."""
+    """`with FSDP.state_dict_type(model, FULL_STATE_DICT): torch.save(model.state_dict())`, FSDP1's way to save, raised
+    an AttributeError, or would have saved shards."""
     theirs, _ = model_and_optimizer(as_fsdp1)
     ours, _ = model_and_optimizer(by_us)
     single, _ = model_and_optimizer(None)
 
     def check(rank0_only: bool, evaluated: bool) -> None:
-        if evaluated:  # the root stands gathered
+        if evaluated:  # the root is unsharded
             with torch.no_grad():
                 ours(tokens(0))
         expected = state_dicts(theirs, rank0_only)
@@ -119,7 +120,7 @@ def test_state_dict_type():
             state = ours.state_dict()
             before = copy.deepcopy(state)
         with torch.no_grad():
-            for factor in (2, 0.5):  # to the last bit
+            for factor in (2, 0.5):  # exact in binary
                 for parameter in ours.parameters():
                     parameter.mul_(factor)
                 assert_same(dict(state), dict(before), "a state dict follows the parameters")
@@ -155,7 +156,7 @@ def test_state_dict_type():
 
 @on_ranks(2)
 def test_load_full_state_dict():
-    """`model.load_state_dict(torch.load("model.pt"))` after sharding: raised, as the file's tensors are full."""
+    """`model.load_state_dict(torch.load("model.pt"))` after sharding raised, because the file's tensors are full."""
     source, _ = model_and_optimizer(None)
     state = source.state_dict()
 
@@ -175,7 +176,7 @@ def test_load_full_state_dict():
             target, given = (model, given) if whole else (model.decoder, strip(given))
             assert not any(target.load_state_dict(given, assign=assign))
         assert_same(full(model.state_dict()), dict(state))
-        for name in dict(target.named_parameters()):  # with `assign` torch takes buffers themselves
+        for name in dict(target.named_parameters()):  # with `assign` torch uses the buffers themselves
             given[name].zero_()
         assert_same(full(model.state_dict()), dict(state), "the model follows the state dict")
         if not assign:
@@ -185,7 +186,7 @@ def test_load_full_state_dict():
     cases = (("none", True, False), ("full", False, False), ("none", True, True))
     for_each(check, {f"{case}": case for case in cases})
 
-    # Misfits are as torch itself reports them.
+    # Mismatches are reported as by torch itself.
     wrong = dict(state) | {"decoder.norm.weight": torch.zeros(7), "more": torch.zeros(1)}
     del wrong["decoder.head.weight"]
     texts = set()
@@ -214,8 +215,8 @@ def full_states(model: Model, optimizer: Any, rank0_only: bool) -> dict[str, Any
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_optimizer_state():
-    """`FSDP.optim_state_dict` and `optim_state_dict_to_load`, in whose form scripts keep optimizers: an AttributeError,
-    or state that belongs to other parameters."""
+    """`FSDP.optim_state_dict` and `optim_state_dict_to_load`, with which scripts save optimizers, raised an
+    AttributeError, or matched state to the wrong parameters."""
     theirs, their_optimizer = model_and_optimizer(as_fsdp1)
     ours, our_optimizer = model_and_optimizer(by_us)
 
@@ -274,7 +275,7 @@ def test_optimizer_state():
             FSDP.shard_full_optim_state_dict(of_plain, model)["param_groups"][0]["params"],
             list(range(len(list(model.parameters())))),
         )
-        # to another key, with an unsharded model, as FSDP1's own function does it
+        # to another key, with an unsharded model, as with FSDP1's own function
         single = Model()
         of_single = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.9)
         rekeyed = FSDP.rekey_optim_state_dict(of_plain, torch.distributed.fsdp.OptimStateKeyType.PARAM_ID, single)
@@ -306,7 +307,7 @@ def test_optimizer_state():
 
 
 def clipped(model: Model, max_norm: float, norm_type: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """Two microbatches, the first one's gradients kept unreduced, then clipping, as in a script's loop."""
+    """Two microbatches, the first without reduction of its gradients, then clipping, as in a script's loop."""
     model.zero_grad()
     clips = [each for each in model.modules() if isinstance(each, FSDP) and each.check_is_root()]
     assert clips == [model.decoder] == FSDP.fsdp_modules(model, root_only=True)
@@ -329,8 +330,8 @@ def clipped(model: Model, max_norm: float, norm_type: Any) -> tuple[float, dict[
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_methods_of_a_script():
-    """A loop of one's own, `unit.clip_grad_norm_` and `unit.no_sync` in it: an AttributeError, or gradients clipped by
-    each rank's own norm."""
+    """`unit.clip_grad_norm_` and `unit.no_sync` in a script's own loop raised an AttributeError, or clipped gradients
+    by each rank's own norm."""
 
     def check(max_norm: float, norm_type: Any) -> None:
         results = []
@@ -360,8 +361,8 @@ def unwrapped(module: Any) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_isinstance():
-    """`if isinstance(module, FSDP): module.clip_grad_norm_(1.0)` finds the sharded modules in scripts: the branch was
-    skipped, without an error."""
+    """`if isinstance(module, FSDP): module.clip_grad_norm_(1.0)` finds the sharded modules in scripts; the branch was
+    silently skipped."""
     import accelerate.utils
     import torch.distributed.checkpoint.state_dict as of_torch
     from torch.distributed.fsdp import fully_sharded_data_parallel as defining
@@ -380,7 +381,7 @@ def test_isinstance():
             assert isinstance(root, cls) and isinstance(block, (nn.Linear, cls)) and issubclass(type(root), cls)
             assert not isinstance(model, cls) and not isinstance(block.fc_in, cls) and not issubclass(Block, cls)
         assert FSDP.__name__ == "FullyShardedDataParallel" and FSDP.__module__ == real.__module__
-        # what torch and Composer see is as before
+        # torch and Composer see the original class
         assert of_torch.FSDP is real and not isinstance(root, of_torch.FSDP)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(model, options=options)
@@ -390,7 +391,7 @@ def test_isinstance():
         if dist.get_rank() == 0:
             with pytest.raises(RuntimeError, match="write `if` for `while`"):
                 unwrapped(root)
-        # FSDP1's own objects are FSDP1's
+        # FSDP1's own objects are still instances of FSDP1
         theirs = FSDP(nn.Linear(3, 4), device_id=torch.device("cpu"), use_orig_params=True)
         assert type(theirs) is real and isinstance(theirs, FSDP) and isinstance(theirs, real)
         assert type(theirs.module) is nn.Linear and not isinstance(theirs.module, FSDP)
@@ -425,8 +426,8 @@ def check_plain_save(folder: str) -> list[str]:
     model, _ = model_and_optimizer(by_us)
     log = logging.getLogger("composer_fsdp2")
     log.addHandler(handler)
-    say_what_replaces.cache_clear()  # an earlier test may have been told
-    with fsdp2():  # torch.save is a name in a module that the oracle's FSDP2 passes over
+    say_what_replaces.cache_clear()  # an earlier test may have logged it
+    with fsdp2():  # torch.save is a name in a module that the oracle's FSDP2 does not patch
         torch.save({"model": get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))}, io.BytesIO())
         torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder)
         assert not lines
@@ -438,7 +439,8 @@ def check_plain_save(folder: str) -> list[str]:
 
 
 def test_plain_save(tmp_path: Path):
-    """`torch.save(model.state_dict(), path)` on rank 0 saved the full model under FSDP1; now it saves rank 0's part."""
+    """`torch.save(model.state_dict(), path)` on rank 0 saved the full model under FSDP1; now it saves rank 0's
+    shards."""
     for lines in run_ranks(check_plain_save, 2, str(tmp_path)):
         [line] = lines
         assert "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True" in line
@@ -447,7 +449,8 @@ def test_plain_save(tmp_path: Path):
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_save_pretrained(folder: str):
-    """A directory for from_pretrained, by each idiom of scripts: a bare call failed, or saved rank 0's shards."""
+    """Each idiom of scripts saves a folder for from_pretrained; a call without a state dict failed, or saved rank 0's
+    shards."""
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 

@@ -1,4 +1,4 @@
-"""Hugging Face models, sharded: they train and generate as one process does, with adapters and recomputed layers."""
+"""Hugging Face models, sharded, train and generate as in one process, with adapters and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def loss(model: Any, seed: int) -> torch.Tensor:
     return model(batch(seed))["loss"]
 
 
-# Composer's method, and what it calls on its child.
+# Composer's method, and the method of its child that it calls.
 WAYS: dict[str, Callable[..., torch.Tensor]] = {
     "model.generate": lambda model, x, **options: model.generate(x, **options),
     "model.model.generate": lambda model, x, **options: model.model.generate(input_ids=x, **options),
@@ -58,7 +58,8 @@ WAYS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def assert_same_tokens(when: str, model: Any, reference: Any, **options: Any) -> set[int]:
-    """In each way, on prompts of the rank's own, with the unsharded model's own use of a cache; then an evaluation."""
+    """Compares the tokens of each way to generate with the unsharded model's, on different prompts for each rank; then
+    an evaluation."""
     seen: set[int] = set()
     for each in (model, reference):
         each.eval()
@@ -76,7 +77,7 @@ def assert_same_tokens(when: str, model: Any, reference: Any, **options: Any) ->
 
 
 def count_forwards(model: nn.Module, class_name: str) -> Counter[str]:
-    """How often each module of a class runs from here on, by its path; a recomputation is one more."""
+    """Counts the forwards of each module of a class, by its path; recomputation adds one."""
     counts: Counter[str] = Counter()
     for path, module in model.named_modules():
         if type(module).__name__ == class_name:
@@ -85,7 +86,8 @@ def count_forwards(model: nn.Module, class_name: str) -> Counter[str]:
 
 
 def check(kind: str, config: dict[str, Any], **options: Any) -> Any:
-    """A step of the sharded model beside one process on all batches, and the tokens before and after it."""
+    """Compares a step of the sharded model with one process on all batches, and the tokens before and after the
+    step."""
     model, reference = hugging_face(kind, **options), hugging_face(kind, **options)
     counts = count_forwards(model, BLOCKS[kind])
     ours, theirs = (
@@ -116,7 +118,7 @@ def check(kind: str, config: dict[str, Any], **options: Any) -> Any:
     after = assert_same_tokens("after a step", model, reference)
     assert len(before | after) > NEW_TOKENS, f"hardly any tokens: {before}, {after}"
     if "activation_checkpointing" not in config:
-        # As newer releases of Composer, and transformers' trainer, do.
+        # As newer releases of Composer, and transformers' Trainer, do.
         with summon_full_params(model, writeback=False):
             assert_same_tokens("within a block", model, reference)
     return model
@@ -125,14 +127,14 @@ def check(kind: str, config: dict[str, Any], **options: Any) -> Any:
 ZERO_2 = {"sharding_strategy": "SHARD_GRAD_OP"}
 REENTRANT = {"activation_checkpointing": True}
 NOT_REENTRANT = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
-CACHE = {"use_cache": True}  # transformers' default, in training too; else it is off in the configuration
+CACHE = {"use_cache": True}  # transformers' default, in training too; otherwise the configuration disables it
 AUTO = {"wrap_policy": {"transformer_layer_cls_to_wrap": "auto"}, "activation_checkpointing_policy": "auto"}
 BY_NAME = AUTO | {"activation_checkpointing_policy": ["GPT2Block"]}
 ADAPTERS = {"adapters": True}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tied": ("gpt2", ZERO_2, {"tie_word_embeddings": True}),
     "recomputed by name": ("gpt2", REENTRANT | BY_NAME, CACHE | {"hooks": False}),
-    # With a penalty transformers makes the generation_config anew from the model's own.
+    # With a penalty transformers recreates the generation_config from the model's own.
     "recomputed by a policy": ("llama", REENTRANT | AUTO, CACHE | {"hooks": False, "repetition_penalty": 1.1}),
     "encoder and decoder, recomputed": ("t5", NOT_REENTRANT | AUTO, CACHE | {"hooks": False}),
     "adapters, encoder and decoder": ("t5", {}, ADAPTERS | CACHE),
@@ -144,9 +146,9 @@ if IS_THOROUGH:
 
 @on_ranks(2)
 def test_they_train_and_generate_as_in_one_process():
-    """Text of a run, metrics of it and reinforcement learning would see other tokens: T5's generation enters past the
-    model's forward, peft's calls the model inside of the one that was sharded. And a cache that transformers fills in
-    training gets everything twice from a layer that runs again: wrong gradients under a loss that is right."""
+    """Generated text, its metrics and reinforcement learning would use other tokens: T5's generation bypasses the
+    model's forward, and peft's calls the inner module of the sharded one. A cache that transformers fills in training
+    receives everything twice from a recomputed layer: wrong gradients with a correct loss."""
     for_each(lambda kind, config, options: check(kind, config, **options), CASES)
     low = {"dtype": torch.bfloat16, **ADAPTERS}
     dtypes = {parameter.dtype for name, parameter in hugging_face("llama", **low).named_parameters() if "lora" in name}
@@ -161,10 +163,10 @@ def test_they_train_and_generate_as_in_one_process():
 
 @on_ranks(2)
 def test_ranks_that_stop_early_go_on_gathering():
-    """A rank whose answers are complete would leave the others waiting for its shards, until the time-out."""
+    """A rank whose texts are complete would leave the others waiting for its shards until the time-out."""
 
     def check(options: dict[str, Any]) -> None:
-        """One rank's first prompts end after one new token, the other's go on; then both evaluate."""
+        """One rank's first prompts end after one new token, the other's continue; then both evaluate."""
         model, reference = (hugging_face("llama", **options) for _ in range(2))
         prepare_fully_shard(model, None, FULL, device="cpu")
         x = prompts(dist.get_rank())[:1]
@@ -180,7 +182,7 @@ def test_ranks_that_stop_early_go_on_gathering():
 
 @on_ranks(2)
 def test_a_compiled_model_fills_no_cache():
-    """The hook that turns use_cache off is traced with the model: layers that run again must not find a cache."""
+    """The hook that disables use_cache is traced with the model: recomputed layers must not use a cache."""
 
     def check(config: dict[str, Any], backend: str) -> None:
         torch.compiler.reset()
@@ -207,9 +209,9 @@ def test_a_compiled_model_fills_no_cache():
 
 @on_ranks(2)
 def test_hugging_faces_unwrapping():
-    """transformers' and accelerate's functions take wrappers off for as long as there is a `module`: saving a model
+    """transformers' and accelerate's functions unwrap a model as long as it has a `module` attribute: saving a model
     would end in a RecursionError, or never."""
-    # Each with the model, and with a unit within it.
+    # For the model, and for a unit in it.
     import accelerate.utils
     from peft.tuners.lora.corda import get_model_device
     from transformers import modeling_utils
@@ -231,7 +233,7 @@ def test_hugging_faces_unwrapping():
 
 @on_ranks(2)
 def test_save_adapters(folder: str):
-    """peft writes its adapters, whole, and asks no unit what it wraps."""
+    """peft saves the full adapters, and reads no unit's `module`."""
     from peft.utils import get_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -252,7 +254,8 @@ def test_save_adapters(folder: str):
 
 @on_ranks(1)
 def test_what_is_turned_off_is_told_and_only_then_done():
-    """The plan names the models; who only looks at it keeps the cache, and where nothing is recomputed so does all."""
+    """The plan lists the models whose cache it disables. Planning alone keeps the cache, as does a plan without
+    activation checkpointing."""
     model = hugging_face("llama", hooks=False, **CACHE)
     config = ShardingConfig(activation_checkpointing=ActivationCheckpointing(checkpoint=True, classes=()))
     plan = plan_sharding(model, config)
@@ -265,14 +268,14 @@ def test_what_is_turned_off_is_told_and_only_then_done():
     loss(model, 0).backward()
     with torch.no_grad():
         assert model.model(prompts(0)).past_key_values is not None
-    # Given by somebody, by position and by name.
+    # With a user's use_cache, positional and by keyword.
     assert model.model(prompts(0), None, None, None, None, None, True).past_key_values is None
     assert model.model(prompts(0), use_cache=True).past_key_values is None
 
 
 @on_ranks(1)
 def test_a_model_with_adapters_keeps_peft_s_names():
-    """A layer of an adapted model is known as peft calls it; transformers' name for it is answered with that."""
+    """A layer of a model with adapters is addressed by peft's name; the error for transformers' name suggests it."""
     model = hugging_face("llama", hooks=False, **ADAPTERS, **CACHE)
     checkpointing = ActivationCheckpointing(checkpoint=True, classes=())
     path = "base_model.model.model.layers.0"

@@ -1,4 +1,4 @@
-"""Composer's FSDP1 itself, on meta models: ours starts from its values, bit for bit."""
+"""Composer's FSDP1 itself, on meta models: FSDP2 starts from its values, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.sharding.test_initialisation import SEED, build, values_of
 
 pytestmark = pytest.mark.composer
 
-# What FSDP1 could run: ties within a unit, one dtype in a unit, no scalars.
+# Models that FSDP1 can run: ties within a unit, one dtype in a unit, no scalars.
 NAMES = ["decoder", "tied_decoder", "nested", "hooked", "partly_real"]
 
 
@@ -37,7 +37,8 @@ def prepare_fsdp1(model: nn.Module) -> None:
 
 @on_ranks(2)
 def test_meta_models_start_as_under_fsdp1():
-    """A run from scratch that moves to FSDP2 starts from other weights, and its curve cannot be compared."""
+    """Otherwise a run from scratch would start from other weights than under FSDP1, and its losses could not be
+    compared."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     from composer_fsdp2 import prepare_fully_shard

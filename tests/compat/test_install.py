@@ -1,6 +1,6 @@
-"""install(), uninstall() and fsdp2(): Composer is switched over everywhere, and afterwards it is Composer again.
+"""install(), uninstall() and fsdp2(): every binding of Composer is patched, and restored afterwards.
 
-On one rank: none of it communicates.
+On one rank: none of them communicates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WITH_CLASSES = ("composer.", "torch.distributed.fsdp.")
 
 
 def bindings() -> Bindings:
-    """What every name of every module stands for, and every attribute of every class of Composer's and of FSDP."""
+    """The object of every name in every module, and every attribute of every class of Composer and of FSDP."""
     found: Bindings = {}
     for module_name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType):
@@ -43,7 +43,7 @@ def bindings() -> Bindings:
 
 
 def changed(before: Bindings, after: Bindings) -> list[str]:
-    """The names that stand for another function, class or property; an equal copy is not Composer's own."""
+    """The names that are bound to another function, class or property; an equal copy also counts as another."""
     names = []
     for owner in before.keys() | after.keys():
         old, new = before.get(owner, {}), after.get(owner, {})
@@ -68,7 +68,7 @@ def assert_unchanged(before: Bindings, what: str = "") -> None:
 
 
 def import_composer() -> None:
-    """All that the shim touches or is imported by the first install, so that only bindings can differ."""
+    """Imports everything that the seams patch or that the first install imports, so that only bindings can differ."""
     import composer
     import composer.checkpoint.load
     import composer.functional  # noqa: F401
@@ -78,9 +78,9 @@ def import_composer() -> None:
 
 @on_ranks(1)
 def test_every_name_is_replaced_once_and_put_back():
-    """A notebook that trains one model on FSDP2 goes on with Composer as it was; a script that imported a function at
-    its top, under another name, does not go on with FSDP1; and a library that installs inside the user's own block
-    neither doubles the wrappers nor ends the block."""
+    """After a notebook trains one model on FSDP2, Composer is unchanged. A script that imported a function at its top,
+    under another name, does not continue with FSDP1. A library that installs inside the user's own block neither
+    doubles the wrappers nor ends the block."""
     import_composer()
     import composer.distributed
 
@@ -116,7 +116,7 @@ def test_every_name_is_replaced_once_and_put_back():
 
 
 def user_module(name: str) -> Any:
-    """A script that has imported the function that shards, under a name of its own."""
+    """A script that has imported the sharding function under another name."""
     module = sys.modules[name] = types.ModuleType(name)
     exec("from composer.distributed import prepare_fsdp_module as prepare", vars(module))
     return module
@@ -124,7 +124,7 @@ def user_module(name: str) -> Any:
 
 @on_ranks(1)
 def test_replaced_functions_are_pickled():
-    """A spawned worker, or a job queue, that is handed composer.utils.load_checkpoint gets it by its name."""
+    """A spawned worker or a job queue unpickles composer.utils.load_checkpoint by its qualified name."""
     import_composer()
 
     def pickled() -> set[str]:
@@ -149,7 +149,8 @@ def is_pickled(seam: Any) -> bool:
 
 @on_ranks(1)
 def test_a_seam_that_fails_leaves_nothing_behind():
-    """Half a shim would clip nothing or hang in a load; an install that fails leaves Composer whole."""
+    """With some seams missing, a run would not clip or would hang in a load; a failed install leaves Composer
+    unchanged."""
     import_composer()
 
     before = bindings()
@@ -173,7 +174,7 @@ def test_a_seam_that_fails_leaves_nothing_behind():
 
 @on_ranks(1)
 def test_other_versions_of_composer_are_refused():
-    """Seams of a release that nobody read would be patched blindly; the error says which release to install."""
+    """Seams for an untested release would be patched blindly; the error names the release to install."""
     import_composer()
 
     before = bindings()

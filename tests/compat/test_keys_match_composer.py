@@ -1,6 +1,8 @@
-"""The table of keys against the installed Composer: a new release fails here, with the name of the file to mend.
+"""The table of keys compared with the installed Composer: a new release fails here, with the name of the file to
+change.
 
-Composer is imported by the tests, not while they are collected: that takes seconds in each lane.
+The tests import Composer when they run, because an import at module level would take seconds at collection in each
+lane.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def config_of(fsdp_config: object, **options: Any) -> ShardingConfig:
 
 
 def test_every_field_of_fsdp_config_has_its_row():
-    """A key that a new Composer reads is neither refused as unknown nor translated with another default."""
+    """A key of a new Composer release is neither refused as unknown nor translated with another default."""
     from composer.utils import FSDPConfig
 
     rows = {key.name: key.default for key in KEYS if key.group == KeyGroup.FSDP1}
@@ -57,7 +59,7 @@ def test_every_field_of_fsdp_config_has_its_row():
 
 
 def test_every_field_of_fsdp2_config_has_its_row():
-    """A configuration written for Composer's own FSDP2 is understood in full."""
+    """A configuration written for Composer's own FSDP2 is read completely."""
     from composer.utils import FSDP2Config
 
     fields = fields_of(FSDP2Config)
@@ -66,7 +68,7 @@ def test_every_field_of_fsdp2_config_has_its_row():
     assert own == {"reshard_after_forward": fields["reshard_after_forward"], "device_mesh": fields["device_mesh"]}, MEND
     differing = {name for name, default in fields.items() if KEYS_BY_NAME[name].default != default}
     assert differing == {"state_dict_type"}, MEND
-    # What it answers for FSDP1's sake is read under the same names.
+    # Its properties for compatibility with FSDP1 are read under the same names.
     properties = {name for name, _ in inspect.getmembers(FSDP2Config, lambda member: isinstance(member, property))}
     assert properties <= set(KEYS_BY_NAME), MEND
 
@@ -82,7 +84,7 @@ def test_every_precision_is_known():
 
 @pytest.mark.filterwarnings("ignore:We use torch.bfloat16 by default for amp_fp8")
 def test_every_spelling_of_a_dtype_means_the_same():
-    """A dict of dtypes trains in the dtypes that Composer's own function gives."""
+    """A dict of dtypes trains in the dtypes of Composer's own function."""
     from composer.distributed.mosaic_parallelism import _get_torch_dtype
 
     assert {name: torch_dtype(dtype) for name, dtype in DTYPES.items()} == {n: _get_torch_dtype(n) for n in DTYPES}
@@ -91,7 +93,7 @@ def test_every_spelling_of_a_dtype_means_the_same():
 @pytest.mark.filterwarnings("ignore:We use torch.bfloat16 by default for amp_fp8")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_mixed_precision_is_composers(precision: str):
-    """The dtypes of each precision are asked of Composer itself; the Trainer's Precision and its string are one."""
+    """The dtypes of each precision are compared with Composer's; the Trainer's Precision and its string are equal."""
     from composer.core import Precision
     from composer.distributed.mosaic_parallelism import get_mixed_precision
     from composer.utils import FSDPConfig
@@ -112,7 +114,7 @@ def keys_given(fsdp_config: object) -> list[str]:
 
 
 def test_only_what_a_user_set_is_reported():
-    """An FSDPConfig() is an empty section; and Composer's defaults for FSDP2 are not reported as the user's words."""
+    """An FSDPConfig() is an empty section; Composer's defaults for FSDP2 are not reported as set by the user."""
     from composer.utils import FSDPConfig
 
     assert keys_given(FSDPConfig()) == keys_given(fsdp2_config()) == []
@@ -141,7 +143,7 @@ GIVEN: dict[str, Any] = {
 
 
 def test_an_object_says_what_a_mapping_says():
-    """FSDPConfig(**section) and the section itself are carried over alike, legacy keys included."""
+    """FSDPConfig(**section) and the section itself are translated alike, legacy keys included."""
     from composer.core import Precision
     from composer.devices import DeviceCPU
     from composer.utils import FSDPConfig

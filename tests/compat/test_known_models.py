@@ -1,4 +1,5 @@
-"""What is divided, tiled or idle in transformers' and Foundry's own models, beside one process with all batches."""
+"""Context parallelism, tiled MLPs and idle modules in transformers' and Foundry's models, compared with one process on
+all batches."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.composer, pytest.mark.filterwarnings("ignore")]
 
 GUARD = {"collective_guard": 60}
 RECOMPUTED = {"activation_checkpointing": True}
-Loss = Callable[[Any, int, int], torch.Tensor]  # of a model in a step of a rank
+Loss = Callable[[Any, int, int], torch.Tensor]  # from a model, a step and a rank
 
 
 def built(build: Callable[..., Any], *arguments: Any) -> Any:
@@ -35,7 +36,7 @@ def built(build: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def compare(model: Any, section: dict[str, Any], loss: Loss, num_steps: int) -> Any:
-    """Gradients beside those of one process, which is returned."""
+    """Compares gradients with those of one process, and returns its model."""
     reference = copy.deepcopy(model)
     prepare_fully_shard(model, None, FULL | GUARD | section, device="cpu")
     for name, parameter in reference.named_parameters():
@@ -44,7 +45,7 @@ def compare(model: Any, section: dict[str, Any], loss: Loss, num_steps: int) -> 
         loss(model, step, dist.get_rank()).backward()
         for rank in range(dist.get_world_size()):
             of_rank = loss(reference, step, rank) / dist.get_world_size()
-            if of_rank.requires_grad:  # not of text alone, where that is frozen
+            if of_rank.requires_grad:  # not for text only, if that part is frozen
                 of_rank.backward()
         assert_gradients(model, reference)
         for each in (model, reference):
@@ -60,19 +61,19 @@ def compare(model: Any, section: dict[str, Any], loss: Loss, num_steps: int) -> 
 NUM_EXPERTS = 6
 EXPERTS = {
     "Qwen3Moe": "Qwen3MoeMLP",
-    "Qwen2Moe": "Qwen2MoeMLP",  # also of its shared expert, after the others
+    "Qwen2Moe": "Qwen2MoeMLP",  # also for its shared expert, after the others
     "Mixtral": "MixtralBlockSparseTop2MLP",
-    "DeepseekV3": "DeepseekV3MLP",  # likewise
+    "DeepseekV3": "DeepseekV3MLP",  # also for its shared experts
 }
 
 
 def passing_over(kind: type[nn.Module]) -> type[nn.Module]:
-    """A block of experts whose loop calls none without tokens, as later transformers' do."""
+    """A block of experts whose loop skips experts without tokens, as in later transformers releases."""
 
     class PassingOver(kind):  # type: ignore[misc,valid-type]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             experts = [(lambda rows, expert=expert: expert(rows) if len(rows) else rows) for expert in self.experts]
-            vars(self)["experts"] = experts  # ahead of the modules of that name
+            vars(self)["experts"] = experts  # found before the modules of that name
             try:
                 return super().forward(*args, **kwargs)
             finally:
@@ -96,10 +97,10 @@ def check_experts(architecture: str, skips: bool, section: dict[str, Any]) -> No
     kind = passing_over(type(blocks[0])) if skips else type(blocks[0])
     for block in blocks:
         block.__class__ = kind
-        if architecture == "DeepseekV3":  # its router weighs in float32, which are not added up in float64
+        if architecture == "DeepseekV3":  # its router computes in float32, not in float64
             block.gate.register_forward_hook(lambda gate, args, output: (output[0], output[1].double()))
     model.model.activation_checkpointing_fn = lambda module: type(module).__name__ == layer
-    idle: list[int] = []  # of the first block in each forward
+    idle: list[int] = []  # in the first block of each forward
 
     def look(gate: nn.Module, args: Any, scores: Any) -> None:
         chosen = scores[0] if isinstance(scores, tuple) else scores.topk(2, dim=-1).indices
@@ -109,7 +110,7 @@ def check_experts(architecture: str, skips: bool, section: dict[str, Any]) -> No
     policy = {"transformer_layer_cls_to_wrap": [layer], "moe_experts": [EXPERTS[architecture]]}
     reference = compare(model, {"wrap_policy": policy, "idle_experts": "in_order"} | section, loss_of_tokens, 2)
     assert max(idle) > 0
-    if section:  # of no matter to what generates
+    if section:  # no effect on generation
         return
     prompt = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompts = torch.cat([tokens_of(step, dist.get_rank()) for step in range(2)])
@@ -133,7 +134,8 @@ def tiled(kind: str) -> dict[str, Any]:
 
 @on_ranks(2)
 def test_mixtures_of_experts_train_as_one_process_does():
-    """The models that people fine-tune, whose loop passes over idle experts in one release and not in another."""
+    """In the models that people fine-tune, the loop skips idle experts in some transformers releases and runs them in
+    others."""
     reentrant = RECOMPUTED | {"activation_checkpointing_reentrant": True}
     not_reentrant = RECOMPUTED | {"activation_checkpointing_reentrant": False}
     cases: dict[str, tuple[str, bool, dict[str, Any]]] = {
@@ -152,7 +154,7 @@ def test_mixtures_of_experts_train_as_one_process_does():
 
 QWEN_LAYER = "Qwen2_5_VLDecoderLayer"
 AUTO = {"wrap_policy": {"transformer_layer_cls_to_wrap": "auto"}, "idle_towers": "auto"}
-# Also what lies between tower and text, and the embeddings that are called before a tower is.
+# Also the modules between tower and text, and the embeddings that run before a tower.
 ALL_UNITS = {"wrap_policy": {"min_num_params": 200}, "idle_towers": "auto"}
 OF_LLAVA = {"transformer_layer_cls_to_wrap": ["CLIPEncoderLayer", "LlamaDecoderLayer"], "wrap_embeddings": True}
 LLAVA = {"wrap_policy": OF_LLAVA, "idle_towers": "auto"}
@@ -163,7 +165,7 @@ IN_ROOT = {"wrap_policy": {"transformer_layer_cls_to_wrap": [QWEN_LAYER]}}
 
 
 def with_image(kind: Any, tokens: torch.Tensor, draw: torch.Generator, size: int, at: int = 2) -> dict[str, Any]:
-    """An image in each row from this place on, of this size where the model takes any."""
+    """An image in each row from this position on, of this size if the model accepts any."""
     if kind in (llava, llava_with_adapters):
         tokens[:, at : at + 4] = IMAGE_TOKEN
         return {"pixel_values": torch.randn(len(tokens), 3, 28, 28, generator=draw)}
@@ -179,8 +181,8 @@ def with_image(kind: Any, tokens: torch.Tensor, draw: torch.Generator, size: int
     return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 2, 2 * size]] * len(tokens))}
 
 
-# By step and rank: 0 is text alone, else the image's size. In turn, nobody has one in the last step, and in the first
-# each rank has another size or none.
+# By step and rank: 0 is text only, otherwise the image's size. In "in turn", no rank has an image in the last step, and
+# in the first the ranks have different sizes or none.
 IMAGES: dict[str, Callable[[int, int], int]] = {
     "on the first": lambda step, rank: int(rank == 0),
     "in turn": lambda step, rank: [1 + rank if rank else 0, int(rank == 0), 0][step],
@@ -188,7 +190,7 @@ IMAGES: dict[str, Callable[[int, int], int]] = {
 
 
 def llava_with_adapters(device: str = "meta") -> nn.Module:
-    """peft's, which calls the adapted model's forward past its hooks."""
+    """With peft's adapters, which call the adapted model's forward without its hooks."""
     from peft import LoraConfig, get_peft_model
 
     model = llava(device)
@@ -210,14 +212,14 @@ def check_towers(kind: Any, section: dict[str, Any], images: str) -> None:
 
 @on_ranks(2)
 def test_an_image_on_one_rank_and_text_on_the_other():
-    """The run would abort, or wait without end, at the first batch of text."""
+    """The run would abort, or hang, at the first batch of text."""
     recomputed = RECOMPUTED | {"activation_checkpointing_policy": "auto"}
     cases: dict[str, tuple[Any, ...]] = {
         "Qwen2.5-VL, tower in the root": (qwen_vl, IN_ROOT, "on the first"),
         "Qwen2.5-VL, recomputed": (qwen_vl, AUTO | recomputed, "in turn"),
         "Qwen2.5-VL, all units": (qwen_vl, ALL_UNITS, "in turn"),
         "LLaVA, text frozen": (llava, LLAVA | {"freeze": ["model.language_model"]}, "on the first"),
-        # The one trained thing in the root is of the projector.
+        # The only trained parameter in the root belongs to the projector.
         "LLaVA, adapters": (llava_with_adapters, LLAVA, "in turn"),
         "LLaVA, tower frozen and in the root": (llava, ONE_PROJECTOR, "in turn"),
         "Mllama, layers that attend to images": (mllama, AUTO, "in turn"),
@@ -232,14 +234,14 @@ def test_an_image_on_one_rank_and_text_on_the_other():
 
 
 def rotated(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-    """The tower's rotation without its rounding to float32, which is another one for gradients of two parts."""
+    """The tower's rotary embedding without rounding to float32, which would differ for gradients of two chunks."""
     cos, sin = cos.unsqueeze(-2).to(query.dtype), sin.unsqueeze(-2).to(query.dtype)
     turned = [torch.cat([-half[1], half[0]], -1) for half in (query.chunk(2, -1), key.chunk(2, -1))]
     return query * cos + turned[0] * sin, key * cos + turned[1] * sin
 
 
 def part_of_batch(step: int, number: int, num_places: int, padding: str) -> dict[str, torch.Tensor]:
-    """An image of another size in each row of each batch but the last one's, over the middle of the rows."""
+    """An image of a different size in each row of each batch except the last, across the middle of the rows."""
     draw = torch.Generator().manual_seed(10 * step + number)
     tokens = torch.randint(3, 60, (2, num_places), generator=draw)
     mask, labels = torch.ones_like(tokens), tokens.clone()
@@ -251,7 +253,7 @@ def part_of_batch(step: int, number: int, num_places: int, padding: str) -> dict
 
 
 def loss_of_whole(model: Any, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """In float64: the model itself computes its loss in float32."""
+    """In float64, because the model itself computes its loss in float32."""
     sums, count = [], 0
     for each in batches:
         given = {name: value for name, value in each.items() if name != "labels"}
@@ -264,7 +266,7 @@ def loss_of_whole(model: Any, batches: list[dict[str, torch.Tensor]]) -> torch.T
 @mock.patch("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.apply_rotary_pos_emb_vision", rotated)
 def check_sequences(section: dict[str, Any], degree: int, num_places: int, padding: str) -> None:
     model = built(qwen_vl)
-    for path, module in list(model.named_modules()):  # torch's norms of the same weights: its own round to float32
+    for path, module in list(model.named_modules()):  # its own norms round to float32
         if type(module).__name__ == "Qwen2RMSNorm":
             model.set_submodule(path, nn.RMSNorm(len(module.weight), eps=module.variance_epsilon))
     reference = copy.deepcopy(model)
@@ -287,13 +289,13 @@ def check_sequences(section: dict[str, Any], degree: int, num_places: int, paddi
 
 @on_ranks(4)
 def test_texts_and_images_over_ranks_train_as_in_one_process():
-    """ROLL's context-parallel run of Qwen2.5-VL: an image lies over the border of two parts; its tower, the places in
-    three dimensions, padding on either side and rows that ranks cannot divide evenly are as in whole rows."""
+    """ROLL's context-parallel run of Qwen2.5-VL: an image spans two chunks. The tower, the positions in three
+    dimensions, padding on either side and rows of uneven chunks give the same results as full rows."""
     recomputed = RECOMPUTED | {"activation_checkpointing_policy": [QWEN_LAYER]}
     frozen = recomputed | {"freeze": ["model.visual"], "tiled_mlp": {"classes": ["Qwen2MLP"], "chunks": 3}}
     cases: dict[str, tuple[dict[str, Any], int, int, str]] = {
         "recomputed, padded": (recomputed, 2, 17, "right"),
-        # In a second step one pair of ranks has no image.
+        # In the second step one pair of ranks has no image.
         "blocks of the tower are units, padded on the left": (AUTO, 2, 16, "left"),
         "four ranks a sequence": ({}, 4, 18, ""),
         "frozen tower, tiled": (frozen, 2, 16, "right"),
@@ -303,7 +305,7 @@ def test_texts_and_images_over_ranks_train_as_in_one_process():
 
 @on_ranks(1)
 def test_what_was_not_tested_is_refused():
-    """Attention that hands on no mask would attend to padding."""
+    """Attention that drops its mask would attend to padding."""
     cases = {"attn_implementation: sdpa": (qwen_vl, {"_attn_implementation": "flash_attention_2"})}
     config = translate(FULL | {"context_parallel_degree": 2}, precision="fp32", device="cpu").config
     assert config is not None
@@ -325,7 +327,7 @@ def places(seed: int) -> torch.Tensor:
 @pytest.mark.foundry
 @on_ranks(2)
 def test_models_of_others_train_in_pieces_as_before():
-    """Whatever an MLP is called and made of, its gradients are those of one piece."""
+    """The gradients of any MLP in pieces equal those of one piece, whatever its name and layers."""
 
     def check(model: Any, layers: str, mlp: str, config: dict[str, Any]) -> None:
         reference = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""``layer_plan: auto`` of transformers' and Foundry's own models, beside one process with the whole batch."""
+"""``layer_plan: auto`` of transformers' and Foundry's own models, compared with one process on the full batch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_units(model: nn.Module) -> nn.Module:
     return model
 
 
-# Each with a plan that needs something of its own: the others are like one of these.
+# Each has a plan with a specific requirement; the others resemble one of these.
 MODELS: dict[str, Build] = {
     "Llama, grouped and tied": partial(causal, "Llama", tie_word_embeddings=True, **GROUPED),
     "Qwen3": partial(causal, "Qwen3", **HEAD),
@@ -108,8 +108,8 @@ def check_models(models: dict[str, Build], degrees: tuple[int, ...]) -> None:
 
 @on_ranks(4)
 def test_known_models_are_split_by_their_own_plans(folder: str) -> None:
-    """Losses, clipped norms and weights are those of one process, for each thing that transformers' plans leave out:
-    norms of queries and keys, tied and scaled embeddings, fused projections, two key heads on four ranks."""
+    """Losses, clipped norms and weights equal those of one process, for each part that transformers' plans omit: norms
+    of queries and keys, tied and scaled embeddings, fused projections, two key heads on four ranks."""
     check_models(MODELS, (4,))
     check_models({name: MODELS[name] for name in ("Qwen3", "GPTNeoX")}, (2,))
 
@@ -117,7 +117,7 @@ def test_known_models_are_split_by_their_own_plans(folder: str) -> None:
 @pytest.mark.slow
 @on_ranks(4)
 def test_all_known_models_on_two_and_four_ranks(folder: str) -> None:
-    """Those of the first test in the other way, and those that are like them."""
+    """The models of the first test with the other world size, and the models that resemble them."""
     check_models(LIKE_THESE, (2, 4))
     check_models(MODELS, (2,))
 
@@ -142,10 +142,10 @@ def unsplit(make: Build) -> list[str]:
 
 
 def test_every_layer_is_split_but_those_that_cannot_be():
-    """A plan that left layers out would train right, and save no memory."""
+    """A plan that omitted layers would train correctly, and save no memory."""
     left = {name: found for name, make in (MODELS | LIKE_THESE).items() if (found := unsplit(make))}
-    scaled = ["model.model.embed_tokens", "model.lm_head"]  # by a class of Gemma's own, and tied
-    of_mpt = ["model.transformer.wte"]  # which is its head as well
+    scaled = ["model.model.embed_tokens", "model.lm_head"]  # of Gemma's own class, and tied
+    of_mpt = ["model.transformer.wte"]  # also its head
     layer = "model.model.layers.0.mlp"
     assert left == {
         "Gemma3": scaled,
@@ -158,7 +158,7 @@ def test_every_layer_is_split_but_those_that_cannot_be():
 
 
 def test_the_plan_sums_what_each_rank_has_of_the_gradient_of_a_norm():
-    """Qwen3's and Gemma3's norms of queries and keys, which transformers 4.51 leaves out."""
+    """Qwen3's and Gemma3's norms of queries and keys, which transformers 4.51 omits."""
     for name in ("Qwen3", "Gemma3"):
         planned = split_of(MODELS[name])
         for norm in ("q_norm", "k_norm"):
@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[Build, Any, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_has_no_plan_is_told(case: str) -> None:
-    """A model that is split by nothing would train, slower than without, on batches that ranks share."""
+    """A model without a plan would train, slower than without the key, on batches that ranks share."""
     make, plan, says = REFUSED[case]
     with pytest.raises(PlanError) as caught:
         split_of(make, plan)

@@ -1,8 +1,8 @@
-"""What real FSDP1 wrote goes on under FSDP2: the same bits, and the same next losses.
+"""Checkpoints of real FSDP1 resume under FSDP2: the same bits, and the same next losses.
 
-[Note: losses at another world size] Ranks share each batch, so another number of them adds up gradients in another
-order: a few units in the last place of fp32 in each step. Measured over five steps: at most 4e-7 of a loss. Step
-counts that were counted twice, for comparison, gave 4e-3.
+[Note: losses at another world size] Ranks share each batch, so another world size sums gradients in another order: a
+few units in the last place of fp32 in each step. Measured over five steps: at most 4e-7 of a loss. For comparison, step
+counts that were counted twice changed it by 4e-3.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ AXES: dict[str, tuple[Any, ...]] = {
     "mesh": (True, False),
     "optimizer": ("adam", "decoupled_adamw", "decoupled_lionw"),
 }
-# Every value of every axis; every layout and each kind of parameters by several ranks.
+# Every value of every axis; every layout and each kind of parameters with several world sizes.
 FEW = [
-    # Moments and step counts of flat parameters in files that hold no names.
+    # Moments and step counts of flat parameters in files without names.
     Run(world_size=2, model="mpt", parameters="flat", mesh=False, optimizer="adam"),
     Run(world_size=1, model="small", parameters="groups", mesh=True, optimizer="decoupled_adamw"),
     Run(world_size=4, model="small", parameters="groups", mesh=True, optimizer="decoupled_lionw"),
@@ -49,9 +49,10 @@ OTHER_WORLD_SIZE = 2e-6
 
 
 def check_load(folder: str, runs: Sequence[Run], world_size: int, is_whole: bool) -> float:
-    """Whole: each layout by every number of ranks and in every configuration; else each by one of both, in turn.
+    """If ``is_whole``, each layout with every world size and configuration; otherwise each with one of both, in turn.
 
-    Returns the largest difference of losses at another world size than the writing run's."""
+    Returns the largest difference of losses at another world size than the writing run's.
+    """
     layouts = [(run, layout) for run in runs for layout in run.layouts]
     configs = itertools.cycle(CONFIGS[world_size])
     cases = {
@@ -86,13 +87,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("world_size", CONFIGS)
 def test_fsdp1s_checkpoints_load(written: Path, world_size: int):
-    """Whatever an FSDP1 run saved, on however many ranks, goes on: not one bit of weights or moments is another."""
+    """Any checkpoint of an FSDP1 run, on any number of ranks, resumes with identical bits of weights and moments."""
     [worst, *_] = run_ranks(check_load, world_size, str(written), FEW, world_size, False, timeout_s=600)
     print(f"on {world_size} ranks, of another number: losses differ by at most {worst:.1e}")
 
 
 def test_the_trainer_loads_fsdp1s_checkpoints(written: Path):
-    """The same by ``load_path``, which is how a run in flight moves over."""
+    """The same through ``load_path``, with which a user moves an unfinished run."""
     cases = {"full": (written, FEW[0], Layout.FULL, {}, True), "sharded": (written, FEW[2], Layout.SHARDED, {}, True)}
     run_ranks(for_each, 2, check_one, cases, timeout_s=600)
 
@@ -102,7 +103,7 @@ def test_the_trainer_loads_fsdp1s_checkpoints(written: Path):
 @pytest.mark.parametrize("model", AXES["model"])
 @pytest.mark.parametrize("world_size", AXES["world_size"])
 def test_every_combination_loads(tmp_path: Path, model: str, world_size: int):
-    """A combination of three or more settings that goes wrong would reach a user first."""
+    """Otherwise a user would be the first to run a faulty combination of three or more settings."""
     axes = {**AXES, "world_size": (world_size,), "model": (model,)}
     runs = [Run(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
     write_all(tmp_path, runs)

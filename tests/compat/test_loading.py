@@ -1,4 +1,5 @@
-"""The Trainer's load_path and its options on FSDP2: what the checkpoint holds arrives, or an error says why not."""
+"""The Trainer's load_path and its options on FSDP2: the checkpoint is loaded completely, or an error names the
+reason."""
 
 from __future__ import annotations
 
@@ -55,11 +56,11 @@ SHARDED = {"state_dict_type": "sharded"}
 StateDict = dict[str, Any]
 
 
-# --- what a file holds, as torch reads it
+# --- a file's contents, as torch reads them
 
 
 def saved(path: Path) -> StateDict:
-    """A checkpoint with plain full tensors, optimizers where Composer has them today."""
+    """A checkpoint as full unsharded tensors, with the optimizers at the key that Composer uses now."""
     contents = read(path)
     if "optimizers" in contents:
         contents["state"]["optimizers"] = contents.pop("optimizers")
@@ -69,20 +70,20 @@ def saved(path: Path) -> StateDict:
 @functools.cache
 def saved_by(kind: str) -> StateDict:
     contents = saved(checkpoint_of(kind))
-    if kind in FLAT:  # flat parameters have no names; the same run's full file has the model's
+    if kind in FLAT:  # flat parameters have no names; the full file of the same run has the model's names
         contents["state"]["model"] = saved_by("c172/full")["state"]["model"]
     return contents
 
 
 def reload(trainer: Any, path: Path | str, **options: Any) -> Any:
-    """Composer's ``load_checkpoint``, as the Trainer calls it, into a trainer that is there."""
+    """Calls Composer's ``load_checkpoint``, as the Trainer does, for an existing trainer."""
     from composer.utils import checkpoint
 
     return checkpoint.load_checkpoint(str(path), trainer.state, trainer.logger, **options)
 
 
 def assert_loaded(trainer: Any, expected: StateDict, what: str) -> None:
-    """Weights, buffers and optimizer state are the file's; what it does not have is the model's own."""
+    """Weights, buffers and optimizer state equal the file's; anything missing from the file equals the model's own."""
     weights = {**trainer.own, **expected["state"].get("model", {})}
     found = {**full_parameters(trainer.state.model), **dict(trainer.state.model.named_buffers())}
     assert_same(found, {name: weights[name] for name in found}, what)
@@ -108,7 +109,7 @@ def on_rank_0(work: Callable[[], Any]) -> None:
 
 
 def edited(path: Path, edit: Callable[[StateDict], Any], source: str = "c220/sharded") -> Path:
-    """A monolithic file with what a fixture holds, and an edit. Called on all ranks."""
+    """A monolithic file with the contents of a fixture, changed by ``edit``. Called on all ranks."""
 
     def write() -> None:
         contents = saved(checkpoint_of(source))
@@ -122,23 +123,24 @@ def edited(path: Path, edit: Callable[[StateDict], Any], source: str = "c220/sha
 # --- old files
 
 
-# By the number of ranks, of which the writing runs had 2: what the runs that load are; each kind of file into one.
+# For each world size, the configurations of the loading runs; the writing runs had 2 ranks. Each kind of file is loaded
+# into one configuration.
 CONFIGS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
     2: [{}, {**SHARDED, "activation_checkpointing": True}, {"sharding_strategy": "NO_SHARD"}],
     4: [HSDP_2X2, SHARDED],
 }
-# Where a file's parts belong on other numbers of ranks is a property in tests/checkpoint/test_load_properties.py.
+# tests/checkpoint/test_load_properties.py tests how a file's shards map to other numbers of ranks.
 KINDS_FOR = {1: [*KINDS][::2], 2: [*KINDS], 4: ["c220/sharded", "c172/local-flat"]}
 
 
 def check_old_files(world_size: int) -> None:
-    # At another world size the order of sums is another one; so it is in a newer torch.
+    # Another world size or a newer torch sums in another order.
     tolerance = 1e-6 if world_size == 2 else 2e-6
 
     def check(kind: str, config: dict[str, Any]) -> None:
         expected = saved_by(kind)
-        # By a link, in a folder, or by its own name.
+        # The path of a link, a folder or the file.
         path = FOLDER / kind / "latest-rank{rank}.pt"
         if config:
             path = FOLDER / kind if "state_dict_type" in config else checkpoint_of(kind)
@@ -165,14 +167,14 @@ def check_old_files(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_old_files_through_load_path(world_size: int):
-    """Composer 0.17's and 0.22's files arrive bit for bit whatever this run itself would save, on as many ranks or on
-    others, and train on as the run that wrote them."""
+    """Files of Composer 0.17 and 0.22 load bit for bit, whatever the loading run's state_dict_type, on as many or other
+    ranks, and training continues as in the run that wrote them."""
     run_ranks(check_old_files, world_size, world_size)
 
 
 @on_ranks(2)
 def test_weights_alone(folder: str):
-    """A fine-tuning run takes the weights and starts its own count; an evaluation needs no optimizer."""
+    """A fine-tuning run loads the weights and starts its own timestamp; an evaluation needs no optimizer."""
 
     def check(kind: str) -> None:
         expected = {"state": {"model": saved_by(kind)["state"]["model"]}}
@@ -181,7 +183,7 @@ def test_weights_alone(folder: str):
             assert_loaded(trainer, expected, kind)
             assert int(trainer.state.timestamp.batch) == 0
             assert trainer._rng_state is None
-        # Nothing trains, so there is no optimizer (Composer makes one of its own).
+        # Without training the run needs no optimizer (Composer creates a default one).
         with a_trainer(kind, load_path=path, optimizer=None) as trainer:
             assert_loaded(trainer, expected, kind)
             assert int(trainer.state.timestamp.batch) == 3
@@ -215,7 +217,7 @@ def with_own_rate(contents: StateDict) -> None:
     del contents["state"]["timestamp"], contents["state"]["metadata"], contents["rng"]
 
 
-# In one layout or another; the oldest sharded ones have the optimizer beside the state.
+# In any layout; the oldest sharded checkpoints have the optimizer beside the state.
 IGNORED: dict[str, list[list[str] | Callable[[StateDict], None]]] = {
     "c172/full": [["state/model/*"], without_first_block, with_own_tensors],
     "c172/sharded": [
@@ -229,7 +231,8 @@ IGNORED: dict[str, list[list[str] | Callable[[StateDict], None]]] = {
 
 @on_ranks(2)
 def test_ignored_keys(folder: str):
-    """Lists and functions do to any layout what they did to Composer's dict: leave out, rename, exchange, replace."""
+    """Lists and functions act on any layout as on Composer's dict: they remove, rename, exchange and replace
+    entries."""
     from composer.utils.checkpoint import glob_filter
 
     def check(kind: str, ignore: Any) -> None:
@@ -260,13 +263,13 @@ def test_ignored_keys(folder: str):
         assert_same(snapshot(trainer), before, "after an error")
 
 
-# --- what does not fit
+# --- mismatches
 
 
 @on_ranks(2)
 def test_strict_model_weights(folder: str):
-    """A file that lacks a weight is refused on every rank, before anything changes; the rest loads if asked. What else
-    may not fit, and how each is named: tests/checkpoint/test_load.py."""
+    """Every rank refuses a file without one of the weights before anything changes; with strict_model_weights=False the
+    rest loads. tests/checkpoint/test_load.py has the other mismatches and their messages."""
     wte, head = "model.wte.weight", "model.lm_head.weight"
 
     def spoil(contents: StateDict) -> None:
@@ -285,7 +288,8 @@ def test_strict_model_weights(folder: str):
 
 @on_ranks(2)
 def test_machines_with_different_files(folder: str):
-    """After a crash one machine's disk may hold an older checkpoint, or none: a run of two halves never starts."""
+    """After a crash one machine's disk may have an older checkpoint, or none; the ranks never resume from different
+    steps."""
     rank = dist.get_rank()
     own = Path(folder, str(rank))
     own.mkdir()
@@ -304,8 +308,8 @@ def test_machines_with_different_files(folder: str):
 
 @on_ranks(2)
 def test_a_save_folder_for_each_rank(folder: str):
-    """Composer's own test_fsdp_full_state_dict_load: each rank names rank{rank}.pt in a temporary folder of its own,
-    and only rank 0 wrote one. FSDP1 loads it; ours found nothing on rank 1."""
+    """In Composer's test_fsdp_full_state_dict_load each rank names rank{rank}.pt in its own temporary folder, and only
+    rank 0 wrote one. FSDP1 loads it; ours found no file on rank 1."""
     saves = Path(folder, str(dist.get_rank()))
     options: dict[str, Any] = {"optimizer": "adamw", "batches": 3, "run_name": "own-folders"}
     saving = {"save_folder": str(saves), "save_interval": "2ba", "save_filename": "ba{batch}-rank{rank}.pt"}
@@ -319,12 +323,13 @@ def test_a_save_folder_for_each_rank(folder: str):
             assert_same(resumed.parameters, whole.parameters)
 
 
-# --- beside model and optimizer
+# --- state besides model and optimizer
 
 
 @on_ranks(2)
 def test_callbacks_algorithms_and_schedulers(folder: str):
-    """A callback, scheduler or optimizer that was added or left out since is no obstacle, as it is to stock DCP."""
+    """A callback, scheduler or optimizer that was added or removed since the save does not stop a load, as it does in
+    stock DCP."""
     from composer.optim import LinearWithWarmupScheduler
 
     def edit(contents: StateDict) -> None:
@@ -342,7 +347,7 @@ def test_callbacks_algorithms_and_schedulers(folder: str):
         assert list(trainer.state.algorithms) == []
         assert [scheduler.last_epoch for scheduler in trainer.state.schedulers] == [3]
         assert_loaded(trainer, saved(Path(path)), "with a scheduler")
-    # A scheduler and an optimizer of which the file has nothing.
+    # A scheduler and an optimizer that are not in the file.
     model = legacy_model("c220/sharded", seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedulers = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -360,7 +365,7 @@ def test_callbacks_algorithms_and_schedulers(folder: str):
 
 @on_ranks(2)
 def test_gradient_scalers(folder: str):
-    """FSDP1 saved the scaler under one class name and FSDP2 looks for another: its scale goes on all the same."""
+    """FSDP1 saved the scaler under another class name than FSDP2's; its scale is loaded all the same."""
     from torch.amp.grad_scaler import GradScaler
 
     from composer_fsdp2._torch.scaler import ShardedGradScaler
@@ -390,12 +395,13 @@ def test_gradient_scalers(folder: str):
         reload(trainer, path)
 
 
-# --- how the model was built
+# --- a model built on rank 0
 
 
 @on_ranks(2)
 def test_load_monolith_rank0_only(folder: str):
-    """Wherever the ranks built the model, each has the file's weights; stock left random ones on ranks above 0."""
+    """Each rank has the file's weights, whichever ranks built the model; Composer left random weights on ranks above
+    0."""
     from composer.utils import FSDP2Config
 
     def on_rank_0_alone(kind: str) -> nn.Module:
@@ -418,7 +424,7 @@ def test_load_monolith_rank0_only(folder: str):
         with a_trainer(kind, config(), model=build(kind), load_path=str(checkpoint_of(kind))) as trainer:
             assert_loaded(trainer, saved_by(kind), kind)
 
-    # Each value of the three lists; in `make test-all` every three of them.
+    # Each combination of the three lists' values, or three of them; `make test-all` runs all.
     chosen = itertools.product(range(3), repeat=3) if IS_THOROUGH else [(0, 1, 0), (1, 0, 2), (2, 2, 1)]
     cases = [(kinds[first], configs[second], builds[third]) for first, second, third in chosen]
     for_each(check, {f"{kind}, {config()}, {build.__name__}": (kind, config, build) for kind, config, build in cases})
@@ -426,7 +432,7 @@ def test_load_monolith_rank0_only(folder: str):
 
 @on_ranks(2)
 def test_loading_into_state_itself(folder: str):
-    """A callback that keeps a state dict and takes it back, past the Trainer, does so on FSDP2 too."""
+    """A callback that saves a state dict and loads it again without the Trainer works on FSDP2 too."""
     from composer.utils import FSDP2Config
 
     def check(config: Any) -> None:
@@ -447,20 +453,20 @@ def test_loading_into_state_itself(folder: str):
 # --- the user's own validation
 
 
-REFUSED = "COMPOSER_FSDP2_TEST_REFUSED"  # what the function refuses: the end of a file's name
-SEEN = "COMPOSER_FSDP2_TEST_SEEN"  # a folder where it notes the files
+REFUSED = "COMPOSER_FSDP2_TEST_REFUSED"  # the end of the name of a file that the function refuses
+SEEN = "COMPOSER_FSDP2_TEST_SEEN"  # the folder where the function records the files
 
 
 def notes_and_refuses(path: Path, specs: Any = None) -> bool:
-    """The user's function, which Composer finds by a variable, ``module.function``."""
+    """The user's function, named ``module.function`` in an environment variable that Composer reads."""
     Path(os.environ[SEEN], Path(path).name).touch()
     return not Path(path).name.endswith(os.environ[REFUSED])
 
 
 @on_ranks(2, env={"CHECKPOINT_VALIDATION_FUNCTION": f"{notes_and_refuses.__module__}.{notes_and_refuses.__name__}"})
 def test_the_users_own_validation(folder: str):
-    """A cluster's own check of its files, maybe of a signature, is asked before anything of them is read, on each
-    file, local or downloaded: also the parts of a sharded checkpoint, which hold pickles too."""
+    """A cluster's own validation of checkpoints, for example of a signature, runs before any file is read. It runs on
+    each file, local or downloaded, including the files of a sharded checkpoint, which also contain pickles."""
     from composer_fsdp2.checkpoint.pickles import trust
 
     def check(kind: str, is_remote: bool) -> None:
@@ -480,7 +486,7 @@ def test_the_users_own_validation(folder: str):
                         assert {file.name for file in seen.iterdir()} == {file.name for file in files}
                         continue
                     reads_nothing = mock.patch.object(trust, "_load", side_effect=AssertionError("a pickle was read"))
-                    # A remote folder's metadata is read before the files that it names.
+                    # A remote folder's metadata is read first, because it names the other files.
                     is_after = is_remote and source.is_dir() and refused != ".metadata"
                     with contextlib.nullcontext() if is_after else reads_nothing:
                         error = checkpoint_error_of(lambda: reload(trainer, path, **options))
@@ -491,13 +497,13 @@ def test_the_users_own_validation(folder: str):
     for_each(check, {f"{kind}, remote {is_remote}": (kind, is_remote) for kind, is_remote in cases})
 
 
-# --- a part of the model that never runs
+# --- a block that never runs
 
 
 @on_ranks(2)
 def test_a_parameter_that_never_had_a_gradient(folder: str):
-    """FSDP1 writes no optimizer state for a block that no batch enters, and such a file was refused; it loads, and the
-    block begins with new state when it gets its first gradient."""
+    """FSDP1 writes no optimizer state for a block that no batch uses, and such a file was refused. It loads, and the
+    block's state is created at its first gradient."""
     from support.scripts.train_with_trainer import Block
 
     def trainer_with(**options: Any) -> Any:
@@ -528,12 +534,12 @@ def test_a_parameter_that_never_had_a_gradient(folder: str):
     for_each(check, {layout.value: (path,) for layout, path in paths.items()})
 
 
-# --- other runs' files, and going on
+# --- files of other runs, and resuming
 
 
 @on_ranks(2)
 def test_ddps_files(folder: str):
-    """A run that has outgrown DDP goes on sharded, with its optimizer's two groups."""
+    """A DDP run, with its optimizer's two groups, continues sharded when the model no longer fits."""
     options: dict[str, Any] = {"optimizer": "groups", "batches": 5}
     whole = fit(FSDP2, None, save_folder=folder, save_interval="3ba", **options)
     ours = fit(FSDP2, {}, load_path=str(Path(folder, "ep0-ba3-rank0.pt")), **options)
@@ -543,11 +549,12 @@ def test_ddps_files(folder: str):
 
 @on_ranks(2)
 def test_moving_over_and_autoresume(folder: str):
-    """The first start takes FSDP1's checkpoint, a later one the run's own newest; the learning rate keeps its curve."""
+    """The first start loads FSDP1's checkpoint, later starts the run's own newest; the learning rate schedule
+    continues."""
     from composer.optim import CosineAnnealingScheduler
 
     training: dict[str, Any] = {"optimizer": "adamw", "batches": 6, "schedulers": CosineAnnealingScheduler()}
-    # Recomputation puts a wrapper into FSDP1's names.
+    # Activation checkpointing adds a wrapper's prefix to FSDP1's names.
     keys = {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": True}
     old = f"{folder}/old"
     theirs = fit(FSDP1, {**keys, "state_dict_type": "sharded"}, save_folder=old, save_interval="2ba", **training)
@@ -561,7 +568,8 @@ def test_moving_over_and_autoresume(folder: str):
         "save_interval": "2ba",
         "save_overwrite": True,
     }
-    # The scheduler counts to the end of the run, so the first part is one that stops early.
+    # The scheduler counts to the end of the run, so the first part stops early instead of running for a shorter
+    # duration.
     stop = callback(batch_checkpoint=lambda state: state.timestamp.batch == 4 and state.stop_training())
     first = fit(FSDP2, dict(keys), **training, **options, callbacks=[stop])
     second = fit(FSDP2, dict(keys), **training, **options)

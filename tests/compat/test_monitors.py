@@ -1,4 +1,4 @@
-"""What OptimizerMonitor and ActivationMonitor log of a sharded model: the whole model's numbers, and which names."""
+"""OptimizerMonitor and ActivationMonitor on a sharded model log values of the full model, under the expected names."""
 
 from __future__ import annotations
 
@@ -42,11 +42,8 @@ def run(
     build: Callable[[], Any] = with_thin,
     ac: bool = False,
 ) -> dict[str, list[float]]:
-    """What two batches log, by key; what is not Trainer's own. Called on all ranks.
-
-    Args:
-        optimizer: Its name, as ``build_optimizer`` or Foundry has it, or a function of the model.
-    """
+    """The metrics of two batches by key, without the Trainer's own. Called on all ranks. ``optimizer`` is a name of
+    ``build_optimizer`` or of Foundry, or a function of the model."""
     from composer.callbacks import OptimizerMonitor
     from composer.loggers import InMemoryLogger
 
@@ -69,7 +66,7 @@ def run(
     return {
         key.replace("/module.", "/"): [value for _, value in values]
         for key, values in memory.data.items()
-        if key.startswith(kinds) and "/module_" not in key  # what DDP itself gets and gives
+        if key.startswith(kinds) and "/module_" not in key  # the inputs and outputs of DDP itself
     }
 
 
@@ -91,7 +88,7 @@ def assert_same_log(ours: dict[str, list[float]], theirs: dict[str, list[float]]
 # Values
 
 
-# By the optimizer: what is sharded.
+# For each optimizer, the sharding configuration.
 VALUES: dict[str, dict[str, Any]] = {
     "sgd": {},
     "decoupled_sgdw": {"sharding_strategy": "NO_SHARD"},
@@ -102,8 +99,8 @@ VALUES: dict[str, dict[str, Any]] = {
 @pytest.mark.foundry
 @on_ranks(2, timeout_s=300)
 def test_the_norms_are_the_whole_models(folder: str):
-    """FSDP1 logged each rank's own part of most of these, and counted replicas twice; DecoupledLionW raised a KeyError,
-    and adaptive Lion hung."""
+    """FSDP1 logged each rank's shard for most of these norms and counted replicas twice; DecoupledLionW raised a
+    KeyError, and adaptive Lion hung."""
 
     def check(name: str, keys: dict[str, Any]) -> dict[str, Any]:
         logged = run(FSDP2, keys, optimizer=name)
@@ -113,14 +110,14 @@ def test_the_norms_are_the_whole_models(folder: str):
         return logged
 
     found = for_each(check, {name: (name, keys) for name, keys in VALUES.items()})
-    # FSDP1's reduction squared it.
+    # FSDP1's all-reduce squared it.
     assert found["DecoupledAdaLRLion"]["layerwise_lr/child.row"] == pytest.approx([1e-3])
     assert objects_of_ranks(found) == [found] * 2
 
 
 @on_ranks(4, timeout_s=300)
 def test_replicas_and_groups(folder: str):
-    """Replicas are not counted twice; where nothing passes between groups, each group logs its own model's norms."""
+    """Replicas are not counted twice; process groups that do not communicate each log the norms of their own model."""
 
     def check(keys: dict[str, Any]) -> None:
         ours = run(FSDP2, keys)
@@ -134,7 +131,7 @@ def test_replicas_and_groups(folder: str):
 
 @on_ranks(2, timeout_s=300)
 def test_like_fsdp1(folder: str):
-    """A dashboard shows one curve through the migration: plain names, or with fsdp1_metric_names the old ones."""
+    """A dashboard shows one curve across the migration: names without wrappers, or FSDP1's with fsdp1_metric_names."""
     theirs = run(FSDP1, {}, build=build_model, ac=True)
     ours = run(FSDP2, {"fsdp1_metric_names": True}, build=build_model, ac=True)
     assert_same_log(ours, theirs, "FSDP1's names")
@@ -145,7 +142,7 @@ def test_like_fsdp1(folder: str):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parts that FSDP leaves alone
+# Ignored modules
 
 
 def on_rank_1_only() -> Any:
@@ -157,8 +154,8 @@ def on_rank_1_only() -> Any:
 
 @on_ranks(2)
 def test_ignored_parameters(folder: str):
-    """Their gradients differ between ranks, since nobody averages them; what is logged must not. A branch that one rank
-    did not take makes no rank wait, and is on rank 0's dashboard."""
+    """Gradients of ignored modules differ between ranks, since FSDP does not average them, but the logged values must
+    be equal. A branch that only rank 1 ran makes no rank wait, and is in rank 0's log."""
     found = [run(FSDP2, {"ignored_modules": True}, build=build) for build in (with_thin, on_rank_1_only)]
     for name in ("child.row", "child.gain"):
         assert f"l2_norm/update/{name}" in found[0]
@@ -173,7 +170,7 @@ def test_ignored_parameters(folder: str):
 def monitored(
     model: nn.Module, optimizer: torch.optim.Optimizer, monitor: Any = None
 ) -> Callable[[], dict[str, float]]:
-    """What OptimizerMonitor does at the end of a batch, and logs; one monitor for all calls."""
+    """Runs OptimizerMonitor at the end of a batch and returns its metrics; all calls share one monitor."""
     from composer.callbacks import OptimizerMonitor
 
     from composer_fsdp2.compat.monitors import batch_end
@@ -192,7 +189,8 @@ def monitored(
 
 
 def check_changes(config: dict[str, Any], *expected: int) -> None:
-    """All-reduces of a batch, of the next one, of one with other metrics on all ranks, and of the one after that."""
+    """Checks the number of all-reduces of a batch, of the next one, of one with other metrics on all ranks, and of the
+    one after."""
     from composer.optim import DecoupledAdamW
 
     from composer_fsdp2.compat import monitors
@@ -237,34 +235,34 @@ def check_changes(config: dict[str, Any], *expected: int) -> None:
 
 
 NOTHING: Any = contextlib.nullcontext()
-OTHERS = ("all_gather_object", "broadcast")  # objects are gathered of ranks that differ
+OTHERS = ("all_gather_object", "broadcast")  # for ranks with different metrics, objects are gathered
 
 
 @on_ranks(4, timeout_s=300)
 def test_metrics_that_change(folder: str):
-    """One all-reduce, whatever the model's size. Ranks compare which metrics they have only where those of one are new:
-    a collective and a wait for the GPU less. Metrics that differ, or cannot be had, are still an error on all ranks,
-    and the next batch is logged again."""
+    """One all-reduce, whatever the model's size. Ranks compare the names of their metrics only if a rank has a new one,
+    which saves a collective and a device synchronization. Metrics that differ or fail are an error on all ranks, and
+    the next batch is logged again."""
     cases: dict[str, tuple[Any, ...]] = {
         "sharded": ({}, 2, 1, 3, 1),
-        # One along each axis of the mesh, now that all ranks are asked.
+        # One along each axis of the mesh, because new metrics make all ranks compare.
         "replicas of shards": ({"data_parallel_replicate_degree": 2}, 2, 2, 4, 2),
         "replicas": ({"sharding_strategy": "NO_SHARD"}, 1, 1, 2, 1),
-        "groups apart": ({"process_group": "set2"}, 2, 2, 2, 2),  # no mesh has all ranks
+        "groups apart": ({"process_group": "set2"}, 2, 2, 2, 2),  # no mesh contains all ranks
     }
     for_each(check_changes, cases)
 
 
 @on_ranks(4, fresh=True)
 def test_a_monitor_that_lives_longer_than_its_process_groups(folder: str):
-    """As in a notebook, where the next run takes the same callbacks: the groups that it knew are gone."""
+    """In a notebook the next run reuses callbacks whose process groups were destroyed."""
     from composer.callbacks import OptimizerMonitor
     from composer.optim import DecoupledAdamW
 
     monitor = OptimizerMonitor(batch_log_interval=1)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for number, config in enumerate(({"data_parallel_replicate_degree": 2}, {})):
-        dist.barrier()  # A rank that is still connecting would see the others leave.
+        dist.barrier()  # A rank that is still connecting would fail if the others left.
         dist.destroy_process_group()
         store = dist.FileStore(f"{folder}/{number}", num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
@@ -276,7 +274,7 @@ def test_a_monitor_that_lives_longer_than_its_process_groups(folder: str):
 
 
 class Walked(UserDict[str, Any]):
-    """A dict of which each item that is looked at is one more call."""
+    """A dict that counts one call for each item read."""
 
     def __iter__(self) -> Iterator[str]:
         yield from self.data
@@ -286,7 +284,7 @@ class Walked(UserDict[str, Any]):
 
 
 def cost(num_layers: int, config: dict[str, Any], kind: Any) -> int:
-    """Of one logged batch: what Python calls, and how many metrics are looked through."""
+    """For one logged batch: the number of Python calls, and of metrics read."""
     from composer_fsdp2.compat import monitors
 
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(num_layers)))
@@ -308,7 +306,7 @@ def cost(num_layers: int, config: dict[str, Any], kind: Any) -> int:
 
 
 def own_optimizer() -> Any:
-    """Of which it is not known what it reports; on one rank it cannot, of some."""
+    """An optimizer with its own metrics method, which fails for some parameters on one rank."""
     from composer.optim import DecoupledAdamW
 
     class Own(DecoupledAdamW):
@@ -322,11 +320,12 @@ def own_optimizer() -> Any:
 
 @on_ranks(2)
 def test_the_cost_grows_with_the_model(folder: str):
-    """Not with its square: a mixture of experts has thousands of parameters, and a batch waits for their norms."""
+    """The cost grows linearly, not quadratically: a mixture of experts has thousands of parameters, and a batch waits
+    for their norms."""
     from composer.optim import DecoupledAdamW
 
     def check(config: dict[str, Any], kind: Any) -> None:
-        cost(1, config, kind)  # what is looked up once
+        cost(1, config, kind)  # one-time lookups
         of_16, of_32 = (cost(num_layers, config, kind) for num_layers in (16, 32))
         assert of_32 <= 2.1 * of_16, f"{of_16}, {of_32} for twice the parameters"
 
@@ -340,7 +339,7 @@ def test_the_cost_grows_with_the_model(folder: str):
 
 @on_ranks(2)
 def test_an_error_on_one_rank(folder: str):
-    """A metric of one's own that fails on one rank, for an empty shard say, leaves no other waiting."""
+    """A user's metric that fails on one rank, for example on an empty shard, does not leave the other ranks waiting."""
     with pytest.raises(Exception, match="no metric of") as error:
         run(FSDP2, {}, optimizer=lambda model: own_optimizer()(model.parameters(), lr=1e-3))
     first, second = objects_of_ranks(f"{type(error.value).__name__}: {error.value}")
@@ -349,19 +348,19 @@ def test_an_error_on_one_rank(folder: str):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Callbacks of one's own
+# User-defined callbacks
 
 
 @pytest.mark.foundry
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_callbacks_of_ones_own(folder: str):
-    """Composer's way of reporting, in a user's callback, gives the whole model's norms, also where there is no CUDA;
-    the methods of Foundry's Lion stay as they are."""
+    """A user's callback that reports as Composer did logs norms of the full model, also without CUDA; the methods of
+    Foundry's Lion are unchanged."""
     from composer import Callback
 
     class Own(Callback):
-        """Reports as OptimizerMonitor did, by the optimizer's three methods."""
+        """Reports as OptimizerMonitor did, with the optimizer's three methods."""
 
         def batch_end(self, state: Any, logger: Any) -> None:
             if int(state.timestamp.batch) < 2:
@@ -377,7 +376,7 @@ def test_callbacks_of_ones_own(folder: str):
         ours = run(FSDP2, {}, Own(), optimizer=name)
         whole = reference(run, UNSHARDED, optimizer=name)
         for key in set(whole) - {"l2_norm/grad/global"}:
-            # Foundry's methods add up over ranks what is whole on each, as they did under FSDP1.
+            # Foundry's methods sum values over ranks even if each rank has the full one, as under FSDP1.
             if name.islower() or "child.gain" not in key:
                 assert ours[key] == pytest.approx(whole[key], rel=2e-5, abs=1e-7), key
 
@@ -386,7 +385,7 @@ def test_callbacks_of_ones_own(folder: str):
 
 @on_ranks(2)
 def test_all_reduce_of_a_sum_not_yet_reduced(folder: str):
-    """A silent half of a norm would be worse than torch's error; ours says what to call."""
+    """A norm of one rank's shard, silently logged, would be worse than torch's error; ours names the call to use."""
     from composer.utils import dist as composer_dist
 
     with FSDP2():
@@ -407,7 +406,7 @@ def test_all_reduce_of_a_sum_not_yet_reduced(folder: str):
 
 @on_ranks(2, timeout_s=300)
 def test_activation_monitor(folder: str):
-    """Names and numbers of an unsharded run, though activations are checkpointed; or FSDP1's, wrapper by wrapper."""
+    """Names and values of an unsharded run, even with activation checkpointing; or FSDP1's names, with each wrapper."""
     from composer.callbacks import ActivationMonitor
 
     def build() -> Any:

@@ -1,4 +1,5 @@
-"""Composer's and Foundry's optimizers update each rank's own parts under the shim: the same bits, and no dispatch."""
+"""With the seams, Composer's and Foundry's optimizers update each rank's shards: the same bits, and no DTensor
+dispatch."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
 
 
 def left_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """This rank's parts of the parameters and of the state, and how each lies."""
+    """This rank's shards of the parameters and of the state, and their placements."""
     values = [
         value
         for parameter in model.parameters()
@@ -93,9 +94,9 @@ def left_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def train(make: Callable[..., torch.optim.Optimizer], moment: str | None = None) -> tuple[list[Any], list[int]]:
-    """What is left after a few steps, and how often a DTensor was dispatched in each of them.
+    """The result of a few steps, and the number of DTensor dispatches in each of them.
 
-    Without a trainer: under the shim if the moment is given at which the script builds its optimizer.
+    Without a Trainer; ``moment`` is when the script builds its optimizer, and None runs without the seams.
     """
     torch.manual_seed(0)
     model = Chain(a=layer(), b=Thin(), c=layer())
@@ -112,7 +113,7 @@ def train(make: Callable[..., torch.optim.Optimizer], moment: str | None = None)
                 optimizer.step()
             num_dispatched.append(mode.count)
             if moment:
-                update_own_parts(optimizer)  # as a Trainer that goes on with it
+                update_own_parts(optimizer)  # as a Trainer that uses it later
     return left_by(model, optimizer), num_dispatched
 
 
@@ -121,7 +122,7 @@ def check_updates(kinds: dict[str, Callable[..., torch.optim.Optimizer]]) -> Non
         expected, num_dispatched = train(make)
         assert all(num_dispatched)
         found, num_dispatched = train(make, moment)
-        # The first step may make the state of DTensors.
+        # The first step may create state as DTensors.
         assert num_dispatched[1:] == [0] * (STEPS - 1), num_dispatched
         assert_same(found, expected, in_bits=True)
 
@@ -132,14 +133,14 @@ def check_updates(kinds: dict[str, Callable[..., torch.optim.Optimizer]]) -> Non
 
 @on_ranks(2)
 def test_a_loop_without_a_trainer(folder: str):
-    """The same bits, and no dispatch: a script took 6 to 9 times as long for a step as on plain tensors, for 80 layers
-    128 ms of Python before anything was launched on a GPU."""
+    """The same bits, and no dispatch: a script's step took 6 to 9 times as long as on plain tensors, for 80 layers 128
+    ms of Python before the first kernel launch on a GPU."""
     check_updates(optimizers())
 
 
 @on_ranks(2)
 def test_gradients_that_lie_otherwise(folder: str):
-    """Local tensors of other shapes would broadcast into each other, without an error."""
+    """Local tensors of other shapes would broadcast without an error."""
 
     def unsharded(gradient: DTensor) -> torch.Tensor:
         return gradient.redistribute(placements=[Replicate()])
@@ -160,7 +161,7 @@ def test_gradients_that_lie_otherwise(folder: str):
 
 @on_ranks(2)
 def test_lion_updates_many_at_once_in_bounded_memory(folder: str):
-    """A copy of all parameters, which one update of all of them needs, would not fit beside them."""
+    """Updating all parameters at once requires a copy of them, which would not fit in memory."""
     make = optimizers()["lion"]
     expected, _ = train(make)
     with (
@@ -177,7 +178,7 @@ def test_lion_updates_many_at_once_in_bounded_memory(folder: str):
 
 @on_ranks(2)
 def test_a_step_that_an_error_ended_leaves_lion_no_updates(folder: str):
-    """They would be made with the next step's, once more and with gradients of the batch before."""
+    """Otherwise the next step would repeat these updates, with gradients of the previous batch."""
 
     def stepped(*, after_an_error: bool) -> list[Any]:
         model = sharded()
@@ -199,9 +200,8 @@ def test_a_step_that_an_error_ended_leaves_lion_no_updates(folder: str):
 
 @on_ranks(2, fresh=True)
 def test_subclasses_with_a_step_or_an_update_of_their_own_stay_as_they_are(folder: str):
-    """Their calls have other forms, and their state other values, than those of the class that we know. Plain ones are
-    updated like their class, also where none of the class itself was made before, whose step torch would have wrapped.
-    """
+    """A subclass's step or update may have another signature and other state than the known class. Plain subclasses are
+    updated like their class, even if no instance of the class exists whose step torch would have wrapped."""
     from composer.optim import DecoupledAdamW
     from llmfoundry.optim import DecoupledLionW
 
@@ -217,7 +217,7 @@ def test_subclasses_with_a_step_or_an_update_of_their_own_stay_as_they_are(folde
                     )
 
     class OwnUpdate(DecoupledAdamW):  # type: ignore[misc]
-        """Which is not elementwise, and so needs DTensors."""
+        """It is not elementwise, and so needs DTensors."""
 
         @staticmethod
         def adamw(params: list[Any], grads: list[Any], *args: Any, **kwargs: Any) -> None:

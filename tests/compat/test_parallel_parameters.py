@@ -1,6 +1,7 @@
-"""What reads and writes all parameters, where ranks hold different experts or tile MLPs: beside one process.
+"""Algorithms and callbacks that read and write all parameters, with expert parallelism or tiled MLPs, compared with one
+process.
 
-Beside split layers: ``test_tensor.py``.
+With tensor parallelism: ``test_tensor.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def decoupled(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def options() -> dict[str, dict[str, Any]]:
-    """By what is used together."""
+    """Cases by the features that they combine."""
     from composer.algorithms import EMA, SAM
     from composer.callbacks import NaNMonitor, OptimizerMonitor
 
@@ -49,7 +50,7 @@ def options() -> dict[str, dict[str, Any]]:
 
 
 def trained(kind: str, name: str, *, alone: bool) -> tuple[Run, dict[str, float]]:
-    """And the norms that were logged of the last batch."""
+    """The results of a run, and the norms logged for the last batch."""
     from composer.loggers import InMemoryLogger
 
     build, config = KINDS[kind]
@@ -65,12 +66,12 @@ def all_of_them(alone: bool) -> dict[str, tuple[Run, dict[str, float]]]:
 
 
 def test_parameters_are_read_and_written_whole():
-    """Averages would be of other weights, norms of parts, and a step would be climbed or clipped by a part's norm."""
+    """Otherwise averages would be of other weights, norms of shards, and SAM or clipping would use a shard's norm."""
     [expected] = run_ranks(all_of_them, 1, True)
     for name, (run, norms) in run_ranks(all_of_them, 4, False)[0].items():
         wanted, norms_alone = expected[name]
         assert largest_difference(run.losses, wanted.losses) <= 1e-12, name
-        # Of averages where there are some.
+        # With EMA, the averages.
         assert abs(run.eval_loss - wanted.eval_loss) <= 1e-6, name
         torch.testing.assert_close(
             run.parameters, wanted.parameters, rtol=0, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"

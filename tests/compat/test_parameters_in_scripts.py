@@ -1,4 +1,5 @@
-"""What a Composer script does with parameters in a loss, an algorithm or a metric: as in one process, or named."""
+"""Composer scripts that use parameters in a loss, an algorithm or a metric: as in one process, or an error with the
+module's name."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def build(kind: str) -> Any:
             loss, weight = super().loss(outputs, batch), self.model.blocks[0].up.weight
             if kind == "penalty":
                 return loss + 0.01 * l2(self)
-            if kind == "everything":  # several losses, of them one of outputs and parameters together
+            if kind == "everything":  # several losses, one of them of outputs and parameters together
                 of_outputs = F.linear(outputs[..., :8], weight).pow(2).mean()
                 orthogonality = (weight.T @ weight - torch.eye(8)).pow(2).sum() + weight.norm()
                 return {"main": loss + of_outputs, "penalties": 0.01 * (l2(self) + orthogonality)}
@@ -84,7 +85,7 @@ def train(under: Any, config: dict[str, Any] | None, kind: str) -> tuple[list[fl
         trainer = make_trainer(
             None if config is None else {"mixed_precision": "FULL", **config},
             model=build(kind),
-            clip=("norm", 0.5) if kind == "everything" else None,  # FSDP1's clipping knows no float64
+            clip=("norm", 0.5) if kind == "everything" else None,  # FSDP1's clipping does not support float64
             eval_interval="2ba" if kind == "everything" else None,
             algorithms=[algorithm("Decay", "after_loss", decay)] if kind == "everything" else (),
             batches=2,
@@ -115,7 +116,7 @@ def test_a_loss_that_uses_parameters(world_size: int, configs: dict[str, dict[st
 
 @on_ranks(2)
 def test_a_penalty_as_under_fsdp1():
-    """FSDP1's gradients of an elementwise penalty were those of one process, whose scripts go on so."""
+    """FSDP1's gradients of an elementwise penalty equal those of one process; scripts with one train the same."""
     _, ours, _ = train(FSDP2, {}, "penalty")
     _, theirs, _ = train(FSDP1, {}, "penalty")
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
@@ -123,7 +124,7 @@ def test_a_penalty_as_under_fsdp1():
 
 @on_ranks(2, fresh=True)
 def test_what_cannot_work_is_named(folder: str):
-    """Where torch's error has an operator's name alone, ours has the module, and what to write."""
+    """torch's error names only an operator; ours names the module and the code to write."""
     notes = {}
     for kind in ("encoded outside of forward", "added up in forward"):
         with pytest.raises(RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Copies of what lies on a GPU: what they hold, and how much host memory is pinned for them."""
+"""Copies of GPU tensors: their contents, and the amount of host memory pinned for them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cuda() -> Iterator[CudaPlayed]:
 
 @contextlib.contextmanager
 def as_if_on_cuda() -> Iterator[CudaPlayed]:
-    """No GPU: tensors of the host pass for one's, and CUDA is played. What copies is real."""
+    """Without a GPU: host tensors stand for GPU tensors, and CUDA's pinning is mocked. The copies are real."""
     from composer_fsdp2.compat import pinned_copies as module
 
     with CudaPlayed() as cuda, mock.patch.object(module, "_is_on_cuda", return_value=True):
@@ -48,7 +48,7 @@ def pinned_copies() -> Any:
 
 
 def samples() -> dict[str, torch.Tensor]:
-    """Tensors of every kind that a state may hold."""
+    """Tensors of every kind that may occur in a state."""
     numbers = torch.arange(60.0).view(3, 4, 5)
     return {
         "scalar": torch.tensor(7, dtype=torch.int64),
@@ -80,8 +80,8 @@ def assert_copies(copies: dict[int, torch.Tensor], tensors: dict[str, torch.Tens
 
 
 def test_every_kind_of_tensor(cuda: CudaPlayed):
-    """A checkpoint written in the background holds what one written at once would, strides too; and no more is pinned
-    than the state has. torch pins powers of two: 1.1 to 1.7 times as much, on a node that holds the state of eight
+    """A checkpoint written in the background has the same values and strides as one written at once. The pinned memory
+    is no larger than the state; torch pins powers of two, 1.1 to 1.7 times as much, on a node with the state of eight
     ranks."""
     tensors, copies = samples(), pinned_copies()
     for _ in range(2):
@@ -92,12 +92,12 @@ def test_every_kind_of_tensor(cuda: CudaPlayed):
                 tensors[name].zero_()
     num_bytes = bytes_of(tensors.values())
     assert num_bytes <= sum(cuda.pinned.values()) <= num_bytes + 64 * len(tensors), cuda.events
-    # torch.save writes the whole storage of a tensor: a number would become a file of the state's size.
+    # torch.save writes the whole storage of a tensor: a scalar would become a file of the state's size.
     assert all(copied.untyped_storage().nbytes() == copied.nbytes for copied in made.values())
 
 
 def test_nothing_but_empty_tensors(cuda: CudaPlayed):
-    """A rank may hold no row of anything that is saved."""
+    """A rank may have an empty shard of every saved tensor."""
     tensors = {"empty": torch.empty(0, 5), "bf16": torch.empty(3, 0, dtype=torch.bfloat16)}
     assert_copies(pinned_copies().of(tensors.values()), tensors)
     assert not cuda.pinned
@@ -105,7 +105,7 @@ def test_nothing_but_empty_tensors(cuda: CudaPlayed):
 
 @on_ranks(4)
 def test_sharded_tensors(folder: str):
-    """The writer finds each shard where it belongs; a rank that has no row of a tensor is no exception."""
+    """The writer maps each shard to its place, also when a rank's shard is empty."""
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     unsharded = torch.arange(70.0).view(10, 7)
     tensors = {
@@ -137,7 +137,7 @@ def test_sharded_tensors(folder: str):
 
 
 def test_memory_grows_and_is_given_back(cuda: CudaPlayed):
-    """Savers of weights and of everything take turns without pinning anew; at no time are there two memories."""
+    """Saves of weights only and of the full state take turns without pinning again; two buffers never exist at once."""
     small, large = [torch.randn(1000)], [torch.randn(1000), torch.randn(2000, 3)]
     copies = pinned_copies()
     for tensors in (small, large, small, [large[1], small[0]], large):
@@ -155,7 +155,7 @@ def test_memory_grows_and_is_given_back(cuda: CudaPlayed):
 
 
 def test_memory_that_cannot_be_pinned(cuda: CudaPlayed, caplog: pytest.LogCaptureFixture):
-    """A host short of memory costs time, and a warning, but no checkpoint."""
+    """A host short of memory costs time and a warning, but no checkpoint."""
     tensors, copies = {"a": torch.randn(3000), "b": torch.randn(7)}, pinned_copies()
     cuda.limit_bytes = 4096
     with caplog.at_level(logging.WARNING):
@@ -168,7 +168,7 @@ def test_memory_that_cannot_be_pinned(cuda: CudaPlayed, caplog: pytest.LogCaptur
 
 
 def test_the_device_is_waited_for_once(cuda: CudaPlayed):
-    """Copies go on their way one behind the other; a wait for each would leave the GPU's copy engine idle between."""
+    """Copies are queued without waiting; a wait for each would leave the GPU's copy engine idle."""
     tensors, copies = [*samples().values()], pinned_copies()
 
     class Copying(TorchFunctionMode):
@@ -184,7 +184,7 @@ def test_the_device_is_waited_for_once(cuda: CudaPlayed):
 
 
 def test_forked_processes_do_not_have_it(cuda: CudaPlayed):
-    """A data loader's worker takes no part in pages that a GPU writes to, and keeps none of them from being freed."""
+    """A data loader's worker does not inherit pages that a GPU writes to, and does not keep them from being freed."""
     maps = Path("/proc/self/smaps")
     if not maps.exists():
         pytest.skip("needs Linux's /proc")
@@ -197,7 +197,7 @@ def test_forked_processes_do_not_have_it(cuda: CudaPlayed):
 
 
 def test_other_accelerators_copy_to_plain_memory():
-    """Where there is no CUDA nothing of it is asked for."""
+    """Without CUDA, no CUDA function is called."""
     tensors = samples()
     with CudaPlayed() as cuda:
         assert_copies(pinned_copies().of(tensors.values()), tensors)
@@ -212,7 +212,7 @@ on_a_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu_mar
 
 @on_a_gpu
 def test_copies_of_a_gpu_are_pinned(device: str):
-    """Training waits for the copy: from a GPU to pageable memory it is several times as slow."""
+    """Training waits for the copy, which from a GPU to pageable memory takes several times as long."""
     from composer_fsdp2.compat.pinned_copies import is_on_device
 
     tensors = {name: tensor.detach().to(device) for name, tensor in samples().items()}
@@ -233,7 +233,7 @@ def test_copies_of_a_gpu_are_pinned(device: str):
 
 @on_a_gpu
 def test_a_gpu_trains_on_after_memory_could_not_be_pinned(device: str, caplog: pytest.LogCaptureFixture):
-    """CUDA hands an error of one call to whoever asks next: that must not be the next step's kernel."""
+    """CUDA reports an error of one call to the next caller, which must not be the next step's kernel."""
     from composer_fsdp2.compat import pinned_copies
 
     memory = torch.empty(1 << 20, dtype=torch.uint8)

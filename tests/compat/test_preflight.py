@@ -1,4 +1,4 @@
-"""What copies the whole model is refused before a sharded run trains; what the message says to do instead works."""
+"""Components that copy the full model are refused before a sharded run trains; the alternative in the message works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.composer
 
 @on_ranks(2)
 def test_what_copies_a_sharded_model_is_refused_at_once(folder: str):
-    """SWA ends on an assertion of torch's after 70% of a run, and an export after all of it, on one rank alone."""
+    """Otherwise SWA fails an assertion of torch after 70% of a run, and an export at its end, on one rank only."""
     from composer.algorithms import SWA
     from composer.callbacks import ExportForInferenceCallback
 
@@ -67,6 +67,6 @@ def check_export(folder: str) -> None:
 
 
 def test_a_checkpoint_is_exported_as_the_message_says(tmp_path: Path):
-    """A message that leads nowhere costs an afternoon; on several ranks that very call waits for ever."""
+    """Wrong advice costs an afternoon; on several ranks that very call would wait forever."""
     run_ranks(check_train, 2, str(tmp_path))
     run_ranks(check_export, 1, str(tmp_path))

@@ -1,4 +1,5 @@
-"""Checkpoints in object stores, through the real Trainer: each machine downloads once what its ranks read, no more."""
+"""Checkpoints in object stores, through the real Trainer: each machine downloads the data of its ranks once, and no
+more."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ SHARDED = {"state_dict_type": "sharded"}
 
 
 def load(trainer: Any, path: str, store: Any = None) -> dict[str, torch.Tensor]:
-    """What Composer's ``load_checkpoint``, ours in truth, brings into a trainer's state; here it calls what it will."""
+    """Loads with Composer's ``load_checkpoint``, replaced by ours, and returns the trainer's full parameters."""
     from composer.utils import checkpoint
 
     for parameter in trainer.state.model.parameters():
@@ -50,7 +51,7 @@ def everything_downloaded(store: Any) -> list[str]:
 
 
 def write(folder: str | Path, files: Mapping[str, str | bytes]) -> None:
-    """On rank 0; the others wait for it."""
+    """Rank 0 writes; the others wait."""
     if dist.get_rank() == 0:
         for name, content in files.items():
             file = Path(folder, name)
@@ -64,7 +65,7 @@ def write(folder: str | Path, files: Mapping[str, str | bytes]) -> None:
 
 @on_ranks(2)
 def test_files_and_folders_load_from_a_store(folder: str):
-    """Whoever keeps old checkpoints in a bucket resumes from there; no object is fetched twice, and nothing stays."""
+    """Old checkpoints in a bucket load; no object is fetched twice, and no temporary file is left."""
     temporary = Path(folder, "tmp")
     packed = "c220/full.pt.gz"
     write(folder, {packed: gzip.compress(checkpoint_of("c220/full").read_bytes()), "tmp/other": ""})
@@ -87,7 +88,8 @@ def test_files_and_folders_load_from_a_store(folder: str):
 
 @on_ranks(2)
 def test_other_folders_come_whole(folder: str):
-    """A safetensors folder has no list of what is where that all layouts share; a wrong folder is named as such."""
+    """A safetensors folder is fetched completely, because it has no list of contents as the other layouts have; the
+    error for a wrong folder names it."""
     from composer.utils import checkpoint
     from safetensors.torch import save
 
@@ -110,7 +112,7 @@ def test_other_folders_come_whole(folder: str):
 
 @on_ranks(2)
 def test_one_file_per_rank(folder: str):
-    """Composer 0.13 wrote a file for each rank, which name each other: with the first, all of them are fetched."""
+    """Composer 0.13 wrote a file for each rank; from one of these files, all of them are fetched."""
     from composer_fsdp2 import prepare_fully_shard
     from composer_fsdp2.checkpoint.load.into_model import load_inventory
     from composer_fsdp2.checkpoint.open import opened_checkpoint
@@ -138,12 +140,12 @@ def test_one_file_per_rank(folder: str):
     for_each(check, {name: (name,) for name in ("sharded-rank{rank}.pt", "local-rank0.pt")})
 
 
-# --- what is needed, and by whom
+# --- the downloads of each machine
 
 
 @on_ranks(2)
 def test_each_machine_downloads_what_its_ranks_read(folder: str):
-    """A node of a large run fetches its part of a sharded checkpoint, not all of it, and its ranks share the work."""
+    """A node of a large run downloads only its part of a sharded checkpoint, and its ranks share the work."""
     import torch.distributed.checkpoint as dcp
     from composer.utils import reproducibility
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -154,7 +156,7 @@ def test_each_machine_downloads_what_its_ranks_read(folder: str):
         whole = {"state": trainer.state.state_dict(), "rng": reproducibility.get_rng_state()}
         writer = dcp.FileSystemWriter(f"{folder}/run", single_file_per_rank=False)
         dcp.save(whole, storage_writer=writer)
-        # What torch itself would open for this rank's shards, under both names of the tied weight too.
+        # The files that torch itself would open for this rank's shards, under both names of the tied weight.
         metadata = dcp.FileSystemReader(f"{folder}/run").read_metadata()
         plan = create_default_local_load_plan(flatten_state_dict(whole)[0], metadata, strict=False)
         skipped = ("state.integrations", "state.metadata")
@@ -181,7 +183,8 @@ def test_each_machine_downloads_what_its_ranks_read(folder: str):
 
 @on_ranks(2)
 def test_names_and_links(folder: str):
-    """Names that Composer leaves in a bucket lead to the checkpoint; a wrong one is told with all that was tried."""
+    """Composer's link objects in a bucket are followed to the checkpoint; the error for a wrong name lists all
+    attempts."""
     links = {
         "run/latest-rank0.pt.symlink": "c220/sharded/ep0-ba3",
         "run/again.symlink": "run/latest-rank0.pt.symlink",
@@ -230,12 +233,13 @@ def load_only(trainer: Any, path: str, store: Any = None) -> None:
     checkpoint.load_checkpoint(path, trainer.state, trainer.logger, store, progress_bar=False)
 
 
-# --- what can go wrong
+# --- failures
 
 
 @on_ranks(2)
 def test_failed_downloads(folder: str):
-    """A bad line is tried again; a dead one ends the job on every rank with the object's name, and changes nothing."""
+    """A download that fails is repeated. If it keeps failing, every rank raises with the object's name, and nothing
+    changes."""
     name = checkpoint_of(KIND).relative_to(FOLDER).as_posix()
     with a_trainer("c220/full") as trainer:
         expected = load(trainer, str(checkpoint_of("c220/full")))
@@ -249,7 +253,7 @@ def test_failed_downloads(folder: str):
             assert f"{name}/{file}" in error and "the line went dead" in error, error
 
         for_each(check, {file: (file,) for file in (".metadata", "__1_0.distcp")})
-        # A file that is not there, or not all of it.
+        # A missing or truncated file.
         whole = {f"cut/{file.name}": file.read_bytes() for file in checkpoint_of(KIND).iterdir()}
         half, store = whole.pop("cut/__1_0.distcp"), store_class()(folder)
         write(folder, whole)
@@ -269,7 +273,8 @@ def test_failed_downloads(folder: str):
 
 @on_ranks(2)
 def test_a_machine_with_a_slow_line(folder: str):
-    """Machines wait for the slowest download: those that were done waited in a collective, and ended the job."""
+    """Machines that had finished their downloads waited for the slowest one in a collective, whose time-out ended the
+    job."""
     name = "c220/sharded/ep0-ba3"
     slow = f"{name}/.metadata" if dist.get_rank() == 0 else f"{name}/__1_0.distcp"
     with a_trainer("c220/full") as trainer:
@@ -278,7 +283,7 @@ def test_a_machine_with_a_slow_line(folder: str):
         download = store.download_object
 
         def slowly(object_name: str, *args: Any, **options: Any) -> None:
-            threading.Event().wait(1.3 * (object_name == slow))  # the tests leave out the sleep between attempts
+            threading.Event().wait(1.3 * (object_name == slow))  # the tests skip the sleep between attempts
             download(object_name, *args, **options)
 
         with impatient(1.0), as_machines_of_one_rank(), mock.patch.object(store, "download_object", slowly):
@@ -290,7 +295,7 @@ def test_a_machine_with_a_slow_line(folder: str):
 
 
 def a_logger() -> Any:
-    """One that keeps the files of ``FOLDER``, as RemoteUploaderDownloader does."""
+    """A logger with the files of ``FOLDER``, as RemoteUploaderDownloader has them."""
     from composer.loggers import LoggerDestination
     from composer.utils import get_file
 
@@ -305,7 +310,7 @@ def a_logger() -> Any:
 
 @contextmanager
 def the_scheme(root: str | Path) -> Iterator[None]:
-    """``folder://bucket/...`` as a URI that Composer knows."""
+    """Registers ``folder://bucket/...`` as a URI with Composer."""
     from composer.utils import file_helpers
 
     factories = {"folder": lambda bucket, path: store_class()(root)}
@@ -335,12 +340,12 @@ def served(root: Path) -> Iterator[str]:
 
 @on_ranks(2)
 def test_names_that_lead_out_of_a_bucket(folder: str):
-    """Whoever may write to a bucket could write any file of whoever loads from it: `run//abs/path`. Other such names:
-    tests/checkpoint/test_inside.py."""
+    """Anyone with write access to a bucket could write any file of its reader with a name like `run//abs/path`.
+    tests/checkpoint/test_inside.py has other such names."""
     evil = Path(folder, "evil")
     write(folder, {"bucket/run/model.safetensors": ""})
     store = store_class()(f"{folder}/bucket")
-    first = ["run/", "run/model.safetensors"]  # what ends with a slash is a folder's own object, and no file
+    first = ["run/", "run/model.safetensors"]  # a name with a trailing slash is a folder object, not a file
 
     with a_trainer("c220/full") as trainer:
         with mock.patch.object(store, "list_objects", return_value=[*first, f"run/{evil}"]):
@@ -353,7 +358,7 @@ def test_names_that_lead_out_of_a_bucket(folder: str):
 
 @on_ranks(2)
 def test_other_ways_to_name_a_store(folder: str):
-    """load_object_store, a logger, a URI in load_path and a URL are one thing."""
+    """load_object_store, a logger, a URI in load_path and a URL load the same checkpoint."""
     name = checkpoint_of(KIND).relative_to(FOLDER).as_posix()
     with a_trainer("c220/full") as trainer:
         expected = load(trainer, str(checkpoint_of("c220/full")))
@@ -375,7 +380,7 @@ def test_other_ways_to_name_a_store(folder: str):
 
 
 def uploader_of(root: str) -> Any:
-    """Composer's RemoteUploader without its processes, which know no other stores than Composer's."""
+    """Composer's RemoteUploader without its processes, which only support Composer's stores."""
     from composer.utils.remote_uploader import RemoteFilesExistingCheckStatus
 
     store = store_class()(root)
@@ -384,7 +389,7 @@ def uploader_of(root: str) -> Any:
         store.upload_object(remote_file_name, file_path)
         return done(0)
 
-    # Composer asks on rank 0 while other ranks still upload; the saver looks again at the end.
+    # Composer checks on rank 0 while other ranks still upload; the saver checks again at the end.
     exists = done(RemoteFilesExistingCheckStatus.EXIST)
     check = mock.Mock(return_value=exists)
     return mock.Mock(remote_backend=store, upload_file_async=upload, check_remote_files_exist_async=check)
@@ -398,8 +403,8 @@ def done(result: Any) -> Future[Any]:
 
 @on_ranks(2)
 def test_autoresume_from_a_bucket(folder: str):
-    """A run that a scheduler moves to another machine goes on from the newest checkpoint in its bucket, bit for bit."""
-    os.chdir(folder)  # Composer keeps the local copy of a remote save_folder below the working folder
+    """A run that a scheduler moves to another machine resumes from the newest checkpoint in its bucket, bit for bit."""
+    os.chdir(folder)  # Composer copies a remote save_folder to the working folder
     training: dict[str, Any] = {"optimizer": "adamw", "batches": 4}
     bucket, config = f"{folder}/bucket", dict(SHARDED)
     continuous = fit(FSDP2, {}, **training)
@@ -416,7 +421,7 @@ def test_autoresume_from_a_bucket(folder: str):
         first = fit(FSDP2, dict(config), **{**options, "batches": 2})
         dist.barrier()
         if dist.get_rank() == 0:
-            for path in Path(folder).iterdir():  # a new machine: only the bucket is left
+            for path in Path(folder).iterdir():  # a new machine has only the bucket
                 if path.name != "bucket":
                     shutil.rmtree(path)
             assert Path(bucket, "again/checkpoints/latest-rank0.pt.symlink").is_file()

@@ -1,4 +1,4 @@
-"""What a resumed run has beside weights and optimizer state: schedulers, callbacks, datasets, from every layout."""
+"""A resumed run's state beside weights and optimizer: schedulers, callbacks, datasets, from every layout."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ STEPS = 2  # before the save; the milestones come after it
 
 
 def schedulers() -> list[Any]:
-    """Of each kind of state one class of torch that Composer steps, each over an optimizer of its own.
+    """One torch scheduler for each kind of state, among those that Composer steps, each with an optimizer of its own.
 
-    Composer makes a LambdaLR of each of its own schedulers; a checkpoint has one place for each class.
+    Composer converts its own schedulers to LambdaLR; a checkpoint has one entry for each class.
     """
     from torch.optim import lr_scheduler as of_torch
 
@@ -71,7 +71,7 @@ def schedulers() -> list[Any]:
 def next_rates(scheduler: Any, steps: int) -> list[float]:
     rates = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SequentialLR steps its parts by number, which torch advises against
+        warnings.simplefilter("ignore")  # SequentialLR steps its parts by number, which torch deprecates
         for _ in range(steps):
             scheduler.optimizer.step()
             scheduler.step()
@@ -80,7 +80,7 @@ def next_rates(scheduler: Any, steps: int) -> list[float]:
 
 
 def state_of_callback(number: int) -> dict[Any, Any]:
-    """Everything that flattening forgets."""
+    """Containers that DCP's flattening loses: empty ones, integer keys, tuples."""
     return {
         3: f"three {number}",
         "3a": number,
@@ -99,14 +99,14 @@ def state_of_callback(number: int) -> dict[Any, Any]:
 
 
 def assert_alike(found: Any, expected: Any, where: str) -> None:
-    """Equal, with the same classes and keys."""
+    """Checks equality, including classes and keys."""
     assert_same(found, expected, where)
     assert form(found) == form(expected), where
 
 
 @contextlib.contextmanager
 def a_run(config: dict[str, Any], number: int, **options: Any) -> Iterator[Any]:
-    """A Trainer with all of it; ``number`` is in its callbacks' states, so that what was loaded shows."""
+    """A Trainer with all of this state; ``number`` in its callbacks' states identifies the run that saved them."""
     from composer.callbacks import SpeedMonitor
 
     growing = {} if number == 0 else {number: {"seen": number}}
@@ -127,8 +127,8 @@ def a_run(config: dict[str, Any], number: int, **options: Any) -> Iterator[Any]:
 
 
 def save(trainer: Any, folder: Path) -> dict[str, Path]:
-    """Of a run of FSDP1's every layout that it had; of ours those that it has."""
-    from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel  # under the shim, too
+    """Saves a run in every layout of FSDP1, or in every layout of ours."""
+    from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel  # with the seams, too
 
     is_fsdp1 = isinstance(trainer.state.model.model, FullyShardedDataParallel)
     paths: dict[str, Path] = {}
@@ -158,9 +158,9 @@ def load(trainer: Any, path: Path) -> None:
 
 @on_ranks(2, timeout_s=240)
 def test_schedulers_callbacks_and_datasets_go_on_where_they_were(folder: str):
-    """A learning rate that decays at step 3 does so after a resume, from every layout; a
-    callback or dataset gets the state that it saved: integer keys, empty dicts, places in lists, classes of dicts."""
-    # FSDP1 on the CPU frees, or uses again, what it moves there: _writing.
+    """A learning rate that decays at step 3 does so after a resume from every layout. A callback or dataset receives
+    the state that it saved: integer keys, empty dicts, list positions, dict classes."""
+    # On the CPU FSDP1 frees or reuses the tensors that it moves there: _writing.
     fsdp1 = {"process_group": "mod1", "use_orig_params": False, "state_dict_type": "sharded"}
     rates: dict[str, list[float]] = {}
     paths: dict[str, Path] = {}

@@ -1,4 +1,4 @@
-"""An FSDP2 run saves what the same configuration saved under FSDP1: names, links, contents. And the way back."""
+"""An FSDP2 run saves the same files, links and contents as FSDP1 with the same configuration. And FSDP1 loads them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ pytestmark = pytest.mark.composer
 
 
 class WithoutRandomStates(DefaultSavePlanner):
-    """A planner of the user's own."""
+    """A user-defined planner."""
 
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super().set_up_planner({key: value for key, value in state_dict.items() if key != "rng"}, *args, **kwargs)
 
 
 def drop_the_head(state_dict: dict[str, Any]) -> None:
-    """A user's function: all ranks call it, and rank 0 alone has full tensors."""
+    """A user's function, called on all ranks; only rank 0 has full tensors."""
     state_dict["state"]["model"].pop("model.lm_head.weight", None)
     for name, value in state_dict["state"]["model"].items():
         assert type(value) is torch.Tensor, f"{name}: {type(value)}"
@@ -50,7 +50,7 @@ def drop_the_head(state_dict: dict[str, Any]) -> None:
 
 SHARDED = {"state_dict_type": "sharded"}
 HSDP = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
-# What is said in fsdp_config, and to the Trainer. That nothing is kept is a case of the uploads below.
+# For each case, the fsdp_config and the Trainer's arguments. Keeping no checkpoint is a case of the uploads below.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, {"batches": 3, "save_interval": "2ba"}),
     "the last two, weights only, gzip, no link": (
@@ -135,8 +135,8 @@ def form_of(entry: Any) -> tuple[Any, ...]:
     ("world_size", "cases"), [(2, CASES), (4, {"sharded": ({**HSDP, **SHARDED}, {})})], ids=["shards", "replicas"]
 )
 def test_the_tree_is_fsdp1s(tmp_path: Path, world_size: int, cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]):
-    """Scripts that look for a file, a link or a key find it where FSDP1's run left it. With replicas, one of them
-    writes its shards (a full file of such a run: below)."""
+    """Scripts find each file, link and key at the same path as after FSDP1's run. With replicas, one replica writes its
+    shards (a full file of such a run: below)."""
     run_ranks(check_trees, world_size, str(tmp_path), cases)
 
 
@@ -144,7 +144,7 @@ def test_the_tree_is_fsdp1s(tmp_path: Path, world_size: int, cases: dict[str, tu
 
 
 def bucket(folder: str, seconds: float = 0) -> Any:
-    """A logger that uploads into a folder, taking its time, and notes what it was given."""
+    """A logger that uploads to a folder slowly and records the names of the files."""
     from composer.loggers import LoggerDestination
 
     class Bucket(LoggerDestination):
@@ -165,7 +165,7 @@ def check_uploads(folder: str, kind: str) -> None:
     warnings.simplefilter("ignore")
     uploaded: dict[str, list[str]] = {}
     for who, under in (("FSDP1", FSDP1_saving), ("FSDP2", FSDP2), ("async", FSDP2)):
-        # Where no shards are kept, Composer's rank 0 removes them while rank 1 uploads its own: FSDP1's run keeps them.
+        # With a limit of 0, Composer's rank 0 removes shards while rank 1 uploads its own, so FSDP1's run keeps them.
         keep = -1 if who == "FSDP1" and kind == "sharded" else 0
         remote = bucket(f"{folder}/{who}-bucket", seconds=0.2 if keep == 0 and dist.get_rank() == 1 else 0)
         options = {"save_interval": "1ba", "save_num_checkpoints_to_keep": keep, "run_name": "run", "loggers": [remote]}
@@ -185,7 +185,8 @@ def check_uploads(folder: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_uploads_are_fsdp1s(tmp_path: Path, kind: str):
-    """In the bucket lies what FSDP1 put there, whole, in its order: the link last, and after the file."""
+    """The bucket has the same complete files as after FSDP1's run, uploaded in its order: the link last, after its
+    file."""
     run_ranks(check_uploads, 2, str(tmp_path), kind)
 
 
@@ -233,17 +234,18 @@ def check_against_composers(folder: str, names: list[str]) -> None:
 
 @pytest.mark.parametrize(("world_size", "names"), [(2, [*CONFIGS]), (4, [*OF_FOUR_RANKS])], ids=["2", "4"])
 def test_contents_are_composers(tmp_path: Path, world_size: int, names: list[str]):
-    """Streaming saves memory and changes nothing: bit for bit what Composer gathers and writes, also of replicas and of
-    groups of ranks that train apart."""
+    """Streaming saves memory without a difference: bit for bit the state that Composer gathers and writes, also with
+    replicas and with process groups that train independently."""
     run_ranks(check_against_composers, world_size, str(tmp_path), names)
 
 
-# --- the way back
+# --- back to FSDP1
 
 
 @on_ranks(2)
 def test_fsdp1_goes_on_from_ours(folder: str):
-    """Moving to FSDP2 can be undone: FSDP1 itself resumes from what was saved, full and sharded, with our curve."""
+    """Moving to FSDP2 can be undone: FSDP1 itself resumes from full and sharded checkpoints of FSDP2, with the same
+    losses."""
     warnings.simplefilter("ignore")
     cases: dict[str, dict[str, Any]] = {
         "full, flat": {"use_orig_params": False},
@@ -269,7 +271,7 @@ def test_fsdp1_goes_on_from_ours(folder: str):
 
 @on_ranks(2)
 def test_a_folder_that_cannot_be_written(folder: str):
-    """Every rank ends with the reason, and nothing half-written stays."""
+    """Every rank raises with the reason, and no partial file is left."""
     warnings.simplefilter("ignore")
     Path(folder, "taken").touch()
     with FSDP2():
@@ -288,7 +290,7 @@ def test_a_folder_that_cannot_be_written(folder: str):
 
 @on_ranks(2)
 def test_the_link_is_never_away(folder: str):
-    """Composer removed it before it made the new one; a run killed in between resumed from nothing."""
+    """Composer removed the link before creating the new one; a run killed in between left no link to resume from."""
     warnings.simplefilter("ignore")
     link, seen = Path(folder, "latest-rank0.pt"), []
     replace = os.replace
@@ -318,7 +320,7 @@ def test_the_link_is_never_away(folder: str):
 
 @on_ranks(2)
 def test_a_compressor_takes_longer_than_collectives_may(folder: str):
-    """Nobody waits for it in one: NCCL's watchdog would end the job."""
+    """No rank waits for the compressor in a collective, because NCCL's watchdog would end the job."""
     from composer_fsdp2.compat import saving
 
     group = dist.new_group(timeout=timedelta(seconds=1))

@@ -1,4 +1,5 @@
-"""Expert parallelism of Hugging Face's mixtures through the real Trainer: runs, and checkpoints that go on anywhere."""
+"""Expert parallelism of Hugging Face's mixtures through the real Trainer: runs, and checkpoints that load on any
+ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ OF_ONE_PROCESS = "one process"
 
 
 class Mixture(nn.Module):
-    """Logits of tokens."""
+    """A model from tokens to logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class Mixture(nn.Module):
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Matrices decayed, the rest at half the rate."""
+    """Weight decay for matrices, half the learning rate for the rest."""
     parameters = list(model.parameters())
     rest = {"params": [p for p in parameters if p.ndim <= 1], "lr": 0.005}
     matrices = {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1}
@@ -54,7 +55,7 @@ def fit(config: dict[str, Any] | None, **options: Any) -> Run:
 
 
 def saving(folder: str) -> dict[str, Run]:
-    """Of one run each, after every batch."""
+    """One run for each form of checkpoint, saving after every batch."""
 
     def save(form: str) -> Run:
         config = FORMS[form] | {"expert_parallel_degree": 2}
@@ -64,12 +65,12 @@ def saving(folder: str) -> dict[str, Run]:
 
 
 def saved(folder: str | Path, form: str, batch: int) -> str:
-    """What the Trainer wrote after so many batches."""
+    """The Trainer's checkpoint after ``batch`` batches."""
     [path] = [path for path in Path(folder, form).iterdir() if path.name.startswith(f"ep0-ba{batch}")]
     return str(path)
 
 
-# By the number of ranks: the form, the degree, and what else is set.
+# For each world size, the form of the checkpoint, the degree, and other settings.
 RESUMED: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     4: {
         "all ranks": ("async", {"expert_parallel_degree": 4}),
@@ -91,8 +92,8 @@ def alone(options: dict[str, Any]) -> Run:
 
 
 def test_a_trainer_splits_experts_trains_as_one_process_and_its_checkpoints_go_on_anywhere(tmp_path: Path):
-    """Groups of an optimizer, clipping and a falling rate; what is saved has the model's own names and whole experts,
-    whatever the form, and goes on at another degree, without one, on fewer ranks, and on one process."""
+    """With an optimizer's groups, clipping and a decaying learning rate. In each form a checkpoint has the model's own
+    names and full experts, and loads with another degree, without one, on fewer ranks, and in one process."""
     [expected] = run_ranks(alone, 1, {"save_folder": f"{tmp_path}/{OF_ONE_PROCESS}", "save_interval": "1ba"})
     runs = run_ranks(saving, 4, str(tmp_path))[0]
     for form, run in runs.items():

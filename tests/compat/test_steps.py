@@ -1,4 +1,4 @@
-"""What a Trainer does between two batches: clipping, gradient_sync, collective_guard; and where it waits."""
+"""The Trainer between two batches: clipping, gradient_sync, collective_guard; and its device synchronizations."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ pytestmark = pytest.mark.composer
 
 # --- clipping
 
-BATCHES = 3  # with momentum, the last one has the clipped steps of two
+BATCHES = 3  # with momentum, the last one depends on the clipped steps of two
 
 
 def two_roots() -> Any:
-    """A model with two direct children, which FSDP1 wrapped, and clipped, each for itself."""
+    """A model with two direct children, each wrapped and clipped separately by FSDP1."""
     torch.manual_seed(4)
     return with_child(nn.Linear(13, 13), lambda child, x: child(x))
 
 
 def with_row() -> Any:
-    """Untied, with a parameter of one row, of which rank 1 holds nothing."""
+    """Untied, with a parameter of one row, whose shard on rank 1 is empty."""
     row = nn.Linear(13, 1, bias=False)
     nn.init.constant_(row.weight, 0.3)
     return with_child(row, lambda row, x: x + x * row(x), tied=False)
@@ -59,12 +59,12 @@ def clipped(under: Under, config: Any, build: Any, clip: tuple[str, float] | Non
 
 @on_ranks(2)
 def test_clipping_is_fsdp1s(folder: str):
-    """Same norm, same threshold, same curve, also where a model has several roots, which FSDP1 clipped one by one. Over
-    FSDP2, Composer's clipping looked for FSDP1's modules, found none and did nothing."""
+    """Same norm, same threshold, same losses, also for a model with several roots, which FSDP1 clipped one by one. On
+    FSDP2, Composer's clipping found no FSDP1 module and did nothing."""
     from composer.utils import FSDP2Config
 
     def check(build: Any, keys: dict[str, Any], clip: tuple[str, float]) -> None:
-        theirs = clipped(FSDP1, keys if "cpu_offload" not in keys else {}, build, clip)  # its Composer refuses that
+        theirs = clipped(FSDP1, keys if "cpu_offload" not in keys else {}, build, clip)  # FSDP1's Composer refuses that
         unclipped = reference(clipped, FSDP2, {}, build, None)
         assert largest_difference(theirs.losses, unclipped.losses) > 0.01, "clips nothing"
         ours = clipped(FSDP2, FSDP2Config() if clip == ("norm", 1e-6) else keys, build, clip)
@@ -78,12 +78,12 @@ def test_clipping_is_fsdp1s(folder: str):
 
 @on_ranks(2)
 def test_the_function_clips_too(folder: str):
-    """Training loops without the algorithm call composer.functional, imported before the shim came."""
+    """Training loops without the algorithm call composer.functional, imported before install()."""
     import composer.functional
 
     model, batch = build_model(), [torch.arange(10).reshape(2, 5)]
     prepare_fully_shard(model, None, {}, device="cpu", precision="fp32")
-    for is_fsdp in (True, False):  # what people pass here depends on what they think they run
+    for is_fsdp in (True, False):  # users pass either value
         model.zero_grad()
         model.loss(model(batch), batch).backward()
         with FSDP2():
@@ -94,7 +94,7 @@ def test_the_function_clips_too(folder: str):
 
 @on_ranks(2, timeout_s=300)
 def test_adaptive_clipping_is_the_whole_models(folder: str):
-    """A run that clipped adaptively on one GPU, or under DDP, keeps its curve when it is sharded; FSDP1 refused it."""
+    """A run with adaptive clipping on one GPU or under DDP has the same losses when it is sharded; FSDP1 refused it."""
     unclipped, whole = (clipped(UNSHARDED, None, with_row, clip) for clip in (None, ("adaptive", 0.01)))
     assert largest_difference(whole.losses, unclipped.losses) > 1e-3, "clips nothing"
 
@@ -133,7 +133,8 @@ CLIP = ("norm", 0.5)
 
 @on_ranks(2)
 def test_the_curve_is_fsdp1s(folder: str):
-    """FSDP1 under Composer reduced in every microbatch; who asks for less communicates less, and trains the same."""
+    """FSDP1 under Composer reduced gradients in every microbatch; gradient_sync reduces communication and trains the
+    same."""
 
     def check(optimizer: str, name: str, num_reductions: int) -> None:
         options = {"optimizer": optimizer, "clip": CLIP, "microbatch": 1, "batches": 2, "eval_interval": "1ba"}
@@ -145,13 +146,13 @@ def test_the_curve_is_fsdp1s(folder: str):
         assert_alike(ours.parameters, theirs.parameters, "after training")
         assert sent.counts["_reduce_scatter_base_"]["calls"] == num_reductions
 
-    # Two batches of four microbatches over three units: the Trainer says which one is the last.
+    # Two batches of four microbatches over three units: the Trainer marks the last microbatch.
     cases = (("sgd", "every", 2 * 4 * 3), ("sgd", "last, kept", 2 * 3))
     for_each(check, {name: (optimizer, name, number) for optimizer, name, number in cases})
 
 
 def fit_after_an_error(under: Under, keys: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
-    """The parameters after a batch, where the one before ended with an error in its second microbatch."""
+    """The parameters after a batch, if the previous one ended with an error in its second microbatch."""
     with under():
         model = build_model()
         fail_once = mock.Mock(side_effect=itertools.chain([None, ValueError("once")], itertools.repeat(None)))
@@ -174,7 +175,8 @@ def assert_alike(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
 
 @on_ranks(2)
 def test_a_fit_after_an_error(folder: str):
-    """Gradients that the broken batch had not communicated yet would be in the next one's, which no zero_grad sees."""
+    """Unreduced gradients of the failed batch would be added to the next batch's, because zero_grad does not clear
+    them."""
 
     def check(where: str, name: str) -> None:
         ours = fit_after_an_error(FSDP2, KEYS[name], where)
@@ -182,13 +184,13 @@ def test_a_fit_after_an_error(folder: str):
 
     for_each(check, {name: ("forward", name) for name in ("last", "last, kept")})
     every, last = (fit_after_an_error(FSDP2, KEYS[name], "backward") for name in ("every", "last"))
-    assert_alike(last, every, "backward")  # FSDP1 itself stays in its backward then
+    assert_alike(last, every, "backward")  # FSDP1 itself stays in its backward state then
 
 
 @on_ranks(2)
 def test_composers_own_way_back_from_an_error(folder: str):
-    """A script that catches an error and calls Composer's `_fsdp_reshard_and_cleanup` goes on: the model is where it
-    was between batches."""
+    """A script that catches an error and calls Composer's `_fsdp_reshard_and_cleanup` can continue: the model is in its
+    state between batches."""
     from composer.trainer import trainer as composer_trainer
 
     x = torch.randint(0, 13, (2, 6))
@@ -198,7 +200,7 @@ def test_composers_own_way_back_from_an_error(folder: str):
         prepare_fully_shard(model, None, {"gradient_sync": "last"}, device="cpu", precision="fp32")
         if fails:
             begin_microbatch(model, is_last=False)
-            model.model(x).sum().backward()  # whose gradients wait for the last microbatch
+            model.model(x).sum().backward()  # its gradients wait for the last microbatch
             handle = model.model.blocks[0].up.register_full_backward_hook(lambda *unused: 1 / 0)
             with FSDP2(), pytest.raises(ZeroDivisionError):
                 model.model(x).sum().backward()
@@ -217,7 +219,7 @@ def test_composers_own_way_back_from_an_error(folder: str):
 
 @on_ranks(2, timeout_s=180, fresh=True)
 def test_a_trainers_ranks_that_part(folder: str):
-    """A microbatch less on one rank: both ranks end, and say where each was."""
+    """With one microbatch less on one rank, both ranks end with an error that names the position of each."""
     with FSDP2():
         trainer = make_trainer({"collective_guard": 3})
         if dist.get_rank() == 1:
@@ -233,7 +235,8 @@ def test_a_trainers_ranks_that_part(folder: str):
 
 
 def synchronisations(under: Under, parallelism: Any, model: nn.Module) -> Synchronisations:
-    """Of one batch of two microbatches, once the optimizer has its state, from the beginning of fit to its end."""
+    """The synchronizations of one batch of two microbatches, once the optimizer has its state, including the start and
+    end of fit."""
     with under():
         trainer = make_trainer(parallelism, model=model, optimizer="decoupled_adamw", clip=("norm", 0.05), batches=2)
         trainer.fit()
@@ -245,7 +248,7 @@ def synchronisations(under: Under, parallelism: Any, model: nn.Module) -> Synchr
 
 
 def with_scalars() -> Any:
-    """Every rank holds a scalar unsharded; its gradient is averaged where the backward ends."""
+    """Adds scalars, which are replicated; their gradients are averaged at the end of backward."""
     model = build_model()
     model.model.gain, model.model.bias = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(()))
     forward = model.model.forward
@@ -255,7 +258,7 @@ def with_scalars() -> Any:
 
 @on_ranks(2)
 def test_a_batch_waits_no_more_often_than_composers_own(folder: str):
-    """A GPU would stand still while the host waits for it, and then has yet to launch what comes next."""
+    """A GPU would idle while the host waits for it, and then again until the next kernel launches."""
     from composer.utils import FSDP2Config, ParallelismConfig
 
     own = synchronisations(FSDP2, {}, build_model(tied=False))
@@ -263,6 +266,6 @@ def test_a_batch_waits_no_more_often_than_composers_own(folder: str):
     of_own, of_theirs = (Counter(map(str, each.found)) for each in (own, theirs))
     assert all(any(each.kind == kind for each in theirs.found) for kind in ("read", "sent")), of_theirs
     assert not of_own - of_theirs, of_own - of_theirs
-    # Neither clipping nor the average of what every rank holds unsharded.
+    # Neither clipping nor the averaging of replicated gradients synchronizes.
     found = synchronisations(FSDP2, {}, with_scalars()).of_packages("composer_fsdp2", "composer_fsdp2.compat")
     assert not found, found

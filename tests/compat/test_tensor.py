@@ -1,4 +1,4 @@
-"""Tensor parallelism through the real Trainer: ``parallelism_config.tp`` as Composer has it, on FSDP2."""
+"""Tensor parallelism through the real Trainer: Composer's ``parallelism_config.tp`` on FSDP2."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def split(config: dict[str, Any] | None = None, plan: Any = layer_plan, degree: 
 
 
 def alone(options: dict[str, Any]) -> Run:
-    """One process; under the shim for what it mends in checkpoints."""
+    """One process, under ``FSDP2()`` because of the checkpoint seams."""
     with FSDP2():
         return train(None, **options)
 
 
 def under_tensor_parallelism(options: dict[str, Any], parallelism: dict[str, Any], version: str = "1") -> Run:
-    """``version``: that of Composer's FSDP_VERSION, or FSDP2Config for an object."""
+    """``version`` is a value of Composer's FSDP_VERSION, or FSDP2Config for an object."""
     from composer.utils import FSDP2Config
 
     given = split(**parallelism)
@@ -60,7 +60,8 @@ def under_tensor_parallelism(options: dict[str, Any], parallelism: dict[str, Any
 
 
 def runs(logger: Any = None) -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
-    """By name: of ``train``, of ``split``, and the version; ``logger`` is told of the norms of the second."""
+    """Runs by name: arguments of ``train`` and ``split``, and the version. ``logger`` records the norms of the second
+    run."""
     from composer.algorithms import EMA, SAM
     from composer.callbacks import OptimizerMonitor
 
@@ -95,7 +96,7 @@ def runs_split() -> tuple[dict[str, Run], dict[str, float]]:
 
 
 def norms_in(logger: Any) -> dict[str, float]:
-    """Those of the last batch."""
+    """The norms of the last batch."""
     return {name: float(values[-1][1]) for name, values in logger.data.items() if name.startswith("l2_norm")}
 
 
@@ -108,24 +109,24 @@ def assert_same(found: Run, expected: Run, what: str) -> None:
 
 
 def test_a_trainer_splits_layers_and_trains_as_one_process():
-    """With what Composer refuses beside it: several groups, ties; clipped, and by SAM climbed, by the right norm; in
-    each form of Composer's configurations, of which its own FSDP2 raises beside split layers. What is logged and
-    averaged is of whole parameters."""
+    """Tensor parallelism with combinations that Composer refuses: several groups, tied weights, clipping and SAM by the
+    correct norm, in each form of Composer's configuration. Composer's own FSDP2 raises with tensor parallelism. Logged
+    and averaged values are of full parameters."""
     [(expected, norms_alone)] = run_ranks(runs_alone, 1)
     split_runs, norms = run_ranks(runs_split, 4)[0]
     for (name, found), wanted in zip(split_runs.items(), expected, strict=True):
         assert_same(found, wanted, name)
-        # Composer adds up what the ranks read, also where they read the same (A batch's samples are counted TENSOR
-        # times, as under FSDP1).
+        # Composer sums over ranks, also over ranks that read the same samples, so a batch's samples are counted TENSOR
+        # times, as under FSDP1.
         assert found.num_samples == TENSOR * wanted.num_samples
     assert len(norms) > 20
     assert norms == pytest.approx(norms_alone, rel=1e-9)
 
 
 def copies_after_dropping(how: str) -> dict[str, torch.Tensor]:
-    """What a rank holds of the parameters that its group along the tensor axis has in copies, after steps with dropout.
+    """A rank's copies of the parameters that are replicated along the tensor axis, after steps with dropout.
 
-    Under ``gather`` the ranks read other data, and here draw random numbers as they do.
+    Under ``gather`` the ranks read different data, and in this test also draw random numbers for it.
     """
 
     def batch_end(state: Any) -> None:
@@ -149,8 +150,8 @@ def copies_after_dropping(how: str) -> dict[str, torch.Tensor]:
 
 @on_ranks(2)
 def test_ranks_that_split_layers_draw_the_same_numbers(folder: str):
-    """Composer seeds each rank with its own number, so that a dropout between split layers made their copies differ;
-    GyroDropout draws of numpy."""
+    """Composer seeds each rank differently, so a dropout between TP-sharded layers made the replicated parameters
+    diverge; GyroDropout uses numpy's generator."""
     for how in ("false", "gather"):
         first, second = objects_of_ranks(copies_after_dropping(how))
         assert_same_values(second, first, how, in_bits=True)
@@ -165,7 +166,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def save_in_each_form(folder: str) -> dict[str, Run]:
-    """Of one run each, after every batch."""
+    """One run for each form of checkpoint, saving after every batch."""
 
     def save(form: str) -> Run:
         options = {"save_folder": f"{folder}/{form}", "save_interval": "1ba", "make": grouped}
@@ -177,7 +178,7 @@ def save_in_each_form(folder: str) -> dict[str, Run]:
 
 @pytest.fixture(scope="module")
 def saved_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """Their folder, and what each of them had in the end."""
+    """The folder of the runs, and the results of the run with full checkpoints."""
     folder = tmp_path_factory.mktemp("saved")
     found = run_ranks(save_in_each_form, 4, str(folder))[0]
     assert_same_values(found["async"].parameters, found["full"].parameters)
@@ -186,12 +187,12 @@ def saved_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
 
 
 def saved(folder: str | Path, form: str, batch: int = 1) -> str:
-    """What the Trainer wrote after so many batches."""
+    """The Trainer's checkpoint after ``batch`` batches."""
     [path] = [path for path in Path(folder, form).iterdir() if path.name.startswith(f"ep0-ba{batch}")]
     return str(path)
 
 
-# On which ranks: in what form it was saved, and over how many ranks layers are split.
+# For each world size, the form of the checkpoint and the tensor parallel degree.
 RESUMED = {4: (("async", TENSOR),), 2: (*((("full", TENSOR),) if IS_THOROUGH else ()), ("async", 1))}
 
 
@@ -205,8 +206,8 @@ def resume(folder: str, cases: tuple[tuple[str, int], ...]) -> dict[str, Run]:
 
 
 def test_a_checkpoint_of_split_layers_goes_on_anywhere(saved_runs: tuple[Path, Run]):
-    """Sharded, in the background, and full, with the optimizer's groups: on the same ranks, on fewer, without split
-    layers, on one process."""
+    """Sharded checkpoints, saved in the background, and full ones load with the optimizer's groups: on the same ranks,
+    on fewer, without tensor parallelism, and in one process."""
     folder, uninterrupted = saved_runs
     resumed = {"full, one process": run_ranks(alone, 1, {"make": grouped, "load_path": saved(folder, "full")})[0]}
     for world_size, cases in RESUMED.items():
@@ -220,7 +221,7 @@ def test_a_checkpoint_of_split_layers_goes_on_anywhere(saved_runs: tuple[Path, R
 
 
 def commands(folder: Path, path: str) -> tuple[dict[str, tuple[int, ...]], Any]:
-    """What ``composer-fsdp2 checkpoint`` tells of the shapes, and what it converts to one file."""
+    """The shapes that ``composer-fsdp2 checkpoint inspect`` prints, and the state in ``convert``'s monolithic file."""
     arguments = {"inspect": ["inspect", "--json", path], "convert": ["convert", path, "whole.pt", "--to", "monolithic"]}
     ended = run_forked({name: ["checkpoint", *each] for name, each in arguments.items()}, folder)
     for name, each in ended.items():
@@ -230,7 +231,7 @@ def commands(folder: Path, path: str) -> tuple[dict[str, tuple[int, ...]], Any]:
 
 
 def test_every_command_sees_split_layers_whole(saved_runs: tuple[Path, Run], tmp_path: Path):
-    """inspect tells the shapes of the model; convert writes the values that were trained, and the optimizer's."""
+    """inspect prints the shapes of the unsharded model; convert writes the trained values and the optimizer's state."""
     folder, run = saved_runs
     shapes, whole = commands(tmp_path, saved(folder, "async", batch=2))
     prefix = "state.model."
@@ -241,7 +242,7 @@ def test_every_command_sees_split_layers_whole(saved_runs: tuple[Path, Run], tmp
     assert_same_values(optimizer["state"], run.optimizer, in_bits=True)
 
 
-# --- beside Composer's own
+# --- compared with Composer's own
 
 
 def under_fsdp1(folder: str) -> Run:
@@ -269,12 +270,12 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
 
 
-# FSDP1 clipped by the norm of one rank's parts.
+# FSDP1 clipped by the norm of one rank's shard.
 UNCLIPPED: dict[str, Any] = {"dtype": torch.float32, "clip": None, "make": adamw}
 
 
 def test_it_is_what_composer_trained_under_fsdp1(tmp_path: Path):
-    """The same curve where FSDP1 was right, and its checkpoints go on: split, or converted and not."""
+    """The losses equal those under FSDP1 where FSDP1 was correct, and its checkpoints load: sharded, or converted."""
     theirs = run_ranks(under_fsdp1, 4, str(tmp_path))[0]
     ours = run_ranks(under_fsdp2, 4, str(tmp_path))[0]
     old = saved(tmp_path, "sharded")
@@ -296,7 +297,7 @@ BAD_VALUES: dict[str, tuple[dict[str, Any] | None, dict[str, Any], str]] = {
     "the plan of another model": ({}, {"layer_plan": {"layers.*.mlp.up": ColwiseParallel()}}, "did you mean model."),
     "a degree in quotes": ({"context_parallel_degree": "2"}, {}, "context_parallel_degree is '2'"),
     "a number for a flag": ({"check_data": 1}, {}, "check_data is 1"),
-    # In Composer's words, which name the section to add: nothing would shard the model, nor average its gradients.
+    # Composer's own error, which names the section to add: nothing would shard the model or average its gradients.
     "no section": (None, {}, "requires FSDP to be enabled"),
 }
 
@@ -311,13 +312,13 @@ def refuse_bad_value(section: dict[str, Any] | None, tensor: dict[str, Any], say
 
 @on_ranks(2)
 def test_bad_values_are_errors_of_the_trainer_on_every_rank(folder: str):
-    """Composer hands the mappings on as they are: what its Trainer says is what prepare_fully_shard says."""
+    """Composer passes the mappings on unchanged, so its Trainer raises the errors of prepare_fully_shard."""
     for_each(refuse_bad_value, BAD_VALUES)
 
 
 @on_ranks(2)
 def test_activations_of_split_layers_are_not_logged(folder: str):
-    """Each rank would log the norms of its own part, or end in an error of torch that names no callback."""
+    """Each rank would log the norms of its own part, or fail with an error of torch that names no callback."""
     from composer.callbacks import ActivationMonitor
 
     says = r"ActivationMonitor: model.embedding and \d+ more: split over ranks.*; leave ActivationMonitor out"

@@ -1,4 +1,4 @@
-"""Algorithms, callbacks and calls of a Trainer that touch the model: what they did under FSDP1, they do here."""
+"""Algorithms, callbacks and Trainer calls that access the model have the same effect as under FSDP1."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.composer
 
 
 def calls(trainer: Any) -> list[torch.Tensor]:
-    """A script that does not call fit once and end; returns this rank's predictions."""
+    """A script that does not only call fit once; returns this rank's predictions."""
     predicted: list[torch.Tensor] = []
     trainer.eval()
     trainer.fit(duration="2ba")
@@ -37,7 +37,7 @@ def calls(trainer: Any) -> list[torch.Tensor]:
 
 @on_ranks(2)
 def test_calls_in_any_order(folder: str):
-    """Evaluations and predictions before, between and after fits leave training, and what is saved, as they were."""
+    """Evaluations and predictions before, between and after fits change neither training nor the saved state."""
     results = []
     for under, config in ((FSDP1, {}), (FSDP2, {"sharding_strategy": "SHARD_GRAD_OP"})):
         outputs: list[float] = []  # a number for each evaluation batch of this rank
@@ -45,7 +45,7 @@ def test_calls_in_any_order(folder: str):
             eval_after_forward=lambda state, outputs=outputs: outputs.append(state.outputs.square().sum().item())
         )
         with under():
-            # The saver's last one comes after a fit, where predictions were made in between.
+            # The saver's last save follows a fit, with predictions in between.
             trainer = make_trainer(
                 {**config, "state_dict_type": "sharded"},
                 optimizer="adamw",
@@ -70,12 +70,12 @@ def test_calls_in_any_order(folder: str):
 # --- parameters at every event
 
 BEFORE_SHARDING = {"init"}
-# A training step between its forward and its backward; FSDP1's parameters are whole there, too.
+# Events between forward and backward of a training step; FSDP1's parameters are unsharded there, too.
 IN_A_STEP = {"after_forward", "before_loss", "after_loss", "before_backward"}
 
 
 def reader(*events: str) -> Any:
-    """A callback that chooses its events itself, reads parameters at these and notes what it was given, by event."""
+    """A callback that chooses its events, reads parameters at these, and records their types by event."""
     from composer import Callback
 
     class Reader(Callback):
@@ -92,14 +92,14 @@ def reader(*events: str) -> Any:
 
 
 def generate(state: Any) -> None:
-    """Run the model, as callbacks do that look at samples."""
+    """Runs the model, as callbacks do that print samples."""
     with torch.no_grad():
         state.model([torch.arange(10).reshape(2, 5)])
 
 
 @on_ranks(2)
 def test_parameters_are_sharded_at_every_event(folder: str):
-    """A callback that counts, compares or copies parameters gets one kind of tensor, whatever ran before it."""
+    """A callback that counts, compares or copies parameters sees one type of tensor, whatever ran before."""
     from composer.core import Event
 
     theirs = reference(fit, FSDP1, {}, optimizer="adamw")
@@ -124,7 +124,7 @@ def test_parameters_are_sharded_at_every_event(folder: str):
 
 @on_ranks(2)
 def test_an_evaluation_gathers_once_where_nobody_looks(folder: str):
-    """Parameters that SHARD_GRAD_OP keeps are not gathered again for each batch of an evaluation."""
+    """Parameters that SHARD_GRAD_OP does not reshard are not gathered again for each batch of an evaluation."""
 
     def num_gathers(*callbacks: Any) -> int:
         with FSDP2():
@@ -134,5 +134,5 @@ def test_an_evaluation_gathers_once_where_nobody_looks(folder: str):
             trainer.close()
         return sent.counts["_allgather_base_"]["calls"]
 
-    # Two batches; it might look at any event.
+    # Two batches; it could read parameters at any event.
     assert num_gathers(reader("eval_end")) == 2 * num_gathers()

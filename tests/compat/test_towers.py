@@ -1,4 +1,4 @@
-"""Towers that only some microbatches of some ranks enter, through Composer's Trainer, beside one process."""
+"""Towers that only some microbatches of some ranks run, through Composer's Trainer, compared with one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 pytestmark = pytest.mark.composer
 
 WIDTH, ROWS, BATCH = 6, 24, 8
-WITH_IMAGES = (3, 6, 13, 21)  # of the rows
+WITH_IMAGES = (3, 6, 13, 21)  # the rows with images
 TOWERS = {
     "mixed_precision": "FULL",
     "wrap_policy": {"transformer_layer_cls_to_wrap": ["Block"]},
@@ -28,7 +28,7 @@ TOWERS = {
 
 
 class Multimodal(nn.Module):
-    """Where ``limit`` is given, rank 0 runs out of memory in training with more rows."""
+    """With a ``limit``, rank 0 runs out of memory in training with more rows."""
 
     def __init__(self, limit: int | None) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def loader() -> Any:
 
 
 def train(section: dict[str, Any] | None, microbatch: int | str, limit: int | None) -> tuple[Any, ...]:
-    """The losses, the parameters and the size of a microbatch in the end. Called on all ranks."""
+    """The losses, the parameters and the final microbatch size. Called on all ranks."""
     from composer import ComposerModel, Trainer
     from composer.algorithms import GradientClipping
     from support.scripts.train_with_trainer import Record
@@ -114,8 +114,8 @@ def on_two_ranks() -> dict[str, tuple[Any, ...]]:
 
 
 def test_a_trainer_of_texts_and_images_trains_as_one_process():
-    """A microbatch of one rank has an image, that of the other has none, whatever its size turns out to be, and the
-    last one before gradients are reduced may have none on any."""
+    """At any microbatch size, a microbatch may have an image on one rank and none on the other, and the last one before
+    gradients are reduced may have none on either."""
     [(losses, parameters, _)] = run_ranks(train, 1, None, BATCH, None)
     found = run_ranks(on_two_ranks, 2)[0]
     assert found["out of memory"][2] == 2

@@ -1,4 +1,4 @@
-"""Trainer inside fsdp2(): every way to ask for FSDP goes to FSDP2, with FSDP1's losses, defaults and errors."""
+"""Trainer inside fsdp2(): each configuration of FSDP uses FSDP2, with FSDP1's losses, defaults and errors."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from composer_fsdp2.compat import prepare_fsdp_module
 
 pytestmark = pytest.mark.composer
 
-# A batch after an eval, which is to leave nothing behind.
+# A batch after an evaluation, which must not change the training state.
 CLIPPED_WITH_EVALS: dict[str, Any] = {"batches": 3, "clip": ("norm", 0.1), "eval_interval": "2ba"}
 
 
-# --- every way to ask
+# --- every form of configuration
 
 Ask = Callable[[dict[str, Any]], Any]
 
 
 def ways() -> dict[str, Ask]:
-    """From FSDP1's keys to what a user may pass to the Trainer."""
+    """The forms in which a user may pass FSDP1's keys to the Trainer."""
     from composer.utils import FSDPConfig, ParallelismConfig
 
     return {
@@ -69,7 +69,7 @@ def ways() -> dict[str, Ask]:
 
 @contextlib.contextmanager
 def environment_of(way: str) -> Iterator[None]:
-    """``FSDP_VERSION=2`` where the way says so, and no warning from Composer that it drops a key."""
+    """Sets ``FSDP_VERSION=2`` for the form of this name; a Composer warning about an ignored key is an error."""
     version = {"FSDP_VERSION": "2"} if way == "FSDP_VERSION=2" else {}
     with mock.patch.dict("os.environ", version), warnings.catch_warnings():
         warnings.filterwarnings("error", ".*will be ignored.*")
@@ -86,12 +86,12 @@ def assert_alike(ours: Trained, theirs: Trained, what: str) -> None:
 
 
 def check_curve(way: str, parallelism: Any, keys: dict[str, Any]) -> Any:
-    """Beside FSDP1 with its keys; returns where the embedding lies."""
+    """Compares the losses with FSDP1's for the same keys; returns the mesh and placements of the embedding."""
     kept: set[bool] = set()
     where: list[Any] = []
 
     def look(state: Any) -> None:
-        """Whether blocks hold their full parameters when the model's forward has ended."""
+        """Whether blocks have full parameters at the end of the model's forward."""
         kept.update(not isinstance(each, DTensor) for each in state.model.model.blocks.parameters())
 
     def place(state: Any) -> None:
@@ -101,7 +101,7 @@ def check_curve(way: str, parallelism: Any, keys: dict[str, Any]) -> Any:
     watching = [callback(after_forward=look, fit_start=place)]
     with environment_of(way):
         ours = fit(FSDP2, parallelism, callbacks=watching, **CLIPPED_WITH_EVALS)
-    # Once for all that asks for the same.
+    # Trained once for all forms of the same keys.
     theirs = reference(fit, FSDP1, keys, **CLIPPED_WITH_EVALS)
     assert theirs.shards == {"FullyShardedDataParallel"}
     assert_alike(ours, theirs, way)
@@ -111,7 +111,7 @@ def check_curve(way: str, parallelism: Any, keys: dict[str, Any]) -> Any:
 
 
 FULL_SHARD, ZERO_2, NO_SHARD = ({"sharding_strategy": each} for each in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
-# One for each of the ways.
+# One for each form.
 RECOMPUTING: tuple[dict[str, Any], ...] = (
     {"activation_checkpointing": True},
     {"activation_checkpointing": True, "activation_checkpointing_reentrant": False},
@@ -122,9 +122,9 @@ RECOMPUTING: tuple[dict[str, Any], ...] = (
 
 @on_ranks(2)
 def test_every_way_to_ask_trains_on_fsdp2_with_fsdp1s_losses(folder: str):
-    """A dict, an FSDPConfig, a ParallelismConfig, FSDP_VERSION=2: the curve is FSDP1's, whatever the strategy, the
-    group and the treatment of activations. Composer's own FSDP2 cannot shard this model, because its embedding is tied;
-    its config object can stay."""
+    """A dict, an FSDPConfig, a ParallelismConfig and FSDP_VERSION=2 train with FSDP1's losses, with each strategy,
+    process group and setting of activation checkpointing. Composer's own FSDP2 cannot shard this model, because its
+    embedding is tied; its config object can stay."""
     from composer.utils import FSDP2Config, ParallelismConfig
 
     of_fsdp2 = [FSDP2Config(reshard_after_forward=not keeps, activation_checkpointing=True) for keeps in (False, True)]
@@ -142,8 +142,9 @@ def test_every_way_to_ask_trains_on_fsdp2_with_fsdp1s_losses(folder: str):
 
 @on_ranks(2)
 def test_fsdp2_config_shards_below_a_child_that_is_not_wrapped(folder: str):
-    """`_fsdp_wrap = False` on the direct child means to FSDP2 that its blocks are sharded, each by itself; left out
-    whole, as under FSDP1, their ranks would drift apart (or there would be nothing to shard)."""
+    """In FSDP2Config, `_fsdp_wrap = False` on the direct child means that each of its blocks is sharded separately. If
+    the child were not sharded at all, as under FSDP1, its parameters would diverge between ranks, or nothing would be
+    sharded."""
     from composer.utils import FSDP2Config, ParallelismConfig
 
     repair_cpu_collectives()  # Composer's own FSDP2 would train on the sum of gradients over gloo
@@ -165,7 +166,8 @@ def test_fsdp2_config_shards_below_a_child_that_is_not_wrapped(folder: str):
         ours, found = train(FSDP2, says_it_itself)
         assert ours == theirs and len(ours) > 1, f"ours shards {ours}, Composer's FSDP2 {theirs}"
         assert ("model.lm_head." in ours) == says_it_itself
-        # What lies outside is each rank's own, as there, so the ranks' losses are those of different models.
+        # Parameters outside of units are not synchronized, as in Composer, so the ranks' losses are of different
+        # models.
         assert_alike(found, expected, "a direct child that is not a unit")
 
 
@@ -190,8 +192,8 @@ def test_one_configuration_serves_several_trainers(folder: str):
 
 @on_ranks(2)
 def test_ignored_modules_and_schedules(folder: str):
-    """They mean what they meant under FSDP1, whose gradient scaler took whole and sharded gradients together; a
-    schedule that holds the old groups of an optimizer, or a decay that is lost with them, would bend the curve."""
+    """Ignored modules behave as under FSDP1, whose gradient scaler handled ignored and sharded gradients together. A
+    schedule with references to the optimizer's old groups, or a lost weight decay, would change the losses."""
     from composer.optim import CosineAnnealingWithWarmupScheduler
 
     def run(under: Under) -> Trained:
@@ -208,7 +210,7 @@ def test_ignored_modules_and_schedules(folder: str):
 
 @on_ranks(2)
 def test_values_of_rank_0_alone(folder: str):
-    """Only rank 0 has the memory for the whole model; FSDP2Config cannot say sync_module_states and need not."""
+    """With the full model on rank 0 only, FSDP2Config works although it has no sync_module_states."""
     from composer.utils import FSDP2Config
 
     expected = fit(FSDP2, {}, batches=1)
@@ -218,7 +220,7 @@ def test_values_of_rank_0_alone(folder: str):
     def check(way: str, parallelism: Any, build: Any) -> None:
         with environment_of(way), FSDP2():
             trainer = make_trainer(parallelism, model=build(), batches=1)
-            # As under Composer's own FSDP2, where a script asks what happened.
+            # As under Composer's own FSDP2, for a script that reads it.
             assert bool(trainer.state.fsdp_config.sync_module_states) == (build is not build_model)
             trainer.fit()
             ours = result(trainer)
@@ -240,7 +242,7 @@ def test_values_of_rank_0_alone(folder: str):
 
 @on_ranks(4)
 def test_replica_degrees_become_a_2d_mesh(folder: str):
-    """HYBRID_SHARD keeps its replicas; Composer's own FSDP2 dropped them, and overrode a mesh that it was given."""
+    """HYBRID_SHARD keeps its replicas; Composer's own FSDP2 dropped them and ignored the user's mesh."""
     from composer.utils import FSDP2Config
 
     zero_2 = HSDP_2X2 | {"sharding_strategy": "_HYBRID_SHARD_ZERO2"}
@@ -256,8 +258,8 @@ def test_replica_degrees_become_a_2d_mesh(folder: str):
 
 @on_ranks(4)
 def test_meshes_of_ranks_in_another_order(folder: str):
-    """A mesh of some of the ranks is refused, because Composer's State makes one of all; its ranks trained as if there
-    were none."""
+    """A mesh of some of the ranks is refused, because Composer's State creates one of all ranks; its ranks trained as
+    if it did not exist."""
     from composer.utils import FSDP2Config
 
     def shape(parallelism: Any) -> tuple[int, ...]:
@@ -279,7 +281,7 @@ def test_meshes_of_ranks_in_another_order(folder: str):
 
 @on_ranks(4)
 def test_a_run_has_the_process_groups_of_state_and_no_others(folder: str):
-    """The first sharded save of HYBRID_SHARD opened communicators of a second mesh, when the GPU had no memory left."""
+    """The first sharded save of HYBRID_SHARD created communicators of a second mesh when the GPU had no memory left."""
     warnings.simplefilter("ignore")
 
     def run(name: str, config: dict[str, Any], expected: list[list[int]]) -> None:
@@ -305,8 +307,7 @@ def test_a_run_has_the_process_groups_of_state_and_no_others(folder: str):
 
 @on_ranks(2)
 def test_own_planners_and_async_save(folder: str):
-    """A planner that renames or filters keys is used, not dropped as Composer's FSDP2 drops it; so is a key that only
-    we have."""
+    """A planner that renames or filters keys is used, while Composer's FSDP2 drops it; a key of ours is used too."""
 
     def check(way: str) -> None:
         save, load = DefaultSavePlanner(), DefaultLoadPlanner()
@@ -327,7 +328,7 @@ def test_own_planners_and_async_save(folder: str):
 
 @on_ranks(2)
 def test_state_dict_type_defaults(folder: str):
-    """FSDP1's configurations go on writing one full file; only who asked for FSDP2 gets FSDP2Config's own default."""
+    """FSDP1's configurations still save one full file; FSDP2Config's own default applies only to FSDP2Config."""
     from composer.utils import FSDP2Config
 
     def check(way: str, parallelism: Any, expected: str) -> None:
@@ -346,7 +347,7 @@ def test_state_dict_type_defaults(folder: str):
 
 
 def footprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What an error must leave as it was: objects by identity, tensors by value."""
+    """The state that an error must not change: objects by identity, tensors by value."""
     return [
         [(name, id(module), type(module).__name__) for name, module in model.named_modules()],
         [(name, id(parameter)) for name, parameter in model.named_parameters()],
@@ -355,7 +356,7 @@ def footprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     ]
 
 
-# What is wrong: the keys, and what the error must name.
+# For each case, the keys, and the text that the error must contain.
 BAD_KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "two misspelt keys": ({"mixd_precision": "PURE", "stat_dict_type": "full"}, "state_dict_type"),
     "degrees that make 4 ranks": (
@@ -394,8 +395,8 @@ def check_refused(build: Callable[[], Any], parallelism: Any, named: str) -> Non
 
 @on_ranks(2)
 def test_bad_input_is_refused_on_every_rank_before_anything_is_changed(folder: str):
-    """A typo trained as FULL_SHARD without a word; now every rank says which key, and what was meant. A rank that goes
-    on alone waits for ever; a model that is half sharded can be neither used nor saved."""
+    """A misspelt key silently trained as FULL_SHARD; now every rank raises, names the key and suggests the correct one.
+    Otherwise one rank alone would wait forever, and a partially sharded model can be neither used nor saved."""
     from composer.utils import FSDPConfig, ParallelismConfig, TPConfig
 
     def wrapped() -> Any:
@@ -420,11 +421,11 @@ def test_bad_input_is_refused_on_every_rank_before_anything_is_changed(folder: s
     for_each(check_refused, cases)
 
 
-# --- full parameters, as scripts reach them
+# --- full parameters in scripts
 
 
 def train_with_surgery(under: Under, parallelism: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """A run whose callback reads and changes full weights and gradients, as it was written for FSDP1."""
+    """A run whose callback, written for FSDP1, reads and changes full weights and gradients."""
     seen: list[Any] = []
 
     def after_backward(state: Any) -> None:
@@ -448,7 +449,7 @@ def train_with_surgery(under: Under, parallelism: dict[str, Any]) -> tuple[Any, 
             assert root._fsdp_wrapped_module.lm_head.weight.shape == (13, 8)
             for name, parameter in state.model.named_parameters():
                 seen.append((when, own_name(name), tuple(parameter.shape), float(parameter.detach().square().sum())))
-                if when == "batch":  # not after an eval, where FSDP1 runs the next forward on what it discards
+                if when == "batch":  # not after an evaluation: FSDP1 runs the next forward on values that it discards
                     parameter.detach().zero_()
 
     surgery = callback(after_backward=after_backward, batch_end=batch_end, eval_end=functools.partial(note, "eval"))
@@ -457,8 +458,8 @@ def train_with_surgery(under: Under, parallelism: dict[str, Any]) -> tuple[Any, 
 
 @on_ranks(2)
 def test_a_callback_written_for_fsdp1(folder: str):
-    """Clipping of full gradients, surgery on weights and reading them after an eval: the same run on FSDP2, without a
-    line changed."""
+    """A callback that clips full gradients, changes weights and reads them after an evaluation trains the same on FSDP2
+    without changes."""
     keys = {"sharding_strategy": "SHARD_GRAD_OP"}
     (theirs, their_notes), (ours, our_notes) = (train_with_surgery(under, keys) for under in (FSDP1, FSDP2))
     assert theirs.shards == {"FullyShardedDataParallel"}
@@ -468,12 +469,12 @@ def test_a_callback_written_for_fsdp1(folder: str):
     assert {note[0] for note in our_notes} == {"gradients", "batch", "eval"}
 
 
-# --- runs that are not sharded
+# --- unsharded runs
 
 
 @on_ranks(2)
 def test_runs_without_fsdp_are_left_alone(folder: str):
-    """install() at the top of a shared script must not change what its DDP users get, clipping and SWA included."""
+    """install() at the top of a shared script must not change DDP runs, including clipping and SWA."""
     from composer.algorithms import SWA
 
     warnings.simplefilter("ignore")

@@ -1,4 +1,5 @@
-"""Every algorithm, callback and optimizer of Composer and LLM Foundry beside FSDP1: the table's claims, measured."""
+"""Every algorithm, callback and optimizer of Composer and LLM Foundry compared with FSDP1: the claims of the table,
+measured."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class ConvBlock(nn.Module):
 
 
 class Images(nn.Module):
-    """What the algorithms for images replace: convolutions, pools, norms, dropout and linear layers."""
+    """The modules that the image algorithms replace: convolutions, pools, norms, dropout and linear layers."""
 
     def __init__(self, stem: nn.Module, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -134,13 +135,13 @@ def tokenizer() -> Any:
 
 
 class Tokens(list[Any]):
-    """Rows of tokens, with the tokenizer that made them."""
+    """Rows of tokens, and the tokenizer."""
 
     tokenizer: Any = None
 
 
 def dataset_of(row: Row, made: Sequence[Any]) -> Any:
-    """The rows of a model's data, the same in each run; pictures for what transforms them."""
+    """The rows of a model's data, the same in each run; images for the algorithms that transform them."""
     from support.scripts.train_with_trainer import data
     from torchvision import datasets, transforms
 
@@ -168,7 +169,7 @@ def dataset_of(row: Row, made: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Left:
-    """What a run left behind."""
+    """The results of a run."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]
@@ -206,7 +207,7 @@ def classes() -> dict[tuple[Kind, str, str], Any]:
         for each in (*exported, *registered):
             if isinstance(each, type) and issubclass(each, bases[kind]):
                 package = each.__module__.partition(".")[0]
-                if package in ("composer", "llmfoundry"):  # not what an earlier test registered
+                if package in ("composer", "llmfoundry"):  # without the classes that an earlier test registered
                     found[kind, package, each.__name__] = each
     return found
 
@@ -223,7 +224,7 @@ def make(row: Row, folder: str, *arguments: Any) -> Any:
 
 
 def tables_logger() -> Any:
-    """MLflow's logger, to which a callback logs tables and no other, without its server."""
+    """MLflow's logger without its server; the only logger to which a callback logs tables."""
     from composer.loggers import MLFlowLogger
 
     class Tables(MLFlowLogger):
@@ -309,7 +310,8 @@ def run(under: Under, rows: Sequence[Row], folder: str, **keys: Any) -> Left:
 
 @contextlib.contextmanager
 def drawn_alike() -> Iterator[None]:
-    """FSDP1 with the same new weights on every rank: by itself each draws its own, and keeps its part of these."""
+    """FSDP1 with the same new weights on every rank; otherwise each rank initializes different ones and keeps its shard
+    of these."""
     from composer.core import Engine, Event
     from composer.utils import reproducibility
 
@@ -338,7 +340,7 @@ def reference_of(rows: Sequence[Row], folder: str) -> Left:
 
 
 def measured(ours: Left, theirs: Left) -> Ours:
-    """How near ours is to its reference; raises where it is further than the table has a word for."""
+    """The row's value for the difference from the reference; raises if it is larger than the table allows."""
     if not list(differences(ours, theirs, in_bits=True)):
         return Ours.EQUAL
     assert close(ours.losses, theirs.losses), f"{ours.losses}, {theirs.losses}"
@@ -351,13 +353,13 @@ def measured(ours: Left, theirs: Left) -> Ours:
 
 
 def error_of(under: Under, rows: Sequence[Row], folder: str) -> Exception:
-    with pytest.raises(Exception) as raised:  # noqa: PT011  which one is the caller's
+    with pytest.raises(Exception) as raised:  # noqa: PT011  the caller checks which
         run(under, rows, folder, **SHARDED)
     return raised.value
 
 
 def check_fsdp1(rows: Sequence[Row], folder: str) -> None:
-    """What FSDP1 makes of a row that has another reference, or none."""
+    """The result of FSDP1 for a row with another reference, or with none."""
     [row] = rows
     if row.fsdp1 == "trains":
         run(FSDP1, rows, folder, **SHARDED)
@@ -384,7 +386,7 @@ def check_rows(rows: Sequence[Row], folder: str) -> None:
 
 
 def together(row: Row) -> Any:
-    """Callbacks that leave training alone share a run, and so does what the table says."""
+    """A key for rows that share a run: callbacks that do not change training, and rows that the table marks."""
     is_callback = row.kind is Kind.CALLBACK and row.ours is Ours.EQUAL and row.fsdp1 == "trains"
     is_shared = is_callback or row.trainer.keys() & {"shared", "together"}
     return (row.kind, row.model, repr(row.trainer)) if is_shared else row.title
@@ -412,7 +414,8 @@ def check_table(folder: str, is_slow: bool) -> None:
 
 @pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
 def test_every_algorithm_callback_and_optimizer(tmp_path: Path, is_slow: bool):
-    """A run with one that the table calls equal would train otherwise, or end in an error that names no way out."""
+    """A run with a part that the table calls equal would train differently, or fail with an error without a next
+    step."""
     for row in ROWS:
         if row.test:
             file, _, name = row.test.partition("::")
@@ -431,7 +434,7 @@ def row_of(name: str, **values: Any) -> Row:
 
 @on_ranks(2)
 def test_replicas_get_the_same_new_weights(folder: str):
-    """Replicas exchange gradients, never weights: with new ones of its own each would train another model, silently."""
+    """Replicas reduce gradients, never weights: with different new weights each would silently train another model."""
     left = run(FSDP2, [row_of("SqueezeExcite")], folder, **SHARDED, sharding_strategy="NO_SHARD")
     weights = {name: value for name, value in left.parameters.items() if ".se." in name}
     assert weights
@@ -440,7 +443,7 @@ def test_replicas_get_the_same_new_weights(folder: str):
 
 
 def surgeon(at: str) -> Any:
-    """A user's own algorithm, which tells the optimizer nothing."""
+    """A user's own algorithm, which does not update the optimizer."""
 
     def widen(state: Any) -> None:
         torch.manual_seed(0)
@@ -451,7 +454,7 @@ def surgeon(at: str) -> Any:
 
 @on_ranks(2)
 def test_own_surgery(folder: str):
-    """The optimizer trains what surgery made, as FSDP1's; after sharding no rank would average its gradients."""
+    """The optimizer trains the new modules, as under FSDP1. After sharding, no rank would average their gradients."""
     row = row_of("BlurPool")  # for its model
     with mock.patch.dict(globals(), make=lambda *_: surgeon("init")):
         theirs, ours = (run(under, [row], folder, **SHARDED) for under in (FSDP1, FSDP2))
@@ -475,7 +478,8 @@ def loading(row: Row, folder: str) -> Row:
 
 @on_ranks(2)
 def test_surgery_that_a_checkpoint_asks_for(folder: str):
-    """Composer does it while it loads, after sharding: each rank would train new weights of its own, silently."""
+    """Composer applies surgery while loading a checkpoint, after sharding: each rank would silently train different new
+    weights."""
     warnings.simplefilter("ignore")
     squeezing = replace(row_of("SqueezeExcite"), trainer={})
     whole = run(FSDP2, [saving(squeezing, folder)], folder, **SHARDED)
@@ -493,7 +497,7 @@ def test_surgery_that_a_checkpoint_asks_for(folder: str):
 
 @on_ranks(2)
 def test_a_checkpoint_is_loaded_at_an_event(folder: str):
-    """Of the callback LoadCheckpoint: the run goes on from there, as under FSDP1."""
+    """With the callback LoadCheckpoint, the run continues from the checkpoint, as under FSDP1."""
     warnings.simplefilter("ignore")
     run(FSDP1, [saving(row_of("LabelSmoothing"), folder)], folder, **SHARDED)
     rows = {

@@ -1,4 +1,5 @@
-"""What a policy makes of transformers' and LLM Foundry's own models: a part that a batch may not enter is told."""
+"""The units that a policy chooses in transformers' and LLM Foundry's models: the plan names modules that a batch may
+skip."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def notes_of(model: nn.Module, wrap: Wrap) -> list[str]:
 
 @on_ranks(1)
 def test_units_in_a_tower_are_told(folder: str):
-    """A rank whose batch is text only never gathers them: the run aborts or hangs, at the first such batch."""
+    """A rank whose batch is text only never gathers them: the run aborts or hangs at the first such batch."""
 
     def check(model_of: Any, tower: str, first: str, layer: str) -> None:
         model = model_of()
@@ -38,7 +39,7 @@ def test_units_in_a_tower_are_told(folder: str):
         by_size = Wrap(kind=WrapKind.SIZE, min_num_params=1000)
         assert any(f"units in {tower} (" in note for note in notes_of(model, by_size))
         plan = plan_sharding(model, ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES, classes=(layer,))))
-        assert len(plan.units) == 3 and not plan.notes  # what the note advises
+        assert len(plan.units) == 3 and not plan.notes  # follows the note's advice
 
     cases = {
         "qwen_vl": (qwen_vl, "model.visual", "blocks.0", "Qwen2_5_VLDecoderLayer"),
@@ -49,7 +50,7 @@ def test_units_in_a_tower_are_told(folder: str):
 
 @on_ranks(1)
 def test_what_trains_in_a_tower_alone_is_told(folder: str):
-    """LoRA and a projector: a rank with text alone has no gradient to reduce where the others reduce the root's."""
+    """LoRA and a projector: a rank with text only has no gradient to reduce where the others reduce the root's."""
     text = [f"model.language_model.{name}" for name in ("model.embed_tokens", "model.norm", "lm_head")]
     layers = Wrap(kind=WrapKind.CLASSES, classes=("LlamaDecoderLayer",))
 
@@ -63,7 +64,7 @@ def test_what_trains_in_a_tower_alone_is_told(folder: str):
 
 @on_ranks(1)
 def test_layers_that_attend_to_images_are_towers(folder: str):
-    """Text without an image passes over them, as over the vision tower."""
+    """Text without an image skips them, like the vision tower."""
     found = towers(dict(mllama().named_modules()))
     assert found == ["model.vision_model", "model.language_model.model.layers.1"]
 
@@ -99,11 +100,11 @@ HAVE_EXPERTS = {"qwen2-moe", "switch"}
 
 @on_ranks(1)
 def test_models_that_each_batch_runs_whole_are_not_warned_of(folder: str):
-    """A warning in every run of everybody's model is read by nobody, and the one that matters is lost in it."""
+    """If every run of every model printed a warning, users would overlook the relevant one."""
     for name, model in models_without_towers().items():
         assert towers(dict(model.named_modules())) == [], name
         policies = [Wrap(kind=WrapKind.SIZE, min_num_params=size) for size in (1000, 3000)]
-        for wrap in policies if name == "mpt" else [AUTO, *policies]:  # MPT names no classes of its own
+        for wrap in policies if name == "mpt" else [AUTO, *policies]:  # MPT names no classes
             told = warned_of(model, wrap)
             is_expected = name in HAVE_EXPERTS and "makes experts units of their own" in "".join(told)
             assert not told or is_expected, (name, wrap, told)
@@ -111,7 +112,7 @@ def test_models_that_each_batch_runs_whole_are_not_warned_of(folder: str):
 
 @on_ranks(1)
 def test_mpt_is_told_of_what_it_has(folder: str):
-    """Its attributes make units; a Dropout beside them is none."""
+    """Its attributes choose units; a Dropout beside them is no unit."""
     [hook, attributes] = notes_of(mpt(), Wrap(kind=WrapKind.CLASSES, classes=("MPTBlock",)))
     assert "fsdp_wrap_fn of model is not asked" in hook
     assert attributes.startswith("_fsdp_wrap on model.transformer.wte and 2 more takes precedence")

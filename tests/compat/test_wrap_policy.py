@@ -1,4 +1,4 @@
-"""A Trainer whose configuration says which modules become units, beside FSDP1 whose model says it."""
+"""A Trainer whose configuration chooses the units, compared with FSDP1, whose model chooses them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def units_of(model: torch.nn.Module) -> set[str]:
 
 
 def as_object(section: dict[str, Any]) -> Any:
-    """Keys go where Composer's own FSDP2Config has no word for them, too."""
+    """Keys that Composer's own FSDP2Config does not have are set as attributes."""
     from composer.utils import FSDP2Config, ParallelismConfig
 
     config = FSDP2Config(state_dict_type="sharded", activation_checkpointing=False)
@@ -36,14 +36,14 @@ def as_object(section: dict[str, Any]) -> Any:
 
 @on_ranks(2)
 def test_a_policy_trains_as_fsdp1_with_the_same_units(folder: str):
-    """A migrated file would train another model than the one that it comes from, or not at all."""
+    """A migrated file would train another model than its source, or none."""
     theirs = fit(FSDP1, SECTION, tied=False)
 
     def check(parallelism: Any, expected: set[str]) -> None:
         from support.scripts.train_with_trainer import Net
 
         model = build_model(tied=False)
-        with mock.patch.object(Net, "fsdp_wrap_fn", None):  # the configuration alone says it
+        with mock.patch.object(Net, "fsdp_wrap_fn", None):  # the configuration alone chooses the units
             ours: Trained = fit(FSDP2, parallelism, model=model)
         assert ours.shards == {"FSDPModule"} and theirs.shards == {"FullyShardedDataParallel"}
         assert units_of(model) == expected, units_of(model)
@@ -63,7 +63,7 @@ def test_a_policy_trains_as_fsdp1_with_the_same_units(folder: str):
 
 @on_ranks(1)
 def test_composers_own_object_takes_our_keys(folder: str):
-    """The same section is a mapping in one script and an object in the next; the object raised a TypeError."""
+    """One script passes a section as a mapping, another as an object, which raised a TypeError."""
     from composer.utils import FSDP2Config
 
     from composer_fsdp2 import translate

@@ -1,4 +1,4 @@
-"""The FSDP2 target in plain values: a mesh that does not fit must be refused with numbers that would."""
+"""The FSDP2 target in plain values: a mesh that does not fit is refused, with numbers that would fit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from composer_fsdp2.config.wrap import Wrap, WrapKind
     ],
 )
 def test_open_degree_takes_what_the_world_size_leaves(spec: MeshSpec, world_size: int, shape: tuple[int, ...]):
-    """A job keeps its layout when -1 says "the rest"; replicas are the outer axis, as in Composer's mesh."""
+    """-1 stands for the remaining ranks, so a job's layout is unchanged; replicas are the outer axis, as in Composer's
+    mesh."""
     resolved = spec.resolve(world_size)
     assert resolved.shape == shape
     assert resolved.is_resolved and resolved.size == world_size
@@ -38,7 +39,7 @@ def test_open_degree_takes_what_the_world_size_leaves(spec: MeshSpec, world_size
 @given(st.integers(1, 512), st.integers(1, 512) | st.just(-1), st.integers(1, 64) | st.just(-1) | st.none())
 @examples(100)
 def test_resolve_fills_the_world_or_refuses(world_size: int, shard: int, replicate: int | None):
-    """No rank is left over and none is counted twice, whatever the degrees."""
+    """Every rank is in the mesh exactly once, or the degrees are refused."""
     if shard == replicate == -1:
         return
     spec = MeshSpec.of_degrees(shard=shard, replicate=replicate)
@@ -62,19 +63,20 @@ OF_8 = MeshSpec.of_degrees(shard=8)
     ("mesh", "reshard"), [*((OF_8, group) for group in (True, False, 1, 2, 4, 8)), (MeshSpec(), 3)]
 )
 def test_reshard_group_sizes_that_divide_are_accepted(mesh: MeshSpec, reshard: bool | int):
-    """Every group size that fully_shard accepts on 8 ranks can be asked for, and any where the ranks are not known."""
+    """Every group size that fully_shard accepts on 8 ranks is accepted, and any size if the world size is unknown."""
     assert ShardingConfig(mesh=mesh, reshard_after_forward=reshard).reshard_after_forward is reshard
 
 
 def test_mesh_reads_as_a_sentence():
-    """The log of a run says how its ranks were laid out."""
+    """The log of a run describes its mesh."""
     spec = MeshSpec.of_degrees(shard=4, replicate=2, device_type="cuda")
     assert str(spec) == "cuda mesh, data_parallel_replicate 2 x data_parallel_shard 4"
     assert [axis["size"] for axis in spec.to_json()["axes"]] == [2, 4]
 
 
 def test_groups_of_ranks():
-    """Composer's setK are K ranks in a row, modK are K groups; who is with whom decides what is averaged."""
+    """Composer's setK are groups of K consecutive ranks, modK are K groups; the groups decide which gradients are
+    averaged."""
     rows = RankGroups(rule=GroupRule.CONSECUTIVE, number=2)
     columns = RankGroups(rule=GroupRule.STRIDED, number=2)
     assert [rows.members(rank, 6) for rank in range(6)] == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)]
@@ -85,7 +87,7 @@ def test_groups_of_ranks():
 
 
 def test_meshes_of_groups():
-    """A group is a 1-D mesh, a pair a 2-D one, and NO_SHARD keeps the ranks with full parameters."""
+    """A group is a 1-D mesh, a pair a 2-D one, and with NO_SHARD the ranks have full parameters."""
     rows = RankGroups(rule=GroupRule.CONSECUTIVE, number=2)
     columns = RankGroups(rule=GroupRule.STRIDED, number=2)
     assert MeshSpec.of_groups(rows).resolve(6).shape == (2,)
@@ -101,7 +103,7 @@ def test_meshes_of_groups():
 
 
 def test_full_parameters_leave_other_axes_alone():
-    """NO_SHARD beside tensor parallelism replicates what was sharded; layers stay split over the same ranks."""
+    """NO_SHARD with tensor parallelism replicates instead of sharding; layers stay TP-sharded over the same ranks."""
     replicas, shards, tensor = (
         MeshAxis(name=role.value, role=role, size=2) for role in (AxisRole.REPLICATE, AxisRole.SHARD, AxisRole.TENSOR)
     )
@@ -119,7 +121,7 @@ def test_full_parameters_leave_other_axes_alone():
 REPLICAS, SHARDS = "data_parallel_replicate_degree", "data_parallel_shard_degree"
 SIZE, CLASSES = WrapKind.SIZE, WrapKind.CLASSES
 ROWS, COLUMNS, GIVEN = GroupRule.CONSECUTIVE, GroupRule.STRIDED, GroupRule.GIVEN
-# What cannot be made, the error's words, and the keys that have to change.
+# An invalid value, the error's text, and the keys to change.
 REFUSED: list[tuple[Callable[[], object], str, tuple[str, ...] | None]] = [
     *(
         (
@@ -169,7 +171,7 @@ REFUSED: list[tuple[Callable[[], object], str, tuple[str, ...] | None]] = [
     (lambda: RankGroups(rule=GIVEN, ranks=(1, 1)), "list of different ranks", None),
     (lambda: RankGroups(rule=GIVEN), "list of different ranks", None),
     (lambda: RankGroups(rule=ROWS), "set0, which does not divide", None),
-    # By size without a number would make no units, and could not be written into a file again.
+    # A size policy without a number would create no units, and could not be written to a file.
     *(
         (lambda given=given: Wrap(**given), re.escape(words), None)
         for given, words in (
@@ -188,8 +190,8 @@ REFUSED: list[tuple[Callable[[], object], str, tuple[str, ...] | None]] = [
 def test_what_cannot_be_is_refused_when_it_is_written(
     make: Callable[[], object], message: str, keys: tuple[str, ...] | None
 ):
-    """Somebody who moves to another number of GPUs reads what to write, before the job has its GPUs; a report points at
-    the line of the file that has to change."""
+    """A user who moves to another number of GPUs reads the correct value before the job has its GPUs; a report points
+    to the line of the file to change."""
     with pytest.raises(ConfigError, match=message) as caught:
         make()
     assert keys in (None, caught.value.keys)

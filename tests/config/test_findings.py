@@ -1,4 +1,4 @@
-"""What a user reads about each setting."""
+"""The text about each setting for the user."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FINDING = Finding(
 
 
 def test_a_finding_says_all_of_itself():
-    """Somebody who reads one line of the log knows what happened and what to do; so does a tool, whatever the value."""
+    """A user who reads one line of the log, or a tool, knows the outcome and the next step, whatever the value."""
     for part in ("ignored_modules", "[1, 2]", "unsupported", "not carried over yet", "leave it out", "run.yaml:92"):
         assert part in str(FINDING)
     told = json.loads(json.dumps(FINDING.to_json()))
@@ -28,7 +28,8 @@ def test_a_finding_says_all_of_itself():
 
 
 def test_the_table_has_every_finding_and_cuts_long_values():
-    """No setting is missing from the report, one large object does not bury the others, and an empty one says so."""
+    """The report has every setting, one large object does not hide the others, and an empty report states that it is
+    empty."""
     long = Finding(key="save_planner", value="x" * 500, outcome=Outcome.EXACT, target="kept", reason="as before")
     text = format_findings([FINDING, long])
     assert [part in text for part in ("ignored_modules", "leave it out", "save_planner", "as before")] == [True] * 4

@@ -1,4 +1,4 @@
-"""From numbers to torch's DeviceMesh."""
+"""Creating torch's DeviceMesh from degrees."""
 
 from __future__ import annotations
 
@@ -74,12 +74,13 @@ def check_present_meshes() -> None:
 
 
 def test_a_mesh_that_is_there_is_taken():
-    """A second mesh over the same ranks is more communicators on each GPU; one that differs would average wrongly."""
+    """A second mesh over the same ranks adds communicators on each GPU; a different one would average over the wrong
+    ranks."""
     run_ranks(check_present_meshes, 4)
 
 
 def mesh_of(model: torch.nn.Module) -> DeviceMesh:
-    """The one of all its parameters, each of which is sharded."""
+    """The mesh of all its parameters, each of which is sharded."""
     parameters = list(model.parameters())
     meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
     assert len(meshes) == len(parameters) and all(found == meshes[0] for found in meshes)
@@ -98,8 +99,9 @@ def check_prepared_with_a_mesh(has_mesh: str) -> tuple[bool, list[list[int]]]:
 
 
 def test_the_mesh_of_a_configuration_is_taken_on_all_ranks_or_on_none():
-    """A rank that says the same by degrees has no such mesh: ranks that go different ways wait for each other.
-    fully_shard refuses one without names for replicas; one of our own has the same ranks, and names."""
+    """If some ranks configure a mesh and others degrees, none uses the mesh, because ranks with different meshes wait
+    for each other. fully_shard refuses a mesh with replicas and without axis names; ours has the same ranks, and
+    names."""
     for has_mesh, is_taken in {"all": True, "rank 0": False, "unnamed": False}.items():
         assert run_ranks(check_prepared_with_a_mesh, 4, has_mesh) == [(is_taken, [[0, 1], [2, 3]])] * 4, has_mesh
 
@@ -118,7 +120,7 @@ def tables_as_rank(rank: int, specs: list[MeshSpec], gather: Any) -> Any:
 
 
 def sent_by(rank: int, specs: list[MeshSpec]) -> Any:
-    """What a rank would send, in place of sending it."""
+    """The data that a rank would send."""
     gather = mock.Mock(side_effect=InterruptedError)
     with pytest.raises(InterruptedError):
         tables_as_rank(rank, specs, gather)
@@ -131,7 +133,8 @@ ACROSS_NODES = RankGroups(rule=GroupRule.STRIDED, number=8)
 
 
 def test_the_groups_of_many_ranks_are_small_and_looked_at_once():
-    """80 units in nodes of 8 took 12 s at 1,024 ranks: each unit's table was checked, though they are one table."""
+    """80 units in nodes of 8 took 12 s at 1,024 ranks, because the table of each unit was checked although all are
+    equal."""
     in_nodes = MeshSpec.of_groups(OF_A_NODE, ACROSS_NODES).resolve(NUM_RANKS)
     in_pairs = MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=2)).resolve(NUM_RANKS)
     specs = [in_nodes] * NUM_UNITS + [in_pairs]
@@ -165,7 +168,7 @@ def lines(*shape: int) -> meshes.GroupTable:
 
 
 def test_groups_along_any_number_of_axes():
-    """A mesh with an axis more, for tensor parallelism, is laid out as it was given, and checked along all axes."""
+    """A mesh with another axis, for tensor parallelism, has the configured layout, and is checked along all axes."""
     for shape in ((8,), (4, 2), (2, 2, 2)):
         table = lines(*shape)
         assert meshes._nested(5, table) == torch.arange(8).view(shape).tolist()

@@ -1,4 +1,4 @@
-"""Sizes and speeds as people write them: never guessed."""
+"""Parsing of sizes and speeds with units, without guessing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_sizes_are_read():
 
 
 def test_what_could_mean_two_things_is_refused():
-    """80 of what? An estimate that guessed would be wrong by a factor of 8 or 1.07, without a word."""
+    """80 in which unit? An estimate that guessed would silently be wrong by a factor of 8 or 1.07."""
     for parse, text, said in REFUSED:
         with pytest.raises(ConfigError) as caught:
             parse(text, "--option")

@@ -1,4 +1,4 @@
-"""Values that are written as JSON and read again, such as the record that a compared run leaves."""
+"""Values that are written as JSON and read back, such as the record of a compared run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from composer_fsdp2.config.value import from_json, json_text
 
 
 def test_a_value_is_read_as_it_was_written():
-    """Three runs of hours are judged by these files: a tuple, a nested value or an infinity that changed is a verdict
-    on another run."""
+    """Three runs of hours are judged by these files: a changed tuple, nested value or infinity would be a verdict on
+    another run."""
     count = CollectiveCount(op="all_gather", dtype="bfloat16", calls=3, num_bytes=12)
     settings = Settings(values={"lr": 1e-3, "betas.0": 0.9}, names=("w", "v"))
     record = replace(

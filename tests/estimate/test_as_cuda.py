@@ -1,4 +1,4 @@
-"""What a GPU's autocast, attention and offloading take, played on tensors without data."""
+"""The memory of a GPU's autocast, attention and offloading, emulated on tensors without data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 
 
 def listed(macro: str) -> set[str]:
-    """The operators of one of torch's own lists, ``softmax.int`` where it says ``_(softmax, int)``."""
+    """The operators of one of torch's own lists; ``_(softmax, int)`` is ``softmax.int``."""
     after = HEADER.read_text().split(f"#define {macro}(_)")[1]
     lines = after[: after.find("\n\n")]
     of_names = {
@@ -31,7 +31,7 @@ def listed(macro: str) -> set[str]:
 
 
 def test_the_lists_are_those_of_torch():
-    """An operator that a GPU runs in fp32, and that is missing here, would be counted with half of what it keeps."""
+    """An operator that a GPU runs in fp32, and that this list lacks, would be counted with half of its saved memory."""
     lists = {
         "AT_FORALL_FP32": played.FP32,
         "AT_FORALL_FP32_SET_OPT_DTYPE": played.FP32_RESULT,
@@ -73,11 +73,11 @@ def dtypes(on_gpu: bool) -> dict[str, torch.dtype]:
     }
     as_on_gpu = as_cuda(LiveStorages()) if on_gpu else contextlib.nullcontext()
     with fake_tensors(), as_on_gpu, torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.is_autocast_enabled() is on_gpu  # as models ask that mean CUDA's
+        assert torch.is_autocast_enabled() is on_gpu  # models read CUDA's state with this call
         return {name: call().dtype for name, call in calls.items()}
 
 
-# By "CUDA Ops that can autocast to float32", "that promote" and "to float16" of torch's page on torch.amp.
+# From "CUDA Ops that can autocast to float32", "that promote" and "to float16" of torch's page on torch.amp.
 ON_GPU = {
     "layer_norm": torch.float32,
     "softmax": torch.float32,
@@ -97,7 +97,7 @@ ON_GPU = {
 
 
 def test_operators_run_in_the_dtypes_of_a_gpu():
-    """Normalization and softmax keep fp32 for backward on a GPU; the CPU is as it was afterwards."""
+    """Normalization and softmax save fp32 for backward on a GPU; afterwards the CPU behaves as before."""
     on_cpu = dtypes(False)
     assert dtypes(True) == ON_GPU
     assert dtypes(False) == on_cpu
@@ -106,7 +106,7 @@ def test_operators_run_in_the_dtypes_of_a_gpu():
 
 
 def test_dropout_in_attention_keeps_no_scores():
-    """On a CPU attention with dropout keeps every score, which is what attention is fused for not to do."""
+    """On a CPU, attention with dropout saves every score, which fused attention avoids."""
     kept = {}
     for name, dropout in (("none", 0.0), ("as given", 0.1)):
         live = LiveStorages()
@@ -120,7 +120,8 @@ def test_dropout_in_attention_keeps_no_scores():
 
 
 def test_offloaded_activations_leave_the_device():
-    """They take the host's memory from forward to backward, and the device's again where backward reads them."""
+    """Offloaded activations use host memory from forward to backward, and device memory again when backward reads
+    them."""
     size = 8 * 16 * 4
     live = LiveStorages()
     with fake_tensors(), as_cuda(live):
@@ -129,7 +130,7 @@ def test_offloaded_activations_leave_the_device():
         live.know([given])
         with live:
             result = block(given)
-            assert (live.now, live.on_host) == (size, 2 * size)  # each Tanh keeps its result
+            assert (live.now, live.on_host) == (size, 2 * size)  # each Tanh saves its result
             result.sum().backward()
             del result
             assert live.on_host == 0

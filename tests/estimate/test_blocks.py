@@ -1,4 +1,4 @@
-"""Which blocks stand for which, and where none may."""
+"""Blocks that can represent others in a trace, and models in which none can."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH = 6
 
 
 class Stack(nn.Module):
-    """Blocks in a container of any kind, run by a function of it; all else of a model around them."""
+    """Blocks in a container of any kind, run by one of its functions, with the rest of a model around them."""
 
     def __init__(self, blocks: nn.Module, run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def with_something_between(blocks: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class Gate(Block):
-    """A block with a switch, as layers that attend to a window and layers that attend to all."""
+    """A block with a switch, as in models that alternate window attention and full attention."""
 
     def __init__(self, is_wide: bool, place: int) -> None:
         super().__init__(WIDTH)
@@ -103,7 +103,7 @@ def plan_of(model: nn.Module, **config: Any) -> ShardingPlan:
 
 
 def check_all(stack: Stack, settings: dict[str, Any], every: int | None = None) -> None:
-    """The trace of a few blocks is that of all."""
+    """Checks that the trace of a few blocks equals the trace of all."""
     model = Chain(model=stack)
     for number, block in enumerate(stack.modules() if every else ()):
         block._activation_checkpointing = number % every == 0 and isinstance(block, Block)  # type: ignore[operator, assignment]
@@ -120,7 +120,7 @@ def check_all(stack: Stack, settings: dict[str, Any], every: int | None = None) 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_few_blocks_stand_for_all_or_all_are_run(name: str):
-    """Whatever way a model runs its blocks, no byte and no event of its trace is a guess."""
+    """However a model runs its blocks, no byte and no event of its trace is a guess."""
     is_even = list(MODELS).index(name) % 2 == 0
     for recomputed in (False, True) if IS_THOROUGH else (is_even,):
         check_all(MODELS[name](), {"activation_checkpointing": recomputed})
@@ -135,13 +135,13 @@ UNLIKE: dict[str, tuple[dict[str, Any], int | None]] = {
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_blocks_in_unlike_surroundings_are_told_apart(name: str):
-    """Frozen blocks below trained ones, and blocks of which every third is recomputed."""
+    """Frozen blocks below trained ones, and recomputation of every third block."""
     settings, every = UNLIKE[name]
     check_all(Stack(nn.ModuleList(blocks(11)), each), settings, every)
 
 
 def test_few_blocks_are_run():
-    """What makes a trace of a hundred blocks as fast as that of three."""
+    """A trace of a hundred blocks takes as long as one of three."""
     model = Chain(model=MODELS["two kinds by a switch"]())
     [found] = find_blocks(model, plan_of(model), num_kept=3)
     assert found.present == ("0", "1", "2", "3", "4", "7")

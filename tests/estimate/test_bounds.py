@@ -1,4 +1,4 @@
-"""Bounds of a step, beside a schedule that was worked out by hand."""
+"""Bounds of a step, compared with a schedule by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from composer_fsdp2.estimate.step import CollectiveCall, Kind, Link, MemorySampl
 
 pytestmark = pytest.mark.any_torch
 
-# Unit a computes 100 operations forward, b 50, and b's backward 80, of which 20 a second time.
+# Unit a computes 100 operations forward, b 50, and b's backward 80, 20 of them recomputation.
 EVENTS = (
     StepEvent(hook=Hook.PRE_FORWARD, unit="a", flops=100),
     StepEvent(hook=Hook.PRE_FORWARD, unit="b", flops=50),
@@ -48,11 +48,11 @@ def estimate(*calls: CollectiveCall) -> StepEstimate:
 
 
 STEP = estimate(call("all_gather", "a", 0), call("all_gather", "b", 1), call("reduce_scatter", "b", 3))
-MACHINE = Machine(flops=10, intra_bytes_per_s=5)  # 50 bytes of a buffer are the other's: 10 s for each collective
+MACHINE = Machine(flops=10, intra_bytes_per_s=5)  # 50 bytes of a buffer are sent: 10 s for each collective
 
 
 def test_a_step_waits_for_what_it_needs():
-    """a is gathered until 10 and computes until 20, when b is there, which computes until 33; then it is reduced."""
+    """a is gathered until 10 and computes until 20, when b is gathered, which computes until 33; then b is reduced."""
     timed = [(each.track, each.label, each.start_s, each.end_s) for each in timed_step(STEP, TRACE, MACHINE)]
     assert [each for each in timed if each[0] != "compute"] == [
         ("all_gather", "a", 0, 10),
@@ -72,17 +72,17 @@ def test_a_step_waits_for_what_it_needs():
 
 
 def test_fp8_computes_at_its_own_peak():
-    """A bound that divides by bfloat16's peak is none: fp8 may take half of it."""
+    """A bound with bfloat16's peak would be wrong: fp8 may take half of it."""
     h100 = GPUS["h100"]
     assert h100.computing_in("amp_fp8").flops == 1978.9e12  # NVIDIA's H100 white paper, dense fp8 of the SXM5
     assert h100.computing_in("amp_bf16") == h100
-    # A number of the user's own, and a device without fp8, stay as they are.
+    # A user's own number, and a device without fp8, are unchanged.
     assert Machine(flops=10).computing_in("amp_fp8").flops == 10
     assert GPUS["a100"].computing_in("amp_fp8") == GPUS["a100"]
 
 
 def test_what_is_not_given_bounds_nothing():
-    """Nobody reads a number of a speed that he did not give."""
+    """No bound depends on a speed that the user did not specify."""
     without_flops = step_bounds(STEP, TRACE, Machine(intra_bytes_per_s=5))
     assert (without_flops.lower_s, without_flops.exposed_s, without_flops.mfu_at_most) == (30, None, None)
     without_links = step_bounds(STEP, TRACE, Machine(flops=10))
@@ -93,8 +93,8 @@ def test_what_is_not_given_bounds_nothing():
 
 
 def test_a_node_shares_its_network():
-    """Of eight ranks on two nodes four share what lies on the other: half of 100 bytes, 12 each, at 2 bytes a second;
-    beside it 42 of the 87 bytes of a ring are on the own node."""
+    """Of eight ranks on two nodes, four share the transfer of the bytes on the other node: half of 100 bytes, 12 each,
+    at 2 bytes a second. Besides, 42 of the 87 bytes of a ring are on the own node."""
     step = estimate(call("all_gather", "a", 0, ranks=8, on_node=4))
     bounds = step_bounds(step, None, Machine(intra_bytes_per_s=1000, inter_bytes_per_s=2))
     assert bounds.inter_s == 6

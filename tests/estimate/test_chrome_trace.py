@@ -1,4 +1,4 @@
-"""A step as a Chrome trace: by the Trace Event Format, with what Perfetto needs to draw it."""
+"""A step as a Chrome trace: in the Trace Event Format, with everything that Perfetto needs to draw it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composer_fsdp2.estimate.step import Kind
 
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema, which the engine's environment has not")
 
-# The parts of the Trace Event Format that are used: complete events, counters and metadata, in microseconds.
+# The event types in use: complete events, counters and metadata, in microseconds.
 NUMBER = {"type": "number", "minimum": 0}
 EVENT = {
     "oneOf": [
@@ -65,8 +65,8 @@ def planned_at(machine: Machine | None, *, is_traced: bool) -> PlannedStep:
 
 
 def test_a_trace_opens_and_shows_all_of_the_step():
-    """Perfetto draws nothing of a file with one wrong event, and a counter that stands still is no timeline, also of a
-    plan without activations or without speeds."""
+    """Perfetto draws nothing of a file with one wrong event, and a constant counter is no timeline; also for a plan
+    without activations or without speeds."""
     for machine in (None, GPUS["h100"], Machine(inter_bytes_per_s=1e9), Machine(flops=1e12)):
         for is_traced in (True, False):
             step = planned_at(machine, is_traced=is_traced)
@@ -88,6 +88,6 @@ def test_a_trace_opens_and_shows_all_of_the_step():
                 calls = [event for event in slices if event["cat"] != "compute"]
                 of_calls = sorted(call.num_bytes for call in step.estimate.calls)
                 assert sorted(event["args"]["bytes"] for event in calls) == of_calls
-            for track in named:  # one after the other on each track, so that slices do not hide each other
+            for track in named:  # consecutive on each track, because overlapping slices hide each other
                 ends = [(event["ts"], event["ts"] + event["dur"]) for event in slices if event["tid"] == track]
                 assert all(one[1] <= other[0] + 1e-6 for one, other in itertools.pairwise(ends)), track

@@ -1,4 +1,5 @@
-"""State and activations together, at a large model's widths, beside real ``fully_shard`` on tensors without data."""
+"""State and activations together, at a large model's widths, compared with a real ``fully_shard`` on tensors without
+data."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ RANKS, ROWS, TOKENS = 64, 1, 4096
 
 
 class AllStorages(TorchDispatchMode):
-    """The largest sum of all storages, whatever they hold; those that FSDP2 has emptied count as empty."""
+    """The peak of the sum of all storages; storages that FSDP2 has freed count as empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ def plan_of(model: nn.Module, recomputed: bool) -> ShardingPlan:
 
 
 def measured(model: nn.Module, plan: ShardingPlan) -> int:
-    """The peak of the second step, which finds the optimizer's state."""
+    """The peak of the second step, when the optimizer's state exists."""
     import torch.distributed._tools.fake_collectives
 
     with world_of(RANKS):
@@ -98,8 +99,8 @@ def measured(model: nn.Module, plan: ShardingPlan) -> int:
                     reshard_after_forward=unit.reshard_after_forward,
                     mp_policy=policy,
                 )
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)  # AdamW reads its count of steps
-            with AllStorages() as storages:  # over both steps: the optimizer's state is seen where it is made
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)  # AdamW reads its step count
+            with AllStorages() as storages:  # over both steps: the optimizer's state is counted when it is created
                 for _ in range(2):
                     storages.peak = 0
                     optimizer.zero_grad()
@@ -113,7 +114,7 @@ def measured(model: nn.Module, plan: ShardingPlan) -> int:
 
 @pytest.mark.parametrize(("layers", "recomputed"), [pytest.param(2, False, marks=pytest.mark.any_torch), (3, True)])
 def test_the_whole_is_that_of_real_fully_shard(layers: int, recomputed: bool):
-    """The peaks of state and of activations do not come at one moment: their sum would say that nothing fits."""
+    """State and activations do not peak at the same time; their sum would wrongly show that nothing fits."""
     held = model(layers)
     plan = plan_of(held, recomputed)
     trace = trace_microbatch(held, plan, loss, rows=ROWS, tokens=TOKENS, precision="amp_bf16")

@@ -1,4 +1,4 @@
-"""A model as one of the ranks that divide it computes it."""
+"""The trace of a model as one of its tensor-parallel ranks computes it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def traced(degree: int) -> tuple[MicrobatchTrace, ShardingPlan]:
 
 
 def test_a_rank_computes_its_part_of_divided_layers():
-    """A step of divided layers was planned as long as that of full ones, and as if nothing were sent."""
+    """A step with TP-sharded layers was planned with the duration of full ones, and without their communication."""
     (full, _), (part, _) = traced(1), traced(2)
     of_layers = 2 * 3 * 2 * 2 * 12 * 16 * 32 * 2  # two blocks; forward and backward; two layers of 16 x 32
     assert sum(each.flops for each in full.events) - sum(each.flops for each in part.events) == of_layers // 2
@@ -42,7 +42,7 @@ def test_a_rank_computes_its_part_of_divided_layers():
 
 
 def test_what_cannot_be_divided_is_counted_in_full_and_says_so():
-    """A model that torch cannot divide without data has a plan, which is never too low."""
+    """A model that torch cannot parallelize without data has a plan, which is never too low."""
     full, _ = traced(1)
     with mock.patch.object(divided, "parallelize", side_effect=RuntimeError("no such style")):
         part, _ = traced(2)

@@ -1,4 +1,4 @@
-"""Questions that models ask of tensors, where these have no values."""
+"""Reads of tensors by a model, when the tensors have no values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from composer_fsdp2.estimate._torch.live import LiveStorages
 
 
 def test_tokens_go_to_all_experts_alike():
-    """Each expert would get none, or all: the activations of a mixture of experts are those of its tokens' shares."""
+    """Otherwise an expert would receive no tokens or all: the activations of a mixture of experts depend on each
+    expert's share."""
     with fake_tensors(), lists_of_zeros(), LiveStorages(num_experts=4):
         chosen = torch.ones(64, 2, dtype=torch.long)  # two of four experts for each of 64 tokens
         assert torch.where(chosen == 3)[0].shape == (32,)
@@ -21,7 +22,7 @@ def test_tokens_go_to_all_experts_alike():
 
 
 def test_what_is_recomputed_is_answered_as_well():
-    """A block that runs again in backward asks again, and nobody else is there to answer."""
+    """A block that is recomputed in backward reads tensors again, and must read the same."""
 
     def block(inputs: torch.Tensor) -> torch.Tensor:
         (chosen,) = torch.where(inputs.sum(1) > 0)
@@ -34,7 +35,7 @@ def test_what_is_recomputed_is_answered_as_well():
 
 
 def test_values_that_are_there_are_their_own():
-    """A model that counts something real goes on counting."""
+    """A model that reads tensors with real values reads these values."""
     with LiveStorages(num_experts=4):
         assert torch.tensor(3).item() == 3 and bool(torch.tensor(True))
         assert torch.where(torch.tensor([0, 1, 1]))[0].tolist() == [1, 2]

@@ -1,4 +1,4 @@
-"""The page of a planned step: whole, offline and small."""
+"""The page of a planned step: complete, offline and small."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Addresses(HTMLParser):
 
 
 def test_the_page_is_whole_and_asks_for_nothing_from_outside():
-    """A cluster's login node has no network, and a page that is sent on must not call home; a file's name or a
-    finding's value must not become a part of the page."""
+    """A cluster's login node has no network, and a forwarded page must not contact a server. A file's name or a
+    finding's value must not be parsed as markup."""
     bare = replace(planned(memory_bytes=None), bounds=None, findings=())
     for step in (planned(), planned(num_blocks=300), bare):
         page = plan_page(step, "1. a <b> & c")
@@ -85,7 +85,7 @@ def test_the_page_is_whole_and_asks_for_nothing_from_outside():
 
 
 def test_the_page_says_what_the_plan_says():
-    """Whoever is sent the page alone sees the peak, its parts, each collective, what must be decided, and the model."""
+    """A reader of the page alone sees the peak, its parts, each collective, the open decisions, and the model."""
     step = planned()
     page = plan_page(step)
     [document] = minidom.parseString(page.removeprefix("<!DOCTYPE html>\n")).getElementsByTagName("body")
@@ -113,8 +113,8 @@ def texts(node: minidom.Node) -> list[minidom.Text]:
 
 
 def test_a_large_run_stays_small_and_keeps_its_peak():
-    """127 units in 8 microbatches are some ten thousand moments: a page with each of them opens in no mail, and one
-    with every twentieth would not show the moment that runs out of memory."""
+    """127 units in 8 microbatches are about ten thousand moments: a page with all of them is too large for mail, and
+    one with every twentieth would not show the moment that runs out of memory."""
     step = planned(num_blocks=126, num_microbatches=8)
     timeline = step.estimate.timeline
     assert len(step.plan.units) == 127 and len(timeline) > 5000

@@ -1,4 +1,4 @@
-"""What a rank sends, by link: beside tables that were worked out by hand."""
+"""The bytes that a rank sends over each link, compared with tables by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = tuple[str, str, int, str, int, int, int]
 
 
 def step_of(config: dict[str, Any], *, world_size: int, gpus_per_node: int) -> StepEstimate:
-    """A step of two blocks of 280 elements and a root of 400, all divided without padding, in fp32."""
+    """A step of two blocks of 280 elements and a root of 400, all sharded without padding, in fp32."""
     model = Model(num_blocks=2, width=8, vocabulary=24)
     plan = plan_sharding(model, config_of(config, precision="fp32", world_size=world_size), precision="fp32")
     return estimate_step(plan, world_size=world_size, gpus_per_node=gpus_per_node)
@@ -36,7 +36,7 @@ def rows(estimate: StepEstimate) -> set[Row]:
 
 FSDP = {"sharding_strategy": "FULL_SHARD"}
 HSDP = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2}
-# Of four ranks on two nodes.
+# For four ranks on two nodes.
 STEPS: dict[str, tuple[dict[str, Any], set[Row]]] = {
     "each gather and each reduction sends three quarters of its buffer between nodes": (
         FSDP,
@@ -46,7 +46,7 @@ STEPS: dict[str, tuple[dict[str, Any], set[Row]]] = {
             ("reduce_scatter", "backward", 4, "inter", 3, FULL, FULL * 3 // 4),
         },
     ),
-    # Shards on a node, replicas across.
+    # Shards on a node, replicas across nodes.
     "gathers stay on the node, and an all-reduce of half of each unit crosses": (
         HSDP,
         {
@@ -70,13 +70,14 @@ STEPS: dict[str, tuple[dict[str, Any], set[Row]]] = {
 
 @pytest.mark.parametrize("what", STEPS)
 def test_each_collective_goes_over_its_link(what: str):
-    """A run that is bound by its network would be told that it is not."""
+    """Otherwise a run that is limited by its network would appear not to be."""
     config, expected = STEPS[what]
     assert rows(step_of(config, world_size=4, gpus_per_node=2)) == expected
 
 
 def test_what_a_unit_sends():
-    """With all ranks on one node nothing is sent to another; on two nodes each unit sends its own part of the above."""
+    """With all ranks on one node nothing is sent to another; on two nodes each unit sends its own part of the table
+    above."""
     sent = sent_by_unit(step_of(FSDP, world_size=4, gpus_per_node=2).calls)
     assert {link for _, link in sent} == {Link.INTER}
     assert sorted(sent.values()) == sorted([2 * ROOT * 3 // 4, *[3 * BLOCK * 3 // 4] * 2])
@@ -86,9 +87,9 @@ def test_what_a_unit_sends():
 
 
 def test_what_crosses_to_other_nodes():
-    """Eight ranks on two nodes, buffers of 800 bytes: 400 lie on the other node, and four ranks share their way.
+    """Eight ranks on two nodes, buffers of 800 bytes: 400 are on the other node, and four ranks share the transfer.
 
-    In a ring 700 pass from each rank to the next, and so from the last rank of a node to the first of another.
+    In a ring each rank sends 700 to the next, and so the last rank of a node to the first of another.
     """
 
     def call(op: str, ranks: int, on_node: int, link: Link = Link.INTER) -> CollectiveCall:

@@ -1,4 +1,4 @@
-"""What optimizers allocate in their step, beside real steps whose storages are counted."""
+"""The memory that optimizers allocate in a step, compared with real steps whose storages are counted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMPOSER: list[tuple[str, dict[str, Any]]] = [
 
 
 def allocated(kind: Any, options: dict[str, Any]) -> int:
-    """The most bytes at once that a third step allocates: momentum is a copy of the first gradient."""
+    """The peak of bytes that a third step allocates: momentum is a copy of the first gradient."""
     parameters = [nn.Parameter(torch.randn(size)) for size in SIZES]
     optimizer = kind(parameters, lr=0.1, **options)
     with LiveStorages() as storages:
@@ -51,12 +51,12 @@ def expected(name: str, options: dict[str, Any], device_type: str) -> int:
     return optimizer_state(name, options).step_bytes([4 * size for size in SIZES], device_type)
 
 
-NUMBERS = 64  # bytes of numbers of one element that a step makes, such as a correction
+NUMBERS = 64  # bytes of one-element tensors that a step creates, such as a correction
 
 
 @pytest.mark.parametrize(("name", "options"), TORCH, ids=str)
 def test_a_step_of_torch_allocates_what_is_counted(name: str, options: dict[str, Any]):
-    """A run that fits up to its first step would end there: torch's default on GPUs takes the square roots of all
+    """A run that fits until its first step would end there: torch's default on GPUs computes the square roots of all
     second moments at once."""
     kind = getattr(torch.optim, name)
     is_fused = options.get("fused", False)
@@ -70,7 +70,7 @@ def test_a_step_of_torch_allocates_what_is_counted(name: str, options: dict[str,
 @pytest.mark.composer
 @pytest.mark.parametrize(("name", "options"), COMPOSER, ids=str)
 def test_a_step_of_composer_allocates_what_is_counted(name: str, options: dict[str, Any]):
-    """It goes from one parameter to the next, on a GPU as well."""
+    """It updates one parameter after the other, on a GPU as well."""
     optimizers = pytest.importorskip("composer.optim", reason="needs Composer")
     found, wanted = allocated(getattr(optimizers, name), options), expected(name, options, "cuda")
     assert wanted <= found <= wanted + NUMBERS, (found, wanted)
@@ -78,7 +78,7 @@ def test_a_step_of_composer_allocates_what_is_counted(name: str, options: dict[s
 
 @pytest.mark.composer
 def test_a_step_of_foundrys_lion_allocates_what_is_counted():
-    """Of one parameter after the other."""
+    """It updates one parameter after the other."""
     optimizers = pytest.importorskip("llmfoundry.optim", reason="needs LLM Foundry")
     found, wanted = allocated(optimizers.DecoupledLionW, {}), expected("decoupled_lionw", {}, "cuda")
     assert wanted <= found <= wanted + NUMBERS, (found, wanted)

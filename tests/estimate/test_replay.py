@@ -1,4 +1,5 @@
-"""The replay of a step beside real ``fully_shard``: every collective, and the peak of the state to the byte."""
+"""The replay of a step compared with a real ``fully_shard``: every collective, and the peak of the state to the
+byte."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, an ``fsdp_config``, and the ranks of the world."""
+    """A model, an ``fsdp_config``, and the world size."""
 
     config: dict[str, Any] = field(default_factory=dict)
     ranks: int = 4
@@ -71,7 +72,7 @@ def record(model: nn.Module, plan: ShardingPlan) -> MicrobatchTrace:
 
 
 def measure(model: nn.Module, case: Case) -> tuple[Counter[tuple[str, int, int]], Any]:
-    """Two steps with one counter, the second of which counts: a first one has no optimizer's state yet."""
+    """Measures the second of two steps, because the optimizer has no state in the first."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=True)
     state = StateBytes(model, optimizer)
@@ -100,7 +101,7 @@ def predicted(estimate: StepEstimate) -> Counter[tuple[str, int, int]]:
 
 
 def compare(case: Case, rank: int = 0) -> str:
-    """What differs between the replay and the real thing; "" if nothing does. Called on all ranks."""
+    """The differences between the replay and the real step; "" if none. Called on all ranks."""
     model = case.model()
     model(tokens())
     plan = case.plan(model)
@@ -159,11 +160,11 @@ EACH = {
 }
 PAIRS = {}
 for (i, strategy), (j, dtype), (k, when) in itertools.product(*map(enumerate, (STRATEGIES, DTYPES, SYNCS))):
-    # Each two of a strategy, dtypes and a way to accumulate once, in a thorough run all three.
+    # Every pair of strategy, dtype and accumulation once; a thorough run has all triples.
     if (when == "defer" and strategy not in ("hsdp", "none")) or not (IS_THOROUGH or (i + k) % 3 == j):
         continue
     config, number = SYNCS[when]
-    # Each strategy, and each way to accumulate, is there by itself.
+    # A separate test case for each strategy and each accumulation.
     (EACH if strategy == "hsdp" or when == "one" else PAIRS)[f"{strategy}, {dtype}, {when}"] = Case(
         config=STRATEGIES[strategy] | {"mixed_precision": DTYPES[dtype]} | config,
         microbatches=number,
@@ -172,9 +173,9 @@ for (i, strategy), (j, dtype), (k, when) in itertools.product(*map(enumerate, (S
 
 
 @pytest.mark.parametrize("cases", [EACH, pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["each", "pairs"])
-@pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT:FutureWarning")  # torch 2.7, where asked
+@pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT:FutureWarning")  # torch 2.7
 def test_every_configuration_is_replayed_to_the_byte(cases: dict[str, Case]):
-    """A memory prediction that is off by a unit says that a run fits which does not."""
+    """A memory prediction that is off by one unit would claim that a run fits which does not."""
     wrong = {}
     for name, case in cases.items():
         with world_of(case.ranks):
@@ -194,7 +195,8 @@ ADAPTERS = {
 
 
 def test_frozen_parameters_have_no_gradients_and_no_state_in_a_plan_alone():
-    """Without a trace as well: adapters on a frozen base would be promised the base's gradients and Adam state."""
+    """Also without a trace: for adapters on a frozen base the plan must not count the base's gradients and Adam
+    state."""
     for name, case in ADAPTERS.items():
         with world_of(case.ranks):
             model = case.model()
@@ -202,7 +204,7 @@ def test_frozen_parameters_have_no_gradients_and_no_state_in_a_plan_alone():
             assert {spec.name for unit in plan.units for spec in unit.parameters if spec.is_trained} == {
                 name for name, parameter in model.named_parameters() if parameter.requires_grad
             }
-            # Ranks that train other parameters would wait for other reductions: their plans must not be equal.
+            # Ranks with different trainable parameters would wait for different reductions, so their plans must differ.
             assert plan.digest != case.plan(replace(case, frozen=()).model()).digest
             estimate = estimate_step(plan, world_size=case.ranks)
             apply_plan(model, plan)
@@ -237,15 +239,15 @@ def on_ranks(names: tuple[str, ...]) -> None:
 @pytest.mark.any_torch
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_real_ranks_take_and_send_what_was_predicted(ranks: int):
-    """The fake group above sends nothing; what gloo's ranks do is the same, on each of them."""
+    """The fake group above sends nothing; gloo's ranks communicate the same, on each of them."""
     run_ranks(on_ranks, ranks, tuple(name for name, case in GLOO.items() if case.ranks == ranks))
 
 
-# --- experts that ranks split
+# --- expert parallelism
 
 
 def sent_beside_prediction(config: dict[str, Any]) -> list[Counter[tuple[str, int, int]]]:
-    """What was sent and not predicted, and the other way round. Called on all ranks."""
+    """The collectives that were not predicted, and the predicted ones that were not sent. Called on all ranks."""
     case = Case(config={"expert_parallel_degree": 2} | config)
     model = MoELanguage()
     plan = case.plan(model)
@@ -257,7 +259,7 @@ def sent_beside_prediction(config: dict[str, Any]) -> list[Counter[tuple[str, in
 
 @pytest.mark.any_torch
 def test_shards_of_experts_travel_as_predicted():
-    """A plan that took a layer's experts for gathered in full would refuse what fits."""
+    """A plan that counted a layer's EP-sharded experts as fully gathered would refuse a run that fits."""
     for config in ({}, {"data_parallel_replicate_degree": 2}):
         for unexpected, missing in run_ranks(sent_beside_prediction, 4, config):
             assert not missing, missing

@@ -1,4 +1,4 @@
-"""The estimate of a step's seconds, beside sums that were worked out by hand."""
+"""The estimate of a step's seconds, compared with sums by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit
 
 pytestmark = pytest.mark.any_torch
 
-# 100 operations forward; 300 backward, of which 100 a second time. At half of 20 a second these are 10 and 30 s.
+# 100 operations forward; 300 backward, 100 of them recomputation. At half of 20 a second these are 10 and 30 s.
 TRACE = MicrobatchTrace(
     events=(
         StepEvent(hook=Hook.PRE_FORWARD, unit="a", flops=100),
@@ -35,7 +35,7 @@ MACHINE = Machine(
 
 
 def plan_of(*, offload: bool = False) -> ShardingPlan:
-    """One unit of 60 elements in fp32, which is gathered in bf16."""
+    """One unit of 60 elements in fp32, gathered in bf16."""
     mesh = MeshSpec.of_degrees(2, device_type="cuda")
     config = ShardingConfig(mesh=mesh, cpu_offload=offload)
     unit = ShardUnit(
@@ -52,7 +52,8 @@ def plan_of(*, offload: bool = False) -> ShardingPlan:
 
 
 def estimate_of(num_microbatches: int = 1, *, num_bytes: int = 120, link: Link = Link.INTRA) -> StepEstimate:
-    """Gathered in forward and in backward, and reduced, in each microbatch; half of a buffer is the other rank's."""
+    """All-gathers in forward and in backward, and a reduce-scatter, in each microbatch; half of a buffer is the other
+    rank's."""
     samples, calls = [], []
     for number in range(num_microbatches):
         for place, (op, phase) in enumerate(
@@ -88,15 +89,15 @@ def seconds(estimate: StepEstimate, *, number: int = 1, trace: MicrobatchTrace =
 
 
 def test_what_overlaps_with_computation_is_not_counted():
-    """60 of 120 bytes pass NVLink in 12 s, 2 more than forward computes; backward's 24 s are hidden behind 30."""
+    """60 of 120 bytes pass NVLink in 12 s, 2 more than forward computes; backward's 24 s overlap with 30."""
     assert seconds(estimate_of()) == pytest.approx(12 + 30)
-    assert seconds(estimate_of(num_bytes=20)) == pytest.approx(10 + 30)  # all hidden
+    assert seconds(estimate_of(num_bytes=20)) == pytest.approx(10 + 30)  # all overlapped
     # Between two nodes the same 60 bytes take 30 s, and twice as many 60.
     assert seconds(estimate_of(link=Link.INTER)) == pytest.approx(30 + 60)
 
 
 def test_what_is_recomputed_is_computed():
-    """A ladder that did not count it would recompute everything."""
+    """A ladder that did not count recomputation would recompute everything."""
     once = tuple(replace(each, flops=each.flops - each.recomputed_flops) for each in TRACE.events)
     assert seconds(estimate_of(num_bytes=20), trace=replace(TRACE, events=once)) == pytest.approx(10 + 20)
 
@@ -109,18 +110,18 @@ def test_the_second_of_three_microbatches_stands_for_those_between():
 
 def test_offloading_takes_time():
     """240 bytes of parameters in fp32, half of them on each of two ranks: 120 bytes at 4 a second for each gather and
-    each gradient, beside the computation. What is kept of activations passes PCIe twice, and everything waits."""
+    each gradient, overlapped with computation. Saved activations pass PCIe twice, and everything waits for them."""
     cheap = estimate_of(num_bytes=20)
     assert seconds(cheap, offload=True) == pytest.approx(30 + 60)
     assert seconds(replace(cheap, host_bytes=480), offload=True) == pytest.approx(90 + HOST_PASSES * 48)
     trace = replace(TRACE, host_bytes=40)
-    # The same 40 bytes are in what the step has on the host, and are no optimizer's.
+    # The same 40 bytes are part of the step's host memory, and not the optimizer's.
     assert seconds(replace(cheap, host_bytes=40), trace=trace) == pytest.approx(40 + 2 * 10)
     assert seconds(replace(estimate_of(3, num_bytes=20), host_bytes=40), trace=trace, number=5) == pytest.approx(5 * 60)
 
 
 def test_speeds_are_assumed_from_the_memory():
-    """Who names no GPU gets an order by somebody's speeds, and is told whose."""
+    """Without a GPU's name, the order uses assumed speeds, and the sources name their GPU."""
     sizes = {40 * 2**30: "a100", 80 * 2**30: "h100", 81 * 2**30: "h200", 10**15: "h200"}
     for memory, name in sizes.items():
         found = with_assumed_speeds(None, memory)
@@ -128,4 +129,4 @@ def test_speeds_are_assumed_from_the_memory():
         assert "assumed" in found.sources[-1]
     own = with_assumed_speeds(Machine(inter_bytes_per_s=1e9), 2**30)
     assert (own.inter_bytes_per_s, own.flops) == (1e9, GPUS["a100"].flops) and "assumed" in own.sources[-1]
-    assert with_assumed_speeds(GPUS["h200"], 2**30) == GPUS["h200"]  # nothing is assumed, and nothing said
+    assert with_assumed_speeds(GPUS["h200"], 2**30) == GPUS["h200"]  # nothing is assumed or added

@@ -1,4 +1,4 @@
-"""The ladder of plans: what is tried, in which order, and what of it is proposed."""
+"""The ladder of plans: which settings are tried, in which order, and which are proposed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.any_torch
 def plan_of(
     num_layers: int = 3, width: int = 8, world_size: int = 8, *, offload: bool = False, **config: Any
 ) -> ShardingPlan:
-    """A language model's: equal blocks, and a root with embeddings and output."""
+    """The plan of a language model: equal blocks, and a root with embeddings and output."""
     mesh = config.pop("mesh", MeshSpec.of_degrees(world_size, device_type="cuda"))
     given = ShardingConfig(mesh=mesh, cpu_offload=offload, **config)
 
@@ -58,7 +58,7 @@ def plan_of(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What may be tried
+# Settings to try
 
 NONE, FOURTH, SECOND, ALL = Activations(), *(Activations(every=each, recompute=True) for each in (4, 2, 1))
 NOW = Settings(reshard_after_forward=True, activations=ALL, microbatch_size=2, replicas=1, cpu_offload=False)
@@ -73,22 +73,23 @@ def shardings(ladder: Ladder) -> list[tuple[bool | int, int]]:
 
 
 def test_on_one_node_nothing_is_replicated():
-    """Parameters are kept after forward, or not; groups and replicas are for networks that are slower than NVLink."""
+    """Parameters are resharded after forward, or not. Smaller shard groups and replicas only help on networks slower
+    than NVLink."""
     assert shardings(ladder(plan_of())) == [(True, 1), (False, 1)]
     assert ladder(plan_of(num_layers=3)).activations == (NONE, SECOND, ALL)
     assert ladder(plan_of(num_layers=4)).activations == (NONE, FOURTH, SECOND, ALL)
-    assert ladder(plan_of(num_layers=1)).activations == (NONE,)  # which is no row of blocks
+    assert ladder(plan_of(num_layers=1)).activations == (NONE,)  # one block is no row of blocks
 
 
 def test_on_several_nodes_a_node_may_keep_parameters_or_be_a_replica():
-    """24 ranks on 3 nodes: never groups of 6, of which some lie on two nodes and send ten times what others do."""
+    """24 ranks on 3 nodes: never groups of 6, some of which span two nodes and send ten times as much as the others."""
     assert shardings(ladder(plan_of(world_size=24))) == [(True, 1), (8, 1), (False, 1), (True, 3)]
     hybrid = plan_of(mesh=MeshSpec.of_degrees(8, 3, device_type="cuda"), reshard_after_forward=False)
     assert shardings(ladder(hybrid)) == [(False, 3), (True, 3), (True, 1)]
-    halves = MeshSpec.of_degrees(16, tensor=2, device_type="cuda")  # of whose shards a node has four
+    halves = MeshSpec.of_degrees(16, tensor=2, device_type="cuda")  # a node has four of its shards
     assert shardings(ladder(plan_of(mesh=halves))) == [(True, 1), (4, 1), (False, 1)]
     split = replace(plan_of(world_size=16), units=plan_of(world_size=8).units)
-    assert shardings(ladder(split)) == [(True, 1), (8, 1), (False, 1)]  # units have meshes of their own
+    assert shardings(ladder(split)) == [(True, 1), (8, 1), (False, 1)]  # its units have different meshes
 
 
 @pytest.mark.parametrize(
@@ -100,13 +101,13 @@ def test_rows_divide_the_batch(rows: int, size: int, expected: tuple[int, ...]):
 
 
 def test_who_offloads_may_not_need_to():
-    """An optimizer on the host is the slowest of all; a run that has it may fit without."""
+    """An optimizer on the host is the slowest setting; a run that offloads may fit without it."""
     found = ladder(plan_of(offload=True))
     assert [each.cpu_offload for each in found.shardings] == [True, False, False]
 
 
 def test_what_a_plan_recomputes_is_recognized():
-    """A proposal would be refused as another plan than was meant, or the run as it is be tried a second time."""
+    """Otherwise a proposal would be refused as a different plan, or the present run would be tried a second time."""
     config = {"activation_checkpointing": ActivationCheckpointing(checkpoint=True)}
     plan = plan_of(num_layers=4, reshard_after_forward=1, **config)
     rows = blocks_of(plan)[0]
@@ -116,11 +117,12 @@ def test_what_a_plan_recomputes_is_recognized():
 
     assert (has(), has(*rows), has(*rows[1::2]), has(rows[3])) == (NONE, ALL, SECOND, FOURTH)
     assert has(rows[0]).every == -1
-    assert present_settings(plan, 1).reshard_after_forward is False  # a group of one keeps all
+    assert present_settings(plan, 1).reshard_after_forward is False  # a group of one rank never reshards
 
 
 def test_a_row_s_first_block_may_have_more_parameters():
-    """T5's first blocks hold the positions of all: every block recomputed would be all but these."""
+    """T5's first blocks have the position embeddings of all; otherwise "recompute every block" would leave these
+    out."""
     plan = plan_of(num_layers=3)
     extra = ParameterSpec(names=("model.layers.0.bias",), shape=(8,), dtype="float32")
     first = replace(plan.units[0], parameters=(*plan.units[0].parameters, extra))
@@ -130,7 +132,7 @@ def test_a_row_s_first_block_may_have_more_parameters():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is tried, and in which order
+# Settings and their order
 
 LADDER = Ladder(
     shardings=(NOW, replace(NOW, reshard_after_forward=False)), activations=(NONE, SECOND, ALL), sizes=(1, 2, 4)
@@ -145,7 +147,8 @@ def candidate(settings: Settings, peak_bytes: float, seconds: float, host_bytes:
 
 
 def rated(settings: Settings, sends: float = 1) -> Candidate:
-    """10 of state, 20 more where parameters are kept; recomputing all takes a third longer; each microbatch sends."""
+    """State takes 10, and 20 more without resharding; recomputing all blocks takes a third longer; each microbatch
+    communicates."""
     kept = KEPT.get(replace(settings.activations, offload=False), 2) * settings.microbatch_size
     state = 10 if settings.reshard_after_forward else 30
     state = 4 if settings.cpu_offload else state
@@ -174,8 +177,8 @@ def short(settings: Settings) -> tuple[str, str, int]:
 
 
 def test_the_ladder_goes_from_one_rung_to_the_next():
-    """Each setting by itself, in an expert's order; then of each way to recompute the most rows that fit. With 24, one
-    row fits without recomputation, of two the half recomputed, of four all; parameters that are kept fit with none."""
+    """Each setting alone, in an expert's order; then for each choice of recomputed blocks the largest microbatch that
+    fits. With 24, one row fits without recomputation, two with half of it, four with all; without resharding, none."""
     first = [
         ("keep", "all", 2),
         ("reshard", "none", 2),
@@ -183,20 +186,20 @@ def test_the_ladder_goes_from_one_rung_to_the_next():
         ("reshard", "all", 1),
         ("reshard", "none", 1),
     ]
-    # In a network that is slow, 600 s, 500 and 475: more rows pay for what is recomputed.
+    # On a slow network, 600 s, 500 s and 475 s: larger microbatches outweigh recomputation.
     found, asked = suggested(24, lambda settings: rated(settings, sends=100))
     then = [("reshard", "second", 4), ("reshard", "all", 4), ("keep", "all", 1)]
     assert [short(each) for each in asked] == [*first, *then]
-    assert found.num_tried == 9  # with the run as it is
+    assert found.num_tried == 9  # including the run as it is
     assert [(short(each.settings), each.peak_bytes) for each in found.proposals] == [(("reshard", "all", 4), 18)]
-    # In one that is fast nothing is gained by more rows than one, and half the blocks recomputed takes more memory.
+    # On a fast network larger microbatches gain nothing, and recomputing half the blocks takes more memory.
     found, asked = suggested(24)
     assert [short(each) for each in asked] == [*first, ("keep", "all", 1)]
     assert [(short(each.settings), each.peak_bytes) for each in found.proposals] == [(("reshard", "none", 1), 20)]
 
 
 def test_nothing_is_offered_where_nothing_is_gained():
-    """A diff that changes a run for a millisecond is none that anybody reads twice."""
+    """Nobody applies a diff that saves one millisecond."""
 
     def as_fast(settings: Settings) -> Candidate:
         return replace(rated(settings), seconds=(1 if settings == NOW else 0.995) * rated(NOW).seconds)
@@ -208,15 +211,15 @@ def test_nothing_is_offered_where_nothing_is_gained():
 
 
 def test_of_plans_that_are_as_fast_what_changes_least_is_proposed():
-    """Kept parameters spare less than 1 % of a step here, and take 20 more: nobody would change them for that."""
+    """Here, no resharding saves less than 1 % of a step and takes 20 more memory, which is not worth a change."""
     best = suggested(10**6)[0].proposals[0].settings
     assert best == replace(NOW, activations=NONE)
     peaks = [each.peak_bytes for each in suggested(10**6)[0].proposals]
-    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks) > 1  # slower, but smaller
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks) > 1  # slower, with a smaller peak
 
 
 def test_offloading_comes_last():
-    """An optimizer on the host would be the first advice for a run that fits with less."""
+    """Otherwise an optimizer on the host would be the first suggestion for a run that fits with less."""
     assert not any(each.cpu_offload or each.activations.offload for each in suggested(14)[1])
     found, asked = suggested(8)
     least = replace(NOW, microbatch_size=1)
@@ -233,7 +236,8 @@ def test_offloading_comes_last():
 
 
 def test_what_cannot_be_had_is_left_out():
-    """Files that lack a key for rows, or models that cannot run recomputed, get what is left."""
+    """For files without a key for the microbatch size, or models that cannot recompute, the other settings are
+    suggested."""
     found, asked = suggested(24, lambda settings: rated(settings) if settings.microbatch_size == 2 else None)
     assert [short(each.settings) for each in found.proposals] == [("reshard", "second", 2)]
     assert [each.microbatch_size for each in asked].count(1) == 1
@@ -244,7 +248,7 @@ def test_what_cannot_be_had_is_left_out():
 @given(data=st.data())
 @examples(40)
 def test_at_most_24_plans_are_tried(data: st.DataObject):
-    """A ladder that grows with the rows of a batch or the number of ranks would take minutes."""
+    """A ladder that grows with the batch size or the number of ranks would take minutes."""
     draw = data.draw
     world_size = draw(st.sampled_from((8, 16, 64, 1024)))
     replicas = draw(st.sampled_from((1, 2, 8)))
@@ -267,7 +271,7 @@ def test_at_most_24_plans_are_tried(data: st.DataObject):
     assert all(each.peak_bytes <= memory_bytes for each in found.proposals)
     if memory_bytes >= 5:
         assert all(each.seconds < 5 for each in found.proposals)
-    if found.nearest is not None:  # there was room for all that offloads
+    if found.nearest is not None:  # there was room for all settings that offload
         assert sum(each.cpu_offload or each.activations.offload for each in peaks) == 3
     assert (found.nearest is None) == (memory_bytes >= min([5, *(each for each in peaks.values() if each < 9)]))
 
@@ -279,7 +283,8 @@ def test_at_most_24_plans_are_tried(data: st.DataObject):
 @given(data=st.data())
 @examples(20)
 def test_three_microbatches_tell_of_any_number(data: st.DataObject):
-    """[Note: microbatches alike] A candidate would be proposed that does not fit, or is slower than was said."""
+    """[Note: microbatches alike] Otherwise a candidate would be proposed that does not fit, or is slower than
+    predicted."""
     draw = data.draw
     plan = plan_of(
         num_layers=draw(st.integers(1, 4)),

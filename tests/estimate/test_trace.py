@@ -1,4 +1,4 @@
-"""What a microbatch keeps and takes, traced without data, beside what a real one does."""
+"""The memory that a microbatch saves and needs, traced without data, compared with a real one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, TOKENS = 2, 12
 
 
 def held(model: nn.Module) -> nn.Module:
-    """As Composer has it: the model is the child of what is trained."""
+    """As in Composer: the model is the child of the trained module."""
     return Running(lambda holder, **inputs: holder.model(**inputs), model=model)
 
 
@@ -95,7 +95,7 @@ def with_hooks(model: Any, block: str) -> nn.Module:
 
 
 OURS = {"ours": (ours, loss_of_ours, None)}
-# With one of the settings below.
+# Each with one of the settings below.
 THEIRS = {
     "llama": (llama, loss_of_theirs, "amp_bf16, nothing recomputed"),
     "gpt2": (gpt2, loss_of_theirs, "fp32, every second recomputed"),
@@ -133,7 +133,7 @@ SETTINGS = {
 
 
 def real(model: nn.Module, plan: ShardingPlan, loss: Any, precision: str) -> list[StepEvent]:
-    """The same counted on tensors with data, of all blocks."""
+    """The same trace from tensors with data, of all blocks."""
     dtypes = {n: u.mixed_precision.param_dtype for u in plan.units for spec in u.parameters for n in spec.names}
     lists = find_blocks(model, plan, num_kept=99)
 
@@ -155,20 +155,20 @@ def real(model: nn.Module, plan: ShardingPlan, loss: Any, precision: str) -> lis
 
 
 def differences(first: list[StepEvent], second: list[StepEvent]) -> list[str]:
-    """Where two traces part, event by event."""
+    """The events in which two traces differ."""
     if len(first) != len(second):
         return [f"{len(first)} events, not {len(second)}"]
     return [f"{a} != {b}" for a, b in zip(first, second, strict=True) if a != b]
 
 
 def largest(events: Iterable[StepEvent]) -> tuple[int, int]:
-    """The bytes that are kept and taken at most."""
+    """The peaks of saved and of allocated bytes."""
     moments = [event for event in events if event.unit is not None]
     return max(event.live_bytes for event in moments), max(event.peak_bytes for event in moments)
 
 
 def require_models(package: str) -> None:
-    """``plan`` traces the models of Composer's environment: those of transformers 5 keep other tensors."""
+    """``plan`` traces the models of Composer's environment; those of transformers 5 save other tensors."""
     pytest.importorskip(package, reason=f"needs models of {package}")
     transformers = pytest.importorskip("transformers", "4", reason="needs models of transformers 4")
     if not transformers.__version__.startswith("4."):
@@ -177,9 +177,9 @@ def require_models(package: str) -> None:
 
 @pytest.mark.parametrize("name", [*OURS, *THEIRS])
 def test_three_blocks_stand_for_all_and_for_a_real_run(name: str):
-    """What three blocks keep and take is what all of them do, at each moment, and what tensors with data do, to the
-    byte: else a large model's memory is guessed. Of Llama, GPT-2 and T5 by transformers and MPT by LLM Foundry, with
-    blocks that differ (T5's first) and with caches of keys and values, too."""
+    """Three blocks save and need the same memory as all of them, at each moment, and the same as with real data, to the
+    byte: otherwise a large model's memory would be guessed. For Llama, GPT-2 and T5 of transformers and MPT of LLM
+    Foundry, with blocks that differ (T5's first) and with key-value caches, too."""
     if name in THEIRS:
         require_models("llmfoundry" if name == "mpt" else "transformers")
     build, loss, only = (OURS | THEIRS)[name]
@@ -200,8 +200,8 @@ def test_three_blocks_stand_for_all_and_for_a_real_run(name: str):
 
 
 def test_attention_is_recomputed_as_it_was_computed():
-    """A plan for GPUs of a recomputed model that drops attention's scores, as GPT-2 does, was an error of torch's
-    checkpointing: the second forward, within backward, was a CPU's."""
+    """For a recomputed model that drops attention scores, such as GPT-2, a plan for GPUs failed in torch's
+    checkpointing: the second forward, within backward, ran as on a CPU."""
     require_models("transformers")
     traces = []
     for attn_pdrop in (0.0, 0.1):

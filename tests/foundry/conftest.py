@@ -1,4 +1,4 @@
-"""The data that Foundry's runs read."""
+"""The data for Foundry's runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of LLM Foundry's loaders, of ranks that share one."""
+"""Batches of LLM Foundry's loaders for ranks that share one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CONTEXT = ("fsdp_config.context_parallel_degree=2",)
 GLU = ("model.ffn_config.ffn_type=mptglu", "model.n_layers=1", "fsdp_config.mixed_precision=FULL")
 FFN = ("tp_config.strategy=ffn", "tp_config.tensor_parallel_degree=2")
 
-AUTO = ("tp_config.strategy=auto", FFN[1], "fsdp_config.broadcast_batch=gather")  # all of the model
+AUTO = ("tp_config.strategy=auto", FFN[1], "fsdp_config.broadcast_batch=gather")  # the full model
 
 
 def ffn_split(model: Any) -> set[str]:
-    """Which projections of the feed-forwards are laid out along a tensor axis."""
+    """The feed-forwards' projections that are sharded along a tensor axis."""
     parameters = {name: value for name, value in model.named_parameters() if ".ffn." in name}
     assert len(parameters) == 2 * 3, list(parameters)  # weights and biases, projections
     return {name.split(".")[-2] for name, value in parameters.items() if value.device_mesh.ndim == 2}
@@ -38,7 +38,7 @@ def ffn_split(model: Any) -> set[str]:
 def check_yaml(folder: str) -> None:
     torch.set_default_dtype(torch.float64)
     short = "max_duration=2ba"
-    log = logging.getLogger("composer_fsdp2.compat.tensor")  # what the shim logs of split layers
+    log = logging.getLogger("composer_fsdp2.compat.tensor")  # logs the TP-sharded layers
     alone = train(FSDP2, YAML, folder, "alone", *GLU, short)
     for name, how in {"ffn": FFN, "auto": AUTO, "sequences": CONTEXT}.items():
         times: list[Any] = []
@@ -67,13 +67,14 @@ def check_yaml(folder: str) -> None:
 
 
 def test_a_yaml_whose_ranks_read_different_data_trains_on_all_of_it(folder: str):
-    """In float64, tp_config's strategies and divided sequences train on global_train_batch_size samples a step, as
-    without them; of a GLU the ffn strategy splits the gate too, which FSDP1's plan left whole, and the log says so."""
+    """In float64, tp_config's strategies and context parallelism train on global_train_batch_size samples a step, as
+    without them. In a GLU the ffn strategy also shards the gate, which FSDP1's plan did not, and the log mentions
+    it."""
     run_ranks(check_yaml, 2, folder)
 
 
 def collated(examples: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]:
-    """Of Foundry's finetuning loaders, which pad a batch to its own longest row."""
+    """The batch of Foundry's finetuning loaders, which pad a batch to its own longest row."""
     from llmfoundry.data.finetuning.collator import Seq2SeqFinetuningCollator
     from llmfoundry.data.utils import LossGeneratingTokensCollatorWrapper, get_tokens_per_batch_func
 
@@ -83,7 +84,7 @@ def collated(examples: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]:
 
 
 def test_finetuning_batches_of_different_lengths_are_those_of_one_collator(folder: str):
-    """Prompts and answers padded on either side: a rank's rows keep their tokens, labels and counts."""
+    """With prompts and responses padded on either side, a rank's rows have the same tokens, labels and counts."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(f"{folder}/data/tokenizer")

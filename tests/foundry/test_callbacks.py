@@ -1,4 +1,5 @@
-"""LLM Foundry's callbacks on a sharded model, against FSDP1: what they freeze and scale, launch and save."""
+"""LLM Foundry's callbacks on a sharded model, compared with FSDP1: layers they freeze, rates they scale, runs they
+launch and files they save."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def check_freezing() -> None:
 
 
 def test_layers_freeze_under_either_name():
-    """A YAML written for FSDP1 names layers with its wrappers, and ended with "layer not found"; or trained them."""
+    """A YAML written for FSDP1 names layers with its wrappers; the run ended with "layer not found", or trained
+    them."""
     run_ranks(check_freezing, 2)
 
 
@@ -108,7 +110,7 @@ def check_datasets(folder: str) -> None:
 
 @pytest.mark.slow
 def test_datasets_change(folder: str):
-    """A curriculum's second dataset is read from where it begins; a first dataset that may be swapped later trains."""
+    """A curriculum's second dataset is read from its beginning; a first dataset that may be replaced later trains."""
     run_ranks(check_datasets, 2, folder, timeout_s=300)
 
 
@@ -148,7 +150,7 @@ def check_scaling(folder: str) -> None:
 
 
 def test_learning_rates_are_scaled_on_resumption(tmp_path: Path):
-    """The rates of all groups, and of the schedule that goes on from the checkpoint."""
+    """The learning rates of all groups, and of the schedule that continues from the checkpoint."""
     run_ranks(check_scaling, 2, str(tmp_path))
 
 
@@ -156,7 +158,7 @@ def test_learning_rates_are_scaled_on_resumption(tmp_path: Path):
 
 
 def launches(under: Under, folder: str, state_dict_type: str, **keys: Any) -> list[tuple[str, str]]:
-    """What AsyncEval has launched, rank 0's: checkpoints and their times. The platform is played."""
+    """The checkpoints that AsyncEval launches on rank 0, and their times. The platform is mocked."""
     from llmfoundry.callbacks import async_eval_callback
 
     launched: list[tuple[str, str]] = []
@@ -205,11 +207,11 @@ def check_async_eval(folder: str) -> None:
 
 
 def test_evaluations_of_checkpoints_are_launched(tmp_path: Path):
-    """Each checkpoint is evaluated once it is whole, under the name that it has; with async_save too."""
+    """Each checkpoint is evaluated once it is complete, under its own name; with async_save too."""
     run_ranks(check_async_eval, 2, str(tmp_path))
 
 
-# --- MonolithicCheckpointSaver, which asks FSDP1 for full state
+# --- MonolithicCheckpointSaver, which requests full state from FSDP1
 
 
 def check_saver(folder: str) -> None:
@@ -237,7 +239,8 @@ def check_saver(folder: str) -> None:
             if keep_optimizers:
                 [saved], [of_fsdp1] = (each["state"]["optimizers"].values() for each in (ours, theirs))
                 assert saved["param_groups"] == of_fsdp1["param_groups"]
-                # With its run's own: FSDP1 on the CPU writes exp_avg_sq in the place of exp_avg, too (torch 2.7).
+                # Compared with its run's own state, because FSDP1 on the CPU also writes exp_avg_sq as exp_avg
+                # (torch 2.7).
                 torch.testing.assert_close(saved["state"], live["FSDP2"], rtol=0, atol=0)
 
     for_each(check, {f"keep_optimizers={kept}": (kept,) for kept in (False, True)})
@@ -245,7 +248,7 @@ def check_saver(folder: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_its_file_is_fsdp1s(tmp_path: Path):
-    """A run that saves sharded, and a monolithic file now and then, keeps doing so: it ended in a KeyError."""
+    """A run that saves sharded checkpoints, and a monolithic file at times, ended in a KeyError."""
     run_ranks(check_saver, 2, str(tmp_path), timeout_s=300)
 
 
@@ -254,10 +257,10 @@ def test_its_file_is_fsdp1s(tmp_path: Path):
 
 @dataclass(frozen=True)
 class Case:
-    """A model to train, and what its files must say.
+    """A model to train, and the expected contents of its files.
 
     Args:
-        model: In place of the YAML's; None keeps the MPT.
+        model: Replaces the YAML's; None uses the MPT.
         options: Overrides for the FSDP2 run alone.
     """
 
@@ -292,9 +295,9 @@ def write_yaml(folder: str, name: str, case: Case) -> Path:
 def check_runs(folder: str, name: str) -> None:
     case = CASES[name]
     yaml = write_yaml(folder, name, case)
-    # An evaluation at the same batch comes first, and leaves parameters gathered.
+    # An evaluation at the same batch runs first, and leaves parameters unsharded.
     evals = [
-        "optimizer.eps=1.0e-3",  # the key's bias has a gradient of rounding noise, which a small one makes steps of
+        "optimizer.eps=1.0e-3",  # the key bias has a gradient of rounding noise, which a small eps turns into steps
         *evaluating(folder, BATCHES),
     ]
     runs = {}
@@ -372,7 +375,7 @@ def assert_tensors(
 
 @pytest.mark.parametrize("name", ["lora", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mpt", "gpt2"))])
 def test_transformers_loads_what_was_trained(folder: str, name: str):
-    """The model that is handed on has the weights at the end of training, and a class that transformers knows."""
+    """The exported model has the final weights, and a class that transformers knows."""
     if name == "lora":
         pytest.importorskip("peft")
     with mock.patch.dict("os.environ", {"HF_MODULES_CACHE": f"{folder}/modules"}):

@@ -1,4 +1,4 @@
-"""LLM Foundry's adaptive Lion, which adds up norms over ranks inside its step, on models sharded by ``fully_shard``."""
+"""LLM Foundry's adaptive Lion, which sums norms over ranks inside its step, on models sharded by ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ BATCHES = 6
 
 
 class Units(nn.Module):
-    """Each parameter a unit of its own, and even: the only kind of model in which FSDP1 gave each rank its part of
-    every parameter, so that adaptive Lion's step did not hang."""
+    """Each parameter is a unit and divides evenly. Only in such a model did each rank of FSDP1 have a shard of every
+    parameter, without which adaptive Lion's step hung."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class Units(nn.Module):
 
 
 def train(under: Any, keys: dict[str, Any] | None, optimizer_name: str, model_name: str) -> tuple[list[float], Any]:
-    """Losses, and by parameter: its value, and what its optimizer state holds of outliers."""
+    """The losses, and by parameter its value and its optimizer state about outliers."""
     import llmfoundry.optim
     from support.trainers import build_model, make_trainer, result
 
     model = build_model(tied=False)
     if model_name == "units":
         model.model = Units()
-    # Threshold and rate such that some gradients are outliers, and some are not.
+    # With this threshold and learning rate, some gradients are outliers, and some are not.
     optimizer = getattr(llmfoundry.optim, optimizer_name)(model.parameters(), lr=3e-3, outlier_threshold=1.0)
     with under():
         trainer = make_trainer(keys, model=model, optimizer=optimizer, batches=BATCHES)
@@ -74,7 +74,7 @@ def check_step(optimizer_name: str) -> None:
     from llmfoundry.optim.outlier_detection import OutlierDetector
     from support.trainers import largest_difference
 
-    # An outlier is one among the last 500 to 1000 steps; here among two.
+    # An outlier is relative to the last 500 to 1000 steps; here to two.
     detector = functools.partial(OutlierDetector, delay_interval=2)
     with (
         mock.patch.object(adaptive_lion, "OutlierDetector", detector),
@@ -108,14 +108,15 @@ CASES = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("optimizer", CASES)
 def test_its_step_is_the_whole_models(optimizer: str):
-    """It raised in the first step ("found no DeviceMesh"), and hung under FSDP1; outliers are those of whole norms."""
+    """It raised in the first step ("found no DeviceMesh"), and hung under FSDP1; outliers are judged by norms of full
+    parameters."""
     run_ranks(check_step, 2, optimizer, timeout_s=300)
 
 
 @pytest.mark.others
 def test_foundrys_clip_lion_fails_at_its_first_outlier():
-    """Not ours: LLM Foundry 0.22.0 calls a method of its detector that it renamed. Where this test fails, the guide's
-    warning can go, and ``get_slow_mva`` above."""
+    """Not our fault: LLM Foundry 0.22.0 calls a method of its detector that it renamed. Once this test fails, the
+    guide's warning and ``get_slow_mva`` above can be removed."""
     from llmfoundry.optim.adaptive_lion import DecoupledClipLion
     from llmfoundry.optim.outlier_detection import OutlierDetector
 

@@ -1,4 +1,4 @@
-"""The digest that ``composer-fsdp2 plan`` prints, beside the one that ranks compare before they shard."""
+"""The digest that ``composer-fsdp2 plan`` prints, compared with the digest that ranks exchange before they shard."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.foundry
 
 
 class _HaveCompared(Exception):
-    """Before anything is sharded."""
+    """Raised before anything is sharded."""
 
 
 @contextlib.contextmanager
 def compared_digests() -> Iterator[list[str]]:
-    """All that ranks compare within the block, as they send it."""
+    """All digests that ranks compare within the block, as they send them."""
     found: list[str] = []
     compare = agree._is_same_everywhere
 
@@ -45,7 +45,7 @@ def compared_digests() -> Iterator[list[str]]:
 
 
 def printed_digest(folder: Path, file: Path, ranks: int, *words: object) -> str:
-    """Of a plan for the CPU, as of the ranks here."""
+    """The digest of a plan for the CPU, like the ranks of this test."""
     sizes = ("--world-size", ranks, "--device", "cpu", "--no-activations", "--json")
     done = run_here(folder, "plan", file, *words, *sizes)
     assert done.code == 0, done.err
@@ -69,7 +69,7 @@ def buildable(model: dict[str, Any], config: Path | None) -> dict[str, Any]:
 
 
 def compared_by_a_rank(file: Path, ranks: int, config: Path | None) -> list[str]:
-    """What rank 0 of so many sends, up to where it would shard; the others of the fake group send the same."""
+    """The digests that rank 0 sends until it would shard; the others of the fake group send the same."""
     read = as_foundry_reads(file, ranks)
     model = build_without_weights(buildable(read.model, config))
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
@@ -87,9 +87,10 @@ def compared_by_a_rank(file: Path, ranks: int, config: Path | None) -> list[str]
     return digests
 
 
-# megablocks is no package of the CPU's, and the plan of split layers is the seam's, which real ranks have (below).
+# megablocks is not available on the CPU, and the plan with TP-sharded layers comes from the seam, which real ranks have
+# (below).
 NAMES = [name for name in FOUNDRY if name not in ("dbrx/dbrx-like-megablocks", "mpt/mpt-7b-tp")]
-# One of a kind: hybrid, experts over ranks, Hugging Face's with adapters.
+# One of each kind: hybrid, expert parallelism, Hugging Face's with adapters.
 QUICK = ("mpt/mpt-7b", "dbrx/dbrx-like-experts")
 
 
@@ -105,7 +106,7 @@ def config_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
 )
 def test_ranks_of_a_large_run_compare_the_printed_digest(name: str, tmp_path: Path, config_folder: Path):
-    """A plan of another run than the ranks' is worth nothing; at the real widths and number of ranks it is theirs."""
+    """A plan is only useful for the run that it plans; here at the real widths and number of ranks."""
     run, file = FOUNDRY[name], FOLDER / f"{name}-fsdp1.yaml"
     config = config_folder / run.config if run.config else None
     words = ["--model-config", config] if config else []
@@ -139,7 +140,8 @@ def compared_in_training(folder: str) -> dict[str, list[str]]:
 
 
 def test_real_ranks_compare_the_printed_digest(folder: str, tmp_path: Path):
-    """From the same file LLM Foundry trains on two ranks: what they compare, before they shard, is what was printed."""
+    """LLM Foundry trains on two ranks from the same file; the digests that they compare before sharding equal the
+    printed one."""
     ranks = run_ranks(compared_in_training, 2, folder, timeout_s=500)
     for name, overrides in REAL.items():
         printed = printed_digest(tmp_path, YAML, 2, f"code_paths=[{ROOT}/demo/record_loss.py]", *overrides)

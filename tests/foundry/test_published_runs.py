@@ -1,4 +1,4 @@
-"""Runs that others published, planned: none that fitted is refused, and none that ran out of memory is let through."""
+"""Plans of published runs: none that fitted is refused, and none that ran out of memory is accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composer_fsdp2.estimate.step import Kind
 from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.read_run import read_run
 
-# As LLM Foundry's tables have them, at 2,048 tokens.
+# From LLM Foundry's tables, at 2,048 tokens.
 PARAMETERS = {
     "MPT 125M": 125_311_488,
     "MPT 350M": 355_985_408,
@@ -40,14 +40,15 @@ def check(runs: Sequence[Published]) -> list[Row]:
     for row in rows:
         if row.run.tokens == 2048 and row.run.model in PARAMETERS:
             assert row.parameters == PARAMETERS[row.run.model], row.run.model
-        # Tensors are a part of what PyTorch reserves for them.
+        # Tensors use only a part of the memory that PyTorch reserves.
         if re.fullmatch(r"[\d.]+", row.run.reported):
             assert 0.8 * float(row.run.reported) < row.peak_gib < float(row.run.reported), row
     return rows
 
 
 def test_runs_that_fitted_are_not_refused():
-    """The tightest, the measured ones, those that ran out of memory, and MPT on the smallest GPUs."""
+    """The runs with the least memory left, the measured ones, those that ran out of memory, and MPT on the smallest
+    GPUs."""
     runs = [run for run in published() if run.source in ("hf", "titan-h100") or run.reported == OUT_OF_MEMORY]
     smallest = (40, "MPT 7B", 2048)
     runs.append(next(run for run in published() if (run.gib, run.model, run.tokens) == smallest))
@@ -73,7 +74,7 @@ def test_the_fused_loss_takes_the_logits_and_their_gradient(tmp_path: Path):
 
 
 def test_flash_attention_of_a_hugging_face_model_keeps_no_scores(tmp_path: Path):
-    """Foundry builds the model with eager attention where flash attention is not asked for, or not there."""
+    """Foundry builds the model with eager attention if flash attention is not requested or not available."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(model | {"max_position_embeddings": 8192}))

@@ -1,4 +1,4 @@
-"""What LLM Foundry itself takes of the root-level keys of a training file, beside what ``migrate`` reports."""
+"""The root-level keys of a training file that LLM Foundry itself accepts, compared with the report of ``migrate``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ fsdp_config: {{sharding_strategy: FULL_SHARD}}
 progress_bar: false
 callbacks: {{lr_monitor: {{}}}}
 """
-# Root-level keys of LLM Foundry's own files, beside those above, by the file and the keys that 0.22 refuses.
+# Root-level keys of LLM Foundry's own files besides those above, by file, and the keys that 0.22 refuses.
 REFUSED: dict[str, dict[str, Any]] = {
     "examples/llm/yamls/mosaic_gpt/7b": {
         "data_local": "x",
@@ -105,10 +105,10 @@ TAKEN: dict[str, Any] = {
 
 
 def config_of(text: str) -> dict[str, Any]:
-    """As LLM Foundry's train() begins with it.
+    """The configuration at the start of LLM Foundry's train().
 
     Raises:
-        ValueError: LLM Foundry's own.
+        ValueError: Raised by LLM Foundry.
     """
     from llmfoundry.utils.config_utils import TRAIN_CONFIG_KEYS, TrainConfig, make_dataclass_and_log_config
     from omegaconf import DictConfig, OmegaConf
@@ -128,13 +128,13 @@ def refused_by_foundry(text: str) -> set[str]:
 
 
 def refused_here(text: str) -> dict[str, str]:
-    """By key what it becomes."""
+    """For each refused key, its replacement in the report."""
     findings = migrate_text(text, to="composer").sections[0].findings
     return {each.key: each.target for each in findings if each.origin is Origin.WRITING}
 
 
 def test_table_is_llm_foundrys():
-    """A release with another field makes the report wrong."""
+    """A release with another field would make the report wrong."""
     from llmfoundry.utils.config_utils import TRAIN_CONFIG_KEYS
 
     assert TRAIN_CONFIG == TRAIN_CONFIG_KEYS
@@ -142,7 +142,7 @@ def test_table_is_llm_foundrys():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_keys_that_llm_foundry_refuses(name: str):
-    """The run would end at its start, on machines that were waited for."""
+    """The run would fail at its start, after waiting for machines."""
     given = REFUSED[name]
     text = FILE.format(seed='"${global_seed}"' if "global_seed" in given else 17)
     text += yaml.safe_dump(given | TAKEN)
@@ -151,7 +151,7 @@ def test_keys_that_llm_foundry_refuses(name: str):
 
 @pytest.mark.parametrize("name", [name for name, given in REFUSED.items() if "global_seed" in given])
 def test_way_out(name: str):
-    """What the report says to write is taken, and is the same run."""
+    """The replacement in the report is accepted, and configures the same run."""
     text = FILE.format(seed='"${global_seed}"')
     before = text + yaml.safe_dump(REFUSED[name])
     values = yaml.safe_load(before)
@@ -168,7 +168,7 @@ def test_way_out(name: str):
 @pytest.mark.parametrize("name", FOUNDRY)
 @pytest.mark.parametrize("side", ["fsdp1", "fsdp2"])
 def test_files_of_this_repository(name: str, side: str):
-    """yamls/README.md claims that LLM Foundry takes both sides."""
+    """yamls/README.md claims that LLM Foundry accepts both sides."""
     text = (FOLDER / f"{name}-{side}.yaml").read_text()
     assert refused_by_foundry(text) == set(refused_here(text)) == set()
     assert "launch" in {each.key for each in migrate_text(text, to="composer").sections[0].findings}
@@ -176,7 +176,7 @@ def test_files_of_this_repository(name: str, side: str):
 
 # --- files of other systems
 
-# What a user adds, of the kind that each key has.
+# Values of the right type for the keys that a user adds.
 ADDED: dict[str, Any] = {
     "model": {"name": "mpt_causal_lm", "max_seq_len": 8},
     "tokenizer": {"name": "gpt2", "kwargs": {"model_max_length": 8}},
@@ -191,7 +191,7 @@ ADDED: dict[str, Any] = {
 
 
 def migrated(of: str) -> tuple[dict[str, Any], list[str]]:
-    """The mapping with the new section, and the keys that the report names as missing there."""
+    """The mapping with the new section, and the keys that the report lists as missing."""
     text, name = FILES[of]
     migration = migrate_text(text, name, to="composer")
     (told,) = [each for each in migration.sections[0].findings if each.key == "LLM Foundry"]
@@ -204,7 +204,7 @@ def migrated(of: str) -> tuple[dict[str, Any], list[str]]:
 
 @pytest.mark.parametrize("of", ["huggingface", "axolotl", "torchtitan", "roll"])
 def test_other_systems_files_train_with_the_keys_that_the_report_names(of: str):
-    """Each of these keys is needed, and no other is: the run would end at its start."""
+    """Each of these keys is necessary, and no other is: without one, the run would fail at its start."""
     values, missing = migrated(of)
     whole = values | {key: ADDED[key] for key in missing}
     config = config_of(yaml.safe_dump(whole))
@@ -217,7 +217,7 @@ def test_other_systems_files_train_with_the_keys_that_the_report_names(of: str):
 
 @pytest.mark.parametrize("of", ["huggingface", "axolotl", "torchtitan", "roll"])
 def test_the_optimizer_is_llm_foundrys(of: str):
-    """Its registry has another name for it, or its class no such option."""
+    """Its registry has another name for the optimizer, or its class lacks such an option."""
     from llmfoundry.utils.builders import build_optimizer
 
     options = dict(migrated(of)[0]["optimizer"])

@@ -1,4 +1,4 @@
-"""LLM Foundry's train_from_yaml inside fsdp2(): the YAML of an FSDP1 run trains on FSDP2 as it stands."""
+"""LLM Foundry's train_from_yaml inside fsdp2(): the YAML of an FSDP1 run trains on FSDP2 unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.foundry
 
 
 def train_and_generate(under: Under, folder: str, name: str) -> tuple[TrainedYaml, list[Any]]:
-    """With checkpoints in ``folder``/``name``, evaluations, and texts that are generated in between."""
+    """Trains with checkpoints in ``folder``/``name``, evaluations, and texts generated in between."""
     from composer.loggers import Logger
 
     generating = "{prompts: [The, of any], interval: 2ba, max_new_tokens: 3, do_sample: false, use_cache: true}"
@@ -60,7 +60,7 @@ def train_and_generate(under: Under, folder: str, name: str) -> tuple[TrainedYam
 
 
 def register_reader() -> set[str]:
-    """The types of parameters that a callback sees after the one that generates, at the same event."""
+    """Records the parameter types that a callback sees after the callback that generates, at the same event."""
     from llmfoundry.registry import callbacks
 
     seen: set[str] = set()
@@ -78,7 +78,7 @@ def check_theirs(folder: str) -> tuple[TrainedYaml, list[Any]]:
 
 @pytest.fixture(scope="module")
 def of_fsdp1(folder: str) -> tuple[TrainedYaml, list[Any]]:
-    """The YAML under FSDP1, and the texts; with its checkpoints in ``folder``/fsdp1."""
+    """The results of the YAML under FSDP1, and the texts; its checkpoints are in ``folder``/fsdp1."""
     return run_ranks(check_theirs, 2, folder)[0]
 
 
@@ -97,21 +97,22 @@ def check_mpt(folder: str, theirs: TrainedYaml, their_texts: list[Any]) -> None:
 
 
 def test_yaml_trains_with_fsdp1s_losses(folder: str, of_fsdp1: tuple[TrainedYaml, list[Any]]):
-    """MPT with tied embeddings, recomputed blocks, clipping and streaming data: the curve, the checkpoint, metrics and
-    generated texts stay, and FSDP1's checkpoint resumes."""
+    """MPT with tied embeddings, activation checkpointing, clipping and streaming data: losses, checkpoint, metrics and
+    generated texts are the same, and FSDP1's checkpoint resumes."""
     run_ranks(check_mpt, 2, folder, *of_fsdp1)
     names = {path.relative_to(f"{folder}/fsdp1") for path in Path(folder, "fsdp1").rglob("*")}
     assert names == {path.relative_to(f"{folder}/fsdp2") for path in Path(folder, "fsdp2").rglob("*")}
 
 
 def test_frozen_parameters_are_not_trained_on_one_rank(folder: str):
-    """LLM Foundry leaves the section out on one rank: a debug run would train what the real one keeps."""
+    """LLM Foundry ignores fsdp_config on one rank: a debug run would train parameters that are frozen in the real
+    one."""
     with pytest.raises(ConfigError, match="freeze on one rank"):
         train_from_yaml(str(YAML), [f"variables.data={folder}", "fsdp_config.freeze=[transformer.wte]"])
 
 
 def test_one_rank_is_told_that_nothing_is_sharded(folder: str, capsys: pytest.CaptureFixture[str]):
-    """A run that was meant for FSDP2 trained with DDP, and said nothing of it."""
+    """A run intended for FSDP2 silently trained with DDP."""
     with mock.patch("llmfoundry.command_utils.train_from_yaml") as foundrys:
         train_from_yaml(str(YAML), [f"variables.data={folder}"])
     assert foundrys.call_count == 1
@@ -121,8 +122,8 @@ def test_one_rank_is_told_that_nothing_is_sharded(folder: str, capsys: pytest.Ca
 
 @pytest.mark.parametrize("model", ["mpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_meta_initialisation(folder: str, model: str):
-    """A model that was never built whole begins with the very values that FSDP1 would have drawn: of MPT's own
-    initialisation, and of a Hugging Face model's."""
+    """A model on the meta device is initialized with the same values as under FSDP1, by MPT's own initialization and by
+    a Hugging Face model's."""
     run_ranks(check_meta, 2, folder, model)
 
 
@@ -133,13 +134,13 @@ def check_meta(folder: str, model: str) -> None:
     assert_alike(train(FSDP2, yaml, folder, f"{model}-meta-fsdp2", *options), theirs, f"{model}, meta")
 
 
-# --- max_duration in tokens: reached where FSDP1's run reached it, whole or resumed
+# --- max_duration in tokens: training ends at FSDP1's batch, with and without a resume
 
-DURATION = "3500tok"  # which ends in the midst of a batch's tokens
+DURATION = "3500tok"  # ends in the middle of a batch's tokens
 
 
 def run_and_end(under: Under, folder: str, name: str, *overrides: str) -> tuple[TrainedYaml, dict[str, Any]]:
-    """A run, and where it ended; the YAML's schedule ends with the duration, so its rates tell of it too."""
+    """A run and its final time. The YAML's schedule ends with the duration, so its learning rates also show the end."""
     ended: dict[str, Any] = {}
 
     def note(trainer: Any) -> None:
@@ -169,7 +170,7 @@ def check_duration(folder: str) -> None:
 
 
 def test_runs_end_where_fsdp1s_end(folder: str):
-    """A run that stops a batch early, or goes on, has another schedule, another last checkpoint and another bill."""
+    """A run that ends a batch earlier or later has another schedule, another last checkpoint and another cost."""
     run_ranks(check_duration, 2, folder)
 
 
@@ -218,11 +219,12 @@ def check_llama(folder: str) -> None:
 
 
 def check_llamas_files(folder: str) -> None:
-    """For one rank: Composer unpacks the tokenizer where ``random`` says, which ranks of one seed do alike."""
+    """On one rank: Composer unpacks the tokenizer into a folder named by ``random``, which is the same on ranks with
+    one seed."""
     from composer.models import HuggingFaceModel
     from transformers import AutoModelForCausalLM
 
-    os.chdir(folder)  # it unpacks into the working directory, and leaves it there
+    os.chdir(folder)  # it unpacks into the working directory, without removing the files
     path = Path(folder, "llama", f"ep0-ba{BATCHES}-rank0.pt")
     saved = torch.load(path, weights_only=False)["state"]
     config = saved["integrations"]["huggingface"]["model"]["config"]
@@ -240,8 +242,8 @@ def check_llamas_files(folder: str) -> None:
 
 
 def test_hugging_face_model_keeps_its_name(folder: str):
-    """Rank 0 alone builds the model and reads the file, as YAMLs of large models ask; what was trained generates, and
-    loads elsewhere: its files say LlamaForCausalLM, and no class of FSDP's."""
+    """Only rank 0 builds the model and reads the file, as YAMLs of large models require. The trained model generates,
+    and other programs load it: its files name LlamaForCausalLM, not a class of FSDP."""
     run_ranks(check_llama, 2, folder)
     run_ranks(check_llamas_files, 1, folder)
 
@@ -269,14 +271,14 @@ def assert_command(losses: Path, theirs: list[float]) -> None:
 
 
 def test_command_trains_with_overrides(folder: str, of_fsdp1: tuple[TrainedYaml, list[Any]]):
-    """``composer-fsdp2 train run.yaml key=value`` takes the place of Foundry's own train script."""
+    """``composer-fsdp2 train run.yaml key=value`` replaces Foundry's own train script."""
     run_ranks(check_command, 2, folder)
     assert_command(Path(folder) / "command.jsonl", of_fsdp1[0].losses)
 
 
 @pytest.mark.slow  # each launched rank imports all of LLM Foundry
 def test_launched_command(folder: str, of_fsdp1: tuple[TrainedYaml, list[Any]]):
-    """``composer -n 2 -m composer_fsdp2 train run.yaml key=value``: Foundry's launch line, with our word in it."""
+    """``composer -n 2 -m composer_fsdp2 train run.yaml key=value``: Foundry's launch line with our module."""
     losses = Path(folder) / "launched.jsonl"
     command = [*LAUNCHERS["composer"], "train", YAML, *surroundings(folder, losses)]
     ended = run_all({"train": command}, Path(folder))["train"]

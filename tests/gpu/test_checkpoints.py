@@ -1,4 +1,4 @@
-"""A sharded state in one file and back, over NCCL, where some ranks hold copies of what others hold."""
+"""A sharded state in one file and back, over NCCL, also with replicas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_FOUR = {"replicas": HSDP_2X2, "offloaded replicas": HSDP_2X2 | {"cpu_offload"
 
 
 def trained(device: str, config: dict[str, Any], seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model after a step of AdamW, as this seed begins it and every rank's own batch teaches it."""
+    """A model after a step of AdamW, initialized with this seed and trained on a different batch on each rank."""
     torch.manual_seed(seed)
     model = Model(num_blocks=3)
     optimizer = adamw(model)
@@ -37,7 +37,7 @@ def trained(device: str, config: dict[str, Any], seed: int) -> tuple[nn.Module, 
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As Composer's full checkpoints are laid out."""
+    """The layout of Composer's full checkpoints."""
     return {
         "state": {
             "model": model.state_dict(),
@@ -47,7 +47,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 def on_cpu(value: Any) -> Any:
-    """Nested dicts with every tensor full and in host memory. Called on all ranks."""
+    """Nested dicts with every tensor unsharded and in host memory. Called on all ranks."""
     if isinstance(value, dict):
         return {key: on_cpu(part) for key, part in value.items()}
     return full(value).cpu() if isinstance(value, torch.Tensor) else value
@@ -70,18 +70,18 @@ def check_round_trips(device: str, folder: str, configs: dict[str, dict[str, Any
         moments = on_cpu(get_optimizer_state_dict(other, others_optimizer))["state"]
         assert_same(moments, expected["state"]["optimizers"]["AdamW"]["state"], in_bits=True)
 
-    # Each is saved once and loaded once, as another than it was.
+    # Each is saved once and loaded once, into another configuration.
     pairs = zip(configs, [*configs][1:] + [*configs][:1], strict=True)
     for_each(check, {f"{saved_as} to {loaded_as}": (saved_as, loaded_as) for saved_as, loaded_as in pairs})
 
 
 @on_gpus(2)
 def test_one_file_and_back(ranks: Ranks, tmp_path: Path):
-    """The form that FSDP1 saved in by default: to the bit, whatever holds the parameters before and after."""
+    """FSDP1's default format is restored bit for bit, for any sharding before and after."""
     ranks.run(check_round_trips, str(tmp_path), OF_TWO)
 
 
 @on_gpus(4, rehearsal=0)  # the same body
 def test_one_file_of_replicas_and_back(ranks: Ranks, tmp_path: Path):
-    """Ranks that hold a copy neither write twice nor start from something else than those that were read for."""
+    """Replicas do not write twice, and start from the values that were read for them."""
     ranks.run(check_round_trips, str(tmp_path), OF_FOUR)

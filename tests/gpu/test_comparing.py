@@ -1,4 +1,4 @@
-"""``composer-fsdp2 compare`` on GPUs: the command that is typed on a CPU, and its verdict."""
+"""``composer-fsdp2 compare`` on GPUs: the same command as on a CPU, and its verdict."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from support.gpus import Ranks, Recorder, on_gpus
 pytestmark = [pytest.mark.composer, pytest.mark.timeout(1200)]
 
 
-@on_gpus(2, packages=("mosaicml",), rehearsal=0)  # tests/compat/test_comparing.py has the CPU's
+@on_gpus(2, packages=("mosaicml",), rehearsal=0)  # tests/compat/test_comparing.py has the CPU version
 def test_the_same_run_is_told_so(ranks: Ranks, tmp_path: Path, record_property: Recorder):
-    """What was tried on a laptop holds on the machine that trains: the same data, state and numbers."""
+    """A verdict from a laptop also applies on the training machine: the same data, state and numbers."""
     script = ["--optimizer", "adamw", "--microbatch", "2", "--clip", "0.1", "--device", "gpu"]
-    # Composer trains in fp16 on a GPU where a script says nothing.
+    # Without a precision in the script, Composer trains in fp16 on a GPU.
     options = ["-n", ranks.number, "--batches", 4, "--tolerance", "1e-3"]
     it = compare_all({"it": [SCRIPT, *options, "--", *script]}, tmp_path)["it"]
     assert it.ended.code == 0, f"{it.ended.out}\n{it.ended.err}"

@@ -1,4 +1,4 @@
-"""Models that are compiled, sharded: with inductor's kernels on a GPU."""
+"""Compiled models, sharded: with inductor's kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from composer_fsdp2 import prepare_fully_shard
 
 
 def compiled_blocks(model: nn.Module) -> nn.Module:
-    """As recipes for large models do it, because each block is compiled once."""
+    """As in recipes for large models, because blocks of one kind compile once."""
     for block in model.decoder.blocks:
         block.compile()
     return model
 
 
 def gradients(device: str, config: dict[str, Any], compiled: Any) -> dict[str, torch.Tensor]:
-    """After two microbatches, of which the second runs what the first compiled."""
+    """The gradients after two microbatches; the second runs the compiled code of the first."""
     torch.manual_seed(0)
     model = Model()
     prepare_fully_shard(model, None, FULL | config, device=device)
@@ -49,12 +49,12 @@ def check_compiled(device: str) -> None:
         {
             f"{name}, {compiled.__name__}": (config, compiled)
             for name, config in configs.items()
-            for compiled in (compiled_blocks, torch.compile)  # the latter as the Trainer's compile_config does it
+            for compiled in (compiled_blocks, torch.compile)  # the latter as the Trainer's compile_config
         },
     )
 
 
-@on_gpus(2, rehearsal=0)  # tests/_torch/test_unit.py has the CPU's
+@on_gpus(2, rehearsal=0)  # tests/_torch/test_unit.py has the CPU version
 def test_a_compiled_model_trains_alike(ranks: Ranks):
-    """compile_config stays in the YAML: gathers and reductions go on around compiled blocks."""
+    """compile_config can stay in the YAML: all-gathers and reduce-scatters run around compiled blocks."""
     ranks.run(check_compiled, fresh=True)

@@ -1,4 +1,4 @@
-"""The device's memory: what a set-up and a step take at most, as torch's allocator counts it; on the CPU the host's."""
+"""The peak device memory of a set-up and a step, counted by torch's allocator; on the CPU the peak host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composer_fsdp2 import prepare_fully_shard
 
 SIZES = {"cuda": {"num_blocks": 16, "width": 512}, "cpu": {"num_blocks": 8, "width": 32}}
 MIB = 2**20
-# The GPU's allocator rounds up, and small tensors lie in blocks of 2 MiB together.
+# The GPU's allocator rounds up, and small tensors share blocks of 2 MiB.
 SLACK_BYTES = {"cuda": 1 * MIB, "cpu": 0}
 
 
@@ -27,7 +27,7 @@ def num_bytes(module: nn.Module) -> int:
 
 
 def peak_of(work: Callable[[], object], device: str) -> int:
-    """Bytes that were taken at most beyond what was there before."""
+    """The peak of memory allocated during ``work``, beyond the memory allocated before."""
     gc.collect()
     if device != "cuda":
         with HostMemory() as host:
@@ -42,7 +42,7 @@ def peak_of(work: Callable[[], object], device: str) -> int:
 
 
 def check_set_up(device: str) -> tuple[int, int]:
-    """In bytes: what sharding allocated at most, and what the shards and the largest unit take."""
+    """In bytes: the peak of allocations in sharding, and the size of the shards and the largest unit."""
     model = Model(**SIZES[device])
     optimizer = adamw(model)
     allowed = num_bytes(model) // dist.get_world_size() + 2 * max(map(num_bytes, model.decoder.blocks))
@@ -51,16 +51,16 @@ def check_set_up(device: str) -> tuple[int, int]:
 
 @on_gpus(1, 2)
 def test_a_model_with_values_moves_unit_by_unit(ranks: Ranks):
-    """A model that was built on the host is never unsharded on the device beside its shards, as FSDP1 kept it.
+    """A model built on the host is never unsharded on the device together with its shards, as under FSDP1.
 
-    In the rehearsal it lies on the device already, and sharding makes no more there than its shards.
+    In the rehearsal it is already on the device, and sharding allocates only its shards.
     """
     for peak, allowed in ranks.run(check_set_up):
         assert peak <= allowed
 
 
 def check_step(device: str) -> dict[str, int]:
-    """The peak of a step with AdamW, by who sharded, beyond what the sharded model and its optimizer hold."""
+    """The peak of a step with AdamW for each way to shard, beyond the memory of the sharded model and its optimizer."""
     peaks = {}
     for name, shard in WAYS.items():
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Models in which ranks do not do alike, over NCCL, where a rank that waits alone waits for the watchdog."""
+"""Models in which ranks diverge, over NCCL, where a rank that waits alone waits for the watchdog."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GUARD_S = 20
 
 
 def check_guard(device: str) -> str:
-    """Trains as without the guard; then one rank skips a block, and all raise what is returned."""
+    """Trains the same as without the guard; then one rank skips a block, and each rank returns its error."""
     gradients = []
     for config in ({}, {"collective_guard": GUARD_S}):
         torch.manual_seed(0)
@@ -36,7 +36,8 @@ def check_guard(device: str) -> str:
 
 @on_gpus(2)
 def test_the_guard_says_where_ranks_part(ranks: Ranks):
-    """A run that would hang in NCCL says which rank stands where; one that does not is let through, to the bit."""
+    """A run that would hang in NCCL ends with the position of each rank; a run that does not hang is unchanged bit for
+    bit."""
     for text in ranks.run(check_guard, fresh=True):
         assert "rank 0 stands before the all-gather of decoder.blocks.1 in forward" in text
         assert "rank 1 stands before the all-gather of decoder.blocks.2 in forward" in text

@@ -1,4 +1,4 @@
-"""MPT-7B beside FSDP1 on eight GPUs, and flash attention on two: LLM Foundry's model, whose weights are drawn."""
+"""MPT-7B compared with FSDP1 on eight GPUs, and flash attention on two: LLM Foundry's model with random weights."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ CONFIG = {
     "state_dict_type": "sharded",
 }
 BATCHES, SAVED_AT = {"cuda": 10, "cpu": 3}, {"cuda": 5, "cpu": 2}
-WARMING_UP = 2  # batches in which the allocator and the kernels' choices settle
+WARMING_UP = 2  # batches in which the allocator and the choice of kernels settle
 GIB = 2**30
-# Relative. In bf16 sums are taken in another order; on the CPU in fp32.
+# Relative. In bf16 sums have another order; on the CPU in fp32.
 TOLERANCE = {"cuda": 1e-2, "cpu": 1e-5}
 RESUMED_TOLERANCE = {"cuda": 1e-3, "cpu": 0.0}
 MAX_PEAK = 1.05  # of FSDP1's
 
 
 def train(device: str, who: str, size: Size, attention: str, batches: int, options: dict[str, Any]) -> TrainedMpt:
-    """With FSDP1 or with ours; in processes of its own, because what one run leaves in the allocator is the next's."""
+    """Trains with FSDP1 or with ours, in separate processes, because the allocator's state would affect the next
+    run."""
     under = FSDP2 if who == "ours" else FSDP1_ON[device]
     return train_mpt(device, under, size, config=dict(CONFIG), attention=attention, batches=batches, **options)
 
 
 def both(ranks: Ranks, size: Size, attention: str, batches: int, **saving: Any) -> tuple[TrainedMpt, TrainedMpt]:
-    """Ours, which saves, and FSDP1's, of rank 0; alike."""
+    """The results of ours, which saves, and of FSDP1, on rank 0; checks that they agree."""
     theirs = ranks.run(train, "FSDP1", size, attention, batches, {}, timeout_s=1200)[0]
     ours = ranks.run(train, "ours", size, attention, batches, saving, timeout_s=1200)[0]
     assert (theirs.shards, ours.shards) == ({"FullyShardedDataParallel"}, {"FSDPModule"})
@@ -51,13 +52,13 @@ def both(ranks: Ranks, size: Size, attention: str, batches: int, **saving: Any) 
 
 @on_gpus(8, packages=FOUNDRY, disk_gib=120, rehearsal=2, slow=True, slow_rehearsal=True)
 def test_mpt_7b(ranks: Ranks, tmp_path: Path, record_property: Recorder):
-    """The run that people move: FSDP1's losses, at most FSDP1's memory, and a checkpoint from which it goes on."""
+    """The run that users migrate: FSDP1's losses, at most FSDP1's memory, and a checkpoint that resumes."""
     on_gpu = not ranks.is_rehearsal
     size, attention = (MPT_7B if on_gpu else TINY), attention_of(ranks)
     batches, saved_at = BATCHES[ranks.device], SAVED_AT[ranks.device]
     saving = {"save_folder": str(tmp_path), "save_interval": f"{saved_at}ba", "save_num_checkpoints_to_keep": -1}
     ours, theirs = both(ranks, size, attention, batches, **saving)
-    if on_gpu:  # on the CPU nobody counts
+    if on_gpu:  # the CPU does not count memory
         assert 0 < ours.peak_bytes <= MAX_PEAK * theirs.peak_bytes, (ours.peak_bytes, theirs.peak_bytes)
     resumed = ranks.run(
         train, "ours", size, attention, batches, {"load_path": f"{tmp_path}/ep0-ba{saved_at}"}, timeout_s=1200
@@ -82,6 +83,6 @@ def attention_of(ranks: Ranks) -> str:
 
 @on_gpus(2, packages=(*FOUNDRY, "flash-attn"), capability=(8, 0), rehearsal=0)
 def test_flash_attention(ranks: Ranks):
-    """Its kernels take bf16 alone: what a unit computes in arrives there, and the losses are FSDP1's."""
+    """Its kernels only accept bf16: a unit's compute dtype reaches them, and the losses are FSDP1's."""
     small = Size(width=256, heads=4, layers=2, vocabulary=512, sequence=256, batch=2)
     both(ranks, small, "flash", 4)

@@ -1,7 +1,7 @@
-"""One GPU of two out of memory: no rank hangs in NCCL, and the batch repeated is the batch as it would have been.
+"""One of two GPUs runs out of memory: no rank hangs in NCCL, and the repeated batch has the same gradients.
 
-The allocator is asked for what no device has, in a forward, in a backward, and between the buffers of a reduction and
-its launch. ``test_trainer.py`` has the optimizer's first step.
+The test requests more memory than any device has, in a forward, in a backward, and between the buffers of a reduction
+and its launch. ``test_trainer.py`` has the optimizer's first step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def in_reduction(model: nn.Module, fail: Callable[[], None]) -> None:
         if isinstance(where, InFlight) and where.kind == "reduce-scatter":
             fail()
 
-    watch_collectives(units(model), before, first=True)  # ahead of the vote, which would say that all is well
+    watch_collectives(units(model), before, first=True)  # before the vote, which would report success
 
 
 PLACES = {"forward": in_forward, "backward": in_backward, "reduction": in_reduction}
@@ -71,7 +71,8 @@ def check_places(device: str) -> None:
 def gradients_after(
     device: str, size: int, hungry: Callable[[nn.Module, Callable[[], None]], None]
 ) -> dict[str, torch.Tensor]:
-    """Of a batch in microbatches of ``size``, or of half as many where that was too much, as it must be."""
+    """The gradients of a batch in microbatches of ``size``, or of half that size if it was too large, as is
+    expected."""
     torch.manual_seed(0)
     model, sizes = Model(num_blocks=3), [size]
     prepare_fully_shard(model, None, FULL, device=device)
@@ -103,5 +104,5 @@ def run_batch(model: nn.Module, microbatches: tuple[torch.Tensor, ...]) -> None:
 
 @on_gpus(2, slow_rehearsal=True)
 def test_one_gpu_runs_out_of_memory(ranks: Ranks):
-    """Instead of a hang until NCCL's watchdog comes: all halve the microbatch, and learn what they would have."""
+    """Instead of hanging until NCCL's watchdog, all ranks halve the microbatch and train the same."""
     ranks.run(check_places)

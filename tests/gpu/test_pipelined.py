@@ -1,4 +1,4 @@
-"""Steps that follow each other without a look at the GPU, with the optimizer that LLM Foundry's runs have."""
+"""Consecutive steps without synchronizing with the GPU, with the optimizer of LLM Foundry's runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.composer
 SIZES = {"cuda": {"num_blocks": 16, "width": 1024}, "cpu": {"num_blocks": 2, "width": 6}}
 BATCH_SIZES = {"cuda": 256, "cpu": 4}
 NUM_STEPS = {"cuda": 50, "cpu": 4}
-TOLERANCE = 1e-3  # of the first loss, in fp32 whose sums are taken in another order; the last ones are almost 0
+TOLERANCE = 1e-3  # of the first loss, in fp32 with another order of sums; the last losses are almost 0
 MAX_NORM = 0.5
 
 
 class Trainee:
-    """A model that is sharded one way, with its optimizer."""
+    """A model sharded one way, with its optimizer."""
 
     def __init__(self, name: str, device: str) -> None:
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ class Trainee:
 
 
 def decoupled_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """As the Trainer has it under the shim; over FSDP1's plain parameters as Composer has it."""
+    """DecoupledAdamW with the seams, as in the Trainer; on FSDP1's plain parameters, Composer's own."""
     from composer.optim import DecoupledAdamW
 
     from composer_fsdp2.compat.optimizers import update_own_parts
@@ -62,7 +62,7 @@ def check_pipelined(device: str) -> None:
     found = {}
     for name in ("FSDP1", "ours"):
         trainee = Trainee(name, device)
-        # The first step makes the step counts, on the device; the second brings them to the host, all at once.
+        # The first step creates the step counts on the device; the second copies them to the host, all at once.
         losses = [trainee.step(batches[number]) for number in range(2)]
         with without_waiting(device) if name == "ours" else contextlib.nullcontext():
             losses += [trainee.step(batches[number % 4]) for number in range(2, NUM_STEPS[device])]
@@ -76,6 +76,6 @@ def check_pipelined(device: str) -> None:
 
 @on_gpus(1, 2, packages=("mosaicml",))
 def test_pipelined_steps_never_wait_and_learn_what_fsdp1_does(ranks: Ranks):
-    """What one step leaves under way on some stream, the next one waits for, and the host for neither: Composer's own
-    DecoupledAdamW reads a count from the device for each parameter, so that no step could begin ahead."""
+    """The next step waits for the asynchronous work of a step, and the host for neither. Composer's own DecoupledAdamW
+    reads a count from the device for each parameter, so no step could be launched ahead."""
     ranks.run(check_pipelined)

@@ -1,4 +1,4 @@
-"""Replicas of shards on four GPUs, with and without parameters in host memory."""
+"""HSDP on four GPUs, with and without CPU offloading."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2._torch.parts import local_tensor
 
 OFFLOADED = HSDP_2X2 | {"cpu_offload": True}
-# On a GPU so large that a copy to the host is still under way when the backward returns: 8 MiB a matrix.
+# Large enough on a GPU that a copy to the host is still running when the backward returns: 8 MiB a matrix.
 SIZES = {"cuda": {"num_blocks": 8, "width": 1024}, "cpu": {"num_blocks": 2, "width": 6}}
 NUM_BACKWARDS = {"cuda": 1000, "cpu": 5}
 
@@ -31,9 +31,9 @@ def check_training(device: str) -> None:
     for_each(check, {"HSDP": (HSDP_2X2,), "offloaded": (OFFLOADED,), "deferred": (HSDP_2X2 | deferred,)})
 
 
-@on_gpus(4, rehearsal=0)  # tests/sharding/ has the CPU's
+@on_gpus(4, rehearsal=0)  # tests/sharding/ has the CPU version
 def test_replicas_train_as_unsharded(ranks: Ranks):
-    """Two nodes that hold a model each learn what one process would, over NCCL's two communicators."""
+    """Two nodes with a replica each train as one process, over NCCL's two communicators."""
     ranks.run(check_training)
 
 
@@ -47,7 +47,7 @@ def check_backwards(device: str) -> None:
         assert {parameter.device.type for parameter in models[1].parameters()} == {"cpu"}
         for number in range(NUM_BACKWARDS[device]):
             batch = tokens(number * dist.get_world_size() + dist.get_rank()).to(device)
-            # The offloaded one first, and read first: nothing here gives its copies time to end.
+            # The offloaded one runs and is read first, without time for its copies to end.
             offloaded, resident = (gradients_of(model, batch) for model in reversed(models))
             for name, gradient in offloaded.items():
                 assert torch.equal(gradient, resident[name]), f"backward {number}, {name} is of another backward"
@@ -56,7 +56,7 @@ def check_backwards(device: str) -> None:
 
 
 def gradients_of(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    """This rank's parts, on the CPU; each backward's own, because the last ones are let go first."""
+    """This rank's gradient shards on the CPU, of this backward alone, because earlier ones are freed first."""
     model.zero_grad()
     model(batch).float().square().mean().backward()
     return {name: local_tensor(parameter.grad).cpu().clone() for name, parameter in model.named_parameters()}
@@ -65,9 +65,11 @@ def gradients_of(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tenso
 @pytest.mark.timeout(3600)
 @on_gpus(4, slow=True, slow_rehearsal=True)
 def test_offloaded_gradients_are_those_of_their_backward(ranks: Ranks):
-    """To the bit, 1,000 times: torch 2.7 lets the optimizer read gradients on their way to the host (pytorch#160291).
+    """Bit for bit, 1,000 times: torch 2.7 lets the optimizer read gradients during their copy to the host
+    (pytorch#160291).
 
-    So would a torch that gives the memory of a reduction away before its copy to the host has ended: pytorch#180665,
-    seen there in 30 to 60 % of the backwards of two layers. 2.7, 2.13 and 2.15 keep it, and others are refused.
+    A torch that frees the memory of a reduction before its copy to the host ends has the same effect: pytorch#180665,
+    seen there in 30 to 60 % of the backwards of two layers. 2.7, 2.13 and 2.15 do not free it early, and others are
+    refused.
     """
     ranks.run(check_backwards, timeout_s=3000)

@@ -1,4 +1,4 @@
-"""Nothing in a step waits for the GPU, so that what is asked of it next is asked for while it works."""
+"""The host never waits for the GPU within a step, so it launches kernels ahead."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_steps(device: str) -> None:
             clip_grad_norm_(model, 1e-3)
             optimizer.step()
 
-        step()  # makes what is made once: communicators, the optimizer's state
+        step()  # one-time initialization: communicators, optimizer state
         before = [local_tensor(parameter).detach().clone() for parameter in model.parameters()]
         with without_waiting(device):
             for _ in range(NUM_STEPS):
@@ -50,9 +50,9 @@ def check_steps(device: str) -> None:
     for_each(check, {name: (config,) for name, config in CONFIGS.items()})
 
 
-@on_gpus(1, 2, rehearsal=0)  # nobody waits on the CPU
+@on_gpus(1, 2, rehearsal=0)  # the CPU does not wait
 def test_a_step_never_waits_for_the_gpu(ranks: Ranks):
-    """One number read from the GPU in clipping, and the optimizer is launched only when the backward is over.
+    """If clipping read one number from the GPU, the optimizer would be launched only after the backward.
 
     With torch's AdamW; ``test_pipelined.py`` has Composer's.
     """

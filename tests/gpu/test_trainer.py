@@ -1,4 +1,4 @@
-"""Composer's Trainer on two GPUs: FSDP1's curves, async saves, and the step that cannot be repeated."""
+"""Composer's Trainer on two GPUs: FSDP1's losses, async saves, and a step that cannot be repeated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMPOSER = ("mosaicml",)
 
 
 def composers_device() -> Any:
-    """Composer's device; it would compute fp32 in TF32, where the order of a sum shows in the third digit."""
+    """Composer's device, which would compute fp32 in TF32, where the order of a sum changes the third digit."""
     from composer.devices import DeviceGPU
 
     return DeviceGPU(allow_tf32=False)
@@ -34,7 +34,7 @@ def composers_device() -> Any:
 
 # --- curves
 
-# Relative. Sums are taken in another order, and on a GPU in bf16 or fp16: of losses of about 3 in a few batches.
+# Relative. Sums have another order on a GPU, and bf16 or fp16: for losses of about 3 in a few batches.
 TOLERANCES = {"fp32": 1e-5, "amp_bf16": 1e-2, "amp_fp16": 5e-3}
 CURVE = {"batches": 10, "optimizer": "decoupled_adamw", "clip": ("norm", 0.5)}
 
@@ -57,9 +57,9 @@ def check_curves(device: str) -> dict[str, float]:
     return for_each(check, cases)
 
 
-@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/parity/ has the CPU's
+@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/parity/ has the CPU version
 def test_curves_are_fsdp1s(ranks: Ranks, record_property: Recorder):
-    """A run that was moved in the middle of training goes on as if it had not been, in every precision."""
+    """A run that moves to FSDP2 during training continues with the same losses, in every precision."""
     differences = ranks.run(check_curves)[0]
     ranks.record(record_property, "losses", {name: f"{value:.1e}" for name, value in differences.items()})
 
@@ -71,7 +71,7 @@ SAVES = {"batches": 6, "optimizer": "adamw", "save_interval": "2ba"}
 
 
 class Gate:
-    """Holds the thread that writes a snapshot until the model has trained a batch more, and opens at the end."""
+    """Blocks the thread that writes a snapshot until the model has trained another batch, and opens at the end."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -85,7 +85,8 @@ class Gate:
         self.holding = mock.patch.object(threading.Thread, "run", held)
 
     def callback(self, states: dict[int, Any]) -> Any:
-        """One that fills ``states``, by batch: the first moments, full, in host memory. The saver comes after it."""
+        """A callback that stores the first moments by batch in ``states``, unsharded, in host memory. It runs before
+        the saver."""
 
         def hold(state: Any) -> None:
             self._open.clear()
@@ -113,7 +114,7 @@ def check_async_saves(device: str, folder: str) -> None:
         with gate.holding, copied as made:
             callbacks = [gate.callback(states)]
             trained = fit(FSDP2, config | {"async_save": True}, save_folder=ours, callbacks=callbacks, **options)
-        assert made.call_count == 3  # into memory that is pinned: tests/compat/test_pinned_copies.py
+        assert made.call_count == 3  # to pinned memory: tests/compat/test_pinned_copies.py
         assert close(trained.losses, expected.losses), f"{trained.losses}, {expected.losses}"
         if dist.get_rank() == 0:
             assert os.readlink(f"{ours}/latest-rank0.pt") == named(kind, 6)
@@ -125,10 +126,10 @@ def check_async_saves(device: str, folder: str) -> None:
     for_each(check, {kind: (kind,) for kind in ("full", "sharded")})
 
 
-@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/compat/test_async_saving.py has the CPU's
+@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/compat/test_async_saving.py has the CPU version
 def test_async_saves_hold_their_batch(ranks: Ranks, tmp_path: Path):
-    """Copies to the host that the next step overtook would be checkpoints of no batch at all; and they take no more of
-    its memory than they need."""
+    """A copy to the host that the next step overwrote would be a checkpoint of no batch; and the copies use no more
+    host memory than necessary."""
     ranks.run(check_async_saves, str(tmp_path))
 
 
@@ -163,9 +164,10 @@ def check_first_step(device: str, dist_timeout_s: float) -> str:
         return str(raised.value)
 
 
-@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/compat/test_auto_microbatch.py has the CPU's
+@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/compat/test_auto_microbatch.py has the CPU version
 def test_a_gpu_runs_out_of_memory_in_the_first_step(ranks: Ranks):
-    """What cannot be repeated is said at once, with what to set, and the other rank does not wait for ever."""
+    """A step that cannot be repeated raises at once with the setting to change, and the other rank does not wait
+    forever."""
     of_waiting, of_failing = ranks.run(check_first_step, 30, fresh=True)
     assert "after the gradients were there" in of_failing and "below 4" in of_failing, of_failing
     assert "did not meet within" in of_waiting and "rank 1 has not come" in of_waiting, of_waiting

@@ -1,4 +1,4 @@
-"""What only a GPU shows: NCCL, host memory beside device memory, values drawn on the device. One GPU is enough."""
+"""Behaviour that only a GPU shows: NCCL, host and device memory, random values on the device. One GPU is enough."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def check_training(device: str) -> None:
     for_each(check, {name: (config,) for name, config in TRAININGS.items()})
 
 
-@on_gpus(1, 2, rehearsal=0)  # tests/sharding/ has the CPU's
+@on_gpus(1, 2, rehearsal=0)  # tests/sharding/ has the CPU version
 def test_trains_as_unsharded(ranks: Ranks):
-    """No setting changes what is learnt, with NCCL's collectives and streams; offloaded parameters rest on the CPU."""
+    """No setting changes the training, with NCCL's collectives and streams; offloaded parameters stay on the CPU."""
     ranks.run(check_training)
 
 
@@ -54,7 +54,7 @@ def check_defaults(device: str) -> tuple[str, torch.dtype]:
 
 @on_gpus(1, 2)
 def test_defaults(ranks: Ranks):
-    """Without a device and a precision a run takes the GPU and Composer's amp_fp16; without a GPU the CPU and fp32."""
+    """Without a device and a precision, a run uses the GPU and Composer's amp_fp16; without a GPU, the CPU and fp32."""
     if ranks.is_rehearsal and torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU: without a device the run would take it")
     expected = ("cpu", torch.float32) if ranks.is_rehearsal else ("cuda", torch.float16)
@@ -68,7 +68,7 @@ def check_clipping(device: str) -> None:
         model, reference = Model(), Model().to(device)
         reference.load_state_dict(model.state_dict())
         prepare_fully_shard(model, None, FULL | config, device=device)
-        batch = tokens(0).to(device)  # the same on all ranks, so the mean over ranks is each one's own
+        batch = tokens(0).to(device)  # the same on all ranks, so the mean over ranks is each rank's gradient
         for each in (model, reference):
             (100 * each(batch).square().mean()).backward()
         expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e-3)
@@ -87,7 +87,7 @@ def check_clipping(device: str) -> None:
 
 @on_gpus(1, 2)
 def test_clipping(ranks: Ranks):
-    """Gradients that rest on the CPU are clipped over plain NCCL, which knows no CPU tensors (pytorch#148532)."""
+    """Offloaded gradients are clipped over plain NCCL, which does not support CPU tensors (pytorch#148532)."""
     ranks.run(check_clipping)
 
 
@@ -125,12 +125,12 @@ def check_meta(device: str) -> None:
 
 @on_gpus(1, 2)
 def test_meta_models_are_drawn_on_the_device(ranks: Ranks):
-    """A model too large for the host is drawn on the device, unit by unit, with the values that one GPU would draw."""
+    """A model too large for the host is initialized on the device, unit by unit, with the same values as on one GPU."""
     ranks.run(check_meta)
 
 
 def check_scaled(device: str) -> tuple[bool, float]:
-    """fp16 with one module that is not sharded; so large a scale overflows."""
+    """fp16 with one module that is not sharded; a scale of this size overflows."""
     model = Model()
     optimizer = adamw(model)
     config = {"ignored_modules": [model.decoder.norm], "mixed_precision": "PURE"}
@@ -147,5 +147,5 @@ def check_scaled(device: str) -> tuple[bool, float]:
 
 @on_gpus(1, 2)
 def test_an_overflow_in_half_precision_skips_the_step(ranks: Ranks):
-    """Sharded gradients and unsharded ones in one scaler, with NCCL."""
+    """Sharded and unsharded gradients in one scaler, with NCCL."""
     assert all(found == (True, 2.0**39) for found in ranks.run(check_scaled))

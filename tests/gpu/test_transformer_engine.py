@@ -15,7 +15,7 @@ from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
 
-WIDTH, BATCH = 64, 32  # FP8's kernels want multiples of 16
+WIDTH, BATCH = 64, 32  # FP8 kernels need multiples of 16
 RECOMPUTED = {
     "activation_checkpointing": True,
     "activation_checkpointing_reentrant": False,
@@ -41,7 +41,7 @@ def build(linear: Callable[..., nn.Module]) -> nn.Module:
 
 
 def check_gradients(device: str) -> None:
-    """Recomputed by its checkpoint, and not recomputed: the same gradients, which FP8's scales decide, too."""
+    """The gradients with and without recomputation are equal; they also depend on FP8's scales."""
     import transformer_engine.pytorch as te  # type: ignore[import-not-found]
 
     gradients = []
@@ -50,7 +50,7 @@ def check_gradients(device: str) -> None:
         with torch.device(device):
             model = build(partial(te.Linear, params_dtype=torch.float32))
         prepare_fully_shard(model, None, each | {"mixed_precision": "PURE"}, "amp_fp8", device, te_rng_seed=77)
-        for batch in range(2):  # the scales of the second are those that the first one left
+        for batch in range(2):  # the second uses the scales of the first
             x = features(batch + dist.get_rank(), batch_size=BATCH, width=WIDTH).to(device, torch.bfloat16)
             with te.fp8_autocast():
                 loss = model(x).float().square().mean()
@@ -63,7 +63,7 @@ def check_gradients(device: str) -> None:
         assert_close(name, gradient, plain[name], rtol=1e-2, atol=1e-4)
 
 
-@on_gpus(2, packages=("transformer-engine",), capability=(8, 9), rehearsal=0)  # tests/sharding/ has the CPU's
+@on_gpus(2, packages=("transformer-engine",), capability=(8, 9), rehearsal=0)  # tests/sharding/ has the CPU version
 def test_fp8_layers_are_sharded_and_recomputed(ranks: Ranks):
-    """An fp8 run keeps its scales: they are buffers and states of its modules, which sharding must leave alone."""
+    """Scales of an fp8 run are buffers and extra state of its modules, which sharding must not change."""
     ranks.run(check_gradients)

@@ -1,4 +1,4 @@
-"""What a unit's forward takes and returns, and what autocast keeps of its parameters, on a GPU."""
+"""Inputs and outputs of a unit's forward, and the copies of its parameters in autocast's cache, on a GPU."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def write_to_input(unit: Any, x: torch.Tensor) -> Out:
 
 
 def run_recurrent(root: Any, x: torch.Tensor) -> Out:
-    """Over rows of different lengths."""
+    """Runs it on rows of different lengths."""
     packed = root.lstm(pack_padded_sequence(root.embed(x), torch.tensor([3, 2, 1]), batch_first=True))[0]
     x, _ = pad_packed_sequence(packed, batch_first=True)
     return Out(x + root.unit(x * 2).hidden)
 
 
 def recurrent() -> nn.Module:
-    """Its root returns a dataclass; its units take a PackedSequence (cuDNN's LSTM) and write to their input."""
+    """Its root returns a dataclass; its units receive a PackedSequence (cuDNN's LSTM) and write to their input."""
     unit = Running(write_to_input, act=nn.ReLU(inplace=True), fc=layer())
     lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
     root = Running(run_recurrent, {"lstm": True, "unit": True}, embed=layer(), lstm=lstm, unit=unit)
@@ -53,7 +53,7 @@ def check_containers(device: str) -> None:
 
 @on_gpus(1, 2, rehearsal=0)
 def test_dataclasses_and_packed_sequences_train(ranks: Ranks):
-    """A root whose output torch does not walk never trained, without an error."""
+    """A root whose output torch's pytree does not traverse silently never trained."""
     ranks.run(check_containers)
 
 
@@ -62,14 +62,15 @@ def bf16_bytes(module: nn.Module) -> int:
 
 
 def check_cache(device: str) -> tuple[dict[str, int], int]:
-    """Bytes that an evaluation leaves until autocast ends, by who sharded, and those of all weights in bf16."""
+    """The bytes that an evaluation retains until autocast ends, for each way to shard, and the bytes of all weights in
+    bf16."""
     kept, copies = {}, 0
     for name, shard in WAYS.items():
         torch.manual_seed(0)
         model = Model(num_blocks=16, width=1024)
         copies = sum(map(bf16_bytes, model.decoder.blocks))
         shard(model, device)
-        for _ in range(2):  # the first makes what is made once
+        for _ in range(2):  # the first includes one-time initialization
             with torch.autocast(device, torch.bfloat16), torch.no_grad():
                 before = torch.cuda.memory_allocated()
                 output = model(tokens(dist.get_rank()).to(device))
@@ -81,7 +82,8 @@ def check_cache(device: str) -> tuple[dict[str, int], int]:
 
 @on_gpus(1, 2, rehearsal=0)
 def test_autocast_keeps_no_weights(ranks: Ranks, record_property: Recorder):
-    """Every rank would have the model in bf16 until the forward ends: torch's cache keeps a copy of each fp32 weight.
+    """Otherwise every rank would have the model in bf16 until the forward ends: torch's cache stores a copy of each
+    fp32 weight.
 
     ``tests/_torch/test_unit.py`` counts copies on the CPU.
     """
