@@ -1,12 +1,12 @@
 """PyTorch's own tests of FSDP1 on CPU ranks, with FSDP1 itself and with our class in its place; writes ``upstream.md``.
 
-The tests are no part of this repository. Debian's source package has them (torch 2.6; they run with later torches):
+The tests are not part of this repository. Debian's source package has them (torch 2.6; they run with later torches):
 
     apt-get source --download-only pytorch   # with a deb-src line in sources.list
     tar xf pytorch_2.6.0+dfsg.orig.tar.xz --wildcards '*/test/distributed/fsdp/*'
     python tests/fsdp/upstream.py --source pytorch-v2.6.0/test/distributed/fsdp
 
-A copy in a temporary folder is adapted by ``ADAPTED``, and by what ``play_gpus`` replaces. Each file is a run of pytest
+A temporary copy is adapted by ``ADAPTED`` and by the replacements of ``play_gpus``. Each file runs in its own pytest,
 with this file as a plugin.
 """
 
@@ -63,10 +63,10 @@ PASSES, DIFFERS, FLAT = "passes with both", "differs as documented", "about flat
 NEEDS_GPU, FAILS, NOT_RUN = "not with FSDP1 itself on a CPU", "fails", "not run"
 CLASSES = (PASSES, DIFFERS, FLAT, NEEDS_GPU, FAILS, NOT_RUN)
 
-# Under our class, ranks outside of a process group call the constructor too; here they wait for them.
+# Under our class, ranks outside of a process group also call the constructor; here they wait for the others.
 WAITS = r"halve_world_size|test_(scatter|shard)_full_optim_state_dict_transformer"
 
-# Of a test that FSDP1 passes: what is found in ``file::test`` or its error, its class, and why.
+# For a test that FSDP1 passes: text in ``file::test`` or in its error, its class, and the reason.
 _HANDLES = "reads a flat parameter, its handle or FSDP1's internal state"
 _DTENSORS = "parameters, gradients and sharded state are DTensors: compare `.full_tensor()`, or `.to_local()`"
 REASONS: list[tuple[str, str, str]] = [
@@ -139,7 +139,7 @@ REASONS: list[tuple[str, str, str]] = [
 
 
 def pytest_configure(config: Any) -> None:
-    if importlib.util.find_spec("expecttest") is None:  # torch's helpers import it, and these tests use nothing of it
+    if importlib.util.find_spec("expecttest") is None:  # torch's helpers import it, and these tests do not use it
         sys.modules["expecttest"] = ModuleType("expecttest")
         sys.modules["expecttest"].TestCase = unittest.TestCase
     play_gpus()
@@ -148,7 +148,8 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Under our class what FSDP1 passes, without what waits for ever; with ``--sample`` some parameters of each."""
+    """Under our class, tests that FSDP1 passes, without those that wait forever; with ``--sample`` some parameters of
+    each."""
     if os.environ["UPSTREAM_AGAINST"] == "ours":
         fsdp1 = read(Path(os.environ["UPSTREAM_RESULTS"].replace(".ours.", ".fsdp1.")))
         passed = {test for test, found in fsdp1.items() if found["outcome"] == "passed"}
@@ -164,7 +165,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def play_gpus() -> None:
-    """Have torch's helpers start 2 gloo ranks by fork, where they ask for GPUs."""
+    """Makes torch's helpers start 2 gloo ranks by fork where they require GPUs."""
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
     from torch.nn.parallel import DistributedDataParallel
@@ -191,7 +192,7 @@ def play_gpus() -> None:
 
     @functools.wraps(original)
     def initialize(self: Any, *args: Any, device_id: Any = None, **options: Any) -> None:
-        # FSDP1 refuses to choose the CPU by itself.
+        # FSDP1 refuses to choose the CPU implicitly.
         original(self, *args, device_id=torch.device("cpu") if device_id is None else device_id, **options)
 
     FullyShardedDataParallel.__init__ = initialize
@@ -199,7 +200,7 @@ def play_gpus() -> None:
 
     @functools.wraps(parity)
     def test_parity(self: Any, *args: Any, **options: Any) -> None:
-        # To move an offloaded model to the GPU is an error; there is no such move here.
+        # Moving an offloaded model to the GPU raises; on the CPU there is no such move.
         parity(self, *args, **options | {"device_init_mode": common_fsdp.DEVICEInitMode.DEVICE_BEFORE})
 
     common_fsdp.FSDPTest._test_fsdp_parity = test_parity
@@ -222,7 +223,7 @@ def play_fsdp1() -> None:
     composer_fsdp2.install_fsdp()
     # torch's helpers assert this after each run of some steps.
     FullyShardedDataParallel._assert_state = lambda self, state: None
-    # Texts of errors are ours: that one is raised is compared. Warnings are not.
+    # Texts of errors are ours, so only the fact that one is raised is compared. Warnings are not.
     raises = TestCase.assertRaisesRegex
 
     def assert_raises(self: Any, expected_exception: Any, expected_regex: Any, *args: Any, **options: Any) -> Any:
@@ -292,13 +293,13 @@ def run(file: Path, against: str, results: Path, k: str, sample: int) -> None:
 
 
 def read(results: Path) -> dict[str, dict[str, Any]]:
-    """By test, its outcome and text."""
+    """By test: its outcome and text."""
     lines = results.read_text().splitlines() if results.exists() else []
     return {found["id"].partition("::")[2]: found for found in map(json.loads, lines)}
 
 
 def judge(file: str, test: str, fsdp1: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, str]:
-    """Which class a test is in, and why."""
+    """A test's class, and the reason."""
     if fsdp1["outcome"] != "passed":
         return NEEDS_GPU, ""
     if ours.get("outcome") == "passed":
