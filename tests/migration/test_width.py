@@ -1,4 +1,4 @@
-"""Reports fit the terminal; in a pipe or a file their lines are as long as ever, for programs that read them."""
+"""Reports fit the terminal; in a pipe or a file lines are not wrapped, for programs that read them."""
 
 from __future__ import annotations
 
