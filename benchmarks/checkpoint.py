@@ -6,7 +6,7 @@
 The checkpoint is one ``torch.save`` file of a decoder with AdamW's state, as Composer writes it with ``state_dict_type:
 full``. Each load, copy, conversion and verification runs in new processes. A round runs each once, in an order that is
 reversed from round to round, and ratios compare measurements of the same round. Requires Linux, disk space for three
-checkpoints and, for torch's part, memory for two. Exit code 0, or 1 if a bar does not hold.
+checkpoints and, for torch's part, memory for two. Exit code 0, or 1 if a bar fails.
 """
 
 import math
@@ -195,7 +195,7 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def _sharded(shape: Shape) -> tuple[Model, torch.optim.Optimizer]:
-    """With real values, so that the whole model is resident before the load; AdamW has no state yet."""
+    """With real values, so the whole model is resident before the load; AdamW has no state yet."""
     from torch.distributed.fsdp import fully_shard
 
     with torch.device("meta"):

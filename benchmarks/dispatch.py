@@ -7,7 +7,7 @@ Decoders with few elements, so the measurement shows dispatch overhead rather th
 a kernel is launched. Optimizers, clipping and OptimizerMonitor run on the DTensors of one rank of 8 under the shim, in
 a fake process group that sends nothing. The reference is Composer's and torch's code on plain tensors of the same
 sizes, as FSDP1 with ``use_orig_params`` has them. A round runs each once, in random order; ratios are of processor time
-within a round. Exit code 0, or 1 if a bar does not hold.
+within a round. Exit code 0, or 1 if a bar fails.
 """
 
 import functools

@@ -22,10 +22,10 @@ def on_ranks(function: Callable[[Any], Any], num_ranks: int, device_type: str, a
     """Run ``function(argument)`` on ``num_ranks`` new processes with a process group; returns rank 0's result.
 
     Args:
-        function: Top-level, so that the ranks can import it; its result is passed on as JSON.
+            function: Top-level, because the ranks import it; its result is passed on as JSON.
         device_type: ``cpu`` (gloo, one thread a rank) or ``cuda`` (NCCL, one device a rank).
     Raises:
-        SystemExit: a rank failed, with its traceback on stderr; or there are fewer devices than ranks.
+            SystemExit: a rank failed, with its traceback on stderr; or the machine has fewer devices than ranks.
     """
     if device_type == "cuda" and torch.cuda.device_count() < num_ranks:
         raise SystemExit(f"each rank needs a CUDA device: {num_ranks} asked for, {torch.cuda.device_count()} visible")
@@ -46,7 +46,7 @@ def _rank(
     rank: int, function: Callable[[Any], Any], num_ranks: int, device_type: str, folder: str, argument: Any
 ) -> None:
     """Never returns: if ranks destroy a gloo group one after the other, the last one may wait forever (torch 2.7)."""
-    warnings.simplefilter("ignore")  # Composer's on dropped keys, torch's on FSDP1; the table shows both.
+    warnings.simplefilter("ignore")  # Composer's on dropped keys, and torch's on FSDP1.
     _set_rank_variables(rank, num_ranks)
     store: Any = dist.FileStore(str(Path(folder, "store")), num_ranks)  # type: ignore[attr-defined]
     try:

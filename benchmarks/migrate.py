@@ -4,8 +4,8 @@
     python benchmarks/migrate.py --json --files 40
 
 The files are copies of ``yamls/mpt``'s FSDP1 files, each with a distinct line, in a temporary folder. The command runs
-as a user types it, with ``--write``, so its time includes start-up and writing. Processor time covers all its
-processes, and is less affected by other load than the clock. Exit code 0, or 1 if a bar does not hold.
+as a user types it, with ``--write``, and its time includes start-up and writing. Processor time covers all its
+processes, and is less affected by other load than the clock. Exit code 0, or 1 if a bar fails.
 """
 
 import os

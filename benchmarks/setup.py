@@ -7,7 +7,7 @@ units.
 Decoders of about 1,000, 4,000 and 16,000 modules on the meta device, in a fake process group that sends nothing. Times
 are processor time, which other load affects less than wall time. Our work beside the calls of ``fully_shard`` has two
 parts: initialising meta parameters (which the bare loop omits), and translating, planning, comparing, checking and
-updating an optimizer. Exit code 0, or 1 if a bar does not hold.
+updating an optimizer. Exit code 0, or 1 if a bar fails.
 """
 
 import contextlib

@@ -5,7 +5,7 @@
 
 A round starts every command once, in random order. Ratios are to the same round's import of the libraries that the
 command line needs, or of torch's FSDP; the tables show the median over all rounds. Processor time, user and system, of
-a process and its children, because other load affects it less. Exit code 0, or 1 if a bar does not hold.
+a process and its children, because other load affects it less. Exit code 0, or 1 if a bar fails.
 """
 
 import os

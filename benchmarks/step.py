@@ -7,9 +7,9 @@
     python benchmarks/step.py --trainer                     # a whole batch of Composer's Trainer, of small blocks
 
 Prints a table of a step's time, collectives and memory. All variants run in the same processes and train the same
-batches from the same values. A round trains one step of each in random order, so that other load on the machine affects
-all of them alike; ratios are to the hand-written loop's step of the same round. On a GPU, losses are compared in the
-steps before the timed ones, with deterministic kernels. Exit code 0, or 1 if a bar does not hold.
+batches from the same values. A round trains one step of each in random order, and other load on the machine affects all
+of them alike; ratios are to the hand-written loop's step of the same round. On a GPU, losses are compared in the steps
+before the timed ones, with deterministic kernels. Exit code 0, or 1 if a bar fails.
 """
 
 import argparse

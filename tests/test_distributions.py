@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def source_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source distribution of a checkout unpacked from a zip, which may have a file in place of the link."""
+    """A source distribution of a checkout unpacked from a zip, which may have a file instead of the link."""
     folder = tmp_path_factory.mktemp("sdist")
     copy_project(folder / "source")
     (folder / "source/composer_fsdp2/compat").write_text("../compat")

@@ -94,7 +94,7 @@ def test_what_is_logged():
 
 
 def test_a_clean_configuration_is_silent():
-    """A run that migrates exactly gets no warning, so that users read the others."""
+    """A run that migrates exactly gets no warning; otherwise users would ignore the others."""
     records, _ = run_ranks(check_log, 2, {"sharding_strategy": "FULL_SHARD"})
     about_the_model = ("own", "chain.kept")
     warnings = [text for level, text in records if level == "WARNING"]

@@ -1,7 +1,7 @@
 """Synchronization of offloaded gradients before the optimizer, with fake GPU streams and events on the CPU.
 
 No GPU copies asynchronously here. The streams of the model's collectives are replaced by streams that record their
-events, and its gradients are "pinned", so that torch takes the code path of a GPU. The collectives are gloo's own.
+events. Its gradients are "pinned", and torch therefore takes the code path of a GPU. The collectives are gloo's own.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def trained_once(config: dict[str, Any]) -> nn.Module:
 
 
 def check_events() -> None:
-    """torch 2.7 waited on the other stream, and the optimizer read gradients before their copy had finished."""
+    """torch 2.7 waited on the other stream, and the optimizer read gradients before their copy was complete."""
     model, log = trained_once(HSDP_2X2), Log()
     as_on_a_gpu(model, log)
     model(features(1)).sum().backward()

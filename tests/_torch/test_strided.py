@@ -36,8 +36,7 @@ def test_what_is_computed_of_a_strided_tensor_is_put_together_in_its_order(folde
     is_needed, before = forgets_strides(), wrong()
     keep_strides()
     keep_strides()
-    # torch caches its decision for an operation on such tensors; in training, the workaround is active before there are
-    # any.
+    # torch caches its decision for an operation on such tensors; training applies the workaround before the first one.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear() if is_needed else None
     assert is_needed == torch.__version__.startswith("2.7.")
     assert bool(before) == is_needed

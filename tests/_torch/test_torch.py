@@ -1,4 +1,4 @@
-"""Each workaround for a torch bug: the bug exists in the listed versions, and the workaround removes it."""
+"""Each workaround for a torch bug: the bug exists in exactly the listed versions, and the workaround removes it."""
 
 from __future__ import annotations
 

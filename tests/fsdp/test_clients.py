@@ -111,7 +111,7 @@ def summing_per_call(cls: type[torch.nn.Module]) -> Iterator[None]:
 def test_t5_in_bf16_sums_per_unit(tmp_path):
     """Every block of T5's decoder reads the encoder's output; ``fully_shard`` sums its gradient by unit.
 
-    FSDP1 sums all of them sequentially. In bf16 the last digit differs; in the same order there is no difference.
+    FSDP1 sums all of them sequentially. In bf16 the last digit differs; in the same order both are equal.
     """
     pytest.importorskip("transformers")
     assert run_ranks(train_t5, 2, tmp_path, fresh=True) == [[], []]

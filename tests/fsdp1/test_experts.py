@@ -1,4 +1,4 @@
-"""Experts as units: refused if recognized by name, otherwise reported."""
+"""Experts as units: refused if their names show it, otherwise reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 
 class Layer(Chain):
-    """Attention, and submodules that a batch may skip, by name."""
+    """Attention, and named submodules that a batch may skip."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__(attention=nn.Linear(4, 4), **parts)

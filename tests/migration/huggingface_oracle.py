@@ -1,8 +1,8 @@
 """Settings that transformers, accelerate and axolotl themselves derive from a section: cases and results as JSON on
 stdin and stdout.
 
-Run as a script in its own process, because they read and change the environment. ``ask`` runs it, with the installed
-releases or with others of `support.other_releases`.
+Run as a script in its own process, because they read and change the environment. It is run by ``ask``, with the
+installed releases or with others of `support.other_releases`.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ DEAD = {
 }
 # Systems whose files already train with FSDP2 and are unchanged; by target, the key's name.
 KEPT = {"torchtitan": "zzz: 3", "roll": "zzz: 3"}
-# By target: a text with a string in place of a mapping, and its key.
+# By target: a text with a string where a mapping belongs, and its key.
 ARGS = "strategy_args:\n  strategy_name: fsdp2_train\n"
 PARALLEL = "fsdp: full_shard\nbf16: true\n"
 NO_MAPPINGS = [
@@ -189,7 +189,7 @@ fsdp_config:
 
 @each_case(CASES)
 def test_what_becomes_of(case: Case):
-    """A report must not ask about clear settings, nor call an undecided file ready."""
+    """A report must not require a decision on clear settings, nor call an undecided file ready."""
     case.check()
 
 

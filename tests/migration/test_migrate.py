@@ -161,7 +161,7 @@ def test_an_interpolation_that_is_none_of_the_sections_is_none_of_ours(monkeypat
 
 
 def test_values_of_other_kinds_are_findings():
-    """A list in place of a string must not end in a traceback."""
+    """A list where a string belongs must not end in a traceback."""
     for value in ("[1, 2]", "{a: 1}", "2024-01-02", "!!binary aGk=", "1e999", "null"):
         for key in ("sharding_strategy", "mixed_precision", "data_parallel_shard_degree", "verbose", "process_group"):
             migration = migrate_text(f"fsdp_config: {{{key}: {value}}}\n")
@@ -653,7 +653,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_runtime_refuses_is_a_decision(case: str) -> None:
-    """The report said `exact` with exit code 0, and the run ended before its first batch."""
+    """The report used to show `exact` with exit code 0, and the run ended before its first batch."""
     num_ranks, around, keys = REFUSED[case]
     text = f"{around}fsdp_config: {{{keys}}}\n"
     with pytest.raises(ConfigError):
@@ -685,7 +685,7 @@ def test_what_the_runtime_takes_is_the_same_afterwards(case: str, monkeypatch: p
 )
 @pytest.mark.parametrize("to", ["composer", "torchtitan", "accelerate"])
 def test_a_norm_that_is_no_number_is_a_decision(text: str, to: str) -> None:
-    """It used to end in an internal error, or was written as text in place of a number."""
+    """It used to end in an internal error, or was written as text into a number's key."""
     assert "max_grad_norm" in [each.key for each in migrate_text(text, to=to).blocking]
 
 

@@ -261,7 +261,7 @@ def test_a_wish_in_each_systems_own_words():
 
 
 def test_what_only_fsdp2_has_words_for_is_written_in_a_migrated_file():
-    """DeepSpeed's users would be told that nothing can be changed, although migrating enables it."""
+    """The report to DeepSpeed's users would be that nothing can be changed, although migrating enables it."""
     text = "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nmixed_precision: bf16\nnum_processes: 8\n"
     found = apply_patch(text, "run.yaml", Patch(fields={RESHARD: False}))
     assert found.is_migrated

@@ -1,4 +1,4 @@
-"""Results of TorchTitan's ConfigManager for files: texts as JSON on stdin, its errors on stdout; ``ask`` runs it."""
+"""Results of TorchTitan's ConfigManager for files: texts as JSON on stdin, its errors on stdout; run by ``ask``."""
 
 from __future__ import annotations
 

@@ -233,8 +233,8 @@ def test_what_videos_and_sounds_have_is_that_of_all_ranks():
     side=st.sampled_from(["right", "left"]),
 )
 def test_text_of_different_lengths_is_padded_as_one_collator_would(lengths: list[list[int]], side: str):
-    """Under gather a row's tokens, labels and positions equal those of one batch with all rows, whichever part of the
-    batches shows the padding side."""
+    """Under gather a row's tokens, labels and positions equal those of one batch with all rows, if the batches show
+    their padding side."""
     of_ranks = [texts(each, seed) for seed, each in enumerate(lengths)]
     joined = join_rows([collated(rows, side) for rows in of_ranks])
     if not any(len(set(each)) > 1 for each in lengths):  # no padding: either side is right

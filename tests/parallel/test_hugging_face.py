@@ -85,7 +85,7 @@ def packed_by_mask(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def masked(model: Any, tokens: torch.Tensor, padding: str = "", length: int = 9) -> torch.Tensor:
-    """An equal number of labels in each row, so that the mean over ranks equals that of all rows."""
+    """An equal number of labels in each row; the mean over ranks then equals that of all rows."""
     batch = batch_of(tokens, padding, length)
     is_learned = torch.isin(torch.arange(length), torch.tensor([1, 4, 6]))
     return model.model(**batch, labels=torch.where(is_learned, tokens[:, :length], -100)).loss
@@ -410,7 +410,7 @@ SLOW = ("qwen2", "qwen3", "gpt-neox")
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CONFIGS]
 )
 def test_training_is_that_of_one_process(name: str):
-    """A mask, a rotary embedding or a weight of a part, in place of the full row's, silently trains another model."""
+    """A mask, a rotary embedding or a weight of a part, instead of the full row's, silently trains another model."""
     if not known(name):
         pytest.skip(f"attention of {name} does not go through transformers' interface before release 5")
     run_ranks(check_kind, 4, name)
@@ -418,5 +418,5 @@ def test_training_is_that_of_one_process(name: str):
 
 @on_ranks(4)
 def test_what_stands_on_a_model_sees_whole_rows():
-    """A head that took this rank's part for a row had another loss on each rank, without an error."""
+    """A head that took this rank's part for a row computed another loss on each rank, without an error."""
     for_each(check, {name: (carried,) for name, carried in (HEADS | with_towers()).items()})

@@ -254,11 +254,11 @@ def test_an_example_is_the_smallest_that_the_rank_saw() -> None:
         check_step(model, reference, step, batches)
         return list(model.model.vision.sizes)
 
-    # No rank has had an image; then rank 0 has one in an evaluation, where inputs need no gradients.
+    # No rank has seen an image; then rank 0 sees one in an evaluation, where inputs need no gradients.
     assert after(0, lambda step, rank: batch_of(step, rank, {})) == []
     with torch.no_grad():
         model(*batch_of(7, dist.get_rank(), {} if dist.get_rank() else {"vision": 5}))
-    assert model.model.vision.sizes == [5]  # rank 1's is equally large, as it has had none
+    assert model.model.vision.sizes == [5]  # rank 1, without one, uses the same size
     assert (
         after(1, lambda step, rank: batch_of(step, rank, {"vision": 2} if rank else {})) == [[5], [2]][dist.get_rank()]
     )

@@ -86,8 +86,8 @@ def keeps_order_of_sums(run: Run, world_size: int) -> bool:
 
     The exceptions are sums that FSDP1 took over other terms. The norm for clipping is a sum over all elements, which
     FSDP1 took over flat shards; the largest absolute value is the same in any order. With NO_SHARD FSDP1 reduced the
-    accumulated gradients again after each microbatch. And the memory position of an element decides which vector
-    instruction rounds it, which shows in AdamW's longer formula.
+    accumulated gradients again after each microbatch. And whether a vector
+    instruction rounds an element depends on its memory position, which shows in AdamW's longer formula.
     """
     num_replicas = run.num_replicas(world_size)
     has_two_terms = num_replicas <= 2 and world_size // num_replicas <= 2

@@ -20,7 +20,7 @@ def differ_by_world_size(run: Run) -> Difference:
 
 
 def test_a_gradient_that_is_world_size_times_too_large_is_noticed():
-    """gloo's silent sum in place of a mean (pytorch#162338) is such a mistake, and a comparison must detect it. (AdamW
+    """gloo's silent sum instead of a mean (pytorch#162338) is such a mistake, and a comparison must detect it. (AdamW
     alone would hide it, because its step does not depend on a gradient's scale.)"""
     assert TOLERANCE == 1e-6
     found = run_ranks(differ_by_world_size, 2, Run())[0]

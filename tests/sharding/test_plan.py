@@ -105,7 +105,7 @@ def test_a_plan_is_json():
 
 
 def test_explain_shows_units_ties_and_what_is_left_out():
-    """The printed plan lists units and their sizes, and what is shared, unsharded and recomputed."""
+    """The printed plan lists units and their sizes, and shared, unsharded and checkpointed modules and parameters."""
     model = Model(tied=True)
     model.own = nn.Parameter(torch.ones(2))
     plan = plan_of(
@@ -238,7 +238,7 @@ def test_prefetch_lists(prefetch: Prefetch, forward: list[tuple[str, ...]], back
 
 
 def test_two_dtypes_in_one_unit():
-    """A LoRA adapter in fp32 inside a bf16 block is a unit of its own, instead of failing in the first forward."""
+    """A LoRA adapter in fp32 inside a bf16 block gets a separate unit, instead of failing in the first forward."""
     model = Chain(child=Chain(base=nn.Linear(6, 8).to(BF16), adapter=layer()))
     plan = plan_of(model)
     assert [(unit.name, unit.is_root) for unit in plan.units] == [("child.adapter", False), ("child", True)]
@@ -259,7 +259,7 @@ def test_many_of_another_dtype():
 
 
 def test_tied_parameters_of_another_dtype():
-    """A tie is kept where the dtypes of its modules separate them from the rest."""
+    """A tie is preserved where the dtypes of its modules separate them from the rest."""
     model = Chain(child=Chain(big=nn.Linear(6, 60), a=layer().to(BF16), b=layer().to(BF16)))
     model.child.b.weight = model.child.a.weight
     plan = plan_of(model, mixed_precision=MixedPrecision(param_dtype=HALF))
@@ -326,7 +326,7 @@ def test_ignored_modules_that_cannot_be():
 
 
 def test_gradients_in_low_precision():
-    """Gradients keep their dtype where parameters have it. Where they cannot, the report tells the user before
+    """Gradients have the dtype of their parameters where possible. Elsewhere the report warns the user before
     training."""
     low = MixedPrecision(param_dtype=BFLOAT, reduce_dtype=BFLOAT, gradients=GradientDtype.AS_REDUCED)
     plan_of(Chain(child=layer().to(BF16)), mixed_precision=low)
@@ -373,7 +373,7 @@ def many_blocks(num_blocks: int) -> Model:
 
 
 def seconds_to_plan(model: nn.Module, config: ShardingConfig) -> float:
-    """CPU time, so that other processes on the machine do not count."""
+    """CPU time, which other processes on the machine do not affect."""
     begin_s = time.process_time()
     plan_sharding(model, config)
     return time.process_time() - begin_s

@@ -51,8 +51,8 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module, *, atol: float
 
 
 def check_summoned(model: nn.Module, reference: nn.Module) -> None:
-    """Within ``summon_full_params`` a sharded model has the reference's values, and writes are kept. Called on all
-    ranks."""
+    """Within ``summon_full_params`` a sharded model has the reference's values, and writes are written back. Called on
+    all ranks."""
     expected = {name: parameter.detach() for name, parameter in reference.named_parameters()}
     with summon_full_params(model):
         for name, parameter in model.named_parameters():

@@ -16,7 +16,7 @@ _all = catalogue.AVAILABLE_ENTRY_POINTS
 class EntryPoints:
     """The installed ones; entries registered in code are not included."""
 
-    @functools.cache  # noqa: B019  There is one object.
+    @functools.cache  # noqa: B019  A single instance.
     def select(self, *, group: str) -> Any:
         return tuple(_all.select(group=group))
 

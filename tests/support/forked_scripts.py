@@ -1,7 +1,7 @@
 """Scripts and launchers without import time, forked from a warm process (`support.warm`).
 
-``run_script(imports, path, *words)`` runs a script; ``add_launchers(bin_folder, imports)`` puts a fast ``composer``,
-``torchrun`` and ``accelerate`` into a folder for PATH, whose ranks are forked as well.
+``run_script(imports, path, *arguments)`` runs a script; ``add_launchers(bin_folder, imports)`` puts a fast
+``composer``, ``torchrun`` and ``accelerate`` into a folder for PATH, whose ranks are forked as well.
 tests/benchmarks/test_benchmarks.py starts a script as a user does, and tests/cli/test_run.py each launcher.
 """
 

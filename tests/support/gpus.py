@@ -102,7 +102,7 @@ def on_gpus(
 
 @contextlib.contextmanager
 def without_waiting(device: str) -> Iterator[None]:
-    """torch raises if the host would synchronize with the GPU. On the CPU there are no synchronizations."""
+    """torch raises if the host would synchronize with the GPU. On the CPU nothing synchronizes."""
     if device != "cuda":
         yield
         return

@@ -19,7 +19,7 @@ NUM_TOKENS = 9  # of a sequence; the last one is a label only
 
 
 class Attention(nn.Module):
-    """Works with any number of heads, so that each rank can have a part of them."""
+    """Works with any number of heads, to allow a part of them on each rank."""
 
     head_dim = HEAD
 

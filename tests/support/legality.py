@@ -68,7 +68,7 @@ class Refused(Row):
 
     Args:
         says: Parts of the message: the mistake, and the way out.
-        do: Runs instead of sharding.
+            do: A function that runs instead of sharding.
         wrong_rank: The only rank with this combination; the others shard the plain model.
     """
 
@@ -231,8 +231,8 @@ def compare_training(
 
 
 def check_clips(row: Carried, *names: str) -> None:
-    """Within summon_full_params the model equals the unsharded one, and writes are kept. An evaluation changes nothing,
-    and its gradients are clipped as in one process."""
+    """Within summon_full_params the model equals the unsharded one, and writes are written back. An evaluation changes
+    nothing, and its gradients are clipped as in one process."""
     torch.set_default_dtype(torch.float64)
     groups, group = dist.get_world_size() // row.num_shared, dist.get_rank() // row.num_shared
 
@@ -359,7 +359,7 @@ def split_by_script(*names: str, shape: tuple[int, ...] = (2, 2), plan: Plan = l
 
 
 class Expert(nn.Sequential):
-    """A class of its own, to distinguish experts from other layers."""
+    """A separate class, to distinguish experts from other layers."""
 
 
 def with_experts() -> Language:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / ".others"
-# By name: the release, and dependencies of its configuration that are missing in the official stack.
+# The release, and dependencies of its configuration that are missing in the official stack.
 RELEASES = {
     "accelerate-1.10.1": ("accelerate==1.10.1",),
     "axolotl-0.12.2": ("axolotl==0.12.2", "addict==2.4.0"),

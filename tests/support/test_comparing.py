@@ -27,7 +27,7 @@ def differ(found: Any, expected: Any, **options: bool) -> bool:
 @pytest.mark.parametrize(
     ("found", "expected", "differs", "differs_in_bits"),
     [
-        # A model and a reference that both became NaN must not pass as equal training.
+        # A model and a reference that are both NaN must not pass as equal training.
         *((value, value, True, False) for value in (NAN, torch.tensor([1, NAN]), numpy.array([NAN]), Pair(NAN))),
         # A copy that lost the sign must not pass as bit-identical.
         *((zero, -zero, False, True) for zero in (0.0, torch.zeros(2), 0j)),

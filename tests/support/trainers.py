@@ -142,8 +142,8 @@ def build_unlike_on_rank_1() -> Any:
 
 
 def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer by name; ``groups`` is Composer's own AdamW with matrices, and the rest undecayed at half the
-    rate."""
+    """``adamw``, ``sgd`` or another optimizer of this name; ``groups`` is Composer's own AdamW with matrices, and the
+    rest undecayed at half the rate."""
     from composer.optim import DecoupledAdamW, DecoupledSGDW
 
     parameters = list(model.parameters())
@@ -212,7 +212,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def as_machines_of_one_rank() -> mock._patch_dict:
-    """Within the block, Composer treats each rank as a machine of its own."""
+    """Within the block, Composer treats each rank as a separate machine."""
     return mock.patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": str(dist.get_rank())})
 
 

@@ -21,7 +21,7 @@ Inputs = Callable[[int], torch.Tensor]  # from a seed
 FULL = {"mixed_precision": "FULL"}
 # On four ranks.
 HSDP_2X2 = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
-# A decorator. Ranks that give up wait for other ranks' reports; on one machine these arrive soon.
+# A decorator. Ranks that time out wait for other ranks' reports; on one machine these arrive soon.
 reports_soon = mock.patch.object(control, "_REPORT_WITHIN_S", 1.0)
 
 

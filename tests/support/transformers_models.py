@@ -28,7 +28,7 @@ _GPT2 = {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 64, **_NO_DROPO
 _T5 = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
        "decoder_start_token_id": 0}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4}
-# By name: the prefix of the classes, and sizes.
+# The prefix of the classes, and sizes, for each name.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _DECODER),
     "qwen2": ("Qwen2", _DECODER),

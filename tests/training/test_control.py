@@ -177,7 +177,7 @@ def side_by_side(cases: dict[str, tuple[int, Wait]]) -> dict[str, Any]:
 
 
 def comes_late(late: int, connected: Control) -> tuple[str, float]:
-    """One rank arrives after the others gave up; the group itself would wait two minutes for it."""
+    """One rank arrives after the others timed out; the group itself would wait two minutes for it."""
     if dist.get_rank() == late:
         time.sleep(2.5)  # longer than the others collect reports
     message = error_of(lambda: largest(connected, [dist.get_rank()], timedelta(seconds=1)))
@@ -233,7 +233,7 @@ def comes_half_way(connected: Control) -> tuple[str, float]:
 
 
 def gives_up(which: int, connected: Control) -> list[int] | str:
-    """Ranks 0 to 2 are a node. One of them gives up while the first still waits for rank 3 on the other node."""
+    """Ranks 0 to 2 are a node. One of them times out while the first still waits for rank 3 on the other node."""
     time.sleep(2 if dist.get_rank() == 3 else 0)
     try:
         return largest(connected, [0], timedelta(seconds=1 if dist.get_rank() == which else 20))
@@ -248,9 +248,9 @@ def check_given_up() -> dict[str, Any]:
 
 @pytest.mark.any_torch
 def test_who_gives_up_tells_the_others():
-    """A rank that gives up notifies its node, so that later ranks are not named as missing and wait no longer than the
-    first. Between nodes, a rank may have to wait for its own limit. If a rank of a node gives up while a result is on
-    its way to it, no rank of the node receives the result: half of the node would continue without the other half."""
+    """A rank that times out notifies its node: later ranks are then not named as missing, and wait no longer than the
+    first. Between nodes, a rank may have to wait for its own limit. If a rank times out while a result is on its way to
+    the node, no rank of the node receives the result: half of the node would continue without the other half."""
     of_ranks = run_ranks(check_given_up, 4, timeout_s=120)
     for rank, of_rank in enumerate(of_ranks[:3]):
         for name in LAYOUTS:
@@ -313,7 +313,7 @@ def check_interrupted() -> None:
 
 @pytest.mark.any_torch
 def test_after_an_error():
-    """A rank that gave up or was interrupted never receives the result of an earlier operation."""
+    """A rank that timed out or was interrupted never receives the result of an earlier operation."""
     run_ranks(all_of, 2, check_made_anew, check_interrupted)
 
 
@@ -340,8 +340,8 @@ def check_forked() -> None:
 
 @on_ranks(3)
 def test_ranks_of_one_name_that_do_not_reach_each_other(folder: str) -> None:
-    """Containers on one machine often share a host name, and each has its own network. A rank that cannot connect is a
-    node of its own."""
+    """Containers on one machine often share a host name, and each has its own network. A rank that cannot connect
+    counts as a separate node."""
     real = node_module._connected
 
     def connected(address: bytes | None) -> Any:

@@ -129,7 +129,7 @@ ANY: dict[str, st.SearchStrategy[Any]] = {
 IN_BF16 = {"param_dtype": st.just("bfloat16"), "precision": st.just("amp_bf16")}
 SAVED = {"state_dict_type": st.just("sharded"), "max_grad_norm": st.just(1.0)}
 OF_RESHARDING = {"reshard_after_forward": st.booleans(), "cpu_offload": st.booleans()}
-# The values that each dialect supports, so that most examples have no unsupported value to excuse a difference.
+# The values that each dialect supports. With them, most examples have no unsupported value to excuse a difference.
 EXACT: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "composer": {
         **{name: values for name, values in ANY.items() if not name.startswith("cast_") and name != "max_grad_norm"},

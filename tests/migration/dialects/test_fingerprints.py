@@ -13,7 +13,7 @@ from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_SYSTEMS, fore
 from composer_fsdp2.migration.files import Destination, migrate_files, sources_of
 from composer_fsdp2.migration.migrate import ForeignSystemError, migrate_text
 
-# A small file of each, with the keys of its own examples.
+# A small file of each, with the keys of the system's examples.
 FILES = {
     "veRL": """
 actor_rollout_ref:

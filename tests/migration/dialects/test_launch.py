@@ -122,7 +122,7 @@ def test_train_is_llm_foundrys_alone():
 
 
 def test_the_line_is_the_one_that_trains():
-    """The command launched by tests/foundry/test_train_yaml.py, started from a shell."""
+    """The finding's command equals the one that tests/foundry/test_train_yaml.py launches."""
     (finding,) = told(run_file("composer -n 2 train.py"), "command")
     assert finding.target.split() == [*(Path(word).name for word in LAUNCHERS["composer"]), "train"]
 

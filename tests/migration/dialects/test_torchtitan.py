@@ -203,8 +203,8 @@ interval = 5
 
 
 def test_a_file_of_an_earlier_release_stays_as_it_is():
-    """Half of its keys used to become v0.2.2's. Tensor parallelism, compile and float8 were then in tables unknown to
-    its own release, and the others in tables that the last release refuses."""
+    """The migration used to rename half of its keys to v0.2.2's. Tensor parallelism, compile and float8 were then in
+    tables unknown to its own release, and the others in tables that the last release refuses."""
     text = OLD.replace("tensor_parallel_degree = 1", "tensor_parallel_degree = 2")
     text += "[float8]\nenable_float8_linear = true\n"
     migration = migrate_text(text, "old.toml", to="torchtitan", dialect="torchtitan", at="training")

@@ -50,7 +50,7 @@ PAIRS: list[tuple[str, dict[str, Entries], Entries, str]] = [
 
 
 def test_pairs():
-    """Otherwise a user's file would be reformatted, or become invalid JSON."""
+    """Otherwise a user's file would be reformatted, or turn into invalid JSON."""
     for before, replacements, additions, after in PAIRS:
         document = JsonDocument(before)
         assert document.edited(document.edit_mapping(("b",), replacements, additions)) == after

@@ -147,7 +147,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("before", "replacements", "additions", "after"), PAIRS)
 def test_pair(before: str, replacements: dict[str, Entries], additions: Entries, after: str):
-    """Otherwise a user's file would be rewritten without need, or become invalid YAML."""
+    """Otherwise a user's file would be rewritten without need, or turn into invalid YAML."""
     document = YamlDocument(before)
     assert document.edited(document.edit_mapping(("b",), replacements, additions)) == after
     yaml.safe_load(after)

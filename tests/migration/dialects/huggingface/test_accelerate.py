@@ -1,4 +1,4 @@
-"""accelerate's files, in the forms of its own and TRL's examples, and DeepSpeed's sections in them."""
+"""accelerate's files, in the forms of accelerate's and TRL's examples, and DeepSpeed's sections in them."""
 
 from __future__ import annotations
 
@@ -287,7 +287,8 @@ def test_what_becomes_of(case: Case) -> None:
 
 
 def test_the_ranks_of_a_sequence_shard_parameters_as_well() -> None:
-    """Parameters sharded over the other ranks only would need more memory; a decision would ask for a clear value."""
+    """Parameters sharded over the other ranks only would need more memory, and a decision would leave a clear value
+    open."""
     for sizes in ({"cp": 4, "dp_shard": 2}, {"cp": 8}):
         again = HuggingFaceDialect().express(read_first(HEAD + FSDP2 + axes(**sizes) + AROUND).run)
         degrees = settings_of(again)["parallelism_config"]
