@@ -35,8 +35,8 @@ LIMIT_S = 180
 TABLE = Path(__file__).with_suffix(".md")
 HEAD = """# PyTorch's own tests of FSDP1, under our class
 
-Written by `upstream.py`, which says how the tests are got and adapted: those of torch 2.6, on {date}, with torch
-{torch} on a CPU ({cores} cores, 2 gloo ranks). Texts of errors, and warnings, are not compared.
+Written by `upstream.py`, which documents how the tests are obtained and adapted: torch 2.6's tests, run on {date}
+with torch {torch} on a CPU ({cores} cores, 2 gloo ranks). Texts of errors, and warnings, are not compared.
 
 """
 
@@ -70,8 +70,12 @@ WAITS = r"halve_world_size|test_(scatter|shard)_full_optim_state_dict_transforme
 _HANDLES = "reads a flat parameter, its handle or FSDP1's internal state"
 _DTENSORS = "parameters, gradients and sharded state are DTensors: compare `.full_tensor()`, or `.to_local()`"
 REASONS: list[tuple[str, str, str]] = [
-    ("LOCAL_STATE_DICT", FLAT, "LOCAL_STATE_DICT is of flat parameters; the error names SHARDED_STATE_DICT"),
-    ("fully_shard has no flat parameters|no attribute '_flat_param'", FLAT, f"{_HANDLES}; the error says what to read"),
+    ("LOCAL_STATE_DICT", FLAT, "LOCAL_STATE_DICT contains flat parameters; the error names SHARDED_STATE_DICT"),
+    (
+        "fully_shard has no flat parameters|no attribute '_flat_param'",
+        FLAT,
+        f"{_HANDLES}; the error names the replacement",
+    ),
     (
         "test_(fsdp_comm_hooks|fsdp_exec_order|fsdp_flatten_params|fsdp_fx)::",
         FLAT,
@@ -89,24 +93,32 @@ REASONS: list[tuple[str, str, str]] = [
     (WAITS, DIFFERS, "ranks outside of process_group call the constructor too; not run, since it would wait for them"),
     ("mixed torch.Tensor and DTensor|have a sharding strategy registered|aten.allclose", DIFFERS, _DTENSORS),
     ("'DTensor' object has no attribute '_?local_shards'|sharded_tensor_state_dict_identical", DIFFERS, _DTENSORS),
-    ("test_hsdp_init_with_device_mesh", DIFFERS, "the mesh of a DTensor has names also where the given one has none"),
+    (
+        "test_hsdp_init_with_device_mesh",
+        DIFFERS,
+        "a DTensor's mesh has dimension names even if the passed mesh has none",
+    ),
     ("before by parallelize_module", DIFFERS, "tensor parallelism first: the error names prepare_fully_shard"),
-    ("writeback_between_fwd_and_bwd", DIFFERS, "a parameter that is replaced between forward and backward is no error"),
+    ("writeback_between_fwd_and_bwd", DIFFERS, "replacing a parameter between forward and backward raises no error"),
     (
         "test_full_precision_in_eval|test_eval_root_cast",
         DIFFERS,
-        "FSDP_USE_FULL_PREC_IN_EVAL does nothing; a warning says so",
+        "FSDP_USE_FULL_PREC_IN_EVAL has no effect; a warning reports it",
     ),
-    ("keep_low_precision_grads", DIFFERS, "keep_low_precision_grads needs parameters of that dtype; the error says so"),
+    (
+        "keep_low_precision_grads",
+        DIFFERS,
+        "keep_low_precision_grads requires parameters of that dtype, and raises otherwise",
+    ),
     (
         "test_apply_in_summon_raises|unshard_params_from_backward|(forward|submodule)_raises",
         DIFFERS,
         "no error, or one of another type: `summon_full_params` may be nested, and be entered before a unit's backward",
     ),
     ("raises_manual_wrap_hybrid_shard", DIFFERS, "no error: HYBRID_SHARD by hand shards by node, as with a policy"),
-    ("test_hsdp_save_load_state_dict", DIFFERS, "`process_group` is a group of the same ranks, not the given object"),
-    ("test_diff_ignored_modules_across_ranks", DIFFERS, "all ranks ignore alike; the error says so"),
-    ("test_ignored_states_check", DIFFERS, "no error: ignored_states may hold modules and parameters at once"),
+    ("test_hsdp_save_load_state_dict", DIFFERS, "`process_group` is a group of the same ranks, not the passed object"),
+    ("test_diff_ignored_modules_across_ranks", DIFFERS, "all ranks must ignore the same modules; otherwise an error"),
+    ("test_ignored_states_check", DIFFERS, "no error: ignored_states may contain both modules and parameters"),
     (
         "test_unshard_async",
         DIFFERS,
@@ -115,7 +127,7 @@ REASONS: list[tuple[str, str, str]] = [
     (
         "the wrapped module itself is ignored",
         DIFFERS,
-        "to ignore the wrapped module itself is an error, and no warning",
+        "ignoring the wrapped module itself is an error instead of a warning",
     ),
     ("test_frozen_params", DIFFERS, "no error: with use_orig_params=False frozen and trainable ones may share a unit"),
     ("test_homogeneous_attributes", DIFFERS, "no error: instances of one model may differ in more arguments"),
@@ -123,15 +135,15 @@ REASONS: list[tuple[str, str, str]] = [
     (
         "test_fsdp_init_with_device_mesh",
         DIFFERS,
-        "_use_dtensor, a private field, says nothing: all are DTensors",
+        "_use_dtensor, a private field, has no effect: all are DTensors",
     ),
     (
         "unmanaged_params",
         DIFFERS,
-        "no error: a new parameter has no state, which no flat parameter needs to be complete",
+        "no error: a new parameter may lack state, because no flat parameter must be complete",
     ),
-    ("test_compatible_with_trec", DIFFERS, "torchrec's optimizers, whose state is by name; the error says so"),
-    ("test_with_grads_core", DIFFERS, "between forward and backward `parameters()` are the gathered ones"),
+    ("test_compatible_with_trec", DIFFERS, "torchrec's optimizers key their state by name; the error explains it"),
+    ("test_with_grads_core", DIFFERS, "between forward and backward `parameters()` are the unsharded ones"),
 ]
 
 # ---------------------------------------------------------------------------------------------------------------------
