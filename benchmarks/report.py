@@ -32,7 +32,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def count(text: str) -> int:
-    """An option's ``type``: a whole number from 1 on."""
+    """An option's ``type``: an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")

@@ -585,7 +585,7 @@ def test_json_is_the_same_in_data(tmp_path: Path):
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
 def test_all_keys_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool):
-    """The whole of a dialect is a table on a terminal, and plain text without a frame in a pipe."""
+    """All keys of a dialect are a table on a terminal, and plain text without a frame in a pipe."""
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("COLUMNS", "200")

@@ -1,6 +1,6 @@
 """The model, optimizer and next steps of the runs that wrote ``tests/fixtures/legacy-checkpoints``.
 
-Written anew, from the names and shapes in the files and the numbers recorded by the runs.
+Rewritten from the names and shapes in the files and the numbers recorded by the runs.
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ class Kinds(Chain):
 
 
 def kinds() -> nn.Module:
-    """Uneven and empty shards, a module in two units, a frozen parameter and a scalar, and a module left alone."""
+    """Uneven and empty shards, a module in two units, a frozen parameter and a scalar, and an excluded module."""
     torch.manual_seed(0)
     net = Kinds({"first": True, "second": True}, first=Block(), second=Block(), thin=nn.Linear(6, 1), wide=layer(1))
     net.second.fc_out = net.first.fc_out

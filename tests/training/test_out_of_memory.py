@@ -230,7 +230,7 @@ def test_out_of_memory_everywhere(name: str):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ranks that divide layers, sequences or experts
+# Tensor, context and expert parallelism
 
 
 def divided_model(kind: str, degree: int | None = None) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
