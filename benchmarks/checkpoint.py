@@ -1,13 +1,12 @@
-"""A large monolithic checkpoint: loaded on two ranks, converted to DCP and back, verified; beside torch.
+"""A large monolithic checkpoint: loaded on two ranks, converted to DCP and back, verified; compared with torch.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --gib 1 --rounds 1 --json
 
-The checkpoint is one ``torch.save`` file of a decoder with AdamW's state, as Composer writes it with
-``state_dict_type: full``. Each load, copy, conversion and verification has processes of its own; a round makes one of
-each, in an order that is turned around from round to round, and its ratios are to what was measured in the same round.
-Needs Linux, the disk for three checkpoints and, for torch's part, the memory for two. Exit code 0, or 1
-if a bar does not hold.
+The checkpoint is one ``torch.save`` file of a decoder with AdamW's state, as Composer writes it with ``state_dict_type:
+full``. Each load, copy, conversion and verification runs in new processes. A round runs each once, in an order that is
+reversed from round to round, and ratios compare measurements of the same round. Requires Linux, disk space for three
+checkpoints and, for torch's part, memory for two. Exit code 0, or 1 if a bar fails.
 """
 
 import math
@@ -36,7 +35,7 @@ from torch import nn
 CACHES = {"cached": "in the page cache", "cold": "on the disk alone"}
 OURS, BY_TORCH = "load_checkpoint", "torch, from rank 0"
 COPY, TO_DCP, BACK = "cp and fsync", "convert_checkpoint, to DCP", "convert_checkpoint, back"
-# A check takes two threads, so that it may be faster than what it is compared with.
+# A check uses two threads, so it may be faster than its reference.
 SPEEDS = {"cached": "zlib.crc32", "cold": "reading"}
 MAX_LOAD_RATIO, MAX_CONVERT_RATIO, MAX_VERIFY_RATIO = 1.0, 1.5, 1.43
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -44,7 +43,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to be done by new processes, by its name in one of the tables; of a file or folder ``path``."""
+    """A task for new processes, by its name in one of the tables; on a file or folder ``path``."""
 
     name: str
     shape: Shape
@@ -54,10 +53,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is timed in each round: ``function(task)``, which returns seconds and a digest of what was loaded.
+    """Timed in each round: ``function(task)``, which returns seconds and a digest of the loaded tensors.
 
     Args:
-        beside: The title of what its time is a ratio to, at most ``limit``.
+        beside: The title of the task that its time is divided by; the ratio is at most ``limit``.
     """
 
     function: Callable[[Task], tuple[float, int]]
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _works(shape: Shape, num_ranks: int, path: str, dcp: str, to: str) -> dict[str, Work]:
-    """By title."""
+    """The tasks by title."""
     works = {}
     for cache, where in CACHES.items():
         for name in (OURS, BY_TORCH):
@@ -119,12 +118,12 @@ def _works(shape: Shape, num_ranks: int, path: str, dcp: str, to: str) -> dict[s
 
 
 def measure(works: dict[str, Work], num_rounds: int) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
-    """Seconds and digests of each, for each round."""
+    """Seconds and digests of each task, for each round."""
     seconds: dict[str, list[float]] = {title: [] for title in works}
     digests: dict[str, list[int]] = {title: [] for title in works}
     for number in range(num_rounds):
         for title, work in reversed(works.items()) if number % 2 else works.items():
-            os.sync()  # What was written before costs nobody else. A page that is not on the disk yet would stay.
+            os.sync()  # Written data must not slow down the next task. Dirty pages cannot be evicted from the cache.
             for file in files_of(work.task.path):
                 with open(file, "rb") as opened:
                     if work.cache == "cold":
@@ -145,11 +144,11 @@ def files_of(path: str) -> list[str]:
     return sorted(entry.path for entry in os.scandir(path)) if os.path.isdir(path) else [path]
 
 
-# In processes of their own --------------------------------------------------------------------------------------------
+# In new processes ----------------------------------------------------------------------------------------------------
 
 
 def write(task: Task) -> int:
-    """Random values of the model and of AdamW's state, in a file and as DCP; their digest."""
+    """Write random values of the model and of AdamW's state, as a file and as DCP; returns their digest."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Model(task.shape)
@@ -167,13 +166,13 @@ def write(task: Task) -> int:
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> int:
-    """Of names and bits; the digests of shards add up to that of the whole."""
+    """A digest of names and bits; the digests of shards add up to that of the full tensors."""
     sums = (zlib.crc32(name.encode()) * int(tensor.view(torch.int32).sum()) for name, tensor in tensors.items())
     return sum(sums) % (1 << 61)
 
 
 def load(task: Task) -> tuple[float, int]:
-    """The seconds of the slowest rank, and the digest of what all loaded. Called on all ranks."""
+    """The slowest rank's seconds, and the digest of all loaded values. Called on all ranks."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter]).step()  # imports torch._dynamo, which takes seconds
@@ -196,7 +195,7 @@ def _timed(call: Callable[[], Any]) -> float:
 
 
 def _sharded(shape: Shape) -> tuple[Model, torch.optim.Optimizer]:
-    """With real values, so that all of the model is resident before the load; AdamW has no state yet."""
+    """With real values, so the whole model is resident before the load; AdamW has no state yet."""
     from torch.distributed.fsdp import fully_shard
 
     with torch.device("meta"):
@@ -218,7 +217,7 @@ def _ours(task: Task) -> _Loaded:
 
 
 def _torch(task: Task) -> _Loaded:
-    """As torch's documentation has it; rank 0 maps the file, instead of reading all of it into its memory."""
+    """As in torch's documentation; rank 0 maps the file instead of reading all of it into memory."""
     from torch.distributed.checkpoint import state_dict as of_torch
 
     model, optimizer = _sharded(task.shape)
@@ -236,7 +235,7 @@ def _torch(task: Task) -> _Loaded:
 
 
 def read(task: Task) -> tuple[float, int]:
-    """A file once, in order; cached, with its CRC32."""
+    """Read a file once, sequentially; from the cache, with its CRC32."""
     buffer, start = memoryview(bytearray(4 << 20)), perf_counter()
     with open(task.path, "rb", buffering=0) as file:
         while num_read := file.readinto(buffer):
@@ -246,11 +245,11 @@ def read(task: Task) -> tuple[float, int]:
 
 
 def convert(task: Task) -> tuple[float, int]:
-    """Until all of it is on the disk."""
+    """Converts until all data is on disk."""
     from composer_fsdp2 import convert_checkpoint
 
     start = perf_counter()
-    if task.name == COPY:  # Byte by byte: a file system that can share the blocks of both would copy nothing.
+    if task.name == COPY:  # Byte by byte: a file system with block sharing would copy nothing.
         subprocess.run(["cp", "--reflink=never", task.path, task.to], check=True)
     else:
         convert_checkpoint(task.path, task.to, to="dcp" if task.name == TO_DCP else "monolithic")
@@ -261,7 +260,7 @@ def convert(task: Task) -> tuple[float, int]:
 
 
 def verify(task: Task) -> tuple[float, int]:
-    """SystemExit if the checkpoint is not in order, or not equal to the one at ``to``."""
+    """Raises SystemExit if the checkpoint is damaged, or differs from the one at ``to``."""
     from composer_fsdp2 import verify_checkpoint
 
     start = perf_counter()

@@ -1,13 +1,12 @@
-"""Libraries that train with FSDP1's class, on FSDP1 and on ours: do they compute the same?
+"""Libraries that train with FSDP1's class, compared on FSDP1 and on ours.
 
     python benchmarks/clients.py                     # all that is installed
     python benchmarks/clients.py Fabric Lightning    # some
     python benchmarks/clients.py --write             # benchmarks/clients.md, too
 
-Each script of tests/fsdp/clients.py is started on two ranks, as it is and by ``python -m composer_fsdp2 run``; each
-resumes from its own checkpoint, and from that of the other. Other releases than those installed are taken from
-``.others`` (``make test-others``). Needs no GPU and no network. Exit code 0, or 1 if something is further off than its
-limit.
+Each script of tests/fsdp/clients.py is started on two ranks, unchanged and with ``python -m composer_fsdp2 run``; each
+resumes from its own checkpoint, and from that of the other. Releases other than the installed ones are in ``.others``
+(``make test-others``). Needs no GPU and no network. Exit code 0, or 1 if a difference exceeds its limit.
 """
 
 import argparse
@@ -29,15 +28,15 @@ sys.path.insert(0, str(ROOT / "tests"))
 from fsdp.clients import CLIENTS, Client, Trained  # type: ignore[import-not-found] # noqa: E402
 
 PAGE = Path(__file__).with_suffix(".md")
-# Of a release in .others; None for what is installed. The clients that need it.
+# By release in .others, or None for the installed one: the clients that need it.
 RELEASES: dict[str | None, tuple[str, ...]] = {
     None: tuple(name for name in CLIENTS if name != "SFTTrainer"),
     "accelerate-1.15.0": tuple(name for name in CLIENTS if name.startswith(("accelerate", "Trainer"))),
     "trl-0.17.0": ("SFTTrainer",),
 }
 LIMIT = 1e-6
-# Each block of T5's decoder reads the encoder's output. fully_shard adds up its gradient by block, FSDP1 in one
-# sequence: another order, which rounds otherwise in bf16. tests/fsdp/test_clients.py computes both in one order.
+# Each block of T5's decoder reads the encoder's output. fully_shard sums its gradient by block, FSDP1 sequentially:
+# another order, with different rounding in bf16. tests/fsdp/test_clients.py computes both in one order.
 LIMITS = {"T5 bf16": 0.05}
 
 
@@ -59,7 +58,7 @@ optimizer state, on FSDP1 too.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one client did on ours, beside FSDP1.
+    """One client's results on ours, compared with FSDP1.
 
     Args:
         numbers, parameters: The largest relative difference of a loss or norm, and of a parameter.
@@ -85,7 +84,7 @@ def rows(release: str | None, names: list[str], folder: Path) -> Iterator[Row]:
     for own, sources in (("FSDP1", "nothing,FSDP1"), ("ours", "nothing,ours,FSDP1"), ("FSDP1", "ours")):
         (folder / own).mkdir(parents=True, exist_ok=True)
         start(release, own == "ours", [str(folder), own, sources, *names])
-    # On ours, and its counterpart on FSDP1.
+    # On ours, and the matching run on FSDP1.
     pairs = (
         ("ours", "nothing", "FSDP1", "nothing"),
         ("ours", "ours", "FSDP1", "FSDP1"),

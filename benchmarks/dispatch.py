@@ -1,13 +1,13 @@
-"""What the processor does in a step beside forward and backward: for sharded parameters, and for plain ones.
+"""CPU time of a step outside forward and backward: for sharded parameters, and for plain ones.
 
     python benchmarks/dispatch.py
     python benchmarks/dispatch.py --layers 32 80 --json
 
-Decoders of few elements, so that what is measured is not arithmetic but what it costs to ask for it: on a GPU, the time
-before anything is launched. Optimizers, clipping and OptimizerMonitor run on the DTensors of one rank of 8, in a fake
-process group that sends nothing, under the shim; and as Composer and torch have them on plain tensors of the same
-sizes, as FSDP1 gave them with ``use_orig_params``. A round does each once, in an order drawn anew; the ratios are of
-one round, of processor time. Exit code 0, or 1 if a bar does not hold.
+Decoders with few elements, so the measurement shows dispatch overhead rather than arithmetic: on a GPU, the time before
+a kernel is launched. Optimizers, clipping and OptimizerMonitor run on the DTensors of one rank of 8 under the shim, in
+a fake process group that sends nothing. The reference is Composer's and torch's code on plain tensors of the same
+sizes, as FSDP1 with ``use_orig_params`` has them. A round runs each once, in random order; ratios are of processor time
+within a round. Exit code 0, or 1 if a bar fails.
 """
 
 import functools
@@ -36,7 +36,7 @@ NUM_RANKS = 8
 LAYERS = (32, 80)
 MAX_RATIO = 1.2
 MAX_NORM = 1.0
-_START_ROUNDS = 2  # they make state, and whatever else is made at first use
+_START_ROUNDS = 2  # they create state and run first-use initialisation
 
 Work = Callable[[], object]
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if (reason := missing("composer")) is not None:
         parser.error(reason)
-    torch.set_num_threads(1)  # Otherwise the time of idle ones would count.
+    torch.set_num_threads(1)  # Otherwise the time of idle threads would count.
     with one_rank_of(NUM_RANKS):
         measured = [measure(layers, given.rounds) for layers in given.layers]
     rows, bars = ([each for part in parts for each in part] for parts in zip(*measured, strict=True))
@@ -69,7 +69,7 @@ class Pair:
 
 
 def measure(layers: int, rounds: int) -> tuple[list[list[str]], list[Bar]]:
-    """A row of the table for each piece of work, of models of so many layers: medians, in processor time."""
+    """A row of the table for each operation, on models with so many layers: median processor times."""
     pairs = _pairs(*_models(layers))
     times: dict[str, dict[str, list[float]]] = {name: {"sharded": [], "plain": []} for name in pairs}
     works = [(name, kind) for name, kinds in times.items() for kind in kinds]
@@ -90,7 +90,7 @@ def measure(layers: int, rounds: int) -> tuple[list[list[str]], list[Bar]]:
 
 
 def _models(layers: int) -> tuple[nn.Module, nn.Module]:
-    """Sharded, and with plain parameters that are as large as this rank's parts; both with gradients."""
+    """A sharded model, and one with plain parameters as large as this rank's shards; both with gradients."""
     shape = Shape(width=16, layers=layers, heads=2, vocabulary=32, sequence=8, batch=1)
     sharded, plain = Model(shape), Model(shape)
     prepare_fully_shard(sharded, None, {}, "fp32", torch.device("cpu"))
@@ -98,7 +98,7 @@ def _models(layers: int) -> tuple[nn.Module, nn.Module]:
     for name, part in parts.items():
         path, _, own = name.rpartition(".")
         setattr(plain.get_submodule(path), own, nn.Parameter(part.clone()))
-    sharded(shape.tokens(0)).backward()  # so that gradients are made as in a step; this group sends no values
+    sharded(shape.tokens(0)).backward()  # makes gradients as in a step; this group sends no values
     for parameter in plain.parameters():
         parameter.grad = torch.empty_like(parameter)
     for parameter in (*sharded.parameters(), *plain.parameters()):
@@ -130,7 +130,7 @@ def _pairs(sharded: nn.Module, plain: nn.Module) -> dict[str, Pair]:
             torch.optim.AdamW(plain.parameters(), foreach=not is_fused, fused=is_fused).step,
             has_bar=False,
         )
-    # Both look for the parameters each time.
+    # Both look up the parameters each time.
     pairs["clip_grad_norm_"] = Pair(
         lambda: clip_grad_norm_(sharded, MAX_NORM),
         lambda: nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM, foreach=True),
@@ -149,7 +149,7 @@ def _optimizers() -> list[Any]:
 
 
 def _monitor(model: nn.Module, optimizer: torch.optim.Optimizer, batch_end: Callable[..., None]) -> Work:
-    """What OptimizerMonitor does where it logs; FSDP1's all-reduce of each metric is not in it."""
+    """OptimizerMonitor's work when it logs, without FSDP1's all-reduce of each metric."""
     from composer.callbacks import OptimizerMonitor
 
     monitor = OptimizerMonitor(batch_log_interval=1)

@@ -19,19 +19,19 @@ __all__ = ["on_ranks"]
 
 
 def on_ranks(function: Callable[[Any], Any], num_ranks: int, device_type: str, argument: Any) -> Any:
-    """``function(argument)`` on ``num_ranks`` new processes with a process group; what it returned on rank 0.
+    """Run ``function(argument)`` on ``num_ranks`` new processes with a process group; returns rank 0's result.
 
     Args:
-        function: Top-level, so that the ranks can import it; its result is passed on as JSON.
+            function: Top-level, because the ranks import it; its result is passed on as JSON.
         device_type: ``cpu`` (gloo, one thread a rank) or ``cuda`` (NCCL, one device a rank).
     Raises:
-        SystemExit: a rank failed; its traceback is on stderr. Or there are fewer devices than ranks.
+            SystemExit: a rank failed, with its traceback on stderr; or the machine has fewer devices than ranks.
     """
     if device_type == "cuda" and torch.cuda.device_count() < num_ranks:
         raise SystemExit(f"each rank needs a CUDA device: {num_ranks} asked for, {torch.cuda.device_count()} visible")
     if device_type == "cpu":
-        # Before the ranks import torch. More threads than one each would fight for the machine's cores.
-        # Where there are GPUs, they are hidden: Composer and the default mesh of fully_shard would take them.
+        # Before the ranks import torch. More than one thread each would compete for the machine's cores. GPUs are
+        # hidden, because Composer and the default mesh of fully_shard would use them.
         os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     with tempfile.TemporaryDirectory() as folder:
@@ -45,8 +45,8 @@ def on_ranks(function: Callable[[Any], Any], num_ranks: int, device_type: str, a
 def _rank(
     rank: int, function: Callable[[Any], Any], num_ranks: int, device_type: str, folder: str, argument: Any
 ) -> None:
-    """Never returns: where ranks end a gloo group one after the other, the last one may wait for ever (torch 2.7)."""
-    warnings.simplefilter("ignore")  # Composer's of the keys that it drops, torch's of FSDP1; the table says it all.
+    """Never returns: if ranks destroy a gloo group one after the other, the last one may wait forever (torch 2.7)."""
+    warnings.simplefilter("ignore")  # Composer's on dropped keys, and torch's on FSDP1.
     _set_rank_variables(rank, num_ranks)
     store: Any = dist.FileStore(str(Path(folder, "store")), num_ranks)  # type: ignore[attr-defined]
     try:
@@ -68,12 +68,12 @@ def _start_group(rank: int, num_ranks: int, device_type: str, store: Any) -> Non
         torch.set_num_threads(1)
         dist.init_process_group("gloo", **options)
     else:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what `timing.deterministic` needs
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by `timing.deterministic`
         torch.cuda.set_device(rank)
         dist.init_process_group("nccl", device_id=torch.device("cuda", rank), **options)
 
 
 def _set_rank_variables(rank: int, num_ranks: int) -> None:
-    """As torchrun sets them; Composer reads them."""
+    """Like torchrun; Composer reads them."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(value) for name, value in own.items()})

@@ -1,11 +1,11 @@
-"""Migrating a folder of configurations, as a team does once: 1,000 files.
+"""Migrating a folder of 1,000 configurations, as a team does once.
 
     python benchmarks/migrate.py
     python benchmarks/migrate.py --json --files 40
 
-The files are those of ``yamls/mpt`` for FSDP1, each many times, with a line of its own, in a temporary folder. The
-command runs as a user types it, with ``--write``, so that its start and the writing are in the time. Processor time is
-that of all its processes, and says on a busy machine what the clock cannot. Exit code 0, or 1 if a bar does not hold.
+The files are copies of ``yamls/mpt``'s FSDP1 files, each with a distinct line, in a temporary folder. The command runs
+as a user types it, with ``--write``, and its time includes start-up and writing. Processor time covers all its
+processes, and is less affected by other load than the clock. Exit code 0, or 1 if a bar fails.
 """
 
 import os
@@ -25,12 +25,12 @@ FILES = sorted(Path(__file__).resolve().parents[1].glob("yamls/mpt/*-fsdp1.yaml"
 
 
 def file_text(number: int) -> str:
-    """One of the project's examples; no two numbers have the same text."""
+    """One of the project's examples; each number has its own text."""
     return f"# Run {number} of a sweep.\n{FILES[number % len(FILES)].read_text()}"
 
 
 def seconds_to_migrate(folder: Path, num_files: int) -> tuple[float, float]:
-    """Of the command with its start: on the clock, and of processors."""
+    """The time of the command including its start: on the clock, and of processors."""
     for number in range(num_files):
         (folder / f"run-{number}.yaml").write_text(file_text(number))
     command = [sys.executable, "-m", "composer_fsdp2", "migrate", str(folder), "--write", "--report", "report.md"]
@@ -43,7 +43,7 @@ def seconds_to_migrate(folder: Path, num_files: int) -> tuple[float, float]:
 
 
 def used_by_children() -> float:
-    """Processor time, user and system, of all processes that have ended."""
+    """Processor time, user and system, of all ended child processes."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -1,4 +1,4 @@
-"""A decoder as in Llama, in plain torch, with the hooks that Composer's models have."""
+"""A decoder like Llama, in plain torch, with the hooks of Composer's models."""
 
 import argparse
 from dataclasses import dataclass, fields, replace
@@ -39,13 +39,13 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def with_sizes(shape: Shape, given: argparse.Namespace) -> Shape:
-    """The shape with those sizes that were given by the options of ``add_sizes``."""
+    """The shape with the sizes set by the options of ``add_sizes``."""
     sizes = {field.name: getattr(given, field.name) for field in fields(Shape)}
     return replace(shape, **{name: size for name, size in sizes.items() if size is not None})
 
 
 def shape_of(num_bytes: int) -> Shape:
-    """A decoder of about 24 layers whose checkpoint with AdamW's state, in fp32, has about so many bytes."""
+    """A decoder of about 24 layers whose fp32 checkpoint with AdamW's state has about so many bytes."""
     num_parameters = num_bytes / 12
     width = max(16, int((num_parameters / 358) ** 0.5) // 16 * 16)
     shape = Shape(width=width, layers=1, heads=width // 16, vocabulary=32 * width, sequence=16, batch=1)
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The tables of the rotary embedding; everything else belongs to a module of its own."""
+        """The tables of the rotary embedding; all other tensors belong to submodules."""
         device, positions = self.cosine.device, torch.arange(len(self.cosine), device=self.cosine.device)
         frequencies = 10000 ** -torch.arange(0, 1, 2 / self.head_width, device=device)
         angles = torch.outer(positions.float(), frequencies)
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
 
 
 class Model(nn.Module):
-    """What a Trainer is given: a model whose one child does the work. Its output is the loss."""
+    """The form that a Trainer takes: a model whose only child computes. Its output is the loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

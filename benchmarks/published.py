@@ -1,11 +1,11 @@
-"""Published runs on GPUs, and what ``composer-fsdp2 plan`` says of each: did it fit, and into how much?
+"""Published runs on GPUs, compared with ``composer-fsdp2 plan``: whether they fitted, and their memory.
 
     python benchmarks/published.py                       # the table on the screen
     python benchmarks/published.py --write               # migration_docs/published-runs.md
 
-Each row of ``published.csv`` is a run that somebody published with its model, GPUs, rows of a microbatch, precision and
-strategy, and with its memory or that it fitted. It is planned from a file, as a user plans it, on FSDP2; most of them
-ran on FSDP1. Needs LLM Foundry, no GPU and no network. Exit code 0, or 1 if a run that fitted is refused.
+Each row of ``published.csv`` is a published run with its model, GPUs, rows of a microbatch, precision and strategy, and
+with its memory or the fact that it fitted. It is planned on FSDP2 from a file, as a user plans it; most of these runs
+used FSDP1. Requires LLM Foundry, no GPU and no network. Exit code 0, or 1 if the plan refuses a run that fitted.
 """
 
 import argparse
@@ -34,7 +34,7 @@ DATA, TEMPLATE = (Path(__file__).with_name(f"published.{end}") for end in ("csv"
 PAGE = Path(__file__).resolve().parents[1] / "migration_docs" / "published-runs.md"
 GIB = 2**30
 
-# Of MPT: width, heads, blocks. Of Llama: width, of the feed-forward, blocks, heads, of keys and values, vocabulary.
+# MPT: width, heads, blocks. Llama: width, feed-forward width, blocks, heads, key and value heads, vocabulary.
 MPT = {
     "125M": (768, 12, 12),
     "350M": (1024, 16, 24),
@@ -68,8 +68,8 @@ OUT_OF_MEMORY = "out of memory"
 # ``norm_type = "fused_rmsnorm"`` in TorchTitan's llama2_13b.toml of spring 2024 (its pull request 181). transformers'
 # norm keeps its input in fp32.
 HAS_FUSED_NORMS = ("titan-a100", "Llama 2 13B")
-# With the square roots that torch's foreach step makes at once, 16 GiB, the state alone would take more than the card
-# has, on FSDP1 as well.
+# torch's foreach step allocates all square roots at once, 16 GiB. With them the optimizer state alone exceeds the
+# card's memory, on FSDP1 as well.
 STEPS_ONE_BY_ONE = ("hf",)
 
 
@@ -78,12 +78,12 @@ class Published:
     """One run.
 
     Args:
-        gib: Of a GPU's memory.
+        gib: A GPU's memory.
         checkpointing: Activation checkpointing of ``all`` blocks, every ``2`` blocks, ``op`` (TorchTitan's selection of
             operators), or ``none``.
-        precision: Of Composer; ``bf16`` is bf16 parameters without autocast.
+        precision: Composer's; ``bf16`` is bf16 parameters without autocast.
         policy: Composer's ``mixed_precision``: ``DEFAULT`` reduces in fp32, ``PURE`` in bf16.
-        reported: "fits", "out of memory", or the memory that PyTorch had reserved at the most, in GiB.
+        reported: "fits", "out of memory", or PyTorch's peak reserved memory in GiB.
     """
 
     source: str
@@ -117,7 +117,7 @@ class Row:
     """A run and its plan.
 
     Args:
-        pooled_gib: If the memory of each stream were kept from the others: see the page.
+        pooled_gib: The peak if streams could not reuse each other's memory: see the page.
     """
 
     run: Published
@@ -135,7 +135,7 @@ def published() -> list[Published]:
 
 
 def plan(run: Published, folder: Path) -> Row:
-    """Plan a run from the file that asks for it."""
+    """Plan a run from a configuration file."""
     family, _, size = run.model.partition(" ")
     planned = (plan_mpt if family == "MPT" else _plan_llama)(run, size, folder)
     return Row(
@@ -177,7 +177,7 @@ def _plan_llama(run: Published, size: str, folder: Path) -> PlannedStep:
         hidden_size=width, intermediate_size=hidden, num_hidden_layers=blocks, num_attention_heads=heads,
         num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=run.tokens,
     )  # fmt: skip
-    is_titan = run.source.startswith("titan")  # which has units of its own for the embeddings and the output layer
+    is_titan = run.source.startswith("titan")  # embeddings and output layer are units of their own
     wrap_policy = {
         "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
         "wrap_embeddings": is_titan,
@@ -201,7 +201,7 @@ def _planned(run: Published, file: dict[str, Any], folder: Path, **model: Any) -
 
 
 def _llama(config: LlamaConfig, run: Published) -> nn.Module:
-    """transformers' model, with attention as flash attention keeps it."""
+    """transformers' model, with flash attention's memory use."""
     config._attn_implementation, config.use_cache = "sdpa", False
     model = AutoModelForCausalLM.from_config(config)
     if run.checkpointing == "op":
@@ -216,7 +216,7 @@ def _llama(config: LlamaConfig, run: Published) -> nn.Module:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """The memory of a fused kernel: it keeps its input, and a number for each token."""
+    """The memory of a fused kernel: it saves its input, and a number for each token."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -229,10 +229,10 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _pooled_bytes(step: PlannedStep) -> int:
-    """The sum of the largest amounts that each of three streams has at any time.
+    """The sum of the peaks of the three streams.
 
-    CUDA's caching allocator hands a block out to the stream again that it was made for. ``fully_shard`` makes what is
-    sent and reduced on streams of its own.
+    CUDA's caching allocator reuses a block only on the stream that allocated it. ``fully_shard`` allocates buffers for
+    all-gathers and reductions on separate streams.
     """
     of_streams = (Kind.COMMUNICATION,), (Kind.GRADIENTS,)
     own = {kind for kinds in of_streams for kind in kinds}
@@ -245,7 +245,7 @@ def all_rows(runs: Iterable[Published]) -> list[Row]:
 
 
 def refused(rows: Iterable[Row]) -> list[Row]:
-    """Runs that fitted, of which the plan says that they do not."""
+    """Runs that fitted, and do not fit according to the plan."""
     return [row for row in rows if row.run.reported != OUT_OF_MEMORY and not row.fits]
 
 

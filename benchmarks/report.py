@@ -32,7 +32,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def count(text: str) -> int:
-    """An option's ``type``: a whole number from 1 on."""
+    """An option's ``type``: an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
@@ -56,8 +56,8 @@ def conclude(given: argparse.Namespace, bars: Sequence[Bar], *, summary: Mapping
 
     Args:
         given: The parsed options.
-        summary: The object of ``--json``, less the machine and the bars.
-        text: The tables, less the bars, printed without ``--json``.
+        summary: The object of ``--json``, without the machine and the bars.
+        text: The tables, without the bars, printed without ``--json``.
     """
     if given.json:
         print(json.dumps({"machine": machine(), **summary, "bars": [asdict(bar) for bar in bars]}))

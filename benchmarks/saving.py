@@ -1,11 +1,11 @@
-"""A full checkpoint (``state_dict_type: full``) of a sharded model with AdamW's state: how long its save takes.
+"""Save time of a full checkpoint (``state_dict_type: full``) of a sharded model with AdamW's state.
 
     python benchmarks/saving.py
     python benchmarks/saving.py --ranks 4 --strategy HYBRID_SHARD
 
-All saves are made by the same processes of the same state, each until the file is on the disk. A round makes each
-once, in an order drawn anew, and its ratios are to torch's: the state gathered whole on rank 0, tensor by tensor, and
-saved by ``torch.save``, as Composer did for FSDP1. Exit code 0, or 1 if it takes longer than that.
+The same processes make all saves of the same state, each until the file is on disk. A round makes each once in random
+order. Ratios are to torch's save: the state gathered on rank 0, tensor by tensor, and saved by ``torch.save``, as
+Composer did for FSDP1. Exit code 0, or 1 if ours takes longer.
 """
 
 import argparse
@@ -66,12 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> Result:
-    """Of each save the seconds of rank 0, which is the last to be done. Called on all ranks."""
+    """For each save, the seconds of rank 0, which finishes last. Called on all ranks."""
     state = _state(options)
     saves: dict[str, Save] = {"ours": save_monolithic, "torch": _save_by_torch}
     path = f"{options.folder}/full.pt"
     result: Result = {name: {"seconds": []} for name in saves}
-    for name, is_timed in turns(list(saves), options.rounds, warmup=1):  # which makes connections and imports
+    for name, is_timed in turns(list(saves), options.rounds, warmup=1):  # the warm-up makes connections and imports
         Path(path).unlink(missing_ok=True)
         if options.device == "cuda":
             torch.cuda.synchronize()

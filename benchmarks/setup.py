@@ -1,13 +1,13 @@
-"""Sharding a large model, as one rank of 64 does it: by us, and by a bare loop of ``fully_shard`` over the same units.
+"""Sharding a large model as one rank of 64: with composer_fsdp2, and with a bare loop of ``fully_shard`` over the same
+units.
 
     python benchmarks/setup.py
     python benchmarks/setup.py --json
 
-Decoders of about 1,000, 4,000 and 16,000 modules on the meta device, in a fake process group that sends nothing; the
-time is the processor's, which other programs on the machine change less than the clock on the wall. What we do beside
-the calls of ``fully_shard`` is split in two: giving meta parameters values (the bare loop leaves them without any), and
-our own part: translating, planning, comparing, checking, and having an optimizer follow. Exit code 0, or 1 if a bar
-does not hold.
+Decoders of about 1,000, 4,000 and 16,000 modules on the meta device, in a fake process group that sends nothing. Times
+are processor time, which other load affects less than wall time. Our work beside the calls of ``fully_shard`` has two
+parts: initialising meta parameters (which the bare loop omits), and translating, planning, comparing, checking and
+updating an optimizer. Exit code 0, or 1 if a bar fails.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ NUM_RANKS = 64
 NUM_MODULES = (1_000, 4_000, 16_000)
 MODULES_A_LAYER = 12
 MAX_OWN_PART = 0.20
-# Of the power of the number of modules with which our own part grows; 1 is linear, and clocks are not exact.
+# The exponent with which our own part grows in the number of modules; 1 is linear, and clocks are not exact.
 MAX_EXPONENT = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds for one model: of the bare loop, and of ours in three parts that add up to the whole call."""
+    """Seconds for one model: of the bare loop, and of our three parts, which add up to the whole call."""
 
     modules: int
     units: int
@@ -58,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--modules", type=report.count, nargs="+", default=NUM_MODULES, help="sizes, in rising order")
     parser.add_argument("--repeat", type=report.count, default=3, help="how often each is timed; the least counts")
     given = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # Otherwise the time of idle ones would count.
+    torch.set_num_threads(1)  # Otherwise the time of idle threads would count.
     with one_rank_of(NUM_RANKS):
-        time_model(MODULES_A_LAYER * 4)  # What is imported and made at first use is in no row.
+        time_model(MODULES_A_LAYER * 4)  # Imports and first-use initialisation are in no row.
         timings = [
             least_of([time_model(size, ours_first=number % 2 == 1) for number in range(given.repeat)])
             for size in given.modules
@@ -71,10 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def one_rank_of(num_ranks: int) -> Iterator[None]:
-    """A process group in which this process is rank 0 and the others do not exist."""
+    """A process group with this process as rank 0; the other ranks do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-    # A fake collective leaves its output as it was, so what would be gathered is put there. Its time is not ours: it
-    # is two or three small collectives, whatever the model.
+    # A fake collective does not change its output, so the values to gather are put there. Its time does not count as
+    # ours: two or three small collectives, whatever the model.
     with (
         mock.patch("composer_fsdp2.sharding.agree.gather", gather_own),
         mock.patch("composer_fsdp2.sharding.materialize.gather", gather_own),
@@ -88,10 +88,10 @@ def gather_own(value: Any) -> list[Any]:
 
 
 def build(num_modules: int) -> Model:
-    """A decoder of about so many modules on the meta device.
+    """A decoder with about so many modules on the meta device.
 
-    Narrow, since the number of modules is what is timed; but one row of each matrix for each rank at least: for a rank
-    without one ``fully_shard`` makes an empty tensor, which would make the bare loop look slow.
+    Narrow, because the number of modules matters, but with at least one row of each matrix for each rank: for a rank
+    with an empty shard ``fully_shard`` makes an empty tensor, which would slow down the bare loop.
     """
     layers = max(1, round(num_modules / MODULES_A_LAYER))
     with torch.device("meta"):
@@ -99,7 +99,7 @@ def build(num_modules: int) -> Model:
 
 
 def time_model(num_modules: int, *, ours_first: bool = False) -> Timing:
-    """A bare and a full set-up of two equal models, one after the other."""
+    """Shard two equal models, one by the bare loop and one by our code."""
     bare, ours = build(num_modules), build(num_modules)
     optimizer = torch.optim.AdamW(ours.parameters())  # built before sharding, as Composer's users build it
     with (
@@ -118,7 +118,7 @@ def time_model(num_modules: int, *, ours_first: bool = False) -> Timing:
 
 
 def shard_bare(model: Model) -> None:
-    """The calls that ours makes, with the same arguments, and nothing else."""
+    """The same calls as ours with the same arguments, and nothing else."""
     mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("data_parallel_shard",))
     below, root = MixedPrecisionPolicy(cast_forward_inputs=False), MixedPrecisionPolicy(cast_forward_inputs=True)
     for block in model.decoder.blocks:
@@ -132,7 +132,7 @@ def _fully_shard(module: nn.Module, mesh: Any, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _timed(name: str, function: Callable[..., Any]) -> Iterator[list[float]]:
-    """The seconds of each call of what has this name in our package."""
+    """The seconds of each call of the function with this name in our package."""
     seconds: list[float] = []
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ def _timed(name: str, function: Callable[..., Any]) -> Iterator[list[float]]:
 
 def _seconds(call: Callable[[], object]) -> float:
     gc.collect()
-    gc.freeze()  # What was built before is in no collection that the call causes.
+    gc.freeze()  # Excludes existing objects from garbage collections during the call.
     start = time.process_time()
     call()
     seconds = time.process_time() - start
@@ -157,7 +157,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def least_of(timings: Sequence[Timing]) -> Timing:
-    """Part by part: the least disturbed one, as nothing makes a call faster than it is."""
+    """The minimum of each part: disturbances only add time."""
     columns = zip(*map(astuple, timings), strict=True)
     return Timing(*map(min, columns))
 

@@ -1,12 +1,11 @@
-"""How soon the command line answers, and what importing the package costs, in processor time.
+"""Start-up of the command line, and the cost of importing the package, in processor time.
 
     python benchmarks/start.py
     python benchmarks/start.py --only version explain --json
 
-A round starts every command once, in an order drawn anew, and its ratios are to that round's import of the libraries
-that the command line needs, or of torch's FSDP; the tables show the median over all rounds. Processor time, user and
-system, of a process and of what it started, because other work on the machine disturbs it less. Exit code 0, or 1 if a
-bar does not hold.
+A round starts every command once, in random order. Ratios are to the same round's import of the libraries that the
+command line needs, or of torch's FSDP; the tables show the median over all rounds. Processor time, user and system, of
+a process and its children, because other load affects it less. Exit code 0, or 1 if a bar fails.
 """
 
 import os
@@ -23,7 +22,7 @@ from report import machine, markdown
 from timing import quartiles, ratios, time_bar, turns
 
 ROOT = Path(__file__).resolve().parents[1]
-# By the import whose time is exceeded by no more than so many times.
+# By the reference import: the maximum ratio.
 LIMITS = {"import typer, rich, yaml, omegaconf": 3.0, "import torch.distributed.fsdp": 1.15}
 LIBRARIES, TORCH = LIMITS
 STARTS = {
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result: dict[str, dict[str, list[float]]] = {each: {"seconds": []} for each in (*bases, *set(bases.values()))}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "run.yaml").write_text(file_text(0))
-        for command, counts in turns(list(result), given.rounds, warmup=1):  # which compiles the files
+        for command, counts in turns(list(result), given.rounds, warmup=1):  # the warm-up compiles the files
             seconds = processor_seconds(command, folder)
             if counts:
                 result[command]["seconds"].append(seconds)
@@ -67,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def processor_seconds(command: str, folder: str) -> float:
-    """What it takes in this folder, user and system; all variables of Python's are left out.
+    """Processor time of a command in this folder, user and system; all Python variables are unset.
 
     Raises:
-        subprocess.CalledProcessError: it failed, which may be quick.
+        subprocess.CalledProcessError: the command failed, which may take less time.
     """
     program, *words = command.split()
     words = ["-m", "composer_fsdp2", *words] if program == "composer-fsdp2" else ["-c", command]

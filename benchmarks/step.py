@@ -1,4 +1,4 @@
-"""One training step, sharded by a hand-written loop, by us, by Composer's own FSDP2 and by FSDP1.
+"""One training step, sharded by a hand-written loop, by composer_fsdp2, by Composer's own FSDP2 and by FSDP1.
 
     python benchmarks/step.py
     python benchmarks/step.py --strategy SHARD_GRAD_OP --json
@@ -6,11 +6,10 @@
     python benchmarks/step.py --pipelined 10                # on a GPU: ten steps without waiting for it in between
     python benchmarks/step.py --trainer                     # a whole batch of Composer's Trainer, of small blocks
 
-Time, collectives and memory of a step, as a table. All variants live in the same processes and train the same batches
-from the same values. A round trains one step of each, in an order drawn anew, so that whatever else the machine does
-disturbs all of them alike; the ratios of a round are to the hand-written loop's step of that round. On a GPU losses are
-compared in the steps before the timed ones, which train with deterministic kernels. Exit code 0, or 1 if a bar does not
-hold.
+Prints a table of a step's time, collectives and memory. All variants run in the same processes and train the same
+batches from the same values. A round trains one step of each in random order, and other load on the machine affects all
+of them alike; ratios are to the hand-written loop's step of the same round. On a GPU, losses are compared in the steps
+before the timed ones, with deterministic kernels. Exit code 0, or 1 if a bar fails.
 """
 
 import argparse
@@ -61,7 +60,7 @@ TITLES = {
 SHAPES = {
     "cpu": Shape(width=192, layers=4, heads=4, vocabulary=1024, sequence=64, batch=2),
     "cuda": Shape(width=2048, layers=18, heads=16, vocabulary=32000, sequence=1024, batch=8),  # 1.04e9 parameters
-    # So little arithmetic that what is measured is what the processor does for each module and parameter.
+    # With little arithmetic, the measurement shows the CPU time for each module and parameter.
     "trainer": Shape(width=32, layers=24, heads=2, vocabulary=64, sequence=16, batch=2),
 }
 
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.variants = [name for name in NAMES if name in (HAND, *options.variants) and name not in absent]
     options.ranks = report.ranks_of(options)
     options.steps = options.steps or (50 if options.device == "cuda" else 200)
-    # That bars are of: a busy machine disturbs processor time less, but a GPU is waited for.
+    # The clock of the bars: other load affects processor time less, but on a GPU the host waits.
     options.clock = "processor_seconds" if options.trainer and options.device == "cpu" else "seconds"
     result = on_ranks(measure, options.ranks, options.device, options)
     summary = {**_summary(options, result), "missing": absent}
@@ -117,10 +116,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def measure(options: argparse.Namespace) -> Result:
-    """Everything about each variant, the same on all ranks; called on all ranks."""
+    """The results of each variant, equal on all ranks. Called on all ranks."""
     on_gpu = options.device == "cuda"
     if not on_gpu:
-        # For all variants alike, so that they learn the same: by themselves hand and Composer would train on sums.
+        # The same for all variants, for equal training: by default hand and Composer would train on sums.
         repair_cpu_collectives()
     setting = Setting(
         shape=options.shape,
@@ -141,10 +140,10 @@ def measure(options: argparse.Namespace) -> Result:
 
 
 class _Run:
-    """One variant with what was seen of it on this rank. Each method that trains takes the next batches.
+    """One variant and its measurements on this rank. Each method that trains takes the next batches.
 
     Args:
-        warmup: Steps at the beginning; the first makes the optimizer's state, and whatever else is made at first use.
+        warmup: Initial steps; the first one creates the optimizer's state and runs first-use initialisation.
     """
 
     def __init__(self, build: Callable[[], Trainee], setting: Setting, warmup: int) -> None:
@@ -160,7 +159,7 @@ class _Run:
         self.resident_bytes = self._allocated_bytes() - before
 
     def count(self) -> None:
-        """The collectives and the bytes of one step each."""
+        """Count the collectives and bytes of one step."""
         with Collectives() as collectives:
             self._train()
         self.collectives = collectives.counts
@@ -188,7 +187,7 @@ class _Run:
             self.processor_seconds.append(processor_seconds / number)
 
     def result(self) -> dict[str, Any]:
-        """Bytes are the largest of any rank; losses are means, of a GPU those of the deterministic steps."""
+        """Bytes are the maximum over ranks; losses are means, on a GPU those of the deterministic steps."""
         losses = [statistics.fmean(each) for each in zip(*gather(self.losses), strict=True)]
         return {
             **over_ranks(self.seconds, self.processor_seconds),
@@ -202,7 +201,7 @@ class _Run:
             self.losses.extend(self.trainee.step(tokens).item() for tokens in self._batches(number))
 
     def _batches(self, number: int) -> list[torch.Tensor]:
-        """The next ones: others on each rank, the same for all variants."""
+        """The next batches: different on each rank, equal for all variants."""
         seeds = (len(self.losses) + later for later in range(number))
         tokens = [self.setting.shape.tokens(seed * dist.get_world_size() + dist.get_rank()) for seed in seeds]
         return [each.to(self.setting.device) for each in tokens]
@@ -215,7 +214,7 @@ class _Run:
         return torch.cuda.memory_allocated() if self.setting.device.type == "cuda" else 0
 
 
-# What is said of it ---------------------------------------------------------------------------------------------------
+# The report -----------------------------------------------------------------------------------------------------------
 
 
 def _summary(options: argparse.Namespace, result: Result) -> dict[str, Any]:

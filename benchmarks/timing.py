@@ -1,4 +1,5 @@
-"""Rounds in which variants take turns, and what their ratios say: medians, quartiles, bars; values from every rank."""
+"""Rounds in which variants alternate, and statistics of their ratios: medians, quartiles, bars; values of every
+rank."""
 
 import gc
 import math
@@ -14,17 +15,17 @@ from report import Bar
 
 T = TypeVar("T")
 
-HAND = "hand"  # what the others are compared with: sharded by a hand-written loop
+HAND = "hand"  # the reference: sharded by a hand-written loop
 MAX_RATIO = 1.02
 MAX_NORM = 0.1
 # Relative, between losses.
 MAX_LOSS_DIFFERENCE = 1e-6
-# Of the first steps. Where gradients are clipped, their norm is summed in another order, so
-# that what it scales has other last bits, and these differences grow.
+# For the first steps. Clipping sums the norm in another order, so scaled gradients differ in their last bits, and these
+# differences grow.
 MAX_CLIPPED_LOSS_DIFFERENCE = 1e-5
 FIRST = 10
 
-# By the variant's name: lists of numbers, one for each round, by what they are.
+# By the variant's name: lists of one number for each round, by quantity.
 Result = dict[str, dict[str, Any]]
 
 
@@ -32,7 +33,7 @@ Result = dict[str, dict[str, Any]]
 def deterministic() -> Iterator[None]:
     """In the block a GPU's kernels add in the same order each time, so that losses can be compared; nothing is timed.
 
-    By themselves they do not, and a loop that is run twice parts from itself.
+    By default they do not, and two runs of the same loop diverge.
     """
     torch.use_deterministic_algorithms(True)
     yield
@@ -47,7 +48,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def over_ranks(seconds: Sequence[float], processor_seconds: Sequence[float]) -> dict[str, list[float]]:
-    """Of each round, the time of the slowest rank and the processor time of all. Called on all ranks."""
+    """For each round, the slowest rank's time and the processor time of all ranks. Called on all ranks."""
     return {
         "seconds": [max(each) for each in zip(*gather(seconds), strict=True)],
         "processor_seconds": [sum(each) for each in zip(*gather(processor_seconds), strict=True)],
@@ -55,9 +56,9 @@ def over_ranks(seconds: Sequence[float], processor_seconds: Sequence[float]) -> 
 
 
 def turns(names: Sequence[T], rounds: int, *, warmup: int) -> Iterator[tuple[T, bool]]:
-    """Whose turn it is, and whether it counts: everybody's once a round, in an order drawn anew, the same on all ranks.
+    """The variant to run, and whether its time counts: each once a round, in random order, equal on all ranks.
 
-    Python's garbage is collected between the turns, and what was built before them is left alone by it.
+    Garbage is collected between turns, and objects built before them are frozen.
     """
     order, shuffle = list(names), random.Random(0).shuffle
     gc.collect()
@@ -72,22 +73,22 @@ def turns(names: Sequence[T], rounds: int, *, warmup: int) -> Iterator[tuple[T, 
 
 
 def ratios(result: Result, name: str, clock: str = "seconds", *, to: str) -> list[float]:
-    """Of each round, to another variant's."""
+    """The ratio to another variant, for each round."""
     return [own / other for own, other in zip(result[name][clock], result[to][clock], strict=True)]
 
 
 def loss_difference(result: Result, name: str, *, first: int | None = None) -> float:
-    """The largest, relative to the hand-written loop's.
+    """The largest difference, relative to the hand-written loop's loss.
 
     Args:
-        first: Of so many batches. Where sums are taken in another order, last bits differ, and grow from step to step.
+        first: Only so many batches. Sums in another order differ in their last bits, and the difference grows by step.
     """
     pairs = zip(result[name]["losses"][:first], result[HAND]["losses"][:first], strict=True)
     return max(abs(own - other) / abs(other) for own, other in pairs)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the third."""
+    """The first and the third quartile."""
     first, _, third = statistics.quantiles(values if len(values) > 1 else [*values, *values], n=4, method="inclusive")
     return first, third
 
@@ -100,8 +101,8 @@ def ratio_cells(result: Result, name: str, clocks: tuple[str, str], *, to: str) 
 
 
 def time_bar(what: str, values: Sequence[float], limit: float) -> Bar:
-    """That the median ratio is at most ``limit``; with where it lies with 95 % confidence, whatever the distribution:
-    two order statistics (a sign test)."""
+    """The bar that the median ratio is at most ``limit``, with the median's distribution-free 95 % confidence interval
+    between two order statistics (a sign test)."""
     ordered, ratio = sorted(values), statistics.median(values)
     place = max(0, math.floor(len(ordered) / 2 - 0.98 * math.sqrt(len(ordered))))
     low, high = ordered[place], ordered[-1 - place]

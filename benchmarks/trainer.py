@@ -28,13 +28,13 @@ from composer_fsdp2.compat import fsdp2
 
 
 def _shard_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """What an expert writes for this one model; the optimizer was made before."""
+    """An expert's code for this one model; the optimizer already exists."""
     decoder: Any = model.decoder
     mesh = init_device_mesh("cuda" if _is_on_gpu() else "cpu", (dist.get_world_size(),))
     for block in decoder.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(decoder, mesh=mesh, reshard_after_forward=False)
-    (group,) = optimizer.param_groups  # which has all parameters, in their order
+    (group,) = optimizer.param_groups  # the only group, with all parameters in order
     group["params"] = list(model.parameters())
 
 
@@ -46,11 +46,11 @@ def _is_on_gpu() -> bool:
 def _around(name: str) -> AbstractContextManager[Any]:
     """The patches that are active only while this Trainer is built or trains: the shim, for one, replaces functions of
     Composer in the whole process."""
-    if name == HAND:  # The Trainer shards where its own FSDP2 would, and asks this instead.
+    if name == HAND:  # The Trainer checks this function, and shards where its own FSDP2 would.
         return mock.patch("composer.distributed.prepare_distributed.parallelize_composer_model", _shard_by_hand)
     if name == "ours":
         return fsdp2()
-    if name == "fsdp1" and not _is_on_gpu():  # Composer asks for the current CUDA device; FSDP1 takes any.
+    if name == "fsdp1" and not _is_on_gpu():  # Composer requires a current CUDA device; FSDP1 accepts any device.
         return mock.patch("torch.cuda.current_device", return_value=torch.device("cpu"))
     return contextlib.nullcontext()
 
@@ -58,9 +58,9 @@ def _around(name: str) -> AbstractContextManager[Any]:
 class _Batches:
     """A dataloader that yields a batch when it is this Trainer's turn, and ends the turn at the next request.
 
-    Several Trainers share one process, each inside ``fit`` in a separate thread, of which one runs at a time. Separate
-    processes would not need to switch the shim on and off, but one process may be faster than another throughout (its
-    memory layout, for one), which more rounds do not average out.
+    Several Trainers share one process, each inside ``fit`` in a separate thread, and one runs at a time. Separate
+    processes would not need to switch the shim on and off, but one process may be faster than another throughout
+    (because of its memory layout, for instance), which more rounds do not average out.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class _Batches:
 
 
 def build(name: str, setting: Setting) -> Trainee:
-    """A Trainer before its first batch; called on all ranks."""
+    """A Trainer before its first batch. Called on all ranks."""
     torch.manual_seed(0)
     model, batches = Language(setting.shape), _Batches()
     optimizer = (UpdatesByHand if name == HAND else DecoupledAdamW)(model.parameters(), lr=1e-3)
@@ -113,7 +113,7 @@ def build(name: str, setting: Setting) -> Trainee:
             train_dataloader=batches,
             max_duration=f"{10**9}ba",
             device="gpu" if _is_on_gpu() else "cpu",
-            precision="fp32",  # on a GPU it would be amp_fp16 by default
+            precision="fp32",  # the default on a GPU is amp_fp16
             device_train_microbatch_size=setting.shape.batch,
             parallelism_config=own_fsdp2 or {"fsdp": {}},
             algorithms=GradientClipping("norm", MAX_NORM),

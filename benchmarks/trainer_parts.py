@@ -1,4 +1,4 @@
-"""What the Trainers of ``trainer.py`` are made of; Composer is imported with it."""
+"""Components of the Trainers in ``trainer.py``; importing this imports Composer."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 
 class Language(ComposerModel):
-    """The benchmarks' decoder, as a Trainer takes it."""
+    """The benchmarks' decoder as a ComposerModel."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Language(ComposerModel):
 
 
 class UpdatesByHand(DecoupledAdamW):
-    """As an expert moves an elementwise update to each rank's own tensors."""
+    """An expert's way to run an elementwise update on each rank's local tensors."""
 
     @staticmethod
     def adamw(*lists: Any, **settings: Any) -> None:

@@ -1,8 +1,8 @@
-"""The same model sharded by several hands: ``build(name, setting)``.
+"""The same model, sharded by several implementations: ``build(name, setting)``.
 
-All take the units that the model's hooks choose, the same precision and the same optimizer, and clip with what they
-have for it. FSDP1 gets the arguments that Composer's ``prepare_fsdp_module`` gives it by default
-(composer/distributed/dist_strategy.py, 0.32.1), from torch itself, so that it needs no Composer.
+All use the units that the model's hooks choose, the same precision and the same optimizer, and clip with their own
+functions. FSDP1 gets the default arguments of Composer's ``prepare_fsdp_module``
+(composer/distributed/dist_strategy.py, 0.32.1), from torch itself, without importing Composer.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ OPTIMIZERS = ("adamw", "decoupled_adamw")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all variants have in common.
+    """Settings common to all variants.
 
     Args:
-        low_precision: Computed and reduced in bf16, kept in fp32.
+        low_precision: Compute and reduce in bf16, store in fp32.
         optimizer: ``adamw``, torch's; or ``decoupled_adamw``, Composer's.
-        max_norm: To which gradients are clipped, if at all.
+        max_norm: The norm to clip gradients to, if any.
     """
 
     shape: Shape
@@ -57,8 +57,8 @@ class Trainee:
     """A sharded model with its optimizer.
 
     Args:
-        step: Trains one batch; its loss on this rank. Called on all ranks.
-        around: What must be in place meanwhile, for this variant alone.
+        step: Trains one batch and returns its loss on this rank. Called on all ranks.
+        around: A context in which this variant runs.
     """
 
     model: nn.Module
@@ -70,7 +70,7 @@ class Trainee:
 def _trainee(
     model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, clip: Callable[[float], object]
 ) -> Trainee:
-    """In a loop of its own; ``clip``: its gradients, to a norm."""
+    """With its own training loop; ``clip`` clips gradients to a norm."""
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -85,14 +85,14 @@ def _trainee(
 
 
 def missing(name: str) -> str | None:
-    """Why this environment has no such variant, or None if it has."""
+    """The reason why this environment lacks the variant, or None."""
     if name == "composer" and not any(metadata.distributions(name="mosaicml")):
         return "mosaicml is not installed"
     return None
 
 
 def build(name: str, setting: Setting) -> Trainee:
-    """The variant of this name, with the values that seed 0 gives; called on all ranks."""
+    """The variant of this name, initialised with seed 0. Called on all ranks."""
     torch.manual_seed(0)
     with setting.device:
         model = Model(setting.shape)
@@ -109,7 +109,7 @@ def _optimizer(model: nn.Module, setting: Setting, *, by_hand: bool = False) -> 
 
 
 def _hand(model: Model, setting: Setting) -> Trainee:
-    """What an expert writes after reading torch's documentation, for this one model."""
+    """The code that an expert writes for this one model after reading torch's documentation."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -129,14 +129,14 @@ def _ours(model: Model, setting: Setting) -> Trainee:
     optimizer = _optimizer(model, setting)
     prepare_fully_shard(model, optimizer, setting.fsdp_config, setting.precision, setting.device)
     if setting.optimizer == "decoupled_adamw":
-        from composer_fsdp2.compat.optimizers import update_own_parts  # as the shim does
+        from composer_fsdp2.compat.optimizers import update_own_parts  # like the shim
 
         update_own_parts(optimizer)
     return _trainee(model, optimizer, setting, lambda max_norm: clip_grad_norm_(model, max_norm))
 
 
 def _composer(model: Model, setting: Setting) -> Trainee:
-    """As ``parallelize_composer_model`` does it, less the check that the model is a ComposerModel."""
+    """Like ``parallelize_composer_model``, without its check for a ComposerModel."""
     from composer.core import Precision
     from composer.core.state import _create_device_mesh
     from composer.distributed.fsdp2_utils import generate_composer_model_policy
@@ -152,7 +152,7 @@ def _composer(model: Model, setting: Setting) -> Trainee:
     policy: Any = generate_composer_model_policy(model)
     precision = Precision(setting.precision)
     parallelize_model(model, config, optimizer, precision, policy, param_init_fn=meta_init)
-    # What its GradientClipping calls.
+    # Called by its GradientClipping.
     clip = nn.utils.clip_grad_norm_
     return _trainee(model, optimizer, setting, lambda max_norm: clip(model.parameters(), max_norm))
 

@@ -16,7 +16,7 @@ END_OF_TEXT = "<|endoftext|>"
 def make_data(folder: Path, texts: list[Path], *, vocabulary: int, length: int) -> int:
     """Write ``folder/tokenizer`` and ``folder/mds``; return the number of samples of ``length`` tokens.
 
-    Written beside the target and renamed, so that an interrupted run leaves nothing half made.
+    Written beside the target and renamed, so an interrupted run leaves no partial folder.
     """
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

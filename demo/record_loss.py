@@ -1,6 +1,6 @@
 """The LLM Foundry callback ``record_loss``: a line of JSON per batch, loaded by the YAML's ``code_paths``.
 
-The first line says what shards the model, as torch sees it.
+The first line names torch's class that shards the model.
 """
 
 import json
@@ -12,7 +12,7 @@ from composer.utils import dist
 from llmfoundry.registry import callbacks
 from torch.distributed.fsdp import FSDPModule
 
-# FSDP1's own: under the shim the public name stands for what we sharded, too.
+# FSDP1's own: under the shim the public name also matches our sharded modules.
 from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = ["RecordLoss"]

@@ -1,7 +1,7 @@
 """``make demo``: an LLM Foundry YAML trains on FSDP1 and saves; the same YAML resumes that checkpoint on FSDP2.
 
-Prints what became of each FSDP1 key and the loss of every batch side by side, and draws ``demo/out/loss.png``. About a
-minute on two cores; on a machine with two or more GPUs it uses up to four of them.
+Prints the outcome of each FSDP1 key and the losses of both runs side by side, and draws ``demo/out/loss.png``. Takes
+about a minute on two cores; on a machine with two or more GPUs it uses up to four of them.
 """
 
 import importlib.util
@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo" / "out"
 YAML = ROOT / "yamls" / "mpt-tiny-fsdp1.yaml"
 # Relative, of losses. The curves agree to rounding; a wrong gradient scale or a lost optimizer state shows in the
-# second digit. The tolerance on GPUs was not measured on any: it is a little more than a step of bf16 (2 ** -7), in
-# which the demo trains there, because kernels may add up in another order from one run to the next.
+# second digit. The tolerance on GPUs is a little more than a step of bf16 (2 ** -7), the demo's dtype there, because
+# kernels may sum in another order from run to run. It was not measured on any GPU.
 TOLERANCE, TOLERANCE_ON_GPUS = 1e-5, 1e-2
 
 console = Console(highlight=False)
@@ -71,7 +71,7 @@ def _batches(duration: str) -> int:
 
 
 def _texts() -> list[Path]:
-    """Local text that is the same wherever the pinned stack is installed, so that the losses are, too."""
+    """Local text that is equal for every installation of the pinned stack, and so the losses are equal, too."""
     spec = importlib.util.find_spec("composer")
     assert spec is not None and spec.origin is not None, "`make demo` installs Composer"
     return sorted((Path(spec.origin).parent / "core").glob("*.py"))
@@ -116,7 +116,7 @@ def _progress() -> Progress:
 def _read(losses: Path) -> dict[int, float]:
     if not losses.exists():
         return {}
-    lines = [line for line in losses.read_text().split("\n")[:-1] if line]  # the last line may be half written
+    lines = [line for line in losses.read_text().split("\n")[:-1] if line]  # the last line may be incomplete
     return {record["batch"]: record["loss"] for record in map(json.loads, lines) if "batch" in record}
 
 
@@ -167,7 +167,7 @@ def _draw(fsdp1: dict[int, float], fsdp2: dict[int, float], resume_at: int) -> N
     differences = [fsdp2[b] - fsdp1[b] for b in fsdp2]
     bottom.plot(list(fsdp2), differences, color="tab:blue", marker="o", markersize=3)
     bottom.axhline(0, color="tab:gray", linewidth=0.5)
-    widest = max(*map(abs, differences), 1e-6)  # at the least what would be seen in fp32, where all are 0
+    widest = max(*map(abs, differences), 1e-6)  # at least the differences visible in fp32, where all are 0
     bottom.set_ylim(-1.2 * widest, 1.2 * widest)
     bottom.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     bottom.set_ylabel("difference")

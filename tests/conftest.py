@@ -12,14 +12,14 @@ import pytest
 from parity import summary
 from support import lanes, measured, ranks, warm
 
-# torch.compile's backends here compile nothing, and its pool would import torch in a process for each core.
+# torch.compile's backends here generate no code, and its pool would import torch in a process for each core.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-gc.disable()  # until all tests are imported: hundreds of thousands of objects, and almost no garbage
+gc.disable()  # Until all tests are imported: hundreds of thousands of objects, and almost no garbage.
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _close_rank_pools() -> Iterator[None]:
-    """Ends the rank processes with the session; ``atexit`` does so for sessions that crash."""
+    """End the rank processes with the session; ``atexit`` also does, for sessions that crash."""
     yield
     ranks.close_pools()
     warm.close_servers()
@@ -27,7 +27,7 @@ def _close_rank_pools() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _put_back_default_dtype() -> Iterator[None]:
-    """A test that builds its models in float64 does not change the default dtype of the next; ranks reset theirs."""
+    """Restore torch's default dtype after tests that build models in float64; ranks reset theirs."""
     yield
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_default_dtype(torch.float32)
@@ -35,7 +35,7 @@ def _put_back_default_dtype() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Runs before the test's fixtures, which may also use ranks."""
+    """Runs before the test's fixtures, which may use ranks as well."""
     measured.begin(item.nodeid)
     ranks.choose_imports(composer=any(item.get_closest_marker(name) for name in lanes.NEEDS_COMPOSER))
 
@@ -49,7 +49,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Called in the process that starts the workers, before they exist."""
+    """In the process that starts the workers, before it starts them."""
     if getattr(config.option, "numprocesses", None):
         warm.share()
 
@@ -66,8 +66,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> lanes.LaneSc
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Called in a worker: passes the results of this lane on."""
-    gc.freeze()  # pytest collects five times at the end, seconds each, to find errors in finalizers
+    """In a worker: pass this lane's results on."""
+    gc.freeze()  # pytest collects five times at the end, for seconds each, to find errors in finalizers.
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["parity"] = [tuple(row) for row in summary.SEEN]
 

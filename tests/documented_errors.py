@@ -1,8 +1,8 @@
-"""Every error text on ``migration_docs/troubleshooting.md``, raised for real on two gloo ranks.
+"""Every error text in ``migration_docs/troubleshooting.md``, raised for real on two gloo ranks.
 
-``OURS`` and ``OTHERS`` have by name what raises each: composer_fsdp2, or torch, Composer, FSDP1 and accelerate by
-themselves. ``check_errors`` gives what a traceback would end with. They run in a page's folder (``START`` in
-test_migration_docs.py), in the order of the tables, and all without a GPU: the others say the same there.
+``OURS`` and ``OTHERS`` map names to functions that raise: in composer_fsdp2, or in torch, Composer, FSDP1 and
+accelerate alone. ``check_errors`` returns the ends of their tracebacks. They run in a page's folder (``START`` in
+test_migration_docs.py), in the order of the tables, and all without a GPU; errors of GPU runs have the same text.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Stack(nn.Module):
 
 
 class Experts(nn.Module):
-    """Goes through its experts from the last to the first."""
+    """Runs its experts from the last to the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def fsdp1(model: nn.Module, *, use_orig_params: bool = True) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
 
 
-# --- torch, Composer, FSDP1 and accelerate by themselves
+# --- torch, Composer, FSDP1 and accelerate alone
 
 
 def trainer(parallelism: dict[str, Any], model: Any = None, **options: Any) -> Any:
@@ -234,7 +234,7 @@ def one_rank_fewer() -> None:
     group = dist.new_group(timeout=timedelta(seconds=1))
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1), group=group)
-    time.sleep(2)  # rank 1 runs no such batch
+    time.sleep(2)  # rank 1 does not run this batch
 
 
 def load_truncated() -> None:
@@ -263,7 +263,7 @@ def load_optimizer_by_number() -> None:
 
 
 def damaged(source: str, name: str, change: Callable[[bytes], bytes]) -> str:
-    """A copy with its last tensor file changed; made by rank 0, seen by all."""
+    """A copy with its last tensor file changed; written by rank 0, visible to all."""
     if dist.get_rank() == 0:
         if Path(source).is_dir():
             shutil.copytree(source, name)
@@ -276,16 +276,16 @@ def damaged(source: str, name: str, change: Callable[[bytes], bytes]) -> str:
 
 
 OTHERS: dict[str, Callable[[], object]] = {
-    # As torch comes: before composer_fsdp2 repairs it in this process.
+    # torch before composer_fsdp2 patches it in this process.
     "gloo-average": lambda: (
         fully_shard(Stack(), mesh=mesh(2, 1, names=("replicate", "shard")))(INPUT).sum().backward()
     ),
-    # As eager attention of transformers does.
+    # Like transformers' eager attention.
     "mask-of-a-part": lambda: torch.zeros(1, 2, 8, 8) + torch.zeros(1, 1, 4, 4)[:, :, :, :8],
     # Configurations of Composer's.
     "composer-device-mesh": lambda: trainer({"fsdp": {"device_mesh": [2]}}),
     "composer-cpu-offload": lambda: fsdp1_trainer({"cpu_offload": True}),
-    # It asks for a GPU first.
+    # It first checks for a GPU.
     "composer-auto-microbatching": mock.patch("composer.trainer.trainer._is_auto_microbatching", return_value=True)(
         lambda _: fsdp2_trainer(
             train_dataloader=importlib.import_module("net").batches(2),
@@ -411,7 +411,7 @@ def group_of_an_unknown_node() -> None:
 
 
 def divided_sequences_of_unknown_attention() -> None:
-    importlib.import_module("composer_fsdp2.compat.context")  # knows MPT, as under install()
+    importlib.import_module("composer_fsdp2.compat.context")  # registers MPT, as under install()
     prepared(Stack(), {"context_parallel_degree": 2})
 
 
@@ -450,7 +450,7 @@ def ranks_diverged() -> None:
     prepared(model, {"collective_guard": 60, "mixed_precision": "FULL"})
     model(INPUT).sum().backward()
     if dist.get_rank() == 0:
-        model(INPUT)  # rank 1 has a batch less
+        model(INPUT)  # rank 1 has one batch less
     else:
         clip_grad_norm_(model, 1.0)
 
@@ -462,7 +462,7 @@ def experts_in_another_order() -> None:
 
 
 def no_network() -> None:
-    # As if each rank were a node, and gloo did not reach the other: there is one machine here.
+    # Pretends that each rank is a node that gloo cannot reach; there is only one machine.
     raised = RuntimeError("Gloo connectFullMesh failed with [...]")
     with mock.patch.object(dist, "new_group", side_effect=raised):
         control.connect(f"host {dist.get_rank()}")
@@ -502,7 +502,7 @@ def convert(*arguments: Any, **options: Any) -> None:
 
 
 def load_made(path: str, make: Callable[[], object]) -> None:
-    """By rank 0, seen by all."""
+    """Loads a checkpoint written by rank 0, on all ranks."""
     if dist.get_rank() == 0:
         make()
     dist.barrier()
@@ -510,7 +510,7 @@ def load_made(path: str, make: Callable[[], object]) -> None:
 
 
 class Stranger:
-    """A class of the user's, in a checkpoint."""
+    """A user's class in a checkpoint."""
 
 
 UNITS_OF_EXPERTS = {"wrap_policy": {"transformer_layer_cls_to_wrap": [], "moe_experts": ["Linear"]}}

@@ -1,4 +1,4 @@
-"""Adding things in one place: a made-up key, dialect, layout and seam, and how many files had to name them."""
+"""Extensions in one place: a made-up key, dialect, layout and seam, and the number of files that must name them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Checkout:
-    """A copy of the code, and which of its files were written or changed since."""
+    """A copy of the code, and its files written or changed since."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,14 +31,14 @@ class Checkout:
         self.named.add(file)
 
     def insert(self, file: str, text: str, *, before: str) -> None:
-        """A line of the file, before another one that stands there once."""
+        """Insert text before a line that occurs once in the file."""
         old = (self.folder / file).read_text()
         assert old.count(before) == 1, f"{file}: {before!r}"
         (self.folder / file).write_text(old.replace(before, text + before))
         self.named.add(file)
 
     def python(self, script: str) -> str:
-        """What a script prints in this copy; in it ``cli(...)`` is the command line, which gives what it printed."""
+        """The output of a script in this copy; it can call ``cli(...)``, the command line, which returns its output."""
         (self.folder / "script.py").write_text(CLI + script)
         with contextlib.chdir(self.folder), mock.patch.dict(os.environ, COLUMNS="200"):
             done = run_script(WITH_COMPOSER, self.folder / "script.py")
@@ -102,7 +102,7 @@ assert "label: mine" in told and "composer_fsdp2's own, and TorchTitan" in told
 
 
 def test_a_key_is_named_in_four_files_with_its_test(checkout: Checkout):
-    """A new key is read, checked, reported, explained and carried out; nobody has to look for the places."""
+    """A new key is parsed, checked, reported, explained and applied, without a search for the places to change."""
     keys, sharding, apply = (
         f"composer_fsdp2/{name}.py" for name in ("fsdp1/keys", "config/sharding", "sharding/apply")
     )
@@ -177,7 +177,7 @@ assert "shards: 2" in cli("migrate", "other.yaml", "--to", "madeup")
 
 
 def test_a_dialect_is_its_file_and_its_line_in_the_list(checkout: Checkout):
-    """A new system's files are found, read, explained, and written for users of all others, from one file."""
+    """One file adds a new system: its files are found, read, explained, and written from other systems' files."""
     list_of_dialects = "composer_fsdp2/migration/dialects/__init__.py"
     checkout.add("composer_fsdp2/migration/dialects/madeup.py", DIALECT)
     line = "from composer_fsdp2.migration.dialects.madeup import MadeUpDialect\n"
@@ -254,7 +254,7 @@ for path in ("made", "again.pt"):
 
 
 def test_a_layout_is_one_file_and_its_place_in_the_order(checkout: Checkout):
-    """A new layout is recognized, looked at, checked, loaded, converted from and converted to."""
+    """A new layout is recognized, inspected, verified, loaded, and converted from and to."""
     list_of_layouts = "composer_fsdp2/checkpoint/layouts/__init__.py"
     checkout.add("composer_fsdp2/checkpoint/layouts/madeup.py", LAYOUT)
     checkout.insert(list_of_layouts, "    madeup,\n", before="    monolithic,\n")
@@ -286,7 +286,7 @@ print(composer.utils.is_notebook())
 
 @pytest.mark.composer
 def test_a_seam_is_one_decorated_function(checkout: Checkout):
-    """A function of Composer's is replaced wherever it is bound, and put back, by being in a file of compat."""
+    """A seam in a file of compat replaces a Composer function in every module that imported it, and can be undone."""
     checkout.add("compat/madeup.py", SEAM)
     assert checkout.python(INSTALL).splitlines()[-2:] == ["made up made up", "False"]
     assert len(checkout.named) == 1

@@ -1,4 +1,4 @@
-"""Files that take another's place at once."""
+"""Files that replace others atomically."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from composer_fsdp2.atomic import replacing
 
 
 def test_what_was_there_stays_until_all_is_written(tmp_path: Path):
-    """A reader, or a run that is killed, would find half a file under the name."""
+    """A reader, or a killed run, must not find a partial file under the name."""
     path = tmp_path / "run.yaml"
     path.write_text("old")
     with replacing(path) as beside:
@@ -37,7 +37,7 @@ def test_after_an_error_nothing_is_left(tmp_path: Path):
 
 
 def test_what_a_killed_process_left_is_no_hindrance(tmp_path: Path):
-    """The latest link could never be replaced again after a kill between its two steps."""
+    """After a kill between the two steps, the latest link must still be replaceable."""
     link = tmp_path / "latest"
     (tmp_path / ".latest.new").symlink_to("an older checkpoint")
     with replacing(link, ending=".new") as beside:

@@ -1,4 +1,5 @@
-"""What a release consists of: a source distribution, and a wheel of it. `make release` builds both and runs these."""
+"""The contents of a release: a source distribution, and a wheel built from it. `make release` builds both and runs
+these."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def source_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source distribution, of what unpacking a zip of the repository may leave: a file in place of the link."""
+    """A source distribution of a checkout unpacked from a zip, which may have a file instead of the link."""
     folder = tmp_path_factory.mktemp("sdist")
     copy_project(folder / "source")
     (folder / "source/composer_fsdp2/compat").write_text("../compat")
@@ -29,16 +30,16 @@ def source_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_source_distribution_holds_what_its_tests_read(source_archive: Path):
-    """Whoever packages it for another system can run the tests; part of them would only fail."""
+    """People who package it for another system can run the tests, which need all their files."""
     with tarfile.open(source_archive) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     tracked = {str(file.relative_to(ROOT)) for file in project_files()}
-    assert {name for name in tracked - held if name[0] != "."} == set()  # hidden files are the repository's
+    assert {name for name in tracked - held if name[0] != "."} == set()  # hidden files belong to the repository only
 
 
 def test_wheel_holds_everything_under_one_name(source_archive: Path, tmp_path: Path):
-    """Installing the project puts no `compat` beside other people's packages, and leaves none of ours out; also from
-    a source distribution."""
+    """Installing the project adds no top-level `compat` and omits none of our files, also from a source
+    distribution."""
     copy_project(tmp_path / "checkout")
     (tmp_path / "checkout/composer_fsdp2/compat").symlink_to("../compat")
     contents = wheel_of(tmp_path / "checkout", tmp_path / "from checkout")
@@ -57,7 +58,7 @@ def test_wheel_holds_everything_under_one_name(source_archive: Path, tmp_path: P
     [metadata] = [text.decode() for name, text in contents.items() if name.endswith(".dist-info/METADATA")]
     assert f"\nVersion: {composer_fsdp2.__version__}\n" in metadata
 
-    # -I: neither the environment nor the current folder may supply the modules.
+    # -I: modules must come neither from the environment nor from the current folder.
     site = tmp_path / "from sdist" / "site"
     script = "import sys; sys.path.insert(0, sys.argv[1]); import composer_fsdp2.compat as c; print(c.__file__)"
     imported_from = run([sys.executable, "-I", "-c", script, site], cwd=tmp_path).strip().splitlines()[-1]
@@ -65,14 +66,14 @@ def test_wheel_holds_everything_under_one_name(source_archive: Path, tmp_path: P
 
 
 def copy_project(destination: Path) -> None:
-    """All of its files but the link; a build leaves its work among them."""
+    """All files but the link; a build adds its own files to them."""
     for file in project_files():
         (destination / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, destination / file.relative_to(ROOT))
 
 
 def wheel_of(source: Path, folder: Path) -> dict[str, bytes]:
-    """The files of a wheel that is built from ``source``, and unpacked into the ``site`` of a new folder."""
+    """The files of a wheel built from ``source`` and unpacked into the ``site`` of a new folder."""
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", folder, source], cwd=source)
     [wheel] = folder.glob("*.whl")

@@ -1,4 +1,4 @@
-"""The house stands: what is installed, which room imports from which, what no file may say."""
+"""Structure of the project: installed packages, imports between rooms, strings that no file may contain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What the files of a folder, or a file of its own, import from other rooms and packages."""
+    """The other rooms and packages that the files of a folder, or a single file, may import."""
 
     rooms: frozenset[str]
     packages: frozenset[str]
@@ -33,7 +33,7 @@ def room(rooms: str = "", *, packages: str = "") -> Room:
     return Room(rooms=frozenset(rooms.split()), packages=frozenset(packages.split()))
 
 
-# Each room imports only from those above it, and of them only from the ones it names.
+# Each room imports only from rooms above it, and only those that it names.
 ROOMS = {
     "errors": room(),
     "atomic": room(),
@@ -66,11 +66,11 @@ ROOMS = {
 }
 
 
-# --- what is installed
+# --- installed packages
 
 
 def package_folder(package: str) -> Path:
-    """Where the source of an installed package lies in the checkout."""
+    """The source folder of an installed package in the checkout."""
     return ROOT / SETUPTOOLS["package-dir"].get(package, package.replace(".", "/"))
 
 
@@ -81,7 +81,7 @@ def folders_with_code() -> set[Path]:
 
 
 def test_every_folder_of_code_is_an_installed_package():
-    """A room missing from `packages` works in the checkout and is gone from the wheel."""
+    """A room missing from `packages` works in the checkout and is missing from the wheel."""
     declared = {package_folder(package) for package in SETUPTOOLS["packages"]}
     assert {str(f.relative_to(ROOT)) for f in folders_with_code()} == {str(f.relative_to(ROOT)) for f in declared}
     assert [str(f) for f in declared if not (f / "__init__.py").is_file()] == []
@@ -94,7 +94,7 @@ def run(command: list[str | Path], *, cwd: Path) -> str:
 
 
 def test_compat_refuses_its_folder_name():
-    """`import compat` from the checkout would be a second copy of the seams, whose install() the first never sees."""
+    """`import compat` from the checkout would be a second copy of the seams, unaware of the first one's install()."""
     script = "import sys; sys.path.insert(0, sys.argv[1]); import compat"
     done = subprocess.run([sys.executable, "-I", "-c", script, ROOT], text=True, capture_output=True)
     assert done.returncode != 0
@@ -103,7 +103,7 @@ def test_compat_refuses_its_folder_name():
     assert "composer_fsdp2.compat" in last_line
 
 
-# --- which room imports from which
+# --- imports between rooms
 
 
 @functools.cache
@@ -122,7 +122,7 @@ def nodes(file: Path) -> list[ast.AST]:
 
 
 def imports(module: str, file: Path) -> Iterator[tuple[int, str]]:
-    """Line number and absolute dotted name of all that a file imports, inside functions too."""
+    """Line number and absolute dotted name of each import of a file, including those inside functions."""
     package = module.rpartition(".")[0]
     for node in nodes(file):
         if isinstance(node, ast.Import):
@@ -134,7 +134,7 @@ def imports(module: str, file: Path) -> Iterator[tuple[int, str]]:
 
 
 def torch_attributes(file: Path) -> Iterator[tuple[int, str]]:
-    """Line number and dotted name of every `torch.a.b` that a file spells out."""
+    """Line number and dotted name of every `torch.a.b` expression in a file."""
     for node in nodes(file):
         names, value = [], node
         while isinstance(value, ast.Attribute):
@@ -144,7 +144,7 @@ def torch_attributes(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def resolve(dotted: str, known: dict[str, Path]) -> str:
-    """The module of ours that a dotted name comes from: itself, or the longest part of it that is a file."""
+    """Our module that contains a dotted name: itself, or the longest prefix that is a file."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         for candidate in (".".join(parts[:length]), ".".join([*parts[:length], "__init__"])):
@@ -154,14 +154,14 @@ def resolve(dotted: str, known: dict[str, Path]) -> str:
 
 
 def room_of(module: str) -> str:
-    """``config`` of ``composer_fsdp2.config.mesh``; a file beside the rooms is a room of its own."""
+    """``config`` for ``composer_fsdp2.config.mesh``; a file beside the rooms is its own room."""
     return module.removeprefix("composer_fsdp2.").partition(".")[0]
 
 
 def walked(module: str, file: Path) -> Iterator[tuple[int, str]]:
-    """The same of a file that goes through its own folder and imports what else it finds there.
+    """Imports of the files that a module finds and imports by listing its own folder.
 
-    Not of a folder's ``__init__``: the files that it gathers so are its own.
+    Except in a folder's ``__init__``, whose listed files belong to it.
     """
     package, _, stem = module.rpartition(".")
     for node in nodes(file):
@@ -171,7 +171,7 @@ def walked(module: str, file: Path) -> Iterator[tuple[int, str]]:
 
 
 def imports_of_ours() -> Iterator[tuple[str, str, str]]:
-    """What imports, and from which module to which, for every import of one file of ours from another."""
+    """Importing module, imported module and room, for every import between our files."""
     known = modules()
     for module, file in known.items():
         for line, dotted in (*imports(module, file), *walked(module, file)):
@@ -181,15 +181,15 @@ def imports_of_ours() -> Iterator[tuple[str, str, str]]:
 
 
 def test_every_file_has_its_room():
-    """A file outside of the rooms could import from anywhere, and a room without a file would hide what moved."""
+    """A file outside the rooms could import anything, and a room without files would hide a move."""
     assert {room_of(module) for module in modules()} == set(ROOMS)
 
 
 def test_imports_run_one_way():
-    """Whoever reads a file needs to know only the files that it imports, and theirs; a circle would end that."""
+    """To understand a file, a reader needs only its direct and indirect imports; a cycle would end that."""
     names = list(ROOMS)
     assert all(names.index(above) < names.index(name) for name, room in ROOMS.items() for above in room.rooms)
-    wrong = {}  # as an ordered set: one line may import two names from one file
+    wrong = {}  # an ordered set, since one line may import two names from one file
     imported: dict[str, set[str]] = {}
     for where, module, target in imports_of_ours():
         room, other = room_of(module), room_of(target)
@@ -197,11 +197,11 @@ def test_imports_run_one_way():
             wrong[f"{where} imports {target}: {room}/ has nothing of {other}/"] = None
         imported.setdefault(module, set()).add(target)
     assert not wrong, "\n".join(wrong)
-    TopologicalSorter(imported).prepare()  # raises CycleError, with the files of the circle
+    TopologicalSorter(imported).prepare()  # raises CycleError, listing the cycle's files
 
 
 def test_a_room_needs_only_its_packages():
-    """The engine serves scripts that have no Composer, and migration imports neither Composer nor torch."""
+    """The engine must work in scripts without Composer, and migration without Composer and torch."""
     wrong = [
         f"{file.relative_to(ROOT)}:{line} imports {dotted}"
         for module, file in modules().items()
@@ -212,19 +212,20 @@ def test_a_room_needs_only_its_packages():
 
 
 def test_what_is_imported_is_installed_with_the_project():
-    """An environment with nothing but torch in it gets all that the engine and the command line need, by pip alone."""
+    """In an environment with only torch, pip installs all dependencies of the engine and the command line."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[^\w.-]", requirement)[0] for requirement in project["dependencies"]}
     imported = {package for name, room in ROOMS.items() if name != "compat" for package in room.packages}
     assert declared == {{"yaml": "pyyaml"}.get(package, package) for package in imported - OPTIONAL}
 
 
-# Of the model that somebody trains: who plans a run of it has them. Functions import them, and say if one is missing.
+# Requirements of the user's own model; a user who plans it has them. Functions import them, and raise if one is
+# missing.
 OPTIONAL = {"huggingface_hub", "transformers"}
 
 
 def test_optional_packages_are_imported_by_functions_only():
-    """Where they are not installed, everything that needs none of them works."""
+    """Without the optional packages, all features that do not use them work."""
     wrong = [
         f"{file.relative_to(ROOT)}:{node.lineno}"
         for file in modules().values()
@@ -237,7 +238,7 @@ def test_optional_packages_are_imported_by_functions_only():
 
 
 def imported_without_torch(*rooms: str, then: str) -> set[str]:
-    """The modules of ours that are there once all files of some rooms are imported, and ``then`` is run."""
+    """Our modules in sys.modules after importing all files of some rooms and running ``then``."""
     names = [module.removesuffix(".__init__") for module in modules() if module.startswith(rooms)]
     script = """
 import importlib, json, sys
@@ -251,7 +252,7 @@ print(json.dumps([name for name in sys.modules if name.startswith("composer_fsdp
 
 
 def test_values_translation_and_migration_need_no_torch():
-    """What `migrate` and `explain` are made of waits for no torch."""
+    """`migrate` and `explain` must not spend seconds on importing torch."""
     words = [f"composer_fsdp2.fsdp1.{name}" for name in ("keys", "read", "translate")]
     given = {"mixed_precision": {"param_dtype": "bf16"}, "process_group": "set2", "cpu_offload": False}
     then = f"from composer_fsdp2.fsdp1.translate import translate; translate({given}, device='cpu').to_json()"
@@ -260,14 +261,14 @@ def test_values_translation_and_migration_need_no_torch():
 
 
 def test_tests_mirror_the_rooms():
-    """Who changes a file finds its tests in the folder of the same name."""
+    """The tests of a file are in the folder with the same name."""
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}
     assert folders <= {*ROOMS, "benchmarks", "foundry", "gpu", "parity", "support", "tools"}
     assert {room for room in ROOMS if (ROOT / "composer_fsdp2" / room).is_dir()} <= folders
 
 
 def test_nothing_asks_for_a_layout_by_name():
-    """A layout is a file that nothing else knows."""
+    """No other file depends on the name of a layout."""
     from composer_fsdp2.checkpoint.layouts import LAYOUTS
 
     names, wrong = {layout.name for layout in LAYOUTS}, []
@@ -288,7 +289,7 @@ def sides(node: ast.Compare) -> list[ast.expr]:
 
 
 def texts_in(node: ast.expr) -> Iterator[str]:
-    """A text, or those in a tuple, list or set of them."""
+    """A string, or those in a tuple, list or set."""
     for part in getattr(node, "elts", [node]):
         if isinstance(part, ast.Constant) and isinstance(part.value, str):
             yield part.value
@@ -298,7 +299,7 @@ LAYOUT_FILES = {file.stem for file in (ROOT / "composer_fsdp2/checkpoint/layouts
 
 
 def test_private_torch_is_used_in_two_folders():
-    """A new torch release can break what works on FSDP's units, and what traces a step; not ten folders."""
+    """A new torch release can break only code on FSDP's units and tracing code, in two folders instead of ten."""
     wrong = []
     for module, file in modules().items():
         if module.startswith(("composer_fsdp2._torch", "composer_fsdp2.estimate._torch")):
@@ -310,17 +311,17 @@ def test_private_torch_is_used_in_two_folders():
     assert not wrong, "\n".join(sorted(wrong))
 
 
-# --- what no file may say
+# --- forbidden strings
 
-# Pieces are joined here, so that this file does not find itself.
+# Joined from pieces, so that this file does not match itself.
 REGISTRIES = ["py" + "pi.org", "python" + "hosted.org", "download.py" + "torch.org", "conda" + ".anaconda.org"]
 REGISTRY = re.compile("|".join([*map(re.escape, REGISTRIES), "--(?:extra-)?index" + "-url", "--find" + "-links"]))
-# A path on one machine; `docs/work/x` and `https://host/home/` are none.
+# A path on one machine; `docs/work/x` and `https://host/home/` do not match.
 MACHINE_PATH = re.compile(r"(?<![\w.~/-])/(?:tmp|work|root|home|Users)/")
 
 
 def project_files() -> list[Path]:
-    """All files that git tracks or would; all but environments and caches where git cannot say."""
+    """All files that git tracks or would track; without git, all except environments and caches."""
     files = []
     if (ROOT / ".git").exists() and shutil.which("git"):
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -339,7 +340,7 @@ def text_lines(file: Path) -> list[str]:
 
 @pytest.mark.parametrize("pattern", [REGISTRY, MACHINE_PATH], ids=["registry", "path"])
 def test_no_file_depends_on_one_machine(pattern: re.Pattern[str]):
-    """The project installs from whatever index pip is set to, in whatever folder it lies."""
+    """The project installs from any package index, in any folder."""
     found = [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
         for file in project_files()

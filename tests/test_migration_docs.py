@@ -1,23 +1,24 @@
-"""Every block of ``migration_docs/*.md`` does what the page says.
+"""Every block of ``migration_docs/*.md`` behaves as the page shows.
 
-A page is run from top to bottom, in a folder of its own, by two gloo ranks (or `ON_ONE_RANK`). The info string says
-what a block is:
+Two gloo ranks (or one, `ON_ONE_RANK`) run a page from top to bottom in a temporary folder. The info string sets a
+block's kind:
 
-| fence | what the test does |
+| fence | test |
 |---|---|
 | ``python`` | runs it on both ranks, as torchrun would; the blocks of a page share their names |
 | ``python file=net.py`` | writes it to the page's folder; so do ``yaml file=...`` and ``toml file=...``, parsed first |
 | ``yaml migrated=run.yaml`` | compares it, bytes and all, with what ``composer-fsdp2 migrate run.yaml`` prints |
 | ``console`` | runs each line after ``$ `` in bash and compares what it prints with the lines below it |
-| ``text output`` | compares it with what the python block before printed on rank 0 |
+| ``text output`` | compares it with the output of the previous python block on rank 0 |
 | ``text error=NAME`` | compares it with the error that NAME in ``documented_errors.py`` raises |
 
-``...`` stands for any text within a line, a line of it for any number of lines. A command that fails must say so
-(``...; echo $?``), a python block that raises must catch it. ``skip="reason"`` leaves a block out: the reason names
-what it needs (GPUs, nodes, another torch), and ``MAX_SKIPPED`` limits how many there are. A fence without a language
-fails.
+``...`` matches any text within a line; a line with only ``...`` matches any number of lines. A failing command must
+show it (``...; echo $?``), and a python block that raises must catch the error. ``skip="reason"`` skips a block: the
+reason names its requirement (GPUs, nodes, another torch), and ``MAX_SKIPPED`` limits their number. A fence without a
+language fails.
 
-The folder begins with what ``START`` says: old checkpoints, and ``net.py``, whose ``build_model`` is the model in them.
+The folder initially contains the files of ``START``: old checkpoints, and ``net.py``, whose ``build_model`` is their
+model.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ pytestmark = [pytest.mark.composer, pytest.mark.foundry]
 TESTS = Path(__file__).resolve().parent
 PAGES = sorted((TESTS.parent / "migration_docs").glob("*.md"))
 FIXTURES = TESTS / "fixtures"
-# Path in a page's folder -> what is copied there.
+# Path in a page's folder -> its source.
 START = {
     "net.py": FIXTURES / "migration-docs" / "net.py",
     "full": FIXTURES / "legacy-checkpoints" / "c172" / "full",  # Composer 0.17.2, torch 2.1
     "sharded": FIXTURES / "legacy-checkpoints" / "c172" / "sharded",
     "sharded-mesh": FIXTURES / "legacy-checkpoints" / "c220" / "sharded-mesh",  # Composer 0.22.0, torch 2.3
     "local": FIXTURES / "legacy-checkpoints" / "c172" / "local-flat",
-    "per-rank": FIXTURES / "per-rank-checkpoints",  # the form of Composer 0.13
+    "per-rank": FIXTURES / "per-rank-checkpoints",  # Composer 0.13's layout
 }
 MAX_SKIPPED = 3
-# Generous: the machine may do something else.
+# Generous, because the machine may be busy.
 COMMAND_S = 400
 PAGE_S = 500
 ERRORS_S = 400
@@ -86,7 +87,7 @@ class Block:
 
 @dataclass(slots=True)
 class Session:
-    """What one rank keeps while it goes through a page."""
+    """State of one rank while it runs a page."""
 
     names: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
     printed: str = ""
@@ -96,7 +97,7 @@ class Session:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in their order."""
+    """The fenced blocks of a page, in order."""
     found: list[Block] = []
     opening: re.Match[str] | None = None
     start, body = 0, []
@@ -123,7 +124,7 @@ def parse_info(info: str) -> tuple[str, dict[str, str]]:
 
 
 def commands_of(text: str) -> list[tuple[str, str]]:
-    """The commands of a console block, each with the output that it shows."""
+    """The commands of a console block, each with its expected output."""
     found: list[tuple[str, str]] = []
     for line in text.splitlines(keepends=True):
         if line.startswith("$ "):
@@ -139,13 +140,13 @@ def commands_of(text: str) -> list[tuple[str, str]]:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether ``printed`` is what a page shows, where ``...`` stands for what varies or does not matter."""
+    """Whether ``printed`` matches the page's ``shown``, where ``...`` matches any text."""
     pattern = "".join(map(pattern_of, lines_of(shown)))
     return re.fullmatch(pattern, "".join(line + "\n" for line in lines_of(printed))) is not None
 
 
 def lines_of(text: str) -> list[str]:
-    """Without blanks at their ends, and without empty lines around all of them."""
+    """Lines without trailing blanks, and without empty lines at both ends."""
     return [line.rstrip() for line in text.strip("\n").splitlines()]
 
 
@@ -159,7 +160,7 @@ def compare(shown: str, printed: str, what: str) -> None:
     assert matches(shown, printed), f"{what} is shown as\n{shown}\nand is\n{printed}"
 
 
-# --- running blocks: each is called on both ranks
+# --- running blocks; each function is called on both ranks
 
 
 def run_python(block: Block, session: Session) -> None:
@@ -186,7 +187,7 @@ def run_console(block: Block, session: Session) -> None:
 
 
 def environment() -> dict[str, str]:
-    """With this checkout's code, wherever the environment installed it from; torchrun has a port of its own, as with
+    """Uses this checkout's code, wherever the package is installed from. torchrun gets a free port, as with
     --standalone."""
     more = {"PYTHONPATH": str(TESTS.parent), "PET_STANDALONE": "1", "PET_LOCAL_ADDR": "127.0.0.1"}
     return commands.environment() | more
@@ -230,14 +231,14 @@ RUNNERS: dict[str, Callable[[Block, Session], None]] = {
     "toml": run_file,
     "text": run_text,
 }
-# Each kind of block by its language and the option that makes it that kind.
+# Each kind of block by language and by the option that selects it.
 KINDS = {("python", ""), ("console", ""), ("text", "output"), ("text", "error")} | {
     (language, option) for language in ("python", "yaml", "toml") for option in ("file", "migrated")
 } - {("python", "migrated")}
 
 
 def check_page(page: Path) -> int:
-    """Run every block; returns how many ran. Called on all ranks."""
+    """Run every block; returns the number of blocks run. Called on all ranks."""
     session, num_run = Session(), 0
     sys.path.insert(0, os.getcwd())
     for block in blocks_of(page):
@@ -273,13 +274,13 @@ def kind_of(block: Block) -> tuple[str, str]:
 
 
 def test_every_block_says_what_it_is():
-    """A block of no known kind would be printed for readers and executed by nobody."""
+    """A block of unknown kind would be shown to readers and never executed."""
     unknown = [f"{block.place}: {kind_of(block)}" for block in all_blocks() if kind_of(block) not in KINDS]
     assert unknown == []
 
 
 def test_few_blocks_are_left_out():
-    """Blocks that "cannot run here" would pile up until the pages are prose."""
+    """Without a limit, skipped blocks would accumulate until the pages are untested prose."""
     skipped = [block for block in all_blocks() if "skip" in block.options]
     reason = re.compile(r"needs .*(GPU|node|rank|another torch)")
     unreasoned = [block.place for block in skipped if not reason.search(block.options["skip"])]
@@ -289,16 +290,16 @@ def test_few_blocks_are_left_out():
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """PATH, with a quick ``composer-fsdp2`` and quick launchers before the commands of this environment."""
+    """PATH, with a fast ``composer-fsdp2`` and fast launchers before the commands of this environment."""
     quick = tmp_path_factory.mktemp("commands")
     add_command(quick)
     add_launchers(quick, WITH_COMPOSER)
     return os.pathsep.join([str(quick), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-# Three trainings in processes of their own, which tests/compat/test_comparing.py has as well.
+# Three trainings in separate processes; tests/compat/test_comparing.py covers them as well.
 SLOW = {"compare"}
-# It plans and trains nothing; a second rank would plan the same.
+# It plans without training; a second rank would compute the same plan.
 ON_ONE_RANK = {"memory-tables"}
 PAGES_WITH_BLOCKS = [
     pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
@@ -309,7 +310,7 @@ PAGES_WITH_BLOCKS = [
 
 @pytest.mark.parametrize("page", PAGES_WITH_BLOCKS)
 def test_page(page: Path, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A reader who types what the page shows gets what the page shows."""
+    """A reader who types a page's commands gets the page's output."""
     wanted = sum("skip" not in block.options for block in blocks_of(page))
     start_folder(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -320,7 +321,7 @@ def test_page(page: Path, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(scope="module")
 def raised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Mapping[str, str]]:
-    """What each entry of ``OURS`` or ``OTHERS`` raises, by its name, as a traceback ends."""
+    """The error of each entry of ``OURS`` or ``OTHERS`` by name, formatted like the end of a traceback."""
 
     @cache
     def of(is_ours: bool) -> Mapping[str, str]:
@@ -341,13 +342,13 @@ ERROR_BLOCKS = [
 
 @pytest.mark.parametrize("block", ERROR_BLOCKS)
 def test_error_text(block: Block, raised: Callable[[bool], Mapping[str, str]]):
-    """A user who searches the page for the text on the screen finds it."""
+    """A user who searches the page for an error message finds it."""
     name = block.options["error"]
     compare(block.text, raised(name in OURS)[name], name)
 
 
 def test_every_known_error_is_on_a_page():
-    """An error that is reproduced here and explained nowhere helps nobody."""
+    """Every error reproduced here must be explained on a page."""
     assert sorted(str(each.id) for each in ERROR_BLOCKS) == sorted([*OURS, *OTHERS])
 
 
@@ -367,5 +368,5 @@ def test_every_known_error_is_on_a_page():
     ],
 )
 def test_what_dots_stand_for(shown: str, printed: str, same: bool):
-    """A mask that matched too much would let a page show what no command prints."""
+    """A pattern that matches too much would let a page show output that no command prints."""
     assert matches(shown, printed) is same

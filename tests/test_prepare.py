@@ -1,4 +1,4 @@
-"""The front door: FSDP1's signature, and every bad input refused on every rank before anything is touched."""
+"""``prepare_fully_shard``: FSDP1's signature, and bad input refused on every rank before anything changes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from composer_fsdp2 import (
 )
 from composer_fsdp2.prepare import plan_run
 
-# --- what it gives back
+# --- result
 
 
 def check_result() -> None:
-    """Composer calls it with these positions and unpacks a list and a dict."""
+    """Composer calls it with these positional arguments and unpacks a list and a dict."""
     model = Model()
     config = {"sharding_strategy": "SHARD_GRAD_OP", "mixed_precision": {"param_dtype": "bf16"}}
     printed = repr(config)
@@ -45,7 +45,7 @@ def check_result() -> None:
 
 
 def check_blocked() -> None:
-    """The error names the key and the way on, and that way works on the same model."""
+    """The error names the key and an alternative, which works on the same model."""
     config = {"te_shard_fp8_weight": True}
     model = Model()
     with pytest.raises(UnsupportedError, match=r"te_shard_fp8_weight.*set it to false"):
@@ -56,7 +56,7 @@ def check_blocked() -> None:
 
 @on_ranks(2)
 def test_signature_and_result_of_prepare_fsdp_module(folder: str) -> None:
-    """What Composer and scripts give it, and what they get back."""
+    """The arguments of Composer and of scripts, and the results that they unpack."""
     all_of(check_result, check_blocked)
 
 
@@ -79,7 +79,7 @@ def check_log(config: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def test_what_is_logged():
-    """Rank 0 alone warns of what is not as it was (each once), and shows translation and plan when verbose."""
+    """Only rank 0 warns of differences (once each), and logs translation and plan when verbose."""
     config = {"backward_prefetch": "BACKWARD_POST", "sharding_strategy": "FULL_SHARD", "min_params": 5, "verbose": True}
     records, others = run_ranks(check_log, 2, config)
     assert others == []
@@ -94,7 +94,7 @@ def test_what_is_logged():
 
 
 def test_a_clean_configuration_is_silent():
-    """No warning is shown to somebody whose run is carried over exactly, so that the others are read."""
+    """A run that migrates exactly gets no warning; otherwise users would ignore the others."""
     records, _ = run_ranks(check_log, 2, {"sharding_strategy": "FULL_SHARD"})
     about_the_model = ("own", "chain.kept")
     warnings = [text for level, text in records if level == "WARNING"]
@@ -105,7 +105,7 @@ def test_a_clean_configuration_is_silent():
 
 
 def changed(change: Callable[[Any], object]) -> Callable[[], nn.Module]:
-    """A model of which something was made before."""
+    """A model that was changed before sharding."""
 
     def build() -> nn.Module:
         model = Model()
@@ -120,7 +120,7 @@ def mesh_of_all() -> DeviceMesh:
 
 
 def wrapping(answer: Any) -> Callable[[], nn.Module]:
-    """A model whose wrap function gives this for one module; asked on each rank if it is a function."""
+    """A model whose wrap function returns this for one module; called on each rank if it is a function."""
     return lambda: Chain(net=Chain({"inner": answer() if callable(answer) else answer}, inner=Block(), rest=layer()))
 
 
@@ -304,14 +304,14 @@ def check_bad_input(
 
 @on_ranks(2)
 def test_bad_input_is_refused_and_nothing_is_touched(folder: str) -> None:
-    """The caller may mend the input and call again on the same model: every rank raised the documented error, which
-    names the culprit, and no parameter, hook, class or group of the optimizer is another. Where one rank alone has bad
-    input, the others would wait for it until NCCL's time-out."""
+    """The caller can correct the input and call again on the same model. Every rank raises the documented error with
+    the culprit's name, and no parameter, hook, class or optimizer group changes. If only one rank has bad input, the
+    others would otherwise wait for it until NCCL's timeout."""
     for_each(check_bad_input, BAD_INPUTS)
 
 
 def test_without_a_process_group():
-    """A single-process script reads how to start ranks, and its model is untouched."""
+    """In a single process the error shows how to start ranks, and the model is unchanged."""
     model = Model()
     optimizer = sgd(model)
     before = state_of(model, optimizer)
@@ -336,5 +336,5 @@ def test_without_a_process_group():
     ],
 )
 def test_a_plan_in_one_line_has_fsdp1s_word_for_its_strategy(config: dict[str, Any], said: str):
-    """It is what rank 0 prints, for who looks whether the run is the one that was meant."""
+    """Rank 0 prints it; users check there that the run is the intended one."""
     assert plan_run(nn.Sequential(nn.Linear(4, 4)), config, world_size=4)[1].summary == said

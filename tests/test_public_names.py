@@ -1,4 +1,4 @@
-"""The public names are imported when they are asked for, and everybody sees them all."""
+"""Public names are imported lazily, and are visible to every kind of import and tool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import composer_fsdp2
 SOURCE = Path(composer_fsdp2.__file__)
 
 
-# In a process that has imported torch, and forgets what the names below may not import.
+# In a process that has imported torch, and then removes the modules that the names below must not import.
 SCRIPT = """
 import json, sys
 import torch.distributed
@@ -62,8 +62,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 def test_a_name_imports_what_it_needs(told: dict[str, list[str]]):
-    """Who catches an error or translates a dict does not wait for torch, who shards for what reads checkpoints, nor who
-    asks what is in a file for what loads one."""
+    """Scripts that catch an error or translate a dict do not wait for torch, scripts that shard do not import
+    checkpoint code, and scripts that inspect a file do not import the loader."""
     assert "composer_fsdp2.prepare" not in imported_without_torch("composer_fsdp2.__init__", then=WITHOUT_TORCH)
     assert "composer_fsdp2.prepare" in told["sharding"]
     assert not {"omegaconf", "torch.distributed.checkpoint"} & {*told["sharding"]}
@@ -72,14 +72,14 @@ def test_a_name_imports_what_it_needs(told: dict[str, list[str]]):
 
 
 def test_every_name_is_there_however_it_is_asked_for(told: dict[str, list[str]]):
-    """A name that a script imports, reads as an attribute, or takes with a star, is the one of its file."""
+    """A name imported, read as an attribute, or star-imported is the object of its file."""
     assert {*told["all"]} <= {*told["dir"]} and len({*told["all"]}) == len(told["all"])
     assert {"prepare_fully_shard", "translate", "ShardingConfig", "CheckpointError", "__version__"} <= {*told["all"]}
     assert told["others"] == []
 
 
 def test_type_checkers_see_the_names_that_are_there():
-    """An editor that completed a name which cannot be imported, or knew none, would be worse than no types."""
+    """An editor that completes a missing name, or none, would be worse than no types."""
     [block] = [node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.If)]
     seen = {
         (alias.asname, node.module, alias.name)
@@ -94,7 +94,7 @@ def test_type_checkers_see_the_names_that_are_there():
 
 @pytest.mark.slow
 def test_mypy_sees_the_real_types(tmp_path: Path):
-    """A project that is checked strictly gets our signatures, and is told of a misspelt name."""
+    """Projects with strict type checks get our signatures, and an error for a misspelt name."""
     (tmp_path / "script.py").write_text(
         "from typing import assert_type\n"
         "import composer_fsdp2 as c\n"
@@ -118,14 +118,14 @@ def test_mypy_sees_the_real_types(tmp_path: Path):
 
 
 def test_no_public_name_is_hidden_by_a_folder_or_file():
-    """Python sets a submodule as an attribute of its package: a name that is both would change with imports."""
+    """Python sets a submodule as an attribute of its package: a name that is both would depend on imports."""
     submodules = {module.name for module in pkgutil.iter_modules([str(SOURCE.parent)])}
     assert "prepare" in submodules
     assert submodules & {*composer_fsdp2.__all__} == set()
 
 
 def test_a_misspelt_name_is_an_attribute_error():
-    """`hasattr`, `getattr` with a default and copy work as on any module; and no typo looks for files."""
+    """`hasattr`, `getattr` with a default and copy work as on any module, and a typo does not search for files."""
     assert not hasattr(composer_fsdp2, "prepare_fuly_shard")
     with pytest.raises(AttributeError, match="module 'composer_fsdp2' has no attribute 'compatible'"):
         composer_fsdp2.compatible  # noqa: B018
@@ -134,14 +134,14 @@ def test_a_misspelt_name_is_an_attribute_error():
 
 
 def test_values_are_pickled_under_the_names_of_their_files():
-    """What a run has pickled with an earlier release, ranks exchange and checkpoints hold, is read as before."""
+    """Values pickled by an earlier release, in messages between ranks or in checkpoints, can still be read."""
     config = composer_fsdp2.ShardingConfig()
     assert type(config).__module__ == "composer_fsdp2.config.sharding"
     assert pickle.loads(pickle.dumps(config)) == config
 
 
 def test_the_version_has_one_source():
-    """A release that says one version to pip and another to a script is two releases."""
+    """pip and scripts see the same version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "composer_fsdp2.__version__"}

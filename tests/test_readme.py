@@ -1,4 +1,4 @@
-"""The first screen and the links between the pages."""
+"""The first screen of the README, and the links between the pages."""
 
 import re
 import shlex
@@ -25,7 +25,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of the headings of a page."""
+    """GitHub's anchors for the headings of a page."""
     found: list[str] = []
     for title in re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
@@ -45,7 +45,7 @@ def broken_links(page: Path) -> Iterator[str]:
 
 
 def test_every_link_leads_somewhere():
-    """A reader who follows a link from the README or a page arrives at the file and the heading."""
+    """Every link from the README or a page leads to an existing file and heading."""
     assert [broken for page in PAGES for broken in broken_links(page)] == []
 
 
@@ -56,7 +56,7 @@ def test_every_page_is_in_the_index():
 
 
 def test_the_readme_is_short():
-    """Install, the one-line change, proof and limits stand before a reader has scrolled twice."""
+    """Install, the one-line change, proof and limits appear before a reader has scrolled twice."""
     lines = README.read_text().split("\n")
     assert len(lines) <= 150
     headings = [line for line in lines if line.startswith("## ")]
@@ -64,13 +64,13 @@ def test_the_readme_is_short():
 
 
 def commands() -> list[list[str]]:
-    """The words of every ``composer-fsdp2`` command of the README, but those that launch training."""
+    """The arguments of every ``composer-fsdp2`` command in the README, except those that launch training."""
     found = re.findall(r"composer-fsdp2 ([a-z][^`\n#]*)", README.read_text())
     return [shlex.split(words) for words in found]
 
 
 def test_every_command_of_the_readme_exists():
-    """A verb or an option that the README names is there when it is typed."""
+    """Every verb and option in the README exists."""
     assert len(commands()) >= 6
     for words in commands():
         command: Any = typer.main.get_command(app)
@@ -88,7 +88,7 @@ def rows(text: str, start: str) -> list[list[str]]:
 
 
 def test_the_lines_of_parity_are_those_of_its_page():
-    """The README's summary is the worst of the rows that were measured, not a number of its own."""
+    """The README's summary equals the worst measured row."""
     measured = rows((ROOT / "migration_docs/parity.md").read_text(), "| reference | ranks |")
     told = rows(README.read_text(), "| reference | runs |")
     of_class = [row for row in measured if row[0] == "FSDP1's class"]
@@ -99,7 +99,7 @@ def test_the_lines_of_parity_are_those_of_its_page():
         [row for row in of_class if "fp32" in row[2] or "mixed" in row[2]],
         [row for row in measured if row[0] == "one process"],
     ]
-    own_row = [row for row in of_class if "NO_SHARD" in row[2]]  # FSDP1 rounds otherwise: see the page
+    own_row = [row for row in of_class if "NO_SHARD" in row[2]]  # FSDP1 rounds differently: see the page
     assert sum(map(len, [*groups, own_row])) == len(measured) and len(own_row) == 1
     for (_, runs, *worst, equal), group in zip(told, groups, strict=True):
         assert int(runs) == sum(int(row[3]) for row in group)

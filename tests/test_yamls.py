@@ -1,7 +1,7 @@
-"""The pairs of ``yamls/``: what is left to decide, and both sides as ``plan`` reads them: at their real widths, without
-weights, with the network refused.
+"""The pairs of ``yamls/``: open decisions, and both sides as ``plan`` reads them, at their real widths and without
+weights.
 
-Right sides are written by ``make docs`` from the left ones; ``make check`` compares them.
+Network access is refused. ``make docs`` writes the right sides from the left ones, and ``make check`` compares them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Pair = tuple[str, str]
 
 
 def parametrized(pairs: Iterable[Pair], *, is_planned: bool) -> Any:
-    """By each of the pairs; those that differ from another one in their sizes alone are planned by `make test-all`."""
+    """Parametrizes by pair; pairs that differ from another one in sizes only are planned by `make test-all`."""
     marks = {pair: [pytest.mark.slow] if is_planned and not PAIRS[pair].is_quick else [] for pair in pairs}
     return pytest.mark.parametrize("pair", [pytest.param(pair, id=pair[0], marks=marks[pair]) for pair in pairs])
 
@@ -41,23 +41,23 @@ each_pair, each_planned = (parametrized(PAIRS, is_planned=each) for each in (Fal
 
 
 def test_every_file_is_tested():
-    """A file that is in the folder and in no table here can go wrong unseen."""
+    """A file in the folder that is missing from these tables would not be tested."""
     files = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.suffix in (".yaml", ".toml")}
     assert files == {name for pair in PAIRS for name in pair} | {"mpt-tiny-fsdp1.yaml"}
 
 
-# --- what migrate says and writes
+# --- output of migrate
 
 
 @each_pair
 def test_only_the_left_side_leaves_something_to_decide(pair: Pair):
-    """Neither a loss that nobody hears of, nor a question about what is clear; a second run finds nothing to do."""
+    """No silent loss and no needless question; a second run has nothing to change."""
     left, right = ((FOLDER / name).read_text() for name in pair)
     migration, again = (migrate_text(text, name, to="composer") for text, name in zip((left, right), pair, strict=True))
     assert {each.key for each in migration.blocking} == PAIRS[pair].decisions
     assert migration.exit_code == int(bool(PAIRS[pair].decisions))
     assert (again.exit_code, again.is_changed) == (0, False), again.diff()
-    if pair[0].endswith(".yaml"):  # a TOML becomes a new file, without its comments
+    if pair[0].endswith(".yaml"):  # a TOML file becomes a new file, without its comments
         comments = [re.findall(r"(?:^|\s)(#.*)$", text, re.MULTILINE) for text in (left, right)]
         assert comments[0] == comments[1]
 
@@ -83,7 +83,7 @@ KEPT = {"reshard_after_forward": True, "state_dict_type": "sharded", "sync_modul
 HALVES_OF_SEQUENCES = {"context_parallel_degree": 2}
 HALVES_OF_EIGHT = {"data_parallel_shard_degree": 4, "data_parallel_replicate_degree": -1}
 
-# By file of another system's and place: the fsdp_config, and the precision beside it, of the right side.
+# By file of another system and place: the right side's fsdp_config and the precision beside it.
 WORDS: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
     "huggingface/qwen3-moe-distillation-fsdp1.yaml": {
         "training": (
@@ -158,7 +158,7 @@ WORDS: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         ),
     },
     "roll/moe-qwen3-30b-a3b-roll.yaml": {
-        # Reentrant, since ROLL chooses that for mixtures of experts, and since FSDP1 under Composer did by default.
+        # Reentrant, as ROLL chooses for mixtures of experts, and as Composer's FSDP1 did by default.
         "actor_train": (
             KEPT
             | FULL_PRECISION_SUMS
@@ -192,18 +192,18 @@ WORDS: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
 
 @pytest.mark.parametrize(("name", "place"), [(name, place) for name, places in WORDS.items() for place in places])
 def test_right_side_says(name: str, place: str):
-    """Each word of the right side is what someone would write who knows both systems, and there is no other."""
+    """The right side has exactly the keys and values that an expert in both systems would write."""
     (right,) = [right for left, right in PAIRS if left == name]
     beside = value_at(yaml.safe_load((FOLDER / right).read_text()), place.split(".") if place else ())
     assert (beside["fsdp_config"], beside["precision"]) == WORDS[name][place]
 
 
-# --- what plan makes of both
+# --- plans of both sides
 
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Both sides of a pair, read once, with neither a network nor anything that was downloaded before."""
+    """Both sides of a pair, read once, without network access and without files downloaded earlier."""
     folder = tmp_path_factory.mktemp("configs")
     for name, config in configs().items():
         config.save_pretrained(folder / name)
@@ -226,37 +226,38 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @each_planned
 def test_a_run_is_read_at_its_real_widths(pair: Pair, read: Any):
-    """Of a model that is smaller than the run's, or of whose weights some are not tied, every number is wrong."""
+    """For a smaller model than the run's, or one with untied weights, every number is wrong."""
     for run in read(pair):
         tensors = [*run.model.parameters(), *run.model.buffers()]
         assert sum(parameter.numel() for parameter in run.model.parameters()) == PAIRS[pair].parameters
         assert sum(unit.numel for unit in run.plan.units) == PAIRS[pair].parameters
         assert {parameter.device.type for parameter in run.model.parameters()} == {"meta"}
-        # Rotary frequencies, which transformers computes where it builds.
+        # Rotary frequencies, which transformers computes when it builds the model.
         assert sum(tensor.nbytes for tensor in tensors if not tensor.is_meta) <= 1024
 
 
 @each_planned
 def test_both_sides_are_one_run(pair: Pair, read: Any):
-    """The digest is of the whole configuration as well; what is beside the section is read as before it."""
+    """The digest covers the whole configuration, and keys outside the section are read as before the migration."""
     left, right = read(pair)
     assert left.plan.digest == right.plan.digest
     assert math.prod(left.plan.mesh.shape) == PAIRS[pair].ranks
     if pair[0].split("/")[0] not in (
         "accelerate",
         "torchtitan",
-    ):  # which say nothing of batches, on one side or on both
+    ):  # no batch sizes, on one side or on both
         for field in ("microbatch_size", "num_microbatches", "sequence_length"):
             assert getattr(left, field) == getattr(right, field), field
 
 
-# Of split layers a plan needs the script's layer plan.
+# A plan with TP requires the script's layer plan.
 SPLIT = {"composer/llama-tp-script-fsdp1.yaml": "trainer.parallelism_config.tp"}
 
 
 @each_planned
 def test_what_was_replaced_is_said(pair: Pair, read: Any):
-    """A plan of other attention, or of no weights, must not pass for the run's own; and each has its line."""
+    """A plan with another attention, or without weights, must not look like the run's own; each replacement has its
+    line."""
     for run, name in zip(read(pair), pair, strict=True):
         replaced = {each.key: each for each in run.findings if each.key.startswith("model.")}
         assert set(replaced) == PAIRS[pair].replaced
@@ -272,7 +273,8 @@ def numbered(paths: Mapping[str, int] | None) -> list[str]:
 
 @each_planned
 def test_each_block_is_a_unit(pair: Pair, read: Any):
-    """A block in the root's unit is gathered with everything else, a parameter in no unit diverges between ranks."""
+    """A block in the root's unit is unsharded with all other parameters, and a parameter without a unit diverges
+    between ranks."""
     known, run = PAIRS[pair], read(pair)[1]
     held = [unit.name for unit in run.plan.units if unit.parameters]
     expected = [*numbered(known.blocks), *numbered(known.experts), *known.others, *known.split_experts]
@@ -286,7 +288,7 @@ def test_each_block_is_a_unit(pair: Pair, read: Any):
 
 @each_planned
 def test_units_are_as_configured(pair: Pair, read: Any):
-    """Mesh, reshard, dtypes, recomputation and prefetching reach the units, and did not get lost on the way."""
+    """Mesh, reshard, dtypes, checkpointing and prefetch reach the units."""
     known, plan = PAIRS[pair], read(pair)[1].plan
     blocks = [unit for unit in plan.units if unit.name in numbered(known.blocks)]
     assert {unit.reshard_after_forward for unit in blocks} <= {known.reshard}
@@ -312,8 +314,8 @@ def test_units_are_as_configured(pair: Pair, read: Any):
 
 
 def test_what_else_a_plan_says(read: Any):
-    """Frozen weights beside adapters would be reduced for nobody; experts apart from their block, or a divided sequence
-    that no layer exchanges, would be another run."""
+    """Three mistakes would plan another run: reducing gradients of frozen weights beside adapters, experts outside
+    their block, or sequences sharded without a layer to exchange them."""
     lora = read(("llama/llama3-8b-lora-fsdp1.yaml", "llama/llama3-8b-lora-fsdp2.yaml"))[1]
     trained = {name for name, parameter in lora.model.named_parameters() if parameter.requires_grad}
     assert len(trained) == 32 * 7 * 2
@@ -333,14 +335,14 @@ def test_what_else_a_plan_says(read: Any):
 
 @pytest.mark.parametrize("name", ["mpt/mpt-7b", "t5/t5-base"])
 def test_a_step_is_planned_with_its_activations(name: str, read: Any):
-    """The whole of what ``plan`` does for such a file, from flash attention's place to four tied weights."""
+    """All of ``plan`` for such a file, from a replacement for flash attention to four tied weights."""
     pair = (f"{name}-fsdp1.yaml", f"{name}-fsdp2.yaml")
     with network_refused():
         step = plan_step(read(pair)[1], "run.yaml", Questions())
     assert json.loads(json.dumps(step.to_json()))["per_rank"]["activations_bytes"] > 0
 
 
-# Changes of a small run, and what is said of each.
+# Changes of a small run, and the expected messages.
 UNUSABLE = {
     "max_seq_len=none": "LLM Foundry refuses it",
     "max_seq_len=0": "a microbatch of 0 tokens in a row cannot be planned",
@@ -368,7 +370,7 @@ FILE = (str(FOLDER / "mpt-tiny-fsdp1.yaml"), f"code_paths=[{FOLDER.parent}/demo/
 
 @pytest.mark.parametrize("change", UNUSABLE)
 def test_what_foundry_or_a_model_raises_is_one_line(change: str, tmp_path: Path):
-    """Their errors are tracebacks through three packages; what is wrong stands in the last line, if anywhere."""
+    """Errors of Foundry or a model are tracebacks through three packages, with the cause at best in the last line."""
     with network_refused():
         done = run_here(tmp_path, "plan", *FILE, change, "--world-size", 4, "--html", "plan.html")
     assert done.code == 2 and not done.out, done
@@ -377,6 +379,6 @@ def test_what_foundry_or_a_model_raises_is_one_line(change: str, tmp_path: Path)
 
 
 def test_one_rank_is_not_sharded(tmp_path: Path):
-    """On one rank Foundry drops the section: a plan by it would be another run's."""
+    """On one rank Foundry drops the section, so a plan with it would describe another run."""
     done = run_here(tmp_path, "plan", *FILE, "--world-size", 1)
     assert done.code == 2 and "on one rank Foundry trains without FSDP" in done.err

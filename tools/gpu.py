@@ -1,11 +1,11 @@
-"""Every GPU test and benchmark, on whatever this machine has; what was left out; the tables of benchmarks/README.md.
+"""Run every GPU test and benchmark that this machine's GPUs allow, and write the tables of benchmarks/README.md.
 
     make gpu
     .venv/bin/python tools/gpu.py [--no-benchmarks] [--readme FILE]
 
-Tests run one after the other, because each takes all GPUs that it can use. What is skipped says what it needs; that is
-summed up here. Exit code 0, 1 if a test or a bar failed, and 2 where there is no GPU: then it says what would have run.
-The page stays as it is where there is no GPU. For some of the tests: python -m pytest -m gpu -n 0 FILE.
+Tests run one after the other, because each takes all GPUs that it can use. A skipped test reports its requirement, and
+the summary counts these. Exit code 0, 1 if a test or a bar failed, and 2 without a GPU: then it lists the tests and
+leaves the page unchanged. For some of the tests: python -m pytest -m gpu -n 0 FILE.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
 from report import markdown  # noqa: E402  The benchmarks' own.
 
-# What the tests say that this machine lacks. Not imported by its name, which would have mypy check the tests.
+# The tests' messages about missing hardware. Not an import statement, which would make mypy check the tests.
 lacking: Callable[[int], str] = importlib.import_module("support.gpus").lacking
 
 README = ROOT / "benchmarks" / "README.md"
 ENGINE_TESTS = ["tests/sharding", "tests/training", "tests/checkpoint", "tests/gpu"]
 NO_GPU = 2
-PYTEST_ENDED = (0, 1, 5)  # all passed, some failed, there was none
+PYTEST_ENDED = (0, 1, 5)  # all passed, some failed, none found
 PASSED, FAILED, LEFT_OUT, BAR_FAILS = "passed", "failed", "left out", "a bar fails"
-OUTCOMES = {"skipped": LEFT_OUT, "failure": FAILED, "error": FAILED}  # by pytest's word
+OUTCOMES = {"skipped": LEFT_OUT, "failure": FAILED, "error": FAILED}  # by pytest's name
 ON_ALL = "--ranks {gpus}"
-# By the block of the page: how many GPUs it needs, and its command line.
+# By block of the page: the number of GPUs, and the command line.
 BENCHMARKS = {
     "step, one GPU": (1, "step.py --layers 12"),  # four models with their optimizers on one GPU of 80 GB
     "step": (2, f"step.py {ON_ALL}"),
@@ -61,9 +61,9 @@ class Entry:
 
     Args:
         kind: Its row in the summary: the stack, or ``benchmarks``.
-        name: As pytest has it, or the command line.
-        rows: What a test measured: a table's title, and cells by column.
-        block: Of the page, with the ``output`` that belongs there.
+        name: pytest's name, or the command line.
+        rows: The test's measurements: a table's title, and cells by column.
+        block: Of the page, with the ``output`` for it.
     """
 
     kind: str
@@ -91,12 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return NO_GPU
     unfinished = given.readme.with_name(given.readme.name + ".unfinished")
     unfinished.write_text(replaced(given.readme.read_text(), blocks(machine(), entries)))
-    os.replace(unfinished, given.readme)  # an interrupted run leaves it as it was
+    os.replace(unfinished, given.readme)  # an interrupted run leaves the old page
     return int(any(entry.outcome in (FAILED, BAR_FAILS) for entry in entries))
 
 
 def machine() -> str:
-    """Where and when something was measured, without the machine's name."""
+    """The place and time of a measurement, without the machine's name."""
     names = Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
     driver = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     changes = " and changes" if first_line("git", "status", "--porcelain", "--untracked-files=no") else ""
@@ -118,13 +118,13 @@ def first_line(*command: str) -> str:
 
 
 def run_tests(stack: str, python: str, tests: Sequence[str]) -> list[Entry]:
-    """Run all of ``tests`` that are marked gpu in this environment; without a GPU each says what it lacks."""
+    """Run those of ``tests`` that are marked gpu in this environment; without a GPU each reports its requirement."""
     version = first_line(python, "-c", "from importlib.metadata import version; print(version('torch'))")
     if not version:
         return [Entry(kind=stack, name="all", outcome=LEFT_OUT, reason=f"no environment with torch: {python}")]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "report.xml")
-        # xunit1: what tests record is refused in the default family.
+        # xunit1: the default family refuses recorded properties.
         options = ["-m", "gpu", "-n", "0", "-q", "-o", "junit_family=xunit1", f"--junitxml={file}"]
         code = subprocess.run([python, "-m", "pytest", *options, *tests], cwd=ROOT).returncode
         kind = f"tests, {stack}, torch {version}"
@@ -135,7 +135,7 @@ def run_tests(stack: str, python: str, tests: Sequence[str]) -> list[Entry]:
 
 
 def read_report(path: Path, kind: str) -> list[Entry]:
-    """The tests of what pytest --junitxml wrote."""
+    """The tests in a file of pytest --junitxml."""
     found = []
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         ends = [(OUTCOMES[each.tag], each.get("message", "")) for each in case if each.tag in OUTCOMES]
@@ -148,7 +148,7 @@ def read_report(path: Path, kind: str) -> list[Entry]:
 
 
 def run_benchmark(block: str) -> Entry:
-    """Run it on all GPUs, or say how many it lacks."""
+    """Run it on all GPUs, or return the number of missing ones."""
     num_gpus, line = BENCHMARKS[block]
     script, *words = line.format(gpus=max(torch.cuda.device_count(), num_gpus)).split()
     command = " ".join(["python", f"benchmarks/{script}", *words])
@@ -164,11 +164,11 @@ def run_benchmark(block: str) -> Entry:
     return Entry(kind="benchmarks", name=command, outcome=outcome, block=block, output=done.stdout.strip())
 
 
-# What is said of it ---------------------------------------------------------------------------------------------------
+# The summary --------------------------------------------------------------------------------------------------------
 
 
 def summary_table(entries: Iterable[Entry]) -> str:
-    """A benchmark with a bar that fails has measured all the same."""
+    """A benchmark that fails a bar still counts as measured."""
     counts: dict[str, Counter[str]] = {}
     for entry in entries:
         counts.setdefault(entry.kind, Counter())[entry.outcome] += 1
@@ -178,7 +178,7 @@ def summary_table(entries: Iterable[Entry]) -> str:
 
 
 def blocks(where: str, entries: Sequence[Entry]) -> dict[str, str]:
-    """The text of each block of README that was measured; the others stay as an earlier machine left them."""
+    """The text of each measured block of README; the others keep the results of an earlier machine."""
     needs = sorted(Counter(entry.reason for entry in entries if entry.outcome == LEFT_OUT).items())
     needed = [[need, str(number)] for need, number in needs]
     failures = [[entry.name, entry.kind] for entry in entries if entry.outcome == FAILED]
@@ -197,16 +197,16 @@ def blocks(where: str, entries: Sequence[Entry]) -> dict[str, str]:
 
 
 def measured_table(rows: Sequence[dict[str, str]]) -> str:
-    """Columns as the rows have them, '' where one has none."""
+    """One column for each key of the rows; '' where a row lacks it."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     return markdown(columns, [[row.get(column, "") for column in columns] for row in rows])
 
 
 def replaced(page: str, texts: Mapping[str, str]) -> str:
-    """The page with other texts between these blocks' markers, and nothing else changed.
+    """The page with new texts between these blocks' markers, otherwise unchanged.
 
     Raises:
-        SystemExit: it has no place for something.
+        SystemExit: a block has no markers in the page.
     """
     for name, text in texts.items():
         start, end = f"<!-- gpu: {name} -->\n", f"<!-- end of gpu: {name} -->"

@@ -1,12 +1,12 @@
-"""Make the virtual environment of one stack, unless it is there and current.
+"""Make the virtual environment of one stack, unless a current one exists.
 
     python3.11 tools/make_venv.py official
     python3.11 tools/make_venv.py engine
     python3.11 tools/make_venv.py newest
 
-Current means: its stamp, which is written last, was made from this pyproject.toml, in this folder, by this
-version of Python, and its interpreter still starts. Anything else, an interrupted install included, is
-removed and made anew. Uses the standard library only.
+An environment is current if its stamp, which is written last, was made from this pyproject.toml, in this folder, by
+this version of Python, and its interpreter still starts. Any other one, an interrupted install included, is removed and
+made again. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LOG_TAIL_LINES = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """What is installed where, and what that costs."""
+    """The packages of an environment, and their cost."""
 
     folder: Path
     requirements: tuple[str, ...]
     contents: str
     cost: str
-    upgraded: tuple[str, ...] = ()  # looked for again each time
+    upgraded: tuple[str, ...] = ()  # upgraded each time
 
     @property
     def python(self) -> Path:
@@ -46,7 +46,7 @@ class Stack:
         return self.folder.with_name(self.folder.name + ".log")
 
     def fingerprint(self) -> str:
-        """A digest of all that the environment was made from; the folder is in it, as scripts carry their path."""
+        """A digest of all inputs of the environment, including the folder, because scripts contain their path."""
         made_from = (sys.version_info[:2], str(self.folder), self.requirements)
         return hashlib.sha256(repr(made_from).encode() + (ROOT / "pyproject.toml").read_bytes()).hexdigest()
 
@@ -93,11 +93,11 @@ def main() -> None:
 
 
 def is_current(stack: Stack) -> bool:
-    """Whether the environment may be used as it is."""
+    """Whether the environment can be used unchanged."""
     stamp = stack.folder / STAMP
     if not stamp.is_file() or stamp.read_text() != stack.fingerprint():
         return False
-    # Looked up, not imported: importing torch would cost every make target seconds.
+    # Looked up instead of imported: importing torch would add seconds to every make target.
     probe = "import sys, importlib.util as u; sys.exit(not (u.find_spec('torch') and u.find_spec('pytest')))"
     try:
         return subprocess.run([stack.python, "-c", probe], capture_output=True, timeout=60).returncode == 0
@@ -106,7 +106,7 @@ def is_current(stack: Stack) -> bool:
 
 
 def make(stack: Stack) -> None:
-    """Build the environment from nothing and stamp it; exits with the end of pip's output if it cannot."""
+    """Build the environment from scratch and stamp it; on failure exits with the end of pip's output."""
     name = stack.folder.name
     print(f"{name}: installing {stack.contents}; {stack.cost}, once (progress: {stack.log.name})", flush=True)
     started = time.monotonic()
@@ -116,7 +116,7 @@ def make(stack: Stack) -> None:
         if importlib.util.find_spec("ensurepip"):
             run([sys.executable, "-m", "venv", stack.folder], log, stack)
         else:
-            # Debian ships ensurepip apart from Python; the pip that runs outside can fill the environment.
+            # Debian packages ensurepip separately; the pip of another Python can install into the environment.
             run([sys.executable, "-m", "venv", "--without-pip", stack.folder], log, stack)
             run([sys.executable, "-m", "pip", "--python", stack.python, "install", "pip"], log, stack)
         run([stack.python, *PIP, *stack.requirements], log, stack)
@@ -125,7 +125,7 @@ def make(stack: Stack) -> None:
 
 
 def run(command: list[str | Path], log: TextIO, stack: Stack) -> None:
-    """Run one step with its output in the log; if it fails, exit with the end of that."""
+    """Run one step with its output in the log; on failure exits with the end of the log."""
     if subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode == 0:
         return
     tail = stack.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]

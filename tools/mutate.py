@@ -1,17 +1,18 @@
-"""Do the tests notice when the product is wrong? Draw mutations by a seed, and run the tests on each.
+"""Check that the tests detect faults: draw mutations by a seed, and run the tests on each.
 
     make coverage                                            # which test file runs which line
     .venv/bin/python tools/mutate.py --seed 1 --count 40     # for each: caught by which test, or not
     .venv/bin/python tools/mutate.py --list                  # what would be changed
 
-A mutation changes one place of one file: a comparison, a condition, a constant, an operator, a statement that is left
-out. Every room of the package has its turn until ``--count`` are drawn. A mutation is put into a copy of the checkout,
-and the test files that run its line are run there until one fails (``--tests``: other ones). Equal programs are not
-recognised: a mutation that no test can notice is among those that are not caught. The tests must pass without one, as
-those of `make coverage` did. Where tests fail already (on a test that cannot be imported, say) everything is caught.
+A mutation changes one place of one file: a comparison, a condition, a constant, an operator, or a deleted statement.
+The rooms of the package take turns until ``--count`` are drawn. A mutation is made in a copy of the checkout, and the
+test files that run its line are run there until one fails (``--tests``: other ones). Equivalent programs are not
+recognised: a mutation that no test can detect counts as not caught. The tests must pass without a mutation, as those of
+`make coverage` did. If they already fail (on a test that cannot be imported, for instance), every mutation counts as
+caught.
 
-mutmut 3 learns which tests run a function within pytest's own process, so that what runs on our forked ranks alone has
-no tests for it; cosmic-ray runs the same tests for each mutation, and leaves out no statement.
+mutmut 3 records the tests of a function within pytest's own process, so code that runs only on forked ranks has no
+tests for it. cosmic-ray runs the same tests for each mutation, and deletes no statements.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PACKAGE = "composer_fsdp2"
 NOT_COPIED = (".git", ".venv*", "__pycache__", ".*_cache", ".coverage*", ".hypothesis", "build", "dist")
 TIME_LIMIT_S = 1800
 OPTIONS = ("-m", "not slow and not others", "-p", "no:cacheprovider")
-CAUGHT_CODES = (1, 2)  # of pytest: a test failed; a test file could not be imported
+CAUGHT_CODES = (1, 2)  # pytest's codes: a test failed; a test file could not be imported
 
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Eq: "!=", ast.NotEq: "==", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">",
@@ -48,7 +49,7 @@ OPERATORS: dict[type[ast.operator], str] = {ast.Add: "-", ast.Sub: "+", ast.Mult
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """One change of one file, from a byte to another; ``at_import``: outside of functions."""
+    """One change of a file's byte range; ``at_import``: outside of functions."""
 
     file: str
     line: int
@@ -81,9 +82,9 @@ def main() -> None:
 
 
 def rooms() -> dict[str, list[Path]]:
-    """The package's files by folder; those of folders within it are of its own."""
+    """The package's files by folder; nested folders are separate entries."""
     files = sorted((ROOT / PACKAGE).rglob("*.py"))
-    files += sorted((ROOT / "compat").glob("*.py"))  # the folder that a link in the package names
+    files += sorted((ROOT / "compat").glob("*.py"))  # the target of a link in the package
     found: dict[str, list[Path]] = {}
     for file in files:
         parts = file.relative_to(ROOT).parts
@@ -104,12 +105,12 @@ def draw(seed: int, count: int) -> Iterator[Mutation]:
 
 
 def mutations(path: Path) -> Iterator[Mutation]:
-    """Every change of a file that can be made."""
+    """Every possible change of a file."""
     data = path.read_bytes()
     tree, lines = ast.parse(data), data.splitlines(keepends=True)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     in_functions = {line for node in functions for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)}
-    # What a dataclass is (frozen, slots) is no behaviour that a test could miss.
+    # A dataclass's options (frozen, slots) are not behaviour that a test could miss.
     left_out = {
         part for node in ast.walk(tree) for each in getattr(node, "decorator_list", ()) for part in ast.walk(each)
     }
@@ -129,7 +130,7 @@ def mutations(path: Path) -> Iterator[Mutation]:
 
 
 def changes(node: ast.AST, text: Callable[[ast.AST], str]) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """What is replaced by what, of one node."""
+    """The replaced node and its replacement, for each change of a node."""
     match node:
         case ast.Compare(left=left, ops=[operator], comparators=[right]):
             yield node, f"({text(left)}) {COMPARISONS[type(operator)]} ({text(right)})"
@@ -155,14 +156,14 @@ def changes(node: ast.AST, text: Callable[[ast.AST], str]) -> Iterator[tuple[ast
 
 
 def lines_of_tests(path: Path) -> dict[str, dict[int, set[str]]]:
-    """By file and line: the test files that run it. A line that is run at import alone belongs to none, ``""``."""
+    """By file and line: the test files that run it. A line run only at import belongs to none, ``""``."""
     from coverage import CoverageData
 
     data = CoverageData(str(path))
     data.read()
     runs: dict[str, dict[int, set[str]]] = {}
     for file in data.measured_files():
-        # compat/ is measured under its name and under that of the link to it.
+        # compat/ is measured under its own path and under the link's.
         lines = runs.setdefault(os.path.relpath(os.path.realpath(file), ROOT), {})
         for line, contexts in data.contexts_by_lineno(file).items():
             lines.setdefault(line, set()).update(contexts)
@@ -170,9 +171,9 @@ def lines_of_tests(path: Path) -> dict[str, dict[int, set[str]]]:
 
 
 def tests_of(mutation: Mutation, runs: dict[str, dict[int, set[str]]]) -> list[str]:
-    """The test files that run the line, those first that run the fewest lines: they are about something near.
+    """The test files that run the line, those with the fewest covered lines first, as these are the most specific.
 
-    Of a line that runs when its file is imported, or in no test, the test files that run any line of the file.
+    For a line that runs on import, or in no test, the test files that run any line of the file.
     """
     sizes = Counter(test for lines in runs.values() for tests in lines.values() for test in tests)
     lines = runs.get(mutation.file, {})
@@ -184,7 +185,7 @@ def tests_of(mutation: Mutation, runs: dict[str, dict[int, set[str]]]) -> list[s
 
 
 def caught(mutation: Mutation, tests: list[str]) -> str:
-    """By which test, in words."""
+    """The test that caught it, as text."""
     if not tests:
         return "NOT CAUGHT: no test runs the line"
     began = time.monotonic()

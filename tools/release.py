@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def run(*command: str | Path, cwd: str | Path = ROOT) -> None:
-    """Without PYTHONPATH, which would find the checkout in place of what is installed."""
+    """Without PYTHONPATH, which would put the checkout before the installed package."""
     print("$", *command, flush=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if code := subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL).returncode:

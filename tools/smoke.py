@@ -1,4 +1,5 @@
-"""A step on two ranks from an installed wheel, beside one process: `torchrun --standalone --nproc-per-node 2`."""
+"""A step on two ranks from an installed wheel, compared with one process: `torchrun --standalone --nproc-per-node
+2`."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def main() -> None:
     assert Path(composer_fsdp2.__file__).parts[-3] == "site-packages", composer_fsdp2.__file__
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))))  # as Composer has it: in a child
+    model = nn.Sequential(nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))))  # nested in a child, as in Composer
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters())
     for block in model[0]:

@@ -1,7 +1,7 @@
-"""What the optimizer waits for where gradients are offloaded: a fake of a GPU's streams and events, on the CPU.
+"""Synchronization of offloaded gradients before the optimizer, with fake GPU streams and events on the CPU.
 
-There is no GPU here to copy anything late. The streams of the model's collectives are put in place that note what is
-recorded on them, and its gradients are "pinned", so that torch takes the path of a GPU; the collectives are gloo's own.
+No GPU copies asynchronously here. The streams of the model's collectives are replaced by streams that record their
+events. Its gradients are "pinned", and torch therefore takes the code path of a GPU. The collectives are gloo's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from composer_fsdp2.sharding.sharded import units
 
 @dataclass(eq=False)
 class Event:
-    """Recorded on a stream after so many others of all streams."""
+    """An event on a stream, numbered across all streams."""
 
     stream: str
     number: int
@@ -50,7 +50,7 @@ class Log:
 
 
 class Stream(torch.cpu.Stream):  # type: ignore[misc]
-    """The CPU's stream, which has no events."""
+    """The CPU's stream, with events."""
 
     def __init__(self, name: str, log: Log) -> None:
         self.name, self.log = name, log
@@ -64,7 +64,7 @@ class Stream(torch.cpu.Stream):  # type: ignore[misc]
 
 
 def as_on_a_gpu(model: nn.Module, log: Log) -> None:
-    """After a first forward, which makes the streams that are replaced."""
+    """Called after a first forward, which makes the streams to replace."""
     for group in (group for unit in units(model).values() for group in groups_of(state_of(unit))):
         group.comm_ctx.reduce_scatter_stream = Stream("reduce-scatter", log)
         group.comm_ctx.all_reduce_stream = Stream("all-reduce", log)
@@ -83,24 +83,24 @@ def trained_once(config: dict[str, Any]) -> nn.Module:
 
 
 def check_events() -> None:
-    """torch 2.7 waited on the other stream, and the optimizer read gradients that were still on their way."""
+    """torch 2.7 waited on the other stream, and the optimizer read gradients before their copy was complete."""
     model, log = trained_once(HSDP_2X2), Log()
     as_on_a_gpu(model, log)
     model(features(1)).sum().backward()
     assert len(log.synchronized) == len(list(model.parameters()))
     assert all(event.stream == "all-reduce" for event in log.synchronized), log.synchronized
-    # The copies lie between the event of the all-reduce and the one that the next unit waits for.
+    # The copies are between the all-reduce's event and the event that the next unit waits for.
     of_stream = [event for event in log.recorded if event.stream == "all-reduce"]
     assert {event.number for event in log.synchronized} <= {event.number for event in of_stream[1:]}
 
 
 def check_kept() -> None:
-    """Each unit lets go of one buffer, when its backward is finished, and not before: memory that the stream of the
-    reductions gives to the next unit while it is copied is another unit's gradient.
+    """Each unit frees one buffer after its backward has finished, and not before: if the reductions' stream reuses its
+    memory while it is being copied, the copy contains the next unit's gradient.
 
-    pytorch#180665, which torch 2.7.0 and 2.13.0 do not have: a unit keeps what it reduced over replicas until its
-    backward is finished, when the default stream, on which the next backward's reductions wait, has waited for the
-    copies. A torch that lets go of it earlier fails here.
+    torch 2.7.0 and 2.13.0 do not have this bug, pytorch#180665: a unit keeps the gradients reduced over replicas until
+    its backward has finished. By then the default stream, which the next backward's reductions wait for, has waited for
+    the copies. A torch that frees them earlier fails here.
     """
     model = trained_once(HSDP_2X2)
     as_on_a_gpu(model, Log())
@@ -113,7 +113,7 @@ def check_kept() -> None:
         return all_reduce(tensor, *args, **kwargs)
 
     def copied(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """On the CPU the copy to the host would be the buffer itself."""
+        """On the CPU, the copy to the host would be the same buffer."""
         return to(tensor, *args, **kwargs).clone() if kwargs.get("non_blocking") else to(tensor, *args, **kwargs)
 
     def num_there() -> int:
@@ -122,7 +122,7 @@ def check_kept() -> None:
     def finish(group: Any) -> None:
         num_kept = len(reduced) - len(finished)
         deadline = time.monotonic() + 10
-        while num_there() > num_kept and time.monotonic() < deadline:  # gloo's thread lets go some time after the wait
+        while num_there() > num_kept and time.monotonic() < deadline:  # gloo's thread frees it some time after the wait
             time.sleep(0.001)
         assert num_there() == num_kept, (num_there(), len(reduced), len(finished))
         finalize(group)
@@ -139,18 +139,18 @@ def check_kept() -> None:
 
 class LetsGo(FSDPParamGroup):
     def __init__(self) -> None:
-        """Of a torch to come, that does not keep it."""
+        """A future torch that does not keep the buffer."""
 
 
 def check_refused() -> None:
-    """A torch that lets go is refused with replicas alone, before anything is changed."""
-    require_known_torch()  # once in a process, and of the real class
+    """A torch that frees the buffer early is refused with replicas only, before anything changes."""
+    require_known_torch()  # once in a process, with the real class
     with mock.patch.object(FSDPParamGroup, "__init__", LetsGo.__init__):
         for config in (HSDP_2X2, {}):
             model = Chain(a=layer(), b=layer())
             before = dict(model.named_parameters())
             plan = plan_sharding(model, translate({"cpu_offload": True, **config}, device="cuda", world_size=4).config)
-            with pytest.raises(UnsupportedError if config else Exception) as error:  # there is no CUDA here
+            with pytest.raises(UnsupportedError if config else Exception) as error:  # CUDA is missing here
                 apply_plan(model, plan)
             text = str(error.value)
             if config:
@@ -162,14 +162,14 @@ def check_refused() -> None:
 
 @on_ranks(4)
 def test_gradients_over_replicas(folder: str) -> None:
-    """They are waited for on their stream, and nothing is let go that a copy still reads: else a run trains on wrong
-    gradients, without an error."""
+    """Copies are waited for on their own stream, and no buffer is freed during its copy. Otherwise a run silently
+    trains on wrong gradients."""
     all_of(check_events, check_kept, check_refused)
 
 
 @on_ranks(2)
 def test_a_hook_reads_a_gradient_that_is_there(folder: str) -> None:
-    """An optimizer in the backward would step with the gradients of the batch before (pytorch#180666)."""
+    """An optimizer that runs in backward would step with the previous batch's gradients (pytorch#180666)."""
     model, log = trained_once({}), Log()
     as_on_a_gpu(model, log)
     hooked, *others = model.parameters()

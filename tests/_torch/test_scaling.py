@@ -1,4 +1,4 @@
-"""Scaled losses where some gradients are sharded and some are whole."""
+"""Scaled losses with both sharded and replicated gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from composer_fsdp2 import ShardedGradScaler, prepare_fully_shard
 
 
 def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded block, a module on each rank alone, a scalar, a child that opts out, and one that is ignored."""
+    """A sharded block, an unsharded module on each rank, a scalar, an excluded child, and an ignored module."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     own = {"alone": {"process_group": "self"}, "block": True}
@@ -31,8 +31,8 @@ def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @on_ranks(2)
 def test_unscales_whole_and_sharded_gradients(folder: str) -> None:
-    """fp16 runs with ignored modules, scalars or children that opted out raise in torch's scalers: the gradients of a
-    scaled loss, unscaled, are those of the loss."""
+    """fp16 runs with ignored modules, scalars or excluded children raise in torch's scalers. Unscaled gradients must
+    equal those of the unscaled loss."""
     model, optimizer = sharded()
     scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=1)
     loss = model(features(dist.get_rank())).square().mean()
@@ -66,6 +66,6 @@ def check_overflow(where: str, rank: int) -> None:
 
 @on_ranks(2)
 def test_an_overflow_anywhere_skips_the_step_everywhere(folder: str) -> None:
-    """A rank that steps alone would leave the others behind for good."""
+    """A rank that steps alone would diverge permanently."""
     names = ("net.block.fc_in.weight", "net.kept.weight", "net.alone.weight", "out.weight")
     for_each(check_overflow, {f"{name} of {rank}": (name, rank) for name in names for rank in (0, 1)})

@@ -1,4 +1,4 @@
-"""Values of a parameter that is split and sharded along one dimension keep their places."""
+"""Rows of a parameter that is TP-sharded and sharded along the same dimension stay in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from composer_fsdp2._torch.strided import forgets_strides, keep_strides
 
 @on_ranks(4, fresh=True)
 def test_what_is_computed_of_a_strided_tensor_is_put_together_in_its_order(folder: str) -> None:
-    """On torch 2.7 a momentum with weight decay was saved with rows exchanged, and a resumed run trained on it."""
+    """On torch 2.7 a momentum with weight decay was saved with its rows swapped, and a resumed run trained on it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     full = torch.arange(24.0).view(8, 3)
     split = distribute_tensor(full, mesh["tensor"], [Shard(0)]).to_local()
@@ -36,7 +36,7 @@ def test_what_is_computed_of_a_strided_tensor_is_put_together_in_its_order(folde
     is_needed, before = forgets_strides(), wrong()
     keep_strides()
     keep_strides()
-    # torch remembers what it decided of an operation on such tensors; ours is in force before there are any.
+    # torch caches its decision for an operation on such tensors; training applies the workaround before the first one.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear() if is_needed else None
     assert is_needed == torch.__version__.startswith("2.7.")
     assert bool(before) == is_needed

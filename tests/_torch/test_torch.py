@@ -1,4 +1,4 @@
-"""Each repair of torch: the bug exists where we say so, is gone afterwards, and is gone upstream where we say so."""
+"""Each workaround for a torch bug: the bug exists in exactly the listed versions, and the workaround removes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERSION = torch.__version__.partition("+")[0]
 
 
 def gradient_over_mean(shape: tuple[int, ...], dtype: torch.dtype) -> float | str:
-    """torch alone, none of our code: how many times too large a gradient is on a mesh of ``shape``, or the error.
+    """torch alone, without our code: the factor by which a gradient is too large on a mesh of ``shape``, or the error.
 
     y = w * x with x = rank + 1: the mean of the gradients over ranks is the mean of x.
     """
@@ -40,7 +40,7 @@ def gradient_over_mean(shape: tuple[int, ...], dtype: torch.dtype) -> float | st
 
 
 class Group:
-    """What the divide factors ask of a process group."""
+    """The process group's methods that the divide factors use."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -63,7 +63,7 @@ SHAPES = ((2,), (1, 2), (2, 1))
 
 
 def check_repairs() -> dict[str, Any]:
-    """In fresh processes: is each repair asked for; how does torch behave afterwards."""
+    """In fresh processes: whether each workaround is needed, and torch's behaviour with it."""
     seen: dict[str, Any] = {"needed": {repair.name: repair.is_needed() for repair in REPAIRS}}
     factors_before = {device_type: factors(device_type) for device_type in ("cuda", "mtia", "cpu")}
     repair_cpu_collectives()
@@ -87,7 +87,7 @@ def is_listed(versions: tuple[str, ...]) -> bool:
 
 @pytest.mark.parametrize("repair", REPAIRS, ids=lambda repair: repair.name)
 def test_the_probe_agrees_with_the_list(repair: Repair, seen: dict[str, Any]):
-    """A repair that is applied where it is not needed, or left out where it is, changes gradients in silence."""
+    """A workaround applied without need, or missing where needed, silently changes gradients."""
     if is_listed(repair.seen_on):
         assert seen["needed"][repair.name]
     elif is_listed(repair.not_on):
@@ -97,15 +97,15 @@ def test_the_probe_agrees_with_the_list(repair: Repair, seen: dict[str, Any]):
 
 
 def test_gradients_are_means_afterwards(seen: dict[str, Any]):
-    """After the repair every dtype on every mesh has the mean, exactly; repairing twice is repairing once."""
+    """With the workaround every dtype on every mesh has exactly the mean; applying it twice changes nothing more."""
     assert {case: value for case, value in seen["after"].items() if value != 1.0} == {}
     assert seen["needed again"] == []
 
 
 @on_ranks(2)
 def test_a_gather_that_nobody_waits_for(folder: str) -> None:
-    """Frozen first layers (LoRA, say) train on the CPU: no stream of an accelerator is asked for that is not there,
-    where backward gathers a unit ahead and never uses it."""
+    """Frozen first layers (LoRA, for instance) train on the CPU: no accelerator stream is used, although backward
+    prefetches a unit and never uses it."""
     repair_cpu_collectives()
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
@@ -121,7 +121,7 @@ def test_a_gather_that_nobody_waits_for(folder: str) -> None:
 
 
 class Reader(nn.Module):
-    """Reads one of its two weights."""
+    """Uses one of its two weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,9 +133,9 @@ class Reader(nn.Module):
 
 @on_ranks(2)
 def test_unread_parameters_were_left_out_of_the_sum(folder: str) -> None:
-    """Each rank reads another weight, whose gradient there is 1 or 2. By torch alone each ends with a gradient for its
-    own weight only, the mean over both, (1 + 2) / 2. If torch keeps them apart one day, `UnitGroup.post_backward` can
-    go."""
+    """Each rank uses another weight, whose gradient is 1 or 2. In torch alone each rank ends with a gradient for its
+    own weight only, the mean over both, (1 + 2) / 2. Once torch separates them, `UnitGroup.post_backward` can be
+    removed."""
     repair_cpu_collectives()
     mesh, found = init_device_mesh("cpu", (2,)), []
     for fills in (False, True):
@@ -150,14 +150,14 @@ def test_unread_parameters_were_left_out_of_the_sum(folder: str) -> None:
 
 
 def test_other_devices_keep_their_division(seen: dict[str, Any]):
-    """A process that shards something on the CPU does not change what its GPU training computes."""
+    """Sharding a model on the CPU does not change the gradients of the process's GPU training."""
     before, after = seen["factors"]
     assert after["cuda"] == before["cuda"] and after["mtia"] == before["mtia"]
     assert (after["cpu"] != before["cpu"]) == seen["needed"]["gloo averages"]
 
 
 def test_no_repair_outlives_its_bug():
-    """A repair that no supported torch needs any more is removed, not carried along."""
+    """A workaround that no supported torch needs must be removed."""
     pyproject = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())
     (lowest,) = [
         match[1] for line in pyproject["project"]["dependencies"] if (match := re.match(r"torch>=([\d.]+)", line))

@@ -1,4 +1,4 @@
-"""The private names of torch that we use: all of them are looked for, and one that is gone is told at once."""
+"""torch's private names used by the engine: all are checked at the start, and a missing one raises at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from composer_fsdp2.errors import IncompatibleVersionError
 
 FOLDER = Path(api.__file__).parent
 FOLDERS = (FOLDER, FOLDER.parent / "estimate" / "_torch")
-# Ours, of Python's own namedtuples, or asked for where they are there: older torch has the one, newer the other.
+# Our own attributes, those of Python's namedtuples, and names that only older or only newer torch has.
 OTHERS = {
     "_modules",
     "_wrappers",
@@ -33,25 +33,25 @@ OTHERS = {
     "_all_reduce_state",
     "_fsdp_param_group",
     "_fsdp_param_groups",
-    # Of the way back from an error before torch had one of its own (`reset_iter_state`).
+    # For resetting after an error, in torch without `reset_iter_state`.
     "_post_forward_indices",
     "_reshard_after_forward_event",
-    # Where meshes had no method for it (`_get_root_mesh`).
+    # For meshes without the method `_get_root_mesh`.
     "_get_root_mesh",
     "_mesh_resources",
-    # Rules that are mended where they forget strides.
+    # Sharding rules that forget strides, which the engine corrects.
     "_math_ops",
     "_pointwise_ops",
 }
 
 
 def test_this_torch_has_all_of_them():
-    """What the engine would miss in the midst of a backward."""
+    """A missing name would otherwise raise in the middle of a backward."""
     assert api.missing_names() == []
 
 
 def private_names() -> Iterator[tuple[str, str]]:
-    """Every private attribute that the folder's code reads or sets on something else than ``self``, and where."""
+    """Every private attribute that the folder's code reads or sets on objects other than ``self``, with its place."""
     for file in sorted(file for folder in FOLDERS for file in folder.glob("*.py")):
         tree = ast.parse(file.read_text())
         own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -80,7 +80,7 @@ def attributes_set_on_self(node: ast.AST) -> Iterator[ast.Attribute]:
 
 @pytest.mark.any_torch
 def test_every_private_name_is_in_the_table():
-    """A name that is used and not looked for would be an AttributeError on the torch that has it no more."""
+    """A name that is used and not checked would raise AttributeError on a torch without it."""
     listed = OTHERS | {name for names in (*api._IN_MODULES.values(), *api._IN_CLASSES.values()) for name in names}
     listed |= {part for path in api._IN_MODULES for part in path.split(".")}
     unknown = [f"{where} uses {name}" for name, where in private_names() if name not in listed]
@@ -90,8 +90,8 @@ def test_every_private_name_is_in_the_table():
 
 @on_ranks(2)
 def test_a_name_that_is_gone_is_told_before_anything_is_sharded(folder: str) -> None:
-    """An unknown, newer torch without a method that the engine replaces: one error at the first use that says what is
-    missing and what to install, on every rank; the model is as it was."""
+    """With a newer torch that lacks a replaced method, the first use raises one error on every rank, with the missing
+    names and the version to install. The model is unchanged."""
     api.require_known_torch.cache_clear()
     key = next(key for key in api._IN_CLASSES if key[1] == "FSDPParamGroup")
     model = Chain(first=layer())
@@ -124,5 +124,5 @@ def check_import(gone: str) -> None:
 
 @pytest.mark.parametrize("gone", ["module", "name"])
 def test_a_module_that_is_gone_is_told_at_the_import(gone: str):
-    """The same where an import would fail in torch's words, with the first of several names."""
+    """Likewise for a missing module, where the import would raise torch's own error for the first name only."""
     run_ranks(check_import, 1, gone, fresh=True)

@@ -1,4 +1,4 @@
-"""What a unit's forward takes and returns: every container that FSDP1 walked trains; others are errors."""
+"""A unit's inputs and outputs: every container that FSDP1 traversed trains; others raise."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Frozen:
 
 @dataclass
 class Checked:
-    """A field that the constructor does not take: ``dataclasses.replace``, FSDP1's way, raises for it."""
+    """A field that is not a constructor argument: FSDP1's ``dataclasses.replace`` raises for it."""
 
     hidden: Any
     rows: int = field(init=False)
@@ -62,7 +62,7 @@ class Checked:
 
 @dataclass
 class Items(OrderedDict[str, Any]):
-    """As transformers' ModelOutput: a field is an item as well. It is not registered with pytree."""
+    """Like transformers' ModelOutput: a field is also an item. It is not registered with pytree."""
 
     hidden: Any = None
 
@@ -81,7 +81,7 @@ class Pair(NamedTuple):
 
 
 class MorePair(Pair):
-    """A class below a named tuple is none of pytree's."""
+    """A subclass of a named tuple, which pytree does not traverse."""
 
 
 class Sub(dict[str, Any]):
@@ -89,7 +89,7 @@ class Sub(dict[str, Any]):
 
 
 class Unset(Mapping[str, Any]):
-    """As OmegaConf's, with a value that is not set yet."""
+    """Like OmegaConf's, with a missing value."""
 
     def __getitem__(self, key: str) -> Any:
         raise ValueError(f"{key} is not set")
@@ -102,7 +102,7 @@ class Unset(Mapping[str, Any]):
 
 
 Form = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-# How a tensor is put in, and found again.
+# Functions that put a tensor into a container and get it out.
 IN_FSDP1: dict[str, Form] = {
     "tensor": (lambda h: h, lambda out: out),
     "dataclass": (Out, lambda out: out.hidden),
@@ -140,7 +140,7 @@ def linear() -> nn.Linear:
 
 
 class Layer(nn.Module):
-    """A unit: takes and returns a form, by place and by name."""
+    """A unit that takes and returns a container, as a positional and as a keyword argument."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A root: two units, and parameters of its own."""
+    """A root: two units, and its own parameters."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -179,13 +179,13 @@ class Encoder(nn.Module):
 
 
 def model_of(form: str) -> nn.Module:
-    """It takes and returns tensors, and its encoder the form."""
+    """It takes and returns tensors, and its encoder containers."""
     pack, unpack = FORMS[form]
     return Running(lambda model, x: unpack(model.encoder(pack(x))), encoder=Encoder(form))
 
 
 class FlatteningLSTM(nn.LSTM):
-    """Plays cuDNN's part on the CPU, where torch's ``flatten_parameters`` does nothing: one buffer for all weights."""
+    """Emulates cuDNN on the CPU, where torch's ``flatten_parameters`` does nothing: one buffer for all weights."""
 
     def flatten_parameters(self) -> None:
         weights = self._flat_weights
@@ -198,7 +198,7 @@ class FlatteningLSTM(nn.LSTM):
 
 
 def run_lstm(root: Any, x: torch.Tensor) -> torch.Tensor:
-    """Over rows of different lengths."""
+    """On rows of different lengths."""
     packed: PackedSequence = root.lstm(pack_padded_sequence(root.embed(x), torch.tensor([3, 2]), batch_first=True))[0]
     return pad_packed_sequence(packed, batch_first=True)[0]
 
@@ -209,12 +209,12 @@ def recurrent(kind: type[nn.LSTM] = nn.LSTM) -> nn.Module:
 
 
 def in_place() -> nn.Module:
-    """A unit that begins by writing to its input."""
+    """A unit that first writes to its input."""
     return Running(lambda unit, x: unit.fc(unit.act(x)), act=nn.ReLU(inplace=True), fc=linear())
 
 
 def residual(*, is_view: bool) -> nn.Module:
-    """Uses tensors after its units have written to them, or to a view of them."""
+    """Uses tensors after its units have written to them or to their views."""
 
     def run(root: Any, x: torch.Tensor) -> torch.Tensor:
         x = root.embed(x)
@@ -227,7 +227,7 @@ def residual(*, is_view: bool) -> nn.Module:
 
 
 def viewed() -> nn.Module:
-    """A root that returns a view, to which the loss writes."""
+    """A root that returns a view, which the loss writes to."""
     return Running(lambda root, x: root.second(root.first(x)).transpose(0, 1), first=linear(), second=linear())
 
 
@@ -239,7 +239,7 @@ class Halved(Chain):
 
 
 def compiled() -> nn.Module:
-    """Its units return dataclasses, and are compiled."""
+    """Its units return dataclasses and are compiled."""
     model = model_of("dataclass")
     for layer in model.encoder.layers:
         layer.compile(backend="aot_eager")
@@ -259,7 +259,7 @@ OTHERS = {
 
 
 def adding(add: Callable[[Any, torch.Tensor], None]) -> nn.Module:
-    """A unit that adds an auxiliary loss to the container that it is given."""
+    """A unit that adds an auxiliary loss to a container in its input."""
 
     def run(unit: Any, x: torch.Tensor, losses: Any) -> torch.Tensor:
         y = x + torch.tanh(unit.fc(x))
@@ -280,7 +280,7 @@ def written() -> nn.Module:
 
 
 def skipped() -> nn.Module:
-    """A unit that returns its input, as a block that stochastic depth leaves out, and something of its own."""
+    """A unit that returns its input, like a block skipped by stochastic depth, and a tensor of its own."""
     return Running(lambda unit, x: {"hidden": x, "own": unit.fc(x * 1)}, fc=linear())
 
 
@@ -293,13 +293,13 @@ def calling(make: Callable[[], nn.Module], call: Callable[[Any, torch.Tensor], t
     return Running(run, LAYERS, embed=linear(), layers=nn.ModuleList([make(), make()]), head=linear())
 
 
-# An empty container or one that holds a tensor, how a loss is added, and the sum.
+# An empty container or one with a tensor, a function that adds a loss, and one that sums.
 CONTAINERS: dict[
     str, tuple[Callable[[torch.Tensor], Any], Callable[[Any, torch.Tensor], Any], Callable[[Any], Any]]
 ] = {
     "a list": (lambda x: [], list.append, sum),
     "a dict": (
-        lambda x: {"first": x},  # whose tensor passes through the unit
+        lambda x: {"first": x},  # its tensor passes through the unit
         lambda losses, loss: losses.update({str(len(losses)): loss}),
         lambda losses: sum(losses.values()),
     ),
@@ -361,7 +361,7 @@ OTHERS |= {
 }
 
 
-# --- trained by us, by FSDP1, and in one process
+# --- trained with our code, with FSDP1, and in one process
 
 
 def ours(model: Any, optimizer: torch.optim.Optimizer | None, **config: Any) -> None:
@@ -386,7 +386,7 @@ def batch(seed: int) -> torch.Tensor:
 
 
 def assert_trains(build: Callable[[], nn.Module], *, num_steps: int = 2, **config: Any) -> None:
-    """As in one process with all batches, in float64; an evaluation is a forward without gradients."""
+    """Trains as in one process with all batches, in float64; an evaluation is a forward without gradients."""
     torch.manual_seed(0)
     model = train_alike(build, config, batch, num_steps=num_steps)
     with torch.no_grad():
@@ -418,7 +418,7 @@ def check_cases(names: list[str], config: dict[str, Any]) -> None:
 
 
 def test_all_that_fsdp1_walked_trains():
-    """A root that returns a dataclass would stay as it was, without an error; a block that does would end the run."""
+    """A root that returns a dataclass would silently not train; such a block would end the run."""
     run_ranks(check_cases, 2, [*CASES], {"num_steps": 1})
 
 
@@ -451,7 +451,7 @@ def check_casts() -> None:
     low = torch.bfloat16
     theirs = MixedPrecision(param_dtype=low, reduce_dtype=low, cast_forward_inputs=True)
     own = {"mixed_precision": theirs}
-    for form in IN_FSDP1.keys() - {"PackedSequence"}:  # FSDP1 leaves it in fp32, and the unit raises
+    for form in IN_FSDP1.keys() - {"PackedSequence"}:  # FSDP1 does not cast it, and the unit raises
         found, expected = dtypes_seen(form, ours, **own), dtypes_seen(form, fsdp1, mixed_precision=theirs)
         assert found == expected == [low] * 4, (form, found, expected)
     for form in FORMS.keys() - IN_FSDP1.keys() - {"mapping that cannot be changed"} | {"PackedSequence"}:
@@ -490,7 +490,7 @@ def around(run: Callable[[Any, torch.Tensor], torch.Tensor]) -> nn.Module:
 
 
 def check_guard() -> None:
-    """An output of a class that can not be walked would leave a root untrained, without an error."""
+    """With an output of a class that cannot be traversed, a root would silently not train."""
     model = Chain(encoder=Hiding(Plain))
     ours(model, None)
     with pytest.raises(PlanError, match=r"the root unit \(Hiding\) returned Plain, .* in Plain\.hidden.*dataclass"):
@@ -507,7 +507,7 @@ def check_guard() -> None:
     with pytest.raises(PlanError, match=r"returned Slots, .* in Slots\.hidden"):
         model(batch(0))
 
-    # Where nothing can be seen, what comes after the backward raises: a closure, and a tensor that is not returned.
+    # An output hidden in a closure, or not returned, cannot be detected; then the code after backward raises.
     elsewhere: list[torch.Tensor] = []
     for returned in (lambda hidden: lambda: hidden, elsewhere.append):
         for after in (lambda model: model(batch(0)), lambda model: clip_grad_norm_(model, 1.0), nn.Module.state_dict):
@@ -521,7 +521,7 @@ def check_guard() -> None:
 
 
 def check_legitimate() -> None:
-    """Outputs without a gradient, or with one that the unit does not need: they train as they should."""
+    """Outputs without a gradient, or with one that the unit does not need, train normally."""
     for returned in (
         lambda hidden: None,
         lambda hidden: hidden.argmax(-1),
@@ -535,7 +535,7 @@ def check_legitimate() -> None:
             with torch.no_grad():
                 model(batch(0))
 
-    # Gradients that wait for a later microbatch, and forwards without a backward after them.
+    # Gradients that wait for a later microbatch, and forwards without a backward.
     model = Chain(encoder=Hiding(lambda hidden: hidden))
     ours(model, None, sharding_strategy="SHARD_GRAD_OP")
     for is_last in (False, True):
@@ -545,7 +545,7 @@ def check_legitimate() -> None:
         for _ in range(2):
             model(batch(0))
 
-    # Nothing of the unit is trained, and its parameters are there.
+    # No parameter of the unit is trained, and its parameters are unsharded.
     frozen = Chain(encoder=around(lambda root, x: root.inside(root.last(x)).hidden))
     frozen.encoder.inside.requires_grad_(False)
     ours(frozen, None, sharding_strategy="SHARD_GRAD_OP")
@@ -554,7 +554,7 @@ def check_legitimate() -> None:
 
 
 class Cache:
-    """As a KV cache: pytree knows it, FSDP1 did not."""
+    """Like a KV cache: pytree knows it, FSDP1 did not."""
 
     def __init__(self, keys: list[torch.Tensor] | None = None) -> None:
         self.keys, self.num_updates = keys or [], 0
@@ -573,8 +573,8 @@ def run_caching(root: Any, x: torch.Tensor, cache: Cache, seen: list[torch.Tenso
 
 
 def check_caches() -> None:
-    """Cached decoding, and auxiliary losses in a list, would lose what a unit adds to them, without an error."""
-    with contextlib.suppress(ValueError):  # of another test on these ranks
+    """Cached decoding, and auxiliary losses in a list, would silently lose a unit's additions."""
+    with contextlib.suppress(ValueError):  # from another test on these ranks
         register_pytree_node(
             Cache,
             lambda cache: ([cache.keys], None),
@@ -592,11 +592,11 @@ def check_caches() -> None:
             with torch.set_grad_enabled(is_training):
                 model.encoder(batch(0)[0][:2], cache, seen)
             assert cache.num_updates == len(seen) == 2 and len(cache.keys) == 3, (shard, options, is_training)
-            assert cache.keys[0] is given  # what the caller put in
+            assert cache.keys[0] is given  # the caller's input
 
 
 def test_values_without_a_change_are_the_same_objects():
-    """A cache that a model passes along would be another one after each block."""
+    """A cache that a model passes along would be a new object after each block."""
     for pack, _ in FORMS.values():
         value = pack(torch.ones(2, 3, WIDTH))
         assert with_tensors(value, lambda each: each) is value
@@ -608,7 +608,7 @@ def test_values_without_a_change_are_the_same_objects():
 
 
 class Copies(TorchDispatchMode):
-    """The bytes of copies of weights in bf16 that are alive, now and at most."""
+    """The bytes of living bf16 copies of weights: current and peak."""
 
     def __init__(self, shapes: set[torch.Size]) -> None:
         super().__init__()
@@ -634,7 +634,7 @@ class Mlp(nn.Module):
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):  # a cached copy would add up both gradients in bf16
+        for _ in range(2):  # a cached copy would sum both gradients in bf16
             x = x + self.down(torch.tanh(self.up(x)))
         return x
 
@@ -647,7 +647,8 @@ def mlps() -> nn.Module:
 
 
 def copies_alive(shard: Shard, *, is_recomputed: bool) -> dict[str, Any]:
-    """After a forward under autocast, and within it, by whether it was an evaluation; and the parameters afterwards."""
+    """Bytes after and during a forward under autocast, by whether it was an evaluation; and the parameters
+    afterwards."""
     torch.manual_seed(0)
     torch.set_autocast_cache_enabled(True)  # another test's error may have ended a forward on these ranks
     model = mlps()
@@ -671,7 +672,7 @@ def copies_alive(shard: Shard, *, is_recomputed: bool) -> dict[str, Any]:
 
 
 def check_copies() -> None:
-    """Every rank would have all weights in bf16 until the forward ends: 14 GB of 7B parameters."""
+    """Otherwise every rank would keep all weights in bf16 until the forward ends: 14 GB for 7B parameters."""
     for is_recomputed in (True, False):
         found, expected = (copies_alive(shard, is_recomputed=is_recomputed) for shard in (ours, fsdp1))
         assert found.keys() == expected.keys()
@@ -684,7 +685,7 @@ def check_copies() -> None:
 
 
 def check_cache_after_an_error() -> None:
-    """The script's other models under autocast would cast their weights each time."""
+    """Otherwise the script's other models would cast their weights each time under autocast."""
     model = Chain(encoder=Hiding(lambda hidden: hidden.no_such_attribute))
     ours(model, None)
     with pytest.raises(AttributeError):
@@ -696,21 +697,22 @@ def check_cache_after_an_error() -> None:
 
 @on_ranks(2)
 def test_inputs_and_outputs(folder: str) -> None:
-    """Casts of what lies in containers, outputs that no backward hook can be on, and caches that units add to."""
+    """Casts of tensors in containers, outputs without a possible backward hook, and caches that units add to."""
     all_of(check_casts, check_guard, check_legitimate, check_caches)
 
 
 @on_ranks(2)
 def test_autocast_keeps_no_copies_of_weights(folder: str) -> None:
-    """Its cache is off within a unit, and on again afterwards, also after an error."""
+    """autocast's cache is off within a unit, and on again afterwards, also after an error."""
     all_of(check_copies, check_cache_after_an_error)
 
 
-# --- what a unit returns of its inputs
+# --- inputs returned by a unit
 
 
 class Remembering(nn.Module):
-    """Adds to a cache, as attention does to keys and values; and returns all of it, as some of transformers' do."""
+    """Appends to a cache, as attention does with keys and values, and returns all of it, as some transformers models
+    do."""
 
     def __init__(self, returns_cache: bool) -> None:
         super().__init__()
@@ -730,7 +732,7 @@ def run_remembering(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 @on_ranks(2)
 def test_a_cache_that_layers_hand_on_has_none_gathered_again(folder: str):
-    """In the backward of each layer all later ones would be gathered once more, and stay so: the whole model."""
+    """Otherwise the backward of each layer would unshard all later layers again and keep the whole model unsharded."""
 
     def counts(returns_cache: bool) -> dict[str, dict[str, int]]:
         layers = {name: Remembering(returns_cache) for name in "abcd"}

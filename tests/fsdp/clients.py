@@ -1,4 +1,4 @@
-"""Libraries that train with FSDP1's class, each in a script as their users write it. None names our package.
+"""Libraries that train with FSDP1's class, each in a script as their users write it. None imports our package.
 
 tests/fsdp/test_clients.py and benchmarks/clients.py train them on FSDP1 and on ours.
 """
@@ -31,11 +31,13 @@ STEPS, SAVED_AFTER, LR, MAX_NORM = 4, 2, 1e-2, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Args:
-    folder: Of the checkpoint, the same on all ranks.
-    resumes: From the checkpoint, where a run without it saves one after ``SAVED_AFTER`` steps.
-    checkpoint: ``full`` or ``sharded``.
-    precision: ``fp32``, ``bf16`` (mixed), or ``bf16 before``: mixed, of parameters that are in bf16 before.
+    """One training of a client.
+
+    Args:
+        folder: The folder of the checkpoint, the same on all ranks.
+        resumes: Resume from the checkpoint; a run without it saves one after ``SAVED_AFTER`` steps.
+        checkpoint: ``full`` or ``sharded``.
+        precision: ``fp32``, ``bf16`` (mixed), or ``bf16 before``: mixed, with parameters that are bf16 before wrapping.
     """
 
     folder: Path
@@ -52,7 +54,7 @@ class Run:
         return range(SAVED_AFTER if self.resumes else 0, STEPS)
 
     def seed(self) -> None:
-        """Another model where the checkpoint brings the values."""
+        """Seed the model; a resumed run starts with other values, which the checkpoint overwrites."""
         torch.manual_seed(7 if self.resumes else 0)
 
 
@@ -61,7 +63,7 @@ class Trained:
     """The losses of the steps on this rank, their gradient norms, and the parameters after them.
 
     Args:
-        module: Of the class that the client trained with.
+        module: The module path of the FSDP class that the client used.
     """
 
     losses: list[float]
@@ -119,7 +121,7 @@ def on_cpu() -> Iterator[None]:
     never = property(lambda config: False, lambda config, value: None)
     is_fsdp1 = fsdp1.FullyShardedDataParallel.__module__ == fsdp1.__name__
     with contextlib.ExitStack() as stack:
-        # accelerate's device; and torch 2.7's default device fails once one was taken back.
+        # accelerate's device; and torch 2.7's default device fails once one was reset.
         stack.enter_context(mock.patch("torch.cuda.current_device", return_value=cpu))
         stack.enter_context(mock.patch("torch.get_default_device", return_value=cpu))
         if is_fsdp1:
@@ -131,7 +133,7 @@ def on_cpu() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# accelerate and what builds on it
+# accelerate and libraries on top of it
 
 
 def use_fsdp(accelerator: Any, run: Run, policy: Any) -> None:
@@ -185,7 +187,7 @@ def accelerate(run: Run) -> Trained:
 
     if run.resumes:
         if Version(library.__version__) >= Version("1.15") or run.checkpoint == "full":
-            # accelerate 1.15 loads sharded state where an optimizer has state already; 1.8 refuses it there on FSDP1.
+            # accelerate 1.15 loads sharded state if an optimizer already has state; 1.8 refuses that on FSDP1.
             train(STEPS)
         accelerator.load_state(str(run.path))
         losses, norms = [], []
@@ -368,7 +370,7 @@ def lightning(run: Run) -> Trained:
             return torch.optim.AdamW(self.parameters(), lr=LR, eps=1e-3)
 
         def configure_gradient_clipping(self, *unused: Any, **options: Any) -> None:
-            # Lightning refuses gradient_clip_val with FSDP, and names this method as the way.
+            # Lightning refuses gradient_clip_val with FSDP, and suggests this method.
             norms.append(float(self.trainer.strategy.model.clip_grad_norm_(MAX_NORM)))  # type: ignore[union-attr]
 
     class Saving(Callback):
@@ -530,10 +532,12 @@ def t5(run: Run) -> Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """Args:
-    train: One of the functions above.
-    packages: Its imports, for the table; the first is the client itself.
-    did: The objects and methods that ran, for the table.
+    """A library with its training function.
+
+    Args:
+        train: One of the functions above.
+        packages: Its imports, for the table; the first is the client itself.
+        did: The objects and methods that ran, for the table.
     """
 
     train: Callable[[Run], Trained]
@@ -632,7 +636,7 @@ def main(folder: str, own: str, sources: str, *names: str) -> None:
             result = {"trained": vars(trained), "versions": versions}
             torch.save(result, Path(folder, own, f"{name} from {source} {dist.get_rank()}.pt"))
     dist.barrier()
-    os._exit(0)  # where ranks end a gloo group one after the other, the last one may wait for ever
+    os._exit(0)  # if ranks end a gloo group one after the other, the last one may wait forever
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Libraries that train with FSDP1's class train on ours, unchanged: see ``fsdp.clients``.
+"""Unmodified libraries that use FSDP1's class train on ours: see ``fsdp.clients``.
 
-The measure is the same script on FSDP1: losses, gradient norms and parameters to 1e-6, also of runs that resume from a
-checkpoint of the other. benchmarks/clients.py makes a table of it.
+The reference is the same script on FSDP1: losses, gradient norms and parameters to 1e-6, also for runs that resume from
+each other's checkpoint. benchmarks/clients.py makes a table of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OTHERS = {"accelerate-1.15.0": ("accelerate", "accelerate bf16 before", "Trainer
 
 
 def differences(client: Client, folder: Path) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Of ours from FSDP1, for each run that has a counterpart there. Called on all ranks."""
+    """Differences from FSDP1, for each run on our class with a matching one on FSDP1. Called on all ranks."""
 
     def train(folder: Path, *, ours: bool, resumes: bool = False) -> Trained:
         with install_fsdp() if ours else contextlib.nullcontext():
@@ -42,7 +42,7 @@ def differences(client: Client, folder: Path) -> Iterator[tuple[str, tuple[float
 
 
 def check(names: Sequence[str], folder: Path) -> list[str]:
-    """What was further off than 1e-6. Several clients in one call of ranks, as their imports take seconds."""
+    """Differences above 1e-6. Several clients in one call of the ranks, since their imports take seconds."""
     return [
         f"{name}: {run}: {found}"
         for name in names
@@ -64,7 +64,8 @@ FAST = ("accelerate bf16 before", "Fabric full", "tutorial")
 
 @pytest.mark.any_torch
 def test_the_same_losses_as_on_fsdp1(tmp_path):
-    """accelerate casts flat parameters; Lightning looks for DTensors; the tutorial names no device."""
+    """accelerate casts flat parameters, Lightning looks for DTensors, the tutorial passes no device: all must work as
+    on FSDP1."""
     compare(FAST, tmp_path)
 
 
@@ -92,7 +93,7 @@ def train_t5(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def summing_per_call(cls: type[torch.nn.Module]) -> Iterator[None]:
-    """Add up the gradients of an input within each module of this class first, and then those of all modules."""
+    """Sum an input's gradients within each module of this class first, and then over modules."""
     forward: Callable[..., Any] = cls.forward
 
     def own(value: Any) -> Any:
@@ -108,9 +109,9 @@ def summing_per_call(cls: type[torch.nn.Module]) -> Iterator[None]:
 @pytest.mark.any_torch
 @pytest.mark.slow
 def test_t5_in_bf16_sums_per_unit(tmp_path):
-    """Every block of T5's decoder reads the encoder's output; ``fully_shard`` adds up its gradient by unit.
+    """Every block of T5's decoder reads the encoder's output; ``fully_shard`` sums its gradient by unit.
 
-    FSDP1 adds up all reads in one sequence. In bf16 the last digit differs; with the same order nothing does.
+    FSDP1 sums all of them sequentially. In bf16 the last digit differs; in the same order both are equal.
     """
     pytest.importorskip("transformers")
     assert run_ranks(train_t5, 2, tmp_path, fresh=True) == [[], []]

@@ -1,4 +1,4 @@
-"""State of runs with ``use_orig_params=False``, whose optimizer held flat parameters, and of FSDP1's ShardedTensors."""
+"""State of runs with ``use_orig_params=False``, whose optimizer has flat parameters, and of FSDP1's ShardedTensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def start_flat(cls: Any, steps: int, **options: Any) -> tuple[Any, torch.optim.O
 
 
 def resume(source: Any, target: Any, kind: StateDictType, **options: Any) -> dict[str, Any]:
-    """Train under one class, go on under the other, and compare with the first going on; return what was passed on."""
+    """Train under one class, resume under the other, and compare with the first continuing; returns the passed
+    state."""
     model, optimizer = start_flat(source, 2, **options)
     passed = states(source, model, optimizer, kind)
     other, its_optimizer = start_flat(target, 1, **options)
@@ -40,27 +41,27 @@ def resume(source: Any, target: Any, kind: StateDictType, **options: Any) -> dic
 
 
 def kinds_of(state: dict[str, Any]) -> set[type]:
-    """Of matrices and their moments."""
+    """The types of matrices and their moments."""
     moments = (value for values in state["optimizer"]["state"].values() for value in values.values())
     return {type(each) for each in (*state["model"].values(), *moments) if each.dim() == 2}
 
 
 @on_ranks(2)
 def test_full_state_of_flat_parameters_resumes_on_either_side():
-    """The optimizer of an old run held flat parameters; its checkpoint names the original ones."""
+    """The optimizer of an old run has flat parameters; its checkpoint uses the original names."""
     resume(FSDP1, FSDP, FULL)
     resume(FSDP, FSDP1, FULL)
 
 
 @on_ranks(2)
 def test_sharded_tensors_of_fsdp1_load():
-    """Without device_mesh FSDP1 returns ShardedTensors, as ``torch.save`` on each rank wrote them."""
+    """Without device_mesh FSDP1 returns ShardedTensors; scripts stored them by ``torch.save`` on each rank."""
     assert kinds_of(resume(FSDP1, FSDP, SHARDED)) == {ShardedTensor}
 
 
 @on_ranks(2)
 def test_dtensors_load_on_either_side():
-    """With device_mesh FSDP1 returns and takes DTensors."""
+    """With device_mesh FSDP1 returns and accepts DTensors."""
     mesh = init_device_mesh("cpu", (2,))
     assert kinds_of(resume(FSDP1, FSDP, SHARDED, device_mesh=mesh)) == {DTensor}
     assert kinds_of(resume(FSDP, FSDP1, SHARDED, device_mesh=mesh)) == {DTensor}

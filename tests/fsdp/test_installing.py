@@ -1,4 +1,4 @@
-"""``install_fsdp``: scripts and libraries that name torch's class train on ours."""
+"""``install_fsdp``: scripts and libraries that use torch's class train on ours."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ assert Optimizer.add_param_group is not own
 
 
 def test_optimizers_are_noted_only_where_a_script_imports_the_class():
-    """Composer's seams import the module too, and no run of Composer pays for the class, or is changed by it."""
+    """Composer's seams import the module too, and must neither slow down nor change Composer runs."""
     subprocess.run([sys.executable, "-c", _NOTED_LATE], check=True)
 
 
 def test_the_class_is_replaced_wherever_it_is_bound():
-    """A library that imported the class early would make real FSDP1 instances, and its isinstance be false."""
+    """A library that imported the class early would make real FSDP1 instances, and its isinstance checks would fail."""
     early, late = types.ModuleType("a_library"), types.ModuleType("another_library")
     early.FSDP, early.Direct = FSDP1Wrapper, fsdp.FullyShardedDataParallel
     sys.modules["a_library"] = early
@@ -84,7 +84,7 @@ def test_a_script_that_imports_torchs_class_trains_on_ours():
 
 @on_ranks(2)
 def test_torchs_state_dict_functions(folder):
-    """``get_state_dict`` and ``set_state_dict`` know FSDP1's class by name: full and sharded, saved and loaded."""
+    """``get_state_dict`` and ``set_state_dict`` check for FSDP1's class: full and sharded, saved and loaded."""
     models = []
     for _ in range(2):
         net = build(RUN)
@@ -116,7 +116,7 @@ def test_torchs_state_dict_functions(folder):
 
 @on_ranks(2)
 def test_sharded_grad_scaler():
-    """A step whose gradients overflow on one rank is left out on all."""
+    """A step whose gradients overflow on one rank is skipped on all."""
     model = wrapped(fsdp.FullyShardedDataParallel, build(RUN), RUN)
     optimizer = make_optimizer(model)
     scaler = fsdp.ShardedGradScaler(device="cpu", init_scale=4.0)
@@ -166,7 +166,7 @@ print("trained")
 
 @on_ranks(2)
 def test_run_needs_no_edit_of_the_script(folder):
-    """``composer-fsdp2 run train.py``, also beside Composer's own seams; torch's class is back afterwards."""
+    """``composer-fsdp2 run train.py``, also with Composer's own seams; torch's class is restored afterwards."""
     script = Path(folder) / f"script{torch.distributed.get_rank()}.py"
     script.write_text(SCRIPT)
     printed = io.StringIO()

@@ -1,4 +1,4 @@
-"""FSDP1's class against ours: the same script, losses and parameters after clipped AdamW steps."""
+"""FSDP1's class compared with ours: the same script, losses and parameters after clipped AdamW steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AXES: dict[str, tuple[str, ...]] = {
 
 
 class Differences(NamedTuple):
-    """The largest ones: relative of losses and norms, of parameters to the largest parameter."""
+    """The largest differences: relative for losses and norms, to the largest parameter for parameters."""
 
     losses: float
     norms: float
@@ -40,7 +40,7 @@ def compare(runs: list[Run]) -> dict[str, Differences]:
 
 
 def differences(run: Run) -> Differences:
-    losses, norms, parameters = train(FSDP1, dataclasses.replace(run, offload="no"))  # it would pin memory for a GPU
+    losses, norms, parameters = train(FSDP1, dataclasses.replace(run, offload="no"))  # would pin memory for a GPU
     our_losses, our_norms, own = train(FullyShardedDataParallel, run)
     assert list(own) == list(parameters)
     scale = max(each.abs().max() for each in parameters.values())
@@ -64,11 +64,11 @@ def runs_of(axes: dict[str, Any]) -> list[Run]:
     ]
 
 
-# float64 to its last digits. In fp32 a norm adds up squares in another order, and each step of AdamW rounds.
+# float64 agrees to its last digits. In fp32 a norm sums squares in another order, and each step of AdamW rounds.
 EXACT, ROUNDED = Differences(1e-12, 1e-12, 1e-12), Differences(2e-7, 1e-6, 1e-7)
-# FSDP1 without shards adds the next backward to gradients that are averaged already, and averages the sum again, and
-# takes the norm of gradients in bf16 in bf16; ours averages each backward, and takes the norm in fp32. In float64 and
-# fp32 there is no difference.
+# FSDP1 without shards adds the next backward to already averaged gradients and averages the sum again, and computes the
+# norm of bf16 gradients in bf16. Ours averages each backward, and computes the norm in fp32. In float64 and fp32 there
+# is no difference.
 ROUNDED_TO_BF16 = Differences(2**-9, 2**-7, 2**-9)
 
 
@@ -84,7 +84,7 @@ def limits_of(run: Run) -> Differences:
 
 
 def assert_same_as_fsdp1(runs: list[Run], num_ranks: int = 2, timeout_s: float = 180) -> None:
-    """On every rank; for the table of parity, too."""
+    """Checked on every rank, and recorded for the table of parity."""
     by_rank = run_ranks(compare, num_ranks, runs, timeout_s=timeout_s)
     wrong = []
     for run in runs:
@@ -103,13 +103,13 @@ def _kind(run: Run) -> str:
 
 
 def test_strategies_precisions_wraps_and_accumulation():
-    """A script would train another model than under FSDP1, without an error."""
+    """Otherwise a script would silently train another model than under FSDP1."""
     runs = runs_of(AXES)
     assert_same_as_fsdp1(runs, timeout_s=900)
 
 
 def test_batch_norms_and_mixed_precision():
-    """A policy gives them instances of their own in fp32, whose inputs and outputs hooks of torch cast."""
+    """A policy makes batch norms separate instances in fp32, and torch's hooks cast their inputs and outputs."""
     runs = [
         Run(norm="batch", precision=precision, wrap=wrap)
         for precision in ("bf16", "bf16 cast in each", "float64")
@@ -119,13 +119,13 @@ def test_batch_norms_and_mixed_precision():
 
 
 def test_one_rank():
-    """A script is tried on one device first; FSDP1 shards nothing there."""
+    """Scripts are first tried on one device, where FSDP1 shards nothing."""
     runs = [Run(wrap="classes", optimizer="before"), Run(precision="bf16", microbatches="2 no_sync", trained="biases")]
     assert_same_as_fsdp1(runs, num_ranks=1)
 
 
 def test_without_shards():
-    """NO_SHARD averages by one all-reduce, in each backward or in the last one."""
+    """NO_SHARD averages with one all-reduce, in each backward or in the last one."""
     runs = [
         Run(strategy="NO_SHARD", precision=precision, microbatches=microbatches)
         for precision in ("float64", "fp32")
@@ -135,7 +135,7 @@ def test_without_shards():
 
 
 def test_replicas_of_shards_and_groups_of_ranks():
-    """On four ranks hybrid shards have replicas, whose gradients must be averaged, and groups their own norms."""
+    """On four ranks hybrid sharding has replicas, whose gradients must be averaged, and each group its own norm."""
     runs = [
         Run(strategy="HYBRID_SHARD", wrap="classes", optimizer="before", microbatches="2"),
         Run(strategy="_HYBRID_SHARD_ZERO2", wrap="by hand", precision="bf16", microbatches="2 no_sync"),

@@ -34,7 +34,7 @@ FULL, SHARDED, LOCAL = (
 )  # fmt: skip
 RUN = Run(wrap="classes", precision="fp32", optimizer="before")
 BY_HAND = Run(wrap="by hand", precision="fp32")
-# FSDP1 on the CPU frees what it copies there.
+# FSDP1 on the CPU frees tensors that it copied to the CPU.
 CONFIGS: dict[StateDictType, tuple[Any, Any]] = {
     FULL: (FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False)),
     SHARDED: (ShardedStateDictConfig(), ShardedOptimStateDictConfig(offload_to_cpu=False)),
@@ -56,7 +56,7 @@ def start(cls: Any, run: Run = RUN, steps: int = 2) -> tuple[Any, torch.optim.Op
 
 def states(cls: Any, model: Any, optimizer: Any, kind: StateDictType) -> dict[str, Any]:
     with cls.state_dict_type(model, kind, *CONFIGS[kind]):
-        # A copy: the counters of steps are the optimizer's own, where it is on the CPU.
+        # A copy: on the CPU, the step counters are the optimizer's own tensors.
         return copy.deepcopy({"model": model.state_dict(), "optimizer": cls.optim_state_dict(model, optimizer)})
 
 
@@ -68,7 +68,7 @@ def load(cls: Any, model: Any, optimizer: Any, kind: StateDictType, state: dict[
 
 @on_ranks(2)
 def test_full_state_dicts_are_those_of_fsdp1_and_load_in_both():
-    """Checkpoints of the run so far would be lost, or those of the new run to the old code."""
+    """Otherwise earlier checkpoints could not be loaded, or new ones not by the old code."""
     expected, found = ((cls, *start(cls)) for cls in (FSDP1, FSDP))
     theirs, ours = states(*expected, FULL), states(*found, FULL)
     assert list(ours["model"]) == list(theirs["model"])
@@ -83,7 +83,7 @@ def test_full_state_dicts_are_those_of_fsdp1_and_load_in_both():
 
 
 def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Within rounding: a norm adds up in another order."""
+    """Within rounding: a norm sums in another order."""
     for name, each in expected["model"].items():
         torch.testing.assert_close(found["model"][name], each, rtol=1e-5, atol=1e-6)
     one, other = found["optimizer"], expected["optimizer"]
@@ -151,7 +151,7 @@ def save(folder: str, cls: Any) -> dict[str, Any]:
 
 
 def resume(folder: str, cls: Any) -> dict[str, Any]:
-    """As scripts of FSDP1 read it: the optimizer's state apart, of an optimizer that has none."""
+    """Like FSDP1 scripts: loads the state of an optimizer without state, separately."""
     model, optimizer = start(cls, BY_HAND, steps=0)
     with cls.state_dict_type(model, SHARDED, *CONFIGS[SHARDED]):
         state = {"model": model.state_dict()}
@@ -165,7 +165,7 @@ def resume(folder: str, cls: Any) -> dict[str, Any]:
 
 def resume_with_state(folder: str) -> dict[str, Any]:
     model, optimizer = start(FSDP, BY_HAND, steps=0)
-    forward(model, 0).backward()  # its state is there before it is read, as DCP wants it
+    forward(model, 0).backward()  # creates optimizer state before loading, as DCP requires
     optimizer.step()
     state = states(FSDP, model, optimizer, SHARDED)
     dcp.load(state, checkpoint_id=folder)
@@ -175,7 +175,7 @@ def resume_with_state(folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_sharded_checkpoints_load_in_both_at_other_world_sizes(tmp_path, num_ranks):
-    """Each reads what the other wrote on two ranks, model and optimizer."""
+    """Each loads model and optimizer saved by the other on two ranks."""
     theirs = run_ranks(save, 2, str(tmp_path / "fsdp1"), FSDP1)[0]
     ours = run_ranks(save, 2, str(tmp_path / "ours"), FSDP)[0]
     assert_equal(run_ranks(resume_with_state, num_ranks, str(tmp_path / "fsdp1"))[0], theirs)
@@ -185,7 +185,7 @@ def test_sharded_checkpoints_load_in_both_at_other_world_sizes(tmp_path, num_ran
 
 
 class Lazy:
-    """A tensor that is read when a function is called with it, as Lightning's."""
+    """A tensor that is read when a function is called on it, like Lightning's."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.shape = tensor, tensor.shape
@@ -268,7 +268,7 @@ def test_keys_that_do_not_fit_are_named_as_by_fsdp1():
 
 @on_ranks(2)
 def test_optimizers_that_list_parameters_in_other_orders_on_other_ranks():
-    """FSDP1 gathered state by name; sent by position it would be that of other parameters."""
+    """FSDP1 gathered state by name; by position it would belong to other parameters."""
     expected = []
     for is_turned in (False, True):
         model, _ = start(FSDP, steps=0)
@@ -289,7 +289,7 @@ def shards_of(state: Any) -> Any:
 
 @on_ranks(2)
 def test_optimizer_state_without_groups_and_by_optim_input():
-    """Scripts keep the groups themselves; older ones pass what they gave to the optimizer."""
+    """Scripts pass the groups themselves; older ones the argument that they passed to the optimizer."""
     model, optimizer = start(FSDP)
     given = optimizer.state_dict()
     groups = given.pop("param_groups")

@@ -1,4 +1,4 @@
-"""What a script sees of FSDP1's class: names, methods, errors."""
+"""FSDP1's class as scripts use it: names, methods, errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_rank_0_prints_one_line_at_the_first_forward():
 
 @on_ranks(2)
 def test_names_and_modules_are_those_of_fsdp1():
-    """Scripts find parameters by these names, and unwrap by these attributes."""
+    """Scripts find parameters by these names and unwrap modules through these attributes."""
     found, expected = wrap(Decoder(tied=True)), wrap(Decoder(tied=True), FSDP1)
     assert [name for name, _ in found.named_parameters()] == [name for name, _ in expected.named_parameters()]
     assert [name for name, _ in found.named_buffers()] == [name for name, _ in expected.named_buffers()]
@@ -82,7 +82,7 @@ def test_names_and_modules_are_those_of_fsdp1():
 
 @on_ranks(2)
 def test_attributes_are_those_of_fsdp1():
-    """What scripts read on an instance: its arguments, and its ranks."""
+    """Attributes of an instance that scripts read: its arguments and its ranks."""
     single = dist.new_group([0]), dist.new_group([1])
     options = {"cpu_offload": CPUOffload(), "mixed_precision": MixedPrecision(torch.bfloat16), "forward_prefetch": True}
     cases = [
@@ -112,7 +112,7 @@ def test_attributes_are_those_of_fsdp1():
 
 @on_ranks(2)
 def test_instances_by_hand_are_nested():
-    """Inner instances that are made first are no roots: they reshard, and only the outermost casts inputs."""
+    """Inner instances made first are not roots: they reshard, and only the outermost one casts inputs."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     precision = MixedPrecision(torch.bfloat16)
     net[1] = FSDP(net[1], mixed_precision=precision, **CPU)
@@ -132,7 +132,7 @@ def test_instances_by_hand_are_nested():
 
 @on_ranks(2)
 def test_a_model_that_ran_is_wrapped_again():
-    """Scripts wrap a trained model once more, for inference, or around more layers."""
+    """Scripts wrap a trained model once more, for inference or around more layers."""
     x = torch.ones(2, 4)
     net = nn.Sequential(FSDP(nn.Linear(4, 4), **CPU), FSDP(nn.Linear(4, 4), **CPU))
     model = FSDP(net, **CPU)
@@ -173,11 +173,11 @@ def test_methods_of_the_root_alone():
 
 @on_ranks(2)
 def test_a_flat_parameter_is_cast_as_accelerate_does():
-    """accelerate casts each instance's flat parameter where mixed precision meets parameters in bf16."""
+    """accelerate casts each instance's flat parameter if mixed precision is used with bf16 parameters."""
     net = Decoder().bfloat16()
     kept = {name: value.clone() for name, value in net.state_dict().items()}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = FSDP(wrap(net), **CPU)  # one without parameters around
+    model = FSDP(wrap(net), **CPU)  # an outer instance without parameters
     parameters, names = list(model.parameters()), []
     assert not model._has_params and model._flat_param is None and model._handle is None
     for unit in FSDP.fsdp_modules(model)[1:]:
@@ -206,7 +206,7 @@ def test_a_flat_parameter_is_cast_as_accelerate_does():
 
 @on_ranks(2)
 def test_apply_initialises_full_parameters():
-    """Models initialise themselves by ``model.apply(init)`` after wrapping."""
+    """Models initialise themselves with ``model.apply(init)`` after wrapping."""
     model = wrap(Decoder())
 
     def init(module: nn.Module) -> None:
@@ -220,7 +220,7 @@ def test_apply_initialises_full_parameters():
 
 @on_ranks(2)
 def test_ignored_parameters_and_modules_stay():
-    """What is ignored is neither sharded nor reduced, also where a policy would wrap it."""
+    """Ignored parameters and modules are neither sharded nor reduced, even if a policy would wrap them."""
     net = Decoder()
     model = wrap(net, ignored_states=[net.head.weight])
     assert type(net.head.weight) is nn.Parameter and isinstance(net.embed.weight, DTensor)
@@ -252,7 +252,7 @@ def test_ignored_parameters_and_modules_stay():
 
 @on_ranks(2)
 def test_meta_parameters_get_values():
-    """By ``reset_parameters``, alike on all ranks; by ``param_init_fn``; or rank 0's."""
+    """From ``reset_parameters``, equal on all ranks; from ``param_init_fn``; or from rank 0."""
     torch.manual_seed(dist.get_rank())
     model = wrap(Decoder(device="meta"))
     full = model.blocks[1].fc_out.weight.full_tensor()
@@ -288,7 +288,7 @@ def test_meta_parameters_get_values():
 
 @on_ranks(2)
 def test_an_error_leaves_the_module_as_it_was():
-    """A script that catches the error goes on with its module."""
+    """A script that catches the error can continue with its module."""
     net = Decoder()
     net.blocks[1].fc_in.weight = net.blocks[0].fc_in.weight
     before = [(name, type(module)) for name, module in net.named_modules()]
@@ -303,7 +303,7 @@ def test_an_error_leaves_the_module_as_it_was():
 
 @on_ranks(2)
 def test_layers_that_are_parallelized_already():
-    """They would be in no plan, and reduced over the wrong ranks."""
+    """No plan would contain them, and they would be reduced over the wrong ranks."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     net = nn.Sequential(parallelize_module(nn.Linear(4, 4), mesh["tensor"], ColwiseParallel()))
     with pytest.raises(UnsupportedError, match="prepare_fully_shard"):
@@ -332,7 +332,7 @@ def test_arguments_that_contradict_each_other():
 
 @on_ranks(2)
 def test_an_error_on_one_rank_ends_the_others():
-    """The others would wait for its collectives until they time out."""
+    """The other ranks would wait for its collectives until they time out."""
     net = Decoder()
     groups = {"process_group": (dist.group.WORLD, dist.group.WORLD)} if dist.get_rank() else {}
     with pytest.raises(ConfigError if dist.get_rank() else PlanError, match="one group of ranks"):
@@ -351,7 +351,7 @@ def test_replicas_from_a_mesh_and_by_node():
 
 @on_ranks(2)
 def test_a_parameter_that_is_replaced_before_the_first_step():
-    """By a DTensor it is trained, as FSDP1's were; by a plain tensor it would be on no other rank."""
+    """A DTensor trains, as it did with FSDP1; a plain tensor would exist on no other rank."""
     model = wrap(nn.Linear(4, 4))
     layer = model.module
     layer.weight = nn.Parameter(torch.ones_like(layer.weight) * 2)
@@ -393,7 +393,7 @@ def test_what_is_not_carried_out_is_said_once():
 
 @on_ranks(2)
 def test_an_optimizer_made_before_keeps_its_groups_and_state():
-    """FSDP1 kept the parameters that such an optimizer holds; here it would train what nobody reads."""
+    """FSDP1 kept the optimizer's parameter objects; here it would train tensors that the model no longer uses."""
     net = Decoder()
     other = nn.Linear(2, 2)
     groups = [{"params": [net.embed.weight], "lr": 0.5}, {"params": [*net.blocks.parameters(), other.weight]}]
@@ -413,7 +413,7 @@ def test_an_optimizer_made_before_keeps_its_groups_and_state():
 
 @on_ranks(2)
 def test_an_optimizer_that_nobody_noted_is_an_error():
-    """It would step through parameters that have no gradients, without a word."""
+    """It would silently step parameters that have no gradients."""
     net = Decoder()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizers._NOTED.discard(optimizer)
@@ -445,7 +445,7 @@ class Scaled(nn.Module):
 
 @on_ranks(2)
 def test_scalars_of_nested_instances_are_averaged():
-    """FSDP1 refused them; each rank would train its own, without an error."""
+    """FSDP1 refused them; without averaging each rank would silently train its own."""
     model = FSDP(nn.Sequential(FSDP(Scaled(), **CPU), Scaled()), **CPU)
     model(torch.ones(2, 4) * (1 + dist.get_rank())).sum().backward()
     for scaled in (model[0].module, model[1]):
@@ -456,7 +456,7 @@ def test_scalars_of_nested_instances_are_averaged():
 
 @on_ranks(2)
 def test_buffers_keep_their_dtype_in_state_dicts():
-    """FSDP1 computed with buffers in bf16 and saved them in their own dtype; so were its checkpoints."""
+    """FSDP1 computed with buffers in bf16 and saved them in their own dtype, as in its checkpoints."""
     states = []
     for cls in (FSDP1, FSDP):
         torch.manual_seed(0)
@@ -473,7 +473,7 @@ def test_buffers_keep_their_dtype_in_state_dicts():
 
 @on_ranks(2)
 def test_ranks_that_do_not_come_are_waited_for_with_a_warning():
-    """With FSDP1 one group may call the constructor alone; here it would wait without a word."""
+    """With FSDP1 a single group could call the constructor; here it would silently wait."""
     groups = [dist.new_group([rank]) for rank in range(2)]
     logged = mock.Mock()
     if dist.get_rank():
@@ -487,7 +487,7 @@ def test_ranks_that_do_not_come_are_waited_for_with_a_warning():
 
 @on_ranks(2)
 def test_zero_grad_clears_what_no_sync_accumulated():
-    """A step that is given up halfway, as after a loss of NaN, would be added to the next one."""
+    """Gradients of an abandoned step, after a NaN loss for instance, would be added to the next one."""
 
     def given_up(cls: Any, strategy: Any, clear: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -517,13 +517,13 @@ def test_zero_grad_clears_what_no_sync_accumulated():
 
 @on_ranks(2)
 def test_steps_look_for_waiting_gradients_only_after_no_sync():
-    """To look is a walk over all modules, in each step and each zero_grad of a script."""
+    """The check traverses all modules, in each step and each zero_grad of a script."""
     optimizers._ACCUMULATING.clear()  # of earlier tests on these ranks
     model = wrap(nn.Sequential(Block(), Block()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(2, 6)
     with model.no_sync():
-        optimizer.zero_grad()  # finds none, and the block goes on
+        optimizer.zero_grad()  # finds none, and accumulation continues
         model(x).sum().backward()
         with pytest.raises(CallError, match=r"SGD\.step while gradients"):
             optimizer.step()
@@ -540,7 +540,8 @@ def test_steps_look_for_waiting_gradients_only_after_no_sync():
 
 @on_ranks(2)
 def test_assigned_data_is_written():
-    """torch ignores ``dtensor.data = values``: a model would train on without decayed, clipped or averaged weights."""
+    """torch ignores ``dtensor.data = values``: a model would train on without its decayed, clipped or averaged
+    weights."""
 
     def assigned(cls: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -581,7 +582,8 @@ def test_missing_and_unexpected_keys_are_those_of_fsdp1():
 
 @on_ranks(2)
 def test_accumulated_gradients_are_neither_clipped_nor_stepped_with():
-    """FSDP1's step raised for shapes that differ; ours has no gradients then, and would leave the weights alone."""
+    """FSDP1's step raised because shapes differ; ours has no gradients at that point, and would not update the
+    weights."""
     model = wrap(nn.Sequential(Block(), Block()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.no_sync():
@@ -597,7 +599,7 @@ def test_accumulated_gradients_are_neither_clipped_nor_stepped_with():
 
 @on_ranks(2)
 def test_optimizers_that_torch_does_not_compute_on_shards_are_refused():
-    """Adafactor trained other weights in torch 2.7, without an error; the others ended within torch."""
+    """On torch 2.7, Adafactor silently trained other weights; the others raised inside torch."""
     model = wrap(nn.Linear(6, 6))
     model(torch.ones(2, 6)).sum().backward()
     for cls in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop):
@@ -610,7 +612,7 @@ def test_optimizers_that_torch_does_not_compute_on_shards_are_refused():
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_a_compiled_step_is_traced():
-    """The checks before a step cannot be: torch 2.13 would raise for any optimizer of the process."""
+    """The checks before a step cannot be traced: torch 2.13 would raise for any optimizer of the process."""
     model = nn.Linear(2, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = model.weight.detach().clone()

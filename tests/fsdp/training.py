@@ -1,4 +1,4 @@
-"""One small model trained by FSDP1's class, torch's own or ours, with the same script."""
+"""One small model trained with FSDP1's class, torch's own or ours, by the same script."""
 
 from __future__ import annotations
 
@@ -51,14 +51,16 @@ STEPS, LR, MAX_NORM = 4, 1e-2, 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Args:
-    wrap: A name in ``POLICIES``, or ``by hand``.
-    microbatches: How many backwards a step has, and whether all but the last are under ``no_sync``.
-    optimizer: Made ``before`` or ``after`` wrapping.
-    trained: ``all``, or ``biases`` only.
-    recompute: Blocks, wrapped ``before`` or ``after`` they get instances.
-    norm: ``layer``, or ``batch``, which mixed precision leaves out.
-    groups: ``all`` ranks, or ``pairs`` that exchange nothing with each other.
+    """One training run.
+
+    Args:
+        wrap: A name in ``POLICIES``, or ``by hand``.
+        microbatches: The number of backwards a step, and whether all but the last are under ``no_sync``.
+        optimizer: Made ``before`` or ``after`` wrapping.
+        trained: ``all``, or ``biases`` only.
+        recompute: Blocks, wrapped ``before`` or ``after`` they get instances.
+        norm: ``layer``, or ``batch``, which mixed precision excludes.
+        groups: ``all`` ranks, or ``pairs`` that do not communicate with each other.
     """
 
     strategy: str = "FULL_SHARD"
@@ -77,7 +79,7 @@ class Run:
 
 
 class Net(Decoder):
-    """Takes floats beside tokens, which mixed precision casts at the root."""
+    """Takes floats beside tokens; mixed precision casts them at the root."""
 
     def use_batch_norm(self) -> None:
         self.norm = nn.Sequential(Transposed(6), nn.Identity())
@@ -154,12 +156,12 @@ def _groups(world_size: int, world: object) -> tuple[dist.ProcessGroup, dist.Pro
 
 
 def groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """(shard, replicate): pairs of ranks shard, where there are four."""
+    """(shard, replicate): with four ranks, pairs shard."""
     return _groups(dist.get_world_size(), dist.group.WORLD)
 
 
 def train(cls: Any, run: Run) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """The losses of this rank, the norms of its gradients, and the trained parameters. Called on all ranks."""
+    """This rank's losses, its gradient norms, and the trained parameters. Called on all ranks."""
     net = build(run)
     optimizer = make_optimizer(net)
     model = wrapped(cls, net, run)
@@ -181,7 +183,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, run: Run, number: int) ->
 
 
 def clipped_step(model: Any, optimizer: torch.optim.Optimizer, run: Run, number: int) -> tuple[float, float]:
-    """The loss, and the norm of the gradients before they were clipped."""
+    """The loss, and the norm of the gradients before clipping."""
     count, total = int(run.microbatches[0]), 0.0
     optimizer.zero_grad()
     for microbatch in range(count):
@@ -206,7 +208,7 @@ def forward(model: Any, seed: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def norms_in_float64() -> Iterator[None]:
-    """FSDP1 takes norms in fp32, which torch refuses for gradients in float64: the same in float64."""
+    """FSDP1 computes norms in fp32, which torch refuses for float64 gradients: this computes them in float64."""
 
     def norm(parameters: Any, p: float, zero: torch.Tensor, device: Any) -> torch.Tensor:
         found = [each.grad for each in parameters if each.grad is not None]

@@ -1,12 +1,12 @@
 """PyTorch's own tests of FSDP1 on CPU ranks, with FSDP1 itself and with our class in its place; writes ``upstream.md``.
 
-The tests are no part of this repository. Debian's source package has them (torch 2.6; they run with later torches):
+The tests are not part of this repository. Debian's source package has them (torch 2.6; they run with later torches):
 
     apt-get source --download-only pytorch   # with a deb-src line in sources.list
     tar xf pytorch_2.6.0+dfsg.orig.tar.xz --wildcards '*/test/distributed/fsdp/*'
     python tests/fsdp/upstream.py --source pytorch-v2.6.0/test/distributed/fsdp
 
-A copy in a temporary folder is adapted by ``ADAPTED``, and by what ``play_gpus`` replaces. Each file is a run of pytest
+A temporary copy is adapted by ``ADAPTED`` and by the replacements of ``play_gpus``. Each file runs in its own pytest,
 with this file as a plugin.
 """
 
@@ -35,8 +35,8 @@ LIMIT_S = 180
 TABLE = Path(__file__).with_suffix(".md")
 HEAD = """# PyTorch's own tests of FSDP1, under our class
 
-Written by `upstream.py`, which says how the tests are got and adapted: those of torch 2.6, on {date}, with torch
-{torch} on a CPU ({cores} cores, 2 gloo ranks). Texts of errors, and warnings, are not compared.
+Written by `upstream.py`, which documents how the tests are obtained and adapted: torch 2.6's tests, run on {date}
+with torch {torch} on a CPU ({cores} cores, 2 gloo ranks). Texts of errors, and warnings, are not compared.
 
 """
 
@@ -63,15 +63,19 @@ PASSES, DIFFERS, FLAT = "passes with both", "differs as documented", "about flat
 NEEDS_GPU, FAILS, NOT_RUN = "not with FSDP1 itself on a CPU", "fails", "not run"
 CLASSES = (PASSES, DIFFERS, FLAT, NEEDS_GPU, FAILS, NOT_RUN)
 
-# Under our class, ranks outside of a process group call the constructor too; here they wait for them.
+# Under our class, ranks outside of a process group also call the constructor; here they wait for the others.
 WAITS = r"halve_world_size|test_(scatter|shard)_full_optim_state_dict_transformer"
 
-# Of a test that FSDP1 passes: what is found in ``file::test`` or its error, its class, and why.
+# For a test that FSDP1 passes: text in ``file::test`` or in its error, its class, and the reason.
 _HANDLES = "reads a flat parameter, its handle or FSDP1's internal state"
 _DTENSORS = "parameters, gradients and sharded state are DTensors: compare `.full_tensor()`, or `.to_local()`"
 REASONS: list[tuple[str, str, str]] = [
-    ("LOCAL_STATE_DICT", FLAT, "LOCAL_STATE_DICT is of flat parameters; the error names SHARDED_STATE_DICT"),
-    ("fully_shard has no flat parameters|no attribute '_flat_param'", FLAT, f"{_HANDLES}; the error says what to read"),
+    ("LOCAL_STATE_DICT", FLAT, "LOCAL_STATE_DICT contains flat parameters; the error names SHARDED_STATE_DICT"),
+    (
+        "fully_shard has no flat parameters|no attribute '_flat_param'",
+        FLAT,
+        f"{_HANDLES}; the error names the replacement",
+    ),
     (
         "test_(fsdp_comm_hooks|fsdp_exec_order|fsdp_flatten_params|fsdp_fx)::",
         FLAT,
@@ -89,24 +93,32 @@ REASONS: list[tuple[str, str, str]] = [
     (WAITS, DIFFERS, "ranks outside of process_group call the constructor too; not run, since it would wait for them"),
     ("mixed torch.Tensor and DTensor|have a sharding strategy registered|aten.allclose", DIFFERS, _DTENSORS),
     ("'DTensor' object has no attribute '_?local_shards'|sharded_tensor_state_dict_identical", DIFFERS, _DTENSORS),
-    ("test_hsdp_init_with_device_mesh", DIFFERS, "the mesh of a DTensor has names also where the given one has none"),
+    (
+        "test_hsdp_init_with_device_mesh",
+        DIFFERS,
+        "a DTensor's mesh has dimension names even if the passed mesh has none",
+    ),
     ("before by parallelize_module", DIFFERS, "tensor parallelism first: the error names prepare_fully_shard"),
-    ("writeback_between_fwd_and_bwd", DIFFERS, "a parameter that is replaced between forward and backward is no error"),
+    ("writeback_between_fwd_and_bwd", DIFFERS, "replacing a parameter between forward and backward raises no error"),
     (
         "test_full_precision_in_eval|test_eval_root_cast",
         DIFFERS,
-        "FSDP_USE_FULL_PREC_IN_EVAL does nothing; a warning says so",
+        "FSDP_USE_FULL_PREC_IN_EVAL has no effect; a warning reports it",
     ),
-    ("keep_low_precision_grads", DIFFERS, "keep_low_precision_grads needs parameters of that dtype; the error says so"),
+    (
+        "keep_low_precision_grads",
+        DIFFERS,
+        "keep_low_precision_grads requires parameters of that dtype, and raises otherwise",
+    ),
     (
         "test_apply_in_summon_raises|unshard_params_from_backward|(forward|submodule)_raises",
         DIFFERS,
         "no error, or one of another type: `summon_full_params` may be nested, and be entered before a unit's backward",
     ),
     ("raises_manual_wrap_hybrid_shard", DIFFERS, "no error: HYBRID_SHARD by hand shards by node, as with a policy"),
-    ("test_hsdp_save_load_state_dict", DIFFERS, "`process_group` is a group of the same ranks, not the given object"),
-    ("test_diff_ignored_modules_across_ranks", DIFFERS, "all ranks ignore alike; the error says so"),
-    ("test_ignored_states_check", DIFFERS, "no error: ignored_states may hold modules and parameters at once"),
+    ("test_hsdp_save_load_state_dict", DIFFERS, "`process_group` is a group of the same ranks, not the passed object"),
+    ("test_diff_ignored_modules_across_ranks", DIFFERS, "all ranks must ignore the same modules; otherwise an error"),
+    ("test_ignored_states_check", DIFFERS, "no error: ignored_states may contain both modules and parameters"),
     (
         "test_unshard_async",
         DIFFERS,
@@ -115,7 +127,7 @@ REASONS: list[tuple[str, str, str]] = [
     (
         "the wrapped module itself is ignored",
         DIFFERS,
-        "to ignore the wrapped module itself is an error, and no warning",
+        "ignoring the wrapped module itself is an error instead of a warning",
     ),
     ("test_frozen_params", DIFFERS, "no error: with use_orig_params=False frozen and trainable ones may share a unit"),
     ("test_homogeneous_attributes", DIFFERS, "no error: instances of one model may differ in more arguments"),
@@ -123,15 +135,15 @@ REASONS: list[tuple[str, str, str]] = [
     (
         "test_fsdp_init_with_device_mesh",
         DIFFERS,
-        "_use_dtensor, a private field, says nothing: all are DTensors",
+        "_use_dtensor, a private field, has no effect: all are DTensors",
     ),
     (
         "unmanaged_params",
         DIFFERS,
-        "no error: a new parameter has no state, which no flat parameter needs to be complete",
+        "no error: a new parameter may lack state, because no flat parameter must be complete",
     ),
-    ("test_compatible_with_trec", DIFFERS, "torchrec's optimizers, whose state is by name; the error says so"),
-    ("test_with_grads_core", DIFFERS, "between forward and backward `parameters()` are the gathered ones"),
+    ("test_compatible_with_trec", DIFFERS, "torchrec's optimizers key their state by name; the error explains it"),
+    ("test_with_grads_core", DIFFERS, "between forward and backward `parameters()` are the unsharded ones"),
 ]
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,7 +151,7 @@ REASONS: list[tuple[str, str, str]] = [
 
 
 def pytest_configure(config: Any) -> None:
-    if importlib.util.find_spec("expecttest") is None:  # torch's helpers import it, and these tests use nothing of it
+    if importlib.util.find_spec("expecttest") is None:  # torch's helpers import it, and these tests do not use it
         sys.modules["expecttest"] = ModuleType("expecttest")
         sys.modules["expecttest"].TestCase = unittest.TestCase
     play_gpus()
@@ -148,7 +160,8 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Under our class what FSDP1 passes, without what waits for ever; with ``--sample`` some parameters of each."""
+    """Under our class, tests that FSDP1 passes, without those that wait forever; with ``--sample`` some parameters of
+    each."""
     if os.environ["UPSTREAM_AGAINST"] == "ours":
         fsdp1 = read(Path(os.environ["UPSTREAM_RESULTS"].replace(".ours.", ".fsdp1.")))
         passed = {test for test, found in fsdp1.items() if found["outcome"] == "passed"}
@@ -164,7 +177,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def play_gpus() -> None:
-    """Have torch's helpers start 2 gloo ranks by fork, where they ask for GPUs."""
+    """Makes torch's helpers start 2 gloo ranks by fork where they require GPUs."""
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
     from torch.nn.parallel import DistributedDataParallel
@@ -191,7 +204,7 @@ def play_gpus() -> None:
 
     @functools.wraps(original)
     def initialize(self: Any, *args: Any, device_id: Any = None, **options: Any) -> None:
-        # FSDP1 refuses to choose the CPU by itself.
+        # FSDP1 refuses to choose the CPU implicitly.
         original(self, *args, device_id=torch.device("cpu") if device_id is None else device_id, **options)
 
     FullyShardedDataParallel.__init__ = initialize
@@ -199,7 +212,7 @@ def play_gpus() -> None:
 
     @functools.wraps(parity)
     def test_parity(self: Any, *args: Any, **options: Any) -> None:
-        # To move an offloaded model to the GPU is an error; there is no such move here.
+        # Moving an offloaded model to the GPU raises; on the CPU there is no such move.
         parity(self, *args, **options | {"device_init_mode": common_fsdp.DEVICEInitMode.DEVICE_BEFORE})
 
     common_fsdp.FSDPTest._test_fsdp_parity = test_parity
@@ -222,7 +235,7 @@ def play_fsdp1() -> None:
     composer_fsdp2.install_fsdp()
     # torch's helpers assert this after each run of some steps.
     FullyShardedDataParallel._assert_state = lambda self, state: None
-    # Texts of errors are ours: that one is raised is compared. Warnings are not.
+    # Texts of errors are ours, so only the fact that one is raised is compared. Warnings are not.
     raises = TestCase.assertRaisesRegex
 
     def assert_raises(self: Any, expected_exception: Any, expected_regex: Any, *args: Any, **options: Any) -> Any:
@@ -292,13 +305,13 @@ def run(file: Path, against: str, results: Path, k: str, sample: int) -> None:
 
 
 def read(results: Path) -> dict[str, dict[str, Any]]:
-    """By test, its outcome and text."""
+    """By test: its outcome and text."""
     lines = results.read_text().splitlines() if results.exists() else []
     return {found["id"].partition("::")[2]: found for found in map(json.loads, lines)}
 
 
 def judge(file: str, test: str, fsdp1: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, str]:
-    """Which class a test is in, and why."""
+    """A test's class, and the reason."""
     if fsdp1["outcome"] != "passed":
         return NEEDS_GPU, ""
     if ours.get("outcome") == "passed":

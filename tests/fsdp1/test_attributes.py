@@ -1,4 +1,4 @@
-"""What scripts read on FSDP1's modules: there for them, and for nobody who asks whether a module is wrapped."""
+"""FSDP1's module attributes that scripts read; other code does not see a wrapped module."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def sharded(config: dict[str, Any] | None = None, model: nn.Module | None = None
 
 @on_ranks(2, fresh=True)
 def test_scripts_written_for_fsdp1_read_on(folder: str) -> None:
-    """`trainer.state.model.model.module.config`, and weights under the unit's own summon_full_params; each name says
-    once what to write instead."""
+    """`trainer.state.model.model.module.config` works, and so do weights under the unit's own summon_full_params. Each
+    name logs its replacement once."""
     hints: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: hints.append(record.getMessage())  # type: ignore[method-assign]
@@ -54,7 +54,7 @@ def test_scripts_written_for_fsdp1_read_on(folder: str) -> None:
                 with summon:
                     assert all(type(p) is nn.Parameter for p in unit.parameters(recurse=False))
                     assert not any(isinstance(p, DTensor) for p in block.parameters()) or unit is root
-        with block.summon_full_params(root, recurse=False):  # a static method: of what it is given
+        with block.summon_full_params(root, recurse=False):  # a static method: acts on its argument
             assert type(root.embed.weight) is nn.Parameter
             assert isinstance(block.fc_in.weight, DTensor)
     for other in (model, root.embed, root.blocks, nn.Linear(1, 1)):
@@ -66,7 +66,7 @@ def test_scripts_written_for_fsdp1_read_on(folder: str) -> None:
 
 
 def check_inside_checkpointing_wrappers() -> None:
-    """FSDP1's `module` looked into the wrapper; a script that reads the block's own attributes does not care which."""
+    """FSDP1's `module` saw through the checkpointing wrapper, so scripts read the block's attributes in either case."""
     config = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
     unit = sharded(config).decoder.blocks[0]
     theirs = FullyShardedDataParallel(type(unit).__mro__[2](Block()), device_id=torch.device("cpu"))
@@ -77,7 +77,7 @@ def check_inside_checkpointing_wrappers() -> None:
 
 
 def unwrapped(model: nn.Module, name: str = "module") -> nn.Module:
-    """What many scripts do."""
+    """A common loop in scripts."""
     for _ in range(10):
         if not hasattr(model, name):
             return model
@@ -86,7 +86,7 @@ def unwrapped(model: nn.Module, name: str = "module") -> nn.Module:
 
 
 def check_whoever_asks_is_told_that_nothing_is_wrapped() -> None:
-    """A loop that takes wrappers off would not end: the module would be its own wrapper, over and over."""
+    """A loop that unwraps modules would not end, since the module would be its own wrapper."""
     model = sharded()
     for unit in (model.decoder, model.decoder.blocks[0]):
         for name in ("module", "_fsdp_wrapped_module"):
@@ -103,7 +103,7 @@ def check_whoever_asks_is_told_that_nothing_is_wrapped() -> None:
 
 
 class Wrapping(nn.Module):
-    """A user's wrapper, as Composer's ComposerClassifier is one: a child called `module`."""
+    """A user's wrapper with a child called `module`, like Composer's ComposerClassifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Wrapping(nn.Module):
 
 
 class Named(nn.Module):
-    """The names as a property, a method and a parameter."""
+    """FSDP1's names as a property, a method and a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Named(nn.Module):
 
 
 class Later(nn.Module):
-    """One class with the child in some of its modules only."""
+    """A class with the child in some of its instances only."""
 
     def __init__(self, has_module: bool) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Later(nn.Module):
 
 
 class Handing(nn.Module):
-    """A wrapper that hands on what it lacks, as peft's models do."""
+    """A wrapper that delegates missing attributes, as peft's models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Handing(nn.Module):
 
 
 def check_a_users_own_names_come_first() -> None:
-    """A model whose child is called `module` would compute with itself instead of with the child."""
+    """A model with a child called `module` would call itself instead of the child."""
     model = sharded(model=Chain(wrapping=Wrapping(), named=Named(), handing=Handing()))
     for unit in model.children():
         assert isinstance(unit, FSDPModule)
@@ -179,18 +179,18 @@ def check_a_users_own_names_come_first() -> None:
     assert "module" not in vars(type(model.b)), "torch.compile would meet it in the forward"
     assert model.a._fsdp_wrapped_module is model.a
     model = sharded(model=Chain(a=Later(False)))
-    assert not hasattr(model.a, "module")  # as long as the process knows of one that has it
+    assert not hasattr(model.a, "module")  # as long as the process has an instance with it
     later = model.a._fsdp_wrapped_module
     later.summon_full_params_ = None
     later.add_module("_fsdp_wrapped_module", nn.Tanh())
     assert type(model.a._fsdp_wrapped_module) is nn.Tanh
 
 
-# --- nobody else sees them
+# --- hidden from other code
 
 
 def check_names_are_seen_by_scripts_only() -> None:
-    """Checkpoints, logs and copies of a model would hold the module within itself."""
+    """Checkpoints, logs and copies of a model would contain the module inside itself."""
     torch.manual_seed(0)
     reference = Model(tied=True)
     model = sharded(model=copy.deepcopy(reference))
@@ -201,18 +201,18 @@ def check_names_are_seen_by_scripts_only() -> None:
     unit = model.decoder.blocks[0]
     assert not set(NAMES) & set(vars(unit)), vars(unit)
     assert not set(NAMES) & (set(unit._modules) | set(unit._parameters) | set(unit._buffers))
-    duplicate = copy.copy(unit)  # torch makes it one of the user's class
+    duplicate = copy.copy(unit)  # torch makes it an instance of the user's class
     assert type(duplicate) is Block and not any(hasattr(duplicate, name) for name in NAMES)
     assert list(dict(duplicate.named_modules())) == list(dict(unit.named_modules()))
     state = unit.__reduce_ex__(4)[2]
     assert not set(NAMES) & set(state), state.keys()
-    plain = type(reference.decoder)()  # the user's class is what it was
+    plain = type(reference.decoder)()  # the user's class is unchanged
     assert not any(hasattr(plain, name) for name in NAMES)
     assert not any(hasattr(type(unit), name) for name in NAMES)
 
 
 def check_compiled_blocks() -> None:
-    """torch.compile reads a module's class; an attribute there must not break its graphs or its guards."""
+    """torch.compile reads a module's class; an attribute there must not break its graphs or guards."""
     torch.manual_seed(0)
     reference = Chain(net=Chain({"a": True, "b": True}, a=Block(), b=Wrapping(), c=layer()))
     model = copy.deepcopy(reference)
@@ -229,15 +229,15 @@ def check_compiled_blocks() -> None:
 
 
 def check_a_child_whose_modules_are_registered_twice() -> None:
-    """`self.fc1 = fc1` beside `super().__init__(module=Sequential(fc1, ...))`, as Composer's own models do: callbacks
-    that call `model.module.summon_full_params(model.module)` find it, whichever comes first."""
+    """`self.fc1 = fc1` beside `super().__init__(module=Sequential(fc1, ...))`, as in Composer's own models, in either
+    order: callbacks that call `model.module.summon_full_params(model.module)` still work."""
     first, second = layer(), layer()
     parts = {"fc1": first, "module": Chain(first=first, second=second), "fc2": second}
     for names in (("fc1", "module", "fc2"), ("module", "fc1", "fc2")):
         model = copy.deepcopy(Chain(**{name: parts[name] for name in names}))
         expected = [parameter.detach().clone() for parameter in model.parameters()]
         sharded(model=model)
-        # `model.module` is the model's own child: FSDP1's name stands behind it.
+        # `model.module` is the model's own child, which takes precedence over FSDP1's name.
         with model.module.summon_full_params(model.module, writeback=False):
             found = [parameter.detach() for parameter in model.module.parameters()]
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -247,7 +247,7 @@ def check_a_child_whose_modules_are_registered_twice() -> None:
 
 @on_ranks(2)
 def test_the_names_of_fsdp1(folder: str) -> None:
-    """Scripts find them, and nobody who asks whether a module is wrapped, copies it or compiles it."""
+    """Scripts find FSDP1's attributes; code that unwraps, copies or compiles a module does not see them."""
     all_of(
         check_inside_checkpointing_wrappers,
         check_whoever_asks_is_told_that_nothing_is_wrapped,

@@ -1,4 +1,4 @@
-"""The whole table of keys with wrong types and values: an error of ours, which names the key, or an answer."""
+"""Every key with wrong types and values: a valid result, or an error of ours that names the key."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def wrong(case: str) -> Any:
 
 
 def error_of(answer: Callable[[], Any]) -> str | None:
-    """The text of our error, if there was one; any other goes through."""
+    """The text of our error, if there was one; other exceptions propagate."""
     try:
         answer()
     except ComposerFSDP2Error as error:
@@ -113,7 +113,7 @@ def check_plan(model: nn.Module, config: ShardingConfig) -> None:
 
 
 def of_the_model(case: str, key: str) -> str | None:
-    """A typo or a wrong type in a YAML; what is accepted can be planned and reported."""
+    """A typo or a wrong type in a YAML raises our error; accepted values can be planned and reported."""
     translations: list[Translation] = []
     options = {"device": "cpu", "world_size": 2}
     text = error_of(lambda: translations.append(translate({key: wrong(case)}, **options)))
@@ -128,7 +128,7 @@ def of_the_model(case: str, key: str) -> str | None:
 
 
 def of_one_module(case: str, key: str) -> str | None:
-    """What a wrap function's dict says wrongly is named with its key and the module."""
+    """Wrong values in a wrap function's dict raise an error with the key and the module."""
     of_settings = error_of(lambda: read_overrides({key: wrong(case)}, "net.inner", config=ShardingConfig()))
     of_plan = error_of(lambda: check_plan(model_with({key: wrong(case)}), ShardingConfig()))
     assert (of_settings is None) == (of_plan is None)
@@ -137,14 +137,15 @@ def of_one_module(case: str, key: str) -> str | None:
 
 
 def of_a_wrap_function(case: str) -> str | None:
-    """One that forgets its return, or returns a mask, is named with the module that it was asked about."""
+    """A wrap function that forgets its return, or returns a mask, raises an error with the module that it was called
+    on."""
     text = error_of(lambda: check_plan(model_with(wrong(case)), ShardingConfig()))
     is_named = case in ("true", "false", "empty dict") or (text and "net.inner" in text)
     return None if is_named else f"the error does not name the module: {text}"
 
 
 def of_translate(case: str, argument: str) -> str | None:
-    """A script that passes the wrong thing beside the configuration is told what it passed."""
+    """A wrong argument beside the configuration raises an error that names it."""
     options = {"device": "cpu", "world_size": 2, argument: wrong(case)}
     text = error_of(lambda: translate({}, **options).explain())
     is_named = text is None or argument in text or argument.replace("_", " ") in text
@@ -152,7 +153,7 @@ def of_translate(case: str, argument: str) -> str | None:
 
 
 def of_a_key(case: str) -> str | None:
-    """Whatever stands on the left of a colon."""
+    """Any value as a key."""
     try:
         hash(WRONG[case])
     except TypeError:
@@ -177,7 +178,7 @@ CHECKS: list[tuple[Callable[..., str | None], tuple[Any, ...]]] = [
     ("check", "arguments"), CHECKS, ids=[f"{check.__name__} {arguments}" for check, arguments in CHECKS]
 )
 def test_every_wrong_value(check: Callable[..., str | None], arguments: tuple[Any, ...]):
-    """It is answered with the name of its key, not with a stack of ours; all that goes wrong is told at once."""
+    """Wrong values raise our error with the key, not an internal traceback, and all mistakes are reported together."""
     problems = {}
     for case in WRONG:
         try:
@@ -191,7 +192,8 @@ def test_every_wrong_value(check: Callable[..., str | None], arguments: tuple[An
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64], ids=str)
 @pytest.mark.parametrize("part", ["param_dtype", "reduce_dtype", "buffer_dtype"])
 def test_dtypes_that_nothing_trains_in(part: str, dtype: torch.dtype):
-    """Parameters in whole numbers would fail in the first forward, gradients in the first backward: after the queue."""
+    """Integer parameters would fail in the first forward, integer gradients in the first backward: after hours in a
+    queue."""
     forms: list[dict[str, Any]] = [
         {"mixed_precision": {part: dtype}},
         {"mixed_precision": MixedPrecision(**{part: dtype})},

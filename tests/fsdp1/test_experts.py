@@ -1,4 +1,4 @@
-"""Experts as units of their own: refused by their names, told of where names cannot settle it."""
+"""Experts as units: refused if their names show it, otherwise reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 
 class Layer(Chain):
-    """Attention, and parts that a batch may pass over, each under its name."""
+    """Attention, and named submodules that a batch may skip."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__(attention=nn.Linear(4, 4), **parts)
@@ -33,7 +33,7 @@ def ffns() -> list[Ffn]:
 
 
 def model_of(**parts: nn.Module) -> nn.Module:
-    """Two layers below a root; the second has the parts."""
+    """Two layers below a root; the second one has the submodules."""
     trunk = nn.Module()
     trunk.layers = nn.ModuleList([Layer(), Layer(**parts)])
     trunk.forward = lambda x: x
@@ -61,7 +61,7 @@ CALLED_EXPERTS = {
 
 @pytest.mark.parametrize("case", CALLED_EXPERTS)
 def test_experts_are_no_units_of_their_own(case: str):
-    """Ranks that skip different experts gather different ones together: wrong gradients, and no error."""
+    """Ranks that skip different experts unshard different ones together: wrong gradients, without an error."""
     parts, first = CALLED_EXPERTS[case]
     model = model_of(**parts)
     for wrap in (
@@ -82,7 +82,7 @@ def test_experts_are_no_units_of_their_own(case: str):
 
 
 def test_experts_that_an_attribute_keeps_from_being_units():
-    """The model's author has said it already; the policy of everything else would have been refused."""
+    """The model's author has excluded them, so the policy for the other modules must not be refused."""
     model = model_of(experts=nn.ModuleList(ffns()), head=Ffn())
     for expert in model.model.layers[1].experts:
         expert._fsdp_wrap = False
@@ -99,7 +99,7 @@ SEVERAL = {
 
 @pytest.mark.parametrize("case", SEVERAL)
 def test_what_may_be_experts_by_another_name_is_told(case: str):
-    """No name says that ranks pass over them; whoever knows finds out before the gradients are wrong."""
+    """No name shows that ranks skip them, so a note warns before gradients are wrong."""
     parts, first = SEVERAL[case]
     model = model_of(**parts)
     for wrap, path in (
@@ -117,21 +117,21 @@ def test_what_may_be_experts_by_another_name_is_told(case: str):
 
 
 def test_what_all_ranks_run_is_neither_refused_nor_told():
-    """Shared experts run whatever the tokens; layers do, and parts of one that are no list."""
+    """Shared experts run for all tokens; so do layers, and submodules that are not in a list."""
     for parts in (
         {"shared_expert": Ffn()},
         {"shared_experts": Chain(gate=nn.Linear(4, 4), up=nn.Linear(4, 4))},
         {"shared_expert_0": Ffn()},
         {"experts": Chain(w1=nn.Linear(4, 4), w2=nn.Linear(4, 4))},  # of all experts in one
         {"ffn": nn.Sequential(Ffn(), Ffn())},
-        {"parts": nn.ModuleList([Ffn(), Layer()])},  # of T5: attention, attention, feed-forward
+        {"parts": nn.ModuleList([Ffn(), Layer()])},  # T5's: attention, attention, feed-forward
         {"experts_of_one": nn.Linear(4, 4)},
     ):
         for classes in (("Layer", "Ffn"), ("Linear", "Layer")):
             used = {type(module).__name__ for module in model_of(**parts).modules()}
             wrap = {"classes": tuple(name for name in classes if name in used)}
             assert not plan_of(model_of(**parts), **wrap).notes, (list(parts), wrap)
-    # A list with a lone layer of an outer one, and a model in a wrapper of one.
+    # A list with a single layer inside an outer layer, and a model wrapped in a list of one.
     model = nn.Module()
     model.model = nn.Sequential(model_of().model)
     assert not plan_of(model, classes=("Layer",)).notes
@@ -141,7 +141,7 @@ def test_what_all_ranks_run_is_neither_refused_nor_told():
 
 
 class Parts(nn.ModuleDict):
-    """A block whose parts are the members of the mapping that it is."""
+    """A block that is itself a mapping of its submodules."""
 
     def forward(self, x: Any) -> Any:
         return x
@@ -157,7 +157,7 @@ IN_MAPPINGS: dict[str, nn.Module] = {
 
 @pytest.mark.parametrize("case", IN_MAPPINGS)
 def test_layers_in_mappings_are_no_experts(case: str):
-    """A model that calls its parts by name (``transformer = nn.ModuleDict(...)``), and blocks that are mappings."""
+    """Models with submodules in a mapping (``transformer = nn.ModuleDict(...)``), and blocks that are mappings."""
     for root in (IN_MAPPINGS[case], nn.ModuleDict({"transformer": IN_MAPPINGS[case]})):
         model = nn.Module()
         model.model = root
@@ -170,7 +170,7 @@ def test_layers_in_mappings_are_no_experts(case: str):
 
 
 def test_a_shared_expert_is_none_of_those_that_ranks_pass_over():
-    """DeepSeek-V3's is of the class of the others, and runs on every rank."""
+    """DeepSeek-V3's shared expert has the same class as the others, and runs on every rank."""
     model = model_of(moe=Chain(experts=nn.ModuleList(ffns()), shared_experts=Ffn()))
     wrap = Wrap(kind=WrapKind.CLASSES, classes=("Layer",), experts=("Ffn",))
     plan = plan_sharding(model, ShardingConfig(wrap=wrap, idle_experts=IdleExperts.IN_ORDER))
@@ -180,7 +180,7 @@ def test_a_shared_expert_is_none_of_those_that_ranks_pass_over():
 
 
 def test_experts_are_found_by_what_the_model_calls_them():
-    """``moe_experts: true`` stands beside ``wrap_embeddings: true``; a class's name is in nobody's head."""
+    """``moe_experts: true`` works like ``wrap_embeddings: true``; users do not know class names by heart."""
     model = model_of(moe=Chain(experts=nn.ModuleList(ffns()), shared_expert=Ffn()))
     wrap = Wrap(kind=WrapKind.CLASSES, classes=("Layer",), experts=AUTO_EXPERTS)
     plan = plan_sharding(model, ShardingConfig(wrap=wrap, idle_experts=IdleExperts.IN_ORDER))

@@ -1,4 +1,4 @@
-"""The table of keys: each row must be usable by the translation and readable by a user."""
+"""The table of keys: the translation can use each row, and a user can read it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from composer_fsdp2.config.rows import ANY, Row
 from composer_fsdp2.config.text import nearest
 from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, KeyGroup
 
-# By what a key takes, in words.
+# By the text for a key's type.
 WRONG_VALUES = {
     "true or false": "yes",
     "an integer": 1.5,
@@ -22,12 +22,12 @@ WRONG_VALUES = {
     "a string or null": False,
     "a number of seconds, or null": "60",
 }
-WRONG_OBJECT = 3  # for keys that take an object of torch's, or a word for one
+WRONG_OBJECT = 3  # for keys that take a torch object, or its name
 TYPED = [row for row in KEYS if row.takes.text != ANY.text]
 
 
 def test_each_key_has_one_row():
-    """Two rows for one key would make the report contradict itself."""
+    """With two rows for one key the report would contradict itself."""
     assert [name for name, count in Counter(key.name for key in KEYS).items() if count > 1] == []
     assert set(KEYS_BY_NAME) == {key.name for key in KEYS}
 
@@ -42,14 +42,14 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(key: Row):
 @pytest.mark.parametrize("key", [key for key in TYPED if "number" in key.takes.text], ids=lambda key: key.name)
 def test_true_is_no_number(key: Row):
     """`forward_prefetch_limit: true` is a mistake, not 1."""
-    if key.name != "reshard_after_forward":  # which takes true
+    if key.name != "reshard_after_forward":  # accepts true
         with pytest.raises(ConfigError, match=key.name):
             translate({key.name: True}, device="cpu")
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
 def test_each_row_can_be_read(key: Row):
-    """The documentation made from the table has no empty cell where a user looks for the reason."""
+    """The documentation generated from the table has no empty cell."""
     assert key.meaning and key.reason
     assert (
         key.target
@@ -76,5 +76,5 @@ def test_a_misspelt_key_finds_its_neighbour(written: str, meant: str):
 
 
 def test_a_strange_key_has_no_neighbour():
-    """No wrong advice where nothing is near."""
+    """A key without similar ones gets no wrong suggestion."""
     assert nearest("zzz", KEYS_BY_NAME) is None

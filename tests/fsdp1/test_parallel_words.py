@@ -1,4 +1,4 @@
-"""The keys of parallelism that take more than a number."""
+"""Parallelism keys with more than a number as their value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from composer_fsdp2.fsdp1.parallel_words import parse_tiled_mlp, tiled_words
 
 
 def test_tiled_mlp_is_read_and_written():
-    """What a YAML, OmegaConf or a script says is one value, and its words mean it again."""
+    """Values from a YAML, OmegaConf or a script are parsed alike, and the written form parses to the same value."""
     meant = TiledMLP(classes=("LlamaMLP",), chunks=8)
     for written in (
         {"classes": ["LlamaMLP", "LlamaMLP"], "chunks": 8},
@@ -40,6 +40,6 @@ BAD: tuple[tuple[Any, str], ...] = (
 
 
 def test_bad_settings_of_tiled_mlp():
-    """A setting that says nothing sensible stops the run before it starts, and says what would do."""
+    """An invalid setting stops the run before it starts, and the error lists valid ones."""
     for value, message in BAD:
         assert message in (said := refused({"tiled_mlp": value})), said

@@ -1,4 +1,4 @@
-"""Which modules a wrap policy chooses; by size with FSDP1 itself as the measure."""
+"""The modules that a wrap policy chooses; the size policy is compared with FSDP1 itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 
 class Node(nn.Module):
-    """Holds a parameter beside its children."""
+    """Has a parameter beside its children."""
 
     def __init__(self, numel: int, children: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Node(nn.Module):
 
 
 def random_tree(draw: random.Random, depth: int) -> nn.Module:
-    """Every kind of module that the rule looks at, of 1 to some 100 parameters."""
+    """Every kind of module that the size policy distinguishes, with 1 to about 100 parameters."""
     kind = draw.choice(["linear", "norm", "attention"] if depth == 0 else ["linear", "list", "dict", "node", "node"])
     if kind == "linear":
         return nn.Linear(draw.randint(1, 6), draw.randint(1, 6), bias=draw.random() < 0.5)
@@ -61,7 +61,7 @@ def random_tree(draw: random.Random, depth: int) -> nn.Module:
 
 
 def tied(draw: random.Random, root: nn.Module) -> None:
-    """Two linear layers of one shape share their weight, if there are two."""
+    """Ties the weights of two linear layers of equal shape, if there are two."""
     layers = [module for module in root.modules() if isinstance(module, nn.Linear)]
     draw.shuffle(layers)
     for first, second in pairwise(layers):
@@ -71,7 +71,7 @@ def tied(draw: random.Random, root: nn.Module) -> None:
 
 
 class Recorded(nn.Module):
-    """What ``_recursive_wrap`` puts around a module, in the place of FSDP1."""
+    """Stands in for FSDP1 as ``_recursive_wrap``'s wrapper class."""
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Recorded(nn.Module):
 
 
 def recorded(root: nn.Module, min_num_params: int, ignored: set[nn.Module]) -> set[nn.Module]:
-    """What FSDP1's own walk chooses below ``root``."""
+    """The modules below ``root`` that FSDP1's own traversal chooses."""
     _recursive_wrap(
         root,
         auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=min_num_params),
@@ -92,7 +92,7 @@ def recorded(root: nn.Module, min_num_params: int, ignored: set[nn.Module]) -> s
 
 
 def of_fsdp1(root: nn.Module, min_num_params: int, ignored: set[nn.Module]) -> set[nn.Module]:
-    """What ``FullyShardedDataParallel`` makes units of below ``root``."""
+    """The modules below ``root`` that ``FullyShardedDataParallel`` makes units."""
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
     options = {"ignored_modules": ignored, "use_orig_params": True, "device_id": torch.device("cpu")}
     sharded = FullyShardedDataParallel(root, auto_wrap_policy=policy, **options)
@@ -116,7 +116,7 @@ def trees(seeds: range) -> Iterator[tuple[int, nn.Module, int, set[nn.Module], b
 
 
 def check_sizes(num_trees: int) -> tuple[int, int]:
-    """Returns how many trees had units, and how many went through FSDP1's constructor."""
+    """Returns the number of trees with units, and the number of those passed through FSDP1's constructor."""
     num_with_units = num_constructed = 0
     warnings.simplefilter("ignore")
     with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
@@ -124,7 +124,7 @@ def check_sizes(num_trees: int) -> tuple[int, int]:
             paths = {module: path for path, module in root.named_modules()}
             wrap = Wrap(kind=WrapKind.SIZE, min_num_params=min_num_params)
             ours = set(read_policy(root, wrap, ignored).below(root))
-            # A weight that two units share FSDP1 flattens twice, and fails.
+            # FSDP1 would flatten a weight shared by two units twice, and fail.
             is_constructed = not is_tied
             expected = (of_fsdp1 if is_constructed else recorded)(root, min_num_params, ignored)
             shown = [sorted(paths[module] for module in each) for each in (ours, expected)]
@@ -135,7 +135,7 @@ def check_sizes(num_trees: int) -> tuple[int, int]:
 
 
 def test_the_size_rule_is_fsdp1s():
-    """A run that FSDP1 wrapped by size would have other units, other memory and other gathers."""
+    """Otherwise a run that FSDP1 wrapped by size would have other units, and so other memory and all-gathers."""
     num_trees = 80 * (THOROUGH_FACTOR if IS_THOROUGH else 1)
     [(num_with_units, num_constructed)] = run_ranks(check_sizes, 1, num_trees)
     assert num_with_units > num_trees / 2 and num_constructed > num_trees / 2
@@ -145,11 +145,11 @@ def test_the_size_rule_is_fsdp1s():
 
 
 class WideBlock(Block):
-    """FSDP1's policy took instances, of derived classes too."""
+    """FSDP1's policy matched instances, including those of derived classes."""
 
 
 class Trunk(nn.Module):
-    """A transformers model, as far as a policy looks at it."""
+    """A transformers model with the attributes that a policy reads."""
 
     _no_split_modules = ("Block", "BlockOfAnotherRelease")
 
@@ -183,7 +183,7 @@ class LanguageModel(nn.Module):
 
 
 def inside(module: nn.Module) -> nn.Module:
-    """As a ComposerModel holds it."""
+    """Nested like the model of a ComposerModel."""
     model = nn.Module()
     model.model = module
     return model
@@ -195,7 +195,7 @@ def plan_of(model: nn.Module, **wrap: Any) -> ShardingPlan:
 
 
 def units_of(model: nn.Module, **wrap: Any) -> dict[str, str]:
-    """Those below the roots, each with why it is one."""
+    """Units below the roots, each with its reason."""
     return {" + ".join(unit.modules): unit.reason for unit in plan_of(model, **wrap).units if not unit.is_root}
 
 
@@ -215,7 +215,7 @@ def give_other_ends(model: Any) -> None:
 
 
 def give_titans_ends(model: Any) -> None:
-    """By TorchTitan's names; not every output is the model's."""
+    """With TorchTitan's names; a block also has an ``output``, which is not the model's."""
     model.tok_embeddings, model.output = nn.Embedding(8, 4), nn.Linear(4, 8)
     model[0].output = nn.Linear(4, 4)
 
@@ -224,7 +224,7 @@ NAMED = {"classes": ("Block",)}
 BOTH = {"embeddings": True, "output": True}
 ENDS = {"model.trunk.embed_tokens": "wrap_policy: wrap_embeddings", "model.lm_head": "wrap_policy: wrap_lm_output"}
 TIED = with_ends(LanguageModel, lambda model: tie(model.trunk.embed_tokens, model.lm_head))
-# A model, a policy, and the units below the roots, with why each is one where that is said.
+# A model, a policy, and the units below the roots, optionally each with its reason.
 UNITS: dict[str, tuple[nn.Module, dict[str, Any], dict[str, str] | set[str]]] = {
     "each module of a class that the file names": (inside(LanguageModel()), NAMED, BLOCKS),
     "of one derived from it": (inside(LanguageModel(Block(), WideBlock())), NAMED, BLOCKS),
@@ -239,13 +239,13 @@ UNITS: dict[str, tuple[nn.Module, dict[str, Any], dict[str, str] | set[str]]] = 
         {"classes": ("Block", "Trunk")},
         BLOCKS | {"model.trunk": "wrap_policy: Trunk"},
     ),
-    # The model may lie in a wrapper, and name classes that this release of it has not.
+    # The model may be in a wrapper, and may list classes that its release does not contain.
     "auto": (inside(LanguageModel()), {}, BLOCKS),
     # A root without a forward: its members are the roots.
     "auto, deeper": (inside(inside(LanguageModel())), {}, {f"model.model.trunk.blocks.{n}" for n in range(2)}),
     "auto, in a wrapper": (inside(nn.Sequential(LanguageModel())), {}, {f"model.0.trunk.blocks.{n}" for n in range(2)}),
     "embeddings and head": (inside(LanguageModel()), BOTH, BLOCKS | ENDS),
-    # Tied ones share a unit, or stay with what uses both.
+    # Tied modules share a unit, or remain in the unit of their common parent.
     "tied embeddings": (TIED, {"embeddings": True}, BLOCKS),
     "tied ends": (TIED, BOTH, {*BLOCKS, "model.trunk.embed_tokens + model.lm_head"}),
     "ends as the model gives them": (
@@ -263,14 +263,14 @@ UNITS: dict[str, tuple[nn.Module, dict[str, Any], dict[str, str] | set[str]]] = 
 
 @pytest.mark.parametrize("case", UNITS)
 def test_units_are_what_a_policy_chooses(case: str):
-    """Other units are other memory, and other gathers."""
+    """Other units would mean other memory and other all-gathers."""
     model, wrap, expected = UNITS[case]
     found = units_of(model, **wrap)
     assert (found if isinstance(expected, dict) else set(found)) == expected
 
 
 def test_the_order_of_the_models_classes_does_not_matter():
-    """A set, as transformers 5 has it, is in another order in each process; the plans of all ranks must be the same."""
+    """A set, as in transformers 5, is ordered differently in each process, and all ranks must have the same plan."""
     trunks = (
         type("Trunk", (Trunk,), {"_no_split_modules": names})
         for names in (["Block", "WideBlock"], ["WideBlock", "Block"])
@@ -280,7 +280,7 @@ def test_the_order_of_the_models_classes_does_not_matter():
 
 
 def test_an_unknown_class_lists_the_models():
-    """ROLL shards such a model as one unit without a word: out of memory, or slow."""
+    """ROLL silently shards such a model as one unit, which runs out of memory or is slow."""
     with pytest.raises(PlanError, match=r"is a Blok; did you mean Block\?.*Block, Embedding, .*Trunk") as caught:
         plan_of(inside(LanguageModel()), classes=("Block", "Blok"))
     assert "wrap_policy.transformer_layer_cls_to_wrap" in str(caught.value)
@@ -289,9 +289,9 @@ def test_an_unknown_class_lists_the_models():
 
 
 def test_ends_that_a_model_has_not_are_told():
-    """A classifier has no head of a language model; the file is right all the same."""
+    """A classifier has no language modeling head, and its file is still valid."""
     block = Block()
-    block.output = nn.Linear(4, 4)  # a block's, as many have one
+    block.output = nn.Linear(4, 4)  # of a block, as many blocks have one
     plan = plan_of(inside(nn.Sequential(block)), classes=("Block",), embeddings=True, output=True)
     assert [note for note in plan.notes if "has no such module" in note] == [
         "wrap_policy.wrap_embeddings is true, and the model has no such module, so it makes no unit",
@@ -300,18 +300,18 @@ def test_ends_that_a_model_has_not_are_told():
 
 
 def test_a_model_that_cannot_tell_its_ends_is_named():
-    """The error of a stranger's method would come without a word of where it was asked."""
+    """The exception of the model's own method would not name the key that called it."""
     model = inside(LanguageModel())
     model.model.get_input_embeddings = lambda: model.model.trunk.wte
     with pytest.raises(PlanError, match=r"get_input_embeddings of LanguageModel raised AttributeError: .*wte"):
         plan_of(model, embeddings=True)
 
 
-# --- beside the model's own words
+# --- with the model's own hooks
 
 
 def test_hooks_and_policy_together():
-    """The policy takes the place of the function, an attribute that of the policy; the plan says all of it."""
+    """The policy replaces the wrap function, and ``_fsdp_wrap`` overrides the policy. The plan reports both."""
     model = inside(LanguageModel())
     model.model.fsdp_wrap_fn = lambda module: pytest.fail("asked")
     model.model.trunk.blocks[0]._fsdp_wrap = False
@@ -327,14 +327,14 @@ def test_hooks_and_policy_together():
 
 
 def test_without_a_policy_hooks_choose_as_before():
-    """Models of Composer runs keep the units that they have."""
+    """Composer runs keep their units."""
     model = inside(LanguageModel())
     model.model.fsdp_wrap_fn = lambda module: isinstance(module, Block)
     assert set(read_hooks(model, ShardingConfig()).chosen) == set(BLOCKS)
 
 
 def test_what_is_no_part_of_the_sharded_model_is_passed_over():
-    """Metrics and ignored modules stay whole, whatever their class."""
+    """Metrics and ignored modules are not sharded, whatever their class."""
     model = inside(LanguageModel())
     model.metric = FakeMetric()
     config = ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES), ignored_modules=(model.model.trunk.blocks[0],))
@@ -344,7 +344,7 @@ def test_what_is_no_part_of_the_sharded_model_is_passed_over():
 
 
 def test_what_is_chosen_in_vain_is_told():
-    """One unit as large as the model is a surprise in the memory that it takes, unless the plan says why."""
+    """A plan with a single unit takes a model's worth of memory, so it reports policies that chose nothing."""
     ends = {"embeddings": True, "output": True}
     model = inside(LanguageModel(Block(), WideBlock()))
     model.left = nn.Sequential(nn.GroupNorm(1, 4))
@@ -359,14 +359,14 @@ def test_what_is_chosen_in_vain_is_told():
         "wrap_policy.wrap_embeddings is true",
         *(f"{key} {name}" for name in ("WideBlock", "GroupNorm", "LanguageModel")),
     ]
-    # No module is so large: Composer's own units would have been smaller than the one that is left.
+    # No module has so many parameters. Composer's own units would have been smaller than the one unit left.
     plan = plan_of(model, kind=WrapKind.SIZE, min_num_params=10**6)
     assert [note for note in plan.notes if "wrap_policy" in note] == [
         "wrap_policy.min_num_params is 1,000,000, which makes no unit: no module below a direct child of the model "
         "holds so many parameters, containers aside; give a smaller number"
     ]
     assert not plan_of(model, kind=WrapKind.SIZE, min_num_params=20).notes
-    # An attribute that says otherwise is told as such, and a unit that it makes is one.
+    # An overriding attribute is reported as such, and the unit that it adds is not reported as missing.
     trunk.norm._fsdp_wrap, trunk.blocks[0]._fsdp_wrap = False, True
     plan = plan_sharding(model, ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES, classes=("Block", "LayerNorm"))))
     assert [note for note in plan.notes if "wrap_policy" in note] == [
@@ -375,7 +375,7 @@ def test_what_is_chosen_in_vain_is_told():
 
 
 def test_an_attribute_on_what_holds_nothing_is_not_told():
-    """LLM Foundry's MPT has one on a Dropout: a warning in every run, of which there is nothing to do."""
+    """LLM Foundry's MPT sets it on a Dropout; a note in every run would help no user."""
     model = inside(LanguageModel())
     model.model.trunk.drop = nn.Dropout()
     model.model.trunk.drop._fsdp_wrap = True
@@ -383,7 +383,7 @@ def test_an_attribute_on_what_holds_nothing_is_not_told():
 
 
 def test_the_policy_is_part_of_the_plan():
-    """Ranks with different policies find out before they hang."""
+    """Ranks with different policies raise instead of hanging."""
     model = inside(LanguageModel())
     digests = {plan_of(model, **wrap).digest for wrap in ({}, {"classes": ("Block",)}, {"kind": WrapKind.ROOT})}
     assert len(digests) == 3

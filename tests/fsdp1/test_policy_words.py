@@ -25,7 +25,7 @@ LAYERS = "transformer_layer_cls_to_wrap"
 
 
 def test_each_spelling_of_a_policy():
-    """A list, one name, auto and [] are four different runs; 1e8 is a string to PyYAML and a float to OmegaConf."""
+    """A list, one name, auto and [] are four different runs; 1e8 is a string in PyYAML and a float in OmegaConf."""
     by_size = Wrap(kind=WrapKind.SIZE, min_num_params=10**8)
     for written, meant in (
         (None, Wrap()),
@@ -45,7 +45,7 @@ def test_each_spelling_of_a_policy():
         ({LAYERS: ["A"], "moe_experts": False}, Wrap(kind=WrapKind.CLASSES, classes=("A",))),
         *(({"min_num_params": number}, by_size) for number in (10**8, "1e8", 1e8, "100000000", "1E+8")),
         ({"min_num_params": "1e8", "moe_experts": None, "wrap_embeddings": False}, by_size),
-        # null is what was not given; [] and false ask for nothing.
+        # null means not set; [] and false choose no module.
         ({"min_num_params": "1e8", LAYERS: None, "moe_experts": [], "wrap_lm_output": None}, by_size),
         ({LAYERS: ["A"], "min_num_params": None, "wrap_embeddings": None}, Wrap(kind=WrapKind.CLASSES, classes=("A",))),
     ):
@@ -53,7 +53,7 @@ def test_each_spelling_of_a_policy():
 
 
 def test_what_a_configuration_file_hands_over_is_read():
-    """OmegaConf's lists and mappings are not Python's."""
+    """OmegaConf's lists and mappings are not Python's types."""
     section = OmegaConf.create({"wrap_policy": {LAYERS: ["A"]}, "freeze": ["model.embed."]})
     config = config_of(section)
     assert config.freeze == ("model.embed",)
@@ -90,13 +90,13 @@ def test_what_a_configuration_file_hands_over_is_read():
     ],
 )
 def test_a_policy_that_says_something_else(policy: Any, words: str):
-    """Each is a run with other units than its author thinks; the message begins with the key and has the way out."""
+    """Each would have other units than its author expects; the error starts with the key and shows an alternative."""
     text = refused({"wrap_policy": policy})
     assert text.startswith("fsdp_config.wrap_policy is ") and words in text
 
 
 def test_what_is_recomputed_is_asked_for():
-    """A policy beside checkpointing that is off would recompute nothing, and the run be out of memory."""
+    """A policy with checkpointing turned off would checkpoint nothing, and the run would be out of memory."""
     for off in ({}, {"activation_checkpointing": False}):
         text = refused({"activation_checkpointing_policy": ["A"], **off})
         assert "activation_checkpointing is false; set activation_checkpointing: true, or leave the policy out" in text
@@ -109,7 +109,7 @@ def test_what_is_recomputed_is_asked_for():
 
 
 def test_prefixes_of_frozen_parameters():
-    """The dot at the end is the same prefix; what is no path would freeze nothing, or everything."""
+    """A trailing dot does not change a prefix; a value that is not a path would freeze nothing, or everything."""
     for written, meant in (
         ("model.embed", ("model.embed",)),
         (["model.embed.", "model.embed", "head"], ("model.embed", "head")),
@@ -146,7 +146,7 @@ WRAPS = (
 def test_words_mean_what_they_are_written_for(
     wrap: Wrap, checkpointed: tuple[str, ...] | None, frozen: tuple[str, ...]
 ):
-    """A migrated file would have other units than the file that it comes from."""
+    """Otherwise a migrated file would have other units than the original."""
     assert parse_wrap_policy(wrap_policy_words(wrap)) == wrap
     assert parse_checkpointed_classes(checkpointed_words(checkpointed)) == checkpointed
     assert parse_freeze(freeze_words(frozen)) == frozen

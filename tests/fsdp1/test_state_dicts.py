@@ -1,4 +1,4 @@
-"""FSDP1's state dict types without Composer: a script's own loop calls them on the unit itself."""
+"""FSDP1's state dict types without Composer: a script's own loop calls them on the unit directly."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build(config: dict[str, Any] | None = None, seed: int = 0, **options: Any) -
 
 
 def check_round_trip(config: dict[str, Any], savers: list[int]) -> None:
-    """Of a tied model, whose first forward after the step is an evaluation."""
+    """For a tied model, whose first forward after the step is an evaluation."""
     (model, optimizer), (single, of_single) = build(config, tied=True), build(tied=True)
     with torch.no_grad():
         model(tokens(1))
@@ -85,6 +85,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_round_trip(layout: str):
-    """With rank0_only the first rank of each replica has the state dict, as under FSDP1; ties stay one tensor."""
+    """With rank0_only the first rank of each replica has the state dict, as under FSDP1; tied parameters share a
+    tensor."""
     config, world_size, savers = LAYOUTS[layout]
     run_ranks(check_round_trip, world_size, config, savers)

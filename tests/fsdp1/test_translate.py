@@ -1,4 +1,5 @@
-"""FSDP1's words in FSDP2's values; the expectations are Composer's code (0.32.1) and torch's documentation."""
+"""FSDP1's keys and values as FSDP2 settings; the expectations come from Composer's code (0.32.1) and torch's
+documentation."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FLOAT, HALF, BFLOAT = "float32", "float16", "bfloat16"
 LOW = {"fp32": FLOAT, "amp_fp16": HALF, "amp_bf16": BFLOAT, "amp_fp8": BFLOAT}
 
-# --- what is asked for
+# --- supported values
 
 STRATEGIES = [
     (None, -1, None, (4,), True),
@@ -126,9 +127,9 @@ def mixed_precision_of(word: str | None, precision: str) -> OurMixedPrecision:
 OF_HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
 RECOMPUTED = ("activation_checkpointing", "activation_cpu_offload", "activation_checkpointing_reentrant")
 OF_FOUNDRY = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "bf16", "keep_low_precision_grads": False}
-# A section, what stands beside it, and what is asked for.
+# A section, the settings around it, and the expected configuration.
 ASKED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    # Memory and traffic stay what they were: SHARD_GRAD_OP keeps parameters, NO_SHARD replicates, HYBRID is 2-D.
+    # Memory and traffic do not change: SHARD_GRAD_OP keeps parameters unsharded, NO_SHARD replicates, HYBRID is 2-D.
     *(
         (
             {key: value for key, value in zip(STRATEGY_KEYS, written, strict=True) if value is not None},
@@ -137,14 +138,14 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         )
         for *written, shape, reshard in STRATEGIES
     ),
-    # Degrees stay open without a world size.
+    # Without a world size, degrees remain open.
     (OF_HYBRID, {"world_size": None}, {"mesh": MeshSpec.of_degrees(replicate=2)}),
     (
         {"sharding_strategy": "NO_SHARD"},
         {"world_size": None},
         {"mesh": MeshSpec.of_degrees(shard=1, replicate=-1)},
     ),
-    # FSDP2's own word goes through as it is, and an integer keeps parameters within a node.
+    # FSDP2's own key is taken as it is, and an integer reshards to the ranks of a node.
     *((written, {}, {"reshard_after_forward": expected}) for written, expected in RESHARDS),
     *(
         (
@@ -155,13 +156,13 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         for word in ("FULL", "DEFAULT", "PURE", "default", None)
         for precision in LOW
     ),
-    # Masks and positions handed to a block keep their dtype, as under FSDP1 (MixedPrecision's defaults).
+    # Masks and positions passed to a block keep their dtype, as under FSDP1 (MixedPrecision's defaults).
     (
         {},
         {"precision": "amp_bf16"},
         {"mixed_precision.cast_root_inputs": True, "mixed_precision.cast_forward_inputs": False},
     ),
-    # What a dict leaves out stays as it is.
+    # A key missing from a dict keeps its default.
     *(
         (
             {"mixed_precision": {key: spelling}},
@@ -176,7 +177,7 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     *(({}, {"device": device, "precision": "fp32"}, {"mesh.device_type": name}) for device, name in DEVICES),
     *((written, {}, {"cpu_offload": expected}) for written, expected in OFFLOADS),
     *((written, {}, {"prefetch": expected}) for written, expected in PREFETCHES),
-    # A script that hands over FSDP1's own MixedPrecision keeps each of its fields.
+    # FSDP1's own MixedPrecision, passed by a script, keeps each of its fields.
     (
         {
             "mixed_precision": MixedPrecision(
@@ -199,14 +200,14 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {},
         {"mixed_precision.cast_forward_inputs": True},
     ),
-    # FSDP1's key set to None, or to false, and FSDP2's policy beside it means the policy.
+    # FSDP1's key set to None or false, beside FSDP2's policy: the policy applies.
     (
         {"mixed_precision": None, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16)},
         {},
         {"mixed_precision.param_dtype": BFLOAT},
     ),
     ({"cpu_offload": None, "offload_policy": CPUOffloadPolicy()}, {}, {"cpu_offload": True}),
-    # FSDP1's default implementation, the reentrant one, stays.
+    # FSDP1's default implementation, the reentrant one, is kept.
     (
         {},
         {},
@@ -234,7 +235,7 @@ def test_what_a_section_asks_for(written: dict[str, Any], options: dict[str, Any
 
 
 def test_verbose():
-    """The report is logged when it is asked for."""
+    """The report is logged on request only."""
     assert translate({"verbose": True}, device="cpu").verbose and not translate({}, device="cpu").verbose
 
 
@@ -247,7 +248,7 @@ def test_precision_of_no_precision(monkeypatch: pytest.MonkeyPatch):
     assert config_of({}, device=None).mesh.device_type == "cuda"
 
 
-# --- what is refused
+# --- refused values
 
 DEGREES = [
     ({"data_parallel_shard_degree": 8}, 12, ["8", "world size is 12", "1, 2, 3, 4, 6 or 12"]),
@@ -303,9 +304,9 @@ MISTAKES = {
 }
 OF_DEVICES = "sharding runs on 'gpu' ('cuda') or 'cpu'"
 REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
-    # Moving to another number of GPUs says which numbers would do.
+    # After a change of the number of GPUs, the error lists the valid numbers.
     *((written, {"world_size": world_size}, parts) for written, world_size, parts in DEGREES),
-    # A degree with too many zeros is no job that hangs at its start.
+    # A degree with too many zeros is refused at once, where the job would hang at its start.
     (
         {"data_parallel_shard_degree": 10**13, "reshard_after_forward": 7},
         {"world_size": None},
@@ -329,7 +330,7 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
     ),
     *((written, {}, parts) for written, parts in OUTSIDE),
     ({"mixed_precision": None, "mp_policy": None}, {}, ["mixed_precision is None"]),
-    # Of two settings one would silently win.
+    # Of two contradicting settings, one would silently win.
     *((written, {}, parts) for written, parts in CONTRADICTIONS),
     # Ten mistakes are one edit, not ten queued jobs.
     (
@@ -346,9 +347,9 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
         {"precision": "bf16"},
         ["replicate_degree 3", "HALF", "limit is 0", "'whole'", "'yes'", "use_orig_params", "'bf16'"],
     ),
-    # FSDPConfig takes a misspelt key as well.
+    # FSDPConfig accepts a misspelt key as well.
     (types.SimpleNamespace(sharding_stratgy="FULL_SHARD"), {}, ["did you mean sharding_strategy?"]),
-    # A wrong argument is never taken for an empty configuration.
+    # A wrong argument is never read as an empty configuration.
     *(
         (source, {}, ["give a mapping, a composer FSDPConfig or an FSDP2Config"])
         for source in ("FULL_SHARD", 3, None, ["verbose"], types.SimpleNamespace, ShardingConfig(), len)
@@ -358,25 +359,25 @@ REFUSED: list[tuple[Any, dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("written", "options", "parts"), REFUSED)
 def test_what_is_refused(written: Any, options: dict[str, Any], parts: list[str]):
-    """A word that means nothing, or two that contradict each other, are named with the words that would do."""
+    """Invalid and contradicting values are named together with the valid ones."""
     message = refused(written, **options)
     assert [part for part in parts if part not in message] == []
 
 
 @pytest.mark.parametrize("written", [{"sharding_strategy": "SHARDED"}, {"backward_prefetch": "LATER"}])
 def test_a_problem_is_named_once(written: dict[str, Any]):
-    """The error is as long as the list of things to mend."""
+    """The error has one line for each mistake."""
     lines = refused(written).splitlines()
     assert len(lines) == len(set(lines)) == 1
     assert len(refused({}, device="tpu", precision=None).splitlines()) == 1
 
 
-# --- what is read
+# --- accepted forms
 
 
 @dataclass
 class LikeFSDP2Config:
-    """As Composer's FSDP2Config: a generated __init__ that sets every field."""
+    """Like Composer's FSDP2Config: a generated __init__ that sets every field."""
 
     device_mesh: Any = None
     reshard_after_forward: bool | int = True
@@ -400,15 +401,15 @@ def keys_of(translation: Translation) -> list[str]:
 
 @dataclass
 class Other(LikeFSDP2Config):
-    """A subclass with other defaults, which it means, though they are no statement."""
+    """A subclass with its own defaults. They apply, but the user did not set them."""
 
     reshard_after_forward: bool | int = False
     activation_checkpointing: bool = True
 
 
 def test_a_configuration_is_read_for_what_was_said():
-    """The report shows what the user wrote, not what a class fills in; of a mapping that is all, default or not. With
-    Composer's own classes: tests/compat/test_keys_match_composer.py."""
+    """The report shows the user's settings, without a class's defaults. All keys of a mapping count as set, also those
+    equal to the default. With Composer's own classes: tests/compat/test_keys_match_composer.py."""
     of_class = translate(Other(), device="cpu")
     assert of_class.config is not None and not of_class.findings
     assert of_class.config.activation_checkpointing.checkpoint and of_class.config.reshard_after_forward is False
@@ -417,8 +418,8 @@ def test_a_configuration_is_read_for_what_was_said():
 
 
 def test_defaults_of_composers_fsdp2():
-    """An FSDP2Config without a word trains as under Composer's own FSDP2: checkpointing is not reentrant, and rank 0's
-    values go out where other ranks have none (composer/distributed, 0.32.1)."""
+    """An empty FSDP2Config trains as under Composer's own FSDP2: checkpointing is not reentrant, and rank 0's values
+    are broadcast to ranks without any (composer/distributed, 0.32.1)."""
     expected = dataclasses.replace(
         config_of({}),
         activation_checkpointing=ActivationCheckpointing(reentrant=False),
@@ -429,7 +430,7 @@ def test_defaults_of_composers_fsdp2():
 
 
 def test_omegaconf():
-    """LLM Foundry's YAML sections are read as they are, interpolations and nested sections included."""
+    """LLM Foundry's YAML sections are read directly, including interpolations and nested sections."""
     written = {"sharding_strategy": "${strategy}", "mixed_precision": {"param_dtype": "bf16"}}
     tree = OmegaConf.create({"strategy": "SHARD_GRAD_OP", "fsdp_config": written})
     assert config_of(tree.fsdp_config) == config_of(written | {"sharding_strategy": "SHARD_GRAD_OP"})
@@ -437,7 +438,7 @@ def test_omegaconf():
 
 
 def test_omegaconf_that_cannot_be_resolved():
-    """A broken interpolation is our error with its key, not a stack trace of OmegaConf."""
+    """A broken interpolation raises our error with its key, not OmegaConf's stack trace."""
     assert "nowhere" in refused(OmegaConf.create({"verbose": "${nowhere}"}))
     # A part of a file in a script's own mapping, or in an object made of it.
     for key, part in (
@@ -455,7 +456,8 @@ def test_omegaconf_that_cannot_be_resolved():
 
 
 def test_nothing_is_changed():
-    """An object that is used again, for a second model or a log, is as it was; for mappings see the properties."""
+    """A configuration object is not modified: it can be used for a second model or a log. For mappings see the
+    properties."""
     config = types.SimpleNamespace(sharding_strategy="no_shard", mixed_precision={"param_dtype": "bf16"})
     before = copy.deepcopy(vars(config))
     translate(config, device="cpu", world_size=4)
@@ -473,10 +475,10 @@ TOLD: list[tuple[dict[str, Any], str, Outcome, str]] = [
         Outcome.UNNEEDED,
         "never read it",
     ),
-    # FSDP2 gathers earlier than BACKWARD_POST did.
+    # FSDP2 prefetches earlier than BACKWARD_POST did.
     ({"backward_prefetch": "BACKWARD_POST"}, "backward_prefetch", Outcome.APPROXIMATE, "NONE"),
     ({"backward_prefetch": "BACKWARD_PRE"}, "backward_prefetch", Outcome.EXACT, ""),
-    # Without a degree it has no replicas, which Composer said in a warning only.
+    # Without a degree there are no replicas; Composer only warned.
     (
         {"sharding_strategy": "HYBRID_SHARD"},
         "sharding_strategy",
@@ -484,7 +486,7 @@ TOLD: list[tuple[dict[str, Any], str, Outcome, str]] = [
         "data_parallel_replicate_degree",
     ),
     (OF_HYBRID, "sharding_strategy", Outcome.EXACT, ""),
-    # With use_orig_params: false FSDP1's dashboards had one curve for each unit, which no key can bring back.
+    # With use_orig_params: false FSDP1's dashboards had one curve for each unit, which no key can restore.
     ({"fsdp1_metric_names": True}, "fsdp1_metric_names", Outcome.EXACT, ""),
     (FLAT, "fsdp1_metric_names", Outcome.APPROXIMATE, "_flat_param"),
     (FLAT | {"fsdp1_metric_names": False}, "fsdp1_metric_names", Outcome.EXACT, ""),
@@ -492,7 +494,7 @@ TOLD: list[tuple[dict[str, Any], str, Outcome, str]] = [
         ({key: value}, key, Outcome.EXACT, "")
         for key, value in (("keep_low_precision_grads", False), ("ignored_modules", None), ("process_group", None))
     ),
-    # An old YAML runs on, and says which of its lines can go.
+    # An old YAML still runs, and the report lists the lines that can be deleted.
     *(
         ({key: value}, key, Outcome.UNNEEDED, "")
         for key, value in [
@@ -511,7 +513,7 @@ TOLD: list[tuple[dict[str, Any], str, Outcome, str]] = [
 
 @pytest.mark.parametrize(("written", "key", "outcome", "word"), TOLD)
 def test_what_is_told_of_a_key(written: dict[str, Any], key: str, outcome: Outcome, word: str):
-    """A user learns what became of each line; what FSDP2 does not need changes nothing."""
+    """Users see the outcome of each key. Keys that FSDP2 does not need change nothing."""
     translation = translate(written, device="cpu", world_size=4, precision="fp32")
     (finding,) = [each for each in translation.findings if each.key == key]
     assert finding.outcome is outcome and word in f"{finding.reason} {finding.hint}"
@@ -521,7 +523,8 @@ def test_what_is_told_of_a_key(written: dict[str, Any], key: str, outcome: Outco
 
 
 def test_what_cannot_be_carried_over_blocks():
-    """Results do not change behind the user's back; the rest of the file can be planned, and strict changes nothing."""
+    """Otherwise results would change silently. The rest of the file can still be planned, and strict changes
+    nothing."""
     options = {"device": "cpu", "world_size": 4, "precision": "amp_fp8"}
     for strict in ({}, {"strict": True}, {"strict": False}):
         stopped = translate({"te_shard_fp8_weight": True} | strict, **options)
@@ -532,10 +535,10 @@ def test_what_cannot_be_carried_over_blocks():
 
 
 def test_low_precision_gradients_inside_mixed_precision_are_found():
-    """The same wish is reported wherever it was said, once, and reaches the plan."""
+    """The same setting is reported once, from whichever key it came, and reaches the plan."""
     inside = MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
     for outside in ({}, {"keep_low_precision_grads": True}, {"keep_low_precision_grads": False}):
-        # One says it: FSDP1 read the object, whatever stood beside it.
+        # FSDP1 read the object and ignored the key beside it.
         both = translate({"mixed_precision": inside, **outside}, device="cpu")
         assert sorted(keys_of(both)) == ["keep_low_precision_grads", "mixed_precision"]
         assert both.config is not None
@@ -543,7 +546,7 @@ def test_low_precision_gradients_inside_mixed_precision_are_found():
 
 
 def test_report_shows_each_key_and_the_result():
-    """One look at the log tells what became of the YAML."""
+    """One report in the log covers all keys of the YAML."""
     text = str(translate({"sharding_strategy": "SHARD_GRAD_OP", "min_params": 1}, device="cpu", world_size=4))
     for part in ("sharding_strategy: SHARD_GRAD_OP", "min_params: 1", "unneeded", "data_parallel_shard 4"):
         assert part in text
@@ -580,12 +583,12 @@ UNIT_PREFETCHES = [
     (Prefetch(forward=2, backward=3), {"reshard_after_forward": False}, None),
 ]
 OF_BUFFERS = {"precision": "amp_fp16", "mixed_precision": OurMixedPrecision(buffer_dtype=FLOAT)}
-# What a wrap function gives, of a model with these settings, and what it changes.
+# A wrap function's return value, for a model with these settings, and the resulting change.
 OF_UNITS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     *((given, {}, changed) for given, changed in UNIT_SETTINGS),
-    # The model's limit holds.
+    # The model's limit applies.
     *((given, {"prefetch": of_model}, {"prefetch": expected}) for of_model, given, expected in UNIT_PREFETCHES),
-    # In another dtype than the rest: by FSDP1's object, by a word at the run's precision, by FSDP2's.
+    # In another dtype than the rest: as FSDP1's object, as a dtype name at the run's precision, as FSDP2's object.
     (
         {"mixed_precision": MixedPrecision(param_dtype=F16)},
         {},
@@ -601,7 +604,8 @@ OF_UNITS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {},
         {"mixed_precision": OurMixedPrecision(output_dtype=FLOAT, cast_forward_inputs=True)},
     ),
-    # A MixedPrecision decides on the unit's buffers too, also by not naming them; FSDP2's policy leaves them alone.
+    # A MixedPrecision also sets the dtype of the unit's buffers, even by omitting it; FSDP2's policy leaves buffers
+    # alone.
     *(
         (given, OF_BUFFERS, {"mixed_precision.buffer_dtype": expected})
         for given, expected in (
@@ -645,7 +649,7 @@ def test_unit_settings(given: dict[str, Any], of_model: dict[str, Any], changed:
     ],
 )
 def test_unit_settings_that_cannot_be(written: dict[str, Any], error: type[Exception], parts: list[str]):
-    """The error names the module whose wrap function asked for it."""
+    """The error names the module whose wrap function returned the setting."""
     with pytest.raises(error) as caught:
         overrides_of(written)
     assert [part for part in ["'net.block'", *parts] if part not in str(caught.value)] == []

@@ -1,4 +1,4 @@
-"""Whatever a configuration says: the answer is the same each time, and accounts for every key."""
+"""For every configuration, translation is deterministic and accounts for every key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODULE = nn.Linear(1, 1)
 DTYPE_DICTS = st.dictionaries(
     st.sampled_from(["param_dtype", "reduce_dtype", "buffer_dtype"]), st.sampled_from(["bf16", "fp16", "fp32", None])
 )
-# What each key takes, where its kind does not say. Plain values can be written in a YAML.
+# The values of keys whose kind does not determine them. Plain values can be written in a YAML.
 PLAIN: dict[str, st.SearchStrategy[Any]] = {
     "wrap_policy": st.sampled_from(
         [None, {"transformer_layer_cls_to_wrap": "auto", "wrap_embeddings": True}, {"min_num_params": "1e8"}]
@@ -74,13 +74,13 @@ VALUES = {name: values | OBJECTS.get(name, st.nothing()) for name, values in PLA
 
 
 def mappings(values: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    """Some keys, in any order, each with a value that it takes."""
+    """Some keys, in any order, each with a valid value."""
     names = st.lists(st.sampled_from(sorted(values)), unique=True, max_size=7)
     return names.flatmap(lambda chosen: st.fixed_dictionaries({name: values[name] for name in chosen}))
 
 
 def answer_to(written: object, **options: Any) -> Translation | str:
-    """The translation, or the one kind of error that there may be."""
+    """The translation, or the message of the one permitted error."""
     try:
         return translate(written, **{"device": "cpu", **options})
     except ConfigError as error:
@@ -94,9 +94,9 @@ def config_of(answer: Translation | str) -> ShardingConfig | None:
 @given(mappings(VALUES), st.sampled_from(PRECISIONS), st.sampled_from(WORLD_SIZES), st.data())
 @examples(100)
 def test_no_key_is_lost(written: dict[str, Any], precision: str | None, world_size: int | None, data: st.DataObject):
-    """A setting that is dropped without a word is found in the loss curve, or never: every key that was said has its
-    line in the report, and the run starts unless one of those lines stands in its way. Ranks read the same file and
-    must decide alike; the order of its lines does not matter, and the user's own mapping stays as it was."""
+    """A silently dropped setting would be found in the loss curve, or never: every key set by the user has its line in
+    the report, and the run starts unless a line blocks it. Ranks read the same file and must decide alike. The order of
+    its lines does not matter, and the user's mapping is not modified."""
     options = {"precision": precision, "world_size": world_size}
     before = copy.copy(written), {name: repr(value) for name, value in written.items()}
     answer = answer_to(written, **options)
@@ -113,7 +113,7 @@ def test_no_key_is_lost(written: dict[str, Any], precision: str | None, world_si
     assert sorted(map(repr, shuffled.findings)) == sorted(map(repr, answer.findings))
     found = [finding.key for finding in answer.findings]
     assert [name for name in written if name not in found] == []
-    # A MixedPrecision brings a key of its own along; a part of a value is named after the key that it lies in.
+    # A MixedPrecision adds its own key; a part of a value is named after its key.
     brought = {"keep_low_precision_grads"} if isinstance(written.get("mixed_precision"), MixedPrecision) else set()
     assert {key.partition(".")[0] for key in found} <= written.keys() | brought
     for finding in answer.findings:
@@ -133,25 +133,25 @@ def test_every_form_says_the_same(written: dict[str, Any], precision: str | None
     options = {"precision": precision, "world_size": world_size}
     plain = answer_to(written, **options)
     assert answer_to(OmegaConf.create(written), **options) == plain
-    # An object without a sharding_strategy is FSDP2's, with other defaults.
+    # An object without a sharding_strategy is an FSDP2Config, with other defaults.
     whole = {"sharding_strategy": "FULL_SHARD"} | written
     of_mapping, of_object = answer_to(whole, **options), answer_to(SimpleNamespace(**whole), **options)
     assert config_of(of_object) == config_of(of_mapping)
     assert isinstance(of_object, str) == isinstance(of_mapping, str)
 
 
-# Saying these has an effect although it is the default: reshard_after_forward and sharding_strategy must not contradict
-# each other, a value of either decides where the other is not said, and load_monolith_rank0_only asks for
-# sync_module_states unless that was said.
+# Setting these has an effect even with the default value. reshard_after_forward and sharding_strategy must not
+# contradict each other, and each determines the other if that is not set. load_monolith_rank0_only requires
+# sync_module_states unless that is set.
 MATTERS_TO_SAY = {"sharding_strategy", "reshard_after_forward", "sync_module_states"}
-# Of two ways to say one thing only one may be said, whatever its value.
+# Only one of two equivalent keys may be set, whatever its value.
 SYNONYMS = {"cpu_offload": "offload_policy", "mixed_precision": "mp_policy"}
 
 
 @given(mappings(VALUES), st.sampled_from(sorted(KEYS_BY_NAME.keys() - MATTERS_TO_SAY)), st.sampled_from(WORLD_SIZES))
 @examples(100)
 def test_a_default_may_be_said(written: dict[str, Any], name: str, world_size: int | None):
-    """Whoever writes every key out trains as if those with their default were left away."""
+    """A configuration with every default written out trains like one without them."""
     written = {key: value for key, value in written.items() if key not in (name, SYNONYMS.get(name))}
     options = {"precision": "amp_bf16", "world_size": world_size}
     without, with_default = (

@@ -1,4 +1,4 @@
-"""What is said of a file, as rows of a table: ``from tests.migration.file_cases import Case, each_case``."""
+"""Findings of a file, as rows of a table: ``from tests.migration.file_cases import Case, each_case``."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ NO_RUN: Mapping[str, Any] = {"": None}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A file, and what becomes of it.
+    """A file and the expected result of its migration.
 
     Args:
         file: Its text, or its values.
-        to: None: only read, as its own system did.
-        told: By key the outcome (None: any), and words that stand in the finding's reason, hint or target.
-        became: By key what the report says that it became.
-        untold: Keys that no finding has.
-        run: Attributes of the run that its first section asks for; ``NO_RUN``: none.
-        blocking: Keys of what is left to decide, of a new file in all of its sections; None: not looked at.
-        says: Values in the new file; ``...``: any, None: there is none.
-        has: Texts in the new file.
-        after: The whole of it; ``file``: it stays as it is. It has nothing to change then.
-        keeps: Attributes of the run that the new file asks for as well.
-        has_way_out: Whether all that is left to decide comes with a hint.
+        to: The target; None: the file is only read by its own dialect.
+        told: By key, the outcome (None: any) and strings from the finding's reason, hint or target.
+        became: By key, the target in the report.
+        untold: Keys without a finding.
+        run: Attributes of the run in its first section; ``NO_RUN``: no run.
+        blocking: Keys that the user must decide, in all sections of the new file; None: not checked.
+        says: Values in the new file; ``...``: any value, None: no such key.
+        has: Strings in the new file.
+        after: Its complete text; ``file``: unchanged, because nothing needs to change.
+        keeps: Attributes of the run that the new file preserves.
+        has_way_out: Whether each finding that needs a decision has a hint.
     """
 
     file: str | Mapping[str, Any]
@@ -92,17 +92,17 @@ class Case:
 
 
 def read_first(text: str, name: str = "run.yaml") -> Reading:
-    """The first section of a file, as its own system did."""
+    """The first section of a file, read by its own dialect."""
     (dialect, section), *_ = find_sections(text, name)[1]
     return dialect.read(section)
 
 
 def asked_of_runtime(text: str, num_ranks: int) -> ShardingConfig | None:
-    """What the runtime makes of the first section of a Composer file on so many ranks."""
+    """The runtime's configuration for the first section of a Composer file on so many ranks."""
     values = yaml.safe_load(text)
     section = Section.at(DIALECTS["composer"].sections(values)[0], values)
     known = {key: value for key, value in section.given.items() if key in KEYS_BY_NAME and "${" not in str(value)}
-    if values.get("model", {}).get("init_device") == "mixed":  # as LLM Foundry does
+    if values.get("model", {}).get("init_device") == "mixed":  # like LLM Foundry
         known |= {"load_monolith_rank0_only": True, "sync_module_states": True}
     return translate(
         known,
@@ -113,7 +113,7 @@ def asked_of_runtime(text: str, num_ranks: int) -> ShardingConfig | None:
     ).config
 
 
-# Of an error that names nothing else, it is the number of ranks that does not fit.
+# An error that names no key is about the number of ranks.
 MESH_KEYS = {
     "data_parallel_shard_degree",
     "data_parallel_replicate_degree",
@@ -125,10 +125,10 @@ MESH_KEYS = {
 
 
 def asked_at(text: str, num_ranks: int) -> ShardingConfig | None:
-    """What the runtime makes of a Composer file on so many ranks; None where the mesh does not fit them.
+    """The runtime's configuration for a Composer file on so many ranks; None if the mesh does not fit them.
 
     Raises:
-        ConfigError: it refuses the section for another reason.
+        ConfigError: the runtime refuses the section for another reason.
     """
     try:
         return asked_of_runtime(text, num_ranks)
@@ -145,7 +145,7 @@ def value_at_path(values: Any, path: str) -> Any:
 
 
 def each_case(cases: Mapping[str, Case]) -> Any:
-    """A test's parameter ``case``; the names say what a user would lose."""
+    """Parametrizes a test by ``case``; the names describe what a user would lose."""
     return pytest.mark.parametrize("case", cases.values(), ids=cases.keys())
 
 

@@ -1,4 +1,4 @@
-"""Random configuration files of each dialect, with what users have in them beside the section."""
+"""Random configuration files of each dialect, with the surroundings found in users' files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-UNSET = "${oc.env:COMPOSER_FSDP2_NOBODY}"  # where it runs, somebody has
-# What a section may say. Nothing here knows what becomes of it; some combinations contradict each other, as users' do.
+UNSET = "${oc.env:COMPOSER_FSDP2_NOBODY}"  # set in nearly no environment
+# Values of a section, chosen independently of their outcomes; some combinations contradict each other, as users' do.
 COMPOSER: Mapping[str, list[Any]] = {
     "sharding_strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"],
     "data_parallel_shard_degree": [-1, 2, 4],
@@ -209,10 +209,10 @@ TORCHTITAN: Mapping[str, list[Any]] = {
 
 @dataclass(frozen=True)
 class File:
-    """A file in three parts, of which only the middle is to change.
+    """A file in three parts; only the middle one may change.
 
     Args:
-        keys: The section's, as the file names them.
+        keys: The section's keys, as written in the file.
         comments: In the section.
     """
 
@@ -256,12 +256,12 @@ AROUND = [
     "flow: {'a': 1, ? b : c, \"d\":2}\n",
     "tagged: !!str 1\n",
 ]
-# The last has no line end.
+# The last one has no line end.
 BEHIND = ["tail: 1\n", "# the end\n", "last: &z\n  p: 1\nagain: *z\n", "end: [1, 2] # x"]
 
 
 def plain(value: Any) -> str:
-    """A value as a user may write it; not with our own code."""
+    """A value as users write it; independent of our own code."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {plain(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
@@ -282,7 +282,7 @@ def written(draw: st.DrawFn, keys: Mapping[str, list[Any]], sane: bool) -> dict[
 
 @st.composite
 def block(draw: st.DrawFn, values: Mapping[str, Any], indent: str, comments: list[str]) -> str:
-    """Entries in lines, with comments between and behind them."""
+    """Entries on lines, with comments between and after them."""
 
     def comment() -> str:
         comments.append(f"# c{len(comments)}")
@@ -336,7 +336,7 @@ def composer_files(draw: st.DrawFn, sane: bool = False) -> File:
 
 @st.composite
 def merging_files(draw: st.DrawFn) -> File:
-    """A section that takes some of its keys, or all, from an anchor elsewhere."""
+    """A section that takes some or all keys from an anchor elsewhere."""
     values = draw(written(COMPOSER, False))
     before, after = draw(around())
     inherited = {key: value for key, value in values.items() if draw(st.booleans())} or values
@@ -344,7 +344,7 @@ def merging_files(draw: st.DrawFn) -> File:
     comments: list[str] = []
     before += "shared: &shared\n" + draw(block(inherited, "  ", [])) + "other:\n  <<: *shared\n"
     if own:
-        over = draw(st.sampled_from(sorted(inherited)))  # said in both; what is said here goes first
+        over = draw(st.sampled_from(sorted(inherited)))  # set in both; the section's own value takes precedence
         own[over] = inherited[over]
         section = "fsdp_config:\n  <<: *shared  # all of it\n" + draw(block(own, "  ", comments))
         return File(before, section, after, tuple(values), tuple(comments))
@@ -366,7 +366,7 @@ def mac_files() -> st.SearchStrategy[File]:
 
 @st.composite
 def explicit_files(draw: st.DrawFn) -> File:
-    """A section whose keys stand behind question marks, as some tools write long ones."""
+    """A section with explicit keys (question marks), as some tools write long ones."""
     values = draw(written(COMPOSER, False))
     before, after = draw(around())
     comments, section = [], "fsdp_config:\n"
@@ -382,7 +382,7 @@ def explicit_files(draw: st.DrawFn) -> File:
 
 @st.composite
 def json_files(draw: st.DrawFn) -> File:
-    """A section in JSON, in the layout of one of the tools that write it; also in a file that is called YAML."""
+    """A section in JSON, formatted as by one of the tools that write it; also in a file with a YAML suffix."""
     values = draw(written(COMPOSER, False))
     keys = draw(st.permutations(["a", "é", "fsdp_config", "last"]))
     others = {"a": [1, {"b": None}], "é": "${{ x }}", "last": 1e-5, "fsdp_config": values}
@@ -403,8 +403,8 @@ def accelerate_files(draw: st.DrawFn) -> File:
     text += f"mixed_precision: {draw(st.sampled_from(['bf16', 'no', 'fp16']))}  # here\nnum_processes: 8\n"
     text += "fsdp_config:\n" + draw(block(values, "  ", comments))
     if draw(st.integers(0, 3)) == 0:
-        shards, replicas = draw(st.sampled_from([(8, 1), (4, 2), (2, 2), (3, 2)]))  # of 8 ranks or of others
-        prefix = draw(st.sampled_from(["parallelism_config_", "parallelism_config_", ""]))  # nobody reads the last
+        shards, replicas = draw(st.sampled_from([(8, 1), (4, 2), (2, 2), (3, 2)]))  # for 8 ranks or other numbers
+        prefix = draw(st.sampled_from(["parallelism_config_", "parallelism_config_", ""]))  # the last is ignored
         text += f"parallelism_config: {{{prefix}dp_shard_size: {shards}, {prefix}dp_replicate_size: {replicas}}}\n"
     return File("", text, "", tuple(f"fsdp_config.{key}" for key in values), ("# here", *comments))
 
@@ -473,7 +473,7 @@ def torchtitan_files(draw: st.DrawFn) -> File:
         tables.setdefault(table, []).append(f"{name} = {text}  # {name}\n")
     text = "# a run\n[job]\ndump_folder = 'out'\n\n"
     text += "\n".join(f"[{table}]\n{''.join(lines)}" for table, lines in tables.items())
-    # Of what only tells whose file it is, and whose model, there is no line.
+    # Keys that only identify the system and the model are not reported.
     keys = tuple(key for key in values if key not in ("training.local_batch_size", "model.name"))
     return File("", text, "", keys, (), suffix=".toml")
 

@@ -1,8 +1,8 @@
-"""What transformers, accelerate and axolotl themselves make of a section: cases as JSON on stdin, their settings on
-stdout.
+"""Settings that transformers, accelerate and axolotl themselves derive from a section: cases and results as JSON on
+stdin and stdout.
 
-Run as a script, in a process of its own: they go by the environment, and leave their mark on it. ``ask`` runs it, with
-the installed releases or with others of `support.other_releases`.
+Run as a script in its own process, because they read and change the environment. It is run by ``ask``, with the
+installed releases or with others of `support.other_releases`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import Any
 
 
 def ask(cases: Sequence[tuple[str, dict[str, Any]]], *releases: str) -> list[dict[str, Any]]:
-    """What transformers ("trainer"), accelerate's launcher ("accelerate") and axolotl make of each; one process for
-    all.
+    """Results of transformers ("trainer"), accelerate's launcher ("accelerate") and axolotl; one process for all cases.
 
     Args:
-        releases: Those that take the place of the installed ones.
+        releases: Releases that replace the installed ones.
     """
     from support.forked_scripts import run_script
     from support.other_releases import run_with
@@ -41,12 +40,12 @@ def ask(cases: Sequence[tuple[str, dict[str, Any]]], *releases: str) -> list[dic
     return answers
 
 
-Read = tuple[Any, str, set[str]]  # a plugin, its mixed precision, and keys that nothing reads
+Read = tuple[Any, str, set[str]]  # a plugin, its mixed precision, and unread keys
 _VARIABLES = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
 
 
 def settings_of(case: dict[str, Any]) -> dict[str, Any]:
-    """The plugin's settings, or why there is none."""
+    """The plugin's settings, or the reason why it was not made."""
     for name in list(os.environ):
         if name.startswith(_VARIABLES):
             del os.environ[name]
@@ -54,7 +53,7 @@ def settings_of(case: dict[str, Any]) -> dict[str, Any]:
     try:
         plugin, mixed_precision, unread = readers[case["system"]](case["said"])
         return {**_of_plugin(plugin, mixed_precision), "unread": sorted(unread)}
-    except Exception as error:  # whatever they raise is the answer
+    except Exception as error:  # any exception is the result
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -66,7 +65,7 @@ def _trainer(written: dict[str, Any]) -> Read:
     if os.environ.get("ACCELERATE_USE_FSDP") != "true":
         raise ValueError("FSDP is off")
     plugin = FullyShardedDataParallelPlugin()
-    # As Trainer.create_accelerator_and_postprocess does.
+    # Like Trainer.create_accelerator_and_postprocess.
     for name in ("limit_all_gathers", "activation_checkpointing"):
         setattr(plugin, name, arguments.fsdp_config.get(name, getattr(plugin, name)))
     if plugin.activation_checkpointing and arguments.gradient_checkpointing:
@@ -87,7 +86,7 @@ def _launcher(written: dict[str, Any]) -> Read:
         given = launch_command_parser().parse_args(["--config_file", path, "script.py"])
         options = {*vars(given)}
         arguments, _, _ = _validate_launch_command(given)
-        # Of a key that it does not know, the launcher makes an attribute that nothing reads.
+        # The launcher turns an unknown key into an attribute that nothing reads.
         unread = {*vars(arguments)} - options - _NO_OPTIONS
     environment = prepare_multi_gpu_env(arguments)
     if environment.get("ACCELERATE_USE_FSDP") != "true":
@@ -98,12 +97,12 @@ def _launcher(written: dict[str, Any]) -> Read:
     return plugin, os.environ["ACCELERATE_MIXED_PRECISION"], unread
 
 
-# Fields of a cluster's file that are no options of ``accelerate launch``.
+# Fields of a cluster's file that are not options of ``accelerate launch``.
 _NO_OPTIONS = frozenset(["command_file", "commands", "tpu_env", "tpu_name", "tpu_vm", "tpu_zone", "use_cpu"])
 
 
 def _check_sizes(plugin: Any, num_processes: int) -> None:
-    """As Accelerator does; a release before 1.10 has no such sizes."""
+    """Like Accelerator; a release before 1.10 has no such sizes."""
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
         from accelerate.parallelism_config import ParallelismConfig
 
@@ -118,8 +117,8 @@ def _check_sizes(plugin: Any, num_processes: int) -> None:
 
 
 def _axolotl(written: dict[str, Any]) -> Read:
-    """Through its schema, and the environment that it sets for accelerate."""
-    for name in ("numba", "ring_flash_attn"):  # for its batches and its attention, of which none is computed
+    """Through its schema, and the environment variables that it sets for accelerate."""
+    for name in ("numba", "ring_flash_attn"):  # for its batches and its attention, which are not used here
         sys.modules.setdefault(name, SimpleNamespace(njit=lambda function: function))  # type: ignore[arg-type]
     from accelerate import FullyShardedDataParallelPlugin
     from axolotl.utils.dict import DictDefault
@@ -146,7 +145,7 @@ def _of_plugin(plugin: Any, mixed_precision: str) -> dict[str, Any]:
         plugin.set_mixed_precision(mixed_precision)
     policy = plugin.mixed_precision_policy
     wrap = getattr(plugin.auto_wrap_policy, "__name__", None)
-    # A size of 0 is passed over when the model comes (set_auto_wrap_policy).
+    # A size of 0 is ignored once the model is prepared (set_auto_wrap_policy).
     wrap = None if wrap == "size_based_auto_wrap_policy" and not plugin.min_num_params else wrap
     prefetch = plugin.backward_prefetch
     return {
@@ -177,7 +176,7 @@ def main() -> None:
     import accelerate.utils.launch
     import torch
 
-    # sync_module_states asks for a device, to make parameters on.
+    # sync_module_states requires a device, to make parameters on.
     accelerate.utils.dataclasses.is_cuda_available = lambda: True  # type: ignore[assignment]
     accelerate.utils.launch.is_fp8_available = lambda: True  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0

@@ -1,7 +1,7 @@
-"""What becomes of every file that the tests migrate, to compare two versions of the package.
+"""Outcomes of every file that the tests migrate, to compare two versions of the package.
 
 ``pytest -p tests.migration.outcomes tests/migration`` with ``OUTCOMES=FILE`` in the environment adds a line of JSON to
-FILE for each call of ``migrate_text``; ``python -m tests.migration.outcomes BEFORE AFTER`` prints what differs.
+FILE for each call of ``migrate_text``; ``python -m tests.migration.outcomes BEFORE AFTER`` prints the differences.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration import files, migrate
 from composer_fsdp2.migration.migrate import Migration
 
-# Tests that spoil texts or writers on purpose.
+# Tests that corrupt texts or writers on purpose.
 _SPOILT = ("test_rewording", "test_a_setting_that_is_not_written")
 Outcomes = dict[str, dict[str, Any]]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test module binds the function; in each worker."""
+    """In each worker, before any test module imports the function."""
     path = os.environ.get("OUTCOMES")
     if path:
         recorded = _recorded(migrate.migrate_text, Path(path))
@@ -56,7 +56,7 @@ def _recorded(migrate_text: Any, path: Path) -> Any:
 
 
 def _append(path: Path, outcome: dict[str, Any]) -> None:
-    """One write, so that lines of several processes do not mix."""
+    """One write, so the lines of several processes do not mix."""
     with path.open("ab", buffering=0) as file:
         file.write((json.dumps(outcome) + "\n").encode())
 
@@ -66,7 +66,7 @@ def read(path: Path) -> Outcomes:
 
 
 def differences(before: Outcomes, after: Outcomes) -> list[str]:
-    """A paragraph for each call of both whose outcome differs."""
+    """A paragraph for each call in both with a different outcome."""
     told = []
     for call in before.keys() & after.keys():
         old, new = before[call], after[call]

@@ -1,4 +1,4 @@
-"""What is decided in the same way for every dialect: once, and only where a user has to act."""
+"""Decisions that are alike for every dialect: reported once, and only if the user must act."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ fsdp_config:
   limit_all_gathers: ${oc.env:STATE_DICT_TYPE_OF_NOBODY}
   load_planner: ${oc.env:STATE_DICT_TYPE_OF_NOBODY}
 """
-# By target, a file for it with a key that its system does not know, what goes, and what is told of the system.
+# By target: a file with a key unknown to its system, the key that is removed, and the finding's text.
 DEAD = {
     "torchtitan": ("[parallelism]\ndata_parallel_shard_degree = -1\nzzz = 3\n", "zzz = 3\n", "refuse"),
     "roll": (
@@ -59,9 +59,9 @@ DEAD = {
         "passed over it",
     ),
 }
-# Systems whose files train with FSDP2 already, and stay as they are; by target, what the key is called.
+# Systems whose files already train with FSDP2 and are unchanged; by target, the key's name.
 KEPT = {"torchtitan": "zzz: 3", "roll": "zzz: 3"}
-# By target, a text with a word where a mapping should be, and the word's key.
+# By target: a text with a string where a mapping belongs, and its key.
 ARGS = "strategy_args:\n  strategy_name: fsdp2_train\n"
 PARALLEL = "fsdp: full_shard\nbf16: true\n"
 NO_MAPPINGS = [
@@ -74,7 +74,7 @@ NO_MAPPINGS = [
     ("parallelism = 3\n[activation_checkpoint]\nmode = 'full'\n", "composer", "parallelism"),
     ("compile = true\n[parallelism]\ndata_parallel_shard_degree = 2\n", "torchtitan", "compile"),
 ]
-# By target, a text of which a variable that is not set decides something, and its key.
+# By target: a text that depends on an unset variable, and its key.
 UNDECIDED = [
     (INTERPOLATED, "roll", "state_dict_type"),
     ("fsdp_config:\n  sharding_strategy: ${oc.env:NOBODY_S}\n", "composer", "sharding_strategy"),
@@ -149,7 +149,7 @@ CASES = {
     "a file whose variables are set on the cluster is migrated on a laptop": Case(
         file=INTERPOLATED,
         untold=("(implicit) state_dict_type",),
-        # limit_all_gathers did nothing, whatever its value.
+        # limit_all_gathers has no effect, whatever its value.
         after="""\
 fsdp_config:
   reshard_after_forward: false
@@ -189,12 +189,12 @@ fsdp_config:
 
 @each_case(CASES)
 def test_what_becomes_of(case: Case):
-    """A report would ask what is clear, or call ready what is not."""
+    """A report must not require a decision on clear settings, nor call an undecided file ready."""
     case.check()
 
 
 def test_rows_and_limitations_name_fields_of_a_run():
-    """A misspelt field would leave the key's own outcome, whatever a target loses; so would one of a limitation."""
+    """A misspelt field in a row or a limitation would hide a loss in the target behind the key's own outcome."""
     known = fields_of(run_with()).keys() | {"config", "adapter", "has_fp8_layers", "num_nodes"}
     for dialect in DIALECTS.values():
         named = {name for row in dialect.rows for name in decides(row)}
@@ -203,6 +203,7 @@ def test_rows_and_limitations_name_fields_of_a_run():
 
 
 def test_units_are_told_by_their_classes():
-    """Two runs with other classes would look alike, or one that asks for those of the model like one without units."""
+    """Runs with different classes must not look alike, nor a run with the model's own classes like one without
+    units."""
     of_classes = [Wrap(kind=WrapKind.CLASSES, classes=each) for each in (("Block", "Layer"), ())]
     assert [shown(run_with(each), "wrap.classes") for each in of_classes] == ["Block, Layer", "as the model says"]

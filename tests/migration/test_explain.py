@@ -1,7 +1,7 @@
-"""``composer-fsdp2 explain`` and the generated pages: every key, by any of its names, from the tables that are read by.
+"""``composer-fsdp2 explain`` and the generated pages: every key, by each of its names, from the tables of the parser.
 
-What the systems know is asked of the installed Composer, transformers and accelerate; of ROLL and TorchTitan, which are
-not installed, files after their guides are read.
+The keys of Composer, transformers and accelerate are read from the installed packages. ROLL and TorchTitan are not
+installed, so the test reads files written after their guides.
 """
 
 from __future__ import annotations
@@ -88,12 +88,13 @@ def one(key: str, dialect: str) -> Explanation:
     ],
 )
 def test_a_key_is_found_as_the_user_has_it(asked: str, dialects: set[str]):
-    """A key copied out of a file, with its path or prefix, or from a command line, gets an answer; others' do not."""
+    """A user pastes a key from a file or a command line, with its path or prefix, and sees it in every dialect that has
+    it."""
     assert dialects_of(asked) == dialects
 
 
 def test_an_old_name_leads_to_the_key_of_today():
-    """Who has a file of an early release learns what the key is called now."""
+    """Users of an early release find the current name of a key."""
     assert one("training.data_parallel_degree", "torchtitan").row.name == "parallelism.data_parallel_shard_degree"
     assert one("cpu_offload", "huggingface").row.name == "offload_params"
     assert one("fsdp_min_num_params", "huggingface").row.name == "min_num_params"
@@ -111,25 +112,25 @@ def test_an_old_name_leads_to_the_key_of_today():
     ],
 )
 def test_a_misspelt_word_finds_its_neighbours(asked: str, dialect: str, near: str):
-    """The typo that trained as FULL_SHARD is named by the key that was meant, in each dialect that has one; a value as
-    it can be asked for."""
+    """A misspelt key, which used to train as FULL_SHARD, is answered with the closest valid key of each dialect. A
+    misspelt value is answered as ``KEY=VALUE``, which `explain` accepts."""
     assert explain(asked) == []
     assert nearest(asked)[dialect][0] == near
 
 
 def test_names_are_unique_within_a_dialect():
-    """Asking for a key by its full path gives one answer a dialect."""
+    """A key's full path matches exactly one key of a dialect."""
     for each in all_keys():
         found = explain(each.places[0], dialect=each.dialect.name)
         assert [other.row.name for other in found if not other.word] == [each.row.name]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Fates of values
+# Outcomes of values
 
 
 def test_no_shard_is_told_by_each_dialect():
-    """NO_SHARD keeps full parameters: who asks is told neither FULL_SHARD's fate nor that it is sharded."""
+    """NO_SHARD replicates full parameters; `explain` must not report FULL_SHARD's outcome for it."""
     for dialect in ("composer", "huggingface"):
         told = {str(fate.value): fate.finding for fate in one("sharding_strategy", dialect).fates}
         assert set(told) >= {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"}
@@ -141,7 +142,7 @@ def test_no_shard_is_told_by_each_dialect():
     ("asked", "dialect", "reader", "outcome"),
     [
         ("sharding_strategy=HYBRID_SHARD", "composer", "", Outcome.APPROXIMATE),
-        # What is copied out of a file.
+        # Copied from a file.
         ("sharding_strategy: HYBRID_SHARD", "composer", "", Outcome.APPROXIMATE),
         ("  sharding_strategy = HYBRID_SHARD ", "composer", "", Outcome.APPROXIMATE),
         ("state_dict_type=local", "composer", "", Outcome.NEEDS_DECISION),
@@ -167,7 +168,7 @@ def test_no_shard_is_told_by_each_dialect():
     ],
 )
 def test_a_value_has_its_own_fate(asked: str, dialect: str, reader: str, outcome: Outcome):
-    """``KEY=VALUE`` says what becomes of the user's own value, read as migrate would read it."""
+    """``KEY=VALUE`` reports the outcome of the user's own value, parsed as migrate parses it."""
     (found,) = [fate.finding for fate in one(asked, dialect).fates if not reader or reader in fate.readers]
     assert found.outcome is outcome
 
@@ -207,18 +208,18 @@ VALUES_ASKED: list[tuple[str, set[tuple[str, str]]]] = [
 
 
 def test_auto_is_a_word_of_the_keys_that_choose_modules():
-    """It stands in files that migrate wrote, and is no name of a class."""
+    """Files written by migrate contain ``auto``; it is not the name of a class."""
     told = {each.row.name: each.fates for each in explain("auto", dialect="composer")}
     assert set(told) == {"activation_checkpointing_policy", "idle_towers", "wrap_policy"}
     assert {fate.finding.outcome for fates in told.values() for fate in fates} == {Outcome.EXACT}
 
 
 def test_a_value_finds_the_keys_that_take_it():
-    """Who knows only HYBRID_SHARD, from a log or a colleague, learns which key it is of, and what becomes of it."""
+    """Users who know only a value, such as HYBRID_SHARD from a log, find its key and its outcome."""
     for asked, keys in VALUES_ASKED:
         found = explain(asked)
         told = {(each.dialect.name, each.row.name) for each in found}
-        of_axolotl = {key for dialect, key in told if dialect == "axolotl"}  # whose words are Hugging Face's
+        of_axolotl = {key for dialect, key in told if dialect == "axolotl"}  # axolotl uses Hugging Face's
         assert told - {("axolotl", key) for key in of_axolotl} == keys, asked
         assert of_axolotl - {"final_state_dict_type"} == {key for dialect, key in keys if dialect == "huggingface"}, (
             asked
@@ -227,7 +228,7 @@ def test_a_value_finds_the_keys_that_take_it():
 
 
 def test_every_value_of_the_tables_is_found():
-    """No word that a table lists is unknown to `explain`; its fate is that of KEY=VALUE."""
+    """`explain` knows every value in the tables, with the same outcome as for KEY=VALUE."""
     for each in all_keys():
         for value in each.row.takes.choices:
             if not isinstance(value, str) or value in ("true", "false"):
@@ -241,7 +242,7 @@ def test_every_value_of_the_tables_is_found():
 
 
 def test_a_value_has_the_case_of_its_system():
-    """A word in another case is shown as the system takes it, so that it can be copied."""
+    """A value in another case is shown in the case that the system accepts, ready to copy."""
     assert [each.word for each in explain("SELECTIVE")] == ["selective"]
     assert {each.dialect.name: each.word for each in explain("Full_Shard") if each.row.name != "fsdp"} == {
         "composer": "Full_Shard",  # any case
@@ -254,7 +255,7 @@ def test_a_value_has_the_case_of_its_system():
 
 
 def test_a_word_that_is_a_key_and_a_value_is_told_as_both():
-    """Either may have been meant."""
+    """The user may have meant either, so both are shown."""
     found = explain("memory_budget")
     assert [(each.row.name, each.word) for each in found] == [
         ("activation_checkpoint.memory_budget", ""),
@@ -265,7 +266,8 @@ def test_a_word_that_is_a_key_and_a_value_is_told_as_both():
 
 
 def test_who_reads_a_key_is_told():
-    """Half of Hugging Face's keys are read by one of two systems only; the other's users learn what does the same."""
+    """transformers or accelerate reads half of Hugging Face's keys, not both. Users of the other one see its
+    equivalent."""
     strategy = one("fsdp_sharding_strategy", "huggingface")
     assert strategy.read_by == ("accelerate 1.8.1, FSDP1",)
     assert "fsdp" in strategy.dialect.instead(strategy.row)["transformers 4.51.3"]
@@ -275,12 +277,12 @@ def test_who_reads_a_key_is_told():
 
 
 def test_a_word_that_stands_beside_another_is_a_value():
-    """`fsdp: full_shard offload` takes the word, and `explain offload` knew nothing of it."""
+    """``offload`` is valid in `fsdp: full_shard offload`, so `explain offload` must find it."""
     (found,) = explain("offload", dialect="huggingface")
     assert found.word == "offload" and "full_shard offload" in found.fates[0].finding.reason
 
 
-# Not the dialects' own tables of values: what somebody may type.
+# Values that a user might type, not those of the dialects' tables.
 VALUES = st.sampled_from(
     [
         "",
@@ -307,9 +309,9 @@ VALUES = st.sampled_from(
 @examples(100)
 @given(st.sampled_from([each.places[0] for each in all_keys()]), VALUES)
 def test_any_value_of_any_key_has_an_answer(place: str, value: str):
-    """Whatever is asked, there is an answer and no traceback, also as JSON."""
+    """`explain` never ends in a traceback, whatever the value, also with --json."""
     for each in explain(f"{place}={value}"):
-        assert each.fates or each.row.group == "beside fsdp_config"  # nothing is asked for by an empty one
+        assert each.fates or each.row.group == "beside fsdp_config"  # an empty one sets nothing
         assert str(each)
         json.dumps(each.to_json(), default=str)
 
@@ -369,7 +371,8 @@ enable_fsdp_float8_all_gather = true
 
 
 def fields_of(name: str) -> dict[str, Any]:
-    """The defaults of a class of Composer's, which is imported here, so that collecting tests stays cheap."""
+    """The defaults of a Composer class. Composer is imported here, because an import at the top would slow down
+    collection."""
     config_class = getattr(importlib.import_module("composer.utils.parallelism"), name)
     return {field.name: field.default for field in dataclasses.fields(config_class) if field.name[0] != "_"}
 
@@ -391,8 +394,8 @@ def documented_trainer_keys() -> set[str]:
     return set(re.findall(r"^\s+- (\w+) \(", fsdp, flags=re.MULTILINE))
 
 
-# A file with all keys for each system, from the system's own lists where it is installed. The test asks for them: they
-# import the systems, which would take seconds of every collection.
+# A file with all keys for each system, from the system's own lists where it is installed. Built inside the test,
+# because importing the systems would add seconds to every collection.
 FILES: list[tuple[str, Callable[[], Mapping[str, Any]]]] = [
     (
         "composer",
@@ -434,7 +437,7 @@ def test_every_key_with_a_finding_is_explained(dialect: str, values_of: Callable
 
 
 def test_what_the_installed_systems_know_is_in_the_tables():
-    """No key that a user may have written is answered with "no dialect knows it"."""
+    """`explain` never reports "no dialect knows it" for a key that a user may have written."""
     assert len(launcher_keys()) > 10 and len(documented_trainer_keys()) > 5
     asked = [("composer", f"fsdp_config.{key}") for key in {*fields_of("FSDPConfig"), *fields_of("FSDP2Config")}]
     asked += [("huggingface", key) for key in launcher_keys()]
@@ -471,7 +474,7 @@ def test_the_arguments_of_fsdp1s_class_are_those_of_torch():
 
 
 def test_every_row_of_hugging_face_exists_in_what_is_installed():
-    """No key is explained that no system ever had; one of another release says which."""
+    """`explain` lists no key that never existed, and names the release of a key that only another release has."""
     modules = [
         "transformers.training_args",
         "transformers.trainer",
@@ -497,11 +500,11 @@ def test_every_row_of_hugging_face_exists_in_what_is_installed():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What no key says
+# Differences without a key
 
 
 def test_what_no_key_says_is_told():
-    """Differences without a key (casting, accumulation, units) are found by who only looks into the tables."""
+    """Users who read only the tables still find the differences without a key: casting, accumulation, units."""
     told = {dialect: {finding.key for finding in found} for dialect, found in implicit_settings().items()}
     assert told["composer"] >= {"casting of inputs and buffers", "wrapping", "clipping by value"}
     assert told["huggingface"] >= {"casting of inputs and buffers", "gradient_sync", "wrapping"}
@@ -516,7 +519,7 @@ def test_what_no_key_says_is_told():
 
 
 def test_a_key_is_printed_for_each_dialect(tmp_path: Path):
-    """Meaning, default, outcome, target and reason, and the fates of values, are all on the screen."""
+    """Meaning, default, outcome, target, reason and the outcomes of values are all printed."""
     ended = run_here(tmp_path, "explain", "fsdp_config.sharding_strategy")
     assert (ended.code, ended.err) == (0, "")
     words = " ".join(ended.out.split())
@@ -542,14 +545,14 @@ def test_a_key_is_printed_for_each_dialect(tmp_path: Path):
     ],
 )
 def test_a_call_without_an_answer_is_an_error(arguments: list[str], said: str, tmp_path: Path):
-    """A script notices, and a user sees what was meant, in which dialect: neither half an answer nor a traceback."""
+    """An unknown key ends with exit code 2 and the closest keys by dialect, without partial output or a traceback."""
     ended = run_here(tmp_path, "explain", *arguments)
     assert (ended.code, ended.out) == (2, "")
     assert said in " ".join(ended.err.split()) and "Traceback" not in ended.err
 
 
 def test_json_is_the_same_in_data(tmp_path: Path):
-    """A tool that reads the answer needs no parsing of text; it is what its schema says, also where there is none."""
+    """A tool can read the answer as JSON that matches its schema, also when nothing was found."""
     schema = json.loads(run_here(tmp_path, "explain", "--json-schema").out)
     assert schema == json.loads(SCHEMA.read_text())
     validator = jsonschema.Draft202012Validator(schema)
@@ -582,7 +585,7 @@ def test_json_is_the_same_in_data(tmp_path: Path):
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
 def test_all_keys_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool):
-    """The whole of a dialect is a table on a terminal, and plain text without a frame in a pipe."""
+    """All keys of a dialect are a table on a terminal, and plain text without a frame in a pipe."""
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("COLUMNS", "200")
@@ -599,13 +602,13 @@ def test_all_keys_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_what_is_generated_is_current():
-    """What the pages say of a key is what the code does with it, and the right sides in yamls/ are what migrate makes
-    of the left ones; `make docs` writes them."""
+    """The pages describe the current tables, and the migrated files in yamls/ match migrate's output. `make docs`
+    writes both."""
     assert generate_docs.main(["--check"]) == 0
 
 
 def test_what_changed_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A row of any dialect cannot change without its page, nor a file of yamls/ without its other side."""
+    """A changed row changes its page, and a changed file in yamls/ its migrated counterpart."""
     monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
     for name in ("migration_docs", "yamls/t5", "yamls/torchtitan"):
         shutil.copytree(ROOT / name, tmp_path / name)

@@ -1,4 +1,4 @@
-"""Folders of anything: each file has its own result, and nothing else on the machine is touched."""
+"""Folders of any files: each file has its own result, and no other file on the machine is touched."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write(folder: Path, texts: dict[str, str | bytes]) -> None:
         (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
-# What lies beside configurations, each of which was a traceback or an error once.
+# Files found beside configurations. Each once caused a traceback or an error.
 WITHOUT_SECTION: dict[str, str | bytes] = {
     "list.yaml": "- 1\n- {a: b}\n",
     "empty.yaml": "",
@@ -66,7 +66,7 @@ WITHOUT_SECTION: dict[str, str | bytes] = {
 
 
 def test_a_folder_of_anything(tmp_path: Path):
-    """One template of a workflow, or one list, would end the run of a thousand files, or fail the CI for ever."""
+    """One workflow template or one list must not end a run over a thousand files, nor fail a CI job permanently."""
     write(
         tmp_path, {**WITHOUT_SECTION, "a.yaml": GOOD, "z/B.YAML": GOOD, "c.json": '{"fsdp_config": {"verbose": true}}'}
     )
@@ -79,7 +79,7 @@ def test_a_folder_of_anything(tmp_path: Path):
     assert not {name for name in found if name.startswith((".git", ".venv", "circle"))}
 
 
-# What a user gave by name, or has a section in it, is never passed over.
+# Files named by the user, and files with a section, are never skipped.
 UNUSABLE: dict[str, tuple[str | bytes, str]] = {
     "documents.yaml": (f"a: 1\n---\n{GOOD}", "documents.yaml:3:1: here is a second document"),
     "list.yaml": ("- fsdp_config: {verbose: true}\n", "list.yaml:1:1: a mapping is expected"),
@@ -107,11 +107,11 @@ UNUSABLE: dict[str, tuple[str | bytes, str]] = {
 
 
 def test_what_is_wrong_with_a_file_with_a_section_is_told_at_once(tmp_path: Path):
-    """A file that hangs, eats the memory or is passed over in silence would be found when the run does not start."""
+    """A file that hangs, exhausts memory or is silently skipped would be noticed only when the job fails to start."""
     write(tmp_path, {name: text for name, (text, _) in UNUSABLE.items()} | {"good.yaml": GOOD})
     began = time.process_time()
     found = results(tmp_path)
-    assert time.process_time() - began < 10  # a second for all of them, on a quiet machine
+    assert time.process_time() - began < 10  # about a second for all of them on an idle machine
     assert found["good.yaml"].exit_code == 0
     for name, (_, message) in UNUSABLE.items():
         assert (found[name].exit_code, found[name].is_skipped) == (2, False), name
@@ -121,7 +121,7 @@ def test_what_is_wrong_with_a_file_with_a_section_is_told_at_once(tmp_path: Path
 
 
 def test_an_unexpected_error_is_one_files_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A fault of ours in one file would cost the results of the thousand others."""
+    """An internal error in one file must not lose the results of a thousand others."""
     write(tmp_path, {"a.yaml": GOOD, "bad.yaml": GOOD, "c.yaml": GOOD})
 
     def sometimes(text: str, name: str, **options: object) -> Migration:
@@ -138,7 +138,7 @@ def test_an_unexpected_error_is_one_files_result(tmp_path: Path, monkeypatch: py
 
 
 def test_results_of_an_earlier_run_are_no_sources(tmp_path: Path):
-    """``-o d/out`` would nest one level deeper with every run."""
+    """Repeated runs with ``-o d/out`` must not nest the output one level deeper each time."""
     write(tmp_path, {"a.yaml": GOOD, "deep/b.yaml": GOOD})
     for _ in range(3):
         assert results(tmp_path, Destination(output=tmp_path / "out")).keys() == {"a.yaml", "deep/b.yaml"}
@@ -149,7 +149,7 @@ def test_results_of_an_earlier_run_are_no_sources(tmp_path: Path):
 
 
 def test_a_file_that_two_paths_name_is_migrated_once(tmp_path: Path):
-    """The copy of what was there would be a copy of the result."""
+    """A second migration would overwrite the backup of the original with the result."""
     write(tmp_path, {"a.yaml": GOOD})
     (tmp_path / "link.yaml").symlink_to("a.yaml")
     paths = [tmp_path, tmp_path / "link.yaml", tmp_path / "a.yaml"]
@@ -163,7 +163,7 @@ def test_a_file_that_two_paths_name_is_migrated_once(tmp_path: Path):
 
 
 def test_what_cannot_be_written_is_blamed(tmp_path: Path):
-    """A user would look for the fault in the file that is all right."""
+    """The error must name the file that cannot be written; users would look for the fault in a correct one."""
     write(tmp_path, {"run.yaml": GOOD, "file": ""})
     for output, blamed in (("file/new.yaml", "file"), ("file/a/b.yaml", "file")):
         result = named(tmp_path / "run.yaml", Destination(output=tmp_path / output))
@@ -175,7 +175,7 @@ def test_what_cannot_be_written_is_blamed(tmp_path: Path):
 
 
 def test_a_folder_that_cannot_be_written_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A copy without a migrated file, or the other way round, would have to be sorted out by hand."""
+    """A folder with only some of the files written would have to be repaired by hand."""
     write(tmp_path, {"run.yaml": GOOD})
     usual = os.replace
 
@@ -191,7 +191,7 @@ def test_a_folder_that_cannot_be_written_is_left_as_it_is(tmp_path: Path, monkey
 
 
 def test_a_file_that_changes_meanwhile_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What a colleague or an editor saved a moment ago would be lost."""
+    """A change that another person or an editor just saved would be lost."""
     write(tmp_path, {"run.yaml": GOOD})
 
     def edited_meanwhile(text: str, name: str, **options: object) -> Migration:
@@ -206,7 +206,7 @@ def test_a_file_that_changes_meanwhile_is_left_alone(tmp_path: Path, monkeypatch
 
 
 def test_line_ends_and_spellings_of_suffixes(tmp_path: Path):
-    """A file from Windows, or from an old Mac, would come back with line ends that nobody asked for."""
+    """Files from Windows, or from an old Mac, keep their line ends."""
     write(
         tmp_path,
         {
@@ -219,7 +219,7 @@ def test_line_ends_and_spellings_of_suffixes(tmp_path: Path):
     )
     launched = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n"
     new = migrate_text(launched, to="accelerate").after
-    assert len(new.splitlines()) > 3  # with new lines, which end as the others do
+    assert len(new.splitlines()) > 3  # the new lines end as the others do
     for end in ("\r", "\r\n"):
         assert migrate_text(launched.replace("\n", end), to="accelerate").after == new.replace("\n", end)
     found = results(tmp_path, to="torchtitan")
@@ -251,7 +251,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def test_killed_it_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A scheduler that kills the command would leave processes that nobody ends."""
+    """When a scheduler kills the command, its worker processes must end, too."""
     write(tmp_path, {f"{number}.yaml": GOOD for number in range(40)})
 
     def slow(text: str, name: str, **options: object) -> Migration:
@@ -266,7 +266,7 @@ def test_killed_it_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.
         finally:
             os._exit(0)
     until(lambda: len(children_of(child)) == 2)
-    time.sleep(0.2)  # until they wait for files, or are at one
+    time.sleep(0.2)  # until they wait for files or process one
     workers = children_of(child)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -274,11 +274,11 @@ def test_killed_it_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_worker_that_is_killed_costs_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A machine that runs out of memory kills a process, and the results of the others would be lost with it."""
+    """When a machine out of memory kills a worker, only the result of one file is lost."""
     write(tmp_path, {f"{number:02}.yaml": GOOD for number in range(20)})
 
     def deadly(text: str, name: str, **options: object) -> Migration:
-        if name.endswith("19.yaml"):  # in the last chunk: of the others some are done
+        if name.endswith("19.yaml"):  # in the last chunk, after some of the others are complete
             os.kill(os.getpid(), signal.SIGKILL)
         return migrate_text(text, name)
 
@@ -292,7 +292,7 @@ SECRET = "hunter2-Of-Nobody"
 
 
 def test_reports_show_no_values_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A report goes into a pull request, and with it whatever a variable of the machine held."""
+    """Reports are pasted into pull requests, so they must not contain the values of environment variables."""
     monkeypatch.setenv("SECRET", SECRET)
     monkeypatch.setenv("STRATEGY", "SHARD_GRAD_OP")
     write(
@@ -321,7 +321,7 @@ def test_reports_show_no_values_of_the_environment(tmp_path: Path, monkeypatch: 
         told += "".join(map(str, migration.blocking))
         assert SECRET.lower() not in told.lower() and SECRET.replace("-", "") not in told, (name, told)
         assert "${" in told, name
-        if name == "names.yaml":  # no other system reads variables, so that its file has the value
+        if name == "names.yaml":  # no other system reads variables, so the new file contains the value
             words = {each.key: each for each in migration.sections[0].findings}["wrap_policy"]
             assert (SECRET.replace("-", "") in migration.after) is ("${oc.env:CLASS} has here is written" in words.hint)
         if name == "by_way.yaml":
@@ -332,7 +332,7 @@ def test_reports_show_no_values_of_the_environment(tmp_path: Path, monkeypatch: 
 
 
 def test_a_section_that_is_no_mapping_is_not_passed_over(tmp_path: Path):
-    """Composer would stop at it, and in a folder it was taken for a file without sharding."""
+    """Composer would raise; in a folder, such a file was mistaken for one without sharding."""
     write(tmp_path, {"word.yaml": "fsdp_config: FULL_SHARD\n", "list.yaml": "a: 1\nfsdp_config: [FULL_SHARD]\n"})
     found = results(tmp_path)
     assert "word.yaml:1:1: fsdp_config is 'FULL_SHARD', and takes a mapping" in found["word.yaml"].error
@@ -340,7 +340,7 @@ def test_a_section_that_is_no_mapping_is_not_passed_over(tmp_path: Path):
     assert {result.exit_code for result in found.values()} == {2}
 
 
-ORDINARY = {  # by variable, its value and a line that reads it
+ORDINARY = {  # by variable: its value and a line with that value
     "EMPTY": ("", "sharding_strategy: ${oc.env:EMPTY}"),
     "ONE": ("1", "auto_wrap: ${oc.env:ONE}"),
     "YES": ("true", "sync_module_states: ${oc.env:YES}"),
@@ -349,7 +349,8 @@ ORDINARY = {  # by variable, its value and a line that reads it
 
 
 def test_ordinary_values_of_the_environment_are_left_alone_in_a_report(monkeypatch: pytest.MonkeyPatch):
-    """With a variable of 1, true or nothing each such word of the report was a reference, and nobody could read it."""
+    """With a variable set to 1, true or an empty string, each such string of the report was replaced by a reference,
+    and the report was unreadable."""
     for name, (value, line) in ORDINARY.items():
         monkeypatch.setenv(name, value)
         section = migrate_text(f"fsdp_config:\n  mixed_precision: PURE\n  {line}\n").sections[0]
@@ -359,7 +360,7 @@ def test_ordinary_values_of_the_environment_are_left_alone_in_a_report(monkeypat
 
 
 def test_a_section_that_the_environment_holds_is_not_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The variable's text would stand in the file, and in the diff."""
+    """The variable's text would end up in the file and in the diff."""
     monkeypatch.setenv("SHARDING", f"{{limit_all_gathers: true, made_up: {SECRET}}}")
     write(tmp_path, {"run.yaml": "fsdp_config: ${oc.decode:${oc.env:SHARDING}}\n"})
     result = named(tmp_path / "run.yaml")
@@ -368,7 +369,7 @@ def test_a_section_that_the_environment_holds_is_not_written_out(tmp_path: Path,
 
 
 def test_what_is_written_out_keeps_its_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A section that stood somewhere else would take a variable's value into the file, and into its history."""
+    """A section defined elsewhere would write a variable's value into the file, and so into its history."""
     monkeypatch.setenv("SECRET", SECRET)
     shared = "{limit_all_gathers: true, save_planner: '${oc.env:SECRET}', verbose: '${v}'}"
     for text in (
@@ -383,7 +384,7 @@ def test_what_is_written_out_keeps_its_references(tmp_path: Path, monkeypatch: p
 
 
 def test_reports_do_not_steer_the_terminal(tmp_path: Path):
-    """A key, a value or a file's name from somebody else could clear the screen, or hide what was found."""
+    """Keys, values and file names from other people must not clear the screen or hide findings."""
     name = "a\x1b[2Jb\n\u202e.yaml"
     write(
         tmp_path,
@@ -402,7 +403,7 @@ def test_reports_do_not_steer_the_terminal(tmp_path: Path):
 
 
 def test_a_text_that_came_out_wrong_reaches_nobody(monkeypatch: pytest.MonkeyPatch):
-    """A fault in the edits would be trained with: neither --write nor a pipe would have noticed."""
+    """An error in the edits would reach training: neither --write nor a pipe would notice it."""
     from composer_fsdp2.migration.documents.yaml import YamlDocument
 
     usual = YamlDocument.edited
@@ -418,7 +419,7 @@ def test_a_text_that_came_out_wrong_reaches_nobody(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_new_text_is_read_in_the_format_of_the_old_one():
-    """What standard input holds has no ending; read as YAML, a right text would be taken for a wrong one."""
+    """Standard input has no file extension. A valid text, read as YAML, would be reported as invalid."""
     for suffix, text, after in (
         (".toml", "[fsdp_config]\nlimit_all_gathers = true\n", "[fsdp_config]\n"),
         (".json", '{"a": 1e5, "fsdp_config": {"limit_all_gathers": true}}', '{"a": 1e5, "fsdp_config": {}}'),
@@ -427,7 +428,7 @@ def test_a_new_text_is_read_in_the_format_of_the_old_one():
 
 
 def test_many_keys_and_long_lines_take_their_time_once(tmp_path: Path):
-    """3,000 keys in a section ran for more than two minutes; nothing here may grow with their square."""
+    """3,000 keys in a section took more than two minutes; run time must not grow quadratically."""
 
     def seconds(count: int) -> float:
         known = "".join(f"  key_number_{number}: ${{x.y}}\n" for number in range(count))
@@ -443,7 +444,7 @@ def test_many_keys_and_long_lines_take_their_time_once(tmp_path: Path):
 
 
 def test_names_that_a_file_system_does_not_tell_apart_are_one(tmp_path: Path):
-    """On a Mac's disk x.toml and X.toml are one file, and of two runs one was gone."""
+    """On a Mac's disk x.toml and X.toml are one file, and one of two results was lost."""
     for name in ("x.yaml", "X.yml"):
         (tmp_path / name).write_text("fsdp_config: {sharding_strategy: FULL_SHARD}\n")
     sources = sources_of([tmp_path])
@@ -454,7 +455,7 @@ def test_names_that_a_file_system_does_not_tell_apart_are_one(tmp_path: Path):
 
 
 def test_a_worker_keeps_nothing_of_a_file(tmp_path: Path):
-    """A process that migrates a hundred thousand files would end with the memory of all of them."""
+    """A process that migrates a hundred thousand files would otherwise retain memory for each of them."""
     import gc
 
     def objects_after(count: int) -> int:
@@ -468,6 +469,6 @@ def test_a_worker_keeps_nothing_of_a_file(tmp_path: Path):
 
 
 def test_a_section_with_words_of_no_dialect_is_no_candidate():
-    """A folder of data would be parsed as a whole, which takes minutes, to find nothing."""
+    """A folder of data would be parsed in full, which takes minutes, without a result."""
     assert not files.may_configure(b'{"rows": [1, 1]}')
     assert files.may_configure(b'"\\u0066sdp_config": {}') and files.may_configure(b"[parallelism]")

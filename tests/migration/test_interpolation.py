@@ -1,4 +1,4 @@
-"""``${...}`` as OmegaConf reads it, in the files of those systems that read by OmegaConf."""
+"""``${...}`` as OmegaConf reads it, in the files of systems that use OmegaConf."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from composer_fsdp2.migration.migrate import Migration, migrate_text
 from composer_fsdp2.migration.paths import merged, nested
 from composer_fsdp2.migration.targets import TARGETS
 
-# Read by OmegaConf itself, too, which is the measure.
+# OmegaConf itself reads these, too, as the reference.
 WHOLE = """\
 top: {name: x, number: 3, nested: {deep: [1, {b: "${top.name}"}]}}
 absolute: ${top.number}
@@ -45,9 +45,9 @@ escaped: \\${top.name}
 
 
 def test_values_are_those_of_omegaconf():
-    """A run would be translated with another value than it trains with."""
+    """Otherwise a run would be translated with a value other than the one it trains with."""
     values = yaml.safe_load(WHOLE)
-    # A resolver may look at all of the file; without one only those parts are held that a text refers to.
+    # A custom resolver may read the whole file; without one, only the parts that the text refers to are loaded.
     without_resolvers = {key: value for key, value in values.items() if key not in ("decoded", "given", "selected")}
     by_resolver_alone = {"plain": {"name": 3}, "selected": "${oc.select:plain.name,z}"}
     for each in (values, without_resolvers, by_resolver_alone):
@@ -55,7 +55,7 @@ def test_values_are_those_of_omegaconf():
 
 
 def test_what_cannot_be_resolved_stays_and_hides_nothing():
-    """One interpolation that is not for this machine would take all others of the file with it."""
+    """One interpolation that cannot be resolved on this machine would disable all others of the file."""
     broken: dict[Any, Any] = {
         "good": "${run}",
         "run": "x",
@@ -95,7 +95,7 @@ parameters:
 
 
 def test_references_of_a_run_file_start_at_its_parameters():
-    """MCLI mounts them as a file of their own; from the run file's top none of its references could be resolved."""
+    """MCLI mounts them as a separate file; relative to the run file's top none of its references could be resolved."""
     values = yaml.safe_load(RUN_FILE)
     read = OmegaConf.to_container(OmegaConf.create(values["parameters"]), resolve=True)
     assert resolve(values).values == {**values, "parameters": read}
@@ -108,7 +108,7 @@ def test_references_of_a_run_file_start_at_its_parameters():
 
 
 def test_only_systems_that_read_by_omegaconf_interpolate():
-    """Hugging Face would get ``${...}`` as it stands, and a report of what it stands for would be of another run."""
+    """Hugging Face reads ``${...}`` literally, so resolving it would report another run."""
     text = "fsdp: full_shard\nfsdp_config: {transformer_layer_cls_to_wrap: '${layer}', version: 2}\nlayer: A\n"
     found = {each.key: each for each in migrate_text(text, to="accelerate").sections[0].findings}
     assert found["fsdp_config.transformer_layer_cls_to_wrap"].value == "${layer}"
@@ -125,7 +125,7 @@ def test_only_systems_that_read_by_omegaconf_interpolate():
 # ---------------------------------------------------------------------------------------------------------------------
 # Values of environment variables
 
-# What stands in a file for a value that an environment variable decides; `other` is a part of each file.
+# Values that depend on an environment variable; `other` is a part of each file.
 OTHER = {"by_way": "${oc.env:SECRET}", "mapping": {"param_dtype": "${oc.env:SECRET}"}}
 WAYS: list[Any] = [
     "${oc.env:SECRET}",
@@ -141,8 +141,8 @@ WAYS: list[Any] = [
     "${oc.decode:${oc.env:NUMBER}}",
 ]
 NUMBER = "73190465"
-SECRETS = st.text("jqxzJQXZ", min_size=8, max_size=40)  # no word of a report
-# What messages escape.
+SECRETS = st.text("jqxzJQXZ", min_size=8, max_size=40)  # in no report by chance
+# Characters that messages escape.
 ENDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40)
 
 
@@ -153,7 +153,7 @@ def told(migration: Migration) -> str:
 
 @st.composite
 def files_by_environment(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """The name of a dialect, and a file of its with such values at some of its keys."""
+    """The name of a dialect, and a file in it with such values at some of its keys."""
     dialect = draw(st.sampled_from([DIALECTS["composer"], DIALECTS["roll"]]))
     values = dict(dialect.silent[0].around)
     for row in draw(st.lists(st.sampled_from(dialect.rows), min_size=1, max_size=4, unique_by=lambda row: row.name)):
@@ -167,7 +167,8 @@ def files_by_environment(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 def test_no_report_has_a_value_of_the_environment(
     file: tuple[str, dict[str, Any]], to: str, secret: str, end: str
 ) -> None:
-    """A report goes into a pull request; yet it says of each key what it says where the file has the value."""
+    """Reports are pasted into pull requests, so they must not contain the variable's value. Outcomes must equal those
+    of a file with the literal value."""
     dialect, values = file
     environment = {
         "SECRET": secret + end,
@@ -192,7 +193,7 @@ def test_no_report_has_a_value_of_the_environment(
 
 
 def outcomes(migration: Migration) -> list[tuple[str, Outcome]]:
-    """By key; of one that is approximate because its variable is read no more the value's own."""
+    """Outcomes by key. A finding that is approximate only because its variable is no longer read counts as exact."""
     return [
         (each.key, Outcome.EXACT if each.hint.endswith("the variable is read no more") else each.outcome)
         for section in migration.sections
@@ -202,7 +203,7 @@ def outcomes(migration: Migration) -> list[tuple[str, Outcome]]:
 
 @pytest.mark.parametrize("variable", ["list(range(0,16))", "[0, 1]"])
 def test_a_value_that_decides_others_is_told_by_its_key(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of a worker are a text, like a secret: the report of the other keys is as without a variable."""
+    """A worker's ranks are text, like a secret; the report on the other keys must equal that without a variable."""
     monkeypatch.setenv("DEVICES", variable)
     text = "w:\n  strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 8, save_only_model: true}}\n"
     migration = migrate_text(f"{text}  device_mapping: ${{oc.env:DEVICES}}\n", to="composer")
@@ -214,7 +215,7 @@ def test_a_value_that_decides_others_is_told_by_its_key(variable: str, monkeypat
 
 @pytest.mark.parametrize("section", ["${oc.env:SECRET}", "a: ${oc.env:SECRET}"])
 def test_a_section_that_a_variable_holds_is_refused_without_it(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error is printed as well, and it quoted what it refused."""
+    """Errors are printed as well, and this one used to quote the value."""
     monkeypatch.setenv("SECRET", "hunter2-Of-Nobody")
     with pytest.raises(ConfigError) as refused:
         migrate_text(f"fsdp_config: '{section}'\n")
@@ -222,7 +223,7 @@ def test_a_section_that_a_variable_holds_is_refused_without_it(section: str, mon
 
 
 def test_the_resolver_of_the_environment_is_omegaconfs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that imports this package reads its own files afterwards."""
+    """A script that imports this package can still read its own files with OmegaConf."""
     monkeypatch.setenv("SECRET", "x")
     assert resolve({"a": "${oc.env:SECRET}"}).values == {"a": "x"}
     assert OmegaConf.create({"a": "${oc.env:SECRET}"}).a == "x"

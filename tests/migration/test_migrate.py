@@ -1,4 +1,4 @@
-"""Whole files from one system's words to another's: what is written, what is said about it, and what is refused."""
+"""Whole files migrated from one system to another: the written file, the report, and refused files."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ training:
 
 
 def test_keys_that_stood_beside_the_section_are_in_the_new_text_once():
-    """OmegaConf refuses a file with `precision` twice, and of JSON's two the old one held."""
+    """OmegaConf refuses a file with two `precision` keys, and JSON readers take the last of two."""
     algorithms = "algorithms:\n  ema: {half_life: 1ba}  # too\n"
     text = f"output_dir: x\nbf16: true\nprecision: x  # mine\n{algorithms}fsdp: full_shard\n"
     migration = migrate_text(text, "run.yaml", to="composer")
     assert migration.after.startswith("output_dir: x\nprecision: amp_bf16  # mine\n")
     assert yaml.safe_load(migration.after)["algorithms"] == {
         "ema": {"half_life": "1ba"},
-        "gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0},  # as a Trainer does by itself
+        "gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0},  # a Trainer's default
     }
     assert f"\n{algorithms}  gradient_clipping:\n" in migration.after
     of_writing = [each.key for each in migration.sections[0].findings if each.origin is Origin.WRITING]
@@ -72,7 +72,7 @@ def test_keys_that_stood_beside_the_section_are_in_the_new_text_once():
 
 
 def test_a_key_is_told_what_becomes_of_it_in_the_target():
-    """Composer's meaning stood there as "exact", and further down what the target does otherwise."""
+    """A key used to be reported as "exact" with Composer's meaning, and further down with the target's difference."""
     text = "fsdp_config: {activation_checkpointing: true, backward_prefetch_limit: 2, verbose: true}\n"
     migration = migrate_text(text, "run.yaml", to="roll")
     assert finding(migration.sections[0], "backward_prefetch_limit").outcome is Outcome.APPROXIMATE
@@ -100,7 +100,7 @@ reference:
 
 
 def test_sections_are_migrated_one_by_one():
-    """The actor's settings are not the reference's."""
+    """The actor and the reference model keep their own settings."""
     migration = migrate_text(ROLL, "roll.yaml", to="composer")
     values = yaml.safe_load(migration.after)
     actor, reference = (values[name]["fsdp_config"] for name in ("actor_train", "reference"))
@@ -114,7 +114,7 @@ def test_sections_are_migrated_one_by_one():
 
 
 def test_at_chooses_one_of_several():
-    """One worker at a time, for a target of which a file holds one section."""
+    """For a target with one section a file, the user migrates one worker at a time."""
     with pytest.raises(ConfigError, match=r"holds one section, and here are 2.*choose one with --at"):
         migrate_text(ROLL, "roll.yaml", to="torchtitan")
     migration = migrate_text(ROLL, "roll.yaml", to="torchtitan", at="actor_train")
@@ -122,7 +122,7 @@ def test_at_chooses_one_of_several():
 
 
 def test_at_finds_a_section_of_any_name():
-    """A section under a name of the user's own is not found by its name."""
+    """A section under the user's own name cannot be found by its name."""
     text = "my_run:\n  sharding: {sharding_strategy: NO_SHARD}\n"
     with pytest.raises(NothingToMigrateError):
         migrate_text(text)
@@ -137,7 +137,7 @@ def test_at_finds_a_section_of_any_name():
 
 
 def test_an_interpolation_that_cannot_be_resolved_is_a_decision(monkeypatch: pytest.MonkeyPatch):
-    """The value is known on the cluster only."""
+    """The variable's value is known on the cluster only."""
     monkeypatch.delenv("STRATEGY", raising=False)
     text = "fsdp_config:\n  sharding_strategy: ${oc.env:STRATEGY}\n  limit_all_gathers: true\n"
     migration = migrate_text(text)
@@ -149,7 +149,7 @@ def test_an_interpolation_that_cannot_be_resolved_is_a_decision(monkeypatch: pyt
 
 
 def test_an_interpolation_that_is_none_of_the_sections_is_none_of_ours(monkeypatch: pytest.MonkeyPatch):
-    """A Trainer's output_dir is often the cluster's; FSDP does not read it."""
+    """A Trainer's output_dir is often a variable of the cluster, and FSDP does not read it."""
     monkeypatch.delenv("OUT", raising=False)
     text = "output_dir: ${oc.env:OUT}\nbf16: true\nfsdp: full_shard\nfsdp_config:\n  limit_all_gathers: true\n"
     migration = migrate_text(text, to="composer")
@@ -161,7 +161,7 @@ def test_an_interpolation_that_is_none_of_the_sections_is_none_of_ours(monkeypat
 
 
 def test_values_of_other_kinds_are_findings():
-    """A list where a word belongs must not end in a traceback."""
+    """A list where a string belongs must not end in a traceback."""
     for value in ("[1, 2]", "{a: 1}", "2024-01-02", "!!binary aGk=", "1e999", "null"):
         for key in ("sharding_strategy", "mixed_precision", "data_parallel_shard_degree", "verbose", "process_group"):
             migration = migrate_text(f"fsdp_config: {{{key}: {value}}}\n")
@@ -180,7 +180,7 @@ def test_values_of_other_kinds_are_findings():
 )
 @pytest.mark.parametrize("to", sorted(TARGETS))
 def test_keys_that_are_no_strings_are_findings(text: str, to: str):
-    """YAML has them, and no system does."""
+    """YAML allows them, and no system reads them."""
     migration = migrate_text(text, to=to)
     assert str(migration) and migration.sections[0].to_json()
     keys = {each.key.rpartition(".")[2] for section in migration.sections for each in section.findings}
@@ -188,11 +188,12 @@ def test_keys_that_are_no_strings_are_findings(text: str, to: str):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What would be lost without a word, or never end
+# Silent losses, and files that would take forever
 
 
 def test_a_variable_that_the_new_file_does_not_read_is_told(monkeypatch: pytest.MonkeyPatch):
-    """On a cluster where the variable is another, the new file trains otherwise than the old one."""
+    """Where the variable has another value, on a cluster for instance, the new file would train differently from the
+    old one."""
     monkeypatch.setenv("STRATEGY", "FULL_SHARD")
     text = "fsdp_config:\n  sharding_strategy: ${oc.env:STRATEGY}\n  state_dict_type: ${oc.env:NONE,sharded}\n"
     migration = migrate_text(text)
@@ -204,7 +205,7 @@ def test_a_variable_that_the_new_file_does_not_read_is_told(monkeypatch: pytest.
 
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 def test_a_key_that_stands_beside_is_not_written_twice(precision: str):
-    """OmegaConf refuses a file with one key twice, and the exit code said that all was well."""
+    """OmegaConf refuses a file with a repeated key; the exit code used to be 0."""
     text = f"precision: {precision}\nw:\n  strategy_args: {{strategy_name: fsdp2_train, strategy_config: {{}}}}\n"
     flat = f"precision: {precision}\nstrategy_args: {{strategy_name: fsdp2_train, strategy_config: {{}}}}\n"
     assert migrate_text(text, to="composer").after.count("precision: amp_bf16") == 1 + (precision == "amp_bf16")
@@ -217,7 +218,7 @@ def test_a_key_that_stands_beside_is_not_written_twice(precision: str):
 
 
 def test_the_cost_of_a_section_does_not_grow_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of hundreds of runs took minutes: the entries of all others were written for each of its sections."""
+    """A file of hundreds of runs took minutes, because each section wrote the entries of all others."""
     calls = 0
     own = Document.inline
 
@@ -237,7 +238,7 @@ def test_the_cost_of_a_section_does_not_grow_with_their_number(monkeypatch: pyte
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a file leaves to its system, and what stands beside its section
+# Defaults of the source system, and keys beside its section
 
 
 CLIPPED = {
@@ -256,7 +257,7 @@ CLIPPED = {
 @pytest.mark.parametrize("to", sorted(TARGETS))
 @pytest.mark.parametrize("system", CLIPPED)
 def test_clipping_by_default_is_a_setting(system: str, to: str) -> None:
-    """ROLL clips to 1 in most of its files without a word of them: carried over, their gradients were not clipped."""
+    """ROLL clips to 1 by default, and most of its files do not set it. Migrated runs used to train without clipping."""
     text, norm = CLIPPED[system]
     assert read_first(text).run.max_grad_norm == norm
     migration = migrate_text(text, to=to)
@@ -289,7 +290,7 @@ fsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
 
 @pytest.mark.others
 def test_what_accelerate_does_with_stored_parameters() -> None:
-    """What the report says of it: accelerate upcasts a model in low precision, under FSDP2 as under FSDP1."""
+    """The report relies on it: accelerate upcasts a model in low precision, under FSDP2 as under FSDP1."""
     from accelerate.accelerator import Accelerator
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -370,7 +371,7 @@ trainer:
     "the keys take the places of those that said the same, and comments go with them": Case(
         file=COMPOSER,
         to="roll",
-        told={"(units)": (NEEDS_DECISION,)},  # which classes are wrapped
+        told={"(units)": (NEEDS_DECISION,)},  # the classes to wrap
         after="""\
 # A run.
 precision: amp_bf16
@@ -543,7 +544,7 @@ training:
 
 @each_case(CASES)
 def test_what_becomes_of(case: Case):
-    """Each of these files would train otherwise, or not at all."""
+    """Without these findings, each of these files would train differently or not at all."""
     case.check()
 
 
@@ -551,13 +552,14 @@ def test_what_becomes_of(case: Case):
     "text", ["mixed_precision: fp8\n" + FSDP1.replace("mixed_precision: bf16\n", ""), AXOLOTL + "fp8: true\n"]
 )
 def test_products_in_fp8_are_no_amp_fp8(text: str) -> None:
-    """Composer's amp_fp8 is Transformer Engine's: layers that torchao converted would compute in bfloat16, exit 0."""
+    """Composer's amp_fp8 is Transformer Engine's: layers converted by torchao would compute in bfloat16, with exit code
+    0."""
     for to in ("composer", "roll", "torchtitan"):
         assert {each.key for each in migrate_text(text, to=to).blocking} & {"fp8", "products in fp8"}, to
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is no file that can be migrated
+# Files that cannot be migrated
 
 LAUGHS = ["a0: xxxxxxxxxx", *(f"a{n}: ${{a{n - 1}}}${{a{n - 1}}}" for n in range(1, 40))]
 CHAIN = ["b0: 1", *reversed([f"b{n}: ${{b{n - 1}}}" for n in range(1, 3000)])]
@@ -576,14 +578,14 @@ UNUSABLE: list[tuple[str, str, dict[str, Any], str]] = [
         {},
         r"^run.yaml:3:3: verbose stands in line 2, too",
     ),
-    # Of two strategy_args a reader takes the last.
+    # A reader takes the last of two strategy_args.
     (
         "run.yaml",
         "fsdp_config:\n  sharding_strategy: FULL_SHARD\nstrategy_args: {a: 1}\n",
         {"to": "roll"},
         "strategy_args stands in line 1, too",
     ),
-    # Forty lines would keep a CI busy until it is out of memory.
+    # Forty lines would keep a CI busy until it runs out of memory.
     (
         "run.yaml",
         "\n".join([*LAUGHS, "fsdp_config:", "  sharding_strategy: ${a39}"]),
@@ -596,7 +598,7 @@ UNUSABLE: list[tuple[str, str, dict[str, Any], str]] = [
         {},
         r"interpolations (refer to each other too deep|stand for)",
     ),
-    # In a folder such files went by with exit code 0, as if they configured no sharding.
+    # In a folder, such files used to be skipped with exit code 0, as files that do not configure sharding.
     *(
         ("run.yaml", text, {}, r"fsdp_config is \$\{.*cannot be resolved here")
         for text in ("fsdp_config: ${oc.env:NOT_SET}\n", "a: 1\nfsdp_config: ${nowhere}\n")
@@ -610,14 +612,14 @@ UNUSABLE: list[tuple[str, str, dict[str, Any], str]] = [
     ("name", "text", "options", "message"), UNUSABLE, ids=[message[:40] for *_, message in UNUSABLE]
 )
 def test_what_cannot_be_migrated_is_refused_with_its_place(name: str, text: str, options: dict[str, Any], message: str):
-    """A message that names the place, not a traceback; only a file without a section may be passed over."""
+    """The error names the place, without a traceback. Only a file without a section may be skipped."""
     with pytest.raises(ConfigError, match=message) as error:
         migrate_text(text, name, **options)
     assert isinstance(error.value, NothingToMigrateError) == ("nothing here" in message)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the runtime refuses
+# Combinations that the runtime refuses
 
 TENSOR = "tp_config: {tensor_parallel_degree: 2, strategy: ffn}\n"
 REFUSED = {
@@ -651,7 +653,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_the_runtime_refuses_is_a_decision(case: str) -> None:
-    """`exact`, exit 0, and the run that it was for ended before its first batch."""
+    """The report used to show `exact` with exit code 0, and the run ended before its first batch."""
     num_ranks, around, keys = REFUSED[case]
     text = f"{around}fsdp_config: {{{keys}}}\n"
     with pytest.raises(ConfigError):
@@ -662,7 +664,8 @@ def test_what_the_runtime_refuses_is_a_decision(case: str) -> None:
 
 @pytest.mark.parametrize("case", TAKEN)
 def test_what_the_runtime_takes_is_the_same_afterwards(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pair of groups lost the strategy that it needs; nodes and Transformer Engine were asked for on the laptop."""
+    """A pair of groups used to lose the strategy that it needs, and nodes and Transformer Engine were looked up on the
+    user's laptop."""
     num_ranks, around, keys = TAKEN[case]
     text = f"{around}fsdp_config: {{{keys}}}\n"
     migration = migrate_text(text)
@@ -682,7 +685,7 @@ def test_what_the_runtime_takes_is_the_same_afterwards(case: str, monkeypatch: p
 )
 @pytest.mark.parametrize("to", ["composer", "torchtitan", "accelerate"])
 def test_a_norm_that_is_no_number_is_a_decision(text: str, to: str) -> None:
-    """It was a fault of the command, or text in the place of a norm in the new file."""
+    """It used to end in an internal error, or was written as text into a number's key."""
     assert "max_grad_norm" in [each.key for each in migrate_text(text, to=to).blocking]
 
 
@@ -711,7 +714,7 @@ LOST = {
 
 @pytest.mark.parametrize("case", LOST)
 def test_what_a_target_has_no_word_for_is_no_fault_of_the_command(case: str) -> None:
-    """'Please report the file' stood beside the finding with the next step, or replaced it."""
+    """Instead of the finding with the next step, or beside it, the report used to read 'Please report the file'."""
     name, text = LOST[case]
     for to in TARGETS:
         assert not [each for each in migrate_text(text, name, to=to).blocking if "please report" in each.hint]
@@ -733,7 +736,8 @@ INNER = (
 
 @pytest.mark.parametrize("dialect", NESTED)
 def test_a_section_in_another_is_a_key_of_that_one(dialect: str) -> None:
-    """`fsdp` in an fsdp_config was read as a second section, and its edits overlapped with the first one's."""
+    """`fsdp` inside an fsdp_config used to be read as a second section, whose edits overlapped with those of the
+    first."""
     own, text = NESTED[dialect]
     for inner in INNER:
         for to in TARGETS:

@@ -1,4 +1,4 @@
-"""What holds for every file, of whichever dialect: bytes, keys, second runs, and the way there and back."""
+"""Properties of every file in every dialect: bytes, keys, second runs, and migrating there and back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def migrated(file: File, to: str) -> Migration:
 @examples(120)
 @given(ANY_FILE, ANY_TARGET)
 def test_any_file_for_any_target(file: File, to: str) -> None:
-    """Nothing else of the file is touched, no key or comment is lost in silence, and a second run has nothing to do."""
+    """The rest of the file is unchanged, no key or comment is silently lost, and a second run changes nothing."""
     assert may_configure(file.text.encode()), "in a folder the file would be passed over in silence"
     result = migrated(file, to)
     check_what_is_told(file, to, result)
@@ -51,7 +51,7 @@ def test_any_file_for_any_target(file: File, to: str) -> None:
 @examples(30)
 @given(EVERY["axolotl"])
 def test_beside_axolotls_section_comes_its_version_alone(file: File) -> None:
-    """The one line that is written outside of a section; a second one, or one elsewhere, would be a fault."""
+    """Exactly one line is written outside a section; a second one, or one elsewhere, is an error."""
     check_surroundings(file, "axolotl", migrated(file, "axolotl"))
 
 
@@ -64,13 +64,13 @@ def test_what_trains_on_fsdp2_stays_as_it_is(system: str, data: st.DataObject) -
 
 
 def check_surroundings(file: File, to: str, result: Migration) -> None:
-    """What a user wrote about a setting is worth more than the setting, and elsewhere no byte changes."""
+    """A user's comment on a setting must survive, and outside the section no byte changes."""
     after = result.after
     if {section.dialect for section in result.sections} == {to} == {"axolotl"}:
-        # Its version stands beside the section: before base_model, the first key of every such file here, where no
-        # word of FSDP1's, such as fsdp, makes way for it.
+        # Its version key is beside the section: before base_model, the first key of every such file here, unless the
+        # migration removes a key of FSDP1's, such as fsdp.
         after = re.sub(r"^fsdp_version: 2\n(?=base_model:)", "", after, count=1, flags=re.MULTILINE)
-    if to == "composer":  # batches are carried over, where they stood
+    if to == "composer":  # batch sizes are migrated in place
         after = after.replace("device_train_microbatch_size: 1\n", "micro_batch_size: 1\n")
     assert after.startswith(file.before) and result.after.endswith(file.after)
     assert result.after.count("\r\n") in (0, result.after.count("\n"))
@@ -79,7 +79,7 @@ def check_surroundings(file: File, to: str, result: Migration) -> None:
 
 
 def check_what_is_told(file: File, to: str, result: Migration) -> None:
-    """A key has one finding, which gives its reason; what the target lacks is told with its own, and none of it is
+    """A key has one finding with its reason. Losses in the target are reported with their own reason, never with
     'please report the file as a fault'."""
     found = [finding for section in result.sections for finding in section.findings]
     told = [finding.key for finding in found if finding.origin is Origin.KEY]
@@ -98,10 +98,10 @@ def check_what_is_told(file: File, to: str, result: Migration) -> None:
 
 
 def check_format(file: File, result: Migration) -> None:
-    """The training script would not even start."""
-    if file.text.startswith("{") and not result.is_new_file:  # also in a file that is called YAML
+    """Otherwise the training script would not start."""
+    if file.text.startswith("{") and not result.is_new_file:  # also in a file with a YAML suffix
         assert isinstance(json.loads(result.after), dict)
-    # To PyYAML's own parser a tab is no space, not even in JSON: such a file was none of its before, either.
+    # PyYAML's parser does not accept a tab as a space, not even in JSON, so it could not read the original, either.
     if result.suffix == ".yaml" and ("\n\t" not in file.text or result.is_new_file):
         assert isinstance(yaml.safe_load(result.after), dict)
     if result.suffix == ".toml":
@@ -109,14 +109,14 @@ def check_format(file: File, result: Migration) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Exact is exact: by the runtime's own checks
+# Exact means equal: checked with the runtime's own parser
 
 
 @examples(60)
 @given(st.one_of(composer_files(), merging_files(), composer_files().map(with_windows_lines)))
 def test_a_composer_file_asks_for_the_same_before_and_after(file: File) -> None:
-    """The migrated run would shard, cast or prefetch otherwise than the run that it came from; or, after `exact` and
-    exit 0, the first thing that it does would be to refuse its own configuration."""
+    """Otherwise the migrated run would shard, cast or prefetch differently from the original. Or, after `exact` with
+    exit code 0, it would refuse its own configuration at its start."""
     result = migrated(file, "composer")
     assert read_first(result.after).run == read_first(file.text).run
     if result.exit_code:
@@ -131,7 +131,7 @@ def test_a_composer_file_asks_for_the_same_before_and_after(file: File) -> None:
 @examples(30)
 @given(st.one_of(composer_files(), merging_files()), st.sampled_from(sorted(TARGETS)))
 def test_no_machine_decides_what_becomes_of_a_file(file: File, to: str) -> None:
-    """A laptop, a CI and the node would each get another answer for one file."""
+    """A laptop, a CI job and the node must get the same result for a file."""
     on_laptop = migrated(file, to)
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="8", WORLD_SIZE="16"),
@@ -178,8 +178,8 @@ fsdp_config: {fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer, fsdp_state_
 
 @pytest.mark.parametrize("to", sorted(TARGETS))
 def test_a_setting_that_is_not_written_is_told(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault in a writer of ours would be trained with under `exact`: each of its settings in turn is left out."""
-    text = AXOLOTL_FILE if to == "composer" else COMPOSER_FILE  # a file is never written anew in its own words
+    """A writer that omits a setting would change training under `exact`. The test omits each setting in turn."""
+    text = AXOLOTL_FILE if to == "composer" else COMPOSER_FILE  # a file is never rewritten in its own dialect
     kind = type(TARGETS[to])
     usual = kind.express
     clean = migrate_text(text, "run.yaml", to=to)
@@ -206,8 +206,8 @@ def test_a_setting_that_is_not_written_is_told(to: str, monkeypatch: pytest.Monk
         spoilt = migrate_text(text, "run.yaml", to=to)
         runs = [read_first(each.after, f"run{each.suffix}").run for each in (clean, spoilt)]
         if None not in runs and changed(*runs).keys() <= {"num_ranks"}:
-            continue  # what holds without it, on as many ranks
-        is_open = any(each.target == key for each in clean.blocking)  # which stops the user already
+            continue  # the same value without it, on as many ranks
+        is_open = any(each.target == key for each in clean.blocking)  # which already stops the user
         new = [each for each in spoilt.sections[0].findings if each not in clean.sections[0].findings]
         assert is_open or [each for each in new if each.outcome is not Outcome.EXACT], (key, name)
         told.append(key)
@@ -218,7 +218,7 @@ def without(values: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != name}
 
 
-# Which part of a run a finding of a target is about. Without one it has to be the same after the way back.
+# The part of a run that a target's finding is about. Without a finding, the part must be equal after the way back.
 PARTS = {
     "mesh": ["mesh"],
     "number of ranks": ["mesh"],
@@ -260,16 +260,16 @@ PARTS = {
     "sync_module_states": ["sync_module_states"],
     "verbose": ["verbose"],
 }
-# Fields under another name among the parts.
+# Fields with another name among the parts.
 OF_FIELDS = {"activation_checkpointing.classes": ["recomputed modules"]}
-# Units that a system makes whatever its file says: ROLL the embeddings where they are not tied, TorchTitan both ends.
+# Units that a system always makes: ROLL the embeddings if untied, TorchTitan embeddings and head.
 ALWAYS_UNITS = {"roll": {"embeddings"}, "torchtitan": {"embeddings", "output"}}
-# Of the run itself, beside its configuration.
+# Attributes of the run itself, besides its configuration.
 OF_RUN = ("precision", "verbose", "max_grad_norm", "other_clipping")
 
 
 def parts_of(run: RunConfig) -> dict[str, Any]:
-    """Its fields that can be compared, those of mixed precision apart from each other."""
+    """Its comparable fields, with each field of mixed precision separate."""
     config = run.config
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     policy = fields.pop("mixed_precision")
@@ -279,16 +279,16 @@ def parts_of(run: RunConfig) -> dict[str, Any]:
         value = fields.pop(name)
         fields |= {f"{name}.{field.name}": getattr(value, field.name) for field in dataclasses.fields(value)}
     fields["recomputed modules"] = fields.pop("activation_checkpointing.classes")
-    if not config.activation_checkpointing.checkpoint:  # how it would be done decides nothing
+    if not config.activation_checkpointing.checkpoint:  # without checkpointing, its options have no effect
         del fields["activation_checkpointing.reentrant"], fields["activation_checkpointing.transformer_engine"]
-    if config.mesh.has_replicas and config.mesh.replicate_degree == 1:  # one replica is none
+    if config.mesh.has_replicas and config.mesh.replicate_degree == 1:  # one replica means none
         fields["mesh"] = MeshSpec.of_degrees(config.mesh.shard_degree)
     fields |= {f"mixed_precision.{field.name}": getattr(policy, field.name) for field in dataclasses.fields(policy)}
     return fields | {name: getattr(run, name) for name in OF_RUN}
 
 
 def parts_of_key(finding: Finding) -> list[str]:
-    """What a key of Composer's own is about, where its finding says what the target lacks of it."""
+    """The parts that a Composer key sets, if its finding reports a loss in the target."""
     if finding.origin is not Origin.KEY or finding.outcome is Outcome.EXACT:
         return []
     if finding.key == "freeze" and not finding.outcome.blocks:  # other parameters would be trained
@@ -296,7 +296,7 @@ def parts_of_key(finding: Finding) -> list[str]:
     if finding.key == "wrap_policy":
         return ["wrap.others"] if "no word for" in finding.reason else ["wrap."]
     row = DIALECTS["composer"].row_of(finding.key)
-    how = ["activation_checkpointing."]  # it is recomputed, which is told with whether it is
+    how = ["activation_checkpointing."]  # whether to checkpoint is reported together with how
     told_with = dict.fromkeys((f"activation_checkpointing.{name}" for name in ("checkpoint", "cpu_offload")), how)
     return [
         part for name in (() if row is None else decides(row)) for part in (OF_FIELDS | told_with).get(name, [name])
@@ -304,7 +304,7 @@ def parts_of_key(finding: Finding) -> list[str]:
 
 
 def parts_at(run: RunConfig, num_ranks: int) -> dict[str, Any]:
-    """On so many ranks; without a mesh where it does not fit them."""
+    """The parts on so many ranks; without a mesh if it does not fit them."""
     parts = parts_of(run)
     mesh = parts.pop("mesh").data_parallel
     try:
@@ -317,7 +317,8 @@ def parts_at(run: RunConfig, num_ranks: int) -> dict[str, Any]:
 @examples(150)
 @given(ANY_FILE, ANY_TARGET)
 def test_exact_is_equal_when_it_is_read_again(file: File, to: str) -> None:
-    """`exact`, and another run: at three numbers of ranks, since an open size hides what another number shows."""
+    """`exact` for a run that differs would be a lie. Three numbers of ranks, since an open degree can hide a difference
+    at one."""
     target = TARGETS[to]
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="8"):
         result = migrated(file, to)
@@ -335,7 +336,7 @@ def test_exact_is_equal_when_it_is_read_again(file: File, to: str) -> None:
             for key in keys:
                 names = [part for name in decides(reading.rows[key]) for part in OF_FIELDS.get(name, [name])]
                 for part in (part for part in before if part.startswith(tuple(names)) and part in after):
-                    is_more = part == "wrap.others" and before[part] <= after[part]  # units that no number depends on
+                    is_more = part == "wrap.others" and before[part] <= after[part]  # units that change no number
                     assert is_more or before[part] == after[part], (key, part, num_ranks)
         event(f"{len(keys)} exact keys to {to}")
 
@@ -344,7 +345,7 @@ def test_exact_is_equal_when_it_is_read_again(file: File, to: str) -> None:
 @examples(30)
 @given(file=composer_files(sane=True))
 def test_there_and_back(to: str, file: File) -> None:
-    """What a target cannot say, and no finding names, was lost without a word."""
+    """Otherwise a setting that the target does not support, without a finding, is silently lost."""
     before = read_first(file.text).run
     there = migrated(file, to)
     if before is None:
@@ -354,9 +355,9 @@ def test_there_and_back(to: str, file: File) -> None:
     names = {finding.key if finding.key in PARTS else finding.key.split(".")[0] for finding in told}
     excused = tuple(part for name in names for part in PARTS.get(name, ()))
     excused += tuple(part for finding in found for part in parts_of_key(finding))
-    if before.config.activation_checkpointing.classes is None:  # what hooks recompute, no system can name
+    if before.config.activation_checkpointing.classes is None:  # no system can name the modules that hooks checkpoint
         excused += ("recomputed modules",)
-    assume("mesh" not in excused)  # the way back would be another run altogether
+    assume("mesh" not in excused)  # the way back would be an entirely different run
     back = read_first(migrate_text(there.after, f"run{there.suffix}", to="composer").after).run
     assert back is not None
     asked = parts_of(before)

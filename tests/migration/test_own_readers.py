@@ -1,4 +1,4 @@
-"""What migrate writes is read by the system that it is for: generated files of every system, for each target."""
+"""The target system can read migrate's output: generated files of every system, for each target."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Answer = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Written:
-    """A file, what migrate wrote in its place, and the section in each."""
+    """A file, its migrated file, and the section in each."""
 
     file: File
     migration: Migration
@@ -44,8 +44,8 @@ class Written:
 
 @cache
 def written_for(to: str) -> Sequence[Written]:
-    """Of files of every system, alike in every run, what a user may take as it is, or with ``--force`` in knowledge of
-    what the target lacks."""
+    """For files of every system, the same in every run: outputs that a user may take unchanged, or with ``--force``,
+    accepting the reported losses."""
     found: dict[str, Written] = {}
 
     @examples(NUM_FILES)
@@ -63,12 +63,12 @@ def written_for(to: str) -> Sequence[Written]:
 
 
 def is_without_shards(finding: Finding) -> bool:
-    """A run for which most systems have no FSDP2, so that its file stays as it is."""
+    """Most systems have no FSDP2 form for such a run, so its file is unchanged."""
     return finding.key == "mesh" and finding.outcome is Outcome.UNSUPPORTED
 
 
 def check(written: Sequence[Written], answers: Sequence[Answer], at_least: int) -> None:
-    """Each is read; of those that are not, the shortest is the message."""
+    """Each can be read; the error shows the shortest that cannot."""
     assert len(written) >= at_least
     refused = [(each, answer["error"]) for each, answer in zip(written, answers, strict=True) if "error" in answer]
     if refused:
@@ -81,7 +81,7 @@ def check(written: Sequence[Written], answers: Sequence[Answer], at_least: int) 
 
 
 def launched(written: Written) -> tuple[str, dict[str, Any]]:
-    """A file as its system gets it; of accelerate's with the number of processes that a user adds."""
+    """The file passed to its system; for accelerate, with the number of processes that a user adds."""
     given = {str(key): value for key, value in written.section.given.items()}
     if "distributed_type" not in given:
         return "trainer", {key: given[key] for key in ("fsdp", "fsdp_config", "bf16") if key in given}
@@ -97,15 +97,15 @@ def check_accelerate(written: Sequence[Written], *releases: str) -> None:
 
 
 def test_accelerate_1_8() -> None:
-    """A user would learn of it when the launcher refuses the file. The sizes of parallelism_config are a decision, as
-    that release refuses them."""
+    """Otherwise users would notice only when the launcher refuses the file. The sizes of parallelism_config are a
+    decision, because that release refuses them."""
     written = [each for each in written_for("accelerate") if not each.has_sizes]
     check_accelerate(written)
 
 
 @pytest.mark.others
 def test_accelerate_1_10() -> None:
-    """It reads parallelism_config, too, and compares it with the number of processes."""
+    """This release also reads parallelism_config, and checks it against the number of processes."""
     releases = ("accelerate-1.10.1", "transformers-4.55.2")
     needs(*releases)
     written = written_for("accelerate")
@@ -116,7 +116,7 @@ def test_accelerate_1_10() -> None:
 # --- axolotl
 
 WITH_AXOLOTL = ("axolotl-0.12.2", "accelerate-1.10.1", "transformers-4.55.2")
-# What axolotl takes no file without; flash attention for context parallelism, which its own files turn on beside it.
+# Keys that axolotl requires; flash attention for context parallelism, which its own files turn on as well.
 REST_OF_AXOLOTL = {
     "base_model": "m",
     "datasets": [{"path": "d", "type": "alpaca"}],
@@ -129,7 +129,7 @@ REST_OF_AXOLOTL = {
 
 @pytest.mark.others
 def test_axolotl() -> None:
-    """Its schema, and the variables that it sets for accelerate."""
+    """axolotl's schema accepts the file, and so does accelerate with the variables that it sets."""
     releases = WITH_AXOLOTL
     needs(*releases)
     written = written_for("axolotl")
@@ -155,7 +155,7 @@ fsdp_config:
   fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
 """
 QUANTIZED = "adapter: qlora\nload_in_4bit: true\n"
-# What trains with axolotl's FSDP1, and what its FSDP2 refuses.
+# Keys that axolotl's FSDP1 accepts, and its FSDP2 refuses.
 ONLY_WITH_FSDP1 = {
     "optimizer: adamw_bnb_8bit\n": "adamw_torch_8bit",
     "optimizer: adamw_8bit\n": "adamw_torch_8bit",
@@ -166,7 +166,7 @@ ONLY_WITH_FSDP1 = {
 
 @pytest.mark.others
 def test_what_only_axolotls_fsdp1_takes_is_a_decision() -> None:
-    """The new file is refused, after `exact` and exit 0."""
+    """Otherwise axolotl refuses the new file, after `exact` with exit code 0."""
     needs(*WITH_AXOLOTL)
     for lines, word in ONLY_WITH_FSDP1.items():
         text = f"{OF_FSDP1}{lines}"
@@ -180,7 +180,7 @@ def test_what_only_axolotls_fsdp1_takes_is_a_decision() -> None:
 
 
 def asked_of_axolotl(sections: Sequence[Section], releases: Sequence[str]) -> Sequence[Answer]:
-    """Of each as part of a whole file."""
+    """Each section as part of a whole file."""
     values = [{str(key): value for key, value in each.given.items()} for each in sections]
     return huggingface_oracle.ask([("axolotl", REST_OF_AXOLOTL | each) for each in values], *releases)
 
@@ -190,7 +190,7 @@ def asked_of_axolotl(sections: Sequence[Section], releases: Sequence[str]) -> Se
 
 @pytest.mark.others
 def test_torchtitan() -> None:
-    """Its ConfigManager refuses unknown tables, names and words."""
+    """TorchTitan's ConfigManager refuses unknown tables, names and values."""
     needs("torchtitan-0.2.2")
     written = written_for("torchtitan")
     answers = torchtitan_oracle.ask([each.migration.after for each in written], "torchtitan-0.2.2")
@@ -205,23 +205,23 @@ def test_torchtitan() -> None:
 
 @pytest.mark.foundry
 def test_llm_foundry(tmp_path: Path) -> None:
-    """Its TrainConfig takes the file, and the runtime its section."""
+    """LLM Foundry's TrainConfig accepts the file, and the runtime its section."""
     rest = {key: value for key, value in yaml.safe_load(YAML.read_text()).items() if key != "code_paths"}
-    # Foundry takes no variable of the environment in its files.
+    # Foundry accepts no environment variables in its files.
     written = [each for each in written_for("composer") if UNSET not in str(each.section.given)]
     answers = [read_by_foundry(each, rest, tmp_path / f"{number}.yaml") for number, each in enumerate(written)]
     check(written, answers, at_least=NUM_FILES // 20)
 
 
 def read_by_foundry(written: Written, rest: Mapping[str, Any], path: Path) -> Answer:
-    """As the section of a whole file."""
+    """The section as part of a whole file."""
     beside = yaml.safe_load(written.migration.after) if written.migration.is_new_file else {}
-    if "tp_config" in beside:  # beside which LLM Foundry's mixed initialization is refused
+    if "tp_config" in beside:  # LLM Foundry's mixed initialization is refused with it
         rest = {**rest, "model": {**rest["model"], "init_device": "meta"}}
     path.write_text(yaml.safe_dump({**rest, **beside, "fsdp_config": dict(written.section.given)}))
     try:
         as_foundry_reads(path, 2)
         assert any(asked_at(path.read_text(), ranks) for ranks in (1, 2, 4, 8, 16))
-    except Exception as error:  # whatever they raise is the answer
+    except Exception as error:  # any exception is the result
         return {"error": f"{type(error).__name__}: {error}"}
     return {}

@@ -17,7 +17,7 @@ from tests.migration.generated import ANY_FILE, File
 
 
 def recomputed(every: int, *, offload: bool = False) -> dict[str, object]:
-    """Every so many-th block; 0: none."""
+    """Every n-th block; 0: none."""
     return {
         "activation_checkpointing.checkpoint": every > 0,
         "activation_checkpointing.cpu_offload": offload,
@@ -29,7 +29,7 @@ NONE, ALL, SECOND, OFFLOADED = recomputed(0), recomputed(1), recomputed(2), reco
 REPLICAS = {"mesh": MeshSpec.of_degrees(8, 2)}
 SIZES = {"dp_replicate_size": 2, "dp_shard_size": 8, "tp_size": 1, "cp_size": 1}
 RESHARD, OFFLOAD = "reshard_after_forward", "cpu_offload"
-# By file and patch, what the file says instead; "" for a line that goes.
+# By file and patch: the replaced strings of the file; "" for a deleted line.
 FOUNDRY = """\
 model:
   name: mpt_causal_lm  # ours
@@ -207,7 +207,7 @@ CASES: list[tuple[str, str, Patch, dict[str, str] | str]] = [
         {"params: false  # it": "params: true  # it"},
     ),
     (AXOLOTL, "run.yaml", Patch(fields={RESHARD: False}), "axolotl 0.12 to 0.14 exports true only"),
-    # What decides the same makes way, and what it decided beside stays.
+    # An equivalent key is replaced, and its other effects are preserved.
     (
         FOUNDRY.replace("FULL_SHARD", "NO_SHARD"),
         "run.yaml",
@@ -242,7 +242,7 @@ CASES: list[tuple[str, str, Patch, dict[str, str] | str]] = [
 
 
 def test_a_wish_in_each_systems_own_words():
-    """A proposal would have to be carried over by hand, or a comment beside the key would be lost."""
+    """Otherwise users would have to apply a proposal by hand, or lose a comment beside the key."""
     for text, name, patch, expected in CASES:
         found = apply_patch(text, name, patch)
         if isinstance(expected, str):
@@ -261,7 +261,7 @@ def test_a_wish_in_each_systems_own_words():
 
 
 def test_what_only_fsdp2_has_words_for_is_written_in_a_migrated_file():
-    """DeepSpeed's users would be told that nothing can be changed, where migrating does it."""
+    """The report to DeepSpeed's users would be that nothing can be changed, although migrating enables it."""
     text = "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nmixed_precision: bf16\nnum_processes: 8\n"
     found = apply_patch(text, "run.yaml", Patch(fields={RESHARD: False}))
     assert found.is_migrated
@@ -271,7 +271,7 @@ def test_what_only_fsdp2_has_words_for_is_written_in_a_migrated_file():
 
 
 def test_accelerate_s_replicas_need_fsdp2():
-    """A size beside FSDP1's keys is read by nobody, so that the run would shard over all ranks."""
+    """accelerate ignores a size beside FSDP1's keys, so the run would shard over all ranks."""
     text = ACCELERATE.replace("version: 2", "version: 1").replace("reshard_after_forward: true", "sharding_strategy: 1")
     found = apply_patch(text, "run.yaml", Patch(fields=REPLICAS))
     assert found.is_migrated
@@ -282,7 +282,7 @@ def test_accelerate_s_replicas_need_fsdp2():
 
 
 def test_what_is_written_elsewhere_as_well_is_left():
-    """Another part of the file, which refers to the section, would change with it."""
+    """Another part of the file refers to the section and would change with it."""
     text = "a:\n  fsdp_config: &x {sharding_strategy: FULL_SHARD}\nb: {fsdp_config: *x}\n"
     found = apply_patch(text, "run.yaml", Patch(fields={RESHARD: False}))
     assert "stands for something else" in found.missing
@@ -301,7 +301,8 @@ PATCHES = st.tuples(*(st.sampled_from([{}, *values]) for values in VALUES.values
 
 
 def test_a_key_that_refers_to_a_patched_one_would_change_too():
-    """Another worker's batch, or the evaluation's, in silence; or a reference to a key that is gone."""
+    """Another worker's batch size, or the evaluation's, would silently change; or a reference would point to a deleted
+    key."""
     batch, text = ("device_train_microbatch_size",), "device_train_microbatch_size: 8\nfsdp_config: {}\n"
     assert apply_patch(text, "run.yaml", Patch(keys={batch: 4})).changes
     for line in (
@@ -312,7 +313,7 @@ def test_a_key_that_refers_to_a_patched_one_would_change_too():
         assert "interpolation" in found.missing and found.after == text + line
     text = "fsdp_config:\n  sharding_strategy: FULL_SHARD\nvariables: {strategy: '${fsdp_config.sharding_strategy}'}\n"
     assert apply_patch(text, "run.yaml", Patch(fields={RESHARD: False})).missing
-    # A text that cannot be edited is told so.
+    # A value that cannot be edited in place is reported.
     text = "fsdp_config:\n  sharding_strategy: &strategy FULL_SHARD\nother: *strategy\n"
     assert apply_patch(text, "run.yaml", Patch(fields={RESHARD: False})).missing
 
@@ -320,14 +321,14 @@ def test_a_key_that_refers_to_a_patched_one_would_change_too():
 @examples(80)
 @given(ANY_FILE, PATCHES)
 def test_every_file_has_the_patch_or_stays(file: File, patch: Patch) -> None:
-    """A proposal would change something else of a run, or a run would get less than it was promised."""
+    """Otherwise a proposal would change another setting of the run, or not take full effect."""
     name = f"run{file.suffix}"
     try:
         _, sections = find_sections(file.text, name)
         of, section = sections[0]
         before = of.read(section)
         found = apply_patch(file.text, name, patch)
-    except ConfigError as error:  # no such file, or nothing in it: as migrate says
+    except ConfigError as error:  # no such file, or no section: the same error as migrate's
         event(type(error).__name__)
         return
     if found.missing:
@@ -337,7 +338,7 @@ def test_every_file_has_the_patch_or_stays(file: File, patch: Patch) -> None:
         return
     event("written" if found.changes else "as it is")
     if not found.is_migrated:
-        # ROLL says in model_args, above its section, that nothing is recomputed.
+        # ROLL turns checkpointing off in model_args, above its section.
         assert found.after.replace(", disable_gradient_checkpointing: true", "", 1).startswith(file.before)
         comments = re.findall(r"#[^\r\n\"']*", file.text)
         assert all(found.after.count(comment) >= comments.count(comment) for comment in comments)

@@ -1,4 +1,4 @@
-"""Prose steers nothing: with every text of every table in other words, the same happens."""
+"""The report's texts decide nothing: with every text of every table replaced, migrations are the same."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.migration.generated import ANY_FILE
 
 YAMLS = Path(__file__).resolve().parents[2] / "yamls"
 FILES = sorted(path for path in YAMLS.rglob("*.*ml"))
-# What a row, a limitation or a finding tells, and nothing may ask.
+# Text fields of a row, a limitation or a finding, which no code may read for a decision.
 TEXTS = ("reason", "hint", "target", "meaning", "elsewhere")
 
 
 def told_at_import() -> Iterator[Finding]:
-    """The findings in tables of the dialects."""
+    """The findings in the dialects' tables."""
     for module in [each for name, each in sys.modules.items() if name.startswith("composer_fsdp2.")]:
         tables = [value for value in vars(module).values() if isinstance(value, Finding | tuple)]
         for value in tables:
@@ -40,7 +40,7 @@ def told_at_import() -> Iterator[Finding]:
 
 @contextlib.contextmanager
 def reworded(seed: int) -> Iterator[None]:
-    """The tables' rows, the values of a run's fields, and every finding as soon as it is made, in other words."""
+    """Replaces the texts of table rows, of a run's field values, and of every finding as soon as it is made."""
     rng = random.Random(seed)
 
     def other_words(text: Any) -> Any:
@@ -72,10 +72,10 @@ def reworded(seed: int) -> Iterator[None]:
 
 
 def what_happens(text: str, name: str, to: str) -> object:
-    """All of a migration but its prose."""
+    """A migration's result without its texts."""
     try:
         migration = migrate_text(text, name, to=to)
-    except ConfigError as error:  # two sections, where the target's files hold one
+    except ConfigError as error:  # two sections, for a target with one section a file
         return type(error), error.keys
     findings = [
         (each.name, each.origin is Origin.LACKING or str(each.value), each.outcome, each.where, each.asks, each.known)
@@ -92,7 +92,7 @@ def check(text: str, name: str, to: str, seed: int) -> None:
 
 
 def test_real_files() -> None:
-    """Who mends a sentence of a report would change what becomes of a configuration."""
+    """Otherwise correcting a sentence of the report would change the outcome for a configuration."""
     assert len(FILES) > 40
     for seed, file in enumerate(FILES):
         for to in TARGETS if IS_THOROUGH else [[*TARGETS][seed % len(TARGETS)]]:
@@ -102,12 +102,12 @@ def test_real_files() -> None:
 @examples(40)
 @given(ANY_FILE, st.sampled_from(sorted(TARGETS)), st.integers(0, 99))
 def test_any_file(file: Any, to: str, seed: int) -> None:
-    """The same, for keys and values that no real file has together."""
+    """The same, with combinations of keys and values that no real file has."""
     check(file.text, f"run{file.suffix}", to, seed)
 
 
 def test_findings_are_reworded() -> None:
-    """The tests above would hold if nothing were changed."""
+    """Proof that texts are replaced; otherwise the tests above would always pass."""
     message = [section.findings for section in migrate_text("fsdp_config: {verbose: true, x: 1}").sections]
     with reworded(1):
         again = [section.findings for section in migrate_text("fsdp_config: {verbose: true, x: 1}").sections]

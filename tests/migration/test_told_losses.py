@@ -1,4 +1,4 @@
-"""What a target loses is told at the key that decides it, and only that."""
+"""A loss in the target is reported at the key that sets the lost value, and only there."""
 
 from __future__ import annotations
 

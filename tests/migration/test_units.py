@@ -1,5 +1,5 @@
-"""The units of a migrated file are those that the system makes that it comes from: accelerate's own code, and the
-documented loops of ROLL and TorchTitan with torch's ``fully_shard``."""
+"""The units of a migrated file equal those of the source system: of accelerate's own code, and of the documented loops
+of ROLL and TorchTitan with torch's ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from composer_fsdp2 import plan_sharding, translate
 from composer_fsdp2.migration.migrate import migrate_text
 
-pytestmark = pytest.mark.composer  # which brings transformers and accelerate
+pytestmark = pytest.mark.composer  # installs transformers and accelerate
 
 
 def causal_lm(kind: str, **settings: Any) -> nn.Module:
@@ -32,7 +32,7 @@ def causal_lm(kind: str, **settings: Any) -> nn.Module:
 
 
 def units_of_migrated(text: str, model: nn.Module, suffix: str = ".yaml") -> set[str]:
-    """The units below the root, by the model's own names: it lies in a child of the one that Composer shards."""
+    """The units below the root, by the model's own names: it is a child of the model that Composer shards."""
     migration = migrate_text(text, f"run{suffix}", to="composer")
     assert migration.exit_code == 0, str(migration)
     values: Any = yaml.safe_load(migration.after)
@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def accelerates(words: dict[str, Any], model: nn.Module) -> set[str]:
-    """What accelerate's plugin makes units of, for the FSDP that the file asks for."""
+    """The units of accelerate's plugin, for the file's FSDP version."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, get_module_children_bottom_up
 
@@ -100,7 +100,7 @@ def check_accelerate() -> None:
     }
     sizes = {
         f"{model}, {number} parameters": (model, 1, "SIZE_BASED_WRAP", {"fsdp_min_num_params": number})
-        # Of larger numbers FSDP1 puts a tied embedding and its head into two units, which unties them.
+        # With larger numbers FSDP1 puts a tied embedding and its head into two units, which breaks the tie.
         for model, numbers in (("llama", (300, 500, 1000, 2500)), ("tied", (300, 500)))
         for number in numbers
     }
@@ -108,12 +108,13 @@ def check_accelerate() -> None:
     with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
         for_each(check, layers | sizes | others)
 
-    with pytest.raises(UnsupportedError, match="experts"):  # which FSDP1 made units of
+    with pytest.raises(UnsupportedError, match="experts"):  # FSDP1 made units of experts
         check("experts", 1, "SIZE_BASED_WRAP", {"fsdp_min_num_params": 1000})
 
 
 def test_units_are_accelerates():
-    """By class, by the model's own classes and by size; a run would take other memory, or more gathers."""
+    """By class, by the model's own classes and by size; otherwise a run would take other memory, or more
+    all-gathers."""
     run_ranks(check_accelerate, 1)
 
 
@@ -150,7 +151,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """TorchTitan's, by the names of its parts."""
+    """TorchTitan's, by the names of its submodules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +173,7 @@ def titans(model: Any) -> None:
 
 
 def rolls(classes: Iterable[str], *, head: bool) -> Callable[[Any], None]:
-    """ROLL's ``apply_fsdp2``: embeddings unless they are tied, whatever ``wrap_embeddings`` says, layers, the head."""
+    """ROLL's ``apply_fsdp2``: embeddings unless tied, regardless of ``wrap_embeddings``, then layers and head."""
 
     def shard(model: Any) -> None:
         is_tied = model.config.tie_word_embeddings
@@ -192,7 +193,7 @@ def check_loops() -> None:
         shard(theirs)
         expected = {name for name, module in theirs.named_modules() if isinstance(module, FSDPModule) and name}
         ours = units_of_migrated(text, build(), suffix)
-        # TorchTitan puts the last norm into the head's unit; here it stays in the root's, gathered as long.
+        # TorchTitan puts the last norm into the head's unit; here it is in the root's, and unsharded for as long.
         assert ours == expected - {"norm"}, f"{sorted(ours)}, by hand {sorted(expected)}"
 
     def llama() -> nn.Module:
@@ -223,5 +224,5 @@ def check_loops() -> None:
 
 
 def test_units_are_those_of_the_loops_in_roll_and_torchtitan():
-    """They choose in code what the file says or leaves open; Composer's configuration now says it all."""
+    """They choose units in code, which the file leaves open; the migrated Composer configuration lists them all."""
     run_ranks(check_loops, 2)

@@ -1,4 +1,4 @@
-"""Batches, steps and the optimizer of a run, which stand outside of the section that shards it."""
+"""Batches, steps and the optimizer of a run, whose keys are outside the sharding section."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ CASES = {
         },
         told={
             "num_train_epochs": (UNNEEDED, "max_steps"),
-            # 4 rows x 2 microbatches on each rank, of which there may be any number.
+            # 4 rows x 2 microbatches on each rank, for any number of ranks.
             "microbatches of a step": (APPROXIMATE, "global_train_batch_size", "times 2 times"),
             "weight decay": (APPROXIMATE, "biases", "param_groups"),
             "LLM Foundry": (APPROXIMATE, "model, tokenizer, train_loader, scheduler, max_seq_len", "output_dir"),
@@ -256,7 +256,8 @@ def test_what_becomes_of(case: Case) -> None:
 
 @pytest.mark.parametrize("of", FILES)
 def test_composers_own_reader_finds_what_is_written(of: str):
-    """A field that is written and not read again would be told as lost; one that is neither, not at all."""
+    """A field that is written and not read back would be reported as lost; one that is neither would be missing
+    silently."""
     text, name = FILES[of]
     before, after = read_first(text, name).run, read_first(migrate_text(text, name, to="composer").after).run
     assert before is not None and after is not None
@@ -286,11 +287,11 @@ def test_decoupled_weight_decay_is_torchs():
 
 
 def test_defaults_are_transformers():
-    """What a file leaves out is written out, since Composer's defaults are others."""
+    """Implicit defaults are written explicitly, since Composer's differ."""
     defaults: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(TrainingArguments)}
     found = {option: defaults[key] for key, option in training.OF_TRAINERS.items()}
     assert {**found, "name": None} == {**training.DEFAULTS, "name": None}
-    of_others = {"adamw_hf", "AdamW", "decoupled_adamw"}  # of transformers before 4.46, TorchTitan, LLM Foundry
+    of_others = {"adamw_hf", "AdamW", "decoupled_adamw"}  # transformers before 4.46, TorchTitan, LLM Foundry
     assert {training.ADAMW, *training._ALIKE} - of_others <= {each.value for each in OptimizerNames}
 
 
@@ -298,7 +299,7 @@ def test_every_system_has_a_file_here():
     assert set(FILES) == set(DIALECTS)
 
 
-# --- what other keys make of them
+# --- effects of other keys
 
 SHARED = COMPOSER.replace("shard_degree: 8", "shard_degree: 8, context_parallel_degree: 2, broadcast_batch: first")
 UNFROZEN = AXOLOTL + "unfrozen_parameters: [lm_head.weight$]\n"

@@ -1,4 +1,4 @@
-"""Reports fit the terminal; in a pipe or a file their lines are as long as ever, for programs that read them."""
+"""Reports fit the terminal; in a pipe or a file lines are not wrapped, for programs that read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def longest() -> int:
 
 @pytest.mark.parametrize("columns", [80, 60])
 def test_reports_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch):
-    """At 80 columns every second line was broken in the middle of a word."""
+    """At 80 columns every second line used to break inside a token."""
     piped = longest()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))

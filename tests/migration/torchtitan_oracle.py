@@ -1,4 +1,4 @@
-"""What TorchTitan's ConfigManager makes of files: texts as JSON on stdin, its errors on stdout; ``ask`` runs it."""
+"""Results of TorchTitan's ConfigManager for files: texts as JSON on stdin, its errors on stdout; run by ``ask``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def read(text: str) -> dict[str, Any]:
         file.flush()
         try:
             return asdict(ConfigManager().parse_args([f"--job.config_file={file.name}"]))
-        except (Exception, SystemExit) as error:  # whatever it raises is the answer; tyro exits
+        except (Exception, SystemExit) as error:  # any exception is the result; tyro exits
             return {"error": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
-    # The package's own __init__ imports kernels of a newer torch, of which its configuration needs none.
+    # The package's own __init__ imports kernels that require a newer torch and that its configuration does not need.
     package = types.ModuleType("torchtitan")
     spec = importlib.util.find_spec("torchtitan")
     assert spec is not None and spec.submodule_search_locations is not None

@@ -1,9 +1,9 @@
-"""How far models whose layers, sequences or experts 4 ranks divide are from one process, as a table in Markdown.
+"""Differences between TP, CP and EP models on 4 ranks and one process, as a Markdown table.
 
     PYTHONPATH=.:tests python -m tests.parallel.distances [tensor|context|expert ...]
 
-Each row is a case of the tests, in float64, with the casts of transformers to float32 lifted: losses and clipped norms
-of two steps, and all parameters behind them. A model that fails its test is an error.
+Each row is a case of the tests, in float64, without transformers' casts to float32: losses and clipped norms of two
+steps, and all parameters after them. A model that fails its test raises.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Check = Callable[[], Distances]
 
 
 def rows(kind: str) -> dict[str, Callable[[int], Check]]:
-    """By model, what checks a degree."""
+    """By model, a function that checks a degree."""
     if kind == "tensor":
         models = test_layer_plans.MODELS | test_layer_plans.LIKE_THESE
         return {name: partial(partial, test_layer_plans.check_model, make) for name, make in models.items()}
@@ -45,7 +45,8 @@ def of_mixture(name: str, degree: int) -> Check:
 def of_sequences(name: str, degree: int) -> Check:
     is_encoder = name in ("bert", "modernbert")
     loss = test_hugging_face.masked if is_encoder else test_hugging_face.causal
-    # The loss that balances experts is of one batch, and the mean of several ranks' is not that of all rows.
+    # The loss that balances experts is computed for one batch, and the mean of several ranks' differs from that of all
+    # rows.
     options = {"output_router_logits": False} if name == "qwen3-moe" else {}
     make = partial(build, name, "ForMaskedLM" if is_encoder else "ForCausalLM", attention="eager", **options)
     return partial(test_hugging_face.check, test_hugging_face.row(make, loss, degree))
@@ -73,6 +74,6 @@ def main(kinds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from tests.parallel import distances  # ranks find its functions by the module's name
+    from tests.parallel import distances  # ranks look its functions up by the module's name
 
     distances.main(sys.argv[1:])

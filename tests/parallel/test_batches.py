@@ -1,4 +1,4 @@
-"""Ranks that compute one batch together have the same one: compared, sent, or gathered."""
+"""Ranks that compute one batch together get the same one: compared, broadcast or gathered."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ Pair = namedtuple("Pair", "x y")
 
 
 class Opaque:
-    """A batch's own type, with a set, whose order differs between processes."""
+    """A batch of a custom type, with a set, whose order differs between processes."""
 
     def __init__(self, number: int) -> None:
         self.tags, self.numbers = {"one", "two", "three", "four"}, torch.full((2,), float(number))
 
 
 def batches(number: int) -> dict[str, Any]:
-    """By structure, a batch of some rank."""
+    """A rank's batch, in each structure."""
     ones, ids = torch.full((2, 3), float(number)), torch.arange(6).reshape(2, 3) + number
     return {
         "tensor": ones,
@@ -76,25 +76,25 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def groups_of_two() -> dist.ProcessGroup:
-    """Of ranks 0 and 1, 2 and 3: this rank's. Called on all ranks."""
+    """This rank's group, of ranks 0 and 1, or 2 and 3. Called on all ranks."""
     groups = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
     return groups[dist.get_rank() // 2]
 
 
-# --- what a batch holds
+# --- comparing contents
 
 
 @on_ranks(2)
 def test_the_same_batch_is_the_same_in_every_process(folder: str) -> None:
-    """Hash seeds, addresses and NaN do not make ranks with one batch raise."""
-    torch.manual_seed(dist.get_rank())  # what a batch is does not depend on it
+    """Different hash seeds, addresses and NaN do not make ranks with equal batches raise."""
+    torch.manual_seed(dist.get_rank())  # a batch's digest does not depend on it
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, {name: parts_of(batch) for name, batch in batches(0).items()})
     assert everywhere[0] == everywhere[1], "the same batch has other contents in another process"
 
 
 def test_a_batch_that_differs_anywhere_is_another_one():
-    """A difference that is not seen trains the model on parts of different samples."""
+    """An undetected difference would train the model on parts of different samples."""
     for (name, ours), theirs in zip(batches(0).items(), batches(1).values(), strict=True):
         assert is_same(ours, ours), name
         assert not is_same(ours, theirs), name
@@ -108,12 +108,12 @@ def test_a_batch_that_differs_anywhere_is_another_one():
     assert parts_of(itself), "one that contains itself ends"
 
 
-# --- the first rank's
+# --- broadcasting the first rank's batch
 
 
 @on_ranks(4)
 def test_the_first_ranks_batch_goes_to_its_group_whatever_its_structure(folder: str) -> None:
-    """broadcast_batch: first makes any loader right, and no group takes another's batch."""
+    """broadcast_batch: first works with any loader, and each group gets its own first rank's batch."""
     rank, group = dist.get_rank(), groups_of_two()
     first = rank // 2 * 2
 
@@ -132,21 +132,21 @@ def test_the_first_ranks_batch_goes_to_its_group_whatever_its_structure(folder: 
 
 @on_ranks(2)
 def test_a_batch_that_cannot_be_sent_is_an_error_on_every_rank(folder: str) -> None:
-    """One rank's lambda leaves no other waiting for its batch."""
+    """A lambda in one rank's batch must not leave another rank waiting."""
     own = {"x": torch.ones(2), "f": lambda: 0} if dist.get_rank() == 0 else {"x": torch.ones(2)}
     for how in ("first", "gather"):
         with pytest.raises(ConfigError, match=r"a batch cannot be sent \(.*lambda.*num_replicas.*replication"):
             share_batch(own, how=how)
 
 
-# --- the rows of all
+# --- gathering rows
 
 
 PAD = 9
 
 
 def collated(rows: list[torch.Tensor], side: str) -> dict[str, Any]:
-    """What a collator makes of rows of text."""
+    """The result of a collator on rows of text."""
     lengths = torch.tensor([len(row) for row in rows])
 
     def padded(values: list[torch.Tensor], fill: int) -> torch.Tensor:
@@ -169,7 +169,7 @@ def texts(lengths: list[int], seed: int) -> list[torch.Tensor]:
 
 
 def test_rows_without_padding_are_padded_where_each_token_has_a_label():
-    """A classifier takes the last token that is no padding, and token 0 for one."""
+    """A classifier uses the last token that is not padding, with token 0 as padding."""
     rows = [torch.ones(1, length, dtype=torch.long) for length in (3, 5)]
     learned = [{"input_ids": row, "attention_mask": row, "labels": row} for row in rows]
     assert join_rows(learned)["input_ids"][0].tolist() == [1, 1, 1, 0, 0]
@@ -179,20 +179,21 @@ def test_rows_without_padding_are_padded_where_each_token_has_a_label():
 
 
 def test_a_mask_of_booleans_is_padded_as_one_of_numbers():
-    """What a collator gives as a mask is not the same everywhere."""
+    """Collators return masks of different dtypes."""
     boolean = [{"input_ids": torch.ones(1, n), "attention_mask": torch.ones(1, n).bool()} for n in (2, 3)]
     assert join_rows(boolean)["attention_mask"].tolist() == [[True, True, False], [True, True, True]]
 
 
 def test_a_list_in_a_mapping_keeps_a_value_for_each_row():
-    """As many images as channels are not taken for parts of the batch, whose rows would be put together."""
+    """As many images as channels must not be mistaken for parts of the batch, whose rows would be concatenated."""
     images = [[torch.full((3, 2), float(3 * rank + row)) for row in range(3)] for rank in range(2)]
     joined = join_rows([{"input_ids": torch.ones(3, 4), "images": each} for each in images])["images"]
     assert [(list(each.shape), float(each[0, 0])) for each in joined] == [([3, 2], float(n)) for n in range(6)]
 
 
 def test_a_batch_of_as_many_parts_as_rows_is_no_list_of_rows():
-    """Of two images and their boxes, ranks took the first one's images alone, or put boxes of other images together."""
+    """With two images and their boxes, ranks used the first one's images only, or concatenated boxes of other
+    images."""
     for counts in ((3, 1), (2, 2)):  # boxes in each image
         targets = [
             [{"boxes": torch.full((n, 4), float(2 * rank + row))} for row, n in enumerate(counts)] for rank in range(2)
@@ -203,7 +204,7 @@ def test_a_batch_of_as_many_parts_as_rows_is_no_list_of_rows():
 
 
 def test_rows_are_those_of_tokens_wherever_they_lie():
-    """A processor puts patches of images, of which a row has several, before the tokens."""
+    """A processor puts patches of images before the tokens, and a row has several patches."""
 
     def batch(rank: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         inputs = {"pixel_values": torch.zeros(7, 3), "input_ids": torch.full((2, 3), rank)}
@@ -215,7 +216,7 @@ def test_rows_are_those_of_tokens_wherever_they_lie():
 
 
 def test_what_videos_and_sounds_have_is_that_of_all_ranks():
-    """A number for each video, not for each row, was there once where ranks had the same, and else refused."""
+    """A number for each video, not for each row, was taken once if equal on all ranks, and refused otherwise."""
     names = ("second_per_grid_ts", "input_features", "feature_attention_mask")
     for name in names:
         joined = join_rows(
@@ -232,11 +233,11 @@ def test_what_videos_and_sounds_have_is_that_of_all_ranks():
     side=st.sampled_from(["right", "left"]),
 )
 def test_text_of_different_lengths_is_padded_as_one_collator_would(lengths: list[list[int]], side: str):
-    """Under gather a row's tokens, labels and places in the sequence are those of a batch of all rows, wherever the
-    batches themselves say on which side they are padded."""
+    """Under gather a row's tokens, labels and positions equal those of one batch with all rows, if the batches show
+    their padding side."""
     of_ranks = [texts(each, seed) for seed, each in enumerate(lengths)]
     joined = join_rows([collated(rows, side) for rows in of_ranks])
-    if not any(len(set(each)) > 1 for each in lengths):  # nothing was padded: either side is right
+    if not any(len(set(each)) > 1 for each in lengths):  # no padding: either side is right
         side = "right"
     expected = collated([row for rows in of_ranks for row in rows], side)
     if not (expected["input_ids"] == PAD).any() or any(len(set(each)) > 1 for each in lengths):
@@ -248,7 +249,7 @@ def test_text_of_different_lengths_is_padded_as_one_collator_would(lengths: list
 
 @on_ranks(4)
 def test_the_rows_of_a_group_are_gathered_in_the_order_of_its_ranks(folder: str) -> None:
-    """broadcast_batch: gather loses no sample and doubles none."""
+    """broadcast_batch: gather neither loses nor repeats a sample."""
     rank, group = dist.get_rank(), groups_of_two()
     first = rank // 2 * 2
 
@@ -288,7 +289,7 @@ def test_the_rows_of_a_group_are_gathered_in_the_order_of_its_ranks(folder: str)
 
 @on_ranks(2)
 def test_rows_that_do_not_fit_together_are_an_error_on_every_rank(folder: str) -> None:
-    """Instead of a hang, or of rows cut to one length, the message names the place and broadcast_batch: first."""
+    """Instead of a hang, or of truncated rows, the error names the place and suggests broadcast_batch: first."""
     rank = dist.get_rank()
     ids, mask = torch.ones(2, 3 + rank, dtype=torch.long), torch.ones(2, 3 + rank)
     cases: dict[str, tuple[Any, str]] = {
@@ -338,12 +339,12 @@ def test_rows_that_do_not_fit_together_are_an_error_on_every_rank(folder: str) -
     for_each(check, cases)
 
 
-# --- comparing
+# --- comparing batches in training
 
 
 @on_ranks(4)
 def test_ranks_of_one_group_with_different_batches_are_an_error_on_all_ranks(folder: str) -> None:
-    """Rank 3 alone reads something else: no rank trains, and the message says what to set."""
+    """Only rank 3 reads another batch: no rank trains, and the error names the setting."""
     rank, group = dist.get_rank(), groups_of_two()
     for name, batch in batches(rank // 2).items():
         check_batch(batch, group, what=name)
@@ -375,7 +376,7 @@ def small() -> nn.Module:
 
 
 def test_gathering_is_the_default_where_sequences_are_divided_and_only_there():
-    """Who divides sequences loses no samples; who does not, trains as before."""
+    """Under CP no sample is lost; without CP, training is unchanged."""
     for keys, size, how, check in (
         ({}, 1, BroadcastBatch.OFF, None),
         ({"context_parallel_degree": 2}, 2, BroadcastBatch.GATHER, None),
@@ -397,7 +398,7 @@ def split_layers() -> dict[str, Any]:
 
 
 def test_the_plan_says_who_shares_a_batch():
-    """A run's report shows it, ranks that were told otherwise do not begin, and a key without effect is told of."""
+    """The plan shows it, ranks with different settings do not start, and a note reports a key without effect."""
     plans = {}
     for how in (False, "first", "gather"):
         config = translate({"broadcast_batch": how}, device="cpu", tensor_parallel_degree=2).config
@@ -416,7 +417,7 @@ def test_the_plan_says_who_shares_a_batch():
 
 @on_ranks(4)
 def test_a_sharded_model_knows_which_ranks_share_its_batch(folder: str) -> None:
-    """And who sends it."""
+    """And which rank sends it."""
     rank = dist.get_rank()
     model = small()
     prepare_fully_shard(model, None, {}, device="cpu")

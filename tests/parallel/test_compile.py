@@ -1,7 +1,7 @@
-"""torch.compile around what we hook: compiled blocks and compiled models, beside one uncompiled process.
+"""torch.compile with our hooks: compiled blocks and compiled models, compared with one uncompiled process.
 
-Backends that compile nothing (eager, aot_eager): what is traced, and where a graph breaks, is the same. Two steps of
-clipped gradients in float64, to 1e-12, as in the files that the rows come from.
+The backends eager and aot_eager generate no code, but trace the same graphs with the same graph breaks. Two steps of
+clipped gradients in float64, to 1e-12, as in the files that define the rows.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ ROWS: dict[str, Carried] = {
     "experts split": test_split_experts.TRAINED["two layers, recomputed, kept gathered"],
     "sequences divided": test_context.TRAINED["as many heads as of queries, recomputed"],
 }
-# torch cannot trace an embedding whose rows ranks divide.
+# torch cannot trace an embedding with sharded rows.
 BLOCKS_ALONE = ("sequence parallelism",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled(Carried):
-    """A row whose blocks are compiled before sharding, or whose root is after it, as a Trainer does.
+    """A row with blocks compiled before sharding, or with the root compiled after it, as a Trainer does.
 
     Args:
-        blocks: Whether it is the blocks.
+        blocks: Whether blocks are compiled.
     """
 
     backend: str = "eager"
@@ -75,10 +75,11 @@ def check_compiled(row: Carried, backend: str, blocks: bool) -> None:
 
 
 def is_right_by_hand(row: Carried, backend: str, blocks: bool) -> bool:
-    """Whether torch's own parallelize_module and fully_shard, compiled so, give the gradients of one process.
+    """Whether torch's own parallelize_module and fully_shard, compiled in the same way, compute the gradients of one
+    process.
 
-    torch 2.13 raises for a whole model, and for blocks with sequence parallelism and aot_eager gives the embedding
-    another gradient, without a word. Called on all ranks, which find the same.
+    torch 2.13 raises for a whole model. For blocks with sequence parallelism and aot_eager it silently computes a wrong
+    gradient for the embedding. Called on all ranks, with equal results.
     """
     torch.compiler.reset()
     torch.set_default_dtype(torch.float64)
@@ -103,7 +104,7 @@ def is_right_by_hand(row: Carried, backend: str, blocks: bool) -> bool:
 
 @on_ranks(4)
 def test_compiled_models_train_as_in_one_process(folder: str) -> None:
-    """A hook that is traced runs once, when it is traced; a forward of an instance that is not is left out."""
+    """A traced hook would run only while tracing, and an instance's forward that is not traced would be skipped."""
     repair_cpu_collectives()
     cases = {
         f"{name}, {backend}, {'blocks' if blocks else 'whole'}": (row, backend, blocks)
@@ -117,7 +118,7 @@ def test_compiled_models_train_as_in_one_process(folder: str) -> None:
 
 
 def _which(name: str) -> tuple[bool, ...]:
-    """Whether blocks are compiled, or the whole."""
+    """Whether to compile blocks, or the whole model."""
     both = (True, False) if IS_THOROUGH else (False,)
     return (True,) if name in BLOCKS_ALONE else both
 
@@ -133,7 +134,7 @@ def compiling(backend: str, *paths: str) -> Callable[[nn.Module], None]:
 
 @on_ranks(2)
 def test_compiled_models_with_idle_parts_train_as_in_one_process(folder: str) -> None:
-    """What ranks ask each other, and which experts and towers they run for each other, differs from batch to batch."""
+    """Messages between ranks, and the experts and towers run for other ranks, differ from batch to batch."""
     experts, towers = test_idle_experts, test_idle_towers
     blocks, whole = ["decoder.layers.0", "decoder.layers.1"], ["decoder"]
     vision, model = ["model.vision", "model.sound"], ["model"]

@@ -1,4 +1,4 @@
-"""Sequences that ranks divide: the groups, the exchange, and a model's gradients beside one process."""
+"""Context parallelism: the groups, the exchange, and a model's gradients compared with one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from composer_fsdp2.training.run import find_context
 
 
 def loss_of(model: Any, tokens: torch.Tensor, length: int = 9) -> torch.Tensor:
-    """Of rows of which different numbers of places count."""
+    """The loss of rows with different numbers of labels."""
     tokens = tokens[:, :length]
     return model.model(tokens, torch.where(tokens % 3 > 0, tokens, -100))
 
@@ -55,7 +55,7 @@ TRAINED: dict[str, Carried] = {
 
 @on_ranks(4)
 def test_training_is_that_of_one_process(folder: str) -> None:
-    """A part that is weighed by its own places, or stands at wrong ones, trains another model."""
+    """A part weighted by its own number of labels, or with wrong positions, trains another model."""
     for_each(check_carried, {name: (row,) for name, row in TRAINED.items()})
 
 
@@ -64,7 +64,7 @@ def test_training_is_that_of_one_process(folder: str) -> None:
 
 @on_ranks(4)
 def test_ranks_of_a_group_share_a_batch_and_the_same_layers(folder: str) -> None:
-    """Ranks that divided a sequence with those that hold other parts of its layers would add up foreign numbers."""
+    """CP ranks must have the same TP shard of the layers; otherwise they would sum unrelated numbers."""
     for degree, tensor_degree, expected in ((2, 1, ["01", "23"]), (2, 2, ["02", "13"]), (4, 1, ["0123"])):
         group = group_along((-1, degree, tensor_degree), 1, "context")
         assert dist.get_process_group_ranks(group) in [[int(rank) for rank in ranks] for ranks in expected]
@@ -75,29 +75,29 @@ def test_ranks_of_a_group_share_a_batch_and_the_same_layers(folder: str) -> None
 @pytest.mark.any_torch
 @on_ranks(4)
 def test_microbatches_weigh_as_the_trainer_says(folder: str) -> None:
-    """A block with more rows, or tokens, would count for more, or for less, than in one process."""
+    """Otherwise a block with more rows, or tokens, would have a different weight than in one process."""
     model = build()
     prepare_fully_shard(model, None, FULL | {"context_parallel_degree": 2}, device="cpu")
     group, block = find_context(model), dist.get_rank() // 2
     assert group is not None and group.size == 2 and group.index == dist.get_rank() % 2
     assert find_context(Holder()) is None
     labels = torch.full((2, 4), -100)
-    labels[:, : 1 + block] = 1  # 2 and 4 places in a part, 12 in all
+    labels[:, : 1 + block] = 1  # 2 and 4 labels in a part, 12 in all
     assert group.items(labels, torch.float64) == 12 / 4
     group.weight = 1.0 + block  # a Trainer multiplies by 1 on two ranks, by 2 on two
     assert group.items(labels, torch.float64) == 12 * group.weight / 6
-    group.weight = 0.0 if block == 0 else 3.0  # a block without a place that counts is multiplied by 0
+    group.weight = 0.0 if block == 0 else 3.0  # a block without labels is multiplied by 0
     assert group.items(labels, torch.float64) == (12 * 3 / 6 if block else 1)
     assert group.items(torch.full((2, 4), -100)) == 1
 
 
 @on_ranks(4)
 def test_heads_are_exchanged_for_places_and_back(folder: str) -> None:
-    """Values, gradients and labels are where attention and the loss look for them."""
+    """Values, gradients and labels arrive at the positions that attention and the loss use."""
     model = build()
     prepare_fully_shard(model, None, FULL | {"context_parallel_degree": 4}, device="cpu")
     group = find_context(model)
-    whole = torch.arange(2 * 8 * 4 * 3, dtype=torch.float64).view(2, 8, 4, 3)  # batch, places, heads, features
+    whole = torch.arange(2 * 8 * 4 * 3, dtype=torch.float64).view(2, 8, 4, 3)  # batch, positions, heads, features
     part = group.part(whole).clone().requires_grad_()
     few = part[:, :, :2].float()  # fewer heads than ranks, in another dtype
     heads, of_few = group.to_heads((part, few), 2, 1)
@@ -122,7 +122,7 @@ def freeze_first(model: Holder) -> None:
 
 
 def check_exchanged(num_kv_heads: int, degree: int, num_sent: int, freezes: bool) -> None:
-    """``num_sent``: in how many heads keys and values travel."""
+    """``num_sent``: the number of heads in which keys and values are sent."""
     model = build(num_kv_heads=num_kv_heads)
     if freezes:
         freeze_first(model)
@@ -130,7 +130,7 @@ def check_exchanged(num_kv_heads: int, degree: int, num_sent: int, freezes: bool
     tokens, labels = batch(2, 16)
     with Collectives() as sent:
         model.model(tokens, labels).backward()
-    of_head = 2 * (16 // degree) * HEAD * 8  # bytes of a rank's places
+    of_head = 2 * (16 // degree) * HEAD * 8  # bytes of a rank's positions
     there, back = 4 + 2 * num_sent, 4
     of_gradients = there + back - (2 * num_sent if freezes else 0)  # in the first layer
     expected = {"calls": 8, "bytes": (3 * (there + back) + of_gradients) * of_head}
@@ -138,8 +138,8 @@ def check_exchanged(num_kv_heads: int, degree: int, num_sent: int, freezes: bool
 
 
 def test_queries_keys_and_values_travel_together():
-    """Each exchange waits for the slowest rank: two in a layer's forward and two in its backward, where there were four
-    of each; with no byte more."""
+    """Each exchange waits for the slowest rank: two in a layer's forward and two in its backward, instead of four each,
+    without additional bytes."""
     cases = {
         "as many heads of keys and values": (4, 2, 4, False),
         "fewer": (2, 2, 2, False),
@@ -150,11 +150,11 @@ def test_queries_keys_and_values_travel_together():
     run_ranks(for_each, 4, check_exchanged, cases)
 
 
-# --- the plan
+# --- in the plan
 
 
 def test_a_plan_names_what_exchanges():
-    """Ranks whose plans differ there would wait for each other in the first forward."""
+    """Ranks with different plans would wait for each other in the first forward."""
     plan = plan_sharding(Holder(), ShardingConfig(context_parallel_degree=2))
     assert plan.exchanging == ("model.layers.0.attention", "model.layers.1.attention")
     assert plan.digest != plan_sharding(Holder(), ShardingConfig()).digest
@@ -163,7 +163,7 @@ def test_a_plan_names_what_exchanges():
 
 
 def test_a_plan_for_any_world_size_is_held_against_one():
-    """Some rank would be in no group."""
+    """With an unsuitable world size, some ranks would be in no group."""
     plan = plan_sharding(Holder(), ShardingConfig(context_parallel_degree=4))
     with pytest.raises(ConfigError, match="context_parallel_degree 4"):
         plan.resolve(6)

@@ -1,4 +1,4 @@
-"""What divided sequences, split layers and split experts send in a step, beside the same by hand or by its formula."""
+"""Communication of a step under CP, TP and EP, compared with hand-written code or a formula."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLIPPING = {"allreduce_": {"calls": 1, "bytes": 8}}  # the square of the norm
 def counted(
     model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], then: Callable[[nn.Module], Any] = lambda model: None
 ) -> Counts:
-    """The collectives of a second step; in the first roots are found."""
+    """The collectives of a second step, because the first finds the roots."""
     for _ in range(2):
         model.zero_grad()
         with Collectives() as sent:
@@ -45,8 +45,8 @@ def clipped(model: nn.Module) -> None:
 
 @on_ranks(2)
 def test_a_divided_sequence_takes_half_the_memory_and_one_exchange_each_way(folder: str) -> None:
-    """Long rows would not fit if a rank kept the whole of them."""
-    tokens, labels = reader.batch(192, 32)  # beside which what a thread of gloo frees late is little
+    """Otherwise every rank would keep whole rows, and long ones would not fit."""
+    tokens, labels = reader.batch(192, 32)  # large enough that memory freed late by a gloo thread does not matter
     counts, peaks = [], []
     for degree in (1, 2):
         model = reader.build(width=64, num_layers=NUM_LAYERS)
@@ -62,16 +62,16 @@ def test_a_divided_sequence_takes_half_the_memory_and_one_exchange_each_way(fold
     whole, divided = counts
     exchanged, items = divided.pop("alltoall_base_"), divided.pop("allreduce_")
     assert divided == whole, (divided, whole)
-    # In each layer queries, keys and values together and the output, in both directions; once, how many places count.
+    # In each layer, queries, keys and values together and the output, in both directions; once, the number of labels.
     assert exchanged["calls"] == 4 * NUM_LAYERS and items == {"calls": 1, "bytes": 16}, (exchanged, items)
     assert peaks[1] < 0.6 * peaks[0], peaks
 
 
 @on_ranks(4)
 def test_split_layers_send_what_they_send_by_hand(folder: str) -> None:
-    """A step of split and sharded layers costs no collective more, and clipping adds one number."""
+    """A step with TP and FSDP needs no additional collective, and clipping adds one number."""
     torch.set_default_dtype(torch.float64)
-    repair_cpu_collectives()  # gloo knows no average on torch 2.7
+    repair_cpu_collectives()  # gloo lacks averaging in torch 2.7
     ours, by_hand = (language.Language(num_layers=NUM_LAYERS) for _ in range(2))
     by_hand.load_state_dict(ours.state_dict())
     split = {"tensor_parallel_degree": 2, "layer_plan": language.layer_plan(ends=False)}
@@ -93,9 +93,9 @@ def test_split_layers_send_what_they_send_by_hand(folder: str) -> None:
     assert counted(ours, loss, clipped) == counts | CLIPPING
 
 
-@on_ranks(4)  # on two, nothing else is sharded: torch 2.13 gathers nothing there
+@on_ranks(4)  # on two, FSDP has one rank: torch 2.13 gathers nothing then
 def test_split_experts_send_their_rows_and_nothing_else(folder: str) -> None:
-    """Each exchange more would be one in every layer."""
+    """An additional exchange would occur in every layer."""
     model = MoELanguage(num_layers=NUM_LAYERS)
     prepare_fully_shard(model, None, FULL | {"expert_parallel_degree": 2}, device="cpu")
 
@@ -103,8 +103,8 @@ def test_split_experts_send_their_rows_and_nothing_else(folder: str) -> None:
         return language.loss_of(model, language.batch(dist.get_rank(), 2))
 
     counts = counted(model, loss)
-    # Layers and model are gathered once, those that are given back between forward and backward twice; and experts, of
-    # which each rank gathers its own, by an exchange. Beside these numbers of rows, rows there and back; and rows in
+    # Layers and model are all-gathered once, those that reshard after forward twice. Each rank gathers its own experts
+    # by an all-to-all. The remaining all-to-alls send the numbers of rows, rows in both directions, and rows in
     # backward.
     calls = {name: each["calls"] for name, each in counts.items()}
     assert calls == {

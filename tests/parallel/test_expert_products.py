@@ -1,4 +1,4 @@
-"""Products of rows with the weights of their experts, beside one product for each expert."""
+"""Products of rows with their experts' weights, compared with one product for each expert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from composer_fsdp2.parallel import expert_products
 from composer_fsdp2.parallel.expert_products import Rows, gated_mlp
 
 WIDTH, WIDE = 16, 24
-# Alike, so that they are padded; very unlike, so that they are not; some without rows, and all.
+# Similar numbers of rows, which are padded; very different ones, which are not; some of zero, and all of zero.
 COUNTS = {"alike": [4, 3, 4], "unlike": [1, 20, 0], "none": [0, 0, 0]}
 
 
@@ -65,13 +65,13 @@ def check_all(*dtypes: torch.dtype) -> None:
 
 
 def test_each_form_computes_what_experts_compute_one_by_one():
-    """An expert that got the rows or the weights of its neighbour would train, on wrong numbers."""
+    """An expert with another expert's rows or weights would silently train on wrong numbers."""
     with mock.patch.object(expert_products, "has_grouped_product", return_value=False):
         check_all(torch.float64, torch.float32)
 
 
 def test_one_kernel_for_all_experts_computes_the_same():
-    """Where torch has it: on the GPUs that people train on, and from 2.13 on here."""
+    """Where torch has the kernel: on GPUs, and on CPU from 2.13 on."""
     if not has_grouped_product(torch.device("cpu"), torch.bfloat16):
         pytest.skip("no grouped product in this torch for the CPU")
     counted = []
@@ -87,7 +87,7 @@ def test_one_kernel_for_all_experts_computes_the_same():
 
 
 def test_a_product_that_is_wrong_is_not_used():
-    """torch's is experimental: one that is there and returns something else must not train anybody's model."""
+    """torch's kernel is experimental: if it returns wrong results, no model may train with it."""
     has_grouped_product.cache_clear()
     try:
         with mock.patch.object(torch, "_grouped_mm", lambda left, right, offs: left.new_zeros(1), create=True):

@@ -1,4 +1,5 @@
-"""Expert parallelism of Hugging Face's mixtures beside one process: losses, norms and parameters of two steps."""
+"""Expert parallelism of Hugging Face's mixtures, compared with one process: losses, norms and parameters of two
+steps."""
 
 from __future__ import annotations
 
@@ -38,15 +39,15 @@ def build(architecture: str, num_layers: int = 1, **config: Any) -> nn.Module:
 
 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Of the logits: transformers' own loss is in float32."""
+    """The loss of the logits in their dtype; transformers' own is in float32."""
     with in_float64():
         logits = model.model(tokens[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def in_float64() -> Any:
-    """DeepSeek's router computes in float32, whatever the model's dtype: its sums over a batch are those of no parts
-    of it."""
+    """DeepSeek's router computes in float32, whatever the model's dtype, so its sums over a batch and over parts of it
+    differ."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
     class Torch:
@@ -78,8 +79,8 @@ def adamw_of(parameters: Any) -> torch.optim.Optimizer:
 
 @on_ranks(4)
 def test_each_mixture_trains_as_one_process(folder: str) -> None:
-    """Whoever splits the experts of a released model trains the model of one process, with AdamW and clipping, with
-    another batch on every rank."""
+    """An EP-sharded model of a release trains like one process, with AdamW, clipping and different batches on all
+    ranks."""
     rows = {f"{name}, {degree}": (carried(name, degree),) for name in MIXTURES for degree in (2, 4)}
     for_each(check_carried, rows)
 
@@ -88,7 +89,7 @@ REPLICAS = {"data_parallel_replicate_degree": 2}
 
 
 def layers(architecture: str, *, recomputed: bool = True, **config: Any) -> dict[str, Any]:
-    """Decoder layers are units, and what is recomputed."""
+    """Decoder layers are units, and checkpointed if ``recomputed``."""
     kinds = [f"{architecture}DecoderLayer"]
     policy = {"activation_checkpointing": True, "activation_checkpointing_policy": kinds} if recomputed else {}
     return {"wrap_policy": {"transformer_layer_cls_to_wrap": kinds}} | policy | config
@@ -138,16 +139,16 @@ COMBINED: dict[str, Carried] = {
 
 @on_ranks(4)
 def test_experts_are_split_beside_everything_else(folder: str) -> None:
-    """Tokens travel within a replica, and replicas average what they have learned; layers that are recomputed send
-    their tokens again; and whoever splits layers too has the same tokens on all ranks that do."""
+    """Tokens are sent within a replica, and replicas average their gradients. Checkpointed layers send their tokens
+    again. With TP, all TP ranks have the same tokens."""
     for_each(check_carried, {name: (row,) for name, row in COMBINED.items()})
 
 
-# --- experts that are not quite those of a release
+# --- experts that differ from a release's
 
 
 def in_transformers(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class, with a forward as if it were written in a file of transformers."""
+    """The class, whose forward seems to be defined in a transformers file."""
     code: Any = kind.forward.__code__
     kind.forward = FunctionType(code, {"__name__": "transformers.models.limited.modeling_limited", "torch": torch})
     return kind
@@ -155,7 +156,7 @@ def in_transformers(kind: type[nn.Module]) -> type[nn.Module]:
 
 @in_transformers
 class Limited(nn.Module):
-    """As transformers 5 has experts whose gate is not the activation alone, in DeepSeek-V4 and Step-3.7."""
+    """Like transformers 5's experts whose gate is more than the activation (DeepSeek-V4, Step-3.7)."""
 
     def __init__(self, num_experts: int = 4, width: int = 16, hidden: int = 8) -> None:
         super().__init__()
@@ -189,7 +190,7 @@ class Mixture(nn.Module):
 
 @on_ranks(2)
 def test_a_gate_of_the_experts_own_is_computed(folder: str) -> None:
-    """Whoever trains a model that limits what is between the weights does not train another one, in silence."""
+    """A model that clamps values between the weights must not silently train as another one."""
 
     def build() -> nn.Module:
         model = nn.Module()
@@ -211,7 +212,7 @@ def halved_backwards(module: nn.Module, to_inputs: Any, to_outputs: Any) -> tupl
 
 
 def limit(expert: Any) -> None:
-    """As a script that changes an expert's class."""
+    """Like a script that changes an expert's class."""
 
     class Narrow(type(expert)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +232,7 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.skipif(IS_FIVE, reason="experts are no modules there")
 @on_ranks(2)
 def test_experts_that_a_script_changed_are_called_as_they_are(folder: str) -> None:
-    """A hook, or a forward of the script's own, takes part as on one process."""
+    """A hook, or the script's own forward, runs as in one process."""
 
     def changed(change: Any) -> nn.Module:
         model = build("Qwen3Moe")
@@ -244,7 +245,7 @@ def test_experts_that_a_script_changed_are_called_as_they_are(folder: str) -> No
     for_each(check_carried, {name: (row,) for name, row in rows.items()})
 
 
-# Another method of the same parameters, for the module that holds a layer's experts, by its path in the layer.
+# A replacement for a method of the module with a layer's experts, by its path in the layer.
 OTHER_METHODS: dict[str, tuple[str, str, Any]] = {
     "Qwen3Moe": ("mlp", "forward", lambda self, hidden_states: (hidden_states, None)),
     "DeepseekV3": ("mlp", "moe", lambda self, hidden_states, topk_indices, topk_weights: hidden_states),
@@ -253,7 +254,7 @@ OF_WEIGHTS = ("mlp.experts", "forward", lambda self, hidden_states, top_k_index,
 
 
 def subclass(module: nn.Module, name: str, method: Any) -> None:
-    """As a script that changes what a class computes, and not what it is called."""
+    """Like a script that changes a class's computation and keeps its name."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {name: method})
 
@@ -263,15 +264,15 @@ def replace_method(module: nn.Module, name: str, method: Any) -> None:
 
 
 def replace_wrapped(module: nn.Module, name: str, method: Any) -> None:
-    """As accelerate, whose hooks are around a forward that keeps its name and its signature."""
+    """Like accelerate's hooks, around a forward with the same name and signature."""
     before = getattr(module, name)
     setattr(module, name, update_wrapper(partial(lambda *args: method(module, *args)), before))
 
 
 @on_ranks(2)
 def test_a_block_that_computes_something_else_is_not_known(folder: str) -> None:
-    """A script's own forward under the name of a release's was replaced by the release's: another model was trained,
-    without an error."""
+    """A script's own forward under a release's class name was replaced by the release's, and silently trained another
+    model."""
     torch.set_default_dtype(torch.float64)
 
     def changed(architecture: str, change: Any) -> nn.Module:
@@ -301,13 +302,13 @@ def test_a_block_that_computes_something_else_is_not_known(folder: str) -> None:
 
 
 @on_ranks(4)
-@mock.patch.object(torch.Tensor, "float", torch.Tensor.double)  # in which the model computes its loss
+@mock.patch.object(torch.Tensor, "float", torch.Tensor.double)  # the model computes its loss in it
 def test_experts_are_split_beside_divided_sequences(folder: str) -> None:
-    """Ranks that share a batch have other tokens of it, which travel like those of another batch."""
+    """CP ranks have different tokens of one batch, which are sent like those of different batches."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = build("Qwen3Moe")
-    for path, module in list(model.named_modules()):  # torch's norms of the same weights: its own round to float32
+    for path, module in list(model.named_modules()):  # torch's norms: the model's own round to float32
         if type(module).__name__ == "Qwen3MoeRMSNorm":
             model.set_submodule(path, nn.RMSNorm(len(module.weight), eps=module.variance_epsilon))
     reference = copy.deepcopy(model)
@@ -327,7 +328,7 @@ def test_experts_are_split_beside_divided_sequences(folder: str) -> None:
             each.zero_grad()
 
 
-# --- values from the start
+# --- initial values
 
 
 def drawn(architecture: str) -> nn.Module:
@@ -344,7 +345,7 @@ def drawn(architecture: str) -> nn.Module:
 
 @on_ranks(4)
 def test_split_experts_start_with_the_values_of_an_unsplit_model(folder: str) -> None:
-    """A model that does not fit is built on the meta device; its experts are those that one process draws."""
+    """A model that is too large is built on the meta device; its experts equal those that one process draws."""
 
     def start(architecture: str, config: dict[str, Any], start: str) -> None:
         check_start(carried(architecture, 2, config=config), lambda: drawn(architecture), start)
@@ -359,28 +360,28 @@ def test_split_experts_start_with_the_values_of_an_unsplit_model(folder: str) ->
 
 @on_ranks(4)
 def test_gradients_are_clipped_and_parameters_seen_as_in_one_process(folder: str) -> None:
-    """By any norm; and within summon_full_params every rank sees all experts, and what is written into them stays."""
+    """Clipping by any norm; within summon_full_params every rank sees all experts, and writes to them are kept."""
     check_clips(carried("Qwen2Moe", 2), "by the largest", "by value", "adaptive")
 
 
-# --- the host waits
+# --- synchronization with the device
 
 
 @on_ranks(2)
 def test_a_layer_waits_for_its_device_once(folder: str) -> None:
-    """A GPU would stand still in each layer, once for each expert that transformers' own loop looks for tokens of."""
+    """A GPU would idle in each layer, once for each expert whose tokens transformers' own loop looks for."""
     for architecture in ("Mixtral", "DeepseekV3"):
         torch.set_default_dtype(torch.float64)
         model = build(architecture, 2)
         prepare_fully_shard(model, None, FULL | {"expert_parallel_degree": 2}, device="cpu")
-        loss_of(model, batch(0, 2)).backward()  # in the first step roots are found
+        loss_of(model, batch(0, 2)).backward()  # the first step finds the roots
         with Synchronisations() as found:
             loss_of(model, batch(1, 2)).backward()
         assert len(found.of_packages("composer_fsdp2")) == 2, found
         assert not [each for each in found.of_packages("transformers") if "experts" in str(each)], found
 
 
-# --- what is refused
+# --- refused models
 
 
 def freeze_one(model: Any) -> None:
@@ -430,7 +431,7 @@ REFUSED: dict[str, Refused] = {
 
 
 def build_other() -> nn.Module:
-    """Whose routing nobody has looked at."""
+    """Its routing has not been checked."""
     model = build("Qwen3Moe")
     for module in model.modules():
         if type(module).__name__ == "Qwen3MoeSparseMoeBlock":
@@ -441,7 +442,7 @@ def build_other() -> nn.Module:
 @pytest.mark.skipif(IS_FIVE, reason="experts are no modules there")
 @on_ranks(4)
 def test_what_cannot_be_split_is_refused(folder: str) -> None:
-    """By name, on every rank, before anything was touched."""
+    """Errors name the module, on every rank, before anything changes."""
     torch.set_default_dtype(torch.float64)
     of_qwen = {
         name: replace(row, build=lambda: build("Qwen3Moe")) if row.build is one_layer else row

@@ -1,4 +1,5 @@
-"""Hugging Face's models whose sequences ranks divide, beside one process: with transformers 4.51 or 5, no Composer."""
+"""Hugging Face's models under context parallelism, compared with one process: transformers 4.51 or 5, without
+Composer."""
 
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentr
 REENTRANT = {"activation_checkpointing": True, "activation_checkpointing_reentrant": True}
 
 
-# --- batches, of which every rank of a group has the same
+# --- batches, equal on the ranks of a group
 
 
 def batch_of(tokens: torch.Tensor, padding: str = "", length: int = 9) -> dict[str, torch.Tensor]:
-    """Rows of which a third is padded by one or two places, with token 0, which stands nowhere else."""
+    """Rows; a third of them padded by one or two positions with token 0, which occurs nowhere else."""
     tokens = tokens[:, :length].clamp(min=1)
     number, places = tokens[:, :1] % 3, torch.arange(length)
     if not padding:
@@ -51,7 +52,7 @@ def batch_of(tokens: torch.Tensor, padding: str = "", length: int = 9) -> dict[s
 
 
 def learned(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Labels of a causal model: of tokens that follow a token."""
+    """Labels of a causal model: tokens that follow a real token."""
     tokens, mask = batch["input_ids"], batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     follows = F.pad(mask[:, :-1], (1, 0))
     return torch.where((mask * follows > 0) & (tokens % 5 > 0), tokens, -100)
@@ -63,21 +64,20 @@ def causal(model: Any, tokens: torch.Tensor, padding: str = "", length: int = 9,
 
 
 def counted(model: Any, tokens: torch.Tensor, padding: str) -> torch.Tensor:
-    """The labels of padded places count."""
+    """The labels of padded positions count."""
     batch = batch_of(tokens, padding)
     return model.model(**batch, labels=tokens[:, :9]).loss
 
 
 def packed(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Two texts in a row; transformers 5 keeps them apart where it has no cache, which is off where layers are run
-    again."""
+    """Two concatenated texts. transformers 5 separates them if it has no cache, which checkpointing turns off."""
     batch = batch_of(tokens)
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3]).expand_as(batch["input_ids"])
     return model.model(**batch, labels=learned(batch), position_ids=positions, **options).loss
 
 
 def packed_by_mask(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Two texts in a row, kept apart by a mask of 4 dimensions, which models take as it is."""
+    """Two concatenated texts, separated by a 4-D mask, which models use unchanged."""
     batch, text = batch_of(tokens), torch.tensor([0] * 5 + [1] * 4)
     mask = ((text[:, None] == text) & torch.ones(9, 9).tril().bool()).expand(len(tokens), 1, 9, 9)
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3]).expand_as(batch["input_ids"])
@@ -85,7 +85,7 @@ def packed_by_mask(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def masked(model: Any, tokens: torch.Tensor, padding: str = "", length: int = 9) -> torch.Tensor:
-    """As many labels in each row, so that the mean over ranks is that of all."""
+    """An equal number of labels in each row; the mean over ranks then equals that of all rows."""
     batch = batch_of(tokens, padding, length)
     is_learned = torch.isin(torch.arange(length), torch.tensor([1, 4, 6]))
     return model.model(**batch, labels=torch.where(is_learned, tokens[:, :length], -100)).loss
@@ -97,7 +97,7 @@ def classified(model: Any, tokens: torch.Tensor, padding: str = "", of_tokens: b
 
 
 def pooled(model: Any, tokens: torch.Tensor, padding: str = "", length: int = 9) -> torch.Tensor:
-    """An embedder: the mean of a row's places, against another row's."""
+    """An embedding model: the mean over a row's positions, compared with another row's."""
     batch = batch_of(tokens, padding, length)
     states = model.model(**batch).last_hidden_state
     weights = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
@@ -106,12 +106,12 @@ def pooled(model: Any, tokens: torch.Tensor, padding: str = "", length: int = 9)
 
 
 def translated(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """From a sequence to a shorter one, as many labels in each row."""
+    """From a sequence to a shorter one, with an equal number of labels in each row."""
     return model.model(**batch_of(tokens, "right"), labels=tokens[:, :5].contiguous()).loss
 
 
 class WithHead(nn.Module):
-    """A language model as part of another module, as trl's value heads, reward models and chunked losses have it."""
+    """A language model as a submodule, as in trl's value heads, reward models and chunked losses."""
 
     def __init__(self, name: str, how: str) -> None:
         super().__init__()
@@ -123,18 +123,18 @@ class WithHead(nn.Module):
         return getattr(self, self.how)(batch)
 
     def reward(self, batch: Any) -> torch.Tensor:
-        """Of the last place."""
+        """Of the last position."""
         return self.head(self.language(**batch).last_hidden_state)[:, -1].sin().mean()
 
     def values(self, batch: Any) -> torch.Tensor:
-        """As trl: of all places, beside the logits."""
+        """Like trl: values of all positions, beside the logits."""
         output = self.language(**batch, output_hidden_states=True)
         values = self.head(output.hidden_states[-1]) + output.hidden_states[1].sin().mean(-1, keepdim=True)
         best = output.logits.log_softmax(-1).gather(2, batch["input_ids"][..., None])
         return (values * best.roll(1, 1)).mean()
 
     def chunked(self, batch: Any) -> torch.Tensor:
-        """The loss of a few places at a time."""
+        """The loss of a few positions at a time."""
         states = self.language.model(**batch).last_hidden_state
         labels = batch["input_ids"][:, 1:]
         chunks = zip(states[:, :-1].split(3, 1), labels.split(3, 1), strict=True)
@@ -153,7 +153,7 @@ def headed(model: Any, tokens: torch.Tensor, padding: str = "", length: int = 9)
 
 
 def own_forward(self: Any, input_ids: Any, labels: Any = None, **options: Any) -> Any:
-    """One that averages the losses of the labels that it gets."""
+    """Averages the losses of its labels."""
     logits = self.lm_head(self.model(input_ids, **options).last_hidden_state)
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     return type("Output", (), {"loss": loss})
@@ -182,7 +182,7 @@ def build_with_tower(kind: Callable[..., Any]) -> Holder:
 
 
 def pictured(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """An image in each row, over the border of two parts."""
+    """An image in each row, across the boundary of two sequence shards."""
     tokens = tokens[:, :9].clamp(min=1)
     is_image = torch.isin(torch.arange(9), torch.tensor([2, 3, 4, 5])).expand_as(tokens)
     draw = torch.Generator().manual_seed(int(tokens.sum()))
@@ -202,7 +202,7 @@ def checkpointing_itself(kind: str) -> Holder:
     return holder.train()
 
 
-# --- what is trained
+# --- trained models
 
 
 def row(build: Callable[[], Any], loss: Loss, degree: int = 2, config: Any = None) -> Carried:
@@ -212,7 +212,7 @@ def row(build: Callable[[], Any], loss: Loss, degree: int = 2, config: Any = Non
 
 
 def rows_of(name: str) -> dict[str, Carried]:
-    """A kind of model: causal ones with padding on both sides, recomputed, at two degrees; encoders with masks."""
+    """A kind of model: causal ones with padding on both sides, checkpointed, at two degrees; encoders with masks."""
     if name == "bert" or name == "modernbert":
         of_masks, of_rows = partial(build, name, "ForMaskedLM"), partial(build, name, "ForSequenceClassification")
         eager = partial(of_masks, attention="eager")
@@ -234,10 +234,10 @@ def rows_of(name: str) -> dict[str, Carried]:
             "translation": row(partial(build, name, "ForConditionalGeneration"), translated, 2, RECOMPUTED),
         }
     of_text, eager = partial(build, name), partial(build, name, attention="eager")
-    if name == "qwen3-moe":  # whose loss that balances experts is of one batch: not the mean of those of several
+    if name == "qwen3-moe":  # its balancing loss of a batch is not the mean of several batches' losses
         rows = {"sdpa": row(of_text, causal, 4, RECOMPUTED), "eager": row(eager, partial(causal, length=8), 4)}
         padded = {side: row(of_text, partial(causal, padding=side), 4) for side in ("left", "right")}
-        return rows | (padded if is_release_4() else {})  # 5 counts tokens in float32 alone
+        return rows | (padded if is_release_4() else {})  # 5 counts tokens in float32 only
     attentions = {"eager": eager} if name == "gemma2" else {"sdpa": of_text, "eager": eager}  # softcap
     first = next(iter(attentions.values()))
     rows = {
@@ -281,9 +281,9 @@ HEADS: dict[str, Carried] = {
 
 
 def with_towers() -> dict[str, Carried]:
-    """Qwen2.5-VL of release 4 has an adapter of its own: compat/test_known_models.py."""
+    """The adapter of Qwen2.5-VL in release 4 is tested in compat/test_known_models.py."""
     kinds = {"llava": known_models.llava} | ({} if is_release_4() else {"Qwen2.5-VL": known_models.qwen_vl})
-    # Without decay: what LLaVA's tower does not use has no gradient in one process.
+    # Without decay: in one process, the unused parameters of LLaVA's tower have no gradient.
     options = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
     return {
         name: replace(row(partial(build_with_tower, kind), pictured, 4, RECOMPUTED), **options)
@@ -297,7 +297,7 @@ def check(carried: Carried) -> Distances:
 
 
 class Outside(nn.Module):
-    """What has layers run outside of the model's forward."""
+    """Runs layers outside the model's forward."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class Outside(nn.Module):
 
 @on_ranks(2)
 def test_attention_outside_of_a_divided_forward_raises():
-    """It would take each rank's part for a row, on every rank another one."""
+    """It would take each rank's part for a full row, a different one on every rank."""
     for how in ("attention", "a layer"):
         holder = Holder(Outside(how))
         holder.model.fsdp_wrap_fn = lambda module: False
@@ -325,7 +325,7 @@ def test_attention_outside_of_a_divided_forward_raises():
 
 
 def repeating(*order: int) -> Holder:
-    """Layers stand in the list more than once."""
+    """Layers occur in the list more than once."""
     model = pretrained("llama", num_hidden_layers=len(order))
     layers = [*model.model.layers]
     model.model.layers = nn.ModuleList(layers[number] for number in order)
@@ -338,7 +338,7 @@ def with_states_by_config() -> Holder:
 
 @on_ranks(2)
 def test_what_would_mix_parts_and_rows_raises_by_name():
-    """A part that is cut again has positions and labels of others; a tuple had states of both."""
+    """A part that is sharded again would have other positions and labels; a tuple has hidden states of both."""
     tokens = torch.ones(2, 8, dtype=torch.long)
     cases: dict[str, tuple[Any, ...]] = {
         "one layer": (partial(repeating, 0, 0), {"labels": tokens}, r"layers.0 of .* runs several times in a forward"),
@@ -348,13 +348,13 @@ def test_what_would_mix_parts_and_rows_raises_by_name():
     for build_case, options, message in cases.values():
         holder = build_case()
         prepare_fully_shard(holder, None, {"context_parallel_degree": 2}, device="cpu")
-        for _ in range(2):  # what raised leaves nothing behind
+        for _ in range(2):  # an error leaves no state behind
             with pytest.raises(UnsupportedError, match=message):
                 holder.model(tokens, **options)
 
 
 def counting_places(num_layers: int, *, is_tuned: bool = True) -> Holder:
-    """Llama 4, of which each fourth layer has no rotary angles, and scales queries by their places."""
+    """Llama 4: each fourth layer has no rotary embedding and scales queries by their positions."""
     import transformers
 
     config = transformers.Llama4TextConfig(
@@ -367,7 +367,7 @@ def counting_places(num_layers: int, *, is_tuned: bool = True) -> Holder:
 
 @on_ranks(2)
 def test_attention_that_counts_places_is_refused():
-    """It counted those of a part: the losses were off by a percent, and nobody was told."""
+    """It counted positions within a part: losses were off by a percent, without an error."""
     config = {"context_parallel_degree": 2}
     with pytest.raises(UnsupportedError, match=r"layers.3.self_attn: it scales queries by places that it counts"):
         prepare_fully_shard(counting_places(4), None, config, device="cpu")
@@ -376,7 +376,7 @@ def test_attention_that_counts_places_is_refused():
 
 
 def test_attention_with_an_indexer_is_refused():
-    """It compared a part with a mask of whole rows: an error of sizes in the first forward."""
+    """It compared a part with a mask of full rows: a size error in the first forward."""
     import transformers
 
     if not hasattr(transformers, "DeepseekV32Config"):
@@ -410,7 +410,7 @@ SLOW = ("qwen2", "qwen3", "gpt-neox")
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CONFIGS]
 )
 def test_training_is_that_of_one_process(name: str):
-    """A mask, an angle or a weight of a part in the place of the whole's trains another model, in silence."""
+    """A mask, a rotary embedding or a weight of a part, instead of the full row's, silently trains another model."""
     if not known(name):
         pytest.skip(f"attention of {name} does not go through transformers' interface before release 5")
     run_ranks(check_kind, 4, name)
@@ -418,5 +418,5 @@ def test_training_is_that_of_one_process(name: str):
 
 @on_ranks(4)
 def test_what_stands_on_a_model_sees_whole_rows():
-    """A head that took this rank's part for a row had another loss on each rank, and nobody was told."""
+    """A head that took this rank's part for a row computed another loss on each rank, without an error."""
     for_each(check, {name: (carried,) for name, carried in (HEADS | with_towers()).items()})

@@ -1,4 +1,4 @@
-"""Experts that a rank's tokens did not choose: all ranks gather the same ones, at no cost in arithmetic."""
+"""Idle experts, which none of a rank's tokens chose: all ranks unshard the same experts, without extra arithmetic."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Expert(nn.Module):
 
 
 class Weighted(Expert):
-    """One that weights its rows itself, as Mixtral's did once."""
+    """Multiplies its rows by their weights, as Mixtral's experts once did."""
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(x) * weights
 
 
 class Moe(nn.Module):
-    """Passes over the experts that no token chose, as transformers does of late."""
+    """Skips experts that no token chose, as recent transformers does."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class Moe(nn.Module):
         shared: str = "",
     ) -> None:
         super().__init__()
-        self.shared = shared  # the place of an expert that all tokens share: before or after the others
+        self.shared = shared  # the shared expert of all tokens runs before or after the others
         if shared:
             self.shared_expert = expert()
         self.gate = nn.Linear(WIDTH, num_experts, bias=False)
         self.experts = nn.ModuleList(expert() for _ in range(num_experts))
         self.order, self.experts_weigh = order, issubclass(expert, Weighted)
-        self.is_passed_over = False  # no token goes to any expert
+        self.is_passed_over = False  # no token is routed to any expert
         self.idle: list[int] = []
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +142,7 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def sharded(
     config: dict[str, Any], recomputed: type[nn.Module] | None = None, **options: Any
 ) -> tuple[nn.Module, nn.Module]:
-    """A sharded model and the same unsharded."""
+    """A sharded model and the same model unsharded."""
     model = build(recomputed, **options)
     reference = copy.deepcopy(model)
     prepare_fully_shard(model, None, FULL | GUARD | config, device="cpu")
@@ -157,10 +157,11 @@ def check_training(
     num_microbatches: int = 1,
     change: Callable[[nn.Module], object] = lambda model: None,
 ) -> None:
-    """Two steps, an evaluation in between, on every rank other experts; of one layer, unless ``options`` say two.
+    """Two steps with an evaluation between them and different experts on every rank; one layer, unless ``options`` set
+    two.
 
     Args:
-        change: Of the sharded model.
+        change: Applied to the sharded model.
     """
     model, reference = sharded(config, **{"num_layers": 1} | options)
     change(model)
@@ -195,7 +196,7 @@ def with_units(**words: Any) -> dict[str, Any]:
 LAYERS_RECOMPUTED, BLOCKS_RECOMPUTED, EXPERTS_RECOMPUTED = (
     recomputing(kind, reentrant=kind is Layer) for kind in (Layer, Moe, Expert)
 )
-# Of so few that some ranks have none that is idle.
+# So few experts that some ranks have no idle one.
 TWO_LAYERS, FEW = {"num_layers": 2}, {"num_experts": 3}
 TRAINED: dict[str, tuple[Any, ...]] = {
     "microbatches, the last": (IN_ORDER | {"gradient_sync": "last"}, {}, 2),
@@ -228,12 +229,12 @@ TRAINED: dict[str, tuple[Any, ...]] = {
 
 
 def test_idle_experts_train_as_one_process_does():
-    """Ranks would gather different experts together, and train every parameter on gradients of others."""
+    """Otherwise ranks would unshard different experts at once and train each parameter on another's gradients."""
     run_ranks(for_each, 2, check_training, TRAINED)
 
 
 def check_passed_over(reentrant: bool | None) -> None:
-    """Experts of two arguments, where a rank with no token for any of them has seen what they take, and where not."""
+    """Experts with two arguments. A rank without tokens has or has not recorded the arguments in an earlier batch."""
     section, options = (IN_ORDER, {}) if reentrant is None else recomputing(Layer, reentrant=reentrant)
     section = section | {"wrap_policy": {**EXPERTS, "moe_experts": ["Weighted"]}}
     model, reference = sharded(section, expert=Weighted, **options)
@@ -250,7 +251,8 @@ def check_passed_over(reentrant: bool | None) -> None:
 
 
 def check_shared(shared: str, passing: list[set[int]]) -> None:
-    """Beside an expert that all tokens share; in each step the given ranks have no token for any other."""
+    """With a shared expert that all tokens use; in each step, ``passing`` lists the ranks without tokens for any
+    other."""
     model, reference = sharded(IN_ORDER, shared=shared)
     for step, idle in enumerate(passing):
         for peer in range(dist.get_world_size()):
@@ -264,7 +266,7 @@ def check_shared(shared: str, passing: list[set[int]]) -> None:
 
 
 def test_ranks_without_a_token_beside_a_shared_expert():
-    """A rank that has called no expert yet cannot see whether it gathers the shared one before them or after."""
+    """A rank that has not called any expert yet cannot know whether the shared one runs before or after them."""
     routes = {"one rank, then none": [{1}, set(), {0}], "both, then one": [{0, 1}, {0}, {1}], "none": [set(), {1}]}
     cases = {f"{shared}: {name}": (shared, rows) for shared in ("before", "after") for name, rows in routes.items()}
     run_ranks(for_each, 2, check_shared, cases)
@@ -282,7 +284,7 @@ def check_shared_elsewhere() -> None:
 
 
 def test_a_shared_expert_that_changes_its_place_is_an_error():
-    """Ranks would gather it at different places."""
+    """Ranks would unshard it in different order."""
     run_ranks(check_shared_elsewhere, 2)
 
 
@@ -292,7 +294,7 @@ def set_route(model: nn.Module, is_passed_over: bool) -> None:
 
 
 def test_ranks_without_a_token_for_any_expert_of_several_arguments():
-    """What they were given in an earlier batch is what they run on, without its rows; a first batch has none."""
+    """Idle experts run on the arguments of an earlier batch, without its rows; a first batch has none, so it raises."""
     run_ranks(for_each, 2, check_passed_over, {str(each): (each,) for each in (None, True)})
     model = build(expert=Weighted)
     set_route(model, True)
@@ -301,7 +303,7 @@ def test_ranks_without_a_token_for_any_expert_of_several_arguments():
     assert text.endswith("arguments would tell what it takes. Leave experts in the unit of their layer, which is exact")
 
 
-# --- what it costs
+# --- cost
 
 
 def products_of(model: nn.Module) -> int:
@@ -311,7 +313,7 @@ def products_of(model: nn.Module) -> int:
 
 
 def test_idle_experts_cost_no_arithmetic():
-    """Running all experts on tokens that do not need them would cost what a mixture of experts is there to save."""
+    """Idle experts must add no arithmetic, which a mixture of experts is meant to save."""
     model = build()
     without = products_of(model)
     model.zero_grad()
@@ -319,11 +321,11 @@ def test_idle_experts_cost_no_arithmetic():
     for layer in model.decoder.layers:
         run_idle_experts(layer.moe, layer.moe.experts)
     assert products_of(model) == without
-    assert all(parameter.grad is not None for parameter in model.parameters())  # and they have run
+    assert all(parameter.grad is not None for parameter in model.parameters())  # and all experts ran
 
 
 def test_what_a_block_returns_can_be_written_to_and_handles_end_it():
-    """A model that adds its residual in place would stop, with an error about views."""
+    """A model that adds its residual in place must not fail with an error about views."""
     model = build()
     expected = model(batch(0, 0)).detach()
     for layer in model.decoder.layers:
@@ -332,7 +334,7 @@ def test_what_a_block_returns_can_be_written_to_and_handles_end_it():
     output = model(batch(0, 0))
     assert torch.equal(output.detach(), expected)
     output.square().mean().backward()
-    # Whoever shards by hand takes a model apart again.
+    # A script that shards by hand can remove the hooks.
     model = build()
     moe = model.decoder.layers[0].moe
     for handle in run_idle_experts(moe, moe.experts):
@@ -377,11 +379,11 @@ def check_hooks_before_sharding() -> None:
 
 
 def test_the_function_by_itself():
-    """A script that shards by hand has the same need; hooks in the other order would change nothing, in silence."""
+    """Scripts that shard by hand need it, too; hooks in the wrong order would silently have no effect."""
     run_ranks(all_of, 2, check_by_hand, check_hooks_before_sharding)
 
 
-# --- what cannot be run so
+# --- unsupported experts
 
 
 def errors_of(model: nn.Module, error_type: type[Exception] = ComposerFSDP2Error) -> str:
@@ -401,7 +403,7 @@ def twice(numbers: list[int]) -> list[int]:
 
 
 def test_another_order_is_an_error():
-    """Ranks would gather different experts again, behind the user's back."""
+    """Otherwise ranks would silently unshard different experts again."""
     asked = (
         "idle_experts: in_order runs each expert of Moe once in a forward, in the order of registration; Moe's expert"
     )
@@ -418,7 +420,7 @@ def test_another_order_is_an_error():
 
 
 def check_order_without_the_guard() -> None:
-    """On one rank another order, or an expert twice, in the first block or the second."""
+    """One rank calls experts in another order, or one twice, in the first or the second block."""
 
     def check(order: Any, block: int) -> None:
         model, _ = sharded(IN_ORDER | {"collective_guard": None})
@@ -437,7 +439,7 @@ def check_order_without_the_guard() -> None:
 
 @reports_soon
 def check_order_with_the_guard() -> None:
-    """Ranks do not ask each other once a first forward went well."""
+    """Ranks compare the order in their first forward only; later the guard detects a difference."""
     model, _ = sharded(IN_ORDER | {"collective_guard": 2})
     loss_of(model, batch(0, dist.get_rank())).backward()
     if dist.get_rank():
@@ -452,8 +454,8 @@ def check_order_with_the_guard() -> None:
 
 @pytest.mark.any_torch
 def test_another_order_on_one_rank_ends_all():
-    """The others would wait for the rank that raised until a process group gives up. Where the order depends on tokens,
-    a first forward may say nothing of it: in a later batch the guard does."""
+    """The others would wait for the rank that raised until the process group's timeout. An order that depends on tokens
+    may look right in the first forward; the guard finds it in a later batch."""
     run_ranks(all_of, 2, check_order_without_the_guard, check_order_with_the_guard, fresh=True)
 
 
@@ -473,7 +475,7 @@ class Scaled(Expert):
 
 
 def test_experts_that_do_not_work_token_by_token_are_named():
-    """NaN in the gradients of an expert, from the first step at which no token chose it."""
+    """Otherwise an expert's gradients would be NaN from the first step in which no token chose it."""
     way_out = "it does not treat each token by itself, .* Leave experts in the unit of their layer"
     text = errors_of(build(expert=OverRows))
     assert re.match(rf"Moe's expert \d computes NaN or infinity of no rows: {way_out}", text)
@@ -483,7 +485,7 @@ def test_experts_that_do_not_work_token_by_token_are_named():
     model.decoder.layers[0].moe.experts[3].norm = nn.BatchNorm1d(WIDTH)
     with pytest.raises(PlanError, match=rf"decoder.layers.0.moe.experts.3.norm is a BatchNorm1d: {way_out}"):
         plan_of(model, IN_ORDER)
-    text = errors_of(build(expert=Scaled), RuntimeError)  # torch's own words, and whose they are
+    text = errors_of(build(expert=Scaled), RuntimeError)  # torch's own message, and its cause
     assert "idle_experts: in_order ran Moe's expert" in text and text.endswith("as no token of this rank chose it")
 
 
@@ -499,11 +501,11 @@ def check_shared_by_hand() -> None:
 
 
 def test_a_script_that_shards_a_shared_expert_by_hand_is_told():
-    """Its ranks do not ask each other."""
+    """Its ranks never compare their order."""
     run_ranks(check_shared_by_hand, 1)
 
 
-# --- in a plan
+# --- in the plan
 
 
 def plan_of(model: nn.Module, section: dict[str, Any]) -> Any:
@@ -511,7 +513,7 @@ def plan_of(model: nn.Module, section: dict[str, Any]) -> Any:
 
 
 def test_the_plan_says_which_experts_run():
-    """Ranks with different keys find out before they hang; a user sees what was found."""
+    """Ranks with different keys raise instead of hanging, and the plan shows the experts to the user."""
     plan = plan_of(build(), IN_ORDER)
     paths = [f"decoder.layers.1.moe.experts.{number}" for number in range(NUM_EXPERTS)]
     assert [each.block for each in plan.expert_blocks] == ["decoder.layers.0.moe", "decoder.layers.1.moe"]
@@ -534,8 +536,8 @@ def check_plan_alone(model: nn.Module, plan: Any) -> None:
 
 
 def test_experts_that_the_models_hooks_make_units():
-    """Its author's words count; that ranks may pass over experts is told, and the key does for them what it does. Where
-    no expert is a unit, the key does nothing, which is told, too."""
+    """Units chosen by the model's hooks are kept. A note warns that ranks may skip experts, and the key fixes that.
+    Without expert units the key has no effect, and a note reports it."""
     [note] = plan_of(build(), {**IN_ORDER, "wrap_policy": {"transformer_layer_cls_to_wrap": ["Layer"]}}).notes
     assert note.startswith("idle_experts is given, and no expert is a unit of its own, so it does nothing")
     model = build()
@@ -556,7 +558,7 @@ def test_experts_that_the_models_hooks_make_units():
 
 
 def hungry_model(failing: int | None) -> tuple[nn.Module, list[int]]:
-    """Rank ``failing`` is out of memory in the first expert that it runs on no rows, once; what is left of that."""
+    """Rank ``failing`` runs out of memory once, in its first idle expert. The list is empty after that."""
     model = build()
     prepare_fully_shard(model, None, FULL | IN_ORDER, device="cpu")
     times = [1] * (dist.get_rank() == failing)
@@ -594,8 +596,8 @@ def check_out_of_memory_without_votes() -> str:
 
 @pytest.mark.any_torch
 def test_out_of_memory_in_an_idle_expert():
-    """The batch is halved, as for any other module; the others heard of an expert that failed, and the run ended. Where
-    nobody votes, the others do not wait for the rank."""
+    """The batch is halved, as for any other module; the run used to end, because other ranks saw a failed expert.
+    Without votes, the other ranks do not wait for the failed one."""
     run_ranks(check_out_of_memory, 2)
     other, failed = run_ranks(check_out_of_memory_without_votes, 2)
     assert "failed on no rows on another rank" in other and "out of memory" in failed

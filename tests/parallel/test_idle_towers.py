@@ -1,4 +1,5 @@
-"""Towers that only some ranks' batches enter: all ranks gather them in one order, whoever has an image or a sound."""
+"""Towers that only some ranks' batches use: all ranks unshard them in one order, whichever rank has an image or a
+sound."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class Tower(nn.Module):
         self.sizes: list[int] = []
 
     def forward(self, patches: torch.Tensor, *, sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | Seen:
-        """What the text reads, and what nothing does: it comes from a layer more."""
+        """Returns the output for the text, and an unused one from one more layer."""
         self.sizes.append(int(sizes.sum()))
         x = self.project(patches[: int(sizes.sum())])
         for block in self.blocks[:-1]:
@@ -74,13 +75,13 @@ class Text(nn.Module):
 
 
 class Multimodal(nn.Module):
-    """Enters its towers in the order in which the batch has them."""
+    """Calls its towers in their order in the batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)
         self.vision, self.sound, self.text = Tower(), Tower(), Text()
-        self.bridge = Block(WIDTH)  # between them, as a projector: its inputs need gradients
+        self.bridge = Block(WIDTH)  # between them, like a projector: its inputs need gradients
         self.head = nn.Linear(WIDTH, 11)
         self.reads_at_the_end = False
 
@@ -98,7 +99,7 @@ class Multimodal(nn.Module):
 
 
 class Untrained(Multimodal):
-    """Calls a tower that it does not train as scripts do, and leaves the tower's parameters as they are."""
+    """Calls a tower under no_grad, as scripts do for untrained ones, although the tower's parameters need gradients."""
 
     def forward(self, ids: torch.Tensor, parts: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
         x = self.embed(ids)
@@ -110,7 +111,7 @@ class Untrained(Multimodal):
 
 
 class Adapted(nn.Module):
-    """Calls the model's forward itself, past all hooks, as peft's LoraModel does."""
+    """Calls the model's forward itself, bypassing all hooks, as peft's LoraModel does."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -144,7 +145,7 @@ def an_image_on_the_first(step: int, rank: int) -> Batch:
 
 
 def in_turn(step: int, rank: int) -> Batch:
-    """Who has none, and of which tower, changes; in the last step nobody has anything."""
+    """The rank without inputs, and the tower concerned, change; in the last step no rank has any."""
     parts = [{"vision": 2 + rank}, {"sound": 4}, {}, {"vision": 2, "sound": 3}]
     return batch_of(step, rank, {} if step == 2 else parts[(step + rank) % 4])
 
@@ -234,30 +235,30 @@ CASES: dict[int, dict[str, tuple[Any, ...]]] = {
 
 @pytest.mark.any_torch
 def test_towers_train_as_in_one_process():
-    """A rank without an image would wait for the others, or abort, or train on other gradients."""
+    """A rank without an image would hang, abort, or train on other gradients."""
     for world_size, cases in CASES.items():
         run_ranks(for_each, world_size, check, cases)
 
 
-# --- what idle towers run on
+# --- inputs of idle towers
 
 
 @on_ranks(2)
 def test_an_example_is_the_smallest_that_the_rank_saw() -> None:
-    """Idle towers would cost as much as the largest images; and a rank that saw none would have nothing to run."""
+    """Otherwise idle towers would cost as much as the largest images, and a rank without images would have no input."""
     model, reference = sharded(TOWERS)
 
     def after(step: int, batches: Batches) -> list[int]:
-        """What this rank's vision tower got, as numbers of patches: its own, or an example."""
+        """The number of patches in this rank's vision tower: its own, or an example's."""
         model.model.vision.sizes.clear()
         check_step(model, reference, step, batches)
         return list(model.model.vision.sizes)
 
-    # Nobody has seen an image; then rank 0 has one, in an evaluation, whose inputs need no gradients.
+    # No rank has seen an image; then rank 0 sees one in an evaluation, where inputs need no gradients.
     assert after(0, lambda step, rank: batch_of(step, rank, {})) == []
     with torch.no_grad():
         model(*batch_of(7, dist.get_rank(), {} if dist.get_rank() else {"vision": 5}))
-    assert model.model.vision.sizes == [5]  # rank 1's is as large, as it has seen none
+    assert model.model.vision.sizes == [5]  # rank 1, without one, uses the same size
     assert (
         after(1, lambda step, rank: batch_of(step, rank, {"vision": 2} if rank else {})) == [[5], [2]][dist.get_rank()]
     )
@@ -275,7 +276,7 @@ def check_given() -> None:
 
 
 def check_without_statistics() -> None:
-    """Of a batch norm, which would learn what a blank image is like."""
+    """Of a batch norm, which must not include blank images."""
 
     def change(model: Model) -> None:
         model.model.vision.blocks[0] = nn.Sequential(model.model.vision.blocks[0], nn.BatchNorm1d(WIDTH))
@@ -295,7 +296,7 @@ class Lock:
 
 
 class Locking(Untrained):
-    """Gives its tower something that cannot be sent."""
+    """Passes its tower an object that cannot be sent."""
 
     def forward(self, ids: torch.Tensor, parts: list[tuple[str, torch.Tensor]]) -> Any:
         return [self.vision(patches, sizes=torch.tensor([3]), lock=Lock()) for _, patches in parts]
@@ -319,7 +320,7 @@ def check_unsent() -> None:
 
 @reports_soon
 def check_not_finite() -> None:
-    """Of an example; on the rank that runs it."""
+    """In an example, on the rank that runs it."""
 
     def change(model: Model) -> None:
         model.model.vision.project.forward = lambda patches: nn.functional.linear(
@@ -337,7 +338,7 @@ def check_not_finite() -> None:
 
 @reports_soon
 def check_absent() -> None:
-    """A rank with a batch less."""
+    """A rank with one batch less."""
     model, _ = sharded(TOWERS | {"collective_guard": 2})
     if dist.get_rank() == 0:
         with pytest.raises(RanksDivergedError, match="rank 1 has not come") as caught:
@@ -347,7 +348,7 @@ def check_absent() -> None:
 
 @pytest.mark.any_torch
 def test_examples_that_are_given_and_those_that_cannot_be_used():
-    """What a tower is run on must not change what it learns, and never leave the other ranks waiting."""
+    """A tower's example must not change training, and must never block the other ranks."""
     run_ranks(
         all_of, 2, check_given, check_without_statistics, check_unsent, check_not_finite, check_absent, fresh=True
     )
@@ -355,8 +356,8 @@ def test_examples_that_are_given_and_those_that_cannot_be_used():
 
 @on_ranks(2)
 def test_ranks_that_run_out_of_memory_go_back_together() -> None:
-    """On one rank, before the towers, where the other asks who enters one: automatic microbatching would end with an
-    error about ranks at different operations."""
+    """One rank fails before the towers, while the other waits to exchange who uses one. Automatic microbatching would
+    end with an error about ranks at different operations."""
     model, reference = sharded(TOWERS)
     votes = OutOfMemoryVote(model)
     votes.start()
@@ -376,7 +377,7 @@ def test_ranks_that_run_out_of_memory_go_back_together() -> None:
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_text_alone_costs_two_messages() -> None:
-    """One before the text's part, one at the end: a model's decoding asks so at every token."""
+    """One message before the text's part and one at the end, because decoding exchanges them at every token."""
     model, _ = sharded(TOWERS)
     batch = batch_of(0, dist.get_rank(), {})
     with patch.object(Control, "_answer", autospec=True, side_effect=Control._answer) as asked:
@@ -384,7 +385,7 @@ def test_text_alone_costs_two_messages() -> None:
     assert sum(call.args[1].name == "idle_towers" for call in asked.call_args_list) == 2
 
 
-# --- in a plan
+# --- in the plan
 
 
 def plan_of(model: nn.Module, section: dict[str, Any]) -> Any:
@@ -392,7 +393,7 @@ def plan_of(model: nn.Module, section: dict[str, Any]) -> Any:
 
 
 def test_the_plan_says_which_towers_run():
-    """A user sees what was found, and ranks with other keys find out before they hang."""
+    """The plan lists the towers, and ranks with different keys raise instead of hanging."""
     plan = plan_of(build(), TOWERS)
     [found] = plan.tower_models
     assert (found.model, found.towers, found.sync_points) == ("model", (*TOWERS["idle_towers"],), ("model.text",))
@@ -406,7 +407,7 @@ def test_the_plan_says_which_towers_run():
 
 
 def test_towers_that_are_roots():
-    """Of a ComposerModel whose direct children they are; then it is the model that calls them."""
+    """Towers that are direct children of a ComposerModel, which calls them itself."""
     model = nn.Module()
     inner = build().model
     for name, child in inner.named_children():
@@ -417,7 +418,7 @@ def test_towers_that_are_roots():
 
 
 def test_keys_that_cannot_be_followed():
-    """A misspelt path would leave the run as it was, to hang at the first batch of text."""
+    """A misspelt path would have no effect, and the run would hang at the first batch of text."""
     for given, text in (
         (["model.vison"], r"Model has no module 'model.vison'; did you mean model.vision\?"),
         (["nothing"], "Model has no module 'nothing'; give the path of a module"),

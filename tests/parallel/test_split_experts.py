@@ -1,4 +1,4 @@
-"""Expert parallelism beside one process: every loss, norm and parameter of two steps."""
+"""Expert parallelism, compared with one process: every loss, norm and parameter of two steps."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def one_layer() -> MoELanguage:
 
 
 def split_as_foundry(model: nn.Module, degree: int) -> None:
-    """What LLM Foundry does for MegaBlocks (llmfoundry/models/layers/ffn.py, set_ffn_device_mesh), on a mesh of its
-    own."""
+    """LLM Foundry's set-up for MegaBlocks (llmfoundry/models/layers/ffn.py, set_ffn_device_mesh), on a mesh made
+    here."""
     shape = (dist.get_world_size() // degree, degree)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("weight_parallel", "expert_parallel"))
     for layer in model.model.layers:
@@ -72,7 +72,7 @@ def split_weights(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def partly_frozen() -> MoELanguage:
-    """The first layer's inputs have no gradients, and its experts are not trained."""
+    """The first layer's inputs have no gradients, and its experts are frozen."""
     model = MoELanguage()
     model.model.embedding.requires_grad_(False)
     model.model.layers[0].requires_grad_(False)
@@ -85,7 +85,7 @@ def split(degree: int, *, build: Callable[[], nn.Module] = one_layer, **options:
 
 
 RECOMPUTED, KEPT = {"activation_checkpointing": True}, {"sharding_strategy": "SHARD_GRAD_OP"}
-# Each setting once, and in twos where neither changes what the other does; order/ has others.
+# Each setting once, and pairs of independent settings; order/ has others.
 TRAINED: dict[str, Carried] = {
     "two layers, recomputed, kept gathered": split(2, config=RECOMPUTED | KEPT, build=MoELanguage),
     "all ranks, recomputed, not reentrant": split(4, config=RECOMPUTED | {"activation_checkpointing_reentrant": False}),
@@ -99,22 +99,22 @@ TRAINED: dict[str, Carried] = {
 
 @on_ranks(4)
 def test_training_is_that_of_one_process(folder: str) -> None:
-    """Whoever splits experts trains the model of one process, with another batch on every rank: no gradient is that of
-    some ranks' tokens alone, or too large by the number of ranks."""
+    """An EP-sharded model trains like one process, with different batches on all ranks: no gradient covers some ranks'
+    tokens only, or is too large by the number of ranks."""
     for_each(check_carried, {name: (row,) for name, row in TRAINED.items()})
 
 
-# --- the host waits
+# --- synchronization with the device
 
 
 @on_ranks(2)
 def test_a_layer_waits_for_its_device_once(folder: str) -> None:
-    """A GPU would stand still in each layer, once for each number that the host reads of how tokens were routed. The
-    recomputed forward of a checkpointed layer is one more."""
+    """Otherwise a GPU would idle in each layer, once for each routing count that the host reads. The recomputed forward
+    of a checkpointed layer adds one."""
     for config, num_forwards in ({}, 1), ({"activation_checkpointing": True}, 2):
         model = build()
         prepare_fully_shard(model, None, FULL | config | {"expert_parallel_degree": 2}, device="cpu")
-        loss_of(model, batch(0, 2)).backward()  # in the first step roots are found
+        loss_of(model, batch(0, 2)).backward()  # the first step finds the roots
         with Synchronisations() as found:
             loss_of(model, batch(1, 2)).backward()
         ours = found.of_packages("composer_fsdp2")
@@ -126,8 +126,8 @@ def test_a_layer_waits_for_its_device_once(folder: str) -> None:
 
 @on_ranks(4)
 def test_bf16_is_that_of_the_run_without_split_experts(folder: str) -> None:
-    """Under mixed precision tokens travel in bf16, and nothing beyond its roundings changes: gradients of one step and
-    the losses of more."""
+    """Under mixed precision tokens are sent in bf16, and only its rounding changes results: gradients of one step and
+    losses of several."""
     torch.set_default_dtype(torch.float32)
     found: dict[int, tuple[list[float], dict[str, torch.Tensor]]] = {}
     for degree in (1, 2):
@@ -156,12 +156,11 @@ def test_bf16_is_that_of_the_run_without_split_experts(folder: str) -> None:
         assert error < 2**-7, (name, error)
 
 
-# --- a layer that communicates by itself
+# --- a layer with its own communication
 
 
 class OwnExperts(nn.Module):
-    """What a script has that splits its experts and brings them together with tokens by itself, here by gathering them;
-    the caller says which expert each token has."""
+    """A script's own EP layer, which all-gathers its experts; the caller passes the expert of each token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +174,7 @@ class OwnExperts(nn.Module):
         weight: torch.Tensor = self.weight
         if isinstance(weight, DTensor):
             num_ranks, weight = weight.device_mesh.size(), weight.full_tensor(grad_placements=[Partial()])
-            weight = weight / num_ranks + (weight * (1 - 1 / num_ranks)).detach()  # its gradient is the mean of ranks'
+            weight = weight / num_ranks + (weight * (1 - 1 / num_ranks)).detach()  # its gradient is the mean over ranks
         return torch.einsum("...d,...de->...e", x, weight[expert])
 
 
@@ -211,16 +210,17 @@ def by_script(degree: int) -> Carried:
 
 @on_ranks(4)
 def test_a_layer_that_communicates_by_itself_trains_as_one_process(folder: str) -> None:
-    """Weights that are split along the script's own mesh are sharded over the rest of it, and left to the layer."""
+    """Weights sharded along the script's own mesh are sharded by FSDP along the other axes, and the layer does its own
+    communication."""
     for_each(check_carried, {"two ranks": (by_script(2),), "all ranks": (by_script(4),)})
 
 
-# --- values from the start
+# --- initial values
 
 
 @on_ranks(4)
 def test_split_experts_start_with_the_values_of_an_unsplit_model(folder: str) -> None:
-    """From the meta device each rank would draw the same numbers for its own experts: all groups of experts alike."""
+    """On the meta device each rank would draw the same numbers for its own experts, so all EP shards would be equal."""
     cases = {start: (split(2), one_layer, start) for start in ("meta", "mixed", "unlike")}
     cases["layers, too"] = (split(2, plan=lambda: LAYERS), one_layer, "meta")
     for_each(check_start, cases | {"by script": (by_script(2), own_language, "meta")})
@@ -231,7 +231,7 @@ def test_split_experts_start_with_the_values_of_an_unsplit_model(folder: str) ->
 
 @on_ranks(4)
 def test_gradients_are_clipped_and_parameters_seen_as_in_one_process(folder: str) -> None:
-    """By any norm; and within summon_full_params a weight holds all experts, and what is written into it stays."""
+    """Clipping by any norm; within summon_full_params a weight contains all experts, and writes to it are kept."""
     check_clips(split(2), "by the largest", "by value", "adaptive")
 
 
@@ -239,14 +239,14 @@ def test_gradients_are_clipped_and_parameters_seen_as_in_one_process(folder: str
 
 
 def step(model: nn.Module, optimizer: Optimizer, number: int, share: int = 1) -> None:
-    """``share``: how many ranks have the same batch."""
+    """``share``: the number of ranks with the same batch."""
     loss_of(model, batch(number, 8).chunk(dist.get_world_size() // share)[dist.get_rank() // share]).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def prepared(degree: int | None, seed: int = 0, layers: bool = False) -> tuple[nn.Module, Optimizer]:
-    """None: not sharded. ``layers``: split over two ranks, too."""
+    """``degree`` None: not sharded. ``layers``: also TP-sharded over two ranks."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
     model = one_layer()
@@ -259,7 +259,7 @@ def prepared(degree: int | None, seed: int = 0, layers: bool = False) -> tuple[n
 
 
 def save_both(folder: str) -> dict[str, torch.Tensor]:
-    """After two steps at degree 2, as a directory and as one file; and what the third step gives."""
+    """Saves after two steps at degree 2, as a directory and as one file. Returns the result of the third step."""
     model, optimizer = prepared(2)
     for number in range(2):
         step(model, optimizer, number)
@@ -269,11 +269,11 @@ def save_both(folder: str) -> dict[str, torch.Tensor]:
     return full_parameters(model)
 
 
-Case = tuple[str, int | None, bool]  # a form, the degree, whether layers are split beside the experts
+Case = tuple[str, int | None, bool]  # a form, the degree, whether layers are TP-sharded as well
 
 
 def go_on(folder: str, cases: dict[str, Case]) -> dict[str, dict[str, torch.Tensor]]:
-    """And what is saved then goes back to degree 2."""
+    """Loads, trains and saves again, then loads that at degree 2."""
 
     def after(form: str, degree: int | None, layers: bool) -> dict[str, torch.Tensor]:
         model, optimizer = prepared(degree, seed=7, layers=layers)
@@ -295,8 +295,8 @@ def go_on(folder: str, cases: dict[str, Case]) -> dict[str, dict[str, torch.Tens
 
 @pytest.mark.any_torch
 def test_a_checkpoint_of_split_experts_goes_on_anywhere(tmp_path: Path):
-    """At another degree, without one, beside split layers, or on one process, and back again: the weights, the
-    optimizer's state and the next step."""
+    """Weights, optimizer state and the next step are equal after loading at another degree, without EP, with TP, or in
+    one process, and after loading back."""
     expected = run_ranks(save_both, 4, str(tmp_path))[0]
     forms = ("directory", "file.pt")
     sharded: list[Case] = [("directory", 4, False), ("directory", 2, True), ("file.pt", 2, True), ("file.pt", 1, False)]
@@ -314,13 +314,13 @@ def test_a_checkpoint_of_split_experts_goes_on_anywhere(tmp_path: Path):
 
 @on_ranks(4, fresh=True)
 def test_what_is_computed_of_split_experts_is_put_together_in_order(folder: str) -> None:
-    """torch 2.7 exchanges their rows; so a momentum with weight decay would be saved."""
+    """torch 2.7 swaps their rows, so a momentum with weight decay would be saved in the wrong order."""
     model, _ = prepared(2)
     weight = model.model.layers[0].moe.experts.mlp.w1
     assert torch.equal((weight * 2).full_tensor(), weight.full_tensor() * 2)
 
 
-# --- what is refused
+# --- refused models
 
 
 def with_more_than_experts(model: MoELanguage) -> None:
@@ -344,7 +344,7 @@ def split_in_another_dimension(model: MoELanguage) -> None:
 
 
 def split_by_unknown_layers(model: MoELanguage) -> None:
-    """A layer that would exchange tokens itself, and no mesh for its unit."""
+    """A layer with its own token exchange, and a unit without a mesh."""
     split_as_foundry(model, 2)
     for layer in model.model.layers:
         layer.moe.experts.forward = lambda tokens: tokens
@@ -387,7 +387,8 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[MoELanguage], None], str]] = 
 @pytest.mark.any_torch
 @on_ranks(4)
 def test_what_cannot_be_split_is_refused(folder: str) -> None:
-    """By name, on every rank, before anything was touched; order/ has what another key or the model refuses."""
+    """Errors name the module, on every rank, before anything changes; order/ has those of other keys and of the
+    model."""
 
     def refused(config: dict[str, Any], prepare: Callable[[MoELanguage], None], says: str) -> None:
         model = build()
@@ -409,7 +410,7 @@ def test_what_cannot_be_split_is_refused(folder: str) -> None:
 
 
 def test_the_plan_says_which_experts_are_split():
-    """Whoever reads explain() sees where tokens travel."""
+    """explain() shows where tokens are sent."""
     text = plan_sharding(build(), config_of(FULL | {"expert_parallel_degree": 2})).explain()
     line = f"experts over 2 ranks: model.layers.*.moe.experts (2 modules): 2 of {NUM_EXPERTS} on each, tokens travel"
     assert line in text

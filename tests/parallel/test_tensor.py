@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism beside one process: every loss, norm and parameter of two steps."""
+"""Tensor and sequence parallelism, compared with one process: every loss, norm and parameter of two steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ATOL = 1e-12
 
 
 def grouped(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """What Composer refuses beside tensor parallelism: groups, in another order than the model's."""
+    """Parameter groups in another order than the model's; Composer refuses them with tensor parallelism."""
     of_all = list(parameters)
     groups = [{"params": of_all[1::2][::-1], "weight_decay": 0.1}, {"params": of_all[::2], "lr": 0.05}]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
@@ -53,12 +53,12 @@ def partly_frozen() -> Language:
 
 
 def shorter(num_tokens: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    """The loss of sequences that have so many tokens less."""
+    """The loss of sequences shortened by so many tokens."""
     return lambda model, tokens: loss_of(model, tokens[:, :-num_tokens])
 
 
 class ByNames(Layer):
-    """As transformers calls its attention."""
+    """Passes keyword arguments, as transformers calls its attention."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(x=self.norm_1(x))
@@ -72,7 +72,8 @@ def by_names() -> Language:
 
 
 def named_sequence_plan(*, by_output: bool) -> dict[str, ParallelStyle]:
-    """The sequence is divided behind an embedding that gives all of it, and gathered before the last norm, or head."""
+    """The sequence is sharded after an embedding with a replicated output, and gathered before the last norm, or before
+    the head."""
     whole, part = Replicate(), Shard(1)
     gathered = {"input_kwarg_layouts": {"x": part}, "desired_input_kwarg_layouts": {"x": whole}}
     plan = sequence_plan() | {"model.layers.*.attention": PrepareModuleInput(**gathered)}
@@ -95,7 +96,7 @@ tied = partial(Language, tied=True, num_layers=1)
 RECOMPUTED = {"activation_checkpointing": True}
 KEPT = {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing_reentrant": False}
 REPLICAS = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
-# Each setting once, and in twos where neither changes what the other does; order/ has others.
+# Each setting once, and pairs of independent settings; order/ has others.
 TRAINED: dict[str, Carried] = {
     "two layers, recomputed, several groups": split(config=RECOMPUTED, optimizer=grouped, build=Language),
     "sequence, recomputed, not reentrant, kept gathered": split(config=RECOMPUTED | KEPT, plan=sequence_plan),
@@ -132,21 +133,21 @@ def check_all_trainings() -> None:
 
 
 def test_training_is_that_of_one_process():
-    """Whoever splits layers trains the model of one process: nothing is clipped by another norm, untied or unfrozen."""
+    """A TP-sharded model trains like one process: same clipping norm, same ties, same frozen parameters."""
     run_ranks(check_all_trainings, 4)
 
 
 @pytest.mark.slow
 def test_training_with_replicas_shards_and_split_layers_on_eight_ranks():
-    """Three axes of more than one rank each."""
+    """Three axes, each with more than one rank."""
     run_ranks(check_all_trainings, 8)
 
 
-# --- values from the start
+# --- initial values
 
 
 class DrawnLayers(nn.Sequential):
-    """Layers with one initializer for all that they hold, which draws its own numbers."""
+    """Layers with one initializer for all their parameters, which draws its own random numbers."""
 
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Linear)
@@ -167,29 +168,28 @@ def drawn_plan() -> dict[str, ParallelStyle]:
 
 @on_ranks(4)
 def test_split_weights_start_with_the_values_of_an_unsplit_model(folder: str) -> None:
-    """From the meta device each of the ranks that split a weight would draw the same numbers for its own part; and
-    parts of different weights would be added up: no rank's model, and none that one process could train."""
+    """From the meta device, the TP ranks of a weight would all draw the same numbers for their shards, which no single
+    process would. Parts of different weights would be added up."""
     by_plan, by_script = Carried(plan=drawn_plan), Carried(prepare=split_by_script("tp", "dp", "tp", plan=drawn_plan))
 
     def check(start: str, row: Carried) -> None:
         unsplit, split = check_start(row, drawn, start, num_copies=TENSOR)
-        # Rank 0 of each group would send every split weight, one after the other, to ranks that drew or received it a
-        # moment before.
+        # Rank 0 of each group would send every TP-sharded weight to ranks that have just drawn or received it.
         assert row is by_script or start == "unlike" or split == unsplit, (split, unsplit)
 
     cases = {start: (start, by_plan) for start in ("meta", "mixed", "unlike", "alike")}
     for_each(check, cases | {f"{start}, by the script": (start, by_script) for start in ("meta", "unlike")})
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         model = drawn()
-    # Rank 0 has a part alone. By itself torch would send, and wait for ever.
+    # Rank 0 alone has an empty shard. torch alone would send, and wait forever.
     split_by_script("tp", "dp", "tp", plan=drawn_plan, src_data_rank=None)(model)
     with pytest.raises(PlanError, match="rank 0, the only one with values"):
         prepare_fully_shard(model, None, FULL | {"sync_module_states": True}, device="cpu")
-    # Without sync_module_states: each rank was seeded with a number of its own.
+    # Without sync_module_states: each rank has its own seed.
     torch.manual_seed(dist.get_rank())
     model = drawn()
     Carried(config={"sync_module_states": False}, plan=drawn_plan).shard(model)
-    bias = model.model[1].bias.to_local()  # RowwiseParallel: not split
+    bias = model.model[1].bias.to_local()  # RowwiseParallel: replicated
     biases = [torch.empty_like(bias) for _ in range(dist.get_world_size())]
     dist.all_gather(biases, bias)
     assert torch.equal(biases[0], biases[1]) and torch.equal(biases[2], biases[3]), biases
@@ -200,8 +200,8 @@ def test_split_weights_start_with_the_values_of_an_unsplit_model(folder: str) ->
 
 @on_ranks(4)
 def test_gradients_are_clipped_and_full_parameters_seen_as_in_one_process(folder: str) -> None:
-    """By any norm: parameters that are split and those that are not have different numbers of copies. Within
-    summon_full_params a split weight is whole, and what is written into it stays."""
+    """Sharded and replicated parameters have different numbers of copies, and clipping by any norm counts each once.
+    Within summon_full_params a TP-sharded weight is full, and writes to it are kept."""
     check_clips(split(plan=sequence_plan))
     check_clips(split(build=tied), "by another order")
 
@@ -210,7 +210,7 @@ def test_gradients_are_clipped_and_full_parameters_seen_as_in_one_process(folder
 
 
 class Dropping(MLP):
-    """Drops what every rank holds whole, after what is split."""
+    """Applies dropout to a replicated tensor, after TP-sharded layers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(super().forward(x), 0.3, self.training)
@@ -231,14 +231,14 @@ def check_masks_of_two_dtypes() -> list[str]:
 
 @pytest.mark.others  # torch 2.7's: 2.13 has corrected it
 def test_torch_mixes_up_the_masks_of_split_embeddings():
-    """Of two split embeddings that differ in dtype alone, the second one's lookup raises, as its
-    cache of redistributions takes their placements for one. So tests of split models compute in float64."""
+    """The lookup of the second of two TP-sharded embeddings that differ only in dtype raises, because torch's
+    redistribution cache confuses their placements. Tests of TP-sharded models therefore compute in float64."""
     assert run_ranks(check_masks_of_two_dtypes, TENSOR, fresh=True) == [["torch.float64: AssertionError"]] * TENSOR
 
 
 @on_ranks(TENSOR)
 def test_a_dropout_drops_the_same_on_the_ranks_that_split_a_layer(folder: str) -> None:
-    """Else what each of them holds whole gets a gradient of its own, and the copies drift apart in silence."""
+    """Otherwise replicated parameters get a different gradient on each rank, and the copies silently diverge."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Language()
@@ -257,11 +257,11 @@ def test_a_dropout_drops_the_same_on_the_ranks_that_split_a_layer(folder: str) -
     assert_same_gradients(model, reference, atol=ATOL)
 
 
-# --- parameters that are not split, between layers that are
+# --- replicated parameters between TP-sharded layers
 
 
 class Tempered(Attention):
-    """Norms over each head's queries, as Qwen3 and Gemma3 have them, and a learned temperature."""
+    """Norms over each head's queries, as in Qwen3 and Gemma3, and a learned temperature."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -275,7 +275,8 @@ class Tempered(Attention):
 
 
 def tempered(*, trained: tuple[str, ...] = ("query_norm", "temperature"), gain: float = 1.0) -> Language:
-    """``gain`` of the weights behind the attention: with none, nothing in it gets a gradient in the first step."""
+    """``gain`` scales the weights after the attention; with 0, no parameter inside it gets a gradient in the first
+    step."""
     model = Language(num_layers=1)
     model.model.layers[0].attention = Tempered()
     for name, parameter in model.named_parameters():
@@ -316,7 +317,7 @@ DIVERGING: dict[str, tuple[Carried, int, tuple[str, ...]]] = {
 
 
 def local_output() -> ParallelStyle:
-    """Of a norm's input, a part of the sequence, what a rank has of it."""
+    """The local part of a norm's sequence-sharded input."""
     return PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=True)
 
 
@@ -343,7 +344,7 @@ def check_diverging(row: Carried, step_of_error: int, says: tuple[str, ...]) -> 
 
 @on_ranks(TENSOR)
 def test_sequence_parallelism_of_whole_sequences_is_refused(folder: str) -> None:
-    """The norm's gradient would be as many times too large as there are ranks, on all of them alike."""
+    """Otherwise the norm's gradient would be too large by the number of ranks, on all of them."""
     torch.set_default_dtype(torch.float64)
     for name in ("model__layers__0__norm_1", "model__norm"):
         torch.manual_seed(0)
@@ -356,7 +357,7 @@ def test_sequence_parallelism_of_whole_sequences_is_refused(folder: str) -> None
 
 @on_ranks(TENSOR)
 def test_equal_parts_of_a_sequence_are_no_whole_ones(folder: str) -> None:
-    """Of a row of one token, as a benchmark has it, all ranks compute the same numbers."""
+    """For a row of one token, as in a benchmark, all ranks compute the same numbers."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Language(num_layers=1)
@@ -375,14 +376,15 @@ SUMMING: dict[str, Carried] = {
 
 @on_ranks(4)
 def test_what_would_get_a_part_of_its_gradient_is_refused_or_summed(folder: str) -> None:
-    """Unsplit weights between split layers drifted apart in silence: each rank trained its own copy on its heads."""
+    """Replicated weights between TP-sharded layers silently diverged: each rank trained its own copy on its own
+    heads."""
     for_each(check_diverging, DIVERGING)
     for_each(check_carried, {name: (row,) for name, row in SUMMING.items()})
 
 
 @on_ranks(TENSOR)
 def test_comparing_gradients_sends_nothing_after_the_first_backward(folder: str) -> None:
-    """A check in every step would make the host wait for the device."""
+    """A check in every step would make the host synchronize with the device."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Language(num_layers=1)
@@ -395,12 +397,12 @@ def test_comparing_gradients_sends_nothing_after_the_first_backward(folder: str)
     assert counts[0] != counts[1] == counts[2], counts
 
 
-# --- losses from parts of the vocabulary
+# --- losses of vocab-sharded logits
 
 
 @on_ranks(4)
 def test_a_loss_of_logits_that_ranks_split_is_that_of_one_process(folder: str) -> None:
-    """torch's loss_parallel gathers no logits, of which there is one for each token and word."""
+    """torch's loss_parallel does not gather the logits, one for each token and vocabulary entry."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Language(num_layers=1)
@@ -424,7 +426,7 @@ def test_a_loss_of_logits_that_ranks_split_is_that_of_one_process(folder: str) -
 
 @on_ranks(4)
 def test_a_plan_says_where_each_parameter_lies(folder: str) -> None:
-    """Its text names the modules that are split and how, and ranks that plan differently notice it by the digest."""
+    """Its text names the TP-sharded modules and their layout, and the digest detects ranks that plan differently."""
     torch.manual_seed(0)
     model = Language()
     config = config_of(FULL, tensor_parallel_degree=TENSOR)

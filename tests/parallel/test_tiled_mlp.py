@@ -1,4 +1,4 @@
-"""MLPs in pieces of the sequence: the gradients of one piece, its collectives, and less memory."""
+"""Tiled MLPs, computed in pieces of the sequence: gradients and collectives as untiled, with less memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WIDTH, HIDDEN, LENGTH, CHUNKS = 6, 16, 19, 4
 
 
 class SwiGLU(nn.Module):
-    """As Llama's, with a dropout in its midst."""
+    """Like Llama's, with a dropout inside."""
 
     def __init__(self, width: int = WIDTH, hidden: int = HIDDEN, dropout: float = 0.0) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class SwiGLU(nn.Module):
 
 
 class GELU(nn.Module):
-    """As GPT's, with biases, and a setting beside the tensor."""
+    """Like GPT's, with biases and a second, non-tensor argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class GELU(nn.Module):
 
 
 class Layer(nn.Module):
-    """A norm, an MLP and a residual; the MLP gets its tensor by position or by name."""
+    """A norm, an MLP and a residual; the MLP takes its tensor as a positional or a keyword argument."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Sequential):
-    """With the hooks of Composer's models: layers are units, and recomputed."""
+    """With the hooks of Composer's models: layers are units and are checkpointed."""
 
     units: type[nn.Module] = Layer
 
@@ -97,7 +97,7 @@ class Layers(nn.Sequential):
 
 
 class MLPUnits(Layers):
-    """The MLPs are units of their own."""
+    """Each MLP is a unit."""
 
     units = (SwiGLU, GELU)
 
@@ -125,7 +125,7 @@ TILED: dict[str, Any] = {"tiled_mlp": {"classes": ["SwiGLU", "GELU"], "chunks": 
 def check_alike(cls: type[Layers], config: dict[str, Any], options: dict[str, Any]) -> None:
     length = options.pop("length", LENGTH)
     model = train_alike(lambda: net(cls, **options), TILED | config, lambda seed: sequences(seed, length), num_steps=1)
-    assert "forward" in vars(model.get_submodule("net.1").mlp)  # it was in pieces at all
+    assert "forward" in vars(model.get_submodule("net.1").mlp)  # proof that it was tiled
 
 
 RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
@@ -142,7 +142,7 @@ ALIKE: dict[str, tuple[Any, ...]] = {
 
 
 def test_gradients_are_those_of_one_piece():
-    """In pieces a run learns what it learned before, whatever is recomputed, frozen or a unit of its own."""
+    """A tiled model trains as an untiled one, also with checkpointing, frozen weights, or MLPs that are units."""
     run_ranks(for_each, 2, check_alike, ALIKE)
 
 
@@ -152,14 +152,14 @@ def test_gradients_are_those_of_one_piece():
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_as_many_gathers_and_reductions_as_in_one_piece() -> None:
-    """A piece is no call of the module: its parameters are gathered once in forward and once in backward."""
+    """Tiling does not multiply collectives: parameters are unsharded once in forward and once in backward."""
 
     def count(cls: type[Layers], config: dict[str, Any]) -> tuple[int, ...]:
         found = []
         for tiled in ({}, TILED):
             model = net(cls)
             prepare_fully_shard(model, None, {**FULL, **config, **tiled}, device="cpu")
-            model(sequences(0).float()).sum().backward()  # the first step has collectives of its own
+            model(sequences(0).float()).sum().backward()  # the first step has additional collectives
             with Collectives() as sent:
                 model(sequences(dist.get_rank()).float()).sum().backward()
             found.append(sent.counts)
@@ -167,7 +167,7 @@ def test_as_many_gathers_and_reductions_as_in_one_piece() -> None:
         return tuple(sent.counts[kind]["calls"] for kind in ("_allgather_base_", "_reduce_scatter_base_"))
 
     gathers = for_each(count, {"layers": (Layers, {}), "MLPs, recomputed": (MLPUnits, RECOMPUTED)})
-    # Three units and the root, which keeps what it gathered.
+    # Three units and the root, which does not reshard.
     assert gathers == {"layers": (7, 4), "MLPs, recomputed": (7, 4)}, gathers
 
 
@@ -175,8 +175,8 @@ def test_as_many_gathers_and_reductions_as_in_one_piece() -> None:
 
 
 def layer_plan(sequence: str) -> dict[str, ParallelStyle]:
-    """Of the first layer: plain; or norms and residuals on parts of the sequence, which is gathered for the MLP as a
-    whole, or by its first projections, and given on as tensors or as DTensors."""
+    """For the first layer: plain TP; or sequence parallel norms and residuals. The sequence is then gathered for the
+    whole MLP or by its first projections, and returned as tensors or as DTensors."""
     by_parts, is_local = Shard(1) if sequence else Replicate(), sequence != "DTensors"
     inputs = {"input_layouts": by_parts} if sequence in ("projections", "DTensors") else {}
     plan: dict[str, ParallelStyle] = {f"net.1.mlp.{name}": ColwiseParallel(**inputs) for name in ("gate", "up")}
@@ -193,7 +193,7 @@ def layer_plan(sequence: str) -> dict[str, ParallelStyle]:
 
 
 class PlannedLayer(Layer):
-    """What it gives passes through a module of its own, for a plan to name."""
+    """Its output passes through a module with a path that a layer plan can name."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__(mlp)
@@ -210,7 +210,7 @@ def planned_net() -> nn.Module:
 
 def check_tensor_parallel(sequence: str, is_tiled_first: bool, reentrant: bool | None) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    repair_cpu_collectives()  # gloo knows no average on torch 2.7
+    repair_cpu_collectives()  # gloo lacks averaging in torch 2.7
     model, reference = planned_net(), planned_net()
     if is_tiled_first:
         assert tile_mlp(model, classes=[SwiGLU, "GELU"], chunks=3) == ["net.1.mlp", "net.2.mlp"]
@@ -239,15 +239,15 @@ TENSOR_PARALLEL: dict[str, tuple[Any, ...]] = {
 
 
 def test_gradients_under_tensor_parallelism():
-    """Pieces that come back as parts of the sequence would be put together in another order, without an error."""
+    """Sequence-sharded outputs of pieces must not be concatenated in the wrong order, which would raise no error."""
     run_ranks(for_each, 4, check_tensor_parallel, TENSOR_PARALLEL)
 
 
-# --- by itself
+# --- tile_mlp without a plan
 
 
 def test_in_place_on_instances():
-    """No class is touched, names stay, and a model can still be copied, pickled and tiled once only."""
+    """Only instances change: classes and names stay, a model can be copied and pickled, and tiling it twice raises."""
     model = net()
     names = list(model.state_dict())
     classes = [type(module) for module in model.modules()]
@@ -266,7 +266,7 @@ def test_in_place_on_instances():
 
 
 def test_without_gradients():
-    """In eval nothing is kept, and the numbers are the same; a vector has no sequence to cut."""
+    """In eval nothing is saved for backward and outputs are equal. A vector has no sequence and is not tiled."""
     model, tiled = net(), net()
     tile_mlp(tiled, classes=["SwiGLU", "GELU"], chunks=CHUNKS)
     x = sequences(0).float()
@@ -282,7 +282,7 @@ def test_without_gradients():
 
 
 def test_dropout_has_its_random_numbers_again():
-    """The gradient is that of the very elements that were dropped, and the next random number is as without it."""
+    """Backward uses the dropout mask of forward, and the next random number is the same as without tiling."""
 
     def trained(tiled: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
         torch.manual_seed(0)
@@ -303,7 +303,7 @@ def test_dropout_has_its_random_numbers_again():
 
 
 def test_autocast_inside_the_pieces():
-    """Under autocast a piece is computed again in the dtype that it was computed in."""
+    """Under autocast, backward recomputes a piece in the dtype of its forward."""
     tiled, model = net(), net()
     tile_mlp(tiled, classes=["SwiGLU", "GELU"], chunks=CHUNKS)
     for each in (tiled, model):
@@ -314,7 +314,7 @@ def test_autocast_inside_the_pieces():
 
 
 def peak_bytes(*, is_tiled: bool) -> int:
-    """Of forward and backward of one MLP, and no gradient of a weight in it."""
+    """The memory of forward and backward of one MLP, without gradients of its weights."""
     torch.manual_seed(0)
     mlp = SwiGLU(width=32, hidden=128)
     for parameter in mlp.parameters():
@@ -328,7 +328,7 @@ def peak_bytes(*, is_tiled: bool) -> int:
 
 
 def test_backward_peaks_below_a_third():
-    """What the feature is for: a sequence that did not fit does."""
+    """A sequence that did not fit untiled fits tiled."""
     tiled, untiled = peak_bytes(is_tiled=True), peak_bytes(is_tiled=False)
     assert tiled < untiled / 3, f"{tiled:,} of {untiled:,} bytes"
 
@@ -337,7 +337,7 @@ def test_backward_peaks_below_a_third():
 
 
 class Routed(nn.Module):
-    """An MoE block, by the names of its parts."""
+    """An MoE block, recognized by the names of its submodules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class Routed(nn.Module):
 
 
 class Normed(nn.Sequential):
-    """With statistics of all tokens."""
+    """Computes statistics over all tokens."""
 
 
 class Attending(nn.Module):
@@ -384,7 +384,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
 
 
 def test_what_is_no_token_wise_mlp_is_refused_by_name():
-    """Pieces of an MoE block, or under a batch norm, would train on other numbers without a word."""
+    """An MoE block or a batch norm, tiled, would silently train on other numbers."""
     for name, (mlp, message) in REFUSED.items():
         model = Chain(net=Chain(first=SwiGLU(), mlp=mlp))
         with pytest.raises(PlanError) as caught:
@@ -403,14 +403,14 @@ class Responding(SwiGLU):
 
 
 class Shifting(SwiGLU):
-    """Adds the token before, as RWKV's channel mixing."""
+    """Adds the previous token, as RWKV's channel mixing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x + nn.functional.pad(x, (0, 0, 1, -1)))
 
 
 class Gated(Responding):
-    """Tells nothing of itself before it is trained."""
+    """Outputs zeros before it is trained, which hides that it mixes tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -420,7 +420,7 @@ class Gated(Responding):
 @pytest.mark.parametrize("kind", [Responding, Shifting])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_an_mlp_that_mixes_tokens_by_another_name_is_an_error(kind: type[SwiGLU], dtype: torch.dtype):
-    """Each piece would be divided by a norm of its own: another model, without a word."""
+    """Each piece would be divided by its own norm, which silently changes the model."""
     torch.manual_seed(0)
     model = Chain(net=Layers(Layer(kind()))).to(dtype)
     tile_mlp(model, classes=[kind.__name__], chunks=CHUNKS)
@@ -431,7 +431,7 @@ def test_an_mlp_that_mixes_tokens_by_another_name_is_an_error(kind: type[SwiGLU]
 
 
 def test_an_mlp_of_zeros_is_looked_at_again():
-    """Of zeros nothing is known; once it is trained, it is."""
+    """Zeros cannot show whether tokens are mixed, so the check repeats until the output is nonzero."""
     model = Chain(net=Gated()).double()
     tile_mlp(model, classes=["Gated"], chunks=CHUNKS)
     assert not model(sequences(0)).any()
@@ -442,7 +442,8 @@ def test_an_mlp_of_zeros_is_looked_at_again():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_mlp_of_few_digits_and_dropout_mixes_no_tokens(dtype: torch.dtype):
-    """Rounding and dropped elements are no other tokens; the numbers that dropout draws are those without the look."""
+    """Rounding and dropout must not be mistaken for mixed tokens. The check leaves dropout's random numbers
+    unchanged."""
     mlp = SwiGLU(width=64, hidden=256, dropout=0.5).to(dtype)
     x = torch.randn(2, 512, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     tile_mlp(Chain(net=mlp), classes=["SwiGLU"], chunks=4)
@@ -453,7 +454,8 @@ def test_an_mlp_of_few_digits_and_dropout_mixes_no_tokens(dtype: torch.dtype):
 
 
 def test_calls_that_cannot_be_cut_are_errors():
-    """A second tensor would meet a piece of the first; fewer tokens would be put together in the wrong places."""
+    """A second tensor would be paired with a piece of the first, and a smaller output concatenated in the wrong
+    place."""
     x = sequences(0)
     model = Chain(attn=Cumulative(), mlp=GELU().double())
     tile_mlp(model, classes=["Cumulative", "GELU"], chunks=2)
@@ -470,7 +472,7 @@ def test_calls_that_cannot_be_cut_are_errors():
 
 
 def test_the_plan_says_which():
-    """Ranks that would tile other MLPs are told apart, and the report names what is tiled."""
+    """Ranks that tile different MLPs raise, and the report names the tiled ones."""
     config = ShardingConfig(tiled_mlp=TiledMLP(classes=("SwiGLU",), chunks=8))
     plan, without = plan_sharding(net(), config), plan_sharding(net(), ShardingConfig())
     assert plan.tiled == ("net.1.mlp", "net.3.mlp") and without.tiled == ()
@@ -483,7 +485,7 @@ def test_the_plan_says_which():
 
 
 class Hungry(language.MLP):
-    """Is out of memory after its last collective, on rank 1, once."""
+    """Runs out of memory after its last collective, once, on rank 1."""
 
     times = 0
 
@@ -498,8 +500,8 @@ class Hungry(language.MLP):
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_out_of_memory_in_the_trial_under_tensor_parallelism(folder: str) -> None:
-    """The first forward tries an MLP on one place: a rank that fails in it tries again, and so must the others, whose
-    collectives would be of other layers."""
+    """The first forward checks an MLP on one piece. If one rank fails in it, all ranks must repeat it: otherwise they
+    would run collectives of different layers."""
     tiled = {"tiled_mlp": {"classes": ["Hungry"], "chunks": 2}}
     split = {"tensor_parallel_degree": 2, "layer_plan": language.layer_plan(ends=False)}
     torch.set_default_dtype(torch.float64)

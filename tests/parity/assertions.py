@@ -1,4 +1,4 @@
-"""What the tests of this folder say of a comparison; in the pytest process, without Composer."""
+"""Assertions on comparisons; used in the pytest process, without Composer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def needs(model: str) -> list[pytest.MarkDecorator]:
 
 
 def parametrize_runs(runs: list[Run], slow: Collection[Run] = ()) -> pytest.MarkDecorator:
-    """One test for each run, under the run's own name; those that are in ``slow``, too, are left to the slow tests."""
+    """One test for each run, under the run's own name; those also in ``slow`` are run by the slow tests."""
 
     def marks(run: Run) -> list[pytest.MarkDecorator]:
         return [*needs(run.model), *([pytest.mark.slow] if run in slow else [])]
@@ -32,7 +32,7 @@ def assert_parity(run: Run, world_size: int, comparing: Callable[[Run], Comparis
 
 
 def assert_no_problem(run: Run, comparisons: list[Comparison], reference: str = "FSDP1") -> None:
-    """Note how far off the worst rank is, then fail with all problems of all ranks."""
+    """Record the largest difference over ranks, then fail with all problems of all ranks."""
     worst = max((each.difference for each in comparisons), key=lambda found: found.parameters)
     SEEN.append(
         Row(

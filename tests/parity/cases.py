@@ -1,7 +1,7 @@
-"""Which runs are compared: every pair of settings at least once, or all combinations.
+"""The compared runs: every pair of settings at least once, or all combinations.
 
-[Note: pairs] Most mistakes need one setting or two to show. ``pairwise`` finds few runs in which each two values of
-different axes meet; the full product is left to the slow tests.
+[Note: pairs] Most mistakes show with one setting or a pair. ``pairwise`` finds a small set of runs that covers each
+pair of values of different axes; the slow tests run the full product.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Axes = Mapping[str, Sequence[Any]]
 Pair = frozenset[tuple[str, Any]]
 
 
-# Values of two axes that FSDP1 does not take together.
+# Pairs of values that FSDP1 does not support.
 REFUSED: tuple[Axes, ...] = (
-    # It takes norms in fp32, which torch refuses for gradients in float64.
+    # It computes norms in fp32, which torch refuses for gradients in float64.
     {"optimizer": ("sgd64", "adamw64"), "clipping": ("norm", "value")},
     # Composer cannot find the parameters of a group within flat parameters.
     {"settings": ("flat",), "groups": ("several", "subset")},
-    # A flat parameter needs a gradient or needs none.
+    # All of a flat parameter needs a gradient, or none of it.
     {"settings": ("flat",), "groups": ("frozen",)},
     # Composer's State refuses activation_cpu_offload without use_orig_params.
     {"settings": ("flat",), "checkpointing": ("offload", "reentrant+offload", "non-reentrant+offload")},
@@ -31,7 +31,7 @@ REFUSED: tuple[Axes, ...] = (
 
 CHECKPOINTING = ("off", "reentrant", "non-reentrant", "offload", "reentrant+offload", "non-reentrant+offload")
 
-# AdamW in float64 compares everything; in fp32 what `NOISE` leaves of it, where FSDP1 has no float64.
+# AdamW in float64 compares everything; in fp32, where FSDP1 has no float64, all but `NOISE`.
 TWO_RANKS: Axes = {
     "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD:1"),
     "checkpointing": CHECKPOINTING,
@@ -43,21 +43,21 @@ TWO_RANKS: Axes = {
     "evaluate": (False, True),
 }
 
-# For a model with two roots, and for one whose root holds no parameter.
+# For a model with two roots, and for one whose root has no parameter.
 TWO_RANKS_AND_SETTINGS: Axes = {
     **TWO_RANKS,
     "settings": ("default", "prefetch-pre", "prefetch-none", "prefetch-far", "flat"),
 }
 
 MODELS = ("mlp", "gpt2", "llama", "mpt")
-# Every two settings on some model, and every setting on every model; the slow tests have each two on each model.
+# Each pair of settings on some model, and each setting on every model; the slow tests run each pair on each model.
 TWO_RANKS_AND_MODELS: Axes = {
     "model": MODELS,
     **TWO_RANKS_AND_SETTINGS,
     "checkpointing": ("off", "reentrant", "non-reentrant", "non-reentrant+offload"),
     "settings": ("default", "prefetch-none", "prefetch-far", "flat"),
 }
-# Three values that are near relatives of those meet some others only.
+# Three values similar to others, each combined with some values only.
 TWO_RANKS_ONCE = (
     Run(tied=True, checkpointing="offload", groups="several", clipping="value", settings="prefetch-pre", evaluate=True),
     Run(
@@ -76,7 +76,8 @@ FOUR_RANKS: Axes = {
     "checkpointing": ("off", "reentrant", "non-reentrant", "non-reentrant+offload"),
     "optimizer": ("sgd", "adamw64"),
 }  # fmt: skip
-# What lies otherwise on 4 ranks than on 2, to meet the values that tell; and each of the other strategies once.
+# Settings that behave differently on 4 ranks than on 2, combined with the values that show it; and each other strategy
+# once.
 FOUR_RANKS_FEW: Axes = {
     **FOUR_RANKS,
     "model": ("mlp", "llama", "mpt"),
@@ -91,7 +92,7 @@ FOUR_RANKS_ONCE = (
     Run(strategy="_HYBRID_SHARD_ZERO2:2", optimizer="adamw64", groups="several", microbatches=2, evaluate=True),
 )
 
-# What most runs set; the other values of these axes are met by the pairs above.
+# Values of most runs; the pairs above cover the other values of these axes.
 FULL_PRODUCT: Axes = {
     "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
     "checkpointing": ("off", "reentrant", "non-reentrant", "offload"),
@@ -109,12 +110,12 @@ def is_refused(case: Mapping[str, Any]) -> bool:
 
 
 def pairs(case: Mapping[str, Any]) -> Iterator[Pair]:
-    """Every two values of a case, or of the part of it that is chosen."""
+    """Every pair of values of a case, or of its subset."""
     return (frozenset(pair) for pair in itertools.combinations(case.items(), 2))
 
 
 def possible_pairs(axes: Axes, of: str | None = None) -> list[Pair]:
-    """In the order of the axes, without those that FSDP1 refuses; with ``of``, those of this axis with another."""
+    """In the order of the axes, without those that FSDP1 refuses; with ``of``, only pairs with this axis."""
     found = []
     for (first, firsts), (second, seconds) in itertools.combinations(axes.items(), 2):
         if of not in (None, first, second):
@@ -127,10 +128,10 @@ def possible_pairs(axes: Axes, of: str | None = None) -> list[Pair]:
 
 
 def pairwise(axes: Axes, of: str | None = None) -> list[dict[str, Any]]:
-    """Cases in which every possible pair occurs, or every one of the axis ``of``; the same ones each time.
+    """Cases that cover every possible pair, or every pair with the axis ``of``; deterministic.
 
-    Greedy: a case starts from the first pair that is missing, and each other axis takes the value that adds the most
-    missing pairs.
+    Greedy: a case starts from the first missing pair, and each other axis takes the value that adds the most missing
+    pairs.
     """
     missing = dict.fromkeys(possible_pairs(axes, of))
     cases = []
@@ -148,7 +149,7 @@ def pairwise(axes: Axes, of: str | None = None) -> list[dict[str, Any]]:
 
 
 def product(axes: Axes) -> Iterator[dict[str, Any]]:
-    """All combinations that FSDP1 takes; AdamW once, in float64 where FSDP1 has it."""
+    """All combinations that FSDP1 supports; AdamW once, in float64 where FSDP1 has it."""
     for values in itertools.product(*axes.values()):
         case = dict(zip(axes, values, strict=True))
         is_double = case["optimizer"] == "adamw" and case["clipping"] == "off"

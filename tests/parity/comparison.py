@@ -13,18 +13,18 @@ from parity.models import NOISE
 from support.cases import for_each
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-# Relative for losses and norms, of the tensor's largest value for parameters and buffers.
+# Relative for losses and norms; to the tensor's largest value for parameters and buffers.
 TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far two runs are apart on one rank."""
+    """The difference between two runs on one rank."""
 
     losses: float
     norms: float
     parameters: float
-    worst: str  # the parameter that is furthest off
+    worst: str  # the parameter with the largest difference
     buffers: float
     is_bit_equal: bool  # all parameters
 
@@ -35,14 +35,14 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What a rank reports: how far off the run is, and what of it is more than allowed."""
+    """A rank's report: the run's differences, and those above the tolerance."""
 
     difference: Difference
     problems: tuple[str, ...]
 
 
 def compare(run: Run) -> Comparison:
-    """Ours against Composer's FSDP1; called on all ranks."""
+    """FSDP2 compared with Composer's FSDP1. Called on all ranks."""
     theirs, ours = fsdp1(run), train(run, Sharding.FSDP2)
     found = difference(ours, theirs, run)
     problems = [*_problems(run, ours, found), *_structural_problems(run, ours, theirs)]
@@ -53,12 +53,12 @@ def compare(run: Run) -> Comparison:
 
 
 def compare_all(runs: list[Run]) -> list[Comparison]:
-    """``compare`` for one run after the other, without going back to the parent in between."""
+    """``compare`` for each run, without returning to the parent in between."""
     return [*for_each(compare, {f"{number}: {run}": (run,) for number, run in enumerate(runs)}).values()]
 
 
 def compare_with_unsharded(run: Run) -> Comparison:
-    """Ours against one process that averages the losses of all ranks; called on all ranks."""
+    """FSDP2 compared with one process that averages the losses of all ranks. Called on all ranks."""
     expected, ours = one_process(run), train(run, Sharding.FSDP2)
     assert expected.unit_classes == set(), expected.unit_classes
     found = difference(ours, expected, run)
@@ -66,12 +66,12 @@ def compare_with_unsharded(run: Run) -> Comparison:
 
 
 def fsdp1(run: Run) -> Observed:
-    """The reference of this run, trained once for all runs that look alike to FSDP1; called on all ranks."""
+    """This run's reference, trained once for all runs that are equal under FSDP1. Called on all ranks."""
     return _reference(replace(run, strategy=SAME_UNDER_FSDP1.get(run.strategy, run.strategy)), Sharding.FSDP1)
 
 
 def one_process(run: Run) -> Observed:
-    """The reference of this run, trained once for all runs that are sharded differently; called on all ranks."""
+    """This run's reference, trained once for all runs that differ in sharding only. Called on all ranks."""
     return _reference(replace(run, strategy="FULL_SHARD", checkpointing="off", settings="default"), Sharding.NONE)
 
 
@@ -81,12 +81,13 @@ def _reference(run: Run, sharding: Sharding) -> Observed:
 
 
 def keeps_order_of_sums(run: Run, world_size: int) -> bool:
-    """Whether SGD must give bit for bit FSDP1's parameters: every sum over ranks has two terms, which have no order.
+    """Whether SGD must reproduce FSDP1's parameters bit for bit: every sum over ranks has two terms, whose order does
+    not matter.
 
-    Left over are sums that FSDP1 took over other terms than we do. The norm that gradients are clipped by is a sum over
-    all elements, which it took over flat shards; the largest absolute value is the same in any order. With NO_SHARD it
-    reduced the gradients of all microbatches so far again after each one. And where elements lie in memory decides
-    which of them a vector instruction rounds, which AdamW's longer formula shows.
+    The exceptions are sums that FSDP1 took over other terms. The norm for clipping is a sum over all elements, which
+    FSDP1 took over flat shards; the largest absolute value is the same in any order. With NO_SHARD FSDP1 reduced the
+    accumulated gradients again after each microbatch. And whether a vector
+    instruction rounds an element depends on its memory position, which shows in AdamW's longer formula.
     """
     num_replicas = run.num_replicas(world_size)
     has_two_terms = num_replicas <= 2 and world_size // num_replicas <= 2
@@ -121,7 +122,7 @@ def difference(ours: Observed, reference: Observed, run: Run) -> Difference:
 
 
 def _relative(ours: list[float], reference: list[float]) -> float:
-    """The largest difference; a number that is not one is as far off as can be (``max`` passes over NaN)."""
+    """The largest difference; infinite for a value that is not finite (``max`` ignores NaN)."""
     if not all(map(math.isfinite, (*ours, *reference))):
         return math.inf
     return max(abs(a - b) / abs(b) for a, b in zip(ours, reference, strict=True))
@@ -132,13 +133,13 @@ def _off(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def _part(deviation: torch.Tensor, reference: torch.Tensor) -> float:
-    """Of the tensor's largest value; a number that is not one is as far off as can be."""
+    """Relative to the tensor's largest value; infinite for a value that is not finite."""
     part = deviation.max() / reference.abs().max().clamp_min(1e-30)
     return math.inf if part.isnan() else part.item()
 
 
 def _problems(run: Run, ours: Observed, found: Difference) -> list[str]:
-    """Numbers that are too far off; and of our own clipping: something was clipped, and the norms that it returned are
+    """Numbers above the tolerance. For clipping, also whether something was clipped, and whether the returned norms are
     those of the gradients."""
     assert ours.unit_classes == {FSDPModule}, ours.unit_classes
     problems = [
@@ -158,7 +159,7 @@ def _problems(run: Run, ours: Observed, found: Difference) -> list[str]:
 def _structural_problems(run: Run, ours: Observed, theirs: Observed) -> list[str]:
     """The same units, the same wrappers inside them, the same parameters in the same optimizer groups."""
     names = ["units", "roots", "checkpointed"]
-    if run.settings != "flat":  # FSDP1's optimizer then has flat parameters, which belong to no one name
+    if run.settings != "flat":  # FSDP1's optimizer then has flat parameters without individual names
         names.append("groups")
     return [
         f"{name} differ: {getattr(ours, name)} here, {getattr(theirs, name)} under FSDP1"
@@ -168,7 +169,7 @@ def _structural_problems(run: Run, ours: Observed, theirs: Observed) -> list[str
 
 
 def fsdp1_error(run: Run) -> str:
-    """What FSDP1 says to ``run`` on this rank, or nothing; called on all ranks."""
+    """FSDP1's error for ``run`` on this rank, or "". Called on all ranks."""
     assert run.strategy in STRATEGIES
     try:
         train(run, Sharding.FSDP1)

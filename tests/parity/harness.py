@@ -1,4 +1,4 @@
-"""Train a model from the same seed on the same data: with Composer's FSDP1, with ours, or on one process.
+"""Train a model from the same seed on the same data: with Composer's FSDP1, with FSDP2, or in one process.
 
 ``from parity.harness import Run, Sharding, train``. ``train`` runs on the ranks; Composer, Transformers and LLM Foundry
 are imported there only.
@@ -20,22 +20,22 @@ from support.examples import IS_THOROUGH
 from support.oracle import FSDP1
 from torch import nn
 
-# Momentum needs two steps to show, and an evaluation has steps before and behind it.
+# Momentum takes two steps to have an effect, and there are steps before and after an evaluation.
 STEPS = 10 if IS_THOROUGH else 3
-# Far enough below the norms of these models that most steps are clipped.
+# Far enough below these models' norms that most steps are clipped.
 THRESHOLDS = {"norm": 0.3, "value": 0.05}
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {"sharding_strategy": "FULL_SHARD"},
     "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
     "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
-    # The number of replicas behind a colon; without replicas the mesh has two axes all the same.
+    # The number of replicas follows the colon; without replicas the mesh still has two axes.
     "HYBRID_SHARD:1": {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 1},
     "HYBRID_SHARD:2": {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2},
     "_HYBRID_SHARD_ZERO2:2": {"sharding_strategy": "_HYBRID_SHARD_ZERO2", "data_parallel_replicate_degree": 2},
-    # FSDP2's own key, which FSDP1 does not see: freed after forward to shards of two ranks.
+    # FSDP2's own key, which FSDP1 ignores: reshards after forward to shards over two ranks.
     "reshard:2": {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": 2},
-    # Groups of ranks that exchange nothing with each other; "given" and "objects" are made on each rank.
+    # Groups of ranks that do not communicate with each other; each rank makes the groups of "given" and "objects".
     "self": {"process_group": "self"},
     "mod1": {"process_group": "mod1"},  # all ranks
     "set2": {"process_group": "set2"},
@@ -43,11 +43,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "given": {"process_group": "given"},
     "objects": {"process_group": "objects"},
     "set2-NO_SHARD": {"process_group": "set2", "sharding_strategy": "NO_SHARD"},
-    # Replicas without a mesh: shards within the first group, all-reduced over the second.
+    # Replicas without a mesh: shards within the first group, all-reduce over the second.
     "pair": {"process_group": ("set2", "mod2"), "sharding_strategy": "HYBRID_SHARD"},
     "pair-ZERO2": {"process_group": ("mod2", "set2"), "sharding_strategy": "_HYBRID_SHARD_ZERO2"},
 }
-# By a strategy with keys that FSDP1 does not see: the one that it takes it for.
+# FSDP1's equivalent of strategies that use keys unknown to it.
 SAME_UNDER_FSDP1 = {"reshard:2": "FULL_SHARD"}
 
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16", "buffer_dtype": "bf16"}
@@ -62,14 +62,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reduced-in-bf16": {"mixed_precision": {"reduce_dtype": "bf16"}},
     "sync_module_states": {"sync_module_states": True},
     "cpu_offload": {"cpu_offload": True},
-    # The modules are the model's own: `Parent.ignored`.
+    # The model chooses the modules: `Parent.ignored`.
     "ignored": {"ignored_modules": True},
     "low-gradients": {"mixed_precision": BF16, "keep_low_precision_grads": True},
 }
 
 
 class Sharding(enum.Enum):
-    """Who shards."""
+    """The implementation that shards."""
 
     FSDP1 = "Composer's prepare_fsdp_module"
     FSDP2 = "composer_fsdp2.prepare_fully_shard"
@@ -89,7 +89,7 @@ class Run:
             block) or ``frozen`` (the first block's matrices need no gradient).
         clipping: ``off`` or Composer's clipping type; ``value`` clips by the largest absolute value under a root.
         settings: A name in ``SETTINGS``.
-        evaluate: Whether there is an evaluation before the first step, after the second, and behind the middle.
+        evaluate: Whether to evaluate before the first step, after the second, and after the middle one.
         steps: Of the optimizer.
     """
 
@@ -107,7 +107,7 @@ class Run:
     steps: int = STEPS
 
     def __str__(self) -> str:
-        """What is not default, as a test's id; bare where the value speaks for itself."""
+        """Non-default values, as a test's id; without the key where the value is unambiguous."""
         words = [self.model]
         for entry in fields(self)[1:]:
             value = getattr(self, entry.name)
@@ -121,7 +121,7 @@ class Run:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether some ranks exchange nothing with each other."""
+        """Whether some ranks do not communicate with each other."""
         return isinstance(STRATEGIES[self.strategy].get("process_group"), str)
 
     @property
@@ -131,11 +131,11 @@ class Run:
     @property
     def lr(self) -> float:
         if self.dtype == torch.bfloat16:
-            return 2**-6  # A product that needs no rounding: whether it is rounded depends on where an element lies.
+            return 2**-6  # A product that needs no rounding: rounding depends on an element's position.
         return 0.001 if self.is_adamw else 0.02
 
     def num_replicas(self, world_size: int) -> int:
-        """How many ranks hold the same shard."""
+        """The number of ranks with the same shard."""
         if self.strategy == "NO_SHARD":
             return world_size
         if self.strategy.startswith(("pair", "set2-NO_SHARD")):
@@ -156,7 +156,7 @@ class Run:
 
 @dataclass(kw_only=True)
 class Observed:
-    """What one rank saw of a run. Names are the model's own, without wrappers."""
+    """Observations of a run on one rank. Names are the model's own, without wrappers."""
 
     losses: list[float] = field(default_factory=list)  # of this rank, in training and evaluation
     mean_losses: list[float] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Observed:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     grads: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last step; not FSDP1's
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of this rank
-    left_out: list[str] = field(default_factory=list)  # parameters that are whole on every rank; not FSDP1's
+    left_out: list[str] = field(default_factory=list)  # replicated parameters; not FSDP1's
     units: list[str] = field(default_factory=list)
     unit_classes: set[type] = field(default_factory=set)
     roots: list[str] = field(default_factory=list)
@@ -174,10 +174,10 @@ class Observed:
 
 
 def train(run: Run, sharding: Sharding, *, gradient_scale: float = 1.0) -> Observed:
-    """Build, shard and train; called on all ranks.
+    """Build, shard and train. Called on all ranks.
 
     Args:
-        gradient_scale: A wrong factor before the gradients, for negative controls.
+        gradient_scale: A wrong factor applied to the gradients, for negative controls.
     """
     model = build(run.model, tied=run.tied, dtype=run.dtype, dropout=run.dropout)
     if run.settings == "sync_module_states" and sharding is not Sharding.NONE:
@@ -186,9 +186,9 @@ def train(run: Run, sharding: Sharding, *, gradient_scale: float = 1.0) -> Obser
     shard(run, sharding, model, optimizer)
     trained = Observed()
     _describe(model, optimizer, trained)
-    torch.manual_seed(100 + dist.get_rank())  # Each rank has its own dropout, the same whoever shards.
+    torch.manual_seed(100 + dist.get_rank())  # Each rank has its own dropout, the same for each implementation.
     if run.evaluate:
-        _evaluate(model, 0, trained)  # Before anything is trained, as a user's trainer.eval() may be.
+        _evaluate(model, 0, trained)  # Before any training, like a user's trainer.eval().
     for step in range(run.steps):
         optimizer.zero_grad()
         losses = []
@@ -208,11 +208,11 @@ def train(run: Run, sharding: Sharding, *, gradient_scale: float = 1.0) -> Obser
 
 
 def make_optimizer(run: Run, model: Parent) -> torch.optim.Optimizer:
-    """Built before sharding, as Composer's users build it."""
+    """Built before sharding, as Composer's users do."""
     first_block = set(model.blocks[0].parameters())
     if run.groups == "frozen":
         for parameter in first_block:
-            parameter.requires_grad_(parameter.ndim <= 1)  # One unit holds both kinds, as with LoRA.
+            parameter.requires_grad_(parameter.ndim <= 1)  # One unit has both kinds, as with LoRA.
     parameters = list(model.parameters())
     groups: list[dict[str, Any]] = [{"params": parameters}]
     if run.groups == "several":
@@ -228,7 +228,7 @@ def make_optimizer(run: Run, model: Parent) -> torch.optim.Optimizer:
 
 
 def shard(run: Run, sharding: Sharding, model: Parent, optimizer: torch.optim.Optimizer) -> None:
-    """As Composer's State does it: the config gets its mesh, then the list of optimizers goes along."""
+    """As Composer's State does it: the config gets its mesh, and the list of optimizers is passed."""
     if sharding is Sharding.NONE:
         return
     from composer.core.state import _create_device_mesh
@@ -253,7 +253,7 @@ def shard(run: Run, sharding: Sharding, model: Parent, optimizer: torch.optim.Op
 
 
 def _process_group(value: Any) -> Any:
-    """The pairs of ranks 0 and 3, 1 and 2, as each rank gives them."""
+    """The pairs of ranks 0 and 3, 1 and 2, in the form that each rank passes."""
     if value not in ("given", "objects"):
         return value
     own = next(ranks for ranks in ((0, 3), (1, 2)) if dist.get_rank() in ranks)
@@ -261,7 +261,7 @@ def _process_group(value: Any) -> Any:
 
 
 def _scatter(model: Parent) -> None:
-    """Other values on every rank but the first, which rank 0's are to replace."""
+    """Different values on every rank but the first, which rank 0's are to replace."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.data += dist.get_rank()
@@ -272,7 +272,7 @@ def _batch(model: Parent, rank: int, step: int, number: int) -> torch.Tensor:
 
 
 def _forward(run: Run, sharding: Sharding, model: Parent, step: int, microbatch: int) -> tuple[float, torch.Tensor]:
-    """This rank's loss, and what to differentiate: FSDP averages gradients, one process averages losses."""
+    """This rank's loss, and the tensor to differentiate: FSDP averages gradients, one process averages losses."""
     rank = dist.get_rank()
     if sharding is not Sharding.NONE:
         loss = model(_batch(model, rank, step, microbatch)) / run.microbatches
@@ -284,7 +284,7 @@ def _forward(run: Run, sharding: Sharding, model: Parent, step: int, microbatch:
 
 
 def _evaluate(model: Parent, step: int, trained: Observed) -> None:
-    """Two batches: the second finds the roots as a forward without gradients left them."""
+    """Two batches: in the second, the roots are in the state after a forward without gradients."""
     model.eval()
     with torch.no_grad():
         for number in range(2):
@@ -293,13 +293,14 @@ def _evaluate(model: Parent, step: int, trained: Observed) -> None:
 
 
 def _gradient_squares(model: nn.Module) -> float:
-    """From the shards as they lie there, so that nobody's own arithmetic measures itself."""
+    """Computed from the shards directly, independent of the code under test."""
     grads = [_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     return sum(grad.double().square().sum().item() for grad in grads)
 
 
 def _reduce_numbers(run: Run, sharding: Sharding, trained: Observed) -> None:
-    """What ranks have noted, made the run's: mean losses, and norms of all gradients. Two collectives for a run."""
+    """Replaces each rank's observations by those of the run: mean losses, and norms of all gradients. Two collectives a
+    run."""
     world_size = dist.get_world_size()
     num_replicas = world_size if sharding is Sharding.NONE else run.num_replicas(world_size)
     trained.mean_losses = [total / world_size for total in _sum_over_ranks(trained.losses)]
@@ -337,7 +338,7 @@ def _clip(run: Run, sharding: Sharding, model: nn.Module, trained: Observed) -> 
 
 
 def _describe(model: nn.Module, optimizer: torch.optim.Optimizer, trained: Observed) -> None:
-    """Where the units and the wrappers are, and what the optimizer holds."""
+    """The paths of units and wrappers, and the optimizer's contents."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -362,10 +363,10 @@ def _is_unit(module: nn.Module) -> bool:
 
 
 def _holds_parameters(unit: nn.Module) -> bool:
-    """Whether the unit itself gathers something; FSDP1 made units of modules without parameters too, as of dropouts.
+    """Whether the unit has parameters to all-gather; FSDP1 also made units of modules without parameters, such as
+    dropouts.
 
-    Batch norms do not count: FSDP1 gave them units of their own wherever a dtype was named, fp32 too, which changes no
-    number.
+    Batch norms do not count: FSDP1 made them units whenever a dtype was set, fp32 included, which changes no number.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -375,7 +376,7 @@ def _holds_parameters(unit: nn.Module) -> bool:
 
 
 def _roots(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Those with parameters: FSDP1 wrapped a loss function as well."""
+    """Roots with parameters: FSDP1 wrapped a loss function as well."""
     for name, child in model.named_children():
         if not _is_unit(child):
             yield from _roots(child, f"{prefix}{name}.")
@@ -391,7 +392,7 @@ def _collect(sharding: Sharding, model: nn.Module, trained: Observed) -> None:
     if sharding is Sharding.FSDP2:
         from composer_fsdp2 import reshard
 
-        reshard(model)  # An evaluation leaves the roots gathered.
+        reshard(model)  # An evaluation leaves the roots unsharded.
     trained.parameters = full_parameters(model)
     if sharding is Sharding.FSDP1:
         return

@@ -17,7 +17,7 @@ SEQUENCE = 7
 FEATURES = 10
 WIDTH = 16
 
-# A key's bias shifts all scores of a query alike, and softmax forgets it: its gradient is rounding noise, which Adam
+# A key's bias shifts all scores of a query alike, and softmax cancels it: its gradient is rounding noise, which Adam
 # scales up to full steps. The key is the second of three parts. By model, the end of a name and the part of the tensor.
 NOISE = {
     "gpt2": {"attn.c_attn.bias": slice(WIDTH, 2 * WIDTH)},
@@ -26,8 +26,8 @@ NOISE = {
 
 
 class Parent(nn.Module):
-    """What stands for the ComposerModel, whose children are sharded. Its output is the loss; it has ``blocks``, and
-    makes a ``batch`` with a generator."""
+    """Stands in for the ComposerModel, whose children are sharded. Its output is the loss; it has ``blocks``, and makes
+    a ``batch`` with a generator."""
 
     dtype = torch.float32
 
@@ -41,7 +41,7 @@ class Parent(nn.Module):
 class Block(nn.Module):
     def __init__(self, *, batch_norm: bool) -> None:
         super().__init__()
-        # A bias before a batch norm has no gradient but rounding noise.
+        # A bias before a batch norm has only rounding noise as its gradient.
         self.norm = nn.LayerNorm(FEATURES, bias=not batch_norm)
         self.wide = nn.Linear(FEATURES, 13, bias=not batch_norm)
         self.batch_norm = nn.BatchNorm1d(13) if batch_norm else nn.Identity()
@@ -101,7 +101,7 @@ class MLP(Parent):
 
 
 class Skipped(MLP):
-    """FSDP1 left the head alone: whole on every rank, and nobody averages its gradients."""
+    """FSDP1 excluded the head: replicated on every rank, without averaged gradients."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -109,7 +109,7 @@ class Skipped(MLP):
 
 
 class Unused(MLP):
-    """A unit that no forward runs, and a parameter of a used unit that no forward reads."""
+    """A unit that no forward runs, and an unused parameter of a used unit."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -118,7 +118,7 @@ class Unused(MLP):
 
 
 class Branch(MLP):
-    """Parameters that only some batches read, not the same ones on every rank, as the experts of a mixture."""
+    """Parameters used by some batches only, different ones on each rank, like the experts of a mixture."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -134,7 +134,7 @@ class Branch(MLP):
 
 
 class Answering(MLP):
-    """A wrap function that ``answers`` for some modules otherwise than for blocks."""
+    """A wrap function that returns ``answers`` for some modules, and True for blocks."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -143,7 +143,7 @@ class Answering(MLP):
 
 
 class Nested(Answering):
-    """Units within units, one of which is kept after forward by its own settings."""
+    """Nested units; one of them does not reshard after forward, by its own settings."""
 
     def answers(self, first: nn.Module, second: nn.Module) -> dict[nn.Module, Any]:
         kept = {"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "BACKWARD_PRE"}
@@ -151,7 +151,7 @@ class Nested(Answering):
 
 
 class OwnBuffers(Answering):
-    """One block's buffers are cast by the settings of its unit alone."""
+    """The settings of one block's unit cast its buffers only."""
 
     def answers(self, first: nn.Module, second: nn.Module) -> dict[nn.Module, Any]:
         for block in (first, second):
@@ -161,28 +161,29 @@ class OwnBuffers(Answering):
 
 
 class OwnGroups(Answering):
-    """One block alone on its rank, one whole on all ranks. FSDP1 takes this beside a process_group for the rest."""
+    """One block replicated on each rank, one sharded over all ranks. FSDP1 accepts this with a process_group for the
+    rest."""
 
     def answers(self, first: nn.Module, second: nn.Module) -> dict[nn.Module, Any]:
         return {first: {"process_group": "self"}, second: {"sharding_strategy": "NO_SHARD"}}
 
 
 class OwnMesh(Answering):
-    """One block in replicas of shards, by a mesh of its own."""
+    """One block with replicas of shards, on its own mesh."""
 
     def answers(self, first: nn.Module, second: nn.Module) -> dict[nn.Module, Any]:
         return {second: {"process_group": ("set2", "mod2"), "sharding_strategy": "HYBRID_SHARD"}}
 
 
 class Twice(MLP):
-    """Two forwards before one backward, as for a chosen and a rejected answer."""
+    """Two forwards before one backward, as for a chosen and a rejected sequence."""
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         return super().forward(batch) + 0.5 * super().forward(batch.flip(0) * 0.9)
 
 
 class Convolution(MLP):
-    """Weights that lie in memory as Composer's ChannelsLast puts them."""
+    """Weights in the memory format of Composer's ChannelsLast."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -202,7 +203,7 @@ class Shared(MLP):
 
 
 class TiedUnits(MLP):
-    """Two units that share a weight: FSDP1's forward failed on the second one."""
+    """Two units with a shared weight: FSDP1's forward failed on the second one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -210,7 +211,7 @@ class TiedUnits(MLP):
 
 
 class TiedChildren(MLP):
-    """Two direct children that share a weight: FSDP1's forward failed on the second one."""
+    """Two direct children with a shared weight: FSDP1's forward failed on the second one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -251,7 +252,7 @@ MLPS: dict[str, type[MLP]] = {
 
 
 class LanguageModel(Parent):
-    """A causal language model as the one child ``model``, as in Composer's HuggingFaceModel."""
+    """A causal language model as the only child ``model``, as in Composer's HuggingFaceModel."""
 
     def __init__(self, model: nn.Module, block_type: type[nn.Module]) -> None:
         super().__init__()
@@ -271,16 +272,16 @@ class LanguageModel(Parent):
 
 
 def build(name: str, *, tied: bool, dtype: torch.dtype = torch.float32, dropout: bool = True) -> Parent:
-    """The model of this name with the values that seed 0 gives, on the CPU."""
+    """The model of this name, initialised with seed 0 on the CPU."""
     torch.manual_seed(0)
     if name in MLPS:
-        # FSDP1 casts the input of a batch norm to fp32, also where everything else is float64 or bf16, and fails.
+        # FSDP1 casts the input of a batch norm to fp32, even if the rest is float64 or bf16, and fails.
         model: Parent = MLPS[name](tied=tied, batch_norm=dtype == torch.float32)
     else:
         model = _language_model(name, tied)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim <= 1:  # Zeros and ones would hide what is done to them.
+            if parameter.ndim <= 1:  # Zeros and ones would hide changes to them.
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model = model.to(dtype)
     model.dtype = dtype
@@ -292,7 +293,7 @@ def build(name: str, *, tied: bool, dtype: torch.dtype = torch.float32, dropout:
 
 
 def _language_model(name: str, tied: bool) -> LanguageModel:
-    # Imported here: the pytest process, which only collects, has no need of them.
+    # Imported here: the pytest process only collects and does not need them.
     if name in ("mpt", "mpt-kwargs"):
         from llmfoundry.models.mpt.modeling_mpt import MPTBlock, MPTConfig, MPTForCausalLM
 
@@ -302,7 +303,7 @@ def _language_model(name: str, tied: bool) -> LanguageModel:
             attn_config={"attn_impl": "torch"},
         )  # fmt: skip
         model = MPTForCausalLM(config)
-        if name == "mpt-kwargs":  # What LLM Foundry's own wrap function returns for the module; FSDP1 changes it.
+        if name == "mpt-kwargs":  # The settings of LLM Foundry's own wrap function; FSDP1 changes the dict.
             low = MixedPrecision(reduce_dtype=torch.bfloat16)
             for block in model.transformer.blocks:
                 block.ffn._fsdp_kwargs_dict = {"sharding_strategy": "SHARD_GRAD_OP", "mixed_precision": low}
@@ -315,7 +316,7 @@ def _language_model(name: str, tied: bool) -> LanguageModel:
             tie_word_embeddings=tied,
         )  # fmt: skip
         model = GPT2LMHeadModel(config)
-        if name == "gpt2-embeddings":  # Tied and wrapped each by itself, which LLM Foundry forbids for FSDP1's sake.
+        if name == "gpt2-embeddings":  # Tied and wrapped separately, which LLM Foundry forbids because of FSDP1.
             model.transformer.wte._fsdp_wrap = model.lm_head._fsdp_wrap = True
         return _with_hooks(model, GPT2Block)
     if name == "llama":
@@ -331,6 +332,6 @@ def _language_model(name: str, tied: bool) -> LanguageModel:
 
 
 def _with_hooks(model: nn.Module, block_type: type[nn.Module]) -> LanguageModel:
-    """What LLM Foundry puts on a Hugging Face model (llmfoundry/models/hf/hf_fsdp.py, 0.22.0)."""
+    """LLM Foundry's settings for a Hugging Face model (llmfoundry/models/hf/hf_fsdp.py, 0.22.0)."""
     model.fsdp_wrap_fn = model.activation_checkpointing_fn = lambda module: isinstance(module, block_type)
     return LanguageModel(model, block_type)

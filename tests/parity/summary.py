@@ -1,4 +1,5 @@
-"""After a run: how far from its reference ours was (migration_docs/parity.md). Imports neither torch nor Composer."""
+"""The largest differences from each reference after a run (migration_docs/parity.md). Imports neither torch nor
+Composer."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ HEADER = ("reference", "ranks", "optimizer", "runs", "losses", "gradient norms",
 
 
 class Row(NamedTuple):
-    """One run that was compared, of its worst rank; plain values, which pytest-xdist passes on."""
+    """One compared run, with its worst rank; plain values, which pytest-xdist can serialize."""
 
     reference: str
     num_ranks: int

@@ -1,4 +1,4 @@
-"""The cases that are compared: that the small sets really meet every pair, and none that FSDP1 refuses."""
+"""The compared cases: the small sets cover every pair, without those that FSDP1 refuses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from parity.cases import (
     ids=["two ranks", "with settings", "with models", "four ranks", "replicas"],
 )
 def test_every_two_values_meet_unless_fsdp1_refuses_them(axes: Axes, of: str | None, at_most: int):
-    """Two settings that go wrong only together would pass unseen; a set that grows unseen makes `make test` slow."""
+    """Two settings that are wrong only together would be missed; a set that grows unnoticed makes `make test` slow."""
     cases = pairwise(axes, of)
     assert cases == pairwise(axes, of) and len(cases) <= at_most
     assert not [case for case in cases if is_refused(case)]
@@ -43,7 +43,7 @@ def test_every_two_values_meet_unless_fsdp1_refuses_them(axes: Axes, of: str | N
 
 
 def test_the_product_has_every_combination_once():
-    """The slow tests promise all combinations of what most runs set."""
+    """The slow tests cover all combinations of common settings."""
     cases = list(product(FULL_PRODUCT))
     # SGD with each clipping, AdamW with each: in float64 without clipping, in fp32 with it.
     assert len(cases) == len({tuple(case.items()) for case in cases}) == 3 * 4 * (3 + 3) * 2 * 2 * 2 * 2

@@ -1,4 +1,4 @@
-"""Ours against Composer's FSDP1 on 4 ranks: replicas, and sums whose order differs."""
+"""FSDP2 compared with Composer's FSDP1 on 4 ranks: replicas, and sums in a different order."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ pytestmark = pytest.mark.composer
 
 @parametrize_runs([*runs(pairwise(FOUR_RANKS_FEW, of="strategy")), *FOUR_RANKS_ONCE])
 def test_each_setting_on_replicas(run: Run):
-    """Runs on replicas of shards (2 x 2), with shards that are empty on some ranks, or freed after forward to shards of
-    two ranks only, would train to other weights."""
+    """Runs on replicas of shards (2 x 2), with empty shards on some ranks, or resharded after forward to two ranks,
+    would train other weights."""
     assert_parity(run, 4)
 
 
 @pytest.mark.slow
 @parametrize_runs(runs(pairwise(FOUR_RANKS)))
 def test_every_two_settings(run: Run):
-    """Two settings that go wrong on replicas only together would train to other weights."""
+    """Two settings that are wrong on replicas only together would train other weights."""
     assert_parity(run, 4)

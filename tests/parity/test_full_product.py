@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.composer, pytest.mark.slow, pytest.mark.timeout(3600)]
 @pytest.mark.parametrize("strategy", FULL_PRODUCT["strategy"])
 @pytest.mark.parametrize("model", [pytest.param(name, marks=needs(name)) for name in ("mlp", "gpt2", "llama", "mpt")])
 def test_all_combinations(model: str, strategy: str, checkpointing: str):
-    """A combination of three or more settings that goes wrong would reach a user first."""
+    """An error in a combination of three or more settings would reach a user first."""
     axes = {**FULL_PRODUCT, "strategy": (strategy,), "checkpointing": (checkpointing,)}
     chosen = runs(product(axes), model=model, steps=4)
     by_rank = run_ranks(compare_all, 2, chosen, timeout_s=3500)

@@ -1,4 +1,4 @@
-"""Ours against Composer's FSDP1 where units lie on groups of ranks: `process_group`, for all units or for one."""
+"""FSDP2 compared with Composer's FSDP1 for units on groups of ranks: `process_group`, for all units or for one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOUR_RANKS = [
 
 @parametrize_runs(FOUR_RANKS, slow=FOUR_RANKS[8:])
 def test_process_groups(run: Run):
-    """Runs that keep shards within a node, or train one model a group, would average over all ranks."""
+    """Runs that shard within a node, or train one model a group, must not average over all ranks."""
     assert_parity(run, 4)
 
 
@@ -37,12 +37,12 @@ ALONE = [
 
 @parametrize_runs(ALONE, slow=ALONE[2:])
 def test_groups_of_one_rank(run: Run):
-    """`process_group: self`, for all or for one module, as for an expert that lives on one rank, would average what
-    FSDP1 kept apart; a module that every rank keeps whole would be sharded as the rest."""
+    """`process_group: self`, for all modules or for one, such as an expert on a single rank, must not average gradients
+    that FSDP1 left separate, and a module replicated on every rank must not be sharded like the rest."""
     assert_parity(run, 2)
 
 
 @parametrize_runs([Run(model="ownmesh", strategy="mod1", evaluate=True)])
 def test_replicas_of_a_single_module(run: Run):
-    """A module with replicas of its own would be sharded over all ranks."""
+    """A module with its own replicas must not be sharded over all ranks."""
     assert_parity(run, 4)

@@ -1,5 +1,5 @@
-"""Ours against Composer's FSDP1 on models that are not a plain stack of blocks, and where gradients are not what
-`fully_shard` makes of them."""
+"""FSDP2 compared with Composer's FSDP1 on models other than a plain stack of blocks, and with gradients that differ
+from `fully_shard`'s default."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from parity.harness import Run
 
 pytestmark = pytest.mark.composer
 
-# Between them: each optimizer, kind of clipping and of groups, microbatches, recomputation, evaluations. The first is
-# equal bit for bit, and quick; so is the norm of gradients of which some are missing.
+# Together they cover each optimizer, kind of clipping and of groups, microbatches, checkpointing and evaluations. The
+# first is bit for bit equal, and fast; so is the norm of gradients with missing ones.
 WAYS = (
     {"clipping": "value", "microbatches": 2, "checkpointing": "non-reentrant", "evaluate": True},
     {"clipping": "norm", "groups": "frozen"},
     {"optimizer": "adamw", "clipping": "value", "evaluate": True, "groups": "frozen"},
     {"optimizer": "adamw64", "microbatches": 3, "checkpointing": "non-reentrant", "evaluate": True},
 )
-# What would go wrong, by the model in models.py.
+# The mistake that each model of models.py would show.
 MODELS = {
     "skipped": "a direct child with `_fsdp_wrap = False` is sharded, synchronised or clipped, which FSDP1 did not do",
     "unused": "weight decay acts on others than before: FSDP1 gave unread ones zero in a used unit,"
@@ -34,7 +34,7 @@ QUICK = [*OF_MODELS[::4], *OF_MODELS[1:12:4]]
 
 @parametrize_runs(OF_MODELS, slow=[run for run in OF_MODELS if run not in QUICK])
 def test_odd_models(run: Run):
-    """A model of the table above would fail, or train to other weights."""
+    """A model of the table above would fail, or train other weights."""
     assert_parity(run, 2)
 
 
@@ -43,7 +43,7 @@ OF_MODULES = [Run(model="mpt-kwargs", tied=tied, evaluate=True) for tied in (Tru
 
 @parametrize_runs(OF_MODULES, slow=OF_MODULES[1:])
 def test_settings_on_the_module_itself(run: Run):
-    """What LLM Foundry writes on a module (`_fsdp_kwargs_dict`, for its experts) would be dropped, or refused."""
+    """LLM Foundry's settings on a module (`_fsdp_kwargs_dict`, for its experts) must be neither dropped nor refused."""
     assert_parity(run, 2)
 
 
@@ -59,9 +59,9 @@ IGNORED = [
 
 @parametrize_runs(IGNORED, slow=IGNORED[3:])
 def test_ignored_modules(run: Run):
-    """Modules that a user keeps out of FSDP would be sharded, or their gradients averaged or left out of the norm.
+    """Ignored modules would be sharded, or their gradients averaged or excluded from the norm.
 
-    Not clipped by the 2-norm, for which FSDP1 took a number of each rank's own: see clipping.py.
+    Not clipped by the 2-norm, because FSDP1 used a different one on each rank: see clipping.py.
     """
     assert_parity(run, 2)
 
@@ -75,5 +75,5 @@ LOW_GRADIENTS = [
 
 @parametrize_runs(LOW_GRADIENTS, slow=LOW_GRADIENTS[1:])
 def test_gradients_in_low_precision(run: Run):
-    """A model in bf16 whose gradients stay in bf16 would train to other weights."""
+    """A bf16 model with bf16 gradients would train other weights."""
     assert_parity(run, 2)

@@ -1,4 +1,4 @@
-"""That these comparisons can fail: a wrong gradient is noticed, and nothing is left out that means something."""
+"""The comparisons can fail: a wrong gradient is detected, and only noise is excluded."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def differ_by_world_size(run: Run) -> Difference:
 
 
 def test_a_gradient_that_is_world_size_times_too_large_is_noticed():
-    """gloo's silent sum in place of a mean (pytorch#162338) is such a mistake; a comparison that lets it pass would let
-    it pass to users. (AdamW alone would hide it: it divides a gradient's scale away.)"""
+    """gloo's silent sum instead of a mean (pytorch#162338) is such a mistake, and a comparison must detect it. (AdamW
+    alone would hide it, because its step does not depend on a gradient's scale.)"""
     assert TOLERANCE == 1e-6
     found = run_ranks(differ_by_world_size, 2, Run())[0]
     assert found.norms > 0.5 and found.losses > 1e-2 and found.parameters > 1e-2
@@ -39,7 +39,7 @@ def noise_and_signal(run: Run) -> list[tuple[str, float, float]]:
 
 @parametrize_runs([Run(model=model, optimizer="adamw", tied=True, steps=2) for model in NOISE])
 def test_what_is_left_out_is_noise(run: Run):
-    """Leaving out a gradient that means something would hide a mistake in it."""
+    """Excluding a significant gradient would hide a mistake in it."""
     found = run_ranks(noise_and_signal, 2, run)[0]
     assert len(found) == 2, "one for each block"
     for name, noise, signal in found:
@@ -57,7 +57,7 @@ def test_what_is_left_out_is_noise(run: Run):
     ids=str,
 )
 def test_fsdp1_refuses_what_the_table_says(run: Run, error: str):
-    """A row of the table that is not true would leave combinations out for nothing."""
+    """A wrong row of the table would exclude combinations without need."""
     assert is_refused(vars(run))
     for text in run_ranks(fsdp1_error, 2, run):
         assert error in text

@@ -1,4 +1,4 @@
-"""Ours against one process that averages the losses of all ranks, in float64, where FSDP1 has no CPU form."""
+"""Compared with one process that averages the losses of all ranks, in float64, where FSDP1 has no CPU form."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ pytestmark = pytest.mark.composer
 
 COMMON = {"dropout": False, "microbatches": 2, "evaluate": True}
 
-# What layers say to a flat shard in place of their weight.
+# Errors of layers whose weight is a flat shard.
 FLAT_SHARD = "size mismatch|same shape|must be a matrix|Cannot writeback"
 
-# Each with what FSDP1 says to it.
+# Each with FSDP1's error.
 WITHOUT_FSDP1 = (
     # torch broadcasts module states from CUDA only (torch/distributed/fsdp/_init_utils.py).
     (Run(optimizer="adamw64", settings="sync_module_states", **COMMON), "sync_module_states"),
@@ -28,9 +28,9 @@ WITHOUT_FSDP1 = (
     (Run(model="tiedchildren", optimizer="adamw64", strategy="SHARD_GRAD_OP", **COMMON), FLAT_SHARD),
     (Run(model="gpt2-embeddings", tied=True, optimizer="adamw64", **COMMON), FLAT_SHARD),
     (Run(model="shared", optimizer="sgd64", **COMMON), FLAT_SHARD),
-    # Members of a container without a forward become roots at their first call, and its own root finds that too late.
+    # Members of a container without a forward become roots at their first call, and its own root detects that too late.
     (Run(model="container", optimizer="sgd64", **COMMON), "Non-root FSDP instance"),
-    # Norms of gradients in float64.
+    # Gradient norms in float64.
     (Run(optimizer="adamw64", clipping="norm", groups="several", **COMMON), "linalg.vector_norm"),
 )
 SLOW = (
@@ -46,21 +46,21 @@ SLOW_RUNS = [run for run, _ in SLOW]
 
 @parametrize_runs([run for run, _ in (*WITHOUT_FSDP1, *SLOW)], slow=SLOW_RUNS)
 def test_against_one_process(run: Run):
-    """What FSDP1 refused, or could do on GPUs only, would train to other weights than the same model on one process."""
+    """Runs that FSDP1 refused, or supported on GPUs only, would train other weights than one process."""
     assert_parity(run, 2, compare_with_unsharded)
 
 
 @pytest.mark.others
 @parametrize_runs([run for run, _ in (*WITHOUT_FSDP1, *SLOW)])
 def test_fsdp1_refuses(run: Run):
-    """If FSDP1 could do it, it would be the better reference."""
+    """If FSDP1 supported it, FSDP1 would be the better reference."""
     for text in run_ranks(fsdp1_error, 2, run):
         assert re.search(dict((*WITHOUT_FSDP1, *SLOW))[run], text)
 
 
 def test_one_rank_in_each_replica():
-    """HYBRID_SHARD with as many replicas as ranks: FSDP1 turned to NO_SHARD within each group of one and averaged
-    nothing, without an error; we average, as one process does."""
+    """HYBRID_SHARD with as many replicas as ranks: FSDP1 turned to NO_SHARD within each group of one and silently
+    averaged nothing; FSDP2 averages, as one process does."""
     run = Run(optimizer="sgd64", strategy="HYBRID_SHARD:2", **COMMON)
     assert_parity(run, 2, compare_with_unsharded)
 
@@ -77,5 +77,5 @@ FOUR_RANKS = [
 
 @parametrize_runs(FOUR_RANKS, slow=FOUR_RANKS[2:])
 def test_four_ranks_against_one_process(run: Run):
-    """Both could be wrong alike; one process without any sharding is the judge of ours on replicas as well."""
+    """FSDP1 and FSDP2 could have the same error; one process without sharding is the reference for replicas as well."""
     assert_parity(run, 4, compare_with_unsharded)

@@ -1,4 +1,4 @@
-"""What files of other systems say of batches and units, and what is assumed where they say nothing."""
+"""Batches and units from other systems' files, and the assumptions for missing keys."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def batch(run: PreflightRun) -> tuple[int, int, int]:
 
 
 def test_a_migrated_file_keeps_its_batch(tmp_path: Path):
-    """The Trainer's arguments stay beside the section that migrate rewrote; without them the plan was of one row of
+    """The Trainer's arguments stay beside the section that migrate rewrote; without them the plan was for one row of
     2,048 tokens."""
     for side in ("fsdp1", "fsdp2"):
         run = read_run(YAMLS / f"huggingface/llama-sft-{side}.yaml", world_size=8, model_config=config(tmp_path))
@@ -51,7 +51,7 @@ def test_a_migrated_file_keeps_its_batch(tmp_path: Path):
 
 
 def test_without_auto_wrap_a_trainer_s_model_is_one_unit(tmp_path: Path):
-    """A plan by layers would promise memory that this run does not save."""
+    """A plan by layers would promise a memory reduction that this run does not get."""
     mixture = config(tmp_path, "qwen3_moe", num_experts=4, moe_intermediate_size=16, head_dim=8)
     run = read_run(
         YAMLS / "huggingface/qwen3-moe-distillation-fsdp1.yaml", world_size=8, model_config=mixture, sequence=64
@@ -62,7 +62,7 @@ def test_without_auto_wrap_a_trainer_s_model_is_one_unit(tmp_path: Path):
 
 
 def test_how_tokens_are_shared_out_is_said(tmp_path: Path):
-    """An expert that gets more tokens than the others keeps more: the plan's number would pass for certain."""
+    """An expert with more tokens than the others takes more memory, so the plan must state its assumption."""
     for kind, sizes in (
         ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}),
         ("llama", {}),
@@ -73,7 +73,7 @@ def test_how_tokens_are_shared_out_is_said(tmp_path: Path):
 
 
 def test_layers_that_torchtitan_splits_are_split_in_the_plan(tmp_path: Path):
-    """By the plan of Hugging Face's model: a plan of unsplit layers would pass for the run's."""
+    """Uses the plan of Hugging Face's model; otherwise a plan without TP would be shown for the run."""
     path = YAMLS / "torchtitan/llama3-70b-torchtitan.toml"
     wide = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
     run = read_run(path, world_size=256, model_config=config(tmp_path, **wide))
@@ -81,13 +81,13 @@ def test_layers_that_torchtitan_splits_are_split_in_the_plan(tmp_path: Path):
     assert run.plan.mesh.tensor_degree == 8
     assert any(each.path.endswith("layers.0.mlp.down_proj") for each in run.plan.split)
     assert batch(run) == (8, 1, 8192)
-    # TorchTitan's own blocks are transformers' layers; the embeddings and the output are units as well.
+    # TorchTitan's own blocks are transformers' layers; the embeddings and the output layer are units as well.
     assert len([unit for unit in run.plan.units if unit.parameters]) == 3 + 2 + 1
     assert "wrap_policy" in assumed(run)
 
 
 def titan(folder: Path, mode: str) -> PreflightRun:
-    """Four blocks of Llama, planned from a file of TorchTitan's."""
+    """Four Llama blocks, planned from a TorchTitan file."""
     path = folder / "run.toml"
     path.write_text(TITAN + mode)
     model = config(folder, num_hidden_layers=4)
@@ -102,11 +102,11 @@ def titan(folder: Path, mode: str) -> PreflightRun:
         ("[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '3'", [2]),
         ("[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = '1'", [0, 1, 2, 3]),
         ("[activation_checkpoint]\nmode = 'none'", []),
-        ("[activation_checkpoint]\nmode = 'memory_budget'", []),  # what it keeps is not known
+        ("[activation_checkpoint]\nmode = 'memory_budget'", []),  # its selection is unknown
     ],
 )
 def test_torchtitan_recomputes_every_nth_block(tmp_path: Path, mode: str, recomputed: list[int]):
-    """As its ``_apply_layer_sac`` counts them: planned as ``full``, a file by default ran out of memory."""
+    """Counted like its ``_apply_layer_sac``: planned as ``full``, a run with the default ran out of memory."""
     run = titan(tmp_path, mode)
     assert list(run.plan.checkpointed) == [f"model.model.layers.{number}" for number in recomputed]
     said = [each.key for each in run.findings if each.key.startswith("activation_checkpoint.")]
@@ -114,7 +114,7 @@ def test_torchtitan_recomputes_every_nth_block(tmp_path: Path, mode: str, recomp
 
 
 def test_torchtitan_keeps_what_it_selects_by_operator(tmp_path: Path):
-    """Of each block attention, and the first, third, fifth and seventh matrix product; the rest as ``full`` keeps."""
+    """Saves attention and the first, third, fifth and seventh matrix product of each block; otherwise like ``full``."""
     kept = {}
     for option in ("mode = 'selective'\nselective_ac_option = 'op'", "mode = 'full'"):
         run = titan(tmp_path, f"[activation_checkpoint]\n{option}")
@@ -149,18 +149,18 @@ TITAN = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nlocal_batch_size =
     ],
 )
 def test_what_stops_a_migration_stops_a_plan(tmp_path: Path, name: str, text: str, key: str | None):
-    """A plan of another run, at exit 0: of all parameters instead of an adapter's, in 16 bits instead of 4."""
+    """A plan of another run with exit code 0: of all parameters instead of an adapter's, in 16 bits instead of 4."""
     (tmp_path / name).write_text(text)
     run = read_run(tmp_path / name, world_size=4, model_config=config(tmp_path), microbatch=1, sequence=16)
     step = plan_step(run, name, Questions(machine=GPUS["h100"]))
     assert [each.key for each in step.blocking] == ([] if key is None else [key])
     assert step.bounds is not None
     peak = GPUS["h100"].fp8_flops if key == "model.converters" else GPUS["h100"].flops
-    assert step.bounds.machine.flops == peak  # a lower bound of the time by a lower peak would be none
+    assert step.bounds.machine.flops == peak  # a lower peak would not give a lower bound of the time
 
 
 def test_the_number_of_ranks_may_stand_in_the_file(tmp_path: Path):
-    """accelerate's file says num_processes, which had to be typed once more."""
+    """accelerate's file has num_processes, which the user had to repeat on the command line."""
     text = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 4\nfsdp_config: {fsdp_version: 2}\n"
     (tmp_path / "run.yaml").write_text(text)
     how = {"model_config": config(tmp_path), "microbatch": 1, "sequence": 16}
@@ -170,7 +170,7 @@ def test_the_number_of_ranks_may_stand_in_the_file(tmp_path: Path):
 
 @pytest.mark.parametrize(("degree", "tokens"), [(1, 4 * 16), (2, 2 * 16)])
 def test_tokens_and_hours_are_bounds(tmp_path: Path, degree: int, tokens: int):
-    """What a run costs is asked in tokens a second and GPU hours; ranks that split layers read one batch."""
+    """Users compare costs in tokens a second and GPU hours. TP ranks read one batch, counted once."""
     text = TITAN + f"[parallelism]\ntensor_parallel_degree = {degree}\n"
     (tmp_path / "run.toml").write_text(text)
     run = read_run(tmp_path / "run.toml", world_size=4, model_config=config(tmp_path), microbatch=1, sequence=16)
@@ -194,7 +194,7 @@ def test_axolotl_takes_the_accumulation_from_the_batch_of_a_rank(tmp_path: Path)
 
 
 def test_ranks_of_one_sequence_compute_the_rows_of_all(tmp_path: Path):
-    """Of 2 ranks that divide sequences each computes both ranks' rows; the trace divides them."""
+    """Each of 2 CP ranks computes a part of both ranks' rows; the trace divides them."""
     path = YAMLS / "roll/vision-language-qwen2.5-vl-7b-roll.yaml"
     run = read_run(
         path,
@@ -207,7 +207,7 @@ def test_ranks_of_one_sequence_compute_the_rows_of_all(tmp_path: Path):
 
 
 def test_a_model_takes_no_more_tokens_than_it_has_positions(tmp_path: Path):
-    """2,048 tokens are assumed where nobody says; GPT-2 has 1,024 positions, and its trace failed."""
+    """Without a length, 2,048 tokens are assumed. GPT-2 has 1,024 positions, and its trace failed."""
     short, long = (
         config(tmp_path, "gpt2", max_position_embeddings=1024, n_layer=2, n_embd=32, n_head=4),
         config(tmp_path),
@@ -216,11 +216,12 @@ def test_a_model_takes_no_more_tokens_than_it_has_positions(tmp_path: Path):
     run = read_run(long, world_size=2)
     assert run.sequence_length == 2048
     assert {"precision", "fsdp_config", "wrap_policy", "device_train_microbatch_size", "max_seq_len"} <= assumed(run)
-    assert {finding.where for finding in run.findings} == {str(long)}  # no line of a model's file says any of it
+    assert {finding.where for finding in run.findings} == {str(long)}  # a model's file has no line for them
 
 
 def test_composer_recomputes_what_a_hook_or_a_policy_names(tmp_path: Path):
-    """A Composer script whose model has no hook recomputes nothing: a plan that took its layers was 13 % too low."""
+    """Composer checkpoints nothing for a model without the hook: a plan that checkpointed its layers was 13 % too
+    low."""
     file = tmp_path / "run.yaml"
     file.write_text("fsdp_config: {activation_checkpointing: true}\nprecision: amp_bf16\n")
     run = read_run(file, model_config=config(tmp_path), world_size=8)
@@ -230,7 +231,7 @@ def test_composer_recomputes_what_a_hook_or_a_policy_names(tmp_path: Path):
 
 
 def test_the_command_line_says_what_a_model_file_does_not(tmp_path: Path):
-    """A model's file is planned with any settings, and with fewer layers, without a file for them."""
+    """A model's file can be planned with any settings, and with fewer layers, without a run's file."""
     overrides = ["fsdp_config.sharding_strategy=SHARD_GRAD_OP", "fsdp_config.activation_checkpointing=true"]
     overrides += ["precision=amp_fp16", "num_hidden_layers=2", "global_train_batch_size=64", "optimizer.name=adam"]
     run = read_run(config(tmp_path), world_size=8, overrides=[*overrides, "device_train_microbatch_size=2"])
@@ -246,7 +247,7 @@ def test_the_command_line_says_what_a_model_file_does_not(tmp_path: Path):
 
 
 def test_a_cached_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Who has trained a model before has its configuration in the cache, and need not look for it."""
+    """A model trained before has its configuration in the cache, so users need no path."""
     from huggingface_hub import constants
 
     folder = tmp_path / "models--Qwen--Qwen3-8B"

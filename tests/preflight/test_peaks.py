@@ -38,7 +38,7 @@ DIVIDED = {
     "adapters in blocks": Case(model="lora"),
     "adapters as units": Case(model="lora_units", config={"activation_checkpointing": True}, microbatches=2),
     "adapters as units, kept": Case(model="lora_units", config={"sharding_strategy": "SHARD_GRAD_OP"}),
-    # The plan counts the lists that its experts are indexed with, which no operator makes.
+    # The plan counts the index lists of its experts, which no operator makes.
     "MPT's experts in full": Case(model="mpt_experts", within=0.02),
 }
 FOUR = {
@@ -46,7 +46,7 @@ FOUR = {
     "layers and experts": Case(model="qwen3_moe", tensor=2, config=EXPERTS | {"check_data": False}, within=0.002),
     "sequences and experts": Case(model="qwen3_moe", config=EXPERTS | CONTEXT),
 }
-# One family and one of each kind of division; the others take four minutes.
+# One family, and one of each kind of parallelism; the others take four minutes.
 QUICK = (
     "llama",
     "layers of MPT",
@@ -65,9 +65,9 @@ def slow_but(quick: Iterable[str], names: Iterable[str]) -> list[object]:
 
 @pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_a_step_takes_and_sends_what_was_planned(family: str):
-    """To the byte, of five families and four strategies: a peak that is too low is a run that ends out of memory."""
+    """To the byte, for five families and four strategies: with a peak that is too low, a run ends out of memory."""
     cases = {name: Case(model=family, **options) for name, options in STRATEGIES.items()}  # type: ignore[arg-type]
-    if family == "qwen3_moe":  # one list of tokens more is alive on the ranks
+    if family == "qwen3_moe":  # one more list of tokens is alive on the ranks
         cases["recomputed"] = replace(cases["recomputed"], within=0.002)
     if family == "mpt":  # its own hook names the blocks
         cases["recomputed"] = Case(model=family, config={"activation_checkpointing": True})
@@ -76,8 +76,8 @@ def test_a_step_takes_and_sends_what_was_planned(family: str):
 
 @pytest.mark.parametrize("name", slow_but(QUICK, DIVIDED))
 def test_what_ranks_divide_is_planned_divided(name: str):
-    """Layers, sequences, experts, pieces and adapters: a plan of the whole refuses what fits, and misses what the
-    ranks send each other."""
+    """TP, CP, EP, tiled MLPs and adapters: a plan of the undivided model would refuse runs that fit, and omit their
+    communication."""
     assert run_ranks(differences, 2, {name: DIVIDED[name]}) == [{}, {}]
 
 

@@ -1,4 +1,4 @@
-"""Everything that is said of a step: as one object and as text; tests/estimate/ has its trace and its page."""
+"""The report on a step, as one object and as text; tests/estimate/ tests its trace and its page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def object_of(step: PlannedStep) -> dict[str, Any]:
 
 
 def test_the_object(step: PlannedStep):
-    """What scripts rely on, worked out by hand: 960 parameters in fp32 on four ranks, AdamW, two microbatches."""
+    """Fields that scripts rely on, computed by hand: 960 parameters in fp32 on four ranks, AdamW, two microbatches."""
     jsonschema.Draft202012Validator.check_schema(json.loads(SCHEMA.read_text()))
     found = object_of(step)
     full = 2 * BLOCK + ROOT
@@ -61,7 +61,7 @@ def test_the_object(step: PlannedStep):
 
 
 def test_what_was_not_asked_is_null():
-    """Nothing is made up: without memory it is not known whether it fits, without a trace what activations take."""
+    """Unknown values are null: without a memory limit whether it fits, without a trace the size of activations."""
     found = object_of(plan_step(planned_run(), "run.yaml", Questions(counts_activations=False)))
     per_rank = found["per_rank"]
     assert [found["fits"], found["memory"], found["bounds"]] == [None] * 3
@@ -70,7 +70,7 @@ def test_what_was_not_asked_is_null():
 
 
 def test_the_reserve_decides(step: PlannedStep):
-    """What exactly fills the memory fits; a byte less, or a reserve, does not."""
+    """A step that exactly fills the memory fits; with a byte less, or a reserve, it does not."""
     peak = step.estimate.peak_bytes
     nothing, a_byte = Reserve(share=0, fixed_bytes=0), Reserve(share=0, fixed_bytes=1)
     for memory, fits in (
@@ -84,7 +84,7 @@ def test_the_reserve_decides(step: PlannedStep):
 
 
 def test_a_finding_that_blocks(step: PlannedStep):
-    """It stands in the text before all others, and in the exit code."""
+    """It is the first finding in the text, and sets the exit code."""
     finding = Finding(key="fsdp_config.x", value=1, outcome=Outcome.NEEDS_DECISION, reason="nobody knows")
     asked = replace(step, findings=(*step.findings, finding))
     assert asked.exit_code == 1 and object_of(asked)["exit_code"] == 1
@@ -93,7 +93,7 @@ def test_a_finding_that_blocks(step: PlannedStep):
 
 
 def test_an_optimizer_that_nobody_knows():
-    """Its state is not passed over: AdamW's stands for it, and a finding says so."""
+    """Its state is not ignored: AdamW's size is assumed, and a finding reports it."""
     run = planned_run(optimizer=OptimizerChoice(name="my_optimizer", options={}))
     step = plan_step(run, "run.yaml", Questions(counts_activations=False))
     (finding,) = (each for each in step.findings if each.value == "my_optimizer")
@@ -111,7 +111,7 @@ def test_a_model_that_cannot_be_traced():
 
 
 def test_the_text_fits_a_screen(step: PlannedStep):
-    """With all that can be asked for, and with a name that would steer the terminal."""
+    """With all options, and with a name that contains terminal control characters."""
     lines = plan_text(replace(step, source="run\x1b[31m.yaml")).splitlines()
     assert max(map(len, lines)) <= 100 and len(lines) <= 45
     assert "\x1b" not in "".join(lines)

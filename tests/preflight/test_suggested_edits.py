@@ -1,4 +1,4 @@
-"""Proposals for a run's own file: what the changed file is planned to take, and about how long."""
+"""Proposals for a run's own file: the planned memory of the changed file, and its approximate time."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ fsdp_config:
   transformer_layer_cls_to_wrap: LlamaDecoderLayer
 """
 FILES = {
-    "run.yaml": TRAINER.replace("\n", "\r\n"),  # as Windows ends lines
+    "run.yaml": TRAINER.replace("\n", "\r\n"),  # Windows line ends
     "run.toml": TITAN,
     "roll.yaml": ROLL,
     "axolotl.yaml": AXOLOTL,
@@ -124,7 +124,7 @@ def suggested(file: Path, given: dict[str, Any], now: Planned, memory_bytes: int
         )
 
 
-# Whose computation is all that takes time, even of a small model.
+# Models dominated by computation, even when small.
 SLOW = replace(GPUS["a100"], flops=1e9)
 
 
@@ -134,7 +134,7 @@ SLOW = replace(GPUS["a100"], flops=1e9)
     ["run.yaml", "run.toml", *(pytest.param(name, marks=pytest.mark.slow) for name in ("roll.yaml", "axolotl.yaml"))],
 )
 def test_each_proposal_fits_when_planned_anew(name: str, tmp_path: Path):
-    """Who applies a diff would find that the run still does not fit, or takes another amount than was promised."""
+    """A user who applies the diff would find that the run does not fit, or takes more memory than promised."""
     file = tmp_path / name
     file.write_bytes(FILES[name].encode())
     given = how(tmp_path, name)
@@ -167,7 +167,7 @@ def seconds_of(step: PlannedStep) -> float:
 
 
 def every_file() -> dict[str, str]:
-    """What a person could write into the Trainer's file by hand, of what comes before the host's memory."""
+    """Settings that a person could write into the Trainer's file by hand, before resorting to the host's memory."""
     found = {}
     for shard, recomputed, rows in product(("full_shard", "shard_grad_op"), (False, True), (1, 2)):
         text = TRAINER.replace("full_shard", shard).replace("batch_size: 2", f"batch_size: {rows}")
@@ -177,7 +177,7 @@ def every_file() -> dict[str, str]:
 
 
 def test_no_file_by_hand_is_faster(tmp_path: Path):
-    """A ladder with too few rungs would pass by what a plan of the whole file shows to fit."""
+    """With too few steps in its ladder, the search would miss settings that fit by a full plan."""
     file = tmp_path / "run.yaml"
     file.write_text(TRAINER.replace("steps: 2", "steps: 1"))
     given = how(tmp_path, file.name)
@@ -192,7 +192,7 @@ def test_no_file_by_hand_is_faster(tmp_path: Path):
     assert min(each for each, peak in by_hand.values() if peak <= peaks[2]) == pytest.approx(
         min([each.seconds for each in found.proposals] + [found.seconds] * found.fits), rel=0.01
     ), (found.explain(), by_hand)
-    # As little as this does not do; and who gives the rows on the command line is asked for no other ones.
+    # Nothing proposed fits such a limit. A user who sets the rows on the command line gets no proposal for other rows.
     decided = {"microbatch_size": "--microbatch gives them"}
     nothing = suggested(file, given, now, 1000, decided=decided)
     assert not nothing.proposals and nothing.nearest is not None
@@ -206,10 +206,10 @@ def test_no_file_by_hand_is_faster(tmp_path: Path):
 
 
 def test_a_run_that_fits_is_not_offloaded(tmp_path: Path):
-    """An optimizer on the host, or half the rows, was the first advice for a run that fits as it is."""
+    """An optimizer on the host, or half the rows, used to be the first advice for a run that already fits."""
     file = tmp_path / "run.yaml"
     file.write_text(TRAINER + "gradient_checkpointing: true\n")
-    given = how(tmp_path, file.name, 1)  # which sends nothing, so that computation is all
+    given = how(tmp_path, file.name, 1)  # no communication, only computation
     found = suggested(file, given, read_and_planned(file, given), 2**30)
     assert found.fits and found.num_tried <= MAX_TRIED
     assert [str(each) for each in found.proposals[0].changes] == ["gradient_checkpointing: false (was true)"]
@@ -220,7 +220,7 @@ def test_a_run_that_fits_is_not_offloaded(tmp_path: Path):
 
 
 def test_more_ranks_help_as_many_as_are_said(tmp_path: Path):
-    """Who rents that many would find that the run still does not fit."""
+    """A user who rents that many ranks would find that the run does not fit."""
     file = tmp_path / "run.yaml"
     file.write_text(TRAINER.replace("batch_size: 2", "batch_size: 1") + "gradient_checkpointing: true\n")
     given = how(tmp_path, file.name, 2)
@@ -237,7 +237,7 @@ def test_more_ranks_help_as_many_as_are_said(tmp_path: Path):
 
 @pytest.mark.slow
 def test_405b_on_1024_ranks_takes_seconds(tmp_path: Path):
-    """An advice that takes minutes is not asked for twice. The limit ends a search that grows with the model."""
+    """Users do not wait minutes for advice. The time limit fails a search that grows with the model."""
     file = tmp_path / "run.toml"
     file.write_text(TITAN.replace('"none"', '"full"').replace("= 16", "= 4096"))
     given = how(tmp_path, file.name, 1024, 8192) | {"device": "cuda", "gpus_per_node": 8}
@@ -252,7 +252,7 @@ def test_405b_on_1024_ranks_takes_seconds(tmp_path: Path):
     assert time.process_time() - began < 60
 
 
-# Words that leave something to nobody but the user.
+# Values that only the user can decide.
 ASKED: dict[str, tuple[str, str, dict[str, str]]] = {
     "auto": (
         "mpt.yaml",
@@ -292,7 +292,7 @@ LEFT_ALONE: dict[str, tuple[str, str, dict[str, str]]] = {
 @pytest.mark.foundry
 @pytest.mark.parametrize("what", [*ASKED, *LEFT_ALONE])
 def test_what_would_change_the_run_is_not_proposed(what: str, tmp_path: Path):
-    """A proposal would train on other numbers or another batch than the run, or could not be trained at all."""
+    """Otherwise a proposal would train on other numbers or another batch, or could not train at all."""
     name, text, reasons = (ASKED | LEFT_ALONE)[what]
     file = tmp_path / name
     file.write_text(text)
@@ -311,7 +311,8 @@ def test_what_would_change_the_run_is_not_proposed(what: str, tmp_path: Path):
 
 @pytest.mark.parametrize("words", ["local_batch_size = 8\nglobal_batch_size = -1", "batch_size = 8"])
 def test_torchtitan_s_batch_stays(words: str, tmp_path: Path):
-    """-1 is TorchTitan's own word for what its microbatches come to; an old name beside the new one would be two."""
+    """-1 is TorchTitan's value for the batch implied by its microbatches; an old key beside the new one would set it
+    twice."""
     file = tmp_path / "run.toml"
     file.write_text(TITAN.replace("local_batch_size = 2\nglobal_batch_size = 16", words))
     run = read_run(file, **how(tmp_path, file.name))
@@ -355,7 +356,7 @@ def test_torchtitan_s_batch_stays(words: str, tmp_path: Path):
     ],
 )
 def test_a_batch_is_cut_by_keys_of_its_system(dialect: str, text: str, expected: dict[str, int]):
-    """A proposal would change the batch of a step, which its learning rate was chosen for."""
+    """Otherwise a proposal would change the batch of a step, which the learning rate was tuned for."""
     ((_, section),) = find_sections(text, "run.yaml", dialect=dialect)[1]
     keys = batch_keys(dialect, section, rows=2, number=4, global_rows=64)
     assert {".".join(map(str, path)): value for path, value in keys.items()} == expected
@@ -363,7 +364,8 @@ def test_a_batch_is_cut_by_keys_of_its_system(dialect: str, text: str, expected:
 
 @pytest.mark.foundry
 def test_every_second_block_of_an_mpt_is_recomputed(tmp_path: Path):
-    """All blocks would be computed twice where one is enough; the model's configuration says which, not the section."""
+    """All blocks would be recomputed where every second one is enough; the key is in the model's configuration, not in
+    the section."""
     file = tmp_path / "mpt.yaml"
     file.write_text(YAML.read_text().replace("activation_checkpointing: true", "activation_checkpointing: false"))
     given = how(tmp_path, file.name)

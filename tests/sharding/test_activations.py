@@ -1,4 +1,4 @@
-"""Recomputing or offloading activations, as a function of its own: which modules, in which order, with which result."""
+"""Checkpointing or offloading activations through the public function: chosen modules, their order, and the result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def wrapped_paths(model: nn.Module) -> list[str]:
 
 
 class Choosing(Chain):
-    """A direct child whose activation_checkpointing_fn picks by class."""
+    """A direct child with an activation_checkpointing_fn that chooses by class."""
 
     def activation_checkpointing_fn(self, module: nn.Module) -> Any:
         return isinstance(module, Block)
@@ -55,26 +55,26 @@ BELOW_A = ("net.a.fc_in", "net.a.fc_out")
 Case = tuple[Callable[[], nn.Module], dict[str, Any], list[str]]
 CASES: dict[str, Case] = {
     "the model's function": (Model, {}, ["decoder.blocks.0", "decoder.blocks.1"]),
-    # One marked module goes its own way.
+    # A single marked module overrides the function.
     "marked, against the function": (lambda: marked(choosing(), a=False, b=True), {}, ["net.b"]),
     "marked, against check_fn": (lambda: marked(choosing(), a=True, b=False), LINEAR, ["net.a", *BELOW_A]),
     "check_fn goes before the function": (choosing, LINEAR, [*BELOW_A, "net.b"]),
     "a plain model, direct children included": (
         lambda: nn.Sequential(layer(), nn.Sequential(layer(), layer())), LINEAR, ["0", "1.0", "1.1"]
     ),
-    # The inner wrapper stays inside the outer one.
+    # The inner wrapper remains inside the outer one.
     "nested": (lambda: Chain(net=Chain(inner=Chain(deep=layer()))), ANY, ["net", "net.inner", "net.inner.deep"]),
     "no hooks": (lambda: nn.Sequential(layer()), {}, []),
     "an answer that is like false": (Model, {"check_fn": lambda module: None}, []),
     "switched off": (Model, {"checkpoint": False}, []),
-    # What FSDP1 did not look at.
+    # Modules that FSDP1 ignored.
     "excluded children and metrics": (with_excluded, LINEAR, ["kept"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_which_modules_are_wrapped(name: str):
-    """The caller learns what was wrapped: as under FSDP1, and once, also where it asks twice."""
+    """Returns the wrapped modules: the same as under FSDP1, and each once, even if chosen twice."""
     build, options, expected = CASES[name]
     model = build()
     assert sorted(apply_activation_checkpointing(model, **options)) == expected == wrapped_paths(model)
@@ -82,7 +82,7 @@ def test_which_modules_are_wrapped(name: str):
 
 
 def test_what_the_model_checkpoints_itself():
-    """It keeps these layers as they are; children are wrapped before what is around them."""
+    """Layers that the model checkpoints itself are not wrapped; children are wrapped before their parents."""
     model = Chain(net=Choosing(a=checkpoint_wrapper(Block()), b=Block()))
     assert apply_activation_checkpointing(model) == ["net.b"]
     paths = apply_activation_checkpointing(Chain(net=Chain(inner=Chain(deep=layer()))), **ANY)
@@ -104,8 +104,8 @@ def test_a_module_in_two_places_is_wrapped_once():
 )
 @pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT:FutureWarning")
 def test_which_wrappers(checkpoint: bool, cpu_offload: bool, reentrant: bool):
-    """Each switch does its own part, offloading around recomputing, as Composer nested them; results do not change, and
-    a recomputed layer runs again."""
+    """Each option works separately, with offloading around checkpointing, as Composer nested them. Results do not
+    change, and a checkpointed layer runs again."""
     torch.manual_seed(0)
     model, plain = Model(), Model()
     plain.load_state_dict(model.state_dict())
@@ -128,7 +128,7 @@ def test_which_wrappers(checkpoint: bool, cpu_offload: bool, reentrant: bool):
 
 
 def test_a_function_that_raises_names_the_module():
-    """The first module that a hook cannot handle is named, and nothing has been wrapped by then."""
+    """The error names the first module that a hook fails on, and no module has been wrapped."""
 
     def check_fn(module: nn.Module) -> bool:
         if isinstance(module, nn.Embedding):
@@ -144,7 +144,7 @@ def test_a_function_that_raises_names_the_module():
 
 @on_ranks(1)
 def test_refuses_a_sharded_model(folder: str) -> None:
-    """Wrapping after sharding would put a unit's hooks inside the recomputation; the order is told instead."""
+    """Wrapping after sharding would run a unit's hooks inside the recomputation; the error shows the right order."""
     inside, whole, fsdp1 = Model(), Model(), Model()
     fully_shard(inside.decoder, mesh=init_device_mesh("cpu", (1,)))
     fully_shard(whole, mesh=init_device_mesh("cpu", (1,)))

@@ -1,4 +1,4 @@
-"""Ranks decide together: whoever cannot go on takes all others along, before any of them waits."""
+"""Ranks decide together: if one rank fails, all raise before any of them waits."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def error_of(*values: str) -> str:
 
 
 def check_decisions() -> None:
-    """Every rank goes on with what all decided; what a plan says of errors is not mistaken for a failure. Versions that
-    differ are shown where they do, out of thousands of characters, also where one is the beginning of the other."""
+    """Every rank continues with the common decision, and a plan with the text "error" is not mistaken for a failure.
+    For different versions the error shows the differing part out of thousands of characters, also if one is a prefix of
+    the other."""
     for decision in ("same", "error of measurement"):
         assert agree(lambda decision=decision: decision, lambda value: value) == decision
     common = "x" * 5000
@@ -35,8 +36,8 @@ def check_decisions() -> None:
 
 
 def check_failures() -> None:
-    """The others do not wait in a collective until NCCL gives up; they say whose error it was. The type of an error,
-    which a script may catch, is the original one. A folder's name may be any bytes."""
+    """The others do not wait in a collective until NCCL's timeout, and their error names the failed rank. On that rank
+    the exception has its original type, which a script may catch. A folder's name may contain any bytes."""
     rank = dist.get_rank()
 
     def fail(error: Exception | None) -> str:
@@ -54,8 +55,8 @@ def check_failures() -> None:
 
 
 def check_gather() -> None:
-    """In rank order: messages that name ranks name the right ones. A value that does not pickle raised on its own rank,
-    while the others waited for it until the time-out."""
+    """Values are in rank order, so that errors name the right ranks. A value that cannot be pickled used to raise on
+    its own rank only, while the others waited until the timeout."""
     rank = dist.get_rank()
     assert gather((rank, "a")) == [(0, "a"), (1, "a")]
     with pytest.raises(ComposerFSDP2Error, match="rank 1 cannot send a function to the other ranks"):
@@ -65,12 +66,12 @@ def check_gather() -> None:
 
 @on_ranks(2)
 def test_ranks_decide_together(folder: str) -> None:
-    """A model that was built differently on one rank, or an error of one, ends the run on all of them at once."""
+    """If the model differs on one rank, or one rank fails, the run ends on all ranks at once."""
     all_of(check_decisions, check_failures, check_gather)
 
 
 def check_sent(length: int) -> tuple[str, int]:
-    """The error, and the longest that this rank gathered."""
+    """The error, and the largest value that this rank gathered."""
     text = "x" * length + ("same" if dist.get_rank() in (0, 2) else "other") + "y" * length
     with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathers:
         with pytest.raises(PlanError) as error:
@@ -81,7 +82,7 @@ def check_sent(length: int) -> tuple[str, int]:
 
 @pytest.mark.any_torch
 def test_different_decisions_are_not_gathered():
-    """Plans of two megabytes, of 1,024 ranks, are two gigabytes on every GPU, where an error was to be read."""
+    """Gathering plans of two megabytes from 1,024 ranks would take two gigabytes on every GPU."""
     for message, longest in run_ranks(check_sent, 3, 10**6):
         assert "ranks 0 and 1 decided differently" in message
         assert "xsame" in message and "xother" in message
@@ -89,7 +90,7 @@ def test_different_decisions_are_not_gathered():
 
 
 def test_without_a_process_group():
-    """The error tells each way to start one, and who needs it."""
+    """The error names the function that needs a process group, and each way to start one."""
     with pytest.raises(ConfigError) as caught:
         require_process_group("prepare_fully_shard")
     for part in ("prepare_fully_shard needs a process group", "composer -n N", "torchrun", "init_process_group"):

@@ -1,4 +1,4 @@
-"""A sharded model trains as the unsharded one does: outputs, gradients, parameters, to the last digits of float64."""
+"""A sharded model trains like the unsharded one: outputs, gradients and parameters to the last digits of float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ AC = {"activation_checkpointing": True}
 ZERO_2, NO_SHARD = {"sharding_strategy": "SHARD_GRAD_OP"}, {"sharding_strategy": "NO_SHARD"}
 OFFLOADED, NOT_REENTRANT = {"activation_cpu_offload": True}, AC | {"activation_checkpointing_reentrant": False}
 HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
-# By the number of ranks; more combinations are drawn in test_apply_properties.py.
+# By the number of ranks; test_apply_properties.py draws more combinations.
 SETTINGS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one rank": {}},
     2: {
@@ -74,7 +74,7 @@ def check_setting(config: dict[str, Any], tied: bool) -> None:
 
 
 def check_settings(world_size: int) -> None:
-    """Tied and untied in turn."""
+    """Tied and untied alternately."""
     settings = enumerate(SETTINGS[world_size].items())
     both = (False, True) if IS_THOROUGH else (False,)
     for_each(check_setting, {f"{k}, {i}": (v, (n + i) % 2 == 1) for n, (k, v) in settings for i in both})
@@ -82,15 +82,15 @@ def check_settings(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", SETTINGS)
 def test_trains_as_unsharded(world_size: int):
-    """No setting changes what is learnt."""
+    """No setting changes the trained parameters."""
     run_ranks(check_settings, world_size, world_size)
 
 
-# --- what the settings do
+# --- effects of the settings
 
 
 def prefetched(config: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """What torch is told that each unit gathers ahead."""
+    """The units that torch prefetches from each unit."""
     model, seen = Model(), {"forward": {}, "backward": {}}
 
     def path_of(module: nn.Module) -> str:
@@ -106,7 +106,7 @@ def prefetched(config: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
 
 
 def test_prefetch_reaches_torch():
-    """The limits are handed to FSDP2 for the units that are meant; without them its own order stays."""
+    """The limits set explicit prefetching on the right units; without them FSDP2 uses its implicit order."""
     assert run_ranks(prefetched, 1, {}) == [{"forward": {}, "backward": {}}]
     config = {"forward_prefetch": True, "forward_prefetch_limit": 2, "backward_prefetch": "NONE"}
     blocks = ["decoder.blocks.0", "decoder.blocks.1"]
@@ -115,15 +115,16 @@ def test_prefetch_reaches_torch():
 
 
 def check_only_blocks() -> None:
-    """torch never frees a root: if each block were one, FULL_SHARD would hold the whole model after forward."""
+    """torch never reshards a root: if each block were one, FULL_SHARD would keep the whole model unsharded after
+    forward."""
     model = train_alike(lambda: Chain(net=Chain({"a": True, "b": True}, a=Block(), b=Block())), {}, features)
     model(features(0))
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def check_reshard() -> None:
-    """After an evaluation a root stays gathered, but checkpoints and optimizers see its shards; reshard frees the
-    memory, and training goes on afterwards."""
+    """After an evaluation a root stays unsharded, but checkpoints and optimizers see its shards. reshard frees the
+    memory, and training continues."""
     model = Model()
     prepare_fully_shard(model, None, ZERO_2, device="cpu")
     with torch.no_grad():
@@ -137,11 +138,11 @@ def check_reshard() -> None:
 
 @on_ranks(2)
 def test_what_is_freed_when(folder: str) -> None:
-    """Of roots without parameters, and after an evaluation."""
+    """With roots without parameters, and after an evaluation."""
     all_of(check_only_blocks, check_reshard)
 
 
-# --- what stays as it was
+# --- unchanged behaviour
 
 
 def check_nesting(config: dict[str, Any], expected: list[str]) -> None:
@@ -167,15 +168,15 @@ def test_the_unit_surrounds_the_checkpointing(folder: str) -> None:
     for_each(check_nesting, {f"{config}": (config, nesting) for config, nesting in cases})
 
 
-# --- awkward parameters
+# --- unusual parameters
 
 
 class Awkward(nn.Module):
-    """Transposed and strided weights, one of a single row, one of one element, and an adapter of rank zero."""
+    """Transposed and strided weights, a weight with a single row, one with one element, and an adapter of rank zero."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.turned = nn.Parameter(torch.randn(6, 4).t())  # 4 x 6, strides of its transpose
+        self.turned = nn.Parameter(torch.randn(6, 4).t())  # 4 x 6, with its transpose's strides
         self.strided = nn.Parameter(torch.randn(4, 12)[:, ::2])
         self.row = nn.Parameter(torch.randn(1, 6))
         self.gain = nn.Parameter(torch.randn(1))
@@ -196,13 +197,13 @@ def check_awkward() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_awkward_layouts_and_sizes(world_size: int):
-    """A transposed weight, a channels_last convolution, a parameter with fewer rows than ranks and one without elements
-    need no change of the model; fully_shard by itself refuses the first two, and fails in a backward of the last."""
+    """Transposed weights, channels_last convolutions, parameters with fewer rows than ranks and empty parameters need
+    no change of the model. fully_shard alone refuses the first two, and fails in backward for the last."""
     run_ranks(check_awkward, world_size)
 
 
 def experts() -> nn.Module:
-    """Rank 0 and rank 1 read different parameters of one unit; ``idle`` is read by none, ``spare`` is a unit unread."""
+    """Ranks 0 and 1 use different parameters of one unit; ``idle`` is an unused parameter, ``spare`` an unused unit."""
     both, idle = nn.ModuleList([layer(), layer()]), nn.Parameter(torch.ones(3))
     run = lambda net, x: net.experts[dist.get_rank()](x)  # noqa: E731
     return nn.Sequential(Running(run, {"spare": True}, experts=both, idle=idle, spare=Block()))
@@ -216,7 +217,7 @@ def check_experts(config: dict[str, Any]) -> None:
         model(inputs[dist.get_rank()]).sum().backward()
     grads = {name: None if p.grad is None else full(p.grad) for name, p in named_parameters(model).items()}
     for rank, x in enumerate(inputs):
-        # d sum(x W^T) / dW has the sum of x over the batch in each row; the other rank adds nothing to the mean.
+        # d sum(x W^T) / dW has the sum of x over the batch in each row; the other rank's gradient is zero in the mean.
         expected = x.sum(0).expand(WIDTH, WIDTH) * 2 / 2
         assert_close(f"expert {rank}", grads[f"0.experts.{rank}.weight"], expected, rtol=1e-12, atol=1e-14)
     assert torch.equal(grads["0.idle"], torch.zeros(3)), grads["0.idle"]
@@ -225,16 +226,16 @@ def check_experts(config: dict[str, Any]) -> None:
 
 @on_ranks(2)
 def test_ranks_that_read_different_parameters(folder: str) -> None:
-    """The gradient of one expert would be added to another's, in silence; FSDP1 gave those unread one of zero, and the
-    parameters of an unread unit none."""
+    """The gradient of one expert would silently be added to another's. FSDP1 gave unused parameters a zero gradient,
+    and those of an unused unit none."""
     for_each(check_experts, {f"{config}": (config,) for config in ({}, ZERO_2, NO_SHARD)})
 
 
-# --- errors before anything has happened
+# --- errors before any change
 
 
 def without_parts() -> Iterator[tuple[nn.Module, ShardingPlan]]:
-    """Models that have lost what holds no parameter of a unit: recomputed, caching, ignored and left out."""
+    """Models without a module that has no sharded parameters: checkpointed, caching, ignored and excluded ones."""
     model = Chain(net=Chain(act=nn.ReLU(), config=nn.Module(), a=layer(), b=layer()), left=layer())
     model.net.act._activation_checkpointing, model.left._fsdp_wrap = True, False
     config = ShardingConfig(
@@ -250,7 +251,7 @@ def without_parts() -> Iterator[tuple[nn.Module, ShardingPlan]]:
 
 
 def check_another_models_plan() -> None:
-    """The message has the first difference, and the model is untouched."""
+    """The error names the first difference, and the model is unchanged."""
     small, planned = Model(num_blocks=1), Model(num_blocks=2)
     plan = plan_sharding(planned, ShardingConfig())
     others = [small, Model(num_blocks=3), Model(num_blocks=2, tied=True), Model(num_blocks=2).half()]
@@ -269,7 +270,7 @@ def check_another_models_plan() -> None:
 
 
 def check_applied_twice() -> None:
-    """A model that is sharded already is refused, also with a plan of its twin that is not."""
+    """A sharded model is refused, also with the plan of its unsharded twin."""
     model, other = Model(), Model()
     apply_plan(model, plan_sharding(model, ShardingConfig()))
     with pytest.raises(PlanError, match="sharded already, by FSDP2"):
@@ -286,12 +287,12 @@ def check_wrong_world() -> None:
 
 @on_ranks(2)
 def test_plan_of_another_model(folder: str) -> None:
-    """A plan that was kept while the model, or the number of ranks, changed is refused."""
+    """A plan made before the model, or the number of ranks, changed is refused."""
     all_of(check_another_models_plan, check_applied_twice, check_wrong_world)
 
 
 def test_apply_needs_a_process_group():
-    """A script that forgot to start its ranks reads how to."""
+    """A script started without ranks gets an error that shows how to start them."""
     model = Model()
     with pytest.raises(ConfigError, match=r"apply_plan needs a process group.*composer -n N.*torchrun"):
         apply_plan(model, plan_sharding(model, ShardingConfig()))

@@ -1,4 +1,4 @@
-"""Whatever the model: sharded over two ranks it computes what it computes alone."""
+"""For every model, sharded over two ranks it computes the same as in one process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from composer_fsdp2 import (
 )
 
 WORLD_SIZE = 2
-# A difference is measured by the largest value (of all gradients, for a gradient). A sum over a batch in two halves is
-# rounded otherwise than in one, by some units in the last place (6e-8, 1e-16), and up to 50 layers pass that on.
+# Differences are relative to the largest value (of all gradients, for a gradient). A sum over a batch in two halves is
+# rounded differently, by a few units in the last place (6e-8, 1e-16), and up to 50 layers propagate that.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
 
 MESHES = (
@@ -75,7 +75,7 @@ def cases(draw: st.DrawFn) -> Case:
     config = draw(st.sampled_from(MESHES)) | draw(st.sampled_from(PREFETCHES)) | draw(st.sampled_from(CHECKPOINTINGS))
     config |= {"cpu_offload": True} if draw(st.integers(0, 7)) == 0 else {}
     is_reentrant = config.get("activation_checkpointing_reentrant", False)
-    # Without one, torch's reentrant checkpointing gives the first module's parameters no gradient.
+    # Without one, torch's reentrant checkpointing computes no gradient for the first module's parameters.
     return Case(tree=tree, config=config, input_gradient=is_reentrant or draw(st.booleans()))
 
 
@@ -85,7 +85,7 @@ def config_of(case: Case, model: nn.Module) -> ShardingConfig:
 
 
 def plan_of(case: Case) -> ShardingPlan | None:
-    """The plan, or None if there is none (other tests ask why)."""
+    """The plan, or None if planning raises (other tests cover the errors)."""
     model = build(case.tree)
     try:
         return plan_sharding(model, config_of(case, model))
@@ -103,8 +103,8 @@ def recomputed(tree: Tree, is_reentrant: bool) -> Case:
 @found(lambda tree: (recomputed(tree, False),))
 @examples(8)
 def test_computes_as_unsharded(case: Case):
-    """Whatever is nested, shared, tied, frozen, chosen or never run: outputs, gradients, what one step makes of the
-    parameters, and every tie, are those of the model on one process with the whole batch."""
+    """For every combination of nesting, sharing, ties, frozen, chosen and unused modules: outputs, gradients, the
+    parameters after one step, and every tie equal those of one process with the whole batch."""
     plan = plan_of(case)
     if plan is None:
         return
@@ -113,12 +113,12 @@ def test_computes_as_unsharded(case: Case):
 
 
 def outside(plan: ShardingPlan) -> set[str]:
-    """The parameters that stay whole, with gradients of the rank's own."""
+    """Parameters that are not sharded and have local gradients."""
     return {name for left in plan.left_out for name in left.names} | set(plan.ignored)
 
 
 def problems_of(case: Case, digest: str) -> str:
-    """What differs on this rank, as text: an error here would end the ranks, and shrinking take minutes."""
+    """The differences on this rank, as text: an exception would end the ranks, and shrinking would take minutes."""
     try:
         return "\n".join(compare(case, digest))
     except Exception:
@@ -132,7 +132,7 @@ def compare(case: Case, digest: str) -> Iterator[str]:
         yield "this rank has another plan"
         return
     apply_plan(model, plan)
-    # As an optimizer holds them: after an evaluation the model itself shows those that are gathered.
+    # The optimizer's parameters: after an evaluation the model itself has unsharded ones.
     ours, theirs = named_parameters(model), named_parameters(reference)
     if ours.keys() != theirs.keys():
         yield f"names differ: {ours.keys() ^ theirs.keys()}"
@@ -159,7 +159,7 @@ def compare_step(
     local: set[str],
     step: int,
 ) -> Iterator[str]:
-    """One forward and backward of the whole batch here, of the rank's part in the sharded model."""
+    """One forward and backward: of the whole batch here, of this rank's part in the sharded model."""
     tolerance, mine = tolerance_of(reference), part_of_rank()
     x = batch(case, seed=step)
     whole, part = x.clone().requires_grad_(case.input_gradient), x[mine].clone().requires_grad_(case.input_gradient)
@@ -169,7 +169,7 @@ def compare_step(
         if output.requires_grad:
             yield "the output has a gradient"
         return
-    # Local gradients first: those of the mean over this rank's part alone.
+    # Local gradients first: the mean over this rank's part only.
     reference(part.detach().requires_grad_(case.input_gradient)).square().mean().backward()
     own = gradients(theirs)
     reference.zero_grad()
@@ -195,7 +195,7 @@ def tolerance_of(reference: nn.Module) -> float:
 
 
 def update(parameters: dict[str, nn.Parameter], local: set[str]) -> None:
-    """One step, but for what would differ between the ranks afterwards; bounded, so that no model runs away."""
+    """One step, without parameters that would differ between ranks; bounded, so that no model diverges."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             if parameter.grad is not None and name not in local:
@@ -215,14 +215,14 @@ def part_of_rank() -> slice:
 
 
 def gradients(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
-    """The full gradients; called on all ranks."""
+    """The full gradients. Called on all ranks."""
     return {name: None if p.grad is None else full(p.grad).clone() for name, p in parameters.items()}
 
 
 def differences(
     what: str, actual: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float, largest: float = 0.0
 ) -> Iterator[str]:
-    """No gradient and one of zeros are the same: FSDP1 filled those that a backward did not reach."""
+    """No gradient equals a zero one: FSDP1 filled gradients that a backward did not reach."""
     if actual is None and expected is None:
         return
     actual = torch.zeros_like(expected) if actual is None else actual

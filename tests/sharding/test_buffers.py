@@ -1,4 +1,4 @@
-"""Buffers compute in a low dtype and are saved in their own."""
+"""Buffers compute in a low dtype and are saved in their own dtype."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Holder(nn.Module):
 
 
 def test_floating_point_buffers_are_cast_in_place():
-    """A buffer of a bf16 run is bf16 in forward; counters and masks are not touched, and references stay good."""
+    """A buffer of a bf16 run is bf16 in forward; counters and masks are not cast, and references stay valid."""
     holder = Holder()
     before = dict(holder.named_buffers())
     cast_buffers({holder: BF16})
@@ -43,7 +43,7 @@ def test_floating_point_buffers_are_cast_in_place():
 
 
 def test_a_state_dict_holds_the_original_dtypes():
-    """A checkpoint of a bf16 run loads into the fp32 model, as FSDP1's did; what the cast lost stays lost."""
+    """A checkpoint of a bf16 run loads into the fp32 model, as FSDP1's did; digits lost by the cast stay lost."""
     model = nn.Sequential(nn.Sequential(Holder()), Block())
     keys = list(model.state_dict())
     expected = {key: value.dtype for key, value in model.state_dict().items()}
@@ -56,7 +56,7 @@ def test_a_state_dict_holds_the_original_dtypes():
 
 
 def test_loading_keeps_the_dtype_of_computation():
-    """A resumed run computes in the dtype of the run that was interrupted."""
+    """A resumed run computes in the dtype of the interrupted run."""
     model, other = Holder(), Holder()
     other.third.fill_(2.0)
     cast_buffers({model: BF16})
@@ -66,8 +66,8 @@ def test_loading_keeps_the_dtype_of_computation():
 
 @pytest.mark.parametrize("dtype", [BF16, None])
 def test_the_first_module_decides_on_a_shared_buffer(dtype: torch.dtype | None):
-    """Units in different dtypes that share a table: the innermost had it its way, also where it casts nothing, as a
-    batch norm; and the checkpoint is the same."""
+    """If units with different dtypes share a table, the innermost one decides, even if it does not cast, like a batch
+    norm. The checkpoint is the same."""
     first, second = nn.Module(), nn.Module()
     first.register_buffer("table", torch.ones(2))
     second.register_buffer("table", first.table)

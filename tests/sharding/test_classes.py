@@ -1,4 +1,4 @@
-"""Classes by name: which of a model's modules a policy means, and an error that lists the model's own."""
+"""Classes by name: the modules that a policy chooses, and an error that lists the model's classes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from composer_fsdp2.sharding.classes import classes_named
 
 
 class SubBlock(Block):
-    """A block of a class derived from another's."""
+    """A block whose class derives from another block's."""
 
 
 class Named(Chain):
-    """Names its layers as transformers' models do, one class of another release among them."""
+    """Lists its layer classes as transformers' models do, one class of another release among them."""
 
     _no_split_modules = ("OldBlock", "Block")
 
@@ -45,22 +45,22 @@ def plan_of(model: nn.Module, *classes: str, wrap: Wrap | None = None, **options
     return plan_sharding(model, ShardingConfig(activation_checkpointing=checkpointing, wrap=wrap or Wrap()))
 
 
-# --- which classes
+# --- matching classes
 
 
 def test_a_name_means_its_class_and_those_derived_from_it():
-    """As torch's transformer_auto_wrap_policy, which accelerate gives the classes of these names."""
+    """As with torch's transformer_auto_wrap_policy, which accelerate passes the classes with these names."""
     assert classes_named(layers(), ["Block"], key="k") == (Block,)
     assert plan_of(layers(), "Block").checkpointed == ("net.a", "net.b")
     assert plan_of(layers(), "SubBlock").checkpointed == ("net.b",)
     assert plan_of(layers(), "Linear", "SubBlock").checkpointed[-3:] == ("net.b", "net.c", "head")
-    namesake = type("Block", (Chain,), {})  # a vision tower's, of another file
+    namesake = type("Block", (Chain,), {})  # a vision tower's class with the same name, from another file
     model = Chain(net=Chain(a=Block(), b=namesake(c=layer())))
     assert plan_of(model, "Block").checkpointed == ("net.a", "net.b")
 
 
 def test_auto_is_what_the_model_names():
-    """Names of another release are no error, and a model inside another is found."""
+    """Names from another release are not an error, and a nested model is found."""
     assert classes_named(layers(), [], key="k") == (Block,)
     assert plan_of(layers()).checkpointed == ("net.a", "net.b")
     unnamed = Chain(net=Chain(a=Block(), c=layer()))
@@ -76,7 +76,7 @@ def test_auto_is_what_the_model_names():
 
 
 def test_an_unknown_class_lists_the_models():
-    """ROLL passes over it in silence, and the run is out of memory; all unknown names stand in one message."""
+    """ROLL silently ignores it, and the run is out of memory. One error lists all unknown names."""
     with pytest.raises(PlanError) as caught:
         plan_of(Model(), "Blok", "Block", "LlamaDecoderLayer")
     classes = "Block, Decoder, Embedding, LayerNorm, Linear, Model, ModuleList"
@@ -87,11 +87,11 @@ def test_an_unknown_class_lists_the_models():
     ]
 
 
-# --- which modules are recomputed
+# --- checkpointed modules
 
 
 def test_the_policy_takes_the_place_of_the_models_function():
-    """And says so: a script's author finds out why the function is not called."""
+    """A note reports it, so authors know why their function is not called."""
     plan = plan_of(Model(), "Linear")
     assert plan.checkpointed[:2] == ("decoder.blocks.0.fc_in", "decoder.blocks.0.fc_out")
     assert "decoder.blocks.0" not in plan.checkpointed
@@ -106,20 +106,20 @@ def test_the_policy_takes_the_place_of_the_models_function():
 
 
 def test_a_class_that_is_chosen_in_vain_is_told():
-    """Parts that FSDP1 left out are not recomputed; the memory that they take is no surprise then."""
+    """Modules that FSDP1 excluded are not checkpointed, and a note explains their memory."""
     model = Chain(net=layer(), left=Chain(a=Block()), metric=FakeMetric())
     model.left._fsdp_wrap = False
     plan = plan_of(model, "Block", "Linear")
     assert plan.checkpointed == ("net",)
     assert [note for note in plan.notes if "names Block, and none is chosen" in note]
-    # A container runs nothing that could be run again.
+    # A container has no forward to run again.
     plan = plan_of(Model(), "ModuleList")
     assert plan.checkpointed == () and any("names ModuleList, and none is chosen" in note for note in plan.notes)
 
 
 def test_which_modules_are_chosen():
-    """None by a plan whose configuration says false. A module that its author marked keeps its way, as beside the
-    model's function. A compiled layer is wrapped from outside: it calls itself past a wrapper inside it."""
+    """A plan whose configuration is false chooses none. A module marked by its author keeps its setting, as with the
+    model's function. A compiled layer is wrapped from outside, because it bypasses a wrapper inside."""
     assert plan_of(Model(), "Linear", checkpoint=False).checkpointed == ()
     assert plan_of(Model(), "Linear", checkpoint=False, cpu_offload=True).checkpointed != ()
     model = layers()
@@ -130,7 +130,7 @@ def test_which_modules_are_chosen():
 
 
 def test_a_policy_is_never_reentrant():
-    """A policy may name what gets no gradients in the reentrant form: embeddings, or the whole model."""
+    """A policy may choose modules that get no gradients with the reentrant form: embeddings, or the whole model."""
     asked = ActivationCheckpointing(checkpoint=True, reentrant=True, classes=("Block",))
     plan = plan_sharding(Model(), ShardingConfig(activation_checkpointing=asked))
     assert not plan.config.activation_checkpointing.reentrant
@@ -152,7 +152,7 @@ class Counting(Block):
 
 def counting_model() -> nn.Module:
     torch.manual_seed(0)
-    # Reentrant recomputation gives gradients to a module only if its inputs have some.
+    # Reentrant checkpointing computes a module's gradients only if one of its inputs has some.
     return Chain(net=Chain(stem=layer(), **{name: Counting() for name in "abc"}, head=layer()))
 
 
@@ -169,7 +169,7 @@ def check_recomputed(config: dict[str, Any], num_recomputed: int, wrapper: type[
 
 
 def check_wrong() -> None:
-    """What is wrong is found before anything is wrapped."""
+    """Mistakes are found before any module is wrapped."""
     for wrong, error in (
         ({"activation_checkpointing": False}, ConfigError),
         ({"activation_checkpointing": None}, ConfigError),
@@ -184,7 +184,8 @@ def check_wrong() -> None:
 @pytest.mark.any_torch
 @on_ranks(2)
 def test_each_chosen_module_runs_once_more_and_the_numbers_stay(folder: str) -> None:
-    """Losses, gradients and parameters are those of one process, with and without; a layer runs again once."""
+    """Losses, gradients and parameters equal those of one process, with and without checkpointing; a layer runs again
+    once."""
     check_wrong()
     on = {"activation_checkpointing": True}
     check_recomputed(on, 0, None)  # no hooks: nothing

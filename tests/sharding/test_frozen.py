@@ -1,4 +1,4 @@
-"""Parameters that are not trained: which ones a prefix means, and that they stay as they are while the others learn."""
+"""Frozen parameters: the ones that a prefix matches, which stay unchanged while the others train."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def two_towers() -> nn.Module:
     )
 
 
-# --- which parameters
+# --- matching names
 
 
 def test_train_only_leaves_the_names_that_match():
-    """A run that trains a head would train all weights; one without a match would train none, in silence."""
+    """A run that should train a head would train all weights; without a match it would silently train none."""
     model = two_towers()
 
     def frozen(*patterns: str, prefixes: tuple[str, ...] = ()) -> list[str]:
         return list(choose_frozen(model, prefixes, patterns).names)
 
     names = [name for name, _ in model.named_parameters()]
-    # From the beginning of a name, not anywhere.
+    # Matches at the start of a name only.
     assert frozen(r"text\.head") == [name for name in names if not name.startswith("text.head")]
     assert frozen(r"text", prefixes=("text.head",)) == [
         name for name in names if name.startswith(("image", "text.head"))
@@ -67,26 +67,26 @@ def test_train_only_leaves_the_names_that_match():
 
 
 def test_train_only_knows_the_names_of_the_model_in_a_composer_model():
-    """``model\\.`` means the layers of transformers' model, and not its head too, by the child's name."""
+    """``model\\.`` matches the layers of transformers' model, and not its head too because of the child's name."""
     inner = nn.ModuleDict({"model": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2)})
     whole = nn.ModuleDict({"model": inner, "metric": nn.ReLU()})
     assert choose_frozen(whole, (), [r"model\."]).names == ("model.lm_head.weight", "model.lm_head.bias")
     assert choose_frozen(inner, (), [r"model\."]).names == ("lm_head.weight", "lm_head.bias")
-    # A tied parameter has its first name only, as in ``named_parameters``, also where the model's child has all.
+    # A tied parameter has its first name only, as in ``named_parameters``, even if the model's child has all.
     inner["lm_head"].weight = inner["model"].weight
     assert choose_frozen(inner, (), [r"lm_head\."]).names == ("model.weight", "model.bias")
     assert choose_frozen(whole, (), [r"lm_head\."]).names == ("model.model.weight", "model.model.bias")
 
 
 def test_a_prefix_ends_at_a_dot():
-    """``embed`` that froze ``embed_norm`` too would keep a layer from learning, in silence."""
+    """If ``embed`` also froze ``embed_norm``, a layer would silently not train."""
     model = two_towers()
     for prefix, names in (
         ("text.embed", ["text.embed.weight"]),
         ("text.embed.weight", ["text.embed.weight"]),
         ("text.head", ["text.head.fc.weight"]),
         ("image", ["image.embed.weight", "image.head.weight"]),
-        # As in the one child that has it, which is how the user of a Hugging Face model knows it.
+        # Relative to the only child, as users of a Hugging Face model know it.
         ("embed_norm", ["text.embed_norm.weight"]),
         ("head.fc", ["text.head.fc.weight"]),
     ):
@@ -100,7 +100,7 @@ def test_a_prefix_ends_at_a_dot():
     [
         (["text.embe"], "no parameter is at or under 'text.embe' (a prefix ends at a dot); did you mean text.embed"),
         (["txt.embed"], "did you mean text.embed"),
-        (["fc"], "did you mean text.head.fc?"),  # an adapter's base model lies deeper, too
+        (["fc"], "did you mean text.head.fc?"),  # an adapter's base model is deeper, too
         (["zzzz"], "names begin with image, text"),
         (["embed"], "'embed' is in several parts of the model; give the whole name: image.embed or text.embed"),
         (["image", "text"], "freeze leaves nothing to train: "),
@@ -109,14 +109,14 @@ def test_a_prefix_ends_at_a_dot():
     ],
 )
 def test_a_prefix_of_nothing(prefixes: list[str], words: str):
-    """A misspelt prefix would train what was to stay; the message has the names that are near."""
+    """A misspelt prefix would train parameters meant to be frozen; the error suggests close names."""
     with pytest.raises(PlanError) as caught:
         plan_of(two_towers(), *prefixes)
     assert words in str(caught.value)
 
 
 def test_nothing_is_left_of_what_was_trained_before():
-    """An adapter's model has most frozen already: the prefix of the rest leaves a run that learns nothing."""
+    """An adapter's model has most parameters frozen already: freezing the rest leaves nothing to train."""
     model = two_towers()
     model.image.requires_grad_(False)
     with pytest.raises(PlanError, match=r"all 3 parameters of Chain .* begin with text;"):
@@ -129,7 +129,7 @@ def test_nothing_is_left_of_what_was_trained_before():
 
 
 def test_a_tied_parameter_is_frozen_under_all_its_names():
-    """Whoever freezes embeddings and expects a tied head to learn is told that it does not."""
+    """Freezing embeddings freezes a tied head, too, and a note reports it."""
     plan = plan_of(tied_model(), "decoder.embed")
     assert plan.frozen == ("decoder.embed.weight",)
     told = "freeze: decoder.embed.weight is frozen, and decoder.head.weight with it, which is the same parameter"
@@ -140,7 +140,7 @@ def test_a_tied_parameter_is_frozen_under_all_its_names():
 
 
 def test_an_optimizer_of_frozen_parameters_alone():
-    """The run would go to its end and have learnt nothing."""
+    """The run would finish without having trained anything."""
     model = two_towers()
     config = ShardingConfig(freeze=("text",))
     held = torch.optim.SGD([{"params": model.text.embed.parameters()}, {"params": model.text.head.parameters()}], lr=1)
@@ -155,7 +155,7 @@ def test_an_optimizer_of_frozen_parameters_alone():
 
 
 def test_running_statistics_of_frozen_modules_are_told():
-    """A frozen backbone that goes on changing gives other features than the ones it was trained with."""
+    """Running statistics of a frozen backbone still change, and so do its features; a note reports it."""
     norms = Chain(bn=nn.BatchNorm1d(2), plain=nn.BatchNorm1d(2, affine=False))
     model = Chain(frozen=Chain(norms=norms, fc=layer()), free=Chain(bn=nn.BatchNorm1d(2), fc=layer()))
     told = [note for note in plan_of(model, "frozen").notes if "running statistics" in note]
@@ -166,8 +166,8 @@ def test_running_statistics_of_frozen_modules_are_told():
 
 
 def test_a_prefix_may_have_wrappers_in_it():
-    """A layer that the user checkpoints or compiles keeps the name that it had; and a name may be copied from
-    ``named_parameters`` of the model as it is, or of one that was compiled then."""
+    """A layer that the user checkpoints or compiles keeps its name. Names may also come from ``named_parameters`` of
+    the model as it is, or of its compiled version."""
     model = Chain(net=Chain(a=checkpoint_wrapper(Block()), b=torch.compile(Block(), backend="eager"), c=Block()))
     written = ["net.a._checkpoint_wrapped_module.fc_in", "net.b._orig_mod.fc_out.weight", "c._orig_mod.fc_in"]
     names = choose_frozen(model, ["net.a.fc_in", "net.b.fc_out.weight", "net.c.fc_in"]).names
@@ -194,7 +194,7 @@ def count_calls(run: Callable[[], object]) -> int:
 
 
 def test_many_prefixes_cost_little_more_than_one():
-    """Whoever lists what to freeze layer by layer of a large model waited for seconds, on every rank."""
+    """A list of layers to freeze in a large model took seconds on every rank."""
     model = Chain(net=nn.ModuleList([layer() for _ in range(400)]), head=layer())
     few, many = (count_calls(lambda n=n: choose_frozen(model, [f"net.{k}" for k in range(n)])) for n in (1, 400))
     assert many < 2 * few
@@ -204,7 +204,7 @@ def test_many_prefixes_cost_little_more_than_one():
 
 
 def test_the_plan_tells_and_changes_nothing():
-    """Who only looks at a plan goes on training all of the model."""
+    """Planning alone must not freeze any parameter."""
     model = Model()
     plan = plan_of(model, "decoder.embed", "decoder.norm")
     line = "  frozen: decoder.embed.weight and 2 more [decoder.embed, decoder.norm]"
@@ -225,7 +225,7 @@ def check_apply() -> None:
     apply_plan(model, plan)
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     assert [name for name, is_trained in trained.items() if not is_trained] == ["decoder.embed.weight"]
-    # A gradient that is there by then would be applied; of a parameter that is not sharded it is still there.
+    # An existing gradient would be applied; for unsharded parameters it is not removed by sharding.
     model = Model()
     embed = model.decoder.embed
     embed.weight.grad = torch.ones_like(embed.weight)
@@ -235,7 +235,7 @@ def check_apply() -> None:
 
 
 def check_refused() -> None:
-    """Where ranks differ, or one of two prefixes is wrong."""
+    """Different prefixes on ranks, or one wrong prefix of two."""
     for prefixes in ([f"decoder.blocks.{dist.get_rank()}"], ["decoder.embed", "decoder.hea"]):
         model = Model()
         with pytest.raises(PlanError):
@@ -245,7 +245,8 @@ def check_refused() -> None:
 
 @on_ranks(2)
 def test_it_is_done_in_apply_on_all_ranks_or_none(folder: str) -> None:
-    """Ranks that freeze other parameters would wait for each other's gradients; an error leaves the model as it was."""
+    """Ranks that freeze different parameters would wait for each other's gradients; an error leaves the model
+    unchanged."""
     all_of(check_apply, check_refused)
 
 
@@ -271,7 +272,7 @@ def check_trains_by(chosen: dict[str, list[str]], config: dict[str, Any], prefix
     frozen = {name for name in before if name.startswith(tuple(f"decoder.{prefix}." for prefix in prefixes))}
     for name in frozen:
         reference.get_parameter(name).requires_grad_(False)
-    # With weight decay, and over all parameters: the script made the optimizer before it knew of any frozen one.
+    # With weight decay, and over all parameters: the script makes the optimizer before freezing.
     ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01, weight_decay=0.1) for each in (model, reference))
     prepare_fully_shard(model, ours, FULL | config | chosen, device="cpu")
     compare_training(model, reference, ours, theirs, tokens, rtol=1e-9, atol=1e-12)
@@ -286,7 +287,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], bool]] = {
         {"activation_checkpointing": True},
         ["embed", "blocks.1"],
         True,
-    ),  # reentrant, as is Composer's default
+    ),  # reentrant, Composer's default
     "NO_SHARD": ({"sharding_strategy": "NO_SHARD"}, ["embed", "blocks.0"], False),
     "cpu_offload": ({"cpu_offload": True}, ["embed", "blocks.0"], False),
     "SHARD_GRAD_OP": ({"sharding_strategy": "SHARD_GRAD_OP", "forward_prefetch": True}, ["blocks"], False),
@@ -294,7 +295,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], bool]] = {
 
 
 def check_root(frozen: str) -> None:
-    """A root without a trained parameter, before or behind the one that learns."""
+    """A root without trainable parameters, before or after the trainable layer."""
     torch.set_default_dtype(torch.float64)
     model = Chain(a=Chain({"x": True}, x=layer(), y=layer()), b=Chain({"x": True}, x=layer(), y=layer()))
     for parameter in model.parameters():
@@ -311,13 +312,14 @@ def check_root(frozen: str) -> None:
 
 @on_ranks(2)
 def test_frozen_parameters_stay_and_the_others_learn_as_in_one_process(folder: str) -> None:
-    """To the last bit those that are frozen, weight decay or not; and no layer loses its gradients for it."""
+    """Frozen parameters do not change in any bit, with or without weight decay, and no other layer loses its
+    gradients."""
     for_each(check_trains, CASES)
     for_each(check_root, {name: (name,) for name in "ab"})
 
 
 def test_reentrant_recomputation_is_turned_off_beside_frozen_parameters():
-    """It gives no gradients to a layer whose inputs have none: after frozen embeddings no layer would be trained."""
+    """It computes no gradients for layers whose inputs need none: after frozen embeddings no layer would train."""
     checkpointing = ActivationCheckpointing(checkpoint=True, reentrant=True)
     plan = plan_sharding(Model(), ShardingConfig(freeze=("decoder.embed",), activation_checkpointing=checkpointing))
     assert not plan.config.activation_checkpointing.reentrant

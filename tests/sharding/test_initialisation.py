@@ -1,4 +1,4 @@
-"""Where values come from: drawn as in one process, sent by rank 0, or left as they are; one unit whole at a time."""
+"""Sources of initial values: drawn as in one process, broadcast from rank 0, or unchanged; one full unit at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2 import PlanError, ShardingConfig, plan_sharding, prepare_fully_shard
 
 SEED = 100
-ODD = 5  # rows that divide by neither 2 nor 4
+ODD = 5  # rows; divisible by neither 2 nor 4
 
 
 # --- models on the meta device
@@ -41,7 +41,7 @@ def tied_decoder() -> nn.Module:
 
 
 class Drawn(nn.Module):
-    """Draws parameters and buffers with every kind of generator call, in other orders than they are registered."""
+    """Draws parameters and buffers with every kind of generator call, in a different order from their registration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Drawn(nn.Module):
 
 
 def nested() -> nn.Module:
-    """Units within units, a layer at two places of one, parameters of units above them."""
+    """Nested units, a layer in two places of a unit, and parameters of units above them."""
     shared = nn.Linear(ODD, ODD)
     inner = Chain(drawn=Drawn(), deep=Chain(block=Block(ODD), shared=shared, other=Chain(again=shared)))
     answers = {"inner": True, "inner.deep": True, "inner.deep.block": True, "last": True}
@@ -70,7 +70,8 @@ def nested() -> nn.Module:
 
 
 class Hooked(Chain):
-    """Its param_init_fn goes before reset_parameters, and draws more for some modules than for others."""
+    """Its param_init_fn takes precedence over reset_parameters, and draws a different amount for each kind of
+    module."""
 
     def param_init_fn(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
@@ -86,8 +87,8 @@ def hooked() -> nn.Module:
 
 
 class ByName(Chain):
-    """As LLM Foundry initialises Hugging Face's models: a unit whose class had another name by then would get other
-    values."""
+    """Like LLM Foundry's initialisation of Hugging Face's models, by class name: a unit whose class is already renamed
+    would get other values."""
 
     def param_init_fn(self, module: nn.Module) -> None:
         kinds = [type(each).__name__ for each in (module, *self.children())]
@@ -96,7 +97,7 @@ class ByName(Chain):
 
 
 def by_name() -> nn.Module:
-    """Units with one weight are a group."""
+    """Units that share a weight form a group."""
     parts = {"first": layer(ODD), "norm": nn.LayerNorm(ODD), "last": layer(ODD), "end": nn.LayerNorm(ODD)}
     net = ByName(dict.fromkeys(("first", "norm", "last"), True), **parts)
     tie(net.first, net.last)
@@ -104,7 +105,7 @@ def by_name() -> nn.Module:
 
 
 def partly_real() -> nn.Module:
-    """A part that was loaded keeps its values, and takes nothing from the generator."""
+    """A loaded part keeps its values and draws no random numbers."""
     with torch.device("cpu"):
         real = nn.Linear(ODD, ODD)
         nn.init.constant_(real.weight, 3.0)
@@ -113,7 +114,7 @@ def partly_real() -> nn.Module:
 
 
 class Turned(nn.Module):
-    """Weights whose layout, dtype or shape no unit shards as it is."""
+    """Weights whose layout, dtype or shape a unit cannot shard directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,8 +148,8 @@ def build(model: str) -> nn.Module:
 
 
 def drawn_by_one_process(model_of: str) -> dict[str, torch.Tensor]:
-    """The reference: FSDP1's lookup (composer/distributed/dist_strategy.py, _param_init_fn) in the order of the plan,
-    breadth first within a unit, on a model that nobody shards."""
+    """The reference: FSDP1's lookup (composer/distributed/dist_strategy.py, _param_init_fn) on an unsharded model, in
+    the order of the plan, breadth first within a unit."""
     model = build(model_of)
     plan = plan_sharding(model, ShardingConfig())
     children = dict(model.named_children())
@@ -186,7 +187,7 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def make_empty(model: nn.Module, module: nn.Module) -> None:
-    """What has no value gets room for one, under all of its names."""
+    """Allocates memory for tensors without values, under all their names."""
     for tensor in tensors_of(module):
         if not tensor.is_meta:
             continue
@@ -200,7 +201,7 @@ def make_empty(model: nn.Module, module: nn.Module) -> None:
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole parameters and all buffers, also those that a state dict leaves out."""
+    """Full parameters and all buffers, non-persistent ones included."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {own_name(name): full(tensor).clone() for name, tensor in tensors}
 
@@ -209,7 +210,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check_values(model: str, config: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
-    """Each rank's own seed is another."""
+    """Each rank has its own seed."""
     built = build(model)
     trained = [parameter.requires_grad for parameter in built.parameters()]
     torch.manual_seed(SEED + dist.get_rank())
@@ -222,7 +223,7 @@ def check_values(model: str, config: dict[str, Any], expected: dict[str, torch.T
     assert [parameter.requires_grad for parameter in built.parameters()] == trained
 
 
-# By the number of ranks: the models of the table, each with one of the configurations in turn.
+# By the number of ranks: the models, each with one of the configurations in turn.
 CONFIGS: dict[int, tuple[tuple[str, ...], list[dict[str, Any]]]] = {
     1: (("nested", "hooked", "turned"), [{}]),
     2: (tuple(MODELS), [{}, {"sync_module_states": True, "sharding_strategy": "SHARD_GRAD_OP"}]),
@@ -232,8 +233,8 @@ CONFIGS: dict[int, tuple[tuple[str, ...], list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.any_torch) for n in (1, 4))])
 def test_one_seed_means_one_model(world_size: int):
-    """A run on another number of GPUs starts from the same bits, those that one process draws with FSDP1's lookup:
-    with ties, shared modules, nested units, groups of them, hooks that ask for names."""
+    """Runs on any number of GPUs start with the same bits, those that one process draws with FSDP1's lookup. This
+    includes ties, shared modules, nested units, groups of units and hooks that read class names."""
     names, configs = CONFIGS[world_size]
     expected = {name: drawn_by_one_process(name) for name in names}
     chosen = [
@@ -254,7 +255,7 @@ WIDTH = 64
 
 
 def layers(turned: bool) -> nn.Module:
-    """Six equal units of four layers, and a smaller one above; ``turned`` weights lie transposed in memory."""
+    """Six equal units of four layers and a smaller one above; ``turned`` weights are transposed in memory."""
     blocks = {f"block{i}": Chain(**{name: layer(WIDTH) for name in "abcd"}) for i in range(6)}
     model = nn.Sequential(Chain(dict.fromkeys(blocks, True), **blocks, end=layer(WIDTH)))
     for block in blocks.values():
@@ -287,7 +288,7 @@ def check_one_unit_above_the_shards(
 
 
 def check_peaks(device: str, turned: bool) -> None:
-    # Random states on their way between ranks, 5 KiB each; gloo lets go of what it has sent last a little later.
+    # Random states sent between ranks, 5 KiB each; gloo frees its last send a little later.
     slack_bytes = 16384
     cases = {
         "default": (device, turned, False, {}, slack_bytes),
@@ -298,23 +299,23 @@ def check_peaks(device: str, turned: bool) -> None:
 
 
 def test_a_meta_model_is_whole_one_unit_at_a_time():
-    """A model that fits on no single GPU can be made on many: at its peak a rank holds its shards and one unit, with an
-    optimizer and without."""
+    """A model that fits on no single GPU can be initialised on many: at its peak a rank has its shards and one full
+    unit, with and without an optimizer."""
     run_ranks(check_peaks, 4, "meta", False)
 
 
 @pytest.mark.any_torch
 def test_a_model_with_values_moves_unit_by_unit():
-    """What is moved to the device, or copied because of its layout (which shows on the CPU), is let go with its unit:
-    else a model that was read on the host would lie whole on each GPU, beside its shards, before training begins."""
+    """Copies made for the device, or because of the layout (visible on CPU), are freed with their unit. Otherwise each
+    GPU would hold a model read on the host in full, beside its shards."""
     run_ranks(check_peaks, 4, "cpu", True)
 
 
-# --- other generators
+# --- other random generators
 
 
 class DrawnElsewhere(nn.Module):
-    """Initialised from the generators of Python and NumPy."""
+    """Initialised with the generators of Python and NumPy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +332,7 @@ class DrawnElsewhere(nn.Module):
 
 @on_ranks(2)
 def test_generators_of_python_and_numpy(folder: str) -> None:
-    """Ranks that are seeded differently would each fill their rows from another model."""
+    """Ranks with different seeds would each fill their rows from another model."""
     random.seed(dist.get_rank())
     numpy.random.seed(dist.get_rank())
     states = (random.getstate(), numpy.random.get_state()[1].tolist())
@@ -344,11 +345,11 @@ def test_generators_of_python_and_numpy(folder: str) -> None:
     assert torch.equal(full(model.net.weight), expected)
 
 
-# --- what would never get a value
+# --- parameters without values
 
 
 def uninitialisable() -> nn.Module:
-    """A module that has a parameter and no way to fill it."""
+    """A module with a parameter and no method to initialise it."""
     bare = Running(lambda self, x: x, weight=nn.Parameter(torch.empty(2, 2, device="meta")))
     return Chain(fine=layer(), net=Chain(inner=bare))
 
@@ -365,7 +366,7 @@ def mixed(*on_meta: int) -> nn.Module:
 
 
 def unlike_buffers() -> nn.Module:
-    """A cache whose length is what this rank has seen so far."""
+    """A cache whose length depends on what this rank processed before."""
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_buffer("cache", torch.zeros(dist.get_rank() + 1), persistent=False)
     return model
@@ -402,8 +403,8 @@ def check_refused(build: Callable[[], nn.Module], config: dict[str, Any], messag
 
 @on_ranks(2)
 def test_what_would_never_get_a_value(folder: str) -> None:
-    """A module that nobody can initialise is named on every rank, before anything is touched; where only some ranks
-    have values, in FSDP1's words: none trains on what memory held, or waits for a broadcast that does not fit."""
+    """A module without initialisation is named on every rank before anything changes. Where only some ranks have
+    values, the error is FSDP1's. No rank trains on uninitialised memory or waits for a broadcast of another shape."""
     for_each(check_refused, REFUSED)
 
 
@@ -443,7 +444,7 @@ def check_sync(sync: bool) -> None:
 
 
 def check_mixed() -> None:
-    """A checkpoint read by rank 0 alone reaches every rank, non-persistent buffers included."""
+    """A checkpoint loaded on rank 0 only reaches every rank, non-persistent buffers included."""
     model = mixed(1)
     expected: list[Any] = [values_of(model) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(expected)
@@ -453,7 +454,7 @@ def check_mixed() -> None:
 
 
 def check_left_out() -> None:
-    """Excluded children, metrics and the model's own parameters keep each rank's values, as under FSDP1."""
+    """Excluded children, metrics and the model's own parameters keep their values on each rank, as under FSDP1."""
     torch.manual_seed(dist.get_rank())
     model = Chain(
         net=Chain(tied=layer(), more=layer()), left=Chain(inner=nn.BatchNorm1d(6), tied=layer()), metric=FakeMetric()
@@ -477,6 +478,6 @@ def check_left_out() -> None:
 
 @on_ranks(2)
 def test_sync_module_states(folder: str) -> None:
-    """Ranks that loaded or drew different values start from rank 0's, of every dtype; without it nothing is sent."""
+    """Ranks with different values start from rank 0's, for every dtype; without the option nothing is sent."""
     for_each(check_sync, {"sent": (True,), "each its own": (False,)})
     all_of(check_mixed, check_left_out)

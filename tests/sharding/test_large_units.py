@@ -1,4 +1,4 @@
-"""A plan that gathers nearly all of a model at once says so, and how to have it in parts."""
+"""A plan that unshards nearly all of a model at once reports it, with a way to split the unit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def notes(model: nn.Module, world_size: int = 8, **config: Any) -> list[str]:
 
 
 def test_layers_in_one_unit_are_named_with_the_way_out():
-    """As a misplaced fsdp_wrap_fn leaves them: sharded, and as large as the model at the peak."""
+    """As after a misplaced fsdp_wrap_fn: sharded, but with a peak as large as the model."""
     (note,) = notes(Model())
     assert "the largest of 1 units (inner) holds 100% of the parameters" in note
     assert note.endswith("wrap_policy: {transformer_layer_cls_to_wrap: [Layer]}")
@@ -60,11 +60,11 @@ def test_a_transformers_model_by_itself_has_two_units():
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        (Model(num_layers=1), {}),  # nothing repeats
+        (Model(num_layers=1), {}),  # no repeated layers
         (Model(head=200), {}),  # layers are a small part of it
         (nn.Sequential(nn.Sequential(Layer(), Layer())), {}),  # an MLP
         (Model(), {"world_size": 1}),
-        (Model(), {"sharding_strategy": "NO_SHARD"}),  # nothing is gathered
+        (Model(), {"sharding_strategy": "NO_SHARD"}),  # nothing is all-gathered
     ],
 )
 def test_nothing_is_said_where_there_is_nothing_to_gain(model: nn.Module, options: dict[str, Any]):

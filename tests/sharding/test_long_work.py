@@ -1,4 +1,4 @@
-"""Ranks that wait for hours for the work of others, in no collective."""
+"""Ranks that wait for hours for other ranks' work, outside of collectives."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding import long_work as module
 from composer_fsdp2.sharding.long_work import long_work
 
-# The rank that is left has to notice first that the others are gone, and to see it in the store.
+# The surviving rank must first notice that the others are gone, and then see it in the store.
 NOTICED_WITHIN_S = 60.0
 QUICK = {"_GONE_AFTER_S": 0.6, "_COME_WITHIN_S": 0.6, "_BEAT_EVERY_S": 0.1}
 
 
 def check_longer_than_every_limit() -> list[object]:
-    """Work of 1.5 s, where a collective waits 1 s and a rank without heartbeats is gone after 0.6 s."""
+    """Work of 1.5 s, with a collective timeout of 1 s and a heartbeat timeout of 0.6 s."""
     rank = dist.get_rank()
     with impatient(1.0), mock.patch.multiple(module, **QUICK):
         alone = long_work(lambda: time.sleep(1.5) or "packed", "packing", ranks=[0])
@@ -37,7 +37,7 @@ def check_longer_than_every_limit() -> list[object]:
 
 @pytest.mark.any_torch
 def test_work_that_takes_longer_than_a_collective_may():
-    """Rank 0 packs a checkpoint for an hour, and the run ended after Composer's dist_timeout of 300 s."""
+    """Rank 0 packs a checkpoint for an hour; the run used to end after Composer's dist_timeout of 300 s."""
     assert run_ranks(check_longer_than_every_limit, 2) == [["packed", 0], [None, 1]]
 
 
@@ -73,7 +73,7 @@ def check_errors() -> dict[str, tuple[str, str]]:
 
 
 def test_an_error_is_everybodys():
-    """A full disk on the rank that packs leaves no rank polling for ever; each raises, and says whose error it was."""
+    """A full disk on the packing rank leaves no rank polling forever; each raises and names the rank that failed."""
     first, second = run_ranks(check_errors, 2)
     of_other = "could not go on: KeyError: 'no space'"
     assert first["only worker"] == second["one of two"] == ("KeyError", "'no space'")
@@ -96,7 +96,7 @@ def check_killed() -> None:
 
 
 def test_a_rank_that_is_killed():
-    """One that ran out of memory while it unpacked: the others would wait for it for ever."""
+    """If a rank runs out of memory while unpacking, the others must not wait forever."""
     with pytest.raises(RankError) as caught:
         run_ranks(check_killed, 2, fresh=True, peer_grace_s=NOTICED_WITHIN_S)
     errors = {failure.rank: failure.error for failure in caught.value.failures}
@@ -105,7 +105,7 @@ def test_a_rank_that_is_killed():
 
 
 def check_node_that_dies() -> None:
-    """Ranks 1 to 3, of which only 3 is still working, are killed at once."""
+    """Ranks 1 to 3 are killed at once; only rank 3 is still working."""
     rank = dist.get_rank()
 
     def dies() -> None:
@@ -120,7 +120,7 @@ def check_node_that_dies() -> None:
 
 @pytest.mark.any_torch
 def test_a_node_that_dies_with_finished_ranks():
-    """A working rank died with the finished one that watched it, and the others waited for it for ever."""
+    """A working rank died together with the finished rank that watched it, and the others waited forever."""
     with pytest.raises(RankError) as caught:
         run_ranks(check_node_that_dies, 4, fresh=True, peer_grace_s=NOTICED_WITHIN_S)
     errors = {failure.rank: failure.error for failure in caught.value.failures}
@@ -128,9 +128,9 @@ def test_a_node_that_dies_with_finished_ranks():
 
 
 def check_absent() -> str:
-    """Rank 1 never comes."""
+    """Rank 1 never calls it."""
     if dist.get_rank() == 1:
-        next(module._numbers["copying"])  # as if it had
+        next(module._numbers["copying"])  # advances its counter as if it had
         time.sleep(1.0)
         return ""
     with mock.patch.multiple(module, **QUICK), pytest.raises(CheckpointError) as caught:
@@ -140,7 +140,7 @@ def check_absent() -> str:
 
 @pytest.mark.any_torch
 def test_a_rank_that_never_comes():
-    """Ranks that diverged end with the rank's number; the others were not told."""
+    """If ranks diverge, the error names the missing rank, and other ranks do not wait."""
     assert "rank 1 has stopped responding" in run_ranks(check_absent, 2)[0]
 
 
@@ -150,14 +150,14 @@ def check_one_rank() -> int | None:
 
 @pytest.mark.any_torch
 def test_alone():
-    """A script on one process needs no store, and no thread; Composer starts a process group on a single GPU too."""
+    """A single-process script needs neither store nor thread; Composer starts a process group on a single GPU too."""
     before = threading.active_count()
     assert long_work(lambda: threading.active_count(), "unpacking", ranks=[0]) == before
     assert run_ranks(check_one_rank, 1) == [0]
 
 
 class CountingStore:
-    """A store that notes the keys that a rank uses, and how often."""
+    """A store that records the keys that a rank uses, and their number."""
 
     def __init__(self, store: Any) -> None:
         self.store, self.keys = store, list[str]()
@@ -171,7 +171,7 @@ class CountingStore:
 
 
 def stores_of_many_ranks(num_workers: int, work: Callable[[int, list[Any]], None]) -> list[CountingStore]:
-    """64 threads as ranks, of which the first run ``work`` with their number and all ranks' calls."""
+    """64 threads as ranks; the first ones run ``work`` with their number and all ranks' calls."""
     num_ranks, shared, own = 64, dist.HashStore(), threading.local()
     stores = [CountingStore(shared) for _ in range(num_ranks)]
     world = mock.Mock(get_rank=lambda: own.rank)
@@ -199,7 +199,8 @@ def stores_of_many_ranks(num_workers: int, work: Callable[[int, list[Any]], None
 @pytest.mark.any_torch
 @pytest.mark.parametrize("num_workers", [1, 64])
 def test_messages_do_not_grow_with_the_ranks(num_workers: int):
-    """At 1,024 ranks a store that is asked by each about each would be what all wait for: a million messages."""
+    """If each rank polled the store about each other rank, 1,024 ranks would send a million messages and wait for
+    them."""
     stores = stores_of_many_ranks(num_workers, lambda rank, calls: time.sleep(0.5))
     assert max(len(set(store.keys)) for store in stores) <= 4
     assert len({key for store in stores for key in store.keys}) == num_workers + 1
@@ -208,7 +209,7 @@ def test_messages_do_not_grow_with_the_ranks(num_workers: int):
 
 @pytest.mark.any_torch
 def test_the_last_working_rank_is_watched():
-    """63 ranks that have finished are passed in a few steps, without a message of each about each."""
+    """63 finished ranks are skipped in a few steps, without a message for each pair."""
     watched: list[int | None] = []
 
     def work(rank: int, calls: list[Any]) -> None:

@@ -1,7 +1,7 @@
-"""What one rank of 1,024 sends to all others while a model is sharded.
+"""Messages of one of 1,024 ranks to all others while a model is sharded.
 
-The process group is torch's fake one, in which a collective leaves its output as it was: the other ranks do not exist.
-What they would have sent is taken to be what this one sends.
+The process group is torch's fake one, whose collectives do not change their output: the other ranks do not exist. Their
+messages are assumed to be equal to this rank's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_RANKS = 1024
 
 @pytest.fixture
 def sent_bytes() -> Iterator[list[int]]:
-    """The size of each object that is gathered, in order."""
+    """The size of each gathered object, in order."""
     sizes: list[int] = []
 
     def gather(values: list[Any], value: Any, group: Any = None) -> None:
@@ -56,7 +56,7 @@ def shard(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_nothing_large_is_gathered(sent_bytes: list[int], config: dict[str, Any]):
-    """An object of 100 KB from each rank is 100 MB on every one of them, and seconds of unpickling.
+    """An object of 100 KB from each rank is 100 MB on each of them, and seconds of unpickling.
 
     Groups of ranks are in test_mesh.py.
     """
@@ -66,7 +66,7 @@ def test_nothing_large_is_gathered(sent_bytes: list[int], config: dict[str, Any]
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_set_up_rarely_waits_for_all_ranks(sent_bytes: list[int], config: dict[str, Any]):
-    """Whatever the number of groups: collectives of the world, with the barriers that torch has if it is told to."""
+    """Independent of the number of groups: collectives over all ranks, including torch's barriers if enabled."""
     barriers: list[int] = []
 
     def barrier(rank: int, store: Any, name: str, size: int, *unused: Any) -> None:

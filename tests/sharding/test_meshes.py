@@ -1,4 +1,4 @@
-"""Units on groups of ranks: gradients are averaged within a group, whichever way the group was named."""
+"""Units on groups of ranks: gradients are averaged within a group, in each way to specify it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pair_of_meshes() -> DeviceMesh:
     return DeviceMesh.from_group(groups, "cpu", mesh=torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("a", "b"))
 
 
-# What a configuration says, made on each rank, and which ranks' gradients are averaged.
+# A configuration, made on each rank, and the groups of ranks whose gradients are averaged.
 FORMS: dict[str, tuple[Any, Sequence[Sequence[int]]]] = {
     "self": (lambda: {"process_group": "self"}, ALONE),
     "set": (lambda: {"process_group": "set2"}, ROWS),
@@ -79,7 +79,7 @@ def build() -> nn.Module:
 
 
 def check_gradients(name: str, where: str) -> tuple[int, float]:
-    """Two backwards; how many elements of the block's first weight lie here, and the norm that clipping found."""
+    """Two backwards; returns the local number of elements of the block's first weight, and the norm from clipping."""
     form, groups = FORMS[name]
     torch.set_default_dtype(torch.float64)
     model = build()
@@ -124,7 +124,7 @@ def check_all_gradients(where: str) -> Found:
 
 
 def check_torchs_group() -> None:
-    """On torch 2.7 it is not the default group where that is gloo's and there are GPUs: NCCL is in the new one."""
+    """On torch 2.7 it differs from a default group on gloo if there are GPUs: the new group uses NCCL."""
     torchs = dist.new_group()
     assert torchs is not None
 
@@ -138,12 +138,12 @@ def check_torchs_group() -> None:
 
 
 def test_all_ranks_communicate_over_torchs_group():
-    """It takes what torch's meshes of all ranks use, which is played here by another group."""
+    """Takes the group that torch's meshes use for all ranks; another group stands in for it here."""
     run_ranks(check_torchs_group, 2)
 
 
 def test_process_group_of_the_model():
-    """Each of Composer's forms of process_group averages over the ranks that it names, and over no others."""
+    """Each of Composer's forms of process_group averages over exactly its ranks."""
     found: list[Found] = run_ranks(check_all_gradients, 4, "model")
     for name, (_, groups) in FORMS.items():
         for group in groups:
@@ -152,9 +152,11 @@ def test_process_group_of_the_model():
 
 @pytest.mark.parametrize("where", [pytest.param("FSDP1", marks=pytest.mark.any_torch), "FSDP2"])
 def test_process_group_of_one_module(where: str):
-    """One module lies on ranks of its own, the rest on all; all ranks find one norm. FSDP2 calls a mesh ``mesh``.
+    """One module uses its own ranks, the others use all; all ranks compute one norm. FSDP2's key for a mesh is
+    ``mesh``.
 
-    A group of two holds halves, also beside modules on all four ranks."""
+    A group of two has half of a parameter on each rank, also beside modules on all four ranks.
+    """
     found: list[Found] = run_ranks(check_all_gradients, 4, where)
     for name in found[0]:
         norms = [of_rank[name][1] for of_rank in found]
@@ -164,7 +166,7 @@ def test_process_group_of_one_module(where: str):
 
 
 def check_sync() -> list[float]:
-    """Each rank begins with its own number in every parameter and buffer."""
+    """Each rank starts with its own number in every parameter and buffer."""
     model = build()
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(dist.get_rank())
@@ -174,7 +176,7 @@ def check_sync() -> list[float]:
 
 
 def test_sync_module_states_within_a_group():
-    """Every group begins with the values of its first rank, as under FSDP1."""
+    """Every group starts with the values of its first rank, as under FSDP1."""
     assert run_ranks(check_sync, 4) == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
 
 
@@ -188,7 +190,7 @@ def check_refused(form: dict[str, Any], message: str) -> None:
 
 @on_ranks(4)
 def test_groups_that_do_not_fit(folder: str) -> None:
-    """Groups that contradict each other are named on every rank, instead of ranks that wait for each other."""
+    """Contradicting groups raise on every rank, instead of ranks waiting for each other."""
     rank = dist.get_rank()
     hybrid = {"sharding_strategy": "HYBRID_SHARD"}
     cases: tuple[tuple[dict[str, Any], str], ...] = (

@@ -1,4 +1,4 @@
-"""Dtypes inside a sharded model are those of FSDP1 (torch, MixedPrecision): seen by hooks, not by reading settings."""
+"""Dtypes inside a sharded model equal FSDP1's (torch, MixedPrecision), observed by hooks rather than settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Net(Wrapping):
     def __init__(self) -> None:
         super().__init__({"masked": True})
         self.first = nn.Linear(6, 6)
-        # A chosen block that is handed a float mask beside its input.
+        # A chosen block with a float mask as second input.
         self.masked = Running(lambda self, x, mask: x + self.proj(x) * mask.to(x.dtype), proj=nn.Linear(6, 6))
         self.norm = nn.BatchNorm1d(6)
         self.register_buffer("scale", torch.full((1,), 1 / 3))
@@ -42,7 +42,7 @@ class Net(Wrapping):
 
 
 def watch(model: nn.Module) -> dict[str, list[Any]]:
-    """Per module: dtypes of the inputs, the parameters and the output in its forward, filled in when it runs."""
+    """Per module: dtypes of the inputs, parameters and output in its forward, recorded when it runs."""
     seen: dict[str, list[Any]] = {}
 
     def hook(path: str, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ def watch(model: nn.Module) -> dict[str, list[Any]]:
         seen[path] = [[arg.dtype for arg in args], parameters, output.dtype]
 
     for path, module in model.named_modules():
-        # Prepended: fully_shard's own hooks cast a unit's output after ours have looked.
+        # Prepended: they record a unit's output before fully_shard's own hooks cast it.
         module.register_forward_hook(lambda m, a, o, path=path: hook(path, m, a, o), prepend=True)
     return seen
 
@@ -73,8 +73,7 @@ def check_dtypes(config: dict[str, Any], precision: str) -> dict[str, Any]:
 
 
 def check_low(seen: dict[str, Any], low: torch.dtype) -> None:
-    """A block's mask is not cast (inputs are cast at roots only); gradients, parameters and what a checkpoint holds are
-    fp32."""
+    """A block's mask is not cast (only roots cast inputs); gradients, parameters and checkpoints are fp32."""
     assert seen["net.first"] == [[low], [str(low)], low], seen
     assert seen["net.masked"][0] == [low, F32], "the mask was cast"
     assert seen["net.masked.proj"] == [[low], [str(low)], low], seen
@@ -88,32 +87,32 @@ def check_low(seen: dict[str, Any], low: torch.dtype) -> None:
 
 @on_ranks(2)
 def test_dtypes_inside(folder: str) -> None:
-    """As under FSDP1, by presets, dicts and torch's objects: layers compute in the low dtype, batch norms in fp32."""
+    """As under FSDP1, with presets, dicts and torch's objects: layers compute in the low dtype, batch norms in fp32."""
     for mixed_precision in ("DEFAULT", "PURE"):
         for precision, low in (("amp_bf16", BF16), ("amp_fp16", F16), ("amp_fp8", BF16)):
             check_low(check_dtypes({"mixed_precision": mixed_precision}, precision), low)
-    for precision in ("amp_bf16", "fp32"):  # FULL trains in the model's own dtype whatever the precision says
+    for precision in ("amp_bf16", "fp32"):  # FULL trains in the model's own dtype, whatever the precision
         seen = check_dtypes({"mixed_precision": "FULL"}, precision)
         assert seen["net.first"] == [[F32], ["torch.float32"], F32], seen
         assert seen["net.norm"][0] == [F32] and seen["buffers"] == [F32, F32, torch.int64, F32], seen
-    # param_dtype alone leaves buffers as they are; buffer_dtype alone leaves parameters.
+    # param_dtype alone does not cast buffers, nor buffer_dtype alone parameters.
     seen = check_dtypes({"mixed_precision": {"param_dtype": "bf16"}}, "fp32")
     assert seen["net.masked.proj"][1] == ["torch.bfloat16"] and seen["buffers"][:2] == [F32, F32], seen
     seen = check_dtypes({"mixed_precision": {"buffer_dtype": "bf16"}}, "fp32")
     assert seen["net.first"][1] == ["torch.float32"] and seen["buffers"][:2] == [BF16, BF16], seen
-    # FSDP1's object without a cast at the root leaves inputs alone; FSDP2's policy casts at each unit.
+    # FSDP1's object without a root cast does not cast inputs; FSDP2's policy casts at each unit.
     plain = MixedPrecision(param_dtype=BF16, cast_root_forward_inputs=False)
     assert check_inputs({"mixed_precision": plain}) == {"net": [F32], "net.masked": [BF16, F32]}
     policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F32)
     assert check_inputs({"mp_policy": policy}) == {"net": [BF16], "net.masked": [BF16, BF16]}
-    # Inputs are bf16 also where the first child has nothing to shard, as FSDP1's root cast them.
+    # Inputs are bf16 even if the first child has no parameters, as FSDP1's root cast them.
     assert check_root_without_parameters() == BF16
     for affine in (True, False):
         check_batch_norm(affine)
 
 
 class Caster(Net):
-    """Casts its input itself, so that it runs whatever the root did."""
+    """Casts its input itself, so it runs whether the root casts or not."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.masked(x.to(BF16), torch.ones(x.shape[0], 1))
@@ -128,7 +127,7 @@ def check_inputs(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_gradients(mixed_precision: str) -> None:
-    """By hand: each rank's gradients in bf16, then their mean in the dtype of the reduction."""
+    """By hand: each rank's gradients in bf16, then their mean in the reduction's dtype."""
     model = Model()
     reference = copy.deepcopy(model)
     prepare_fully_shard(model, None, {"mixed_precision": mixed_precision}, precision="amp_bf16", device="cpu")
@@ -153,13 +152,13 @@ def check_gradients(mixed_precision: str) -> None:
 
 @pytest.mark.parametrize("mixed_precision", ["DEFAULT", "PURE"])
 def test_gradients_are_reduced_in_the_right_dtype(mixed_precision: str):
-    """DEFAULT averages in fp32, PURE in bf16: what decides the noise of a bf16 run."""
+    """DEFAULT averages in fp32, PURE in bf16, which determines the noise of a bf16 run."""
     run_ranks(check_gradients, 2, mixed_precision)
 
 
 def check_batch_norm(affine: bool) -> None:
-    """By hand: a linear layer in bf16, its output normalised in fp32 and handed on in bf16. Statistics are those that
-    FSDP1 gathered, digit for digit (torch, _override_module_mixed_precision)."""
+    """By hand: a linear layer in bf16 whose output is normalised in fp32 and returned in bf16. Statistics equal FSDP1's
+    digit for digit (torch, _override_module_mixed_precision)."""
     torch.manual_seed(0)
     model = Chain(net=nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, affine=affine)))
     linear, norm = copy.deepcopy(model.net[0]).to(BF16), copy.deepcopy(model.net[1])

@@ -1,4 +1,4 @@
-"""Model shapes that bite: each learns what the unsharded model does, to the last digits of float64."""
+"""Unusual model shapes: each trains as the unsharded model does, to the last digits of float64."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ if IS_THOROUGH:
 
 
 def unit(module: nn.Module, *, recomputed: bool = False) -> Any:
-    """Make it a unit. Reentrant checkpointing finds no gradient for what comes first in a model, so that is not
-    ``recomputed``."""
+    """Marks it as a unit, checkpointed if ``recomputed``. Reentrant checkpointing finds no gradient for the first
+    module of a model, so that one is not checkpointed."""
     module._fsdp_wrap = True
     module._activation_checkpointing = recomputed
     return module
@@ -73,7 +73,7 @@ def check_shape(
 
 
 def language() -> Decoder:
-    """The first and the last with one weight, each a unit of its own as the blocks are."""
+    """The first and the last module share a weight; each is a unit, as are the blocks."""
     net = Decoder(vocabulary=ODD_VOCABULARY, width=ODD, tied=True)
     unit(net.embed)
     for each in (*net.blocks, net.head):
@@ -86,7 +86,7 @@ def tied_units() -> nn.Module:
 
 
 class Weighted(Chain):
-    """A chain with a weight of its own, which is also its layer's."""
+    """A chain with a weight that is also its layer's."""
 
     def __init__(self, **children: nn.Module) -> None:
         super().__init__(**children)
@@ -123,15 +123,15 @@ TIED: tuple[tuple[Callable[[], nn.Module], Any], ...] = (
 
 
 def check_ties(num_shapes: int, settings: dict[str, dict[str, Any]]) -> None:
-    """The first of them in all settings, the others in one."""
+    """The first case with all settings, the others with one."""
     last = dict([*settings.items()][-1:])
     shapes = enumerate(TIED[:num_shapes])
     for_each(check_shape, {each.__name__: (each, of, last if number else settings) for number, (each, of) in shapes})
 
 
 def test_ties_whose_rows_do_not_divide():
-    """A vocabulary of 101 tied to the head: with fully_shard alone the two come apart on torch 2.7, and the last
-    rank's rows of one of them never learn (pytorch#176076)."""
+    """A vocabulary of 101 tied to the head. With fully_shard alone the tie breaks on torch 2.7, and the last rank's
+    rows of one copy never train (pytorch#176076)."""
     run_ranks(check_ties, 2, len(TIED), SETTINGS)
     run_ranks(check_ties, 4, 1, {"4 ranks, not reentrant": NOT_REENTRANT})
 
@@ -140,7 +140,7 @@ def test_ties_whose_rows_do_not_divide():
 
 
 def frozen() -> nn.Module:
-    """A unit with both kinds, one that is frozen throughout, and a frozen weight in the root."""
+    """A unit with trainable and frozen parameters, a fully frozen unit, and a frozen weight in the root."""
     net = Chain(inlet=nn.Linear(ODD, ODD), mixed=block(), still=block(), outlet=nn.Linear(ODD, ODD))
     for part in (net.mixed.fc_in.weight, net.mixed.fc_out.bias, net.still, net.outlet.weight):
         part.requires_grad_(False)
@@ -148,7 +148,7 @@ def frozen() -> nn.Module:
 
 
 def check_freezing(config: dict[str, Any], evaluate: bool) -> None:
-    """What is trainable changes after each step, and once everything in a unit."""
+    """Changes the trainable parameters after each step, once those of a whole unit."""
     torch.set_default_dtype(torch.float64)
     model = frozen()
     reference = copy.deepcopy(model)
@@ -157,7 +157,7 @@ def check_freezing(config: dict[str, Any], evaluate: bool) -> None:
     for names, trainable in (
         ((), False),
         (("net.mixed.fc_in.bias", "net.outlet.bias"), False),
-        (("net.mixed.fc_out.weight",), False),  # the last of its unit
+        (("net.mixed.fc_out.weight",), False),  # the last parameter of its unit
         (("net.mixed.fc_in.weight", "net.still.fc_in.weight", "net.outlet.weight"), True),
     ):
         if evaluate:
@@ -173,8 +173,8 @@ def check_freezing(config: dict[str, Any], evaluate: bool) -> None:
 
 @on_ranks(2)
 def test_frozen_beside_trainable(folder: str) -> None:
-    """Fine-tuning a part of a model: what is frozen stays, also what is frozen or thawed between two steps (Foundry's
-    LayerFreezing), and after an evaluation."""
+    """In fine-tuning, frozen parameters do not change, including those frozen or thawed between steps (Foundry's
+    LayerFreezing) and after an evaluation."""
     for_each(check_freezing, {name: (config, i % 2 == 1) for i, (name, config) in enumerate(SETTINGS.items())})
 
 
@@ -192,14 +192,14 @@ def in_two_units() -> nn.Module:
 
 
 def unit_in_two_units() -> nn.Module:
-    """What is shared is a unit itself, with one inside it."""
+    """The shared module is a unit, with another unit inside."""
     shared = unit(pair(layer(ODD), block()))
     pairs = {name: unit(pair(layer(ODD), shared), recomputed=name == "b") for name in "ab"}
     return Chain(net=Chain(inlet=layer(ODD), **pairs, outlet=layer(ODD)))
 
 
 def repeated() -> nn.Module:
-    """One unit runs three times in a forward, and another before and after it."""
+    """One unit runs three times in a forward, another before and after it."""
 
     def run(net: Any, x: torch.Tensor) -> torch.Tensor:
         x = net.around(net.inlet(x))
@@ -213,19 +213,19 @@ def repeated() -> nn.Module:
 
 @on_ranks(2)
 def test_modules_that_run_more_than_once(folder: str) -> None:
-    """Layers shared across a network (ALBERT, recurrent depth) get the gradients of all their uses, gathered and freed
-    between them, and recomputed."""
+    """Layers shared across a network (ALBERT, recurrent depth) get the gradients of all their uses. They are unsharded
+    and resharded between uses, and can be checkpointed."""
     settings = SETTINGS | {"prefetch": {"forward_prefetch": True, "backward_prefetch_limit": 2}}
     some = {name: settings[name] for name in ("SHARD_GRAD_OP, reentrant", "prefetch")}
     builds = {in_two_units: some, unit_in_two_units: some, repeated: settings}
     for_each(check_shape, {build.__name__: (build, odd_features, chosen) for build, chosen in builds.items()})
 
 
-# --- parameters that no unit can shard with the others
+# --- parameters that cannot be sharded with their unit
 
 
 class Scaled(Block):
-    """A block with two scalars, one of which only some batches read."""
+    """A block with two scalars, one of them unused in some batches."""
 
     def __init__(self) -> None:
         super().__init__(ODD)
@@ -238,8 +238,8 @@ class Scaled(Block):
 
 
 def contrastive() -> nn.Module:
-    """CLIP's temperature in the root, a unit with nothing to shard, scalars in blocks, one of them shared by two, and
-    one that nothing reads."""
+    """CLIP's temperature in the root, a unit with no sharded parameter, scalars in blocks, one of them shared by two,
+    and an unused one."""
     gain = nn.Parameter(torch.tensor(0.8))
     parts = {"inlet": layer(ODD), "scalar": unit(Running(lambda self, x: x * self.gain, gain=gain))}
     parts |= {name: unit(Scaled(), recomputed=True) for name in "abc"}
@@ -256,10 +256,10 @@ def contrastive() -> nn.Module:
 
 
 def check_scalars(config: dict[str, Any]) -> None:
-    """From a state that the optimizer had before. Scalars are clipped in ../training/test_clipping.py, and averaged in
+    """Starts from an optimizer state. Clipping of scalars is tested in ../training/test_clipping.py, averaging over
     several microbatches in ../training/test_microbatches.py."""
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)  # with which ranks differ in the blocks whose second scalar they read
+    torch.manual_seed(1)  # decides on each rank which blocks use their second scalar
     model = contrastive()
     ours = torch.optim.AdamW(model.parameters(), lr=0.01)
     model(odd_features(99)).square().mean().backward()
@@ -278,8 +278,8 @@ def check_scalars(config: dict[str, Any]) -> None:
 
 
 def test_scalars():
-    """A temperature stays whole on every rank and has the mean of all ranks' gradients, also where some ranks did not
-    read it: without it each rank would train its own; fully_shard and FSDP1 refuse scalars."""
+    """A temperature is replicated and gets the mean of all ranks' gradients, also from ranks that did not use it.
+    Otherwise each rank would train its own; fully_shard and FSDP1 refuse scalars."""
     kinds: dict[str, Any] = {
         "ZERO_2, reentrant": (ZERO_2 | AC,),
         "NO_SHARD": ({"sharding_strategy": "NO_SHARD"},),
@@ -290,7 +290,7 @@ def test_scalars():
 
 
 def adapted() -> nn.Module:
-    """A frozen layer with an adapter in float32, as peft makes them beside a low-precision base."""
+    """A frozen layer with an adapter in float32, as peft adds them to a low-precision base."""
 
     def run(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.up(self.down(x.float())).to(x.dtype)
@@ -300,7 +300,7 @@ def adapted() -> nn.Module:
 
 
 def adapted_inside() -> nn.Module:
-    """The adapter's matrices lie in the module that has the base weight, so they cannot be a unit."""
+    """The adapter's matrices belong to the module of the base weight, so they cannot be a unit."""
 
     def run(self: Any, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight + (x.float() @ self.down.t() @ self.up.t()).to(x.dtype)
@@ -311,7 +311,7 @@ def adapted_inside() -> nn.Module:
 
 
 def adapters() -> nn.Module:
-    """In units, in the root, and a norm in float32 beside them, as some models keep theirs."""
+    """Adapters in units and in the root, and a norm in float32, as some models have."""
     units = {f"block{i}": unit(Chain(a=adapted(), b=adapted_inside()), recomputed=True) for i in range(2)}
     return Chain(net=Chain(inlet=layer(ODD), **units, in_root=adapted(), end=layer(ODD)))
 
@@ -325,7 +325,7 @@ def check_adapters(config: dict[str, Any]) -> None:
 
 
 def check_adapters_computing_low() -> None:
-    """Computed in bf16 throughout: a layer that upcasts its input for the adapter meets no weight in another dtype."""
+    """Computes in bf16 throughout: a layer that upcasts its input for the adapter still gets weights of one dtype."""
     torch.set_default_dtype(torch.float64)
     model = Chain(net=Chain({"a": True}, a=adapted(), b=adapted()))
     seen: list[torch.dtype] = []
@@ -338,8 +338,8 @@ def check_adapters_computing_low() -> None:
 
 @on_ranks(2)
 def test_adapters_of_another_dtype(folder: str) -> None:
-    """LoRA in fp32 beside a frozen base in bf16 (here float32 and float64) trains without a cast of either; torch
-    fails in the first forward, and FSDP1 refused it."""
+    """LoRA in fp32 on a frozen base in bf16 (here float32 and float64) trains without casting either. torch fails in
+    the first forward, and FSDP1 refused it."""
     for_each(check_adapters, {"NO_SHARD": ({"sharding_strategy": "NO_SHARD"},), "not reentrant": (NOT_REENTRANT,)})
     check_adapters_computing_low()
 
@@ -352,7 +352,8 @@ def policy() -> nn.Module:
 
 
 def check_several_backwards(config: dict[str, Any], how: str) -> None:
-    """Two forwards, one without gradients between them, then a backward for each, in either order, or one for both."""
+    """Two forwards with one without gradients between them, then one backward for each, in either order, or one for
+    both."""
     torch.set_default_dtype(torch.float64)
     model = nn.Sequential(policy())
     reference = copy.deepcopy(model)
@@ -376,20 +377,20 @@ def check_several_backwards(config: dict[str, Any], how: str) -> None:
 
 @on_ranks(2)
 def test_two_forwards_before_a_backward(folder: str) -> None:
-    """Preference training (DPO: one loss of a chosen and a rejected answer) under activation checkpointing, which plain
-    FSDP2 was reported to fail (pytorch#153354, #171779): parameters must be gathered for the recomputation of both
-    forwards, and losses that are differentiated one by one find them gathered again after the first."""
+    """Preference training (DPO: one loss of a chosen and a rejected sequence) works under activation checkpointing;
+    plain FSDP2 was reported to fail (pytorch#153354, #171779). Parameters must be unsharded for the recomputation of
+    both forwards. If losses are differentiated one by one, they must be unsharded again after the first."""
     ways = ("in order", "reversed", "at once")
     pairs = [(name, how) for i, name in enumerate(SETTINGS) for k, how in enumerate(ways) if IS_THOROUGH or i != k]
     cases = {f"{name}, {how}": (SETTINGS[name], how) for name, how in pairs}
     for_each(check_several_backwards, cases)
 
 
-# --- ways in beside forward
+# --- entry points besides forward
 
 
 class Reader(nn.Module):
-    """A root whose methods use its own layers, before, between and after calls of itself."""
+    """A root whose methods call its own layers before, between and after calls of itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +406,7 @@ class Reader(nn.Module):
         return self.head(self.embed(batch))
 
     def generate(self, x: torch.Tensor, length: int = 3) -> torch.Tensor:
-        """An encoder that is read by itself, as T5's, and then the whole model for each token."""
+        """Calls the encoder directly, as T5 does, and then the whole model for each token."""
         prompt = self.embed(x).mean(1)
         for _ in range(length):
             scores = self(x)[:, -1] + self.head(prompt)
@@ -414,7 +415,8 @@ class Reader(nn.Module):
 
 
 def check_generate(config: dict[str, Any]) -> int:
-    """Before the first step, after it, between evaluations; counts the different tokens, lest there be one only."""
+    """Before the first step, after it, and between evaluations. Counts distinct tokens: a single one would prove
+    little."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Chain(reader=Reader())
@@ -437,8 +439,8 @@ def check_generate(config: dict[str, Any]) -> int:
 
 @on_ranks(2)
 def test_generate_is_a_way_in(folder: str) -> None:
-    """A model that generates, or evaluates, through its own layers (T5 runs its encoder first, peft calls the inner
-    model) finds full parameters without a word from the user, before training and after each step."""
+    """A model that generates or evaluates through its own layers (T5 runs its encoder first, peft calls the inner
+    model) finds full parameters without user code, before training and after each step."""
     seen = for_each(check_generate, {"FULL_SHARD": ({},), "SHARD_GRAD_OP, reentrant": (ZERO_2 | AC,)})
     assert min(seen.values()) > 10, seen
 
@@ -447,7 +449,7 @@ def test_generate_is_a_way_in(folder: str) -> None:
 
 
 def compiled(way: str, backend: Any) -> nn.Module:
-    """The model with its blocks compiled, one of the ways in which a script may do it."""
+    """The model with compiled blocks, in one of the ways that scripts use."""
     torch.manual_seed(0)
     model = Model()
     decoder = model.decoder
@@ -494,7 +496,7 @@ def check_compiled(way: str, config: dict[str, Any]) -> None:
         ours, theirs = sgd(model), sgd(reference)
         prepare_fully_shard(model, ours, FULL | config, device="cpu")
         assert list(model.state_dict()) == keys
-        # Not own_name, which takes off the names of torch.compile too.
+        # Unlike own_name, keeps the prefixes of torch.compile.
         assert [name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_parameters()] == names
         compare_training(model, reference, ours, theirs, tokens)
         if way not in ("one layer", "the child in place", "the child replaced"):
@@ -506,20 +508,20 @@ def check_compiled(way: str, config: dict[str, Any]) -> None:
 
 @on_ranks(2)
 def test_blocks_compiled_before_sharding(folder: str) -> None:
-    """torch.compile per block, as one graph without breaks: what is compiled must stay inside of the hooks that gather
-    parameters and of the checkpointing, or it computes with shards, or remembers what it should recompute."""
+    """torch.compile per block captures one graph without breaks. The compiled code must run inside the hooks for
+    unsharding and checkpointing; otherwise it computes with shards, or saves activations to recompute."""
     ways = dict.fromkeys(way for way, _ in COMPILED)
     cases = [(way, config) for way in ways for config in ({}, AC, NOT_REENTRANT)] if IS_THOROUGH else COMPILED
     for_each(check_compiled, {f"{way}, {config}": (way, config) for way, config in cases})
     torch._dynamo.reset()
 
 
-# --- what user code sees
+# --- visible to user code
 
 
 @on_ranks(2)
 def test_classes(folder: str) -> None:
-    """Code that asks for a class's name or uses isinstance sees the model's own."""
+    """Code that reads a class's name or uses isinstance sees the model's own class."""
     model = Model()
     prepare_fully_shard(model, None, FULL, device="cpu")
     decoder = model.decoder

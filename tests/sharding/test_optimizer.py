@@ -1,4 +1,4 @@
-"""An optimizer built before sharding stays the user's optimizer: same object, groups and options, new parameters."""
+"""An optimizer built before sharding remains the user's: same object, groups and options, with new parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Optimizer = torch.optim.Optimizer
 
 
 def grouped(model: Model) -> Optimizer:
-    """Two groups with options of their own, in an order that is not the model's."""
+    """Two groups with their own options, in an order that differs from the model's."""
     blocks, rest = [], []
     for name, parameter in model.named_parameters():
         (blocks if "blocks" in name else rest).append(parameter)
@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def start(make: str, tied: bool, num_steps_before: int) -> tuple[nn.Module, nn.Module, Optimizer, Optimizer]:
-    """A model and its copy with optimizers that have taken a few steps, alike on every rank."""
+    """A model and its copy, with optimizers that have taken a few steps, equal on every rank."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Model(tied=tied)
@@ -66,7 +66,7 @@ def start(make: str, tied: bool, num_steps_before: int) -> tuple[nn.Module, nn.M
 
 
 def describe(optimizer: Optimizer, model: nn.Module) -> list[Any]:
-    """By the names from before activation checkpointing."""
+    """By the names without activation checkpointing."""
     names = {parameter: name for name, parameter in named_parameters(model).items()}
     return [
         ({key: value for key, value in group.items() if key != "params"}, [names[p] for p in group["params"]])
@@ -99,7 +99,7 @@ def compare_state(ours: Optimizer, theirs: Optimizer, model: nn.Module, referenc
             assert_close(f"{name}.{key}", full(actual), expected, rtol=1e-9, atol=1e-12)
 
 
-# By the number of ranks: which optimizer, whether the model is tied, the steps before, and the configuration.
+# By the number of ranks: the optimizer, whether the model is tied, the number of earlier steps, and the configuration.
 CASES: dict[int, dict[str, tuple[str, bool, int, dict[str, Any]]]] = {
     2: {
         **{f"{make}, new": (make, True, 0, {}) for make in ("two groups", "state from the start")},
@@ -114,17 +114,17 @@ CASES: dict[int, dict[str, tuple[str, bool, int, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("world_size", CASES)
 def test_training_goes_on_as_unsharded(world_size: int):
-    """Groups, options, subsets and momentum survive sharding, and follow parameters onto 2-D meshes, to the CPU and
-    behind checkpointing wrappers; FSDP1 dropped existing state without a word."""
+    """Groups, options, subsets and momentum survive sharding, on 2-D meshes, with CPU offload and with checkpointing
+    wrappers; FSDP1 silently dropped existing state."""
     run_ranks(for_each, world_size, check_continues, CASES[world_size])
 
 
-# --- what is refused
+# --- refused optimizers
 
 
 def test_parameters_of_another_model():
-    """FSDP1's message; it tells how many parameters are foreign, and what the first of them looks like. Surgery on the
-    model after the optimizer was built leaves such a parameter, too."""
+    """FSDP1's error, with the number of foreign parameters and the first one's shape. Replacing modules after building
+    the optimizer leaves such a parameter, too."""
     model, other = Model(), Model()
     mixed = torch.optim.SGD([{"params": model.parameters()}, {"params": other.decoder.head.parameters()}], lr=0.1)
     with pytest.raises(PlanError, match=r"The same model must be passed.*: 1 of the.*shape \(11, 6\), in group 1"):
@@ -137,7 +137,7 @@ def test_parameters_of_another_model():
 
 
 def test_only_one_optimizer():
-    """Composer's FSDP1 took one; a list of one is that one."""
+    """Composer's FSDP1 accepted one optimizer; a list of one is accepted, too."""
     model = Model()
     optimizer = sgd(model)
     assert the_optimizer(optimizer) is the_optimizer([optimizer]) is the_optimizer((optimizer,)) is optimizer

@@ -1,6 +1,7 @@
-"""The plan is a value: what it says of each unit, and what cannot be planned.
+"""The plan as a value: the settings of each unit, and models that cannot be planned.
 
-That planning only reads, and repeats itself, is in test_plan_properties.py."""
+test_plan_properties.py covers that planning is read-only and deterministic.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def unit_at(plan: ShardingPlan, path: str) -> ShardUnit:
 
 
 def test_every_part_of_a_plan_is_in_its_digest():
-    """Two ranks whose plans differ anywhere are told so, instead of waiting for each other in a collective."""
+    """Ranks with different plans raise, instead of waiting for each other in a collective."""
     plan = plan_of(Model(tied=True), activation_checkpointing=ActivationCheckpointing(checkpoint=True))
     unit = plan.units[0]
     changed_units = [
@@ -86,7 +87,7 @@ def test_every_part_of_a_plan_is_in_its_digest():
 
 
 def test_a_plan_is_json():
-    """Tools read the plan: one entry a unit, with names, shapes and dtypes."""
+    """Tools read the plan as data: one entry a unit, with names, shapes and dtypes."""
     plan = plan_of(Model(tied=True), mixed_precision=LOW, mesh=MeshSpec.of_degrees(shard=4))
     read = json.loads(json.dumps(plan.to_json()))
     assert [unit["modules"] for unit in read["units"]] == [["decoder.blocks.0"], ["decoder.blocks.1"], ["decoder"]]
@@ -104,7 +105,7 @@ def test_a_plan_is_json():
 
 
 def test_explain_shows_units_ties_and_what_is_left_out():
-    """The printed plan answers: which units, how large, what is shared, what stays whole, what is recomputed."""
+    """The printed plan lists units and their sizes, and shared, unsharded and checkpointed modules and parameters."""
     model = Model(tied=True)
     model.own = nn.Parameter(torch.ones(2))
     plan = plan_of(
@@ -123,11 +124,11 @@ def test_explain_shows_units_ties_and_what_is_left_out():
         assert part in text
 
 
-# --- what a unit is given
+# --- settings of a unit
 
 
 def test_roots_keep_their_parameters_and_others_follow_the_setting():
-    """A root's parameters are used again as soon as backward begins; FSDP1 kept them too."""
+    """Backward uses a root's parameters at once, so the root does not reshard after forward; nor did FSDP1's."""
     for reshard in (True, False, 2):
         plan = plan_of(Model(), reshard_after_forward=reshard)
         assert unit_at(plan, "decoder.blocks.0").reshard_after_forward is reshard
@@ -135,7 +136,7 @@ def test_roots_keep_their_parameters_and_others_follow_the_setting():
 
 
 def test_only_roots_cast_their_inputs():
-    """A float mask handed to a block stays float, as under FSDP1; FSDP2 by itself would cast it at every unit."""
+    """A float mask passed to a block stays float, as under FSDP1; FSDP2's default would cast it at every unit."""
     plan = plan_of(Model(), mixed_precision=LOW)
     assert [unit.mixed_precision.cast_forward_inputs for unit in plan.units] == [False, False, True]
     assert {unit.mixed_precision.param_dtype for unit in plan.units} == {BFLOAT}
@@ -147,9 +148,9 @@ def test_only_roots_cast_their_inputs():
 
 
 def test_batch_norms_compute_in_fp32():
-    """Running statistics do not degrade in bf16: their unit takes and gives bf16, and computes in fp32, whatever its
-    wrap function said of dtypes, as under FSDP1; the rest of that holds. So in the one block that is bf16; elsewhere,
-    in an fp32 model, a batch norm is no unit."""
+    """Running statistics do not degrade in bf16: their unit takes and returns bf16 and computes in fp32. As under
+    FSDP1, dtypes from its wrap function are overridden and its other settings apply. This includes a block in bf16; in
+    an fp32 model, a batch norm is not a unit."""
     expected = MixedPrecision(param_dtype=FLOAT, output_dtype=BFLOAT, cast_forward_inputs=True)
     written = {"mixed_precision": "PURE", "reshard_after_forward": False}
     for answers in ({}, {"norm": written}):
@@ -163,7 +164,7 @@ def test_batch_norms_compute_in_fp32():
 
 
 def test_settings_of_single_units():
-    """What a wrap function says of one module holds for that one."""
+    """A wrap function's settings for a module apply to that module only."""
     answers = {
         "a": {"reshard_after_forward": False},
         "b": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
@@ -183,7 +184,8 @@ def test_settings_of_single_units():
 
 
 def test_prefetch_of_single_units():
-    """One module gathers ahead where the model does not, another does not where the model does; each chooses alone."""
+    """A module can prefetch where the model does not, or not prefetch where the model does, independently of the
+    others."""
     answers = {"a": {"backward_prefetch": "BACKWARD_PRE", "forward_prefetch": True}, "b": True}
     model = Chain(child=Chain(answers, a=layer(), b=layer(), rest=layer()))
     plan = plan_of(model, prefetch=Prefetch(backward=0))
@@ -193,7 +195,7 @@ def test_prefetch_of_single_units():
 
 
 def test_settings_without_effect_are_in_the_notes():
-    """What a wrap function said and FSDP2 has no use for is said once, with the modules that said it."""
+    """A wrap function's settings that FSDP2 does not need are reported once, with the modules concerned."""
     unneeded = {"limit_all_gathers": False, "mixed_precision": {"keep_low_precision_grads": True}}
     answers = {"a": unneeded, "b": unneeded, "c": {"backward_prefetch": "BACKWARD_POST"}, "d": {"cpu_offload": True}}
     child = Chain(answers, **{name: layer() for name in "abc"}, d=nn.ModuleList([layer()]), rest=layer())
@@ -223,8 +225,8 @@ def test_settings_without_effect_are_in_the_notes():
     ],
 )
 def test_prefetch_lists(prefetch: Prefetch, forward: list[tuple[str, ...]], backward: list[Any]):
-    """forward_prefetch gathers the next units, NONE gathers nothing ahead (a unit that names itself), a limit of two
-    gathers two; the root runs first in forward and first in backward."""
+    """forward_prefetch prefetches the next units, NONE prefetches nothing (a unit that names itself), and a limit of
+    two prefetches two. The root runs first in forward and first in backward."""
     model = Chain(child=Chain({"a": True, "b": True}, rest=layer(), a=layer(), b=layer()))
     plan = plan_of(model, prefetch=prefetch)
     assert [unit.name for unit in plan.units] == ["child.a", "child.b", "child"]
@@ -232,11 +234,11 @@ def test_prefetch_lists(prefetch: Prefetch, forward: list[tuple[str, ...]], back
     assert [unit.backward_prefetch for unit in plan.units] == backward
 
 
-# --- what cannot be planned
+# --- models that cannot be planned
 
 
 def test_two_dtypes_in_one_unit():
-    """A LoRA adapter in fp32 inside a bf16 block gets a unit of its own, instead of failing in the first forward."""
+    """A LoRA adapter in fp32 inside a bf16 block gets a separate unit, instead of failing in the first forward."""
     model = Chain(child=Chain(base=nn.Linear(6, 8).to(BF16), adapter=layer()))
     plan = plan_of(model)
     assert [(unit.name, unit.is_root) for unit in plan.units] == [("child.adapter", False), ("child", True)]
@@ -245,8 +247,8 @@ def test_two_dtypes_in_one_unit():
 
 
 def test_many_of_another_dtype():
-    """A whole tower of another dtype is one unit; in a container, which has no forward, each member is one; a unit
-    inside stays a unit."""
+    """A tower of another dtype is one unit. In a container, which has no forward, each member is one. Units inside
+    remain units."""
     tower = Chain(a=layer().to(BF16), b=layer().to(BF16))
     listed = nn.ModuleDict({"x": layer().to(BF16), "y": layer().to(BF16)})
     inside = Chain(c=layer().to(BF16), d=layer().to(BF16))
@@ -257,7 +259,7 @@ def test_many_of_another_dtype():
 
 
 def test_tied_parameters_of_another_dtype():
-    """A tie holds also where the dtypes of its modules separate them from the rest."""
+    """A tie is preserved where the dtypes of its modules separate them from the rest."""
     model = Chain(child=Chain(big=nn.Linear(6, 60), a=layer().to(BF16), b=layer().to(BF16)))
     model.child.b.weight = model.child.a.weight
     plan = plan_of(model, mixed_precision=MixedPrecision(param_dtype=HALF))
@@ -267,7 +269,7 @@ def test_tied_parameters_of_another_dtype():
 
 
 def test_two_dtypes_in_one_module():
-    """What no module separates stays whole on every rank, and the report says so."""
+    """A parameter that no module separates is not sharded, and the report names it."""
     model = Chain(child=nn.Linear(6, 8))
     model.child.bias = nn.Parameter(model.child.bias.to(BF16))
     plan = plan_of(model)
@@ -278,7 +280,7 @@ def test_two_dtypes_in_one_module():
 
 
 def test_scalar_parameters():
-    """A 0-dim parameter cannot be cut: it stays whole, and nobody has to change the model and its checkpoints."""
+    """A 0-dim parameter cannot be sharded. It stays replicated, without changes to the model or its checkpoints."""
     model = Chain(child=layer())
     model.child.temperature = nn.Parameter(torch.tensor(1.0))
     plan = plan_of(model)
@@ -288,7 +290,7 @@ def test_scalar_parameters():
 
 
 def test_parameters_that_are_not_contiguous():
-    """The copy that is sharded instead is in the report, with the first name."""
+    """The report names the parameter whose copy is sharded in its place."""
     model = Chain(child=Chain(a=layer(), b=layer()))
     for linear in (model.child.a, model.child.b):
         linear.weight = nn.Parameter(linear.weight.detach().t())
@@ -297,7 +299,7 @@ def test_parameters_that_are_not_contiguous():
 
 
 def test_ignored_modules():
-    """What a user keeps out of FSDP is in no unit, with all below it and all that it shares, and no unit is made
+    """Ignored modules are in no unit, with their descendants and the parameters that they share. No unit is created
     inside."""
     model = Chain(child=Chain({"kept": True, "inner": True}, kept=Chain(inner=layer()), rest=layer(), tied=layer()))
     model.child.tied.weight = model.child.kept.inner.weight
@@ -311,7 +313,7 @@ def test_ignored_modules():
 
 
 def test_ignored_modules_that_cannot_be():
-    """A module of another model, and the model itself, are named instead of being passed over."""
+    """Modules of another model, and the model itself, raise instead of being skipped."""
     with pytest.raises(PlanError, match=r"ignored_modules\[0\] \(Linear\) is not part of the model"):
         plan_of(Chain(child=layer()), ignored_modules=(layer(),))
     model = Chain(child=layer())
@@ -324,7 +326,8 @@ def test_ignored_modules_that_cannot_be():
 
 
 def test_gradients_in_low_precision():
-    """Gradients keep their dtype where the parameters have it; where they cannot, the user reads it before training."""
+    """Gradients have the dtype of their parameters where possible. Elsewhere the report warns the user before
+    training."""
     low = MixedPrecision(param_dtype=BFLOAT, reduce_dtype=BFLOAT, gradients=GradientDtype.AS_REDUCED)
     plan_of(Chain(child=layer().to(BF16)), mixed_precision=low)
     plan_of(Chain(child=layer()), mixed_precision=MixedPrecision(gradients=GradientDtype.AS_REDUCED))
@@ -337,7 +340,8 @@ def test_gradients_in_low_precision():
 
 
 def test_units_with_ranks_of_their_own():
-    """A module's process group or strategy gives its unit a mesh, and the report says what is averaged no longer."""
+    """A module's process group or strategy sets the mesh of its unit, and the report lists parameters that are no
+    longer averaged."""
     groups = {"a": {"process_group": "set2"}, "b": {"sharding_strategy": "NO_SHARD"}}
     model = Chain(child=Chain(groups, a=layer(), b=layer(), rest=layer()))
     plan = plan_of(model, mesh=MeshSpec.of_degrees(shard=4))
@@ -351,7 +355,7 @@ def test_units_with_ranks_of_their_own():
 
 
 def test_resolving_where_each_unit_has_ranks_of_its_own():
-    """The plan's own mesh is resolved, too, where no unit is on it."""
+    """The plan's own mesh is resolved even if no unit uses it."""
     child = Chain({"a": {"process_group": [0]}}, a=layer())
     child._fsdp_wrap = False
     plan = plan_sharding(Chain(child=child), ShardingConfig(shard_below_unwrapped=True))
@@ -369,25 +373,25 @@ def many_blocks(num_blocks: int) -> Model:
 
 
 def seconds_to_plan(model: nn.Module, config: ShardingConfig) -> float:
-    """Of the processor: what else the machine does costs nothing."""
+    """CPU time, which other processes on the machine do not affect."""
     begin_s = time.process_time()
     plan_sharding(model, config)
     return time.process_time() - begin_s
 
 
 def test_planning_time_grows_with_the_model_and_not_faster():
-    """A model of 2000 modules is planned while nobody notices; planning must not cost minutes of a thousand GPUs."""
+    """Planning a model of 2000 modules takes under 2 s; minutes would be wasted on every GPU of a large job."""
     config = ShardingConfig(prefetch=Prefetch(forward=2, backward=2))
     small, large = many_blocks(165), many_blocks(660)
     assert sum(1 for _ in large.modules()) > 1950
     seconds_to_plan(small, config)
     small_s, large_s = (min(seconds_to_plan(model, config) for _ in range(2)) for model in (small, large))
-    assert large_s < 2, f"{large_s:.1f} s"  # about 0.1 s on the machine that this was written on
+    assert large_s < 2, f"{large_s:.1f} s"  # about 0.1 s on the machine where this was written
     assert large_s < 10 * small_s, f"4 times the modules take {large_s / small_s:.1f} times as long"
 
 
 def test_planning_many_ties_takes_no_longer():
-    """Hundreds of tied layers (an ALBERT-like model) are no quadratic surprise."""
+    """Planning time does not grow quadratically with the number of tied layers (an ALBERT-like model)."""
 
     def tied(num_layers: int) -> nn.Module:
         layers = {f"layer{i}": Chain(tied=layer(2), own=layer(2)) for i in range(num_layers)}

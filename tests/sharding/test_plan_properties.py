@@ -1,4 +1,4 @@
-"""Whatever the model: each parameter has one place in the plan, and every rank makes the same plan."""
+"""For every model, each parameter has one place in the plan, and every rank makes the same plan."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ def any_tree() -> st.SearchStrategy[Tree]:
 
 
 def plan_of(tree: Tree, config: ShardingConfig, model: nn.Module | None = None) -> ShardingPlan | None:
-    """The plan, or None if there rightly is none."""
+    """The plan, or None where an error is correct."""
     model = build(tree) if model is None else model
     ignored = ignored_modules(tree, model)
     try:
         return plan_sharding(model, dataclasses.replace(config, ignored_modules=tuple(ignored)))
     except PlanError as error:
         if config.mixed_precision.param_dtype is not None and "give it a module of its own" in str(error):
-            return None  # one module with two dtypes, and a third one to compute in
-        assert "nothing to shard" in str(error)  # noqa: PT017  the only other right answer
+            return None  # one module with two dtypes, and a third one for compute
+        assert "nothing to shard" in str(error)  # noqa: PT017  the only other valid error
         assert not list(wrapped_parameters(model, ignored))
         return None
 
 
 def wrapped_parameters(model: nn.Module, ignored: list[nn.Module]) -> Iterator[nn.Parameter]:
-    """What there is to shard: FSDP1 wrapped the children, and a scalar has no dimension to shard."""
+    """The parameters to shard: FSDP1 wrapped the children, and a scalar has no dimension to shard."""
     outside = {parameter for module in ignored for parameter in module.parameters()}
     for child in model.children():
         if getattr(child, "_fsdp_wrap", True):
@@ -75,7 +75,7 @@ def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
 
 
 def places(model: nn.Module, plan: ShardingPlan) -> list[tuple[str, tuple[str, ...]]]:
-    """Each mention of a parameter in the plan: where, and under which names."""
+    """Each mention of a parameter in the plan: its place and its names."""
     found = [
         (f"unit {unit.name!r}", spec.names) for unit in plan.units for spec in (*unit.parameters, *unit.replicated)
     ]
@@ -91,7 +91,7 @@ def places(model: nn.Module, plan: ShardingPlan) -> list[tuple[str, tuple[str, .
 
 
 def footprint(model: nn.Module) -> list[Any]:
-    """What planning must leave alone: modules and tensors themselves, and every attribute of a module."""
+    """State that planning must not change: modules and tensors by identity, and every attribute of a module."""
     return [
         *((path, id(module), type(module), _frozen(vars(module))) for path, module in model.named_modules()),
         *(
@@ -109,8 +109,9 @@ def _frozen(attributes: dict[str, Any]) -> dict[str, Any]:
 @found(lambda tree: (tree, ShardingConfig()))
 @examples(20)
 def test_every_tree_has_a_plan_that_can_be_carried_out(tree: Tree, config: ShardingConfig):
-    """Whatever is nested, shared, tied, ignored or chosen: a parameter that is forgotten would train on each rank for
-    itself, one that lies in two units would come apart, units in another order would be lost; without an error."""
+    """For every combination of nesting, sharing, ties and ignored or chosen modules, mistakes would raise no error: a
+    forgotten parameter trains separately on each rank, one in two units diverges, and units in the wrong order are
+    lost."""
     model = build(tree)
     if (plan := plan_of(tree, config, model)) is None:
         return
@@ -122,7 +123,7 @@ def test_every_tree_has_a_plan_that_can_be_carried_out(tree: Tree, config: Shard
 
 
 def check_places(model: nn.Module, plan: ShardingPlan) -> None:
-    """Every parameter lies in exactly one unit, or is reported as ignored or left out."""
+    """Every parameter is in exactly one unit, or reported as ignored or excluded."""
     names = names_by_parameter(model)
     parameter_of = {name: parameter for parameter, all_names in names.items() for name in all_names}
     place_of: dict[nn.Parameter, str] = {}
@@ -136,7 +137,7 @@ def check_places(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def check_ties(model: nn.Module, plan: ShardingPlan) -> None:
-    """Tie groups are whole: one that is missing is not looked at again after sharding."""
+    """Tie groups are complete: a missing name is not tied again after sharding."""
     place_of = {written[0]: place for place, written in places(model, plan)}
     tied = {names for names in names_by_parameter(model).values() if len(names) > 1}
     assert set(plan.tie_groups) == {names for names in tied if place_of[names[0]] != IGNORED}
@@ -144,8 +145,9 @@ def check_ties(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def check_units_gather_what_runs_in_them(model: nn.Module, plan: ShardingPlan) -> None:
-    """A unit gathers parameters for its modules and what runs in them, up to the next unit: what another unit holds
-    would be a shard when it is used. That holds at each place where a module or a parameter is registered."""
+    """A unit unshards the parameters of its modules and of the modules that run in them, up to the next unit; a
+    parameter of another unit would be a shard when used. This applies to each place where a module or a parameter is
+    registered."""
     modules = dict(model.named_modules(remove_duplicate=False))
     unit_of = {modules[path]: unit for unit in plan.units for path in unit.modules}
     assert len(unit_of) == sum(len(unit.modules) for unit in plan.units), "a module is in two units"
@@ -159,11 +161,11 @@ def check_units_gather_what_runs_in_them(model: nn.Module, plan: ShardingPlan) -
 
 
 def check_what_torch_takes(model: nn.Module, plan: ShardingPlan) -> None:
-    """fully_shard, called unit by unit, takes the parameters that the plan says, and no others: children come before
-    parents, which get all that their children have not taken yet.
+    """fully_shard, called unit by unit, takes exactly the plan's parameters: children come before parents, which get
+    the parameters left over by their children.
 
-    Its rule (torch/distributed/fsdp/_fully_shard/_fsdp_init.py, _get_managed_modules): everything below the given
-    modules, but not inside a module that an earlier call was given, nor ignored.
+    Its rule (torch/distributed/fsdp/_fully_shard/_fsdp_init.py, _get_managed_modules): all modules below its arguments,
+    except those below a module of an earlier call, and ignored ones.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     by_name = dict(model.named_parameters(remove_duplicate=False))
@@ -185,8 +187,8 @@ def check_what_torch_takes(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def check_roots(model: nn.Module, plan: ShardingPlan) -> None:
-    """torch finds the root in the first forward; a group there, a container without forward, or a module below two
-    roots would end the run in its first step. What is gathered ahead must lie below the same root, too."""
+    """torch finds the root in the first forward. A group as root, a container without forward, or a module below two
+    roots would end the run in its first step. Prefetched units must be below the same root, too."""
     modules = dict(model.named_modules(remove_duplicate=False))
     root_of: dict[str, str] = {}
     for unit in plan.units:
@@ -206,7 +208,7 @@ def check_roots(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def at_or_above(path: str) -> list[str]:
-    """A module's path and those of the modules around it, innermost first; the model's own, '', is the last."""
+    """The paths of a module and its ancestors, innermost first; the model itself, '', is last."""
     parts = path.split(".") if path else []
     return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
 
@@ -214,8 +216,8 @@ def at_or_above(path: str) -> list[str]:
 @given(any_tree(), CONFIGS)
 @examples(10)
 def test_planning_only_reads_and_repeats_itself(tree: Tree, config: ShardingConfig):
-    """A plan can be looked at before anything is done; planning again, or the same model built again, with values or
-    without, gives the same plan."""
+    """A plan can be inspected before sharding. Planning again, or for the same model built again with or without
+    values, results in the same plan."""
     model = build(tree)
     before = footprint(model)
     if (plan := plan_of(tree, config, model)) is None:
@@ -248,8 +250,8 @@ def digests_of(cases: list[tuple[Tree, ShardingConfig]]) -> list[str | None]:
 
 
 def test_ranks_make_the_same_plan():
-    """Ranks that decided differently would wait for each other for ever. Each process has other addresses and hashes,
-    so an order that comes from a set of modules would differ."""
+    """Ranks with different plans would wait for each other forever. Memory addresses and hashes differ between
+    processes, so an order taken from a set of modules would differ."""
     cases = some_cases()[-400 if IS_THOROUGH else -20 :]  # the first ones are the simplest
     here = digests_of(cases)
     for digests in run_ranks(digests_of, 2, cases):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.any_torch
 
 BELOW = {"shard_below_unwrapped": True}
 
-# What a wrap function's {"reshard_after_forward": False} becomes.
+# A wrap function's {"reshard_after_forward": False}, as parsed.
 KEPT = UnitOverrides(reshard_after_forward=False, given={"reshard_after_forward": False})
 
 
@@ -104,8 +104,8 @@ BLOCKS = ("decoder.blocks.0", "decoder.blocks.1")
 
 @dataclass(kw_only=True)
 class Case:
-    """A model, and its units: in order, groups joined by '+', each with its parameters where they are told. And, if
-    told, its roots, what is left out and why, and a part of a note."""
+    """A model and its expected units, in order: groups joined by '+', each with its parameters if listed. Optionally
+    its roots, the excluded modules with reasons, and a part of a note."""
 
     build: Callable[[], nn.Module]
     units: dict[str, list[str]] | list[str]
@@ -115,10 +115,10 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-# --- what FSDP1 chose
+# --- FSDP1's units
 
 CASES: dict[str, Case] = {
-    # A ComposerModel's own methods may call its children one by one: each gathers its parameters by itself.
+    # A ComposerModel's own methods may call its children one by one, so each is a root.
     "direct children are the roots": Case(
         build=lambda: Chain(first=layer(), second=Chain(inner=layer())),
         units={"first": ["first.weight"], "second": ["second.inner.weight"]},
@@ -139,14 +139,14 @@ CASES: dict[str, Case] = {
     "functions further down are not asked": Case(
         build=lambda: Chain(child=Chain(inner=Chain({"deep": True}, deep=layer()))), units=["child"]
     ),
-    # An empty dict was False to FSDP1, one with settings wraps.
+    # FSDP1 read an empty dict as False; one with settings wraps.
     "answers": Case(
         build=lambda: Chain(
             child=Chain({"a": {}, "b": {"reshard_after_forward": False}, "c": False}, a=layer(), b=layer(), c=layer())
         ),
         units=["child.b", "child"],
     ),
-    # PEFT and Foundry mark single modules; the mark wins over the model's function.
+    # PEFT and Foundry mark single modules; the mark takes precedence over the model's function.
     "marks go before the function": Case(
         build=lambda: marked(
             Chain(child=Chain({"a": True}, a=layer(), b=layer(), c=layer())), child_a=False, child_b=True
@@ -171,7 +171,7 @@ CASES: dict[str, Case] = {
         units=["child"],
         left={"own": "the model's own parameter: only its children are sharded, as under FSDP1"},
     ),
-    # Metrics that keep state (an LPIPS network, say) are neither sharded nor moved.
+    # Metrics with state (an LPIPS network) are neither sharded nor moved.
     "metrics": Case(
         build=lambda: Chain(net=layer(), metric=type("Accuracy", (FakeMetric,), {})()),
         units=["net"],
@@ -180,7 +180,7 @@ CASES: dict[str, Case] = {
     "a user's own class of that name": Case(
         build=lambda: nn.ModuleDict({"metric": type("Metric", (nn.Linear,), {})(2, 2)}), units=["metric"]
     ),
-    # A ModuleList has no forward to gather in, and fully_shard refuses it: its members take its place.
+    # A ModuleList has no forward and fully_shard refuses it, so its members are units.
     "members of a container are the roots": Case(
         build=lambda: Chain(towers=LIST([layer(), nn.ModuleDict({"a": Chain(INNER, inner=layer())})])),
         units={"towers.0": ["towers.0.weight"], "towers.1.a": ["towers.1.a.inner.weight"]},
@@ -195,7 +195,7 @@ CASES: dict[str, Case] = {
         units={"child.blocks.0": ["child.blocks.0.weight"], "child": ["child.rest.weight", "child.blocks.1.weight"]},
         note="child.blocks (ModuleList) was chosen, but has no forward",
     ),
-    # Nobody calls a ParameterList, so only the model's own forward can gather what it holds.
+    # A ParameterList is never called, so its parameters are unsharded in the model's own forward.
     "a container with parameters of its own": Case(
         build=lambda: Chain(bias=nn.ParameterList([layer().weight]), inner=layer()),
         units={"inner": ["inner.weight"], "": ["bias.0"]},
@@ -207,17 +207,17 @@ CASES: dict[str, Case] = {
         ),
         units=["child"],
     ),
-    # Without it each block would be a root, whose parameters torch keeps gathered after forward.
+    # Without it each block would be a root, which torch does not reshard after forward.
     "a root above units only": Case(
         build=lambda: Chain(child=Chain({"a": True, "b": True}, a=layer(), b=layer())),
         units={"child.a": ["child.a.weight"], "child.b": ["child.b.weight"], "child": []},
         roots=["child"],
     ),
-    # A first child hands bf16 on, as FSDP1's root did.
+    # The output of a first child is bf16, as with FSDP1's root.
     "a root without parameters casts its inputs": Case(
         build=lambda: Chain(scale=nn.Tanh(), net=layer()), units=["scale", "net"], options={"low_precision": True}
     ),
-    # Running statistics are kept in fp32 (FSDP1's MixedPrecision._module_classes_to_ignore); fp32 needs no unit.
+    # Running statistics stay in fp32 (FSDP1's MixedPrecision._module_classes_to_ignore); fp32 needs no unit.
     "a batch norm": Case(build=normed, units=["child"]),
     "a batch norm in low precision": Case(
         build=normed, units=["child.norm", "child"], options={"low_precision": True}
@@ -225,8 +225,8 @@ CASES: dict[str, Case] = {
     "a module in two places of one child": Case(
         build=in_two_places, units={"child.a": ["child.a.weight"], "child": ["child.rest.weight"]}
     ),
-    # `self.fc1 = fc1` beside `Sequential(fc1, ...)`, as in Composer's own examples: the model gathers, and the child is
-    # still one that `summon_full_params` and `_fsdp_wrapped_module` are found on.
+    # `self.fc1 = fc1` beside `Sequential(fc1, ...)`, as in Composer's own examples: the model is the root, and
+    # `summon_full_params` and `_fsdp_wrapped_module` still work on the child.
     "a direct child whose modules are all registered twice": Case(
         build=registered_twice, units={"fc1": ["fc1.weight"], "fc2": ["fc2.weight"], "module": [], "": []}, roots=[""]
     ),
@@ -239,7 +239,7 @@ CASES: dict[str, Case] = {
         units={"child": ["child.inner.deep.weight", "child.inner.more.weight"]},
         note="child.inner is not a unit of its own",
     ),
-    # Embedding and head are gathered together, and the layers between them are not.
+    # Embedding and head are one group; the layers between them are not in it.
     "tied siblings are a group": Case(
         build=lambda: tied(
             Chain(child=Chain(ABC, a=layer(), b=layer(), c=layer(), rest=layer())), "child.a", "child.c"
@@ -248,7 +248,7 @@ CASES: dict[str, Case] = {
             "child.b": ["child.b.weight"], "child.a+child.c": ["child.a.weight"], "child": ["child.rest.weight"]
         },
     ),
-    # Which would gather no more than the group.
+    # It would add no parameters to the group.
     "tied siblings with nothing beside them are their parent": Case(
         build=lambda: tied(
             Chain(child=Chain({"pair.a": True, "pair.b": True}, pair=Chain(a=layer(), b=layer()), rest=layer())),
@@ -270,7 +270,7 @@ CASES: dict[str, Case] = {
         units={"child.a+child.b+child.c": ["child.a.weight"], "child": ["child.rest.weight"]},
     ),
     "a chain of ties": Case(build=chained, units=["child.a+child.b+child.c", "child"]),
-    # Two roots cannot share a parameter; the model's own forward gathers it for both.
+    # Two roots cannot share a parameter; the model itself is the root for both.
     "a tie across direct children": Case(
         build=lambda: tied(
             Chain(a=Chain(INNER, inner=layer(), tied=layer()), b=Chain(tied=layer()), c=layer()), "a.tied", "b.tied"
@@ -296,7 +296,7 @@ CASES: dict[str, Case] = {
         units=["kept"],
         left=["left.a.weight"],
     ),
-    # A unit between the two places stays one, gathered by itself inside the group's span.
+    # A unit between the two places remains a unit, inside the group's span.
     "a tie across levels of nesting": Case(
         build=across_levels,
         units={
@@ -331,7 +331,7 @@ CASES: dict[str, Case] = {
         left=["decoder.embed.weight", "decoder.norm.weight", "decoder.norm.bias"],
         options=BELOW,
     ),
-    # The model itself gathers; Composer's FSDP2 refuses it.
+    # The model itself is the root; Composer's FSDP2 refuses it.
     "FSDP2: an unwrapped child that shares with a unit": Case(
         build=lambda: tied(
             marked(Chain(child=Chain(INNER, inner=layer(), outer=layer())), child=False), "child.inner", "child.outer"
@@ -344,7 +344,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_units(name: str):
-    """Another choice costs memory or speed, gathers too late, or trains what was to be left alone."""
+    """Another choice would cost memory or speed, unshard too late, or train modules that must stay as they are."""
     case = CASES[name]
     units, selection = units_of(case.build(), **case.options), select_units(case.build(), **case.options)
     assert list(units) == list(case.units)
@@ -364,7 +364,7 @@ def test_units(name: str):
     ],
 )
 def test_a_wrap_function_that_returns_something_else(answer: object, message: str):
-    """A function that forgets its return is found at once, by module; FSDP1 raised too."""
+    """A wrap function without a return statement raises at once and names the module; FSDP1 raised too."""
     with pytest.raises(PlanError, match=message):
         select_units(Chain(child=Chain({"inner": answer}, inner=layer())))
 
@@ -384,7 +384,7 @@ def test_a_wrap_function_that_raises():
 
 
 class Asked(Chain):
-    """Notes which modules its function was asked about."""
+    """Records the modules that its wrap function is called with."""
 
     def fsdp_wrap_fn(self, module: nn.Module) -> Any:
         self.__dict__.setdefault("asked", []).append(module)
@@ -395,7 +395,7 @@ BAD = {"shard_strategy": "FULL_SHARD"}
 
 
 def test_settings_that_nothing_becomes_of_are_not_read():
-    """A model whose function gives a ModuleList settings trained; only a unit's own have to be right."""
+    """Models whose function returns settings for a ModuleList trained; only those of a unit must be valid."""
     model = Chain(child=Chain({"blocks": BAD, "act": BAD}, blocks=nn.ModuleList([layer()]), act=nn.Tanh()))
     plan = plan_sharding(model, ShardingConfig())
     assert [unit.name for unit in plan.units] == ["child"]
@@ -405,7 +405,7 @@ def test_settings_that_nothing_becomes_of_are_not_read():
 
 
 def test_settings_of_a_container_of_roots_are_its_members():
-    """Below a child that Composer's FSDP2 did not shard a chosen ModuleList hands its settings on, good or bad."""
+    """Below a child that Composer's FSDP2 did not shard, a chosen ModuleList passes its settings on, valid or not."""
     for settings, is_bad in (({"reshard_after_forward": False}, False), (BAD, True)):
         model = Chain(child=Chain({"blocks": settings}, blocks=nn.ModuleList([layer()])))
         model.child._fsdp_wrap = False
@@ -415,7 +415,8 @@ def test_settings_of_a_container_of_roots_are_its_members():
 
 
 def test_roots_are_not_asked_about():
-    """Members of a container take its place; a function that knows only what lies in them was never asked there."""
+    """Members of a container replace it. A wrap function that expects only modules inside them is not called with
+    them."""
     inner = layer()
     towers = nn.ModuleList([Chain(inner=inner), layer()])
     asked: list[nn.Module] = []
@@ -425,7 +426,7 @@ def test_roots_are_not_asked_about():
 
 
 def test_a_unit_of_one_child_is_not_asked_about_by_the_next():
-    """An encoder's layer that the decoder calls, too, is the encoder's unit; the decoder's function may not know it."""
+    """An encoder's layer that the decoder also calls is the encoder's unit; the decoder's function may not know it."""
     shared = layer()
     first = Asked({"a": True}, a=shared, b=layer())
     second = Asked({"again": "no answer"}, again=shared, own=layer())
@@ -438,7 +439,7 @@ def test_a_unit_of_one_child_is_not_asked_about_by_the_next():
 
 
 def test_groups_inside_each_other_fall_back_to_ancestors():
-    """Two ties that cross (a with d's inside, b with c's inside) still end in units that can be ordered."""
+    """Two crossing ties (a with d's inside, b with c's inside) still result in units that can be ordered."""
     a, b = Chain(x=layer(), y=layer()), Chain(x=layer(), y=layer())
     answers = {"a": True, "a.x": True, "b": True, "b.x": True}
     model = Chain(child=Chain(answers, a=a, b=b, rest=layer()))
@@ -456,8 +457,8 @@ def settings_of_group(first: dict[str, Any], second: dict[str, Any]) -> tuple[Un
 
 
 def test_settings_of_a_group():
-    """Tied modules that want the same get it, in whatever order it is written, and are told of what is wrong; if they
-    differ, the model's own settings hold and a note says so."""
+    """Tied modules with equal settings get these, in whatever order they are written, and invalid settings raise. If
+    the settings differ, the model's own apply and a note reports it."""
     same, both = {"reshard_after_forward": False}, {"reshard_after_forward": False, "cpu_offload": False}
     bad = {"reshard_after_forward": "no"}
     assert settings_of_group(same, dict(same)) == (KEPT, ())
@@ -470,7 +471,7 @@ def test_settings_of_a_group():
 
 
 def test_settings_of_a_group_from_one_dict():
-    """A wrap function that fills the same dict anew for each module wants what it said of each."""
+    """A wrap function that refills the same dict for each module gets the settings of each module, not of the last."""
 
     settings: dict[str, Any] = {}
 
@@ -485,7 +486,7 @@ def test_settings_of_a_group_from_one_dict():
 
 
 def test_nothing_is_read_twice_from_a_changing_function():
-    """A wrap function with state (a counter of blocks) is asked once about each module, in the order of the modules."""
+    """A wrap function with state (a counter of blocks) is called once for each module, in module order."""
     child = Asked(a=layer(), b=Chain(c=layer()))
     select_units(Chain(child=child))
     assert child.asked == [child.a, child.b, child.b.c]

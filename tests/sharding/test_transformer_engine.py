@@ -1,6 +1,6 @@
 """Transformer Engine's checkpointing under amp_fp8.
 
-The package needs CUDA, so a stand-in of its calls is imported here; what it computes is torch's own checkpointing.
+The package needs CUDA, so a fake of its functions is imported here, which uses torch's own checkpointing.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ def check_wrapper(folder: str) -> tuple[int, dict[str, int], float]:
 
 
 def test_transformer_engines_checkpoint_is_used(tmp_path: Path):
-    """An fp8 run recomputes with the checkpoint that keeps fp8 state, seeded as Composer seeded it."""
+    """An fp8 run recomputes with the checkpoint function that preserves fp8 state, seeded as in Composer."""
     write_stand_in(tmp_path)
-    # fresh: the stand-in must not stay importable for other tests.
+    # fresh: other tests must not be able to import the fake.
     for num_calls, seeds, difference in run_ranks(check_wrapper, 2, str(tmp_path), fresh=True):
         assert (num_calls, seeds, difference) == (2, {"fsdp-rng": 77}, 0.0)
 
 
 @on_ranks(2)
 def test_without_transformer_engine(folder: str) -> None:
-    """It is named before anything is sharded; a run that recomputes nothing, or not in fp8, does not need it; and on a
-    laptop that plans or migrates the run it need not be installed."""
+    """A missing package is named before anything is sharded. Runs without checkpointing or fp8 do not need it, nor does
+    a laptop that plans or migrates the run."""
     model = Model()
     names = [name for name, _ in model.named_parameters()]
     with pytest.raises(ConfigError, match="install transformer-engine"):

@@ -1,4 +1,5 @@
-"""Composer callbacks and algorithms of a line each, ``callback(batch_end=lambda state: ...)``, and one with a state to
+"""Composer callbacks and algorithms in one line each, ``callback(batch_end=lambda state: ...)``, and one with a state
+to
 save.
 
 Imports Composer only when called.
@@ -11,7 +12,7 @@ from typing import Any
 
 
 def callback(**functions: Callable[[Any], Any]) -> Any:
-    """One whose methods of these names call the functions with the state; it runs before the checkpoint saver."""
+    """A callback whose methods of these names call the functions with the state; runs before the checkpoint saver."""
     from composer import Callback
 
     def method(function: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -21,7 +22,7 @@ def callback(**functions: Callable[[Any], Any]) -> Any:
 
 
 def algorithm(name: str, event: str, apply: Callable[[Any], Any]) -> Any:
-    """An algorithm whose class has this name, and that calls ``apply`` with the state at one event."""
+    """An algorithm with this class name that calls ``apply`` with the state at one event."""
     from composer import Algorithm, Event
 
     methods = {"match": lambda self, at, state: at is Event(event), "apply": lambda self, at, state, log: apply(state)}
@@ -29,7 +30,7 @@ def algorithm(name: str, event: str, apply: Callable[[Any], Any]) -> Any:
 
 
 def stateful(name: str, state: dict[Any, Any]) -> Any:
-    """One whose class has this name in checkpoints, and whose state is this, or what was loaded."""
+    """A callback with this class name in checkpoints; its state is ``state``, or the loaded one."""
     from composer import Callback
 
     class Stateful(Callback):

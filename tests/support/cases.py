@@ -11,20 +11,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-PEER_GRACE = timedelta(seconds=5)  # After a failure: how long other ranks may take to end the same case.
+PEER_GRACE = timedelta(seconds=5)  # Time for other ranks to finish the same case after a failure.
 
 _numbers = itertools.count()
 
 
 def for_each(check: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Return what ``check(*arguments)`` gave, by the case's name.
+    """Return the results of ``check(*arguments)`` by case name.
 
-    A case that fails does not hide the next ones, unless it leaves other ranks in the middle of a collective: then the
-    rest is not run, and named.
+    A failed case does not hide later ones. Only if it leaves other ranks inside a collective are the remaining cases
+    skipped, and listed.
 
     Raises:
-        AssertionError: cases failed, with the traceback of each.
-    Called on all ranks, with the same cases.
+        AssertionError: cases failed, with the traceback of each. Called on all ranks, with the same cases.
     """
     store = dist.PrefixStore(f"cases-{next(_numbers)}", dist.distributed_c10d._get_default_store())
     results: dict[str, Any] = {}
@@ -33,7 +32,7 @@ def for_each(check: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]]) ->
     for number, (name, arguments) in enumerate(cases.items()):
         try:
             results[name] = check(*arguments)
-        except (Exception, pytest.fail.Exception):  # The latter is none: of pytest.raises where nothing was raised.
+        except (Exception, pytest.fail.Exception):  # pytest.raises fails with the latter, a BaseException.
             failures[name] = traceback.format_exc()
         store.set(f"{number}/{dist.get_rank()}", "ended")
         if name in failures and not _all_ended(store, number):
@@ -55,6 +54,6 @@ def all_of(*checks: Callable[[], Any]) -> None:
 def _all_ended(store: dist.Store, number: int) -> bool:
     try:
         store.wait([f"{number}/{rank}" for rank in range(dist.get_world_size())], PEER_GRACE)
-    except RuntimeError:  # FileStore says "Wait timeout", not torch's own class
+    except RuntimeError:  # FileStore raises "Wait timeout", not torch's own class
         return False
     return True

@@ -1,4 +1,4 @@
-"""Ways to clip gradients, ours beside torch's on the unsharded model, and what is compared after them."""
+"""Ways to clip gradients, compared with torch's on the unsharded model, and comparisons after them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Clip = Callable[[nn.Module], object]
 
 
 def adaptive(model: nn.Module) -> None:
-    """Of Brock et al. (2021), on an unsharded model: each row by its own norm, a vector by that of all of it."""
+    """Brock et al. (2021), on an unsharded model: each row by its own norm, a vector by its whole norm."""
     for parameter in model.parameters():
         weights, grad = (
             each.norm() if each.dim() <= 1 else each.norm(dim=tuple(range(1, each.dim())), keepdim=True)
@@ -51,7 +51,7 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module, *, atol: float
 
 
 def check_summoned(model: nn.Module, reference: nn.Module) -> None:
-    """Within ``summon_full_params`` a sharded model shows the reference's values, and keeps what is written. Called on
+    """Within ``summon_full_params`` a sharded model has the reference's values, and writes are written back. Called on
     all ranks."""
     expected = {name: parameter.detach() for name, parameter in reference.named_parameters()}
     with summon_full_params(model):

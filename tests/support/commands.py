@@ -45,22 +45,22 @@ class Ended:
 
     @property
     def last(self) -> Any:
-        """The JSON in the last line of its output that is an object; Composer's launcher may print more after it."""
+        """The last line of its output that is a JSON object; Composer's launcher may print more after it."""
         return json.loads(next(line for line in reversed(self.out.splitlines()) if line.startswith("{")))
 
 
 def environment() -> dict[str, str]:
-    # One thread each; a terminal of a known width; gloo must not look the host's name up.
+    # One thread each; a fixed terminal width; gloo must not look the host's name up.
     more = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1", "GLOO_SOCKET_IFNAME": "lo"}
     taken = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in os.environ.items() if name not in taken} | more
 
 
 def run_here(folder: Path, *arguments: object) -> Ended:
-    """``composer-fsdp2`` with these arguments, in this process, for what needs neither ranks nor a terminal."""
+    """``composer-fsdp2`` with these arguments, in this process, for commands that need neither ranks nor a terminal."""
     from composer_fsdp2.cli.main import main
 
-    # As a pipe is: bytes can be written to it as well, and no line end is changed.
+    # Like a pipe: it also accepts bytes, and changes no line end.
     out, err = io.TextIOWrapper(io.BytesIO(), newline=""), io.StringIO()
     code: object = 0
     with (
@@ -79,7 +79,7 @@ def run_here(folder: Path, *arguments: object) -> Ended:
 
 
 def run_all(commands: dict[str, list[Any]], folder: Path, *, timeout_s: float = 400) -> dict[str, Ended]:
-    """Commands side by side, because each spends seconds on imports."""
+    """Run commands concurrently, because each spends seconds on imports."""
     started: dict[str, subprocess.Popen] = {}
     try:
         for name, command in commands.items():
@@ -98,16 +98,16 @@ def run_all(commands: dict[str, list[Any]], folder: Path, *, timeout_s: float = 
     finally:
         for process in started.values():
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # a launcher alone would leave its ranks behind
+                os.killpg(process.pid, signal.SIGKILL)  # killing only the launcher would leave its ranks running
 
 
 def run_forked(
     commands: dict[str, list[Any]], folder: Path, *, variables: dict[str, dict[str, str]] | None = None
 ) -> dict[str, Ended]:
-    """``composer-fsdp2`` with these arguments, side by side, without the seconds of imports.
+    """Run ``composer-fsdp2`` with these arguments concurrently, without import time.
 
     Args:
-        variables: What a command has in its environment besides, by its name.
+        variables: Additional environment variables, by command name.
     """
     calls = {name: [[*map(str, arguments)]] for name, arguments in commands.items()}
     return call_forked("support.forked_commands:run", calls, folder, variables=variables)
@@ -123,7 +123,7 @@ def call_forked(
     stdin: str = "",
     timeout_s: float = 550,
 ) -> dict[str, Ended]:
-    """``function``, ``module:name``, called side by side in processes forked from one that has imported ``imports``."""
+    """Call ``function``, ``module:name``, concurrently in processes forked from one that has imported ``imports``."""
     started: dict[str, warm.WarmProcess] = {}
     with tempfile.TemporaryDirectory() as outputs, contextlib.chdir(folder):
         files = {

@@ -15,15 +15,14 @@ WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."
 
 
 def assert_same(found: Any, expected: Any, what: str = "", *, in_bits: bool = False, in_order: bool = False) -> None:
-    """The same keys, and every value of the same class and equal, a tensor in dtype, shape and each element; names all
-    that differ.
+    """Compare keys, classes and values, of tensors also dtype, shape and each element; the error lists all differences.
 
-    Mappings, sequences and dataclasses are walked. One mapping is as good as another. NaN is equal to nothing: a
-    computation that went wrong on both sides is not the same.
+    Mappings, sequences and dataclasses are traversed. Mapping classes need not be equal. NaN differs from everything:
+    equal errors on both sides must not pass.
 
     Args:
-        in_bits: As in a copy: NaN is equal to itself, and -0.0 is not 0.0.
-        in_order: Mappings too are of the same class, and their keys in the same order.
+        in_bits: As in a copy: NaN equals itself, and -0.0 differs from 0.0.
+        in_order: Mappings must also have the same class, and their keys the same order.
     """
     problems = list(differences(found, expected, in_bits=in_bits, in_order=in_order))
     assert not problems, "\n".join(filter(None, [what, *problems]))
@@ -62,7 +61,7 @@ def differences(
 
 
 def _class(value: Any) -> type:
-    """A kind of text is text: torch's TorchVersion is a plain string once it has been through a checkpoint."""
+    """Subclasses of str count as str: torch's TorchVersion is a plain string after saving and loading."""
     return str if isinstance(value, str) else type(value)
 
 
@@ -71,7 +70,7 @@ def _is_same_leaf(found: Any, expected: Any, in_bits: bool) -> bool:
         alike = (found.dtype, found.shape) == (expected.dtype, expected.shape)
         return alike and (found.tobytes() == expected.tobytes() if in_bits else bool((found == expected).all()))
     if in_bits and isinstance(expected, float | complex):
-        return repr(found) == repr(expected)  # which tells -0.0 from 0.0
+        return repr(found) == repr(expected)  # distinguishes -0.0 from 0.0
     return bool(found == expected)
 
 
@@ -85,7 +84,7 @@ def _tensor_difference(found: torch.Tensor, expected: torch.Tensor, in_bits: boo
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Of each element its bytes."""
+    """The bytes of each element."""
     packed = tensor.detach().clone(
         memory_format=torch.contiguous_format
     )  # contiguous() leaves an empty one its strides
@@ -93,22 +92,22 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor, gathered if it is sharded, without its history, where its parts lie. Called on all ranks."""
+    """The full tensor, all-gathered if sharded, detached, on the device of its shards. Called on all ranks."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    # Offloaded parts travel on the mesh's device: NCCL knows no CPU tensors.
+    # Offloaded shards are sent on the mesh's device, because NCCL does not support CPU tensors.
     return tensor.detach().to(tensor.device_mesh.device_type).full_tensor().to(tensor.device)
 
 
 def own_name(name: str) -> str:
-    """The name of a parameter or module without those of the wrappers around its modules."""
+    """The name of a parameter or module without the prefixes of wrappers."""
     for wrapper in WRAPPERS:
         name = f"{name}.".replace(wrapper, "").removesuffix(".")
     return name
 
 
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of every parameter, full, by the name it had before any wrapping. Called on all ranks."""
+    """A full copy of every parameter, by its name without wrappers. Called on all ranks."""
     from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel  # under the shim, too
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):

@@ -1,4 +1,4 @@
-"""``composer-fsdp2 compare`` without the imports of its ranks: ``compare_all({"it": [SCRIPT, ...]}, folder)``.
+"""``composer-fsdp2 compare`` without its ranks' import time: ``compare_all({"it": [SCRIPT, ...]}, folder)``.
 
 Its own process and every rank are forked from a warm one. tests/comparing/test_launching.py starts real ones.
 """
@@ -34,7 +34,7 @@ class Compared:
 
 
 def compare_all(commands: dict[str, list[Any]], folder: Path) -> dict[str, Compared]:
-    """``compare`` with these arguments, one after the other, each with a report in a folder of its name."""
+    """``compare`` with these arguments, sequentially, each with a report in a folder of its name."""
     quick = folder / "quick"
     quick.mkdir()
     add_launchers(quick, WITH_COMPOSER)
@@ -49,6 +49,6 @@ def compare_all(commands: dict[str, list[Any]], folder: Path) -> dict[str, Compa
 
 
 def run(python: str, words: list[str]) -> None:
-    """Be the command; the ranks that it starts are ``python``."""
+    """Act as the command; the ranks that it starts are ``python``."""
     sys.executable = python
     forked_commands.run(words)

@@ -1,6 +1,6 @@
-"""Runs that divide sequences or experts, and of one process, through Composer's Trainer in float64: ``train(run)``.
+"""Runs with context or expert parallelism, and in one process, through Composer's Trainer in float64: ``train(run)``.
 
-Imports Composer, Foundry and transformers only when called, so that collecting the tests stays cheap.
+Imports Composer, Foundry and transformers only when called, to keep test collection fast.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Run:
     """One run.
 
     Args:
-        kind: Of the model, by its name in ``build``.
-        degree: Of context parallelism; 0 is one process without it.
-        by_tokens: Whether microbatches weigh by their tokens, not by their rows.
-        config: More of the section.
+        kind: The model, by its name in ``build``.
+        degree: The context parallel degree; 0 is one process without it.
+        by_tokens: Whether microbatches are weighted by tokens instead of rows.
+        config: Additional keys of the section.
     """
 
     kind: str
@@ -40,12 +40,12 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run left behind, alike on all ranks."""
+    """Results of a run, equal on all ranks."""
 
     losses: list[float]
     metrics: dict[str, float]
     parameters: dict[str, torch.Tensor]
-    num_counts: int  # how often tokens were counted
+    num_counts: int  # the number of token counts
 
 
 def train(run: Run) -> Trained:
@@ -116,7 +116,7 @@ def build(kind: str) -> Any:
 
 
 def _hugging_face(kind: str) -> Any:
-    """Of Llama LLM Foundry's ComposerHFCausalLM, of Qwen2 Composer's own class."""
+    """LLM Foundry's ComposerHFCausalLM for Llama, Composer's own class for Qwen2."""
     import transformers
     from composer.models import HuggingFaceModel
 
@@ -136,7 +136,7 @@ def _hugging_face(kind: str) -> Any:
 
 
 def _by_foundry(config: Any) -> Any:
-    """With random weights; its attention is eager, LLM Foundry's default."""
+    """With random weights and eager attention, LLM Foundry's default."""
     from llmfoundry.models.hf.hf_causal_lm import ComposerHFCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
@@ -175,12 +175,12 @@ def _mpt(kind: str) -> Any:
     return model.double()
 
 
-# transformers casts to float32 here and there, where a difference in a float64's last bit may become one of 1e-7 in one
-# element: whether it does for these values depends on the machine's kernels.
+# A cast to float32 in transformers can turn a difference in a float64's last bit into one of 1e-7 in one element;
+# whether it does for these values depends on the machine's kernels.
 
 
 def _normalize_in_float64(model: torch.nn.Module) -> None:
-    """torch's own RMSNorm in place of transformers'."""
+    """Replaces transformers' RMSNorm by torch's own."""
     for parent in list(model.modules()):
         for name, module in parent.named_children():
             if type(module).__name__.endswith("RMSNorm"):
@@ -193,7 +193,7 @@ _softmax = F.softmax
 
 
 def softmax_in_float64(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
-    """Whatever dtype eager attention asks for."""
+    """Whatever dtype eager attention requests."""
     return _softmax(scores, dim=dim)
 
 
@@ -213,9 +213,9 @@ def loss_in_float64(
 
 
 def _rows(number: int, *, is_even: bool) -> list[dict[str, torch.Tensor]]:
-    """Of different lengths, padded on the right, with two sequences in each; some tokens are not to be learned.
+    """Rows of different lengths, padded on the right, with two sequences in each; some tokens have no label.
 
-    Even ones are full, and all learned: the mean over rows is that over tokens.
+    Even ones are full, and all tokens have labels: the mean over rows equals that over tokens.
     """
     if is_even:
         tokens = torch.randint(VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -234,7 +234,7 @@ def _rows(number: int, *, is_even: bool) -> list[dict[str, torch.Tensor]]:
 
 
 def _loader(rows: Any, batch: int, blocks: int, degree: int) -> Any:
-    """The ranks of a block read the same rows; those of all blocks together are one process's."""
+    """The ranks of a block read the same rows; the rows of all blocks together are those of one process."""
     from composer.utils import dist as composer_dist
     from torch.utils.data import DataLoader
 

@@ -1,4 +1,4 @@
-"""CUDA's part in pinning host memory, played where there is no GPU: ``with CudaPlayed() as cuda: ...``."""
+"""A fake of CUDA's host memory pinning, for machines without a GPU: ``with CudaPlayed() as cuda: ...``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SUCCESS, OUT_OF_MEMORY = 0, 2  # cudaError
 
 @dataclass
 class CudaPlayed(contextlib.ExitStack):
-    """Counts what is registered with CUDA, and what torch's own pinned memory would be.
+    """Counts the memory registered with CUDA, and the size of torch's own pinned memory.
 
     Attributes:
-        limit_bytes: More than so much at a time is an error, as on a host without enough memory.
-        pinned: What is pinned now: bytes by address.
-        events: What was done, in order: ``pin`` and ``unpin`` with bytes, ``wait`` with the device.
+        limit_bytes: Pinning more than this at a time raises, as on a host without enough memory.
+        pinned: Currently pinned memory: bytes by address.
+        events: Operations in order: ``pin`` and ``unpin`` with bytes, ``wait`` with the device.
     """
 
     limit_bytes: float = float("inf")
@@ -57,7 +57,7 @@ class CudaPlayed(contextlib.ExitStack):
         return SimpleNamespace(synchronize=lambda: self.events.append(("wait", device)))
 
     def _pin_by_torch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """CachingHostAllocator, torch 2.7: a power of two."""
+        """Like CachingHostAllocator of torch 2.7: rounds up to a power of two."""
         if tensor.nbytes:
             self._register(tensor.data_ptr(), 1 << (tensor.nbytes - 1).bit_length(), 0)
         return tensor

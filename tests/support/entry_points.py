@@ -1,6 +1,6 @@
-"""Imported, it makes LLM Foundry's registries quick: the entry points of a group are looked for once.
+"""Speeds up LLM Foundry's registries when imported, by caching the entry points of a group.
 
-catalogue (2.0.10) goes through those of all installed packages at each look-up, hundreds of times for one MPT.
+catalogue (2.0.10) iterates over those of all installed packages at each look-up, hundreds of times for one MPT.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _all = catalogue.AVAILABLE_ENTRY_POINTS
 
 
 class EntryPoints:
-    """Those that are installed; what is registered in code is not among them."""
+    """The installed ones; entries registered in code are not included."""
 
-    @functools.cache  # noqa: B019  There is one object.
+    @functools.cache  # noqa: B019  A single instance.
     def select(self, *, group: str) -> Any:
         return tuple(_all.select(group=group))
 

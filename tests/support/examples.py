@@ -1,7 +1,7 @@
-"""How many examples a property gets: ``@examples(20)``, in place of hypothesis's ``settings``.
+"""The number of examples of a property: ``@examples(20)``, instead of hypothesis's ``settings``.
 
-``make test`` draws as many, the same ones each time; ``make test-all`` (``THOROUGH=1``) ten times as many; and
-``MORE_EXAMPLES=20`` twenty times as many, others in each run.
+``make test`` runs this number, the same examples each time; ``make test-all`` (``THOROUGH=1``) ten times as many; and
+``MORE_EXAMPLES=20`` twenty times as many, different in each run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ THOROUGH_FACTOR = 10
 
 
 def examples(number: int) -> settings:
-    """A decorator. Nothing is kept between runs, and no example fails for being slow; one that is filtered out may."""
+    """A decorator. Examples are not stored between runs, and slow ones do not fail; too many filtered ones do."""
     factor = int(os.environ.get("MORE_EXAMPLES", "0"))
     return settings(
         derandomize=not factor,

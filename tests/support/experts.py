@@ -1,4 +1,4 @@
-"""A small language model whose layers hold all of their experts in one weight, as LLM Foundry's torch_dmoe does."""
+"""A small language model with layers that store all experts in one weight, like LLM Foundry's torch_dmoe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUM_EXPERTS, EXPERT_WIDTH = 4, 6
 
 
 class Weights(nn.Module):
-    """All experts, one after the other in the first dimension."""
+    """All experts, concatenated in the first dimension."""
 
     def __init__(self, num_experts: int, width: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Decoder(nn.Module):
 
 
 class MoELanguage(nn.Module):
-    """As Composer has it: the model is the child of what is trained."""
+    """Nested as in Composer: the model is the child of the trained module."""
 
     def __init__(self, num_experts: int = NUM_EXPERTS, width: int = EXPERT_WIDTH, num_layers: int = 2) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``composer-fsdp2`` without its imports: ``add_command(bin_folder)`` puts a quick one into a folder for PATH.
+"""``composer-fsdp2`` without import time: ``add_command(bin_folder)`` puts a fast one into a folder for PATH.
 
 Pages of documentation run dozens of commands, and each would import torch for seconds. Here each is forked from a warm
 process (`support.warm`), and gets the caller's arguments, folder, variables and standard streams.
@@ -17,8 +17,8 @@ from support import warm
 from support.ranks import WITH_COMPOSER
 
 COMMAND = Path(sys.executable).parent / "composer-fsdp2"
-# What stands where the console script would: a program of its own, which imports next to nothing. It sends what
-# `warm.start` sends, and exits as the process that this makes.
+# Replaces the console script: a separate program with almost no imports. It sends the request of `warm.start`, and
+# exits with the exit code of the process that this makes.
 STARTER = """#!{python} -ES
 import os, pickle, socket, struct, sys
 server = socket.socket(socket.AF_UNIX)
@@ -32,7 +32,7 @@ sys.exit(code)
 
 
 def add_command(bin_folder: Path) -> None:
-    """Put a quick ``composer-fsdp2`` into a folder for PATH; it works until the session ends."""
+    """Put a fast ``composer-fsdp2`` into a folder for PATH; it works until the session ends."""
     script = bin_folder / COMMAND.name
     address = str(warm.server(WITH_COMPOSER))
     script.write_text(STARTER.format(python=sys.executable, address=address, function=f"{__name__}:run"))
@@ -40,8 +40,8 @@ def add_command(bin_folder: Path) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Be the console script, in a process of its own."""
-    warnings.resetwarnings()  # The warm process shows none; these are what Python itself leaves out.
+    """Act as the console script, in a separate process."""
+    warnings.resetwarnings()  # The warm process shows no warnings; these are Python's default filters.
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
     installed = next(number for number, folder in enumerate(sys.path) if folder.endswith(".zip"))

@@ -1,7 +1,7 @@
-"""Scripts and launchers without their imports, forked from a warm process (`support.warm`).
+"""Scripts and launchers without import time, forked from a warm process (`support.warm`).
 
-``run_script(imports, path, *words)`` runs a script; ``add_launchers(bin_folder, imports)`` puts a quick ``composer``,
-``torchrun`` and ``accelerate`` into a folder for PATH, whose ranks are forked as well.
+``run_script(imports, path, *arguments)`` runs a script; ``add_launchers(bin_folder, imports)`` puts a fast
+``composer``, ``torchrun`` and ``accelerate`` into a folder for PATH, whose ranks are forked as well.
 tests/benchmarks/test_benchmarks.py starts a script as a user does, and tests/cli/test_run.py each launcher.
 """
 
@@ -31,14 +31,14 @@ LAUNCHER_MODULES = {
 def run_script(
     imports: tuple[str, ...], script: Path, *arguments: str, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """``python script arguments`` in a process that has imported ``imports``, as have the ranks that it starts."""
+    """``python script arguments`` in a process that has imported ``imports``, and so have the ranks that it starts."""
     words = [str(script), *arguments]
     ended = call_forked(f"{__name__}:run", {"it": words}, Path.cwd(), imports=imports, stdin=stdin)["it"]
     return subprocess.CompletedProcess(words, ended.code, ended.out, ended.err)
 
 
 def run(script: str, *arguments: str) -> None:
-    """Be ``python script``; torch forks ranks where it would start them anew. Called in the forked process."""
+    """Act as ``python script``; torch forks ranks instead of spawning them. Called in the forked process."""
     if spawning := sys.modules.get("torch.multiprocessing.spawn"):
         spawning.spawn = functools.partial(spawning.start_processes, start_method="fork")  # type: ignore[attr-defined]
     sys.argv = [script, *arguments]
@@ -47,7 +47,7 @@ def run(script: str, *arguments: str) -> None:
 
 
 def add_launchers(bin_folder: Path, imports: tuple[str, ...]) -> None:
-    """Also a quick ``python``, which the launchers start as their ranks."""
+    """Also adds a fast ``python``, which the launchers start as their ranks."""
     address = str(warm.server(imports))
     for name in (*LAUNCHER_MODULES, "python"):
         function = f"{__name__}:{'interpreter' if name == 'python' else name}"
@@ -69,7 +69,7 @@ def accelerate(arguments: list[str]) -> None:
 
 
 def launch(name: str, arguments: list[str]) -> None:
-    """Be the launcher; what it starts with ``sys.executable`` is the quick ``python``."""
+    """Act as the launcher; ``sys.executable`` is the fast ``python``."""
     path = shutil.which(name)
     assert path is not None
     sys.argv = [path, *arguments]
@@ -78,7 +78,7 @@ def launch(name: str, arguments: list[str]) -> None:
 
 
 def interpreter(arguments: list[str]) -> None:
-    """Be ``python -m module ...``, a rank of a launcher; anything else is left to Python itself."""
+    """Act as ``python -m module ...``, a rank of a launcher; other commands are passed to Python itself."""
     if "RANK" not in os.environ or "-m" not in arguments:
         os.execv(sys.executable, [sys.executable, *arguments])
     name_own_file(int(os.environ["RANK"]))

@@ -1,6 +1,6 @@
 """Runs of LLM Foundry's training on the ranks: ``from support.foundry_runs import train``.
 
-Imports Foundry only when called, so that collecting the tests stays cheap.
+Imports Foundry only when called, to keep test collection fast.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "yamls" / "mpt-tiny-fsdp1.yaml"
 BATCHES, SAVED_AT = 4, 2
-# Of a loader. Forked from a rank that has threads a worker may never end, and torch waits for it for 5 s.
+# Workers of a loader. A worker forked from a rank with threads may never end, and torch waits for it for 5 s.
 WITHOUT_WORKERS = {"num_workers": "0", "persistent_workers": "false", "prefetch_factor": "null"}
 
 
 @dataclass(frozen=True)
 class TrainedYaml(Outcome):
-    """What a run of Foundry's left behind."""
+    """Results of a Foundry run."""
 
     classes: set[str]  # of the model's modules
     metrics: dict[str, float]  # of the last eval
@@ -48,7 +48,7 @@ def train(
     *overrides: str,
     after: Callable[[Any], None] = lambda trainer: None,
 ) -> TrainedYaml:
-    """One run of Foundry's training, to its end, and ``after(trainer)``. Called on all ranks."""
+    """One complete run of Foundry's training, and ``after(trainer)``. Called on all ranks."""
     from llmfoundry.command_utils import train_from_yaml
 
     losses = Path(folder) / f"{name}.jsonl"
@@ -64,7 +64,7 @@ def train(
 
 
 def surroundings(folder: str, losses: Path) -> list[str]:
-    """Where the YAML finds its data and leaves its losses, and how long it trains."""
+    """The YAML's data folder, loss file and duration."""
     return [
         f"variables.data={folder}/data",
         f"variables.losses={losses}",
@@ -80,7 +80,7 @@ def read_losses(path: Path) -> list[float]:
 
 
 def evaluating(folder: str, interval: int) -> tuple[str, ...]:
-    """Overrides: each so many batches a batch is evaluated, of the data that is trained on."""
+    """Overrides: evaluate so many batches at each interval, on the training data."""
     dataset = f"dataset: {{local: {folder}/data/mds, shuffle: false, max_seq_len: 64, eos_token_id: 0}}"
     return (
         f"eval_interval={interval}ba",
@@ -119,7 +119,7 @@ def hugging_face_yaml(folder: str, name: str, config: Any, **model: Any) -> Path
 
 
 def make_data_of_runs(folder: str) -> None:
-    """A tokenizer and a streaming dataset, as the demo makes them."""
+    """A tokenizer and a streaming dataset, like the demo's."""
     sys.path.append(str(ROOT / "demo"))
     from data import make_data
 
@@ -132,7 +132,8 @@ def make_data_of_runs(folder: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Foundry:
-    """A file as LLM Foundry's train() has it when it begins to build: resolved, checked, with its own changes."""
+    """A file as LLM Foundry's train() has it before building the model: resolved, checked, with Foundry's own
+    changes."""
 
     model: dict[str, Any]
     fsdp: dict[str, Any]
@@ -146,7 +147,7 @@ class _HasRead(Exception):
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Around Foundry's code: it warns of its own defaults."""
+    """Around Foundry's code, which warns of its own defaults."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -154,7 +155,7 @@ def without_warnings() -> Iterator[None]:
 
 @cache
 def as_foundry_reads(path: Path, num_ranks: int) -> Foundry:
-    """Through the real ``train_from_yaml``, up to where the model would be built, as one of so many ranks."""
+    """Through the real ``train_from_yaml``, up to building the model, as one of so many ranks."""
     training = importlib.import_module("llmfoundry.command_utils.train")
     prepare, validate = training.process_init_device, training.validate_config
     read: dict[str, Any] = {}
@@ -182,16 +183,17 @@ def as_foundry_reads(path: Path, num_ranks: int) -> Foundry:
 
 
 def build_without_weights(model: dict[str, Any]) -> nn.Module:
-    """Foundry's own model of the file's values, as its ranks > 0 have it with init_device mixed, and all with meta."""
+    """Foundry's own model from the file's values, as on ranks > 0 with init_device mixed, and on all ranks with
+    meta."""
     from llmfoundry.models.utils import init_empty_weights
     from llmfoundry.utils.builders import build_composer_model
 
-    given = copy.deepcopy(model)  # what Foundry builds from, it changes
+    given = copy.deepcopy(model)  # Foundry changes its argument
     name, dtype, device = given.pop("name"), given.pop("master_weights_dtype", None), given["init_device"]
     context = {
         "meta": init_empty_weights,
         "mixed": contextlib.nullcontext,
-        "cpu": lambda: torch.device("meta"),  # the context for empty weights would untie T5's
+        "cpu": lambda: torch.device("meta"),  # the context for empty weights would break T5's ties
     }[device]()
     given["init_device"] = "meta" if device == "mixed" else device
     with without_warnings():

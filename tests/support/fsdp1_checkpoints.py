@@ -1,4 +1,5 @@
-"""Checkpoints of real FSDP1 through Composer's Trainer, on the CPU, with what the writing run held and did next.
+"""Checkpoints of real FSDP1 through Composer's Trainer, on the CPU, with the state and the next losses of the saving
+run.
 
 Imports Composer only when called, so that collecting the tests stays cheap. ``write`` and ``compare`` run on the ranks.
 """
@@ -25,13 +26,13 @@ VOCABULARY, SEQUENCE = 13, 5  # of both models
 
 
 class Layout(enum.Enum):
-    """What is saved of one run."""
+    """The layout of a saved run."""
 
     FULL = "full"  # Composer's Trainer
     SHARDED = "sharded"  # Composer's Trainer, a DCP directory
-    RANK_FILES = "sharded, one file per rank"  # as Composer 0.13 to 0.15
-    LOCAL = "local, a DCP directory"  # as Composer 0.16 to 0.18
-    LOCAL_RANK_FILES = "local, one file per rank"  # as Composer 0.13 to 0.15
+    RANK_FILES = "sharded, one file per rank"  # as in Composer 0.13 to 0.15
+    LOCAL = "local, a DCP directory"  # as in Composer 0.16 to 0.18
+    LOCAL_RANK_FILES = "local, one file per rank"  # as in Composer 0.13 to 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,8 @@ class Run:
 
     Args:
         model: ``small`` (that of ``trainers.py``) or ``mpt`` (LLM Foundry's); both tie their embeddings.
-        parameters: ``orig`` and ``flat`` are ``use_orig_params``; ``groups`` is ``orig`` with two param_groups, of
-            which FSDP1's flat parameters allow one.
+        parameters: ``orig`` and ``flat`` are ``use_orig_params``; ``groups`` is ``orig`` with two param_groups; FSDP1's
+            flat parameters allow only one.
         mesh: A device mesh, so DTensors; else a process group, so ShardedTensors.
     """
 
@@ -57,7 +58,8 @@ class Run:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """What such a run could save: ShardedTensors alone were pickled, and flat parameters alone make ``local``."""
+        """The layouts that such a run can save: only ShardedTensors were pickled, and only flat parameters make
+        ``local``."""
         layouts = [Layout.FULL, Layout.SHARDED]
         if not self.mesh:
             layouts.append(Layout.RANK_FILES)
@@ -66,7 +68,7 @@ class Run:
         return tuple(layouts)
 
     def make(self) -> tuple[Any, torch.optim.Optimizer]:
-        """The model and the optimizer before sharding; called on all ranks."""
+        """The model and the optimizer before sharding. Called on all ranks."""
         model = build_model() if self.model == "small" else _mpt()
         return model, _make_optimizer(self.optimizer, self.parameters == "groups", model)
 
@@ -117,7 +119,7 @@ def _make_optimizer(name: str, groups: bool, model: nn.Module) -> torch.optim.Op
 
 
 def next_losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Train on; each batch of four is shared by all ranks. The losses are the means over the whole batch."""
+    """Train on; all ranks share each batch of four. Returns mean losses over the whole batch."""
     generator = torch.Generator().manual_seed(7)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model.train()
@@ -140,10 +142,10 @@ def next_losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[floa
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-    """FSDP1 saves on the CPU what it saves on a GPU, in every layout.
+    """Make FSDP1 save the same on the CPU as on a GPU, in every layout.
 
-    There ``.cpu()`` copies. Here it returned the tensor itself: torch freed it (a crash), or used its memory again for
-    the next one (``exp_avg_sq`` in place of ``exp_avg``).
+    On a GPU ``.cpu()`` copies. On the CPU it returned the tensor itself: torch freed it (a crash), or reused its memory
+    for the next one (``exp_avg_sq`` in place of ``exp_avg``).
     """
     copied = mock.patch.object(torch.Tensor, "cpu", lambda self, *args, **options: self.detach().clone())
     with FSDP1_saving(), copied:
@@ -151,7 +153,7 @@ def _writing() -> Iterator[None]:
 
 
 def write(run: Run, folder: Path) -> None:
-    """Train, save under ``path_of`` in every layout that the run has, note what the run holds, and train on.
+    """Train, save under ``path_of`` in every layout of the run, record its state, and train on.
 
     Called on all ranks.
     """
@@ -194,7 +196,7 @@ def _save(trainer: Any, layout: Layout, path: Path) -> None:
     if layout is Layout.LOCAL:
         from torch.distributed.checkpoint import save
 
-        # The optimizer is at the root, as on torch 2.0 to 2.2.
+        # The optimizer is at the top level, as in torch 2.0 to 2.2.
         optimizers = state["state"].pop("optimizers")
         save({**state, "optimizers": optimizers}, checkpoint_id=path)
     else:
@@ -202,7 +204,7 @@ def _save(trainer: Any, layout: Layout, path: Path) -> None:
 
 
 def _state_as_old_composer(state: Any, layout: Layout) -> dict[str, Any]:
-    """What ``State.state_dict`` of Composer 0.13 to 0.18 gave, through the same API of torch's."""
+    """The result of ``State.state_dict`` in Composer 0.13 to 0.18, through the same torch API."""
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 
@@ -228,9 +230,9 @@ def _state_as_old_composer(state: Any, layout: Layout) -> dict[str, Any]:
 
 
 def fsdp1_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """FSDP1's own optimizer state by the parameters' names, gathered from the ranks without FSDP1's help.
+    """FSDP1's own optimizer state by parameter name, gathered from the ranks without FSDP1's functions.
 
-    Each rank's shards are runs of the flat parameter in the order of the ranks. Called on all ranks.
+    Each rank's shard is a contiguous part of the flat parameter, in the order of the ranks. Called on all ranks.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -251,7 +253,7 @@ def fsdp1_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
                 }
         else:
             for name, parameter, shape in zip(names, flat._params, flat._shapes, strict=True):
-                # A rank that holds none of a parameter has no state, or an empty one.
+                # A rank with an empty shard has no state, or an empty one.
                 own = {key: value.detach().clone() for key, value in optimizer.state.get(parameter, {}).items()}
                 gathered: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(gathered, own)
@@ -266,7 +268,7 @@ def fsdp1_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def _joined(value: torch.Tensor, handle: Any) -> torch.Tensor:
-    """A whole flat vector from the ranks' shards; a step count as it is."""
+    """A full flat vector from the ranks' shards; step counts are returned unchanged."""
     if value.dim() == 0 or not handle.uses_sharded_strategy:
         return value.clone()
     shards = [torch.empty_like(value) for _ in range(dist.get_world_size())]
@@ -279,13 +281,12 @@ def _joined(value: torch.Tensor, handle: Any) -> torch.Tensor:
 
 
 def compare(run: Run, layout: Layout, folder: Path, config: dict[str, Any], *, by_trainer: bool = False) -> float:
-    """Load into FSDP2 and assert that everything is as in the writing run.
+    """Load into FSDP2 and assert that the state equals that of the saving run.
 
     Args:
         by_trainer: With the Trainer's ``load_path``, rather than by ``load_checkpoint``.
     Returns:
-        The largest relative difference of the next losses.
-    Called on all ranks.
+        The largest relative difference of the next losses. Called on all ranks.
     """
     what = f"{run}, {layout.value}, into {dist.get_world_size()} ranks, {config}{' by the Trainer' * by_trainer}"
     reference = torch.load(folder / f"{run}.ref.pt")

@@ -1,4 +1,4 @@
-"""Tests on the GPUs that a machine has, and the same bodies on the CPU: ``@on_gpus(4)``, then ``ranks.run(check)``.
+"""Tests on the machine's GPUs, and with the same bodies on the CPU: ``@on_gpus(4)``, then ``ranks.run(check)``.
 
     def check_sum(device):  # top-level, so that a rank can import it
         tensor = torch.ones((), device=device)
@@ -9,9 +9,9 @@
     def test_sum(ranks):
         assert ranks.run(check_sum) == [2, 2]
 
-That is two tests: ``test_sum[gpus]``, marked ``gpu``, with one rank for each GPU over NCCL, and ``test_sum[rehearsal]``
-on the CPU over gloo, which shows wherever there is no GPU that the body is not broken. A test whose GPUs or packages
-are missing is skipped, and its reason names them: ``tools/gpu.py`` sums those up.
+This defines two tests: ``test_sum[gpus]``, marked ``gpu``, with one rank for each GPU over NCCL, and
+``test_sum[rehearsal]`` on the CPU over gloo, which tests the body on machines without a GPU. A test is skipped if GPUs
+or packages are missing, and its reason names them; ``tools/gpu.py`` summarizes these.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TIME_LIMIT_S = 480.0  # a hang; pytest's own is 600 s
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where a test's body runs: one rank for each device."""
+    """The ranks of a test's body: one for each device."""
 
     device: str  # "cuda" or "cpu"
     number: int
@@ -48,16 +48,16 @@ class Ranks:
         return self.device == "cpu"
 
     def run(self, check: Callable[..., Any], *args: Any, timeout_s: float = TIME_LIMIT_S, **options: Any) -> list[Any]:
-        """Return ``check(device, *args)`` of every rank, in rank order, as ``run_ranks`` does with these options."""
+        """Return ``check(device, *args)`` of every rank, in rank order, with the options of ``run_ranks``."""
         backend = "gloo" if self.is_rehearsal else "nccl"
         return run_ranks(check, self.number, self.device, *args, timeout_s=timeout_s, backend=backend, **options)
 
     def record(self, record_property: Recorder, table: str, cells: dict[str, str]) -> None:
-        """Put a row of measurements into pytest's report, whence tools/gpu.py takes it; of a rehearsal nothing.
+        """Put a row of measurements into pytest's report, which tools/gpu.py reads; a rehearsal records nothing.
 
         Args:
             record_property: pytest's fixture.
-            table: What the rows of its name are about.
+            table: The title of the table for these rows.
             cells: By column.
         """
         if not self.is_rehearsal:
@@ -75,17 +75,17 @@ def on_gpus(
     slow: bool = False,
     slow_rehearsal: bool = False,
 ) -> pytest.MarkDecorator:
-    """Give a test its ``ranks``: on the machine's GPUs, and once more on the CPU.
+    """Pass a test its ``ranks``: on the machine's GPUs, and once more on the CPU.
 
     Args:
-        at_least: GPUs that it needs.
-        at_most: GPUs that it uses where there are more; by default not more.
-        packages: What must be installed beside torch, by the name that pip knows.
-        capability: The least compute capability, for what only newer GPUs have.
-        disk_gib: What must be free where temporary files lie, on the GPUs.
+        at_least: The number of GPUs required.
+        at_most: The number of GPUs used if the machine has more; ``at_least`` by default.
+        packages: Required packages beside torch, by their pip names.
+        capability: The minimum compute capability.
+        disk_gib: Free space required in the folder of temporary files, on GPUs.
         rehearsal: Ranks on the CPU, by default ``at_most``; 0 for a body that cannot run there.
-        slow: On GPUs left to `make gpu` and `make test-all`.
-        slow_rehearsal: On the CPU left to `make test-all`.
+        slow: On GPUs, run only in `make gpu` and `make test-all`.
+        slow_rehearsal: On the CPU, run only in `make test-all`.
     """
     at_most = at_most or at_least
     number = max(at_least, min(at_most, _num_gpus()))
@@ -102,7 +102,7 @@ def on_gpus(
 
 @contextlib.contextmanager
 def without_waiting(device: str) -> Iterator[None]:
-    """torch raises where the processor would wait for the GPU. On the CPU there is nothing to wait for."""
+    """torch raises if the host would synchronize with the GPU. On the CPU nothing synchronizes."""
     if device != "cuda":
         yield
         return
@@ -114,14 +114,14 @@ def without_waiting(device: str) -> Iterator[None]:
 
 
 def gpu_marks(at_least: int = 1) -> list[pytest.MarkDecorator]:
-    """For a test that starts its ranks itself: marked ``gpu``, and skipped where there are not so many."""
+    """For a test that starts its ranks itself: marked ``gpu``, and skipped with fewer GPUs."""
     return _marks(lacking(at_least))
 
 
 def lacking(
     num_gpus: int, packages: tuple[str, ...] = (), capability: tuple[int, int] = (0, 0), disk_gib: int = 0
 ) -> str:
-    """All that this machine lacks for a test, after "needs"; '' for nothing."""
+    """The missing requirements of a test, after "needs"; '' for none."""
     lacks = [*_absent(packages), *_absent_gpus(num_gpus)]
     if not _why_no_gpu() and _capability() < capability:
         lacks.append("compute capability {}.{}, the devices have {}.{}".format(*capability, *_capability()))
@@ -144,7 +144,7 @@ def _marks(reason: str) -> list[pytest.MarkDecorator]:
 
 
 def _absent(packages: tuple[str, ...]) -> list[str]:
-    """The distributions that are not installed; not by import, which takes seconds and might find a folder of tests."""
+    """Packages that are not installed; without importing them, which takes seconds and might find a folder of tests."""
     return [name for name in packages if not any(metadata.distributions(name=name))]
 
 

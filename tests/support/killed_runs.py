@@ -1,7 +1,7 @@
-"""Runs of two ranks that are killed while they save and started again.
+"""Runs of two ranks that are killed while saving, and restarted.
 
-``main`` runs in a process of its own that forks the ranks, so that a start costs no imports. What is found after each
-kill is a line of JSON on stdout.
+``main`` runs in its own process and forks the ranks, so that restarts need no imports. It prints one line of JSON after
+each kill.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from composer_fsdp2.checkpoint.save import monolithic
 NUM_RANKS = 2
 WAIT_S = 120
 INTERVAL, LAST = 3, 12  # of runs killed in the middle
-# What is saved, and whether in the background.
+# The kind of checkpoint, and whether it is saved in the background.
 AT_RANDOM, IN_THE_MIDDLE = [("full", True), ("sharded", False)], [("full", False), ("sharded", True)]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One start of a run; the next one of the same folder resumes."""
+    """One start of a run; the next one in the same folder resumes."""
 
     folder: Path
     number: int
@@ -65,12 +65,12 @@ class Run:
         return self.folder / f"steps-{self.number}"
 
     def steps(self) -> list[int]:
-        """The batch that it began after, and those that it has done."""
+        """The last batch before this start, and the completed ones."""
         return [int(line) for line in self.steps_file.read_text().split()] if self.steps_file.exists() else []
 
 
 def steps_of(run: Run) -> Callback:
-    """Rank 0 notes each step."""
+    """Rank 0 records each step."""
 
     def note(state: Any) -> None:
         if dist.get_rank() == 0:
@@ -82,7 +82,7 @@ def steps_of(run: Run) -> Callback:
 
 @contextlib.contextmanager
 def writers_call(before: Callable[[], None]) -> Iterator[None]:
-    """Every piece of a file, and every directory's last file, is written after a call of ``before``."""
+    """``before`` is called before each write of a file's piece, and of a directory's last file."""
     write_all, finish = monolithic.write_all, FileSystemWriter.finish
 
     def after(function: Any) -> Any:
@@ -114,7 +114,7 @@ def train(run: Run, rank: int, before: Callable[[], None]) -> None:
             save_folder=str(run.saved),
             save_interval=f"{run.interval}ba",
             save_num_checkpoints_to_keep=2,
-            # A kill between a file's name and its link leaves what Composer takes for another run's.
+            # A kill between writing a file and its link leaves a file that Composer takes for another run's.
             save_overwrite=run.interval != INTERVAL,
             autoresume=True,
             run_name="killed",
@@ -124,7 +124,7 @@ def train(run: Run, rank: int, before: Callable[[], None]) -> None:
 
 
 def start(run: Run, before: Callable[[], None]) -> list[int]:
-    """The process ids of the ranks."""
+    """Starts the ranks; returns their process ids."""
     ranks = []
     for rank in range(NUM_RANKS):
         pid = os.fork()
@@ -156,11 +156,11 @@ def kill(ranks: list[int]) -> None:
 
 
 def report(run: Run, ranks: list[int]) -> None:
-    """Wait for the ranks' ends, and say what they left."""
+    """Wait until the ranks end, and print the state of their checkpoints."""
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
     latest = None
     if os.path.lexists(run.link):
-        latest = read(run.link)["state"]["timestamp"]["Timestamp"]["batch"]  # every tensor is read
+        latest = read(run.link)["state"]["timestamp"]["Timestamp"]["batch"]  # reads every tensor
     unfinished = [
         path.name
         for path in run.saved.iterdir()
@@ -203,7 +203,7 @@ def in_the_middle(folder: Path, kind: str, is_async: bool) -> None:
     held, pieces = folder / "held", []
 
     def hold() -> None:
-        """In rank 0's third piece of a file, or before its ``.metadata``, once there is a checkpoint to go back to."""
+        """Pause in rank 0's third piece of a file, or before its ``.metadata``, once an earlier checkpoint exists."""
         if run.link.exists():
             pieces.append(None)
             if kind == "sharded" or len(pieces) == 3:
@@ -212,7 +212,7 @@ def in_the_middle(folder: Path, kind: str, is_async: bool) -> None:
 
     ranks = start(run, hold)
     wait_until(held.exists, "the middle of the second checkpoint")
-    if is_async:  # training goes on
+    if is_async:  # training continues
         wait_until(lambda: run.steps()[-1] >= 2 * INTERVAL + 2, "steps beside the writer")
     kill(ranks)
     report(run, ranks)
@@ -221,8 +221,9 @@ def in_the_middle(folder: Path, kind: str, is_async: bool) -> None:
 
 
 def main(folder: Path, num_rounds: int | None) -> None:
-    """So many runs, each killed at a random point; or kinds of saving in the middle of the second checkpoint."""
-    get_composer_env_dict()  # asks the CPU for its name, for half a second
+    """Run ``num_rounds`` runs, each killed at a random point; or each kind of saving, killed in the second
+    checkpoint."""
+    get_composer_env_dict()  # queries the CPU's name, which takes half a second
     with FSDP2():
         if num_rounds is None:
             for kind, is_async in [*IN_THE_MIDDLE, *(AT_RANDOM if IS_THOROUGH else [])]:

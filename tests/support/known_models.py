@@ -1,4 +1,4 @@
-"""transformers' own models, small and from a configuration, as a ComposerModel holds them."""
+"""Small transformers models built from their configuration, nested like a ComposerModel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IMAGES: dict[str, Any] = {
 
 
 def build(architecture: str, *, device: str = "meta", **config: Any) -> nn.Module:
-    """As a ComposerModel holds it."""
+    """Nested like a ComposerModel."""
     import transformers
 
     model = nn.Module()
@@ -60,7 +60,7 @@ def llava(device: str = "meta") -> nn.Module:
 
 
 def mllama(device: str = "meta") -> nn.Module:
-    """Its second layer attends to an image, which opens to it where a gate does, of which all begin at zero."""
+    """Its second layer attends to an image through a gate, which is zero initially; here it is opened."""
     images = {
         "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_global_layers": 1,
         "attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_output_dim": 32, "max_num_tiles": 1,
@@ -79,7 +79,7 @@ def mllama(device: str = "meta") -> nn.Module:
     return model
 
 
-# What the configurations of mixtures of experts call the number of experts, and sizes that they alone have.
+# By configuration of a mixture of experts: the key for the number of experts, and additional sizes.
 _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": ("num_local_experts", {"head_dim": 4}),
     "Qwen2Moe": ("num_experts", {"moe_intermediate_size": 8}),
@@ -119,10 +119,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def small_mixture(architecture: str, num_layers: int = 1, **config: Any) -> Any:
-    """transformers' model itself, of 4 experts, with values so wide that tokens choose different ones.
+    """transformers' own model with 4 experts, with weights large enough that tokens choose different ones.
 
     Args:
-        num_layers: Those with experts.
+        num_layers: The number of layers with experts.
     """
     import transformers
 
@@ -132,12 +132,12 @@ def small_mixture(architecture: str, num_layers: int = 1, **config: Any) -> Any:
     config_class, model_class = (getattr(transformers, architecture + end) for end in ("Config", "ForCausalLM"))
     model = model_class(config_class(**sizes | MIXTURES[architecture] | config))
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # that of transformers 5 for float64
+        model.set_experts_implementation("eager")  # float64 needs this implementation of transformers 5
     return model
 
 
 def mpt(**config: Any) -> nn.Module:
-    """LLM Foundry's."""
+    """LLM Foundry's MPT."""
     from llmfoundry.models.mpt.modeling_mpt import MPTConfig, MPTForCausalLM
 
     model = nn.Module()
@@ -146,7 +146,7 @@ def mpt(**config: Any) -> nn.Module:
     return model
 
 
-# The classes, the block, where adapters go, and sizes.
+# The classes, the block, the modules that adapters attach to, and sizes.
 _TRAINED: dict[str, tuple[str, str, list[str], dict[str, Any]]] = {
     "gpt2": ("GPT2Config GPT2LMHeadModel", "GPT2Block", ["c_attn"], {
         "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 32, "initializer_range": 0.5, "bos_token_id": 1,
@@ -164,12 +164,12 @@ BLOCKS = {kind: block for kind, (_, block, *_) in _TRAINED.items()}
 def hugging_face(
     kind: str, *, adapters: bool = False, hooks: bool = True, dtype: torch.dtype = torch.float64, **config: Any
 ) -> Any:
-    """A ComposerModel with values from seed 0: so wide that the tokens that it generates are not all the same.
+    """A ComposerModel initialised with seed 0, with weights large enough that its generated tokens differ.
 
     Args:
-        kind: gpt2, llama or t5, whose generation runs the encoder by itself.
-        adapters: Peft's, which alone are trained then.
-        hooks: Those that LLM Foundry puts on a Hugging Face model.
+        kind: gpt2, llama or t5, whose generation calls the encoder directly.
+        adapters: Adds peft's adapters, which are then the only trainable parameters.
+        hooks: Adds LLM Foundry's hooks for a Hugging Face model.
     """
     from composer.models import HuggingFaceModel
 
@@ -181,7 +181,7 @@ def hugging_face(
         from peft import LoraConfig
 
         task = "SEQ_2_SEQ_LM" if kind == "t5" else "CAUSAL_LM"
-        # A second matrix of zeros would make the adapter no different from none.
+        # With a zero second matrix, an adapter would have no effect.
         peft_config = LoraConfig(
             r=3, task_type=task, target_modules=targets, fan_in_fan_out=kind == "gpt2", init_lora_weights=False
         )

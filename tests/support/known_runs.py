@@ -1,4 +1,5 @@
-"""What is known of the runs in ``yamls/`` without reading them: ``from support.known_runs import PAIRS, configs``."""
+"""Facts about the runs in ``yamls/``, written independently of the files: ``from support.known_runs import PAIRS,
+configs``."""
 
 from __future__ import annotations
 
@@ -12,26 +13,26 @@ FOLDER = Path(__file__).resolve().parents[2] / "yamls"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is known of a pair of files, without reading them.
+    """Facts about a pair of files, independent of their text.
 
     Args:
-        ranks: That it is meant for.
-        parameters: As published with the model; of those from scratch by their formula.
-        config: Of the model on the hub, by ``configs``; None: the file describes it.
-        replaced: Keys of what cannot be built here, or needs no weights.
-        decisions: Keys of what ``migrate`` leaves to decide.
-        right: The values, in the words of Composer, that make the right side's model transformers'.
-        is_quick: Whether it is planned also where only one of a kind is.
-        blocks: Where the blocks lie, and how many there are.
-        others: The other units that hold parameters.
-        experts: Where the experts lie that are units of their own, and how many there are; they are not recomputed.
-        reshard: Whether a block's parameters are freed after forward.
-        mesh: Replicas and shards, or shards and ranks that split layers; None: every rank holds a shard.
-        dtypes: Of parameters in forward, of gradients while they are reduced, and of buffers.
-        recomputed: How many modules are, and then how, and what is gathered ahead.
-        has_no_blocks: Whether recomputation is on, of a model that names no modules for it.
-        split_experts: The units of which 8 ranks gather experts of their own.
-        tied: Modules of one weight.
+        ranks: The number of ranks that it is written for.
+        parameters: As published with the model; by formula for models trained from scratch.
+        config: The model's configuration on the hub, by ``configs``; None: the file describes it.
+        replaced: Keys of components that cannot be built here, or of weights.
+        decisions: Keys that ``migrate`` leaves to the user.
+        right: Values, under Composer's keys, with which the right side uses transformers' model.
+        is_quick: Whether it is planned even when only one run of each kind is.
+        blocks: The path of the blocks, and their number.
+        others: The other units with parameters.
+        experts: The path of experts that are units, and their number; they are not checkpointed.
+        reshard: Whether a block reshards after forward.
+        mesh: Replicas and shards, or shards and TP ranks; None: every rank has a shard.
+        dtypes: Of parameters in forward, of the gradient reduction, and of buffers.
+        recomputed: The number of checkpointed modules, the kind of checkpointing, and the prefetch.
+        has_no_blocks: Whether checkpointing is on for a model that names no modules for it.
+        split_experts: The units with experts that are EP-sharded over 8 ranks.
+        tied: Modules that share a weight.
     """
 
     ranks: int
@@ -61,7 +62,7 @@ class Run:
 
 
 def mpt(width: int, blocks: int, *, vocabulary: int = 50368, positions: int = 2048, biases: bool = True) -> int:
-    """Of LLM Foundry's MPT with a feed-forward of four times the width, and tied embeddings.
+    """LLM Foundry's MPT with a feed-forward of four times the width, and tied embeddings.
 
     Each block has 3 + 1 squares of attention, 8 of the feed-forward, and two norms.
     """
@@ -71,7 +72,7 @@ def mpt(width: int, blocks: int, *, vocabulary: int = 50368, positions: int = 20
 
 
 def grouped(width: int, blocks: int, *, feed_forwards: int, hidden: int, routers: int = 0) -> int:
-    """Of an MPT with 8 key and value heads of 128, gated feed-forwards, no biases and an output layer of its own."""
+    """An MPT with 8 key and value heads of width 128, gated feed-forwards, no biases and a separate output layer."""
     attention = 2 * width**2 + 2 * 8 * 128 * width
     block = attention + 3 * feed_forwards * width * hidden + routers * width + 2 * width
     return blocks * block + width + 2 * 50368 * width
@@ -89,7 +90,7 @@ LAYERS = "model.model.layers"
 
 
 def of_mpt(ranks: int, num_blocks: int, *others: str, parameters: int, **known: Any) -> Run:
-    """A run of LLM Foundry's own model, of whose blocks, embeddings and last norm each is a unit."""
+    """A run of LLM Foundry's own model. Each of its blocks, its embeddings and its last norm are units."""
     units = (*(f"model.transformer.{name}" for name in ("wte", *others, "norm_f") if name != "lm_head"),)
     head = ("model.lm_head",) if "lm_head" in others else ()
     known = {"replaced": KERNELS, "blocks": {"model.transformer.blocks": num_blocks}} | known
@@ -97,7 +98,7 @@ def of_mpt(ranks: int, num_blocks: int, *others: str, parameters: int, **known: 
 
 
 def of_llama(ranks: int, num_layers: int, parameters: int, config: str, **known: Any) -> Run:
-    """A run of a decoder of transformers, of which all but its layers is one unit."""
+    """A run of a transformers decoder. Each layer is a unit, and the rest of the model is one more."""
     known = {"blocks": {LAYERS: num_layers}, "others": ("model",), "recomputed": num_layers} | known
     return Run(ranks=ranks, parameters=parameters, config=config, **known)
 
@@ -133,7 +134,7 @@ FOUNDRY = {
         64, 32, "wpe", parameters=mpt(2560, 32), recomputed=32, forward_prefetch=2, backward_prefetch=2
     ),
     "mpt/mpt-7b": of_mpt(32, 32, parameters=6_649_286_656, mesh=(4, 8), dtypes=SUMS_IN_FP32, recomputed=32),
-    # Split over 2 ranks.
+    # TP-sharded over 2 ranks.
     "mpt/mpt-7b-tp": of_mpt(32, 32, parameters=6_649_286_656, mesh=(16, 2), recomputed=32),
     "mpt/mpt-13b": of_mpt(
         64, 40, "wpe", parameters=mpt(5120, 40), replaced=KERNELS | {"model.init_device"}, recomputed=40,
@@ -169,7 +170,7 @@ FOUNDRY = {
     "llama/llama3-8b-lora": of_llama(
         8, 32, LLAMA_3_8B + ADAPTERS, "llama 3 8b", replaced=WEIGHTS | {FLASH}, blocks={LORA_LAYERS: 32},
         others=("model", *LORA),
-        dtypes=(None, None, None),  # Foundry: the weights are in bf16 themselves
+        dtypes=(None, None, None),  # Foundry: the stored weights are bf16
     ),
     "t5/t5-base": of_t5(222_903_552, "t5 base", 12, "model.lm_head", reshard=False, dtypes=(None, None, None)),
     "t5/flan-t5-xl": of_t5(
@@ -180,7 +181,7 @@ NOT_TRANSFORMERS = tuple(
     f"fsdp_config.{key}=auto"
     for key in ("wrap_policy.transformer_layer_cls_to_wrap", "activation_checkpointing_policy")
 )
-# Of 8 of the 128 experts, each of three matrices, and their lines of the routers.
+# 8 of the 128 experts, each with three matrices, and their rows of the routers.
 QWEN_3_30B_OF_8 = 30_532_122_624 - 48 * 120 * (3 * 2048 * 768 + 2048)
 FULL_SUMS: dict[str, Any] = {"dtypes": ("bfloat16", "float32", None)}
 EMBEDDED, TITANS = ("model.model.embed_tokens", "model"), ("model.model.embed_tokens", "model.lm_head", "model")
@@ -194,10 +195,10 @@ OTHERS = {
     ("huggingface/llama-sft-fsdp1.yaml", "huggingface/llama-sft-fsdp2.yaml"): of_llama(
         8, 32, LLAMA_3_8B, "llama 3 8b"
     ),
-    # None of the prefixed keys was read: one unit, as large as the model.
+    # All prefixed keys were ignored: one unit, as large as the model.
     ("huggingface/qwen3-moe-distillation-fsdp1.yaml", "huggingface/qwen3-moe-distillation-fsdp2.yaml"): of_llama(
         8, 48, QWEN_3_30B_OF_8, "qwen 3 30b, of 8 experts", blocks={},
-        # Not read where they stand: as trained or as written is the user's to say.
+        # Keys that are not read at this place: the user decides whether they apply.
         decisions=frozenset(
             f"fsdp_config.fsdp_{key}"
             for key in ("auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap")
@@ -221,7 +222,7 @@ OTHERS = {
         256, 80, 70_553_706_496, "llama 3 70b", right=NOT_TRANSFORMERS, others=TITANS,
         mesh=(32, 8), **FULL_SUMS,
     ),
-    # transformers' models have no activation_checkpointing_fn, without which Composer recomputes nothing.
+    # transformers' models have no activation_checkpointing_fn, without which Composer checkpoints nothing.
     ("composer/gpt2-script-fsdp1.yaml", "composer/gpt2-script-fsdp2.yaml"): Run(
         ranks=8, parameters=124_439_808, config="gpt 2", blocks={"model.transformer.h": 12}, others=("model",),
         dtypes=("float16", "float16", "float32"), has_no_blocks=True, tied=("model.lm_head", "model.transformer.wte"),
@@ -235,7 +236,7 @@ PAIRS = {(f"{name}-fsdp1.yaml", f"{name}-fsdp2.yaml"): run for name, run in FOUN
 
 
 def configs() -> dict[str, Any]:
-    """What the ``config.json`` of these models says, by transformers' own classes."""
+    """The ``config.json`` of these models, from transformers' own classes."""
     from transformers import (
         DbrxConfig,
         GPT2Config,

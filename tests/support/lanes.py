@@ -1,8 +1,8 @@
-"""Two lanes of one test run (``pytest -n 2``): tests that start ranks, and tests that run by themselves.
+"""Two lanes of one test run (``pytest -n 2``): tests that start ranks, and tests in a single process.
 
-Ranks spend a part of their time on waiting for each other. So ``in_order`` puts the files that start ranks first, and
-of two workers of pytest-xdist one takes files from the front and the other from the back, until they meet. A file's
-tests stay together, because they share fixtures.
+Ranks spend part of their time waiting for each other. So ``in_order`` sorts files that start ranks to the front; of two
+pytest-xdist workers, one takes files from the front and the other from the back, until they meet. A file's tests stay
+together, because they share fixtures.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from xdist.scheduler import LoadFileScheduling
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
-# What a test file imports to start ranks, or commands that start some.
+# Imports of a test file that starts ranks, or commands that start some.
 STARTS = ("run_ranks", "on_ranks", "run_all", "run_script", "call_forked", "on_gpus")
 NEEDS_COMPOSER = ("composer", "foundry")
-# Slow tests of many minutes that share no fixture: each parameter may go to another lane.
+# Slow tests of many minutes without shared fixtures: each parameter may go to another lane.
 APART = ("test_all_combinations", "test_every_combination_loads")
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
-    """First the files that keep both cores busy and need Composer in every rank, last those that need neither."""
+    """First the files that use both cores and need Composer in every rank, last those that need neither."""
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(file_of(item.nodeid), []).append(item)
@@ -32,7 +32,7 @@ def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def place(item: pytest.Item) -> tuple[bool, bool]:
-    """Of a test by itself: the larger, the later."""
+    """The sort key of a test."""
     module = item.getparent(pytest.Module)
     starts_ranks = module is not None and any(hasattr(module.obj, name) for name in STARTS)
     needs_composer = any(item.get_closest_marker(name) for name in NEEDS_COMPOSER)
@@ -44,7 +44,7 @@ def file_of(nodeid: str) -> str:
 
 
 class LaneScheduling(LoadFileScheduling):
-    """Every second worker begins at the end."""
+    """Every second worker starts at the end."""
 
     def schedule(self) -> None:
         self.config.option.loadscopereorder = False  # By default the files with the most tests come first.

@@ -1,4 +1,4 @@
-"""A small language model whose layers tensor parallelism can split, its layer plans, and its batches."""
+"""A small language model for tensor parallelism, its layer plans, and its batches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 VOCABULARY, WIDTH, HIDDEN, HEAD = 24, 16, 32, 4
-NUM_TOKENS = 9  # of a sequence, the last of them only a label
+NUM_TOKENS = 9  # of a sequence; the last one is a label only
 
 
 class Attention(nn.Module):
-    """Whole heads of any number, so that each rank can have some."""
+    """Works with any number of heads, to allow a part of them on each rank."""
 
     head_dim = HEAD
 
@@ -79,7 +79,7 @@ class Decoder(nn.Module):
 
 
 class Language(nn.Module):
-    """As Composer has it: the model is the child of what is trained."""
+    """Nested as in Composer: the model is the child of the trained module."""
 
     def __init__(self, *, tied: bool = False, **sizes: int) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def layer_plan(*, ends: bool = True) -> dict[str, ParallelStyle]:
 
 
 def sequence_plan() -> dict[str, ParallelStyle]:
-    """The same, with a slice of the sequence on each rank between the split layers."""
+    """The same with sequence parallelism between the TP-sharded layers."""
     gathered = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
     return layer_plan() | {
         "model.embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),

@@ -1,6 +1,7 @@
-"""The language model of ``support.language`` through the real Trainer, alone, under FSDP1 or FSDP2, split or not.
+"""The language model of ``support.language`` through the real Trainer: in one process, under FSDP1 or FSDP2, with or
+without TP.
 
-Imports Composer only when called, so that collecting the tests stays cheap.
+Imports Composer only when called, to keep test collection fast.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ NUM_SAMPLES, GLOBAL_BATCH = 64, 8
 
 @dataclass(frozen=True)
 class Run:
-    """What a run leaves behind, the same on every rank."""
+    """Results of a run, equal on every rank."""
 
     losses: list[float]  # of every batch, averaged over ranks
     eval_loss: float
     parameters: dict[str, torch.Tensor]  # full, by the model's own names
     num_samples: int  # as Composer counts them
-    optimizer: dict[str, dict[str, Any]]  # its state, full, by the parameter's own name, if asked for
+    optimizer: dict[str, dict[str, Any]]  # full, by the parameter's own name, if requested
 
 
 def composer_model(build: Callable[[], nn.Module]) -> Any:
@@ -65,7 +66,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def grouped(model: nn.Module) -> torch.optim.Optimizer:
-    """Matrices decayed, the rest at half the rate: what Composer refuses beside tensor parallelism."""
+    """Weight decay for matrices only, and half the rate for the rest; Composer refuses groups with tensor
+    parallelism."""
     parameters = list(model.parameters())
     rest = {"params": [p for p in parameters if p.ndim <= 1], "lr": 0.05}
     matrices = {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1}
@@ -73,7 +75,7 @@ def grouped(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loader(num_samples: int, place: Mapping[str, int]) -> Any:
-    """Sequences in order, of which each of the readers has every so manieth."""
+    """Sequences in order, as a strided subset for each of ``num_replicas`` readers."""
     from composer.utils import dist
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -97,13 +99,13 @@ def train(
     keep_optimizer: bool = False,
     **options: Any,
 ) -> Run:
-    """Train on the same eight sequences a batch whatever the ranks, with an eval at the end and a falling learning
+    """Train on the same eight sequences a batch on any number of ranks, with an eval at the end and a decaying learning
     rate.
 
-    The ranks of a group along the tensor axis read the same. Called on all ranks.
+    TP ranks of a group read the same sequences. Called on all ranks.
 
     Args:
-        build: What makes logits of tokens; None: a small decoder, ``tied`` or not.
+        build: Makes a model from tokens to logits; None: a small decoder, ``tied`` or not.
     """
     from composer import Trainer
     from composer.algorithms import GradientClipping

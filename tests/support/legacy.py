@@ -1,6 +1,6 @@
 """The model, optimizer and next steps of the runs that wrote ``tests/fixtures/legacy-checkpoints``.
 
-What they computed is given by the files' names and shapes and by the numbers that they noted; written anew here.
+Rewritten from the names and shapes in the files and the numbers recorded by the runs.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "legacy-checkpoints"
-# kind -> elements of `scale`: with one, a rank of two holds none of it.
+# kind -> elements of `scale`: with one element, one of two ranks has an empty shard.
 FULL = {"c172/full": 1, "c220/full": 2}
 SHARDED = {"c172/sharded": 1, "c220/sharded": 2, "c220/sharded-mesh": 1}
 FLAT = {"c172/local-flat": 1}
 KINDS = {**FULL, **SHARDED, **FLAT}
-# FSDP1 on the CPU wrote exp_avg_sq over exp_avg there: weights can be compared, the next steps cannot.
+# FSDP1 on the CPU wrote exp_avg_sq over exp_avg: weights can be compared, the next steps cannot.
 WITHOUT_OPTIMIZER = ("c220/full",)
 WIDTH, VOCABULARY = 6, 11
 
@@ -37,7 +37,7 @@ class Residual(nn.Module):
 
 
 class TiedLM(nn.Module):
-    """What the fixtures hold, by names and shapes; needs no Composer."""
+    """The fixtures' model, by names and shapes; does not need Composer."""
 
     def __init__(self, scale_numel: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class TiedLM(nn.Module):
 
 
 def legacy_model(kind: str, seed: int = 0) -> Any:
-    """A ComposerModel as the run of this kind had it, with other values."""
+    """The ComposerModel of a run of this kind, with other values."""
     from support.scripts.train_with_trainer import Model
 
     model = Model()
@@ -77,12 +77,12 @@ def checkpoint_of(kind: str) -> Path:
 
 
 def recorded(kind: str) -> dict[str, Any]:
-    """What the writing run gave next: logits, and the losses of two more steps."""
+    """Recorded results of the writing run: logits, and the losses of two more steps."""
     return torch.load(FOLDER / f"{kind}.ref.pt", weights_only=True)
 
 
 def next_steps(model: Any, optimizer: torch.optim.Optimizer | None) -> tuple[torch.Tensor, list[float]]:
-    """The same steps as in the writing run: every rank on the same tokens."""
+    """The writing run's next steps: every rank on the same tokens."""
     batches = torch.randint(0, VOCABULARY, (3, 4, 5), generator=torch.Generator().manual_seed(7))
     model.train()
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Rows of the tables of legality: what is refused on every rank before anything is touched, and what is carried out."""
+"""Rows of the legality tables: combinations that all ranks refuse before changing anything, and combinations that
+train."""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ def one_layer() -> Language:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is combined.
+    """A combination of features.
 
     Args:
         config: A function is called with the model.
         plan: The layer plan; None without tensor parallelism.
         build: Makes the model, as in one process.
-        prepare: What the script does to the model before.
+        prepare: Changes that the script makes to the model before sharding.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class Row:
     prepare: Prepare = lambda model: None
 
     def shard(self, model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None, is_wrong: bool = True) -> None:
-        """What a script calls; without the row's words, where it is wrong on other ranks alone."""
+        """Shards as a script does; without the row's settings on ranks other than ``wrong_rank``."""
         given = FULL | self.config if is_wrong else FULL
         config = {key: value(model) if callable(value) else value for key, value in given.items()}
         tensor = None
@@ -63,12 +64,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused(Row):
-    """One row that is refused.
+    """A row that is refused.
 
     Args:
-        says: Parts of the message: what is wrong, and the way out.
-        do: What is done instead of sharding.
-        wrong_rank: The only rank that combines this, where the others shard the model as it is.
+        says: Parts of the message: the mistake, and the way out.
+            do: A function that runs instead of sharding.
+        wrong_rank: The only rank with this combination; the others shard the plain model.
     """
 
     says: tuple[str, ...]
@@ -78,13 +79,13 @@ class Refused(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Carried(Row):
-    """One row that is carried out, and then trains as one process does.
+    """A row that is supported and trains like one process.
 
     Args:
         loss: Of a model and this rank's tokens.
-        num_shared: How many consecutive ranks share a batch.
+        num_shared: The number of consecutive ranks that share a batch.
         optimizer: Made before sharding; over all parameters.
-        steps_before: What both are trained before sharding.
+        steps_before: Steps of both models before sharding.
     """
 
     loss: Callable[[Any, torch.Tensor], torch.Tensor] = loss_of
@@ -98,8 +99,8 @@ class Carried(Row):
 
 
 def state_of(model: nn.Module, optimizers: Any = None) -> list[Any]:
-    """What a refusal must leave alone: objects by identity, tensors by value, classes, hooks and attributes of modules;
-    the groups and states of an optimizer, or of several in a list."""
+    """State that a refusal must not change: objects by identity, tensors by value, classes, hooks and attributes of
+    modules; the groups and states of an optimizer, or of several in a list."""
     seen: list[Any] = []
     for path, module in model.named_modules(remove_duplicate=False):
         hooks = [len(value) for name, value in sorted(vars(module).items()) if name.endswith("_hooks")]
@@ -129,7 +130,7 @@ def check_refused(row: Refused) -> None:
     assert state_of(model) == before
 
 
-# The largest differences from one process: of losses, of clipped norms, and of parameters at the end.
+# The largest differences from one process: in losses, clipped norms and final parameters.
 Distances = dict[str, float]
 
 
@@ -166,7 +167,8 @@ def assert_steps_are_those_of_one_process(
     optimizer: torch.optim.Optimizer,
     theirs: torch.optim.Optimizer | None = None,
 ) -> Distances:
-    """Steps of clipped gradients, on batches of which each block of ranks has a part."""
+    """Trains with clipped gradients on batches divided over consecutive blocks of ranks, and compares with one
+    process."""
 
     def loss(each: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return row.loss(each, tokens % VOCABULARY)
@@ -194,10 +196,10 @@ def compare_training(
     num_shared: int = 1,
     loss: Callable[[Any, torch.Tensor], torch.Tensor] = loss_of,
 ) -> Distances:
-    """The loss and the clipped norm of each step, with a rate that falls, and the parameters at the end.
+    """The loss and the clipped norm of each step, with a decaying rate, and the final parameters.
 
     Args:
-        num_shared: How many consecutive ranks share a batch.
+        num_shared: The number of consecutive ranks that share a batch.
         loss: Of a model and this rank's tokens.
     """
     groups, group = dist.get_world_size() // num_shared, dist.get_rank() // num_shared
@@ -229,8 +231,8 @@ def compare_training(
 
 
 def check_clips(row: Carried, *names: str) -> None:
-    """Within summon_full_params the model is the unsharded one, and what is written stays; an evaluation changes
-    nothing; and its gradients are clipped as in one process."""
+    """Within summon_full_params the model equals the unsharded one, and writes are written back. An evaluation changes
+    nothing, and its gradients are clipped as in one process."""
     torch.set_default_dtype(torch.float64)
     groups, group = dist.get_world_size() // row.num_shared, dist.get_rank() // row.num_shared
 
@@ -262,14 +264,14 @@ def check_clips(row: Carried, *names: str) -> None:
 
 
 def check_start(row: Carried, build: Callable[[], nn.Module], start: str, num_copies: int = 1) -> list[dict[str, int]]:
-    """The values that an unsplit model has when it is sharded, from the same random state.
+    """The sharded model starts with the values of an unparallelized model, from the same random state.
 
     Args:
-        start: Where the values are before: "meta", "mixed" (rank 0 alone has them), "alike", or "unlike" (what rank 0
-            has goes out).
-        num_copies: That many consecutive ranks begin with the same values.
+        start: The values before sharding: "meta", "mixed" (on rank 0 only), "alike", or "unlike" (rank 0's are
+            broadcast).
+        num_copies: The number of consecutive ranks that start with the same values.
     Returns:
-        The bytes of each collective that sends values, unsplit and split.
+        The bytes of each collective that sends values, without and with TP or EP.
     """
 
     def drawn(seed: int, has_values: bool) -> nn.Module:
@@ -307,7 +309,7 @@ def assert_same_parameters(model: nn.Module, reference: nn.Module) -> float:
 
 
 def _tolerance(*parameters: torch.Tensor) -> float:
-    """That of the lowest dtype, in which a sum over ranks is rounded."""
+    """The tolerance of the lowest dtype, in which a sum over ranks is rounded."""
     trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     return 1e-12 if trained == {torch.float64} else 1e-7
 
@@ -316,7 +318,7 @@ def _tolerance(*parameters: torch.Tensor) -> float:
 
 
 def with_plan(**changes: ParallelStyle | None) -> Plan:
-    """The layer plan with entries changed, or left out; double underscores are dots."""
+    """The layer plan with entries changed or removed; double underscores are dots."""
 
     def make() -> dict[str, Any]:
         plan: dict[str, Any] = layer_plan() | {key.replace("__", "."): style for key, style in changes.items()}
@@ -329,11 +331,11 @@ def only(**styles: Any) -> Plan:
     return lambda: {key.replace("__", "."): style for key, style in styles.items()}
 
 
-# --- what scripts do before
+# --- changes by scripts before sharding
 
 
 def wrap(select: Callable[[Any], Any]) -> Prepare:
-    """Have ``fsdp_wrap_fn`` answer this for the modules that ``select`` gives of the model's child, by module."""
+    """Sets ``fsdp_wrap_fn`` to return values by module, from a dict that ``select`` computes from the model's child."""
 
     def prepare(model: Any) -> None:
         answers: dict[nn.Module, Any] = select(model.model)
@@ -343,7 +345,7 @@ def wrap(select: Callable[[Any], Any]) -> Prepare:
 
 
 def split_by_script(*names: str, shape: tuple[int, ...] = (2, 2), plan: Plan = layer_plan, **options: Any) -> Prepare:
-    """Split along the last of the names, in a mesh of the others; ``options`` of parallelize_module."""
+    """Parallelizes along the last of the names, in a mesh with the others; ``options`` of parallelize_module."""
 
     def split(model: nn.Module) -> None:
         along, *axes = names
@@ -357,7 +359,7 @@ def split_by_script(*names: str, shape: tuple[int, ...] = (2, 2), plan: Plan = l
 
 
 class Expert(nn.Sequential):
-    """To be told from other layers."""
+    """A separate class, to distinguish experts from other layers."""
 
 
 def with_experts() -> Language:

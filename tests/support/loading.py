@@ -1,6 +1,6 @@
-"""A Trainer that loads the old checkpoints of ``legacy.py``, and a bucket that is a folder.
+"""A Trainer that loads the old checkpoints of ``legacy.py``, and an object store in a folder.
 
-Imports Composer only when called, so that collecting the tests stays cheap.
+Imports Composer only when called, to keep test collection fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 @contextmanager
 def a_trainer(kind: str, config: Any = None, model: nn.Module | None = None, **options: Any) -> Iterator[Any]:
-    """A Trainer over the model of a fixture, with other values; the model's own are in ``trainer.own``."""
+    """A Trainer over the model of a fixture, with other values; the values before loading are in ``trainer.own``."""
     model = legacy_model(kind, seed=3) if model is None else model
     own = {name: value.detach().clone() for name, value in model.state_dict().items()}
     options = {"optimizer": legacy_optimizer(model), "load_progress_bar": False, **options}
@@ -36,7 +36,7 @@ def a_trainer(kind: str, config: Any = None, model: nn.Module | None = None, **o
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without Composer's warnings, of which one is that the tests' callback is in no file, and its pauses."""
+    """Suppresses Composer's warnings (one is that the tests' callback is not in a file) and its pauses."""
     with warnings.catch_warnings(), mock.patch("composer.utils.retrying.time.sleep"):
         warnings.simplefilter("ignore", UserWarning)
         yield
@@ -47,7 +47,7 @@ def store_class() -> Any:
     from composer.utils import ObjectStore
 
     class FolderStore(ObjectStore):
-        """A bucket that is a folder; notes what was downloaded, and fails where it is told to."""
+        """An object store in a folder; records downloads, and fails where ``failures`` sets it."""
 
         def __init__(self, root: str | Path) -> None:
             self.root, self.downloaded, self.failures = Path(root), list[str](), dict[str, int]()

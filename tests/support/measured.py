@@ -1,4 +1,4 @@
-"""Under ``make coverage``: which test file runs a line, also in ranks and in processes that are killed.
+"""Coverage under ``make coverage``: the test file that runs a line, also in ranks and in processes that are killed.
 
 ``coverage`` is looked up, not imported: without it, each function here does nothing.
 """
@@ -11,14 +11,14 @@ from typing import Any
 
 
 def begin(test: str | None = None) -> None:
-    """What runs from here on belongs to this test's file; ranks ask the variable that pytest sets."""
+    """Attribute coverage from now on to this test's file; ranks read the variable that pytest sets."""
     if current := _current():
         test = test or os.environ.get("PYTEST_CURRENT_TEST", "")
         current.switch_context(test.partition("::")[0])
 
 
 def save() -> None:
-    """Write what was seen so far: ranks do not end by themselves."""
+    """Write the coverage so far, because ranks are killed rather than ending."""
     if current := _current():
         current.save()
 

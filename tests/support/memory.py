@@ -1,5 +1,5 @@
-"""A device that is out of memory, where there is one: ``run_out_of_memory(device)``; a batch that is repeated then in
-smaller parts: ``gradients_of_halved``; what a block takes of the host's.
+"""Out of memory errors, real or injected: ``run_out_of_memory(device)``; a batch repeated in smaller parts:
+``gradients_of_halved``; and host memory use of a block.
 
 with HostMemory() as host:
     work()
@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
 TOO_MUCH_BYTES = 2**45  # 32 TiB
-ANSWER_WITHIN = timedelta(seconds=60)  # a hang
+ANSWER_WITHIN = timedelta(seconds=60)  # longer is a hang
 
 
 def run_out_of_memory(device: str) -> None:
-    """Raise torch.OutOfMemoryError: of the GPU's allocator, asked for what no device has; on the CPU its stand-in."""
+    """Raise torch.OutOfMemoryError: on a GPU by an allocation larger than any device, on the CPU directly."""
     if device == "cuda":
         torch.empty(TOO_MUCH_BYTES, dtype=torch.uint8, device=device)
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32768.00 GiB (injected)")
@@ -36,7 +36,7 @@ def run_out_of_memory(device: str) -> None:
 def gradients_of_halved(
     model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, size: int
 ) -> dict[str, torch.Tensor]:
-    """Of a batch in parts of ``size`` rows, and of half as many each time that some rank is out of memory.
+    """The gradients of a batch in parts of ``size`` rows, halved each time that a rank runs out of memory.
 
     Called on all ranks.
     """
@@ -55,9 +55,9 @@ def gradients_of_halved(
 
 
 class HostMemory(TorchDispatchMode):
-    """Counts the bytes of all tensors in host memory that were made in the block and are still there.
+    """Counts the bytes of all living host tensors that were made in the block.
 
-    To the byte, as their storages are after each operator; what lay there before the block does not count.
+    Exact, from the sizes of their storages after each operator; tensors made before the block do not count.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class HostMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own dispatch comes first, so that what that calls is seen here
+            return NotImplemented  # Its own dispatch comes first; operators called inside are intercepted here.
         result = func(*args, **(kwargs or {}))
         given, there = _host_storages((args, kwargs)), _host_storages(result)
         self._made |= {address: StorageWeakRef(there[address]) for address in there.keys() - given.keys()}
@@ -77,11 +77,11 @@ class HostMemory(TorchDispatchMode):
 
 
 def _host_storages(values: Any) -> dict[int, torch.UntypedStorage]:
-    """By their own address, which one has before it has memory, too."""
+    """By the address of the storage object, which exists even without memory."""
     tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor) and value.device.type == "cpu"]
     return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
 
 
 def _num_bytes(storage: StorageWeakRef) -> int:
-    """Now: FSDP resizes the storages that it gathers to."""
+    """Current size: FSDP resizes the storages of its all-gather outputs."""
     return torch.UntypedStorage._new_with_weak_ptr(storage.cdata).nbytes()

@@ -1,4 +1,4 @@
-"""Models that several test files shard, small enough to compare with the unsharded one to the last digits.
+"""Models that several test files shard, small enough to compare with the unsharded model to the last digits.
 
 Tests and ranks import it as ``support.models``; a rank can build only what a module on its path defines.
 """
@@ -15,7 +15,7 @@ VOCABULARY, WIDTH = 11, 6  # neither is a multiple of 4, so shards are uneven
 
 
 class Block(nn.Module):
-    """Two layers and a residual, with a buffer that a state dict holds and one that it does not."""
+    """Two layers and a residual, with a persistent and a non-persistent buffer."""
 
     def __init__(self, width: int = WIDTH, device: Any = None) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Block(nn.Module):
         return x + self.fc_out(torch.tanh(self.fc_in(x) * self.scale)) + self.offset
 
     def reset_parameters(self) -> None:
-        """For the buffers alone; the layers have one of their own."""
+        """For the buffers only; the layers have their own method."""
         nn.init.constant_(self.scale, 0.5)
         nn.init.constant_(self.offset, 0.25)
 
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
 
 
 class Model(nn.Module):
-    """What a Trainer is given: a model whose direct child does the work."""
+    """The form that a Trainer takes: a model whose direct child computes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -77,7 +77,8 @@ class Model(nn.Module):
 
 
 class ModelWithScalar(Model):
-    """With a parameter that cannot be cut: every rank holds it unsharded, and its gradient is averaged apart."""
+    """With a scalar, which cannot be sharded: it is replicated on every rank, and its gradient is averaged
+    separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ def features(seed: int, batch_size: int = 3, width: int = WIDTH) -> torch.Tensor
 
 
 class Wrapping(nn.Module):
-    """A direct child whose wrap function answers from a table of paths."""
+    """A direct child with a wrap function that returns values from a table of paths."""
 
     def __init__(self, answers: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class Wrapping(nn.Module):
 
 
 class Running(Wrapping):
-    """Its forward is ``run(self, ...)`` of its children and parameters; ``answers`` says which of them are units."""
+    """Its forward is ``run(self, ...)``, using its children and parameters; ``answers`` selects the units."""
 
     def __init__(self, run: Callable[..., Any], answers: dict[str, Any] | None = None, **members: Any) -> None:
         super().__init__(answers)
@@ -124,7 +125,7 @@ class Running(Wrapping):
 
 
 class Chain(Wrapping):
-    """Runs its children one after the other; ``answers`` says which of them are units."""
+    """Runs its children one after the other; ``answers`` selects the units."""
 
     def __init__(self, answers: dict[str, Any] | None = None, **children: nn.Module) -> None:
         super().__init__(answers)
@@ -147,7 +148,7 @@ def tie(first: nn.Module, *others: nn.Module) -> None:
 
 
 class FakeMetric(nn.Module):
-    """What torchmetrics.Metric is to the engine: a class of that name in that package."""
+    """Recognized by the engine as torchmetrics.Metric: a class of that name in that package."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ FakeMetric.__name__, FakeMetric.__module__ = "Metric", "torchmetrics.metric"
 
 
 class Thin(nn.Module):
-    """A single row, of which all ranks but one hold nothing; a number that stays whole."""
+    """A weight with a single row, so all ranks but one have an empty shard; and a scalar, which is replicated."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()

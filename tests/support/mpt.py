@@ -1,6 +1,6 @@
 """MPT through LLM Foundry's model and Composer's Trainer, from random weights: ``train_mpt(...)`` on the ranks.
 
-Imports Foundry only when called, so that collecting the tests stays cheap.
+Imports Foundry only when called, to keep test collection fast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of an MPT and of what a rank trains in one batch."""
+    """The size of an MPT, and of a rank's batch."""
 
     width: int
     heads: int
@@ -35,16 +35,17 @@ TINY = Size(width=32, heads=2, layers=2, vocabulary=64, sequence=16, batch=2)
 
 @dataclass(frozen=True)
 class TrainedMpt(Outcome):
-    """What a run left behind, on this rank."""
+    """Results of a run on this rank."""
 
     seconds: list[float]  # of each batch, from its start to its end on the device
-    peak_bytes: int  # that the allocator gave out; 0 on the CPU
+    peak_bytes: int  # the allocator's peak; 0 on the CPU
 
 
 def train_mpt(
     device: str, under: Under, size: Size, *, config: dict[str, Any], attention: str, batches: int, **options: Any
 ) -> TrainedMpt:
-    """Train random tokens in one microbatch a batch, with clipping, as Foundry's YAML of the 7B model. On all ranks."""
+    """Train on random tokens with one microbatch a batch and clipping, as in Foundry's YAML of the 7B model. Called on
+    all ranks."""
     from composer import Trainer
     from composer.algorithms import GradientClipping
     from llmfoundry.optim import DecoupledLionW
@@ -96,14 +97,14 @@ def _model(size: Size, attention: str) -> Any:
 
 
 def _now(device: str) -> float:
-    """When what was asked of the device is done."""
+    """The time after the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def _loader(size: Size) -> DataLoader[Any]:
-    """Of 128 batches of random tokens, the same in each run, of which each rank gets its own."""
+    """128 batches of random tokens, equal in each run, divided over the ranks."""
     from composer.utils import dist
 
     generator = torch.Generator().manual_seed(3)

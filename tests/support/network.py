@@ -1,4 +1,4 @@
-"""A test that must reach no network: ``from support.network import network_refused``."""
+"""Refuses network access in a test: ``from support.network import network_refused``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SENDS = ("connect", "connect_ex", "sendto")
 
 @contextlib.contextmanager
 def network_refused() -> Iterator[None]:
-    """Every name that is looked up and every socket that connects is an error, then and there and once more at the end.
+    """Every host look-up and every socket connection raises at once, and raises again at the end of the block.
 
-    At the end, because libraries catch what is raised in between and try again, or go on without. Sockets in the file
-    system are this machine's own, and work.
+    Again at the end, because libraries catch the first error and retry or continue without the network. Unix sockets
+    still work, because they are local.
     """
     tried: list[str] = []
 

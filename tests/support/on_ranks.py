@@ -6,7 +6,7 @@
         dist.all_reduce(total)
         assert total.item() == 2, total
 
-It may do without the folder. Its options are those of ``run_ranks``.
+The folder argument is optional. Its options are those of ``run_ranks``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from support.ranks import run_ranks
 def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[[Path], None]]:
     def decorate(body: Callable[..., None]) -> Callable[[Path], None]:
         def test(tmp_path: Path) -> None:
-            if dist.is_initialized():  # on a rank, which finds the test by its name
+            if dist.is_initialized():  # on a rank, which looks the test up by its name
                 body(*([os.fspath(tmp_path)] if inspect.signature(body).parameters else []))
             else:
                 run_ranks(test, world_size, tmp_path, **options)

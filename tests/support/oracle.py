@@ -1,6 +1,6 @@
-"""Composer with FSDP1, the reference, on the CPU; and with ours: ``with FSDP1(): ...``, ``with FSDP2(): ...``.
+"""Composer with FSDP1, the reference, on the CPU, and with FSDP2: ``with FSDP1(): ...``, ``with FSDP2(): ...``.
 
-Imports Composer only when used on the ranks, so that collecting the tests stays cheap.
+Imports Composer only on the ranks, to keep test collection fast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Under = Callable[[], AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def FSDP1() -> Iterator[None]:
-    """Composer as it is: it asks for a CUDA device, also to fill meta tensors, and FSDP1 takes any."""
+    """Unmodified Composer, which requires a CUDA device, also to fill meta tensors; FSDP1 accepts any device."""
     to_empty = nn.Module.to_empty
 
     def to_empty_on_cpu(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
@@ -37,15 +37,15 @@ def FSDP1() -> Iterator[None]:
 
 @contextlib.contextmanager
 def FSDP1_saving() -> Iterator[None]:
-    """FSDP1 with full state on the CPU: torch frees what it moves there, and it was there already."""
+    """FSDP1 with full state on the CPU: torch frees tensors after moving them to the CPU, where they already are."""
     stays = contextlib.nullcontext()
     with FSDP1(), mock.patch("torch.distributed.fsdp._flat_param.FlatParamHandle.to_cpu", return_value=stays):
         yield
 
 
-# Composer as it is; without a parallelism_config it trains whole models (DDP).
+# Unmodified Composer; without a parallelism_config it trains unsharded models (DDP).
 UNSHARDED: Under = contextlib.nullcontext
-# With FSDP1, by the type of device; on the CPU Composer has to be told that there is no GPU.
+# With FSDP1, by device type; on the CPU Composer's check for a GPU is overridden.
 FSDP1_ON: dict[str, Under] = {"cuda": UNSHARDED, "cpu": FSDP1}
 
 
@@ -59,15 +59,15 @@ def FSDP2() -> Iterator[None]:
 
 
 def few_modules() -> AbstractContextManager[Any]:
-    """The shim replaces names where they can be bound: to go through all 7,000 modules takes longer than to train a
-    batch. ``test_install.py`` looks at every one."""
+    """The shim replaces functions in all modules that import them. Checking all 7,000 modules takes longer than
+    training a batch, so only a few are checked here. ``test_install.py`` covers all."""
     from composer_fsdp2.compat import seams
 
     return mock.patch.object(seams, "sys", _Modules())
 
 
 class _Modules:
-    """In place of ``sys``: without the modules of installed packages that know nothing of Composer."""
+    """Replaces ``sys``: omits the modules of installed packages that do not use Composer."""
 
     @property
     def modules(self) -> dict[str, ModuleType]:

@@ -1,7 +1,7 @@
-"""Releases of other systems that the environment does not have, each in a folder of its own: ``run_with``, ``needs``.
+"""Releases of other systems that are not in the environment, each in a separate folder: ``run_with``, ``needs``.
 
-``python tests/support/other_releases.py`` installs them, as ``make test-others`` does. They are read by processes of
-their own, on top of the official stack; nothing that they depend on takes the place of a package there.
+``python tests/support/other_releases.py`` installs them, as ``make test-others`` does. Separate processes import them
+in addition to the official stack; their dependencies replace no package of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / ".others"
-# By name: itself, and what the official stack lacks of what its configuration needs.
+# The release, and dependencies of its configuration that are missing in the official stack.
 RELEASES = {
     "accelerate-1.10.1": ("accelerate==1.10.1",),
     "axolotl-0.12.2": ("axolotl==0.12.2", "addict==2.4.0"),
@@ -33,14 +33,14 @@ RELEASES = {
 
 
 def needs(*releases: str) -> None:
-    """Skip a test where one of them is not installed."""
+    """Skip a test if a release is not installed."""
     missing = [name for name in releases if not (FOLDER / name).is_dir()]
     if missing:
         pytest.skip(f"{', '.join(missing)}: not installed; make test-others installs it")
 
 
 def run_with(releases: Sequence[str], script: Path, stdin: str) -> subprocess.CompletedProcess[str]:
-    """``python script`` where these releases go before what is installed."""
+    """``python script`` with these releases before the installed packages on the path."""
     paths = os.pathsep.join(str(FOLDER / name) for name in releases)
     environment = {**os.environ, "PYTHONPATH": paths}
     return subprocess.run(
@@ -50,7 +50,7 @@ def run_with(releases: Sequence[str], script: Path, stdin: str) -> subprocess.Co
 
 def main() -> None:
     for name, requirements in RELEASES.items():
-        if not (FOLDER / name).is_dir():  # pip moves a folder there when it is complete
+        if not (FOLDER / name).is_dir():  # pip moves a complete folder there
             print(f"{FOLDER.name}/{name}: installing", flush=True)
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
             subprocess.run([*pip, "--no-deps", "--target", str(FOLDER / name), *requirements], check=True)

@@ -1,6 +1,6 @@
-"""A step on real ranks beside its plan, of models of several families: ``differences(cases)`` on all ranks.
+"""A step on real ranks compared with its plan, for models of several families: ``differences(cases)`` on all ranks.
 
-What is planned knows the model on the meta device alone; what is counted is every storage that operators make on a rank
+The plan sees the model on the meta device only; the counter sees every storage that operators make on a rank
 (``StateBytes``), and every collective. Imports models only when called.
 """
 
@@ -35,13 +35,13 @@ SGD = OptimizerChoice(name="SGD", options={"momentum": 0.9})
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One model and how it is trained.
+    """One model and its training.
 
     Args:
-        model: By its name in ``MODELS``.
+        model: Its name in ``MODELS``.
         config: An ``fsdp_config``.
-        tensor: Over how many ranks layers are split.
-        within: By how much the planned peak may be off; 0 is to the byte.
+        tensor: The tensor parallel degree.
+        within: The tolerance of the planned peak; 0 is to the byte.
     """
 
     model: str
@@ -52,7 +52,7 @@ class Case:
     within: float = 0.0
 
     def settings(self, model: nn.Module) -> dict[str, Any]:
-        """What ``prepare_fully_shard`` and its plan take."""
+        """The arguments of ``prepare_fully_shard`` and its plan."""
         names_blocks = any(hasattr(each, "fsdp_wrap_fn") for each in model.children())
         base = {"mixed_precision": "PURE", "activation_checkpointing_reentrant": False}
         return {
@@ -67,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step takes of one rank's memory without buffers, and how often it sends what.
+    """The memory of a step on one rank without buffers, and its collectives.
 
     Args:
         state: The peak of parameters, gradients, the optimizer's state, and buffers of collectives.
@@ -107,7 +107,7 @@ def planned(case: Case, world_size: int) -> Step:
 
 
 def counted(case: Case) -> Step:
-    """The second of two steps, as Composer's Trainer takes it. Called on all ranks."""
+    """Counts the second of two steps, run like Composer's Trainer. Called on all ranks."""
     torch.manual_seed(0)
     model = built(MODELS[case.model]())
     trained = [each for each in model.parameters() if each.requires_grad]
@@ -115,9 +115,9 @@ def counted(case: Case) -> Step:
     prepare_fully_shard(model, optimizer, **case.settings(model))
     run = run_of(case, dist.get_world_size())
     loss, state, held = run.loss, StateBytes(model, optimizer), None
-    rows = run.computed_rows  # those that ranks with one batch read, where they gather
+    rows = run.computed_rows  # with gather, the rows of all ranks that share a batch
     for _ in range(3):
-        gc.collect()  # of what a first step imported and traced
+        gc.collect()  # garbage of the first step's imports and traces
         state.peak = state.peak_of_all = 0
         with mock.patch.object(torch, "topk", balanced), Collectives() as sent, state:
             for number in range(case.microbatches):
@@ -136,7 +136,7 @@ _topk = torch.topk
 
 
 def balanced(values: torch.Tensor, k: int, dim: int = -1, **options: Any) -> Any:
-    """Each expert is chosen as often as the others, which a plan assumes."""
+    """Each expert is chosen equally often, as a plan assumes."""
     found, chosen = _topk(values, k, dim=dim, **options)
     return found, (torch.arange(chosen.numel()) % values.shape[-1]).view(chosen.shape)
 
@@ -148,14 +148,14 @@ def autocast(precision: str) -> Any:
 
 
 def differences(cases: Mapping[str, Case]) -> dict[str, str]:
-    """For each case in which the plan of rank 0 is wrong, what was counted. Called on all ranks."""
+    """For each case with a wrong plan on rank 0, the counted values. Called on all ranks."""
     wrong: dict[str, str] = {}
     for name, case in cases.items():
         found = counted(case)
-        # A process that has ranks can plan as well, on one of them alone.
+        # A process that runs ranks can also plan, on one rank only.
         expected = planned(case, dist.get_world_size()) if dist.get_rank() == 0 else found
         off = abs(expected.peak / found.peak - 1)
-        # Of divided layers and sequences the counter takes what they send each other for state.
+        # Under TP, CP and EP the counter classifies communication buffers as state.
         is_shared = case.tensor > 1 or {"context_parallel_degree", "expert_parallel_degree"} & case.config.keys()
         is_right = off <= case.within and expected.sent == found.sent
         if not (is_right and (is_shared or expected.state == found.state)):
@@ -176,14 +176,14 @@ def llama() -> nn.Module:
 
 
 def llama_by_operator() -> nn.Module:
-    """As TorchTitan's ``selective_ac_option = "op"`` recomputes."""
+    """Checkpointed like TorchTitan's ``selective_ac_option = "op"``."""
     model = llama()
     recompute_by_operator(model.model.layers)
     return model
 
 
 def llama_wrapped() -> nn.Module:
-    """Whose script wrapped the blocks itself."""
+    """A script wrapped its blocks itself."""
     model = llama()
     for number, layer in enumerate(model.model.layers):
         model.model.layers[number] = checkpoint_wrapper(layer)
@@ -221,7 +221,7 @@ def qwen3_moe() -> nn.Module:
 def mpt(**options: Any) -> nn.Module:
     from llmfoundry.models import ComposerMPTCausalLM
 
-    import composer_fsdp2.compat.context  # noqa: F401  how its sequences are divided
+    import composer_fsdp2.compat.context  # noqa: F401  registers its context parallelism
 
     return ComposerMPTCausalLM(
         d_model=WIDTH, n_heads=4, n_layers=4, expansion_ratio=4, max_seq_len=TOKENS, vocab_size=VOCABULARY,
@@ -239,7 +239,7 @@ def mpt_experts() -> nn.Module:
 
 
 def lora_units() -> nn.Module:
-    """With each adapter as a unit, as LLM Foundry has it."""
+    """With each adapter as a unit, as in LLM Foundry."""
     model = lora()
     for name, module in model.named_modules():
         if "lora" in name and "default" in name and next(module.parameters(), None) is not None:

@@ -1,4 +1,4 @@
-"""Runs as ``plan`` needs them, of a small model, made by hand."""
+"""The runs that ``plan`` takes, of a small model, made by hand."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Random models as values: a ``Tree`` says what a model is, ``build`` makes it, ``trees`` draws one.
+"""Random models as values: a ``Tree`` describes a model, ``build`` constructs it, ``trees`` generates one.
 
-A tree pickles, so that a failing example shrinks in the parent and is built again on each rank. Every tree runs: its
-forward takes and gives a tensor of [batch, width].
+A tree can be pickled, so that a failing example shrinks in the parent process and each rank builds it again. Every tree
+runs: its forward maps a tensor of [batch, width] to one of the same shape.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import nn
 
 BATCH_SIZE = 4
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-# One is the beginning of the next, as paths of modules are that do not contain each other.
+# Each is a prefix of the next, like the paths of modules that do not contain each other.
 NAMES = ("a", "ab", "a_b", "abc")
 
 
 def found(arguments: Callable[[Tree], tuple[Any, ...]]) -> Callable[[Any], Any]:
-    """Always try the trees of ``FOUND``, too: a decorator; ``arguments`` are the test's for one of them."""
+    """A decorator that always tries the trees of ``FOUND`` as well; ``arguments`` are the test's arguments for one of
+    them."""
 
     def decorate(test: Any) -> Any:
         for tree in FOUND.values():
@@ -37,7 +38,7 @@ def found(arguments: Callable[[Tree], tuple[Any, ...]]) -> Callable[[Any], Any]:
 
 
 class _ShortRepr:
-    """Shows only what differs from the defaults: an example that fails is read by somebody."""
+    """Shows only values that differ from the defaults, to keep failing examples readable."""
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
@@ -48,17 +49,17 @@ class _ShortRepr:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Part(_ShortRepr):
-    """One module: its kind, what lies in it, and what is said of it.
+    """One module: its kind, its children and its FSDP settings.
 
     Args:
         children: Of a node, list, dict or sequence.
-        order: Which of a node's children run, in which order; None for each once. By number, modulo their number.
-        index: Of ``again``: which of the modules made before; else the hidden width of an MLP.
-        has_weight: Whether a node holds a weight beside its children.
-        label: Modules of one label share their first parameter, where shape and dtype allow it.
-        frozen: Whether the parameters that it registers itself need no gradient.
-        other_dtype: Whether they are of the tree's other dtype (of an MLP: one of them is).
-        answer: What the wrap function of the direct child says of it.
+        order: Children that a node runs, in this order; None for each once. By number, modulo their number.
+        index: Of ``again``: the number of an earlier module; else the hidden width of an MLP.
+        has_weight: Whether a node has a weight beside its children.
+        label: Modules with equal labels share their first parameter, where shape and dtype allow it.
+        frozen: Whether the parameters that it registers need no gradient.
+        other_dtype: Whether these have the tree's other dtype (one of them, for an MLP).
+        answer: The wrap function's return value for this module, called on the direct child above it.
         wrap: Its ``_fsdp_wrap``; None for none.
         is_checkpointed: Its ``_activation_checkpointing``, where it can be called.
     """
@@ -82,8 +83,8 @@ class Tree(_ShortRepr):
 
     Args:
         top: The model itself, a node; its children are the direct ones.
-        wrapped: Kinds of which the wrap function chooses all.
-        ignored: Modules that ``ignored_modules`` names, by number, modulo all but the model itself.
+        wrapped: Kinds whose modules the wrap function all chooses.
+        ignored: Modules in ``ignored_modules``, by number, modulo all but the model itself.
     """
 
     top: Part
@@ -109,7 +110,7 @@ def _weight(*shape: int) -> nn.Parameter:
 
 
 class _Filled(nn.Module):
-    """A module whose parameters and buffers have values that their shapes decide, whoever asks for them."""
+    """A module whose parameters and buffers have values computed from their shapes."""
 
     def reset_parameters(self) -> None:
         for tensor in (*self.parameters(recurse=False), *self.buffers(recurse=False)):
@@ -117,7 +118,7 @@ class _Filled(nn.Module):
 
 
 def fill(tensor: torch.Tensor, seed: int) -> None:
-    """Values between -1 and 1, and no two alike."""
+    """Distinct values between -1 and 1."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
     tensor.data.copy_(values)
@@ -147,8 +148,7 @@ class Mlp(_Filled):
 
 
 class Scale(_Filled):
-    """A weight for each feature, or (``()``) one scalar; with a buffer that a state dict holds and one that it does
-    not."""
+    """A weight for each feature, or (``()``) one scalar, with a persistent and a non-persistent buffer."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -162,11 +162,11 @@ class Scale(_Filled):
 
 
 class _LayerNorm(_Filled, nn.LayerNorm):
-    """With the values that a tied parameter of another module would be given."""
+    """The values depend on the shape only, so they match those of a tied parameter of another module."""
 
 
 class Norm(nn.Module):
-    """A residual around a norm; ``eps`` is large, so that rounding is not magnified."""
+    """A residual around a norm; a large ``eps`` avoids magnifying rounding errors."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Norm(nn.Module):
 
 
 class Bag(nn.ParameterList):
-    """Parameters without a forward: the module above uses them."""
+    """Parameters without a forward: the parent module uses them."""
 
     def __init__(self, width: int) -> None:
         super().__init__([_weight(width), _weight(1, width)])
@@ -188,7 +188,7 @@ class Bag(nn.ParameterList):
 
 
 class Node(_Filled):
-    """Runs its children, reaching through containers, and may hold a weight of its own."""
+    """Runs its children, also those inside containers; may have its own weight."""
 
     def __init__(self, width: int | None, order: tuple[int, ...] | None) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Node(_Filled):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight is not None:
             x = x + _mix(x, self.weight)
-        children = list(self._modules.values())  # named_children would hide a module's second place
+        children = list(self._modules.values())  # named_children would omit a module's second place
         order = range(len(children)) if self.order is None else self.order
         for i in order if children else ():
             x = _run(children[i % len(children)], x)
@@ -222,7 +222,7 @@ def _run(module: nn.Module | None, x: torch.Tensor) -> torch.Tensor:
 
 
 def build(tree: Tree, device: str = "cpu") -> nn.Module:
-    """The model that ``tree`` describes, always with the same values."""
+    """The model described by ``tree``, always with the same values."""
     with torch.device(device):
         model = _build(tree.top, tree, [])
     for child in model.children():
@@ -235,7 +235,7 @@ def build(tree: Tree, device: str = "cpu") -> nn.Module:
 
 
 def ignored_modules(tree: Tree, model: nn.Module) -> list[nn.Module]:
-    """Those of ``build(tree)`` that the tree wants ignored."""
+    """The modules of ``build(tree)`` to ignore."""
     modules = [module for module in model.modules() if module is not model]
     return [modules[i % len(modules)] for i in tree.ignored if modules]
 
@@ -250,7 +250,7 @@ def _tie(model: nn.Module) -> None:
 
 
 def _build(part: Part, tree: Tree, made: list[nn.Module]) -> nn.Module:
-    """``made`` has the modules that are complete, so that none comes to lie inside itself."""
+    """``made`` contains completed modules only, so no module can contain itself."""
     if part.kind == "again":
         return made[part.index % len(made)] if made else nn.Tanh()
     module = _bare(part, tree)
@@ -313,7 +313,7 @@ def _is_container(module: nn.Module) -> bool:
 
 _CHOSEN, _SQUARE = Part(kind="square", answer=True), Part(kind="square")
 _AGAIN = Part(kind="again")
-# Each was an error once.
+# Each of these once failed.
 FOUND = {
     "a part of one direct child is another one, which runs first": Tree(
         top=Part(kind="node", children=(Part(kind="node", children=(_CHOSEN, _SQUARE)), _AGAIN), order=(1, 0))
@@ -339,7 +339,7 @@ FOUND = {
 
 # Drawing --------------------------------------------------------------------------------------------------------------
 
-# What a wrap function says, and changes no number that a model computes.
+# Return values of a wrap function that do not change the numbers that a model computes.
 ANSWERS: tuple[Any, ...] = (
     False,
     True,
@@ -366,11 +366,11 @@ def trees(
     dtypes: tuple[tuple[str, str], ...] = (("float64", "float32"),),
 ) -> Tree:
     """Nested modules, containers, modules in two places, ties, parameters that are frozen or of another dtype, modules
-    that run twice or never, and all that a wrap function and ``_fsdp_wrap`` may say.
+    that run twice or never, and all settings of wrap functions and ``_fsdp_wrap``.
 
     Args:
-        batch_norms: Whether there may be batch norms, whose results depend on how a batch is divided.
-        checkpointed: Whether modules may ask for activation checkpointing.
+        batch_norms: Whether to generate batch norms, whose results depend on the division of a batch.
+        checkpointed: Whether to generate modules with activation checkpointing.
         dtypes: The dtype of most parameters, and that of the others.
     """
     kinds = ["square"] * 4 + ["scale", "mlp", "norm", "bag", "empty", "again", "again", "scalar"]

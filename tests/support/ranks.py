@@ -11,13 +11,13 @@ parent's ``sys.path``.
     def test_sum():
         assert run_ranks(check_sum, 2, 10) == [21, 21]
 
-[Note: pooled ranks] Ranks are forked from processes that have imported torch, and Composer for the tests that are
-marked with it (`choose_imports`); two neighbours have other hash seeds and addresses, as ranks of a launcher. Starting
-gloo still costs a part of a second, so one pool of processes per world size lives until the session ends or a check
-fails. Its process group lives as long: where ranks end a gloo group, the last one sometimes waits for ever (torch
-2.7.0, 3 of 100 times), and one that is left behind keeps its threads. So the group of a mesh is made once for the same
-ranks, and handed out again (`_reuse_groups`). Each call gets the parent's environment, folder and ``sys.path``, seed 0
-and default torch settings (`_reset`). What still leaks into the next check: groups, imported modules and their globals
+[Note: pooled ranks] Ranks are forked from processes that have imported torch, and Composer for the tests marked with it
+(`choose_imports`). Adjacent ranks have different hash seeds and addresses, like the ranks of a launcher. Starting gloo
+still takes a fraction of a second, so one pool of processes per world size lives until the session ends or a check
+fails. Its process group lives as long: when ranks destroy a gloo group, the last one sometimes waits forever (torch
+2.7.0, 3 of 100 times), and an abandoned group leaves its threads running. A mesh's group is therefore made once for the
+same ranks and reused (`_reuse_groups`). Each call gets the parent's environment, folder and ``sys.path``, seed 0 and
+default torch settings (`_reset`). These still leak into the next check: groups, imported modules and their globals
 (monkeypatches, registries, "warned once" flags), threads, signal handlers. A check that leaves or needs such state
 takes ``fresh=True``.
 """
@@ -54,12 +54,12 @@ from support import measured, warm
 
 import composer_fsdp2
 
-# What ranks have imported before they are forked. torch._dynamo comes with the first step of an optimizer.
+# Imports of the processes that ranks are forked from. The first optimizer step imports torch._dynamo.
 WITH_TORCH = (
     "pytest", "hypothesis", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo",
     *(f"composer_fsdp2.{file}" for file in composer_fsdp2._FILES),
 )  # fmt: skip
-# Composer runs without LLM Foundry, too, as on a newer torch (migration_docs/newest-torch.md).
+# Composer also runs without LLM Foundry, as on a newer torch (migration_docs/newest-torch.md).
 _FOUNDRY = ("llmfoundry.command_utils",) if importlib.util.find_spec("llmfoundry") else ()
 WITH_COMPOSER = (
     *WITH_TORCH, "composer.algorithms", "composer.loggers", *_FOUNDRY, "support.entry_points",
@@ -67,11 +67,11 @@ WITH_COMPOSER = (
     "composer_fsdp2.cli.explain", "composer_fsdp2.cli.plan", "composer_fsdp2.migration.files",
 )  # fmt: skip
 START_TIMEOUT_S = 180
-MAX_CALLS = 200  # Then new processes: something always leaks.
+MAX_CALLS = 200  # Then new processes, because some state always leaks.
 PEER_GRACE_S = 1.0
 STACK_GRACE_S = 0.3  # After SIGUSR1: faulthandler writes from the signal handler, within milliseconds.
 TAIL_CHARS = 4000
-# What a healthy rank raises because its peer is gone or late; never the first cause if there is another error.
+# Errors of a healthy rank whose peer is gone or late; never the first cause if there is another error.
 FOLLOW_UP = re.compile(r"closed by peer|reset by peer|broken pipe|connection refused|tim(ed|e)[ -]?out", re.I)
 
 
@@ -103,7 +103,7 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class _Call:
-    """What the parent sends to every rank for one check; ``args`` stays pickled until the module is imported."""
+    """The parent's message to every rank for one check; ``args`` stays pickled until the module is imported."""
 
     module: str
     file: str
@@ -130,8 +130,8 @@ def run_ranks(
 ) -> list[Any]:
     """Return ``check(*args)`` of every rank, in rank order.
 
-    The check runs inside an initialised process group and may use any collective; all ranks meet in a barrier
-    after it. pytest does not rewrite a check's ``assert`` on the ranks: say the values in a message, or use
+    The check runs inside an initialised process group and may use any collective; a barrier of all ranks follows it.
+    pytest does not rewrite a check's ``assert`` on the ranks: add the values as a message, or use
     ``torch.testing.assert_close``.
 
     Args:
@@ -140,8 +140,8 @@ def run_ranks(
         env: Variables for this call only, above the parent's environment and the rank variables.
         fresh: Fork new processes and end them afterwards. See [Note: pooled ranks].
         backend: ``gloo``, or ``nccl`` with a GPU for each rank. The latter always forks new processes, which import
-            torch themselves: CUDA cannot be used in the child of a process that has looked for devices.
-        peer_grace_s: After a failure: how long other ranks may still report their own.
+            torch themselves: CUDA does not work in the child of a process that has enumerated devices.
+        peer_grace_s: Time for other ranks to report their own errors after a failure.
     Raises:
         RankError: a rank failed, died or was still running at ``timeout_s``; the pool is then discarded.
         ValueError: the check cannot be imported by the ranks.
@@ -175,7 +175,7 @@ _imports = WITH_TORCH
 
 
 def choose_imports(*, composer: bool) -> None:
-    """Say what the ranks of the next test have imported; conftest.py calls it with the test's markers."""
+    """Choose the imports of the next test's ranks; conftest.py calls it with the test's markers."""
     global _imports
     _imports = WITH_COMPOSER if composer else WITH_TORCH
 
@@ -200,7 +200,7 @@ atexit.register(close_pools)
 
 
 class _Pool:
-    """``world_size`` rank processes; the parent speaks to each over its own socket pair."""
+    """``world_size`` rank processes; the parent talks to each over a socket pair."""
 
     def __init__(self, world_size: int, imports: tuple[str, ...]):
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -237,7 +237,7 @@ class _Pool:
         return self.folder.exists() and all(process.poll() is None for process in self.processes)
 
     def run(self, call: _Call, env: dict[str, str], peer_grace_s: float) -> list[Any]:
-        """Have every rank run the check; each answers once all have passed the barrier."""
+        """Run the check on every rank; each sends its result once all have passed the barrier."""
         self.num_calls += 1
         self.output_start = [self._file(rank, "output").stat().st_size for rank in range(call.world_size)]
         name = f"{call.module}.{call.qualname}"
@@ -249,7 +249,7 @@ class _Pool:
         return [pickle.loads(result) for result in results]
 
     def _collect(self, doing: str, timeout_s: float, peer_grace_s: float = PEER_GRACE_S) -> list[bytes]:
-        """Wait for one answer of every rank; on an error, give the others ``peer_grace_s`` for theirs."""
+        """Wait for one result of every rank; on an error, the others have ``peer_grace_s`` for theirs."""
         asked = range(len(self.connections))
         answers: dict[int, bytes | RankFailure] = {}
         deadline = time.monotonic() + timeout_s
@@ -301,13 +301,13 @@ class _Pool:
         return RankError("\n".join(lines), failures, running)
 
     def close(self) -> None:
-        """Kill the ranks and what they started; nothing is worth a wait, since results are already here."""
+        """Kill the ranks and their child processes; without waiting, since results have already arrived."""
         for process, connection in zip(self.processes, self.connections, strict=True):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             connection.close()
-        self.processes, self.connections = [], []  # Never signal a process id again that we have given up.
+        self.processes, self.connections = [], []  # Never signal these process ids again: they may be reused.
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -316,7 +316,7 @@ def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
     return {
         "RANK": str(rank), "WORLD_SIZE": str(world_size), "NODE_RANK": "0",
         "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",  # For readers; FileStore opens no port.
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",  # For code that reads them; FileStore opens no port.
         "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",  # Host names may not resolve.
     }  # fmt: skip
@@ -326,12 +326,12 @@ def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
 
 
 def serve(descriptor: int, rank: int, stack_file: str) -> None:
-    """Be rank ``rank`` until the parent dies or kills us; `_Pool._start` has a forked process call it."""
+    """Act as rank ``rank`` until the parent dies or kills it; `_Pool._start` has a forked process call it."""
     stack = open(stack_file, "w")  # noqa: SIM115  Open until the process ends; faulthandler writes to it.
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack)
     connection = Connection(descriptor)
-    import torch.distributed  # Here, so that the parent may import this file without torch.
+    import torch.distributed  # Here, so the parent can import this file without torch.
 
     assert torch.distributed.is_available()
     _reuse_groups()
@@ -343,16 +343,17 @@ def serve(descriptor: int, rank: int, stack_file: str) -> None:
 
 
 def name_own_file(rank: int) -> None:
-    """Composer names a rank's file of a sharded checkpoint when it is imported: in the warm process, which is none."""
+    """Composer fixes a rank's checkpoint file name on import, which happened in the warm process, before the rank was
+    known."""
     for name in ("composer.utils.checkpoint", "composer.checkpoint.save"):
         if module := sys.modules.get(name):
             module._TORCH_DISTRIBUTED_CHECKPOINTS_FILENAME = f"__{rank}_0.distcp"  # type: ignore[attr-defined]
 
 
 def _reuse_groups() -> None:
-    """Give a mesh that is made again the groups of the first one; the pool's own group must be the same, too.
+    """Reuse the group when a mesh is made again for the same ranks; the pool's own group must be the same, too.
 
-    Not who asks for gloo: it makes a group once, for itself, and may destroy it.
+    Requests for a gloo group always make a new one: such callers make it once, for their own use, and may destroy it.
     """
     import torch
     from torch.distributed import device_mesh, distributed_c10d
@@ -380,7 +381,7 @@ def _answer(connection: Connection, answer: bytes | tuple[float, str, str]) -> N
 
 
 def _run_call(connection: Connection, rank: int, call: _Call) -> None:
-    """Run one check and answer after the barrier that ends it. Communicates on gloo."""
+    """Run one check and send the result after the final barrier. Communicates on gloo."""
     import torch.distributed as dist
 
     with warnings.catch_warnings():
@@ -395,15 +396,15 @@ def _run_call(connection: Connection, rank: int, call: _Call) -> None:
             gc.collect()
             measured.save()
             _answer(connection, result)
-        except BaseException as error:  # SystemExit and pytest.skip too: the parent must hear of each.
+        except BaseException as error:  # SystemExit and pytest.skip too: the parent must receive each.
             measured.save()
             text = "".join(traceback.format_exception_only(error)).strip()
             _answer(connection, (time.monotonic(), text, traceback.format_exc()))
-            connection.recv_bytes()  # Keep our sockets open until we are killed: peers shall not see them close.
+            connection.recv_bytes()  # Keep the sockets open until killed: peers must not see them close.
 
 
 def _start_group(call: _Call, rank: int) -> None:
-    """As Composer makes it: without ``device_id``; a communicator of NCCL is made at a group's first collective."""
+    """Like Composer: without ``device_id``; NCCL makes a communicator at a group's first collective."""
     import torch
     import torch.distributed as dist
 
@@ -411,7 +412,7 @@ def _start_group(call: _Call, rank: int) -> None:
         torch.cuda.set_device(rank)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     store = dist.FileStore(call.store, call.world_size)
-    # The parent's time-out comes first, and shows every stack.
+    # The parent's timeout comes first, and shows every stack.
     dist.init_process_group(
         call.backend, store=store, rank=rank, world_size=call.world_size, timeout=timedelta(hours=1)
     )
@@ -419,10 +420,10 @@ def _start_group(call: _Call, rank: int) -> None:
 
 @contextlib.contextmanager
 def impatient(timeout_s: float) -> Iterator[None]:
-    """Collectives of the default group give up after so many seconds within the block. Called on the ranks."""
+    """Within the block, collectives of the default group time out after so many seconds. Called on the ranks."""
     import torch.distributed as dist
 
-    # A group's own timeout is that of its making.
+    # A group's own timeout was set when it was made.
     module: Any = dist.distributed_c10d
     world = module._get_default_group()
     module._update_default_pg(dist.new_group(timeout=timedelta(seconds=timeout_s)))
@@ -433,7 +434,7 @@ def impatient(timeout_s: float) -> Iterator[None]:
 
 
 def _import_check(call: _Call) -> Callable[..., Any]:
-    """Import the check's module under the parent's name for it, as pickles of its classes refer to that name."""
+    """Import the check's module under the parent's name for it, which pickles of its classes refer to."""
     module = sys.modules.get(call.module)
     if module is None:
         try:
@@ -450,7 +451,7 @@ def _import_check(call: _Call) -> Callable[..., Any]:
 
 
 def _import_by_path(name: str, file: str) -> types.ModuleType:
-    """As pytest's importlib mode does: any name, with empty modules for parents that do not exist."""
+    """Like pytest's importlib mode: any name, with empty modules for missing parents."""
     parts = name.split(".")
     for parent in (".".join(parts[:end]) for end in range(1, len(parts))):
         sys.modules.setdefault(parent, types.ModuleType(parent))
@@ -462,7 +463,7 @@ def _import_by_path(name: str, file: str) -> types.ModuleType:
 
 
 def _reset(call: _Call) -> None:
-    """Forget what an earlier check changed, as far as [Note: pooled ranks] promises."""
+    """Reset state changed by an earlier check, as listed in [Note: pooled ranks]."""
     import torch
 
     os.environ.clear()

@@ -1,4 +1,4 @@
-"""A small causal model, made known to context parallelism: its attention, its loss and its batches."""
+"""A small causal model, registered for context parallelism: its attention, its loss and its batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Of tensors (batch, places, heads, features)."""
+    """On tensors (batch, positions, heads, features)."""
     key, value = (each.repeat_interleave(query.shape[2] // each.shape[2], 2) for each in (key, value))
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
@@ -117,7 +117,7 @@ register_model_adapter(
 
 
 class Holder(nn.Module):
-    """As Composer has it: the model is the child of what is trained."""
+    """Nested as in Composer: the model is the child of the trained module."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def build(**options: Any) -> Holder:
 
 
 def batch(num_rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of which different numbers of places count."""
+    """Rows with different numbers of labels."""
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(VOCABULARY, (num_rows, length), generator=generator)
     ends = torch.arange(num_rows)[:, None] * 2 + 3
@@ -145,5 +145,5 @@ def layer_plan() -> dict[str, ParallelStyle]:
 
 
 def mean_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Of a model that takes its labels itself; with a context axis its loss is that of its part of all places."""
+    """For a model that computes its own loss from labels; under CP that is the loss of its part of all positions."""
     return model.model(tokens, tokens)

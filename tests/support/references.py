@@ -1,7 +1,7 @@
-"""References that several tests compare with, trained once: ``reference(fit, FSDP1, {}, optimizer="adamw")``.
+"""Results that several tests compare with, trained once: ``reference(fit, FSDP1, {}, optimizer="adamw")``.
 
-A pool of ranks remembers them for as long as it lives, so the next check on the same ranks, of any test file, gets what
-the first one trained. They are in no file.
+A pool of ranks caches them for its lifetime, so later checks on the same ranks, from any test file, reuse the first
+result. They are not stored in files.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ _results: dict[Hashable, Any] = {}
 
 
 def reference(train: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """A copy of what ``train(*arguments, **options)`` returns, which is run once for each pool of ranks.
+    """A copy of the result of ``train(*arguments, **options)``, which runs once for each pool of ranks.
 
     Args:
-        train: A function of a module that seeds what it draws, and whose result its arguments decide.
+        train: A module's function that seeds its random numbers, and whose result depends on its arguments only.
         arguments: Values: numbers, strings, None, functions and classes of a module, and collections of these.
     Raises:
-        TypeError: an argument is of another kind, and what it holds would not be part of the key.
-    Called on all ranks, with the same arguments: all train, or none does, since the ranks of a pool live equally long.
-    Outside of patches and changed variables, which are not part of the key.
+        TypeError: an argument is of another kind, and its contents could not be part of the key. Called on all ranks,
+            with the same arguments: all train or none, since the ranks of a pool live equally long. Do not call it
+            within patches or changed variables, which are not part of the key.
     """
     key = _key((train, arguments, options))
     if key not in _results:
-        with torch.random.fork_rng(devices=[]):  # torch's next draw is the same, whoever trained.
+        with torch.random.fork_rng(devices=[]):  # torch's next draw is the same in any case.
             _results[key] = train(*copy.deepcopy(arguments), **copy.deepcopy(options))
     return copy.deepcopy(_results[key])
 
 
 def _key(value: Any) -> Hashable:
-    """Equal for equal values only: 1, 1.0 and True are three."""
+    """Equal for equal values only: 1, 1.0 and True are three keys."""
     match value:
         case dict():
             return "dict", frozenset((_key(name), _key(each)) for name, each in value.items())

@@ -1,4 +1,4 @@
-"""Runs in no system's words: ``from support.runs import run_with``."""
+"""Runs independent of a system's keys: ``from support.runs import run_with``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ OF_RUN, OF_CONFIG, OF_PRECISION = (
 
 
 def run_with(wrap: Wrap | None = None, **fields: Any) -> RunConfig:
-    """A run with these fields, of whatever value they are: its own, its configuration's or its mixed precision's."""
+    """A run with these fields, each set on the object that has it: the run, its configuration or its mixed
+    precision."""
     assert fields.keys() <= OF_RUN | OF_CONFIG | OF_PRECISION, fields.keys() - OF_RUN - OF_CONFIG - OF_PRECISION
     dtypes = {name: value for name, value in fields.items() if name in OF_PRECISION}
     config = {name: value for name, value in fields.items() if name in OF_CONFIG}

@@ -1,4 +1,4 @@
-"""What lies in a saved checkpoint, by torch's and Composer's own readers."""
+"""The contents of a saved checkpoint, through torch's and Composer's own readers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 
 def named(state_dict_type: str, batch: int) -> str:
-    """The name that Composer gives a checkpoint of the first epoch."""
+    """Composer's name for a checkpoint of the first epoch."""
     return f"ep0-ba{batch}" + ("-rank0.pt" if state_dict_type == "full" else "")
 
 
 def tree(folder: str) -> list[str]:
-    """Every name below a folder, and where links lead."""
+    """Every name below a folder, and the targets of links."""
     found = []
     for root, folders, files in os.walk(folder):
         for path in (Path(root) / name for name in folders + files):
@@ -28,7 +28,7 @@ def tree(folder: str) -> list[str]:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A checkpoint, whole, in this process: a file, packed or not, or a DCP directory."""
+    """A complete checkpoint, loaded in this process: a file, packed or not, or a DCP directory."""
     from composer.utils.compression import get_compressor, is_compressed_pt
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -54,7 +54,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def checkpoint_differences(ours: str | Path, theirs: str | Path, *, except_for: str = "nothing") -> list[str]:
-    """The paths in two checkpoints where they differ in a key, a class, a value or a bit."""
+    """The paths at which two checkpoints differ in a key, a class, a value or a bit."""
     left, right = (_leaves(read(path), _content) for path in (ours, theirs))
     assert len(right) > 20, f"{theirs} is almost empty"
     paths = sorted(path for path in left.keys() | right.keys() if except_for not in path)

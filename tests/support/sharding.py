@@ -1,4 +1,4 @@
-"""A model of ``support.models`` sharded by several hands: ``WAYS["by hand"](model, "cuda")``."""
+"""A model of ``support.models`` sharded by several implementations: ``WAYS["by hand"](model, "cuda")``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def by_hand(model: Model, device: str) -> None:
 
 
 def as_fsdp1(model: Model, device: str) -> None:
-    """With the arguments that Composer's prepare_fsdp_module gives it by default (0.32.1)."""
+    """With the default arguments of Composer's prepare_fsdp_module (0.32.1)."""
     from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import CustomPolicy
 

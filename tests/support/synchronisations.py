@@ -1,15 +1,14 @@
-"""What would make the host wait for a GPU, seen on the CPU: ``with Synchronisations() as found: ...``.
+"""Host-device synchronizations of a GPU run, detected on the CPU: ``with Synchronisations() as found: ...``.
 
-On the CPU no tensor crosses from one device to another, so a stand-in is needed for what lies where. On a GPU the model
-lies on the device; what is made without a device lies on the host, and so does what Python's numbers are made into.
-Two things wait then (``torch.cuda.set_sync_debug_mode`` finds the same, where there is a GPU):
+On the CPU no tensor crosses devices, so this emulates device placement. On a GPU the model is on the device; tensors
+made without a device argument, and those made from Python numbers, are on the host. Two operations then synchronize
+(``torch.cuda.set_sync_debug_mode`` finds the same on a GPU):
 
-- a value of a tensor is read: ``item``, ``tolist``, ``bool``, ``cpu``; or the size of a result is one, as of
+- reading a tensor's value: ``item``, ``tolist``, ``bool``, ``cpu``; or a result whose size is such a value, as of
   ``nonzero``, ``bincount``, ``unique``, an index of booleans, ``repeat_interleave`` without ``output_size``
-- a tensor that lies on the host goes to the device: ``to``, ``copy_``, ``torch.tensor(numbers, device=...)``
+- copying a host tensor to the device: ``to``, ``copy_``, ``torch.tensor(numbers, device=...)``
 
-A tensor that was made on the host may be read there, which this does not know of: compare with a run that does the
-same.
+Host tensors can be read without synchronizing, which this does not detect: compare with a run that does the same.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor)
 _MAKING = (*_FROM_NUMBERS, torch.zeros, torch.ones, torch.full, torch.empty, torch.arange, torch.eye, torch.linspace)
-# These read the CPU's memory without an operator that the dispatcher would see.
+# These read the CPU's memory without an operator visible to the dispatcher.
 _READING = (torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy)
 _MOVING = (torch.Tensor.to, torch.Tensor.cuda)
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
@@ -43,11 +42,11 @@ _INDEXING = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_im
 
 @dataclass(frozen=True, slots=True)
 class Synchronisation:
-    """One wait.
+    """One synchronization.
 
     Args:
         kind: ``read`` or ``sent``.
-        file: Of the innermost caller outside of torch.
+        file: The innermost caller's file outside torch.
         place: That file and line, and the function.
     """
 
@@ -60,7 +59,7 @@ class Synchronisation:
 
 
 class Synchronisations(contextlib.ExitStack):
-    """A context manager that collects them, backward's too: on the CPU it runs in the calling thread."""
+    """A context manager that collects them, including backward's: on the CPU it runs in the calling thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +71,7 @@ class Synchronisations(contextlib.ExitStack):
         return self
 
     def of_packages(self, *names: str) -> list[str]:
-        """Where the packages' own code does it."""
+        """Places in the packages' own code."""
         folders = tuple(f"{folder}/" for name in names for folder in sys.modules[name].__path__)
         return [str(each) for each in self.found if each.file.startswith(folders)]
 
@@ -91,7 +90,7 @@ def _is_machinery(file: str) -> bool:
 
 
 class _Calls(TorchFunctionMode):
-    """What Python calls."""
+    """Calls from Python."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()
@@ -103,7 +102,7 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _BACKWARDS:
-            # torch leaves a mode for the length of a call that the mode sees: enter it again where the engine runs.
+            # torch leaves a mode while a call that the mode intercepts runs: enter it again where the engine runs.
             with mock.patch("torch.autograd._engine_run_backward", self._within(torch.autograd._engine_run_backward)):
                 return func(*args, **kwargs)
         if func in _READING:
@@ -134,7 +133,7 @@ def _names_device(values: Iterable[Any]) -> bool:
 
 
 class _Operators(TorchDispatchMode):
-    """What reaches the dispatcher, from C++ too."""
+    """Calls that reach the dispatcher, from C++ too."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()
@@ -144,7 +143,7 @@ class _Operators(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # Its own dispatch comes first, so that what that calls is seen here.
+            return NotImplemented  # Its own dispatch comes first; operators called inside are intercepted here.
         if _reads(func, args, kwargs or {}):
             self._note("read")
         return func(*args, **(kwargs or {}))
@@ -152,7 +151,7 @@ class _Operators(TorchDispatchMode):
 
 def _reads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     operator = func.overloadpacket
-    if operator is _aten.repeat_interleave:  # of a tensor of numbers: others are made of it
+    if operator is _aten.repeat_interleave:  # with a tensor of numbers, of which other overloads are made
         return kwargs.get("output_size") is None
     if operator in _INDEXING:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])

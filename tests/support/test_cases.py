@@ -1,4 +1,4 @@
-"""Cases in one call of the ranks: a failure that hid the next ones would be found one run of the suite at a time."""
+"""Cases in one call of the ranks: a failure that hid later ones would reveal only one failure a run of the suite."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def check_squares(numbers: list[int]) -> dict[str, int]:
 
 
 def test_results_by_name():
-    """What a case gave is found under its name, on each rank; a table that became empty does not pass."""
+    """Each rank returns a case's result under its name; an empty table of cases does not pass."""
     assert run_ranks(check_squares, 2, [1, 2]) == [{"case 1": 1, "case 2": 4}] * 2
     with pytest.raises(RankError, match="no case"):
         run_ranks(check_squares, 1, [])
 
 
 def test_every_failure_is_reported():
-    """The first failure does not hide the second; an error that did not come is one."""
+    """The first failure does not hide the second, and a missing exception counts as a failure."""
     with pytest.raises(RankError, match="3 of 5 cases failed") as caught:
         run_ranks(check_squares, 2, [1, 11, 2, 12, 7])
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""What many tests end with: two values that differ are not taken for the same."""
+"""The comparison that ends many tests: different values must not compare equal."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def differ(found: Any, expected: Any, **options: bool) -> bool:
 @pytest.mark.parametrize(
     ("found", "expected", "differs", "differs_in_bits"),
     [
-        # A model that became NaN, and a reference that did, would pass for a model that trains rightly.
+        # A model and a reference that are both NaN must not pass as equal training.
         *((value, value, True, False) for value in (NAN, torch.tensor([1, NAN]), numpy.array([NAN]), Pair(NAN))),
-        # A copy that lost the sign would pass for one to the last bit.
+        # A copy that lost the sign must not pass as bit-identical.
         *((zero, -zero, False, True) for zero in (0.0, torch.zeros(2), 0j)),
         (torch.ones(2, 3).t(), torch.ones(3, 2), False, False),
         (torch.ones(3)[:0:2], torch.ones(3)[:0:2].clone(), False, False),
@@ -56,7 +56,7 @@ def differ(found: Any, expected: Any, **options: bool) -> bool:
     ids=repr,
 )
 def test_what_differs(found: Any, expected: Any, differs: bool, differs_in_bits: bool):
-    """Most tests of checkpoints and of training would say nothing."""
+    """Otherwise most tests of checkpoints and training would prove nothing."""
     assert (differ(found, expected), differ(found, expected, in_bits=True)) == (differs, differs_in_bits)
 
 
@@ -64,6 +64,6 @@ def test_what_differs(found: Any, expected: Any, differs: bool, differs_in_bits:
     ("one", "other"), [({"b": 1, "c": 2}, {"c": 2, "b": 1}), ({"b": 1}, OrderedDict(b=1))], ids=["keys", "class"]
 )
 def test_mappings_are_alike_unless_the_order_matters(one: Any, other: Any):
-    """A file that is said to be torch.save's would have other keys first."""
+    """A file that should match torch.save's could have its keys in another order."""
     assert not differ(one, other, in_bits=True)
     assert differ(one, other, in_order=True)

@@ -1,4 +1,4 @@
-"""The network is refused to everybody, and whoever caught the refusal is told of."""
+"""Network access is refused, and refusals that a library caught are reported at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def connect_ex() -> None:
 
 
 def test_a_library_that_goes_on_without_the_network_is_noticed():
-    """Hubs are asked first and the answer's absence forgiven: a test would pass here and wait for minutes elsewhere."""
+    """Libraries query a hub first and ignore errors: a test would pass here and wait for minutes elsewhere."""
     for ask in (
         lambda: urllib.request.urlopen("http://192.0.2.1/", timeout=1),
         lambda: socket.create_connection(("192.0.2.1", 80), timeout=1),

@@ -1,4 +1,4 @@
-"""The harness itself: a wrong or slow answer here would make every other multi-rank test worthless."""
+"""The harness itself: a wrong or slow result would invalidate every other multi-rank test."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def check_settings() -> tuple[object, ...]:
 
 
 def test_variables_last_for_one_call(monkeypatch):
-    """Ranks have a launcher's variables and a test's, not those of an earlier one; and other hashes, since what they
-    do in the order of a set would be the same on all of them here and on no user's machine."""
+    """Ranks have a launcher's variables and the test's, not those of an earlier test. Their hash seeds differ as on
+    users' machines, where the order of a set differs between ranks."""
     run_ranks(check_variables, 2, env={"CALLS": "1"})
     *first, hash_0 = run_ranks(check_variables, 2)[0]
     assert first == ["0", "2", "0", "0", None, None]
@@ -67,7 +67,7 @@ def test_pool_is_reused_and_replaced_after_a_failure():
     begin_s = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_ranks(check_error_on_rank_1, 2, peer_grace_s=0.2)
-    assert time.monotonic() - begin_s < 10  # Not the time-out of the all_reduce.
+    assert time.monotonic() - begin_s < 10  # Not the timeout of the all_reduce.
     assert set(run_ranks(check_pid, 2)).isdisjoint(pids)
 
     message = str(caught.value)

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Kind(Enum):
-    """The modules that define a kind of class, by the name under which a Trainer takes it."""
+    """The modules that define a kind of class, by the Trainer argument that takes it."""
 
     ALGORITHM = "algorithms"
     CALLBACK = "callbacks"
@@ -20,7 +20,7 @@ class Kind(Enum):
 
 
 class Beside(Enum):
-    """The run that ours is compared with."""
+    """The reference run."""
 
     FSDP1 = "FSDP1"
     NO_SHARD = "FSDP1 without shards"
@@ -41,17 +41,17 @@ class Row:
     """One class, or one way to use it.
 
     Args:
-        name: Of the class.
-        use: Which way, if a class has several rows.
-        model: A key of ``MODELS`` in the test; none where the row is not run.
-        arguments: Of the class; ``FOLDER`` is an empty folder.
-        trainer: Of ``run`` in the test, where rows with the same ones may share a run.
+        name: The class's name.
+        use: A short description of the use, if a class has several rows.
+        model: A key of ``MODELS`` in the test; empty if the row is not run.
+        arguments: The class's arguments; ``FOLDER`` is an empty folder.
+        trainer: Arguments of ``run`` in the test; rows with the same ones may share a run.
         fsdp1: Under FSDP1: "trains", "hangs" (not run), or a part of its error.
-        beside: The run that ours is compared with, where FSDP1's is no reference.
-        ours: What is measured beside it.
+        beside: The reference run, if FSDP1's cannot be.
+        ours: The quantity compared with the reference.
         error: A part of our error, if it is refused.
-        why: The reason why FSDP1 is no reference or the row is not run, or what to write instead.
-        test: The test that compares it, where that is not the table's own.
+        why: The reason why FSDP1 is no reference or the row is not run, or an alternative.
+        test: The test that compares it, unless the table's own test does.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Row:
 
     @property
     def is_slow(self) -> bool:
-        """Left to `make test-all`: it touches neither modules, parameters nor steps, or a faster row is like it."""
+        """Run only in `make test-all`: it affects neither modules, parameters nor steps, or a faster row is similar."""
         return bool(self.trainer.get("shared")) or self.title in _SLOW
 
     @property
@@ -89,19 +89,19 @@ _SLOW = (
     "LayerFreezing", "EarlyStopper", "ImageVisualizer", "ThresholdStopper",
     "EvalGauntlet", "EvalOutputLogging", "FDiffMetrics", "LossPerpVsContextLengthLogger",
     "DecoupledSGDW", "NoOp",
-    # tests/compat have runs with them beside the same references: test_steps.py,
+    # tests/compat compares them with the same references: test_steps.py,
     "GradientClipping (adaptive)", "GradientClipping (norm)", "DecoupledAdamW",
     # test_tensor.py, test_preflight.py and test_monitors.py.
     "SAM", "ExportForInferenceCallback", "SWA", "OptimizerMonitor", "DecoupledAdaLRLion", "DecoupledClipLion",
 )  # fmt: skip
 _EPOCHS = {"duration": "2ep", "batch": 16, "microbatch": 16}
-_SHARED = {"shared": True}  # with others that change the data alone
-_TOGETHER = {"together": True}  # with others of which each leaves the rest to do its part
-_LARGE = {**_TOGETHER, "batch": 8, "microbatch": 4}  # of which GhostBatchNorm makes two
+_SHARED = {"shared": True}  # with others that change the data only
+_TOGETHER = {"together": True}  # with others that do not interfere with it
+_LARGE = {**_TOGETHER, "batch": 8, "microbatch": 4}  # GhostBatchNorm splits it into two
 _DRAWS = {**_TOGETHER, "draws": True}
 _PICTURES = {**_SHARED, "data": "pictures"}
 _EVALUATES = {"eval_interval": "1ba"}
-_STOPS = {"eval_interval": "2ba", "duration": "6ba"}  # and does, after the first evaluation
+_STOPS = {"eval_interval": "2ba", "duration": "6ba"}  # stops after the first evaluation
 _LABEL = "task/0-shot"
 _ON_GPUS_ONLY = "measures a GPU's memory; on a CPU it switches itself off"
 _BF16 = {"precision": "amp_bf16"}
@@ -239,7 +239,7 @@ FOUNDRY = (
     _elsewhere("DatasetSwap", "test_callbacks.py::test_datasets_change"),
     _foundry("EnvironmentLoggingCallback", arguments={"workspace_dir": FOLDER}),
     _foundry("EvalGauntlet", "images", trainer=_EVALUATES, arguments={
-        "benchmark_sizes": {},  # it refuses its own default weighting without
+        "benchmark_sizes": {},  # required, because it refuses its own default weighting
         "logger_keys": [f"metrics/{_LABEL}/MulticlassAccuracy"],
         "categories": [{"name": "all", "benchmarks": [{"name": "task", "num_fewshot": 0, "random_baseline": 0.2}]}]}),
     _foundry("EvalOutputLogging", "gpt2", arguments={"log_tokens": True}, trainer=_EVALUATES),

@@ -1,6 +1,6 @@
 """Runs of the real Composer Trainer on the ranks: ``from support.trainers import fit, make_trainer``.
 
-Imports Composer only when called, so that collecting the tests stays cheap.
+Imports Composer only when called, to keep test collection fast.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Outcome:
-    """What every run leaves behind; the same on every rank."""
+    """Results of every run; equal on all ranks."""
 
     losses: list[float]  # of every batch, averaged over ranks
-    shards: set[str]  # who sharded: FSDPModule, FullyShardedDataParallel
+    shards: set[str]  # FSDP's base classes found in the model: FSDPModule, FullyShardedDataParallel
 
 
 @dataclass(frozen=True)
 class Trained(Outcome):
-    """What a Trainer of ``make_trainer`` left behind."""
+    """Results of a Trainer of ``make_trainer``."""
 
     eval_parameters: list[list[str]]  # the types of the parameters at the end of each eval
-    parameters: dict[str, torch.Tensor]  # whole, by the model's own names
+    parameters: dict[str, torch.Tensor]  # full, by the model's own names
 
 
 def make_trainer(
@@ -87,7 +87,7 @@ def make_trainer(
 
 
 def eval_loader(num_samples: int = 16) -> Any:
-    """Of the script's data, in batches of 4."""
+    """The script's data, in batches of 4."""
     from composer.utils import dist
     from support.scripts.train_with_trainer import data
     from torch.utils.data import DataLoader
@@ -98,7 +98,7 @@ def eval_loader(num_samples: int = 16) -> Any:
 
 @contextlib.contextmanager
 def on_gpu() -> Iterator[None]:
-    """device_train_microbatch_size 'auto' without its question for a GPU."""
+    """Runs device_train_microbatch_size 'auto' without its check for a GPU."""
     from composer.trainer import trainer
 
     with (
@@ -119,7 +119,7 @@ def build_model(*, tied: bool = True) -> Any:
 
 
 def with_child(child: nn.Module, apply: Callable[[nn.Module, torch.Tensor], torch.Tensor], *, tied: bool = True) -> Any:
-    """The script's model, and a second direct child, which makes of the logits what ``apply`` says."""
+    """The script's model with a second direct child; ``apply`` computes from the child and the logits."""
     model = build_model(tied=tied)
     model.child, forward = child, model.forward
     model.forward = lambda batch: apply(model.child, forward(batch))
@@ -133,7 +133,7 @@ def build_on_rank_0() -> Any:
 
 
 def build_unlike_on_rank_1() -> Any:
-    """The script's model with other values on rank 1, so that what rank 0 does not send shows."""
+    """The script's model with different values on rank 1, which shows whether rank 0's were broadcast."""
     model = build_model()
     if dist.get_rank() == 1:
         for parameter in model.parameters():
@@ -142,7 +142,8 @@ def build_unlike_on_rank_1() -> Any:
 
 
 def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """By name; ``groups`` is Composer's own AdamW with matrices, and the rest undecayed at half the rate."""
+    """``adamw``, ``sgd`` or another optimizer of this name; ``groups`` is Composer's own AdamW with matrices, and the
+    rest undecayed at half the rate."""
     from composer.optim import DecoupledAdamW, DecoupledSGDW
 
     parameters = list(model.parameters())
@@ -163,7 +164,7 @@ def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def fit(under: Under, parallelism: Any, **options: Any) -> Trained:
-    """Train under FSDP1 or FSDP2, close the Trainer, and return what it left. Called on all ranks."""
+    """Train under FSDP1 or FSDP2, close the Trainer, and return its results. Called on all ranks."""
     with under():
         trainer = make_trainer(parallelism, **options)
         trainer.fit()
@@ -173,14 +174,14 @@ def fit(under: Under, parallelism: Any, **options: Any) -> Trained:
 
 
 def result(trainer: Any) -> Trained:
-    """What is to be compared of a Trainer after ``fit``. Called on all ranks."""
+    """The results of a Trainer after ``fit``. Called on all ranks."""
     record = next(callback for callback in trainer.state.callbacks if type(callback).__name__ == "Record")
     model = trainer.state.model
     return Trained(record.losses, shards(model), record.parameter_types, full_parameters(model))
 
 
 def shards(model: nn.Module) -> set[str]:
-    """Who sharded the model: the names of FSDP's base classes found in it."""
+    """The names of FSDP's base classes found in the model."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel  # under the shim, too
 
@@ -193,13 +194,13 @@ def shards(model: nn.Module) -> set[str]:
 
 
 def full_optimizer_state(trainer: Any) -> dict[str, dict[str, Any]]:
-    """That of a Trainer with one optimizer. Called on all ranks."""
+    """The full optimizer state of a Trainer with one optimizer. Called on all ranks."""
     [optimizer] = trainer.state.optimizers
     return optimizer_state(trainer.state.model, optimizer)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Every parameter's optimizer state, whole, by the parameter's own name. Called on all ranks."""
+    """Every parameter's full optimizer state, by the parameter's own name. Called on all ranks."""
     return {
         own_name(name): {
             key: full(value).clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
@@ -211,19 +212,19 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def as_machines_of_one_rank() -> mock._patch_dict:
-    """Composer takes each rank for a machine of its own within the block."""
+    """Within the block, Composer treats each rank as a separate machine."""
     return mock.patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": str(dist.get_rank())})
 
 
 def objects_of_ranks(value: Any) -> list[Any]:
-    """What each rank gives, by rank. Called on all ranks."""
+    """The value of each rank, in rank order. Called on all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def checkpoint_error_of(action: Callable[[], Any]) -> str:
-    """The CheckpointError of this rank, where every rank must raise one. Called on all ranks."""
+    """This rank's CheckpointError, where every rank must raise one. Called on all ranks."""
     from composer_fsdp2.errors import CheckpointError
 
     written: str | None = None
@@ -237,9 +238,9 @@ def checkpoint_error_of(action: Callable[[], Any]) -> str:
 
 
 def largest_difference(ours: list[float], theirs: list[float]) -> float:
-    """The largest relative difference of two curves; infinite where one is not a number."""
+    """The largest relative difference of two curves; infinite if a value is not finite."""
     assert len(ours) == len(theirs) > 0, f"{ours} and {theirs}"
-    if not all(map(math.isfinite, (*ours, *theirs))):  # max() passes over NaN.
+    if not all(map(math.isfinite, (*ours, *theirs))):  # max() ignores NaN.
         return math.inf
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 

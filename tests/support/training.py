@@ -1,4 +1,4 @@
-"""Train a sharded model beside the unsharded one and compare outputs, gradients and parameters."""
+"""Train a sharded model and the unsharded one, and compare outputs, gradients and parameters."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from composer_fsdp2.training import control
 
 Inputs = Callable[[int], torch.Tensor]  # from a seed
 
-# FSDP1's default casts to the precision, and fp32 is the highest that Composer has.
+# FSDP1's default casts to the precision, and fp32 is the highest that Composer offers.
 FULL = {"mixed_precision": "FULL"}
-# Of four ranks.
+# On four ranks.
 HSDP_2X2 = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
-# Ranks that gave up wait for what others say; those of one machine say it sooner. A decorator.
+# A decorator. Ranks that time out wait for other ranks' reports; on one machine these arrive soon.
 reports_soon = mock.patch.object(control, "_REPORT_WITHIN_S", 1.0)
 
 
@@ -30,12 +30,12 @@ def assert_close(what: str, actual: torch.Tensor, expected: torch.Tensor, *, rto
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By the names from before activation checkpointing."""
+    """By the names without activation checkpointing."""
     return {own_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def assert_gradients(model: nn.Module, reference: nn.Module, *, atol: float = 1e-12) -> None:
-    """Those of the reference on the whole batch, zero where there is none. Called on all ranks."""
+    """Compare with the reference's gradients on the whole batch, zero where it has none. Called on all ranks."""
     ours = named_parameters(model)
     for name, parameter in reference.named_parameters():
         found, expected = (
@@ -65,9 +65,10 @@ def train_alike(
     rtol: float = 1e-12,
     atol: float = 1e-14,
 ) -> nn.Module:
-    """Shard what ``build`` makes, train it with another batch on each rank, and compare with the mean over all batches.
+    """Shard the model of ``build``, train it with different batches on each rank, and compare with the mean over all
+    batches.
 
-    Called on all ranks, with a ``build`` that gives the same values on each. Nothing is cast unless ``config`` says so.
+    Called on all ranks, with a ``build`` that returns equal values on each. Nothing is cast unless ``config`` sets it.
     Returns the sharded model.
     """
     torch.set_default_dtype(dtype)

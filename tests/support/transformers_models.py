@@ -1,6 +1,7 @@
-"""transformers' own models, small, in float64, and what is trained of them: for its releases 4.51 and 5.
+"""Small float64 versions of transformers' own models, for its releases 4.51 and 5.
 
-Needs no Composer. A model whose release lacks it, or whose attention goes past the interface there, is left out.
+Does not need Composer. Omits models that the installed release lacks, and models whose attention bypasses the attention
+interface there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _GPT2 = {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 64, **_NO_DROPO
 _T5 = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
        "decoder_start_token_id": 0}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4}
-# By name the first word of the classes, and sizes.
+# The prefix of the classes, and sizes, for each name.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _DECODER),
     "qwen2": ("Qwen2", _DECODER),
@@ -52,7 +53,7 @@ def is_release_4() -> bool:
 
 
 def pretrained(name: str, kind: str = "ForCausalLM", attention: str = "sdpa", **options: Any) -> Any:
-    """A model with values from the seed that torch has."""
+    """A model initialised with torch's current seed."""
     import transformers
 
     first, sizes = CONFIGS[name]
@@ -60,12 +61,12 @@ def pretrained(name: str, kind: str = "ForCausalLM", attention: str = "sdpa", **
     config = "Gemma3TextConfig" if first == "Gemma3" else f"{first}Config"
     given = {"vocab_size": VOCABULARY, "pad_token_id": 0, "initializer_range": 0.5} | sizes | options
     made = getattr(transformers, config)(**given, attn_implementation=attention)
-    made._experts_implementation = "eager"  # the default of release 5 takes no float64
+    made._experts_implementation = "eager"  # release 5's default does not support float64
     return getattr(transformers, f"{first}{kind}")(made)
 
 
 class Holder(nn.Module):
-    """As Composer has it; each layer is a unit."""
+    """Nested as in Composer; each layer is a unit."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -87,8 +88,8 @@ def build(name: str, kind: str = "ForCausalLM", **options: Any) -> Holder:
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """transformers casts to float32 here and there, where a difference in a float64's last bit may become one of 1e-7:
-    in the block such casts are to float64."""
+    """Within the block, transformers' casts to float32 cast to float64. A cast to float32 can turn a difference in the
+    last bit of a float64 into one of 1e-7."""
 
     def doubled(original: Callable[..., Any]) -> Callable[..., Any]:
         def of_doubled(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the tests of translation ask for: ``from support.translations import ...``."""
+"""Helpers of the translation tests: ``from support.translations import ...``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def finding_of(fsdp_config: dict[str, Any], key: str, **options: Any) -> Any:
 
 
 def refused(fsdp_config: object, **options: Any) -> str:
-    """The error's words."""
+    """The error's text."""
     with pytest.raises(ConfigError) as caught:
         translate(fsdp_config, **{"device": "cpu", "world_size": 4, **options})
     return str(caught.value)

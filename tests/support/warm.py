@@ -1,18 +1,20 @@
-"""Processes that cost no imports: a warm process has imported what they need, and forks each of them.
+"""Processes without import time: a warm process has done the imports, and forks each of them.
 
-``start(imports, "module:function", ...)`` gives something like ``subprocess.Popen``. The child gets the caller's
-variables, folder and streams and calls the function; what a library reads while it is imported is what the warm
-process had, the caller's variables of its first use.
+``start(imports, "module:function", ...)`` returns an object like ``subprocess.Popen``. The child gets the caller's
+variables, folder and streams and calls the function. Variables that a library reads on import are those of the warm
+process: those of the caller that first used it.
 
-[Note: hash seeds] Children of one warm process have the same addresses, and sets of strings in the same order. Ranks of
-a launcher have not, and what they do together must not depend on it. So there is one for each ``hash_seed``.
+[Note: hash seeds] Children of one warm process have the same addresses, and sets of strings in the same order. The
+ranks of a launcher do not, and their joint work must not depend on it. So there is one warm process for each
+``hash_seed``.
 
-[Note: shared] The first process of a hash seed, its base, imports nothing; warm processes are forked from it. Where
-``share`` has started the bases, as before pytest-xdist's workers, all of them use the same warm processes: who needs
-some imports first has them made, and the others wait. What is forked ends with its caller, all with the bases' maker.
+[Note: shared] The first process of a hash seed, its base, imports nothing; warm processes are forked from it. If
+``share`` has started the bases, as before pytest-xdist's workers, all workers use the same warm processes: the first
+worker that needs some imports starts the process, and the others wait. Forked processes end with their caller, and all
+of them with the creator of the bases.
 
-[Note: what a fork loses] Only the thread that forks lives on in the child. torch starts none before its first backward
-pass, nor does Composer on the CPU; a module that starts threads while it is imported cannot be among ``imports``.
+[Note: what a fork loses] Only the forking thread survives in the child. torch starts none before its first backward
+pass, nor does Composer on the CPU; a module that starts threads on import cannot be among ``imports``.
 """
 
 from __future__ import annotations
@@ -39,20 +41,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-START_S = 300  # With Composer, on a machine that does something else.
+START_S = 300  # With Composer, on a busy machine.
 TESTS = Path(__file__).resolve().parents[1]
-MAX_FOLDER_BYTES = 80  # The path of a socket in it has at most 104.
+MAX_FOLDER_BYTES = 80  # A socket path in it has at most 104 bytes.
 NUMBER = struct.Struct("i")
 SET_PARENT_DEATH_SIGNAL = 1
-# The variable that names the folder of their sockets; other copies of these tests share their own.
+# The variable with the folder of their sockets; other copies of these tests share their own.
 SHARED = f"WARM_PROCESSES_{zlib.crc32(os.fsencode(TESTS)):08x}"
 HASH_SEEDS = (0, 1)
 
-_own: list[tuple[Path, list[subprocess.Popen[bytes]]]] = []  # the folder and the bases that this process has made
+_own: list[tuple[Path, list[subprocess.Popen[bytes]]]] = []  # the folder and the bases started by this process
 
 
 class WarmProcess:
-    """What ``start`` gives: a process that is the warm process's child, not ours."""
+    """The result of ``start``: a child of the warm process, not of this one."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -83,12 +85,12 @@ class WarmProcess:
 
 
 def share() -> None:
-    """Let all processes that this one starts from here on use the same warm processes."""
+    """Make all processes started from now on use the same warm processes."""
     os.environ[SHARED] = str(_folder())
 
 
 def _folder() -> Path:
-    """Where the sockets are; with a base for each hash seed."""
+    """The folder of the sockets; starts a base for each hash seed."""
     if SHARED in os.environ:
         return Path(os.environ[SHARED])
     if not _own:
@@ -114,7 +116,7 @@ def _address(folder: Path, imports: tuple[str, ...], hash_seed: int) -> Path:
 
 
 def server(imports: tuple[str, ...], hash_seed: int = 0) -> Path:
-    """The socket of the warm process that has imported these modules, once it answers."""
+    """The socket of the warm process with these modules, once it accepts connections."""
     begin(imports, hash_seed)
     address = _address(_folder(), imports, hash_seed)
     deadline = time.monotonic() + START_S
@@ -127,7 +129,7 @@ def server(imports: tuple[str, ...], hash_seed: int = 0) -> Path:
 
 
 def begin(imports: tuple[str, ...], hash_seed: int) -> None:
-    """Start the warm process unless somebody has, and do not wait for it."""
+    """Start the warm process if it does not exist yet, without waiting for it."""
     address = _address(_folder(), imports, hash_seed)
     if imports and not address.exists():
         with contextlib.suppress(FileExistsError), address.with_suffix(".output").open("xb") as output:
@@ -139,7 +141,7 @@ def begin(imports: tuple[str, ...], hash_seed: int) -> None:
 
 @atexit.register
 def close_servers() -> None:
-    """What was forked dies with them."""
+    """Forked processes die with them."""
     while _own:
         folder, bases = _own.pop()
         for base in bases:
@@ -158,7 +160,7 @@ def start(
     environ: dict[str, str] | None = None,
     hash_seed: int = 0,
 ) -> WarmProcess:
-    """Run ``function`` in a new process and session of its own.
+    """Run ``function`` in a new process and session.
 
     Args:
         function: ``module:name``; it gets copies of ``descriptors``, then ``arguments``, which must pickle.
@@ -192,7 +194,7 @@ def _request(
 
 
 def serve_or_say_why(address: str, imports: Sequence[str]) -> None:
-    """For those who wait for it, and have not started it."""
+    """For waiting processes, which did not start it."""
     try:
         serve(address, imports)
     except BaseException:
@@ -205,18 +207,18 @@ def serve(address: str, imports: Sequence[str] = ()) -> None:
     gc.disable()
     for name in imports:
         importlib.import_module(name)
-    gc.freeze()  # Otherwise each collection in a child walks, and copies, all that was imported.
+    gc.freeze()  # Otherwise each collection in a child walks, and copies, all imported objects.
     gc.enable()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address + ".new")
     listener.listen(64)
-    os.rename(address + ".new", address)  # there once it answers
+    os.rename(address + ".new", address)  # exists only once it accepts connections
     server_pid = os.getpid()
     while True:
         connection, _ = listener.accept()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
-                pass  # what has ended by now
+                pass  # ended in the meantime
         if os.fork() == 0:
             listener.close()
             die_with(server_pid)
@@ -225,7 +227,7 @@ def serve(address: str, imports: Sequence[str] = ()) -> None:
 
 
 def keep(connection: socket.socket) -> None:
-    """Fork the process, say its number, and, once it has ended, how."""
+    """Fork the process, send its process id and, after its end, its exit status."""
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 16)
     request = b"".join(iter(lambda: connection.recv(65536), b""))
     keeper_pid = os.getpid()
@@ -242,7 +244,7 @@ def keep(connection: socket.socket) -> None:
 
 
 def _say(connection: socket.socket, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # Nobody waits for it any more.
+    with contextlib.suppress(BrokenPipeError):  # The caller no longer waits for it.
         connection.sendall(NUMBER.pack(number))
 
 
@@ -254,10 +256,10 @@ def call(
     folder: str,
     environ: dict[str, str],
 ) -> None:
-    """Be the process: never returns."""
+    """Become the process; never returns."""
     code = 1
     try:
-        os.setsid()  # Ctrl-C reaches the caller only, and one signal reaches all that this process starts.
+        os.setsid()  # Ctrl-C reaches the caller only, and one signal reaches all processes that this one starts.
         streams, given = descriptors[: -num_arguments or None], descriptors[len(descriptors) - num_arguments :]
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
@@ -282,7 +284,7 @@ def call(
 
 
 def die_with(parent_pid: int) -> None:
-    """Be killed when the parent dies, also inside a collective."""
+    """Make the kernel kill this process when its parent dies, also inside a collective."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != parent_pid:

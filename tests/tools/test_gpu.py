@@ -1,7 +1,7 @@
-"""``make gpu``: what it says where there is no GPU, and what it writes where there are some.
+"""``make gpu``: its report without a GPU, and its tables with some.
 
-There is none here, so the machine is played: its name, its results of pytest (a real report of small tests) and its
-benchmarks (small scripts).
+The test machine has no GPU, so these are faked: the machine's name, pytest's results (a real report of small tests) and
+the benchmarks (small scripts).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "benchmarks" / "README.md").read_text()
 WHERE = "2 × Played GPU 80GB, commit 1234567"
 
-# What a machine with two GPUs would report.
+# The report of a machine with two GPUs.
 TESTS = """
 import pytest
 from support.gpus import Ranks
@@ -60,7 +60,7 @@ def command() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def tests(command: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What pytest itself reports of TESTS, read as that of a stack."""
+    """pytest's own report on TESTS, parsed like that of a stack."""
     folder = tmp_path_factory.mktemp("played")
     (folder / "test_played.py").write_text(TESTS)
     with pytest.MonkeyPatch.context() as patch:
@@ -74,7 +74,7 @@ def rows_of(text: str) -> list[list[str]]:
 
 
 def test_a_report_becomes_tables(command: ModuleType, tests: list[Any]):
-    """Each outcome is counted, each reason is there once, and what tests measured stands beside each other."""
+    """Each outcome is counted, each reason appears once, and measurements of related tests share a table."""
     blocks = command.blocks(WHERE, tests)
     assert blocks.keys() == {"tests", "measured by tests"} and all(text.startswith(WHERE) for text in blocks.values())
     header, [stack, *counts], *others = rows_of(blocks["tests"])
@@ -93,7 +93,7 @@ def test_a_report_becomes_tables(command: ModuleType, tests: list[Any]):
 
 
 def test_the_page(command: ModuleType, tests: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It changes between the markers alone, and where tests ran on a GPU."""
+    """The page changes only between the markers, and only after tests ran on a GPU."""
     page = tmp_path / "README.md"
     page.write_text(PAGE)
     monkeypatch.setattr(command, "machine", lambda: WHERE)
@@ -112,11 +112,11 @@ def test_the_page(command: ModuleType, tests: list[Any], tmp_path: Path, monkeyp
         command.main(words)
 
 
-# --- what a test says of the machine
+# --- skipping by number of GPUs
 
 
 def played(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
-    """The machine has so many GPUs, of compute capability 8.0; what is installed is what is."""
+    """Pretends to have so many GPUs of compute capability 8.0; installed packages stay real."""
     monkeypatch.setattr(gpus, "_num_gpus", lambda: num_gpus)
     monkeypatch.setattr(gpus, "_why_no_gpu", lambda: "torch is built without CUDA" if not num_gpus else "")
     monkeypatch.setattr(gpus, "_capability", lambda: (8, 0))
@@ -126,7 +126,7 @@ def played(monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
 def test_a_test_takes_the_gpus_that_it_can_use(
     monkeypatch: pytest.MonkeyPatch, visible: int, expected: tuple[int | None, int]
 ):
-    """On a larger machine it is not skipped, nor run on more ranks than it was written for."""
+    """On a larger machine a test still runs, on the number of ranks that it was written for."""
     played(monkeypatch, visible)
     for mark, number in zip((gpus.on_gpus(2, 4), gpus.on_gpus(1, 2)), expected, strict=True):
         on_devices, rehearsal = mark.args[1]
@@ -138,7 +138,7 @@ def test_a_test_takes_the_gpus_that_it_can_use(
 
 @pytest.mark.composer
 def test_benchmarks_know_their_options(command: ModuleType):
-    """A command line that its script refuses would be found out on the borrowed machine."""
+    """An invalid command line would be noticed only on the rented machine."""
     words_of: dict[str, set[str]] = {}
     for _, line in command.BENCHMARKS.values():
         script, *words = line.split()

@@ -1,4 +1,5 @@
-"""Clipping a sharded model scales as clipping the whole one does; each root has a norm of its own, as under FSDP1."""
+"""Clipping a sharded model scales gradients as clipping the unsharded one does; each root has its own norm, as under
+FSDP1."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def model_is_the_root() -> nn.Module:
 
 
 class Shapes(nn.Module):
-    """Parameters of one to four dimensions; most with fewer rows than there are ranks, or not a multiple of them."""
+    """Parameters of one to four dimensions; most have fewer rows than ranks, or a number of rows that is not a multiple
+    of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +75,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
 
 
 def gradients(name: str, config: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
-    """A sharded model and its whole copy after one backward over the same data."""
+    """A sharded model and its unsharded copy after one backward on the same data."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     build, inputs = MODELS[name]
@@ -91,7 +93,7 @@ NORM_TYPES = (2.0, 3.0, math.inf)
 
 
 def check_clipping(names: Sequence[str], config: dict[str, Any], norm_types: Sequence[float]) -> None:
-    """By norms, and adaptively."""
+    """By norm, and adaptively."""
     for name in names:
         sharded, whole = gradients(name, config)
         ours, theirs = saved_gradients(sharded), saved_gradients(whole)
@@ -101,7 +103,7 @@ def check_clipping(names: Sequence[str], config: dict[str, Any], norm_types: Seq
             restore_gradients(whole, theirs)  # noqa: B023
             check(name, sharded, whole, *limits)  # noqa: B023
 
-        # Of which the last norm lets everything through.
+        # The last norm is too large to clip anything.
         of_norms = [(check_clipped, 1e-3, norm_type) for norm_type in norm_types] + [(check_clipped, 1e6, 2.0)]
         for_each(
             clip, {f"{name}, {each[1:]}": each for each in (*of_norms, (check_adaptive, 0.0), (check_adaptive, 0.5))}
@@ -109,7 +111,7 @@ def check_clipping(names: Sequence[str], config: dict[str, Any], norm_types: Seq
 
 
 def counted(run: Callable[[], Any]) -> tuple[Any, int]:
-    """What it returns, and how many all-reduces it launched."""
+    """Returns the result of ``run`` and the number of all-reduces that it launched."""
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         return run(), all_reduce.call_count
 
@@ -135,7 +137,7 @@ def check_clipped(name: str, model: nn.Module, reference: nn.Module, max_norm: f
         assert_close(f"norm of {root}", norms[root], expected, rtol=1e-12, atol=0)
         assert norms[root].dim() == 0
     for path, parameter in reference.named_parameters():
-        # One that the backward did not reach has a gradient of zero, like the rest of its unit.
+        # A gradient that the backward did not reach is zero, like the rest of its unit.
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         assert_close(path, full(model.get_parameter(path).grad), expected, rtol=1e-12, atol=1e-14)
 
@@ -152,7 +154,7 @@ FEW_MODELS = ("thin", "several roots")
 
 
 def check_meshes(world_size: int) -> None:
-    """All models and norms on two ranks, some of them on every mesh."""
+    """All models and norms on two ranks, some of the models on every mesh."""
     if world_size == 2:
         check_clipping([*MODELS], {}, NORM_TYPES)
     for config in (config for size, config in MESHES if size == world_size):
@@ -161,14 +163,14 @@ def check_meshes(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_clips_as_the_unsharded_model(world_size: int):
-    """The norm that is logged and the step that is taken are those of torch.nn.utils.clip_grad_norm_ on each root;
-    a rank with an empty shard neither fails (torch's own does, for inf) nor makes others wait; replicas are not counted
-    twice, and offloaded gradients are counted at all. Adaptive: a row's norm is the whole row's, a bias's the whole
-    bias's, wherever their parts lie."""
+    """The logged norm and the step equal those of torch.nn.utils.clip_grad_norm_ on each root. A rank with an empty
+    shard neither fails (torch's own function does, for inf) nor blocks other ranks. Replicas are not counted twice, and
+    offloaded gradients are included. Adaptive clipping uses the norm of a full row or a full bias, however they are
+    sharded."""
     run_ranks(check_meshes, world_size, world_size)
 
 
-# The root's keys and those of the block below it; whether all ranks average each parameter's gradient.
+# Keys of the root and of the block below it; whether all ranks average each parameter's gradient.
 OWN_MESHES: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], bool]] = {
     "replicas, block over all": (REPLICAS, lambda: {"process_group": "set4"}, True),
     "replicas, block over the node": (REPLICAS, lambda: {"process_group": "node"}, True),
@@ -191,7 +193,7 @@ def check_own_mesh(name: str, norm_types: Sequence[float]) -> list[float]:
     prepare_fully_shard(model, None, FULL | config, device="cpu")
     model(features(dist.get_rank())).square().mean().backward()
     saved = saved_gradients(model)
-    # What each rank sees of the gradients, averaged over the ranks of its groups.
+    # The gradients on each rank, averaged over the ranks of its groups.
     seen = {path: full(parameter.grad).clone() for path, parameter in model.named_parameters()}
     found = []
     for norm_type in norm_types:
@@ -223,8 +225,8 @@ def clipped_norm(name: str, model: nn.Module, seen: dict[str, torch.Tensor], nor
 
 
 def test_units_on_meshes_of_their_own_are_clipped_by_one_norm():
-    """Replicas that scaled by norms of their own would train parts of different models; nothing would show it. Groups
-    of ranks that train alone keep norms of their own, as under FSDP1."""
+    """Replicas that scale by different norms would train shards of different models, and nothing would show it. Groups
+    of ranks that train alone have their own norms, as under FSDP1."""
     norms = itertools.cycle((2.0, 3.0))
     cases = {name: (name, (next(norms), math.inf)) for name in OWN_MESHES}
     found: list[dict[str, list[float]]] = run_ranks(for_each, 4, check_own_mesh, cases)
@@ -234,7 +236,8 @@ def test_units_on_meshes_of_their_own_are_clipped_by_one_norm():
 
 
 def check_unaveraged() -> list[float]:
-    """Full parameters on each rank, beside a module whose gradient is rank 1's alone; and with all gradients alike."""
+    """Replicated parameters beside a module whose gradient exists on rank 1 only; and a model with equal gradients on
+    all ranks."""
     torch.manual_seed(0)
     model = Chain(net=Chain(a=layer(), rest=layer()), other=layer())
     prepare_fully_shard(model, None, FULL | UNSHARDED | {"ignored_modules": [model.net.rest]}, device="cpu")
@@ -246,14 +249,14 @@ def check_unaveraged() -> list[float]:
 
 
 def test_replicas_stay_alike_beside_a_module_that_is_not_averaged():
-    """Each rank would scale the gradients that all ranks have alike by another number, and their copies drift apart."""
+    """Each rank would scale replicated gradients by a different factor, and the copies would diverge."""
     first, second = run_ranks(check_unaveraged, 2)
     assert first == second, (first, second)
     assert first[-1] == 1, "no all-reduce is needed for the root that all ranks have alike"
 
 
 def check_left_out() -> None:
-    """FSDP1 clipped what it wrapped; the rest is the user's."""
+    """FSDP1 clipped the parameters that it wrapped; the user clips the rest."""
     model = Chain(net=layer(), left=layer())
     model.left._fsdp_wrap = False
     prepare_fully_shard(model, None, {}, device="cpu")
@@ -263,7 +266,7 @@ def check_left_out() -> None:
 
 
 def check_foreign() -> None:
-    """An error that names no cause would be looked for in the gradients."""
+    """Without the cause in the error, users would look for it in the gradients."""
     model, around_ours = Chain(a=layer()), Chain(a=Chain(b=layer()), c=layer())
     prepare_fully_shard(around_ours.a, None, {}, device="cpu")
     for each in (model, around_ours):
@@ -279,7 +282,7 @@ def two_roots() -> nn.Module:
 
 
 def check_part() -> None:
-    """A unit below a root, and a list of units, by their own norms."""
+    """A unit below a root, and a list of units, each clipped by its own norm."""
     model = Chain(net=Chain({"block": True}, block=layer(), rest=layer()))
     prepare_fully_shard(model, None, FULL, device="cpu")
     model(features(0)).sum().backward()
@@ -291,7 +294,7 @@ def check_part() -> None:
 
 
 def check_orders() -> None:
-    """0 ended in ZeroDivisionError, and -inf clipped by the largest value."""
+    """An order of 0 ended in ZeroDivisionError, and -inf clipped by the largest value."""
     model = two_roots()
     model(features(dist.get_rank())).sum().backward()
     for order in (0, -math.inf, math.nan):
@@ -300,7 +303,7 @@ def check_orders() -> None:
 
 
 def check_without_gradients() -> None:
-    """A network that this step did not use neither fails nor leaves a rank waiting."""
+    """A network unused in this step neither fails nor blocks a rank."""
     model = two_roots()
     model.a(features(dist.get_rank())).sum().backward()
     norms = clip_grad_norm_(model, 1.0)
@@ -308,7 +311,7 @@ def check_without_gradients() -> None:
 
 
 def check_gradients_on_one_rank() -> None:
-    """A script dropped the other rank's; whether ranks communicate is decided by the parameters, which all have."""
+    """Scripts may drop the gradient on one rank. Communication depends on parameters, which all ranks have."""
     model = two_roots()
     model(features(0)).sum().backward()
     own = torch.stack([parameter.grad.to_local().norm() for parameter in model.a.parameters()]).norm()
@@ -319,7 +322,7 @@ def check_gradients_on_one_rank() -> None:
 
 
 def check_low_precision() -> None:
-    """Gradients in bf16: summed in fp32, so that thousands of small ones are not lost."""
+    """bf16 gradients are summed in fp32, so thousands of small ones are not lost."""
     model = Chain(net=nn.Linear(4096, 4, bias=False).bfloat16())
     prepare_fully_shard(model, None, FULL, device="cpu")
     model(torch.full((1, 4096), 0.01, dtype=torch.bfloat16)).sum().backward()
@@ -330,7 +333,7 @@ def check_low_precision() -> None:
 
 
 def check_not_finite() -> None:
-    """A loss scaler's check sees the same norm everywhere; nobody steps alone."""
+    """A loss scaler sees the same norm on all ranks, so no rank steps alone."""
     model = two_roots()
     scale = math.inf if dist.get_rank() == 1 else 1.0
     (model(features(0)).sum() * scale).backward()
@@ -339,7 +342,8 @@ def check_not_finite() -> None:
 
 
 def check_after_evaluation() -> None:
-    """After it a root shows gathered parameters, which have no gradients: nothing would be clipped, without a word."""
+    """After an evaluation a root's parameters are unsharded and have no gradients, so clipping would silently do
+    nothing."""
     model = Chain(net=layer())
     prepare_fully_shard(model, None, FULL, device="cpu")
     (100 * model(features(0)).sum()).backward()
@@ -360,7 +364,7 @@ OF_GRADIENTS = (
 
 
 def test_edge_cases():
-    """What is left out, gradients that are missing, infinite or in bf16, and errors that name what is wrong."""
+    """Excluded modules, missing, infinite and bf16 gradients, and errors that name the mistake."""
     alone = (
         check_left_out,
         check_foreign,
@@ -377,7 +381,8 @@ def test_edge_cases():
 
 
 def rows(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Weights and gradients in the slices that Brock et al. 2021 clip, section 4; vectors and scalars whole."""
+    """Weights and gradients in the slices that Brock et al. 2021 (section 4) clip; vectors and scalars are one
+    slice."""
     found = []
     for parameter in (parameter for parameter in model.parameters() if parameter.grad is not None):
         shape = (parameter.shape[0], -1) if parameter.dim() > 1 else (1, -1)
@@ -401,7 +406,7 @@ def check_adaptive(name: str, model: nn.Module, reference: nn.Module, quantile: 
 
 
 def check_special_values() -> None:
-    """Zero weights, zero gradients, NaN: torch's unsharded result, row by row."""
+    """Zero weights, zero gradients and NaN match torch's unsharded result, row by row."""
     model = Chain(net=nn.Linear(2, 4))
     with torch.no_grad():
         model.net.weight.copy_(torch.tensor([[0.0, 0.0], [0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]))
@@ -414,12 +419,12 @@ def check_special_values() -> None:
     clip_grad_adaptive_(model, 0.1)
     expected = torch.tensor([[0.0, 0.0], [0.0, 0.0], [math.nan, 0.0], [0.3, 0.4]])
     torch.testing.assert_close(full(model.net.weight.grad), expected, equal_nan=True)
-    # The bias holds NaN on one rank: neither rank scales its part.
+    # The bias is NaN on one rank, so neither rank scales its shard.
     torch.testing.assert_close(full(model.net.bias.grad), torch.tensor([1, 1, math.nan, math.nan]), equal_nan=True)
 
 
 def check_adaptive_plain() -> tuple[float, float, float, int]:
-    """Ignored and left out parameters, two with a gradient on one rank only; and the number of collectives."""
+    """Ignored and excluded parameters, two of them with a gradient on one rank only; and the number of collectives."""
     torch.manual_seed(0)
     model = Chain(**{name: nn.Linear(6, 6) for name in ("a", "b", "left", "rest")})
     model.left._fsdp_wrap = False
@@ -438,8 +443,8 @@ def check_adaptive_plain() -> tuple[float, float, float, int]:
 
 
 def test_adaptive_clipping_of_whole_parameters():
-    """What is whole on each rank is clipped there by its own norms; one rank's gradient makes none wait. Two roots of
-    one mesh are one all-reduce."""
+    """Replicated parameters are clipped locally by their own norms, and a gradient on one rank blocks no other. Two
+    roots on one mesh take one all-reduce."""
     first, second = run_ranks(check_adaptive_plain, 2)
     assert first[:2] == second[:2] == pytest.approx((1e-3, 1e-3), rel=1e-5)
     assert (first[2], second[2]) == (0, pytest.approx(1e-3, rel=1e-5))
@@ -447,7 +452,7 @@ def test_adaptive_clipping_of_whole_parameters():
 
 
 def check_adaptive_low_precision() -> None:
-    """In bf16 the unsharded model rounds its norms and its factor to bf16; so must the sharded one."""
+    """In bf16 the unsharded model rounds norms and factor to bf16, and the sharded one must do the same."""
     torch.manual_seed(0)
     model = Chain(net=nn.Linear(64, 5).bfloat16())
     reference = copy.deepcopy(model)
@@ -465,8 +470,8 @@ def check_adaptive_low_precision() -> None:
 
 @on_ranks(4)
 def test_ranks_without_rows_send_numbers_of_the_others_dtype(folder: str) -> None:
-    """A head of fewer rows than ranks, in float64, alone and beside one of float32: ranks that sent 4 bytes where
-    others sent 8 ended the run."""
+    """A float64 head with fewer rows than ranks, alone and beside a float32 one. Ranks that sent 4 bytes where others
+    sent 8 ended the run."""
 
     def run(net: Any, x: torch.Tensor) -> torch.Tensor:
         return net.head(net.body(x).double())
@@ -488,13 +493,13 @@ def test_ranks_without_rows_send_numbers_of_the_others_dtype(folder: str) -> Non
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ignored modules: left alone by sharding, and taken along by clipping and the optimizer
+# Ignored modules: excluded from sharding, included in clipping and the optimizer
 
 
 @on_ranks(2)
 def test_ignored_modules(folder: str) -> None:
-    """They keep their tensors and their own gradients; clipping, the norm that SAM divides by, and the optimizer take
-    them along, and all ranks scale alike: else they would train parts of different models."""
+    """They keep their tensors and their own gradients. Clipping, SAM's norm and the optimizer include them, and all
+    ranks scale alike; otherwise ranks would train parts of different models."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Chain(net=Chain({"inner": True}, kept=Block(), inner=layer(), rest=layer()))
@@ -503,7 +508,7 @@ def test_ignored_modules(folder: str) -> None:
     optimizer = adamw(model)
     config = {"ignored_modules": [model.net.kept], "sync_module_states": True, "mixed_precision": {}}
     if dist.get_rank() == 1:
-        model.net.kept.scale.data.fill_(0.75)  # its own, and not rank 0's
+        model.net.kept.scale.data.fill_(0.75)  # differs from rank 0's
         reference.net.kept.scale.data.fill_(0.75)
     prepare_fully_shard(model, optimizer, config, device="cpu")
     for name, (tensor, address) in kept.items():
@@ -511,7 +516,7 @@ def test_ignored_modules(folder: str) -> None:
         assert now is tensor and now.data_ptr() == address, f"{name} was touched"
     for microbatch in range(2):
         model(features(10 * microbatch + dist.get_rank())).square().mean().backward()
-    # What each rank would have had alone.
+    # The gradients that each rank would have alone.
     for microbatch in range(2):
         reference(features(10 * microbatch + dist.get_rank())).square().mean().backward()
     for name, parameter in reference.named_parameters():
@@ -520,7 +525,7 @@ def test_ignored_modules(folder: str) -> None:
             dist.all_reduce(expected)
             expected /= dist.get_world_size()
         assert_close(name, full(model.get_parameter(name).grad), expected, rtol=1e-12, atol=1e-14)
-    squares = torch.zeros(2)  # of what is sharded, and of what is not
+    squares = torch.zeros(2)  # of sharded and of ignored parameters
     for name, parameter in model.named_parameters():
         squares[int("kept" in name)] += full(parameter.grad).square().sum()
     dist.all_reduce(squares)

@@ -1,4 +1,5 @@
-"""What all ranks compare in the midst of a step: right at every number of ranks, in few rounds, over one group."""
+"""The host votes of all ranks within a step: correct for every number of ranks, in few rounds, over one process
+group."""
 
 from __future__ import annotations
 
@@ -69,8 +70,8 @@ def check_nodes() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_largest_of_all_ranks(num_ranks: int):
-    """However they lie on nodes; each node's first rank waits for ceil(log2 nodes) messages over gloo, one after the
-    other: ten at 1,024 nodes, where gloo's ring takes 2,046."""
+    """For every layout of nodes, the first rank of each node waits for ceil(log2 nodes) consecutive gloo messages: ten
+    at 1,024 nodes, where gloo's ring takes 2,046."""
     run_ranks(check_nodes, num_ranks)
 
 
@@ -89,16 +90,16 @@ def check_one_group(ranks_a_node: int) -> int:
 
 
 def check_groups() -> None:
-    """Votes and guards share one; and on one node there is none: gloo's sockets to every other rank are what ulimit -n
-    ends."""
+    """Votes and guards share one group, and a single node has none: gloo opens a socket to every other rank, which
+    exceeds ulimit -n."""
     assert [check_one_group(size) for size in (1, 2)] == [1, 0]
 
 
 @on_ranks(3, fresh=True)
 def test_a_default_group_with_a_device(folder: str) -> None:
-    """NCCL's with ``device_id``: torch has the ranks outside of a gloo group split NCCL's, for which they would wait
-    for those inside, for ever; and 1,024 ranks in groups of 8 would split it 128 times, all together. NCCL is played:
-    there is none on the CPU."""
+    """With NCCL and ``device_id``, torch has the ranks outside a new gloo group split NCCL's communicator, and they
+    would wait forever for those inside. 1,024 ranks in groups of 8 would split it 128 times, each time on all ranks.
+    NCCL is faked, since CPUs have none."""
     world, split = dist.group.WORLD, mock.Mock(spec_set=["supports_splitting", "perform_nocolor_split"])
     world.bound_device_id = torch.device("cuda:0")
     try:
@@ -118,7 +119,7 @@ LAYOUTS = {"one node": 4, "two nodes": 2, "four nodes": 1}
 
 
 class CountingStore:
-    """Counts the keys that requests name."""
+    """Counts the keys in requests."""
 
     def __init__(self) -> None:
         self.store, self.num_keys = dist.HashStore(), 0
@@ -135,7 +136,8 @@ class CountingStore:
 
 @pytest.mark.parametrize("num_ranks", [4, 256])
 def test_a_report_takes_a_few_requests_of_each_rank(num_ranks: int, monkeypatch: pytest.MonkeyPatch):
-    """2,048 keys of each of 1,024 ranks are two million requests to one store, before anybody reads the error."""
+    """Without a limit, 2,048 keys of each of 1,024 ranks are two million requests to one store before the error is
+    printed."""
     store, given_up = CountingStore(), Control(mock.MagicMock(), mock.MagicMock())
     monkeypatch.setattr(control_module, "default_store", lambda: store)
     monkeypatch.setattr(control_module, "_REPORT_WITHIN_S", 0.0)
@@ -162,8 +164,8 @@ Wait = Callable[[Control], Any]
 
 @reports_soon
 def side_by_side(cases: dict[str, tuple[int, Wait]]) -> dict[str, Any]:
-    """What each gave, by name: each a connection of its own over nodes of so many ranks, on which all have met once.
-    Cases spend their seconds on waiting, so they run at once, each on a thread."""
+    """Results by name. Each case has its own connection with so many ranks a node, over which all ranks have already
+    reduced once. Cases mostly wait, so they run concurrently in threads."""
     connected = {name: on_nodes_of(ranks_a_node) for name, (ranks_a_node, _) in cases.items()}
     for each in connected.values():
         largest(each, [0])
@@ -175,12 +177,12 @@ def side_by_side(cases: dict[str, tuple[int, Wait]]) -> dict[str, Any]:
 
 
 def comes_late(late: int, connected: Control) -> tuple[str, float]:
-    """One rank comes when the others have given up; the group itself would wait two minutes for it."""
+    """One rank arrives after the others timed out; the group itself would wait two minutes for it."""
     if dist.get_rank() == late:
-        time.sleep(2.5)  # and longer than the others collect reports
+        time.sleep(2.5)  # longer than the others collect reports
     message = error_of(lambda: largest(connected, [dist.get_rank()], timedelta(seconds=1)))
     assert not connected.is_open
-    # A script that catches it and asks again must not get the answer of the question before.
+    # A script that catches the error and retries must not receive the previous operation's result.
     error_of(lambda: largest(connected, [0]))
     return message
 
@@ -205,8 +207,8 @@ def check_late_and_ended() -> dict[str, Any]:
 
 @pytest.mark.any_torch
 def test_a_rank_that_comes_late_or_ends():
-    """A late one must not be let through by numbers that the others left behind, and go on alone; they name it. Of one
-    that ends the others learn at once, whatever their limit, also while they wait for another one."""
+    """A late rank must not continue alone with numbers that the others left behind; the others name it. When a rank
+    ends, the others raise at once, whatever their limit, even while waiting for another rank."""
     of_ranks = run_ranks(check_late_and_ended, 4, timeout_s=120)
     for rank, of_rank in enumerate(of_ranks):
         for name, found in of_rank.items():
@@ -222,7 +224,7 @@ def test_a_rank_that_comes_late_or_ends():
 
 
 def comes_half_way(connected: Control) -> tuple[str, float]:
-    """Rank 3 never comes; rank 2 comes when half of the others' time is over."""
+    """Rank 3 never arrives; rank 2 arrives after half of the others' limit."""
     if dist.get_rank() == 2:
         time.sleep(1)
     if dist.get_rank() == 3:
@@ -231,7 +233,7 @@ def comes_half_way(connected: Control) -> tuple[str, float]:
 
 
 def gives_up(which: int, connected: Control) -> list[int] | str:
-    """Ranks 0 to 2 are a node. One of them gives up while the first one still waits for the other node, rank 3."""
+    """Ranks 0 to 2 are a node. One of them times out while the first still waits for rank 3 on the other node."""
     time.sleep(2 if dist.get_rank() == 3 else 0)
     try:
         return largest(connected, [0], timedelta(seconds=1 if dist.get_rank() == which else 20))
@@ -246,9 +248,9 @@ def check_given_up() -> dict[str, Any]:
 
 @pytest.mark.any_torch
 def test_who_gives_up_tells_the_others():
-    """On its node: so those that came later are not named as missing, and wait no longer than the first; between nodes
-    a rank may not hear of it before its own limit is over. While an answer is on its way to a node of which one gave
-    up, none of them gets it: half of the node would go on without the other half."""
+    """A rank that times out notifies its node: later ranks are then not named as missing, and wait no longer than the
+    first. Between nodes, a rank may have to wait for its own limit. If a rank times out while a result is on its way to
+    the node, no rank of the node receives the result: half of the node would continue without the other half."""
     of_ranks = run_ranks(check_given_up, 4, timeout_s=120)
     for rank, of_rank in enumerate(of_ranks[:3]):
         for name in LAYOUTS:
@@ -270,7 +272,7 @@ def check_different(ranks_a_node: int) -> tuple[str, float]:
     else:
         guard = Operation("a guard", "")
         message = error_of(lambda: connected.meet(guard, "clipping", [1, 2], SOON))
-    # All of them know: nothing is out of step.
+    # All ranks raised, so they are still in step.
     assert connected.is_open and largest(connected, [dist.get_rank()]) == [3]
     return message
 
@@ -278,8 +280,8 @@ def check_different(ranks_a_node: int) -> tuple[str, float]:
 @pytest.mark.any_torch
 @on_ranks(4, timeout_s=120)
 def test_different_questions(folder: str) -> None:
-    """Ranks that have diverged may ask for something else at the same time: a vote that meets a guard's question must
-    not take its numbers for votes; gloo ended the process where the numbers were not as many."""
+    """Ranks that diverged may run different operations at the same time. A vote must not take a guard's numbers for
+    votes; where the counts differed, gloo ended the process."""
     for name, (text, seconds) in for_each(check_different, {name: (size,) for name, size in LAYOUTS.items()}).items():
         assert "are at different operations" in text, f"{name}: {text}"
         assert "rank 0 stands before clipping (a guard)" in text, f"{name}: {text}"
@@ -288,7 +290,7 @@ def test_different_questions(folder: str) -> None:
 
 
 def check_made_anew() -> None:
-    """A script that catches the error, and makes another model, is not at the mercy of the one before."""
+    """A script that catches the error and builds another model gets a working connection."""
     first, rank = control(), dist.get_rank()
     if rank == 1:
         first.close()
@@ -297,7 +299,7 @@ def check_made_anew() -> None:
 
 
 def check_interrupted() -> None:
-    """By Ctrl-C: the answer that is not waited for is not the next question's."""
+    """After Ctrl-C, the pending result is not received by the next operation."""
     connected = on_nodes_of(2)
     if dist.get_rank() == 0:
         with (
@@ -311,35 +313,35 @@ def check_interrupted() -> None:
 
 @pytest.mark.any_torch
 def test_after_an_error():
-    """A rank that gave up, or was interrupted, gets no answer to an earlier question."""
+    """A rank that timed out or was interrupted never receives the result of an earlier operation."""
     run_ranks(all_of, 2, check_made_anew, check_interrupted)
 
 
 @reports_soon
 def check_forked() -> None:
-    """A rank that is gone is gone, though a child that it forked (a loader's worker) lives on: it inherits sockets."""
+    """A dead rank is detected even if a child that it forked (a loader's worker) inherited its sockets and lives on."""
     connected = control()
     if dist.get_rank() == 1:
         child = os.fork()
         if not child:
-            if os.fork():  # by the grandchild, as this rank would wait for its own child
+            if os.fork():  # by the grandchild, since this rank waits for its own child
                 os._exit(0)
             time.sleep(8)
             os._exit(0)
         os.waitpid(child, 0)
-        connected.let_go()  # as the kernel does for a killed process: the socket is closed, and not shut down
+        connected.let_go()  # as the kernel does for a killed process: closed without a shutdown
     else:
         assert error_of(lambda: largest(connected, [0], timedelta(seconds=30)))[1] < 6
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where it cannot be made
+# Where no connection can be made
 
 
 @on_ranks(3)
 def test_ranks_of_one_name_that_do_not_reach_each_other(folder: str) -> None:
-    """Containers on one machine often have one host name, and each a network of its own: a rank that cannot connect is
-    a node of its own."""
+    """Containers on one machine often share a host name, and each has its own network. A rank that cannot connect
+    counts as a separate node."""
     real = node_module._connected
 
     def connected(address: bytes | None) -> Any:
@@ -351,7 +353,8 @@ def test_ranks_of_one_name_that_do_not_reach_each_other(folder: str) -> None:
 
 
 def check_no_group(fails_on: tuple[int, ...]) -> None:
-    """On every rank, with what to set. The failing call is a fake: 1,024 sockets a rank are not to be had here."""
+    """Every rank raises with the setting to change. The failing call is a fake: a test cannot open 1,024 sockets a
+    rank."""
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("Gloo connectFullMesh failed with [...] Too many open files")
@@ -372,7 +375,7 @@ def check_no_groups() -> None:
 
 
 def check_out_of_files(rank: int, left: int) -> None:
-    """``rank`` may open ``left`` files more."""
+    """``rank`` may open only ``left`` more files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
     if dist.get_rank() == rank:
@@ -396,7 +399,7 @@ def check_out_of_files(rank: int, left: int) -> None:
 
 @pytest.mark.any_torch
 def test_no_more_files():
-    """Every rank is told, and with what to set, whoever it is that has none left."""
+    """Every rank raises with the setting to change, whichever rank has no file descriptors left."""
     cases = {
         "the first cannot listen": (0, 0),
         "the first cannot accept": (0, 2),
@@ -407,8 +410,8 @@ def test_no_more_files():
 
 @reports_soon
 def check_by_device() -> None:
-    """gloo connects nothing, on ranks whose default group is another backend's; it is gloo's here, on the CPU. On GPUs
-    a run whose hosts' names lead nowhere votes over NCCL, rather than not at all; within the limit too."""
+    """Where gloo cannot connect, votes use the default group's backend; on CPU that is gloo. On GPUs, runs whose host
+    names do not resolve vote over NCCL instead of not at all, within the same limit."""
     new_group = dist.new_group
 
     def failing(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
@@ -434,7 +437,7 @@ def check_by_device() -> None:
 @pytest.mark.any_torch
 @on_ranks(2, fresh=True)
 def test_connections(folder: str) -> None:
-    """As few as there must be; an error, or the device's backend, where there can be none; and none that outlives a
-    rank."""
-    # Last what leaves ranks with different numbers of groups.
+    """The number of process groups is minimal. Where one cannot be made, the run raises or uses the device's backend.
+    No group outlives its rank."""
+    # Last the case that leaves ranks with different numbers of groups.
     all_of(check_groups, check_by_device, check_forked, check_no_groups)

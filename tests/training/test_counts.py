@@ -1,4 +1,4 @@
-"""What votes and the guard add to a step: nothing that goes over the devices' group."""
+"""Communication added to a step by votes and the guard: none over the devices' process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
 
 def counted_step(watch: str) -> tuple[dict[str, dict[str, int]], int, float]:
-    """The collectives of a second step, how often all ranks compared something in it, and its loss."""
+    """The collectives of a second step, the number of comparisons over all ranks, and its loss."""
     torch.manual_seed(0)
     model = Model()
     prepare_fully_shard(model, None, FULL, device="cpu")
@@ -40,11 +40,11 @@ METHODS = ("all_reduce_max", "meet")
 
 @on_ranks(2)
 def test_votes_and_guard_send_nothing_over_the_devices(folder: str) -> None:
-    """A vote by NCCL would wait for the GPU before each collective, and take a place in its order."""
+    """A vote over NCCL would synchronize with the GPU before each collective, and be ordered among its collectives."""
     expected, asked, loss = counted_step("")
     assert asked == 0 and expected["_allgather_base_"]["calls"] > 2
     for watch in ("votes", "guard"):
         counts, asked, its_loss = counted_step(watch)
         assert counts == expected and its_loss == loss, (watch, counts, expected)
-        # Before each collective, whose number a vote or a guard must not change.
+        # Before each collective; votes and guards must not change their number.
         assert asked >= sum(each["calls"] for each in expected.values()), (watch, asked)

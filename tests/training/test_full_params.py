@@ -1,4 +1,5 @@
-"""``summon_full_params``: what a block sees and what stays of it, against torch's FSDP1 and the unsharded model."""
+"""``summon_full_params``: parameters inside a block and after it, compared with torch's FSDP1 and the unsharded
+model."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def wrapped(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, **options:
     model = build()
     options |= {"device_id": torch.device("cpu"), "use_orig_params": True, "sharding_strategy": strategy}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some versions say that it is deprecated, or that nothing is sharded
+        warnings.simplefilter("ignore")  # some versions warn of a deprecation, or that nothing is sharded
         for name, block in model.decoder.blocks.named_children():
             setattr(model.decoder.blocks, name, FullyShardedDataParallel(block, **options))
         model.decoder = FullyShardedDataParallel(model.decoder, **options)
@@ -92,7 +93,7 @@ def shapes() -> dict[str, torch.Size]:
 
 
 def full_values(model: nn.Module, *, grads: bool = False) -> dict[str, torch.Tensor | None]:
-    """Every parameter (or gradient) as FSDP1 or the shards hold it. Called on all ranks."""
+    """Full values of all parameters (or gradients), of an FSDP1 model or of a sharded one. Called on all ranks."""
     if not any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
         found = {name: p.grad if grads else p for name, p in named_parameters(model).items()}
         return {name: None if value is None else full(value).clone() for name, value in found.items()}
@@ -109,16 +110,17 @@ def is_whole(tensor: torch.Tensor | None, shape: torch.Size) -> bool:
 
 
 def observe(model: nn.Module, summon: Any, options: dict[str, Any]) -> Any:
-    """What one block sees on this rank and what is left of its changes: parameters doubled, gradients tripled."""
+    """The values inside one block on this rank and those after it; the block doubles parameters and triples
+    gradients."""
     model(tokens(dist.get_rank())).square().mean().backward()
     seen: dict[str, Any] = {}
-    # The unit itself where the options are for it alone.
+    # The unit itself where the options are for one unit only.
     with summon(model if options["recurse"] else model.decoder, **options):
         inside = own_names(model.named_parameters())
         summoned = [name for name in inside if options["recurse"] or "blocks" not in name]
         others = [name for name in inside if name not in summoned]
         assert not others or not all(is_whole(inside[name], shapes()[name]) for name in others)
-        # A vector may lie in one shard as a whole: only if all are there, they were meant to be.
+        # A vector may be unsharded because one shard contains all of it; so only count a block with all of them full.
         for name in summoned if all(is_whole(inside[name], shapes()[name]) for name in summoned) else []:
             parameter = inside[name]
             grad = parameter.grad if options["with_grads"] else None
@@ -138,10 +140,10 @@ def wrapped_and_sharded() -> tuple[Callable[[], nn.Module], Callable[[], nn.Modu
 
 
 def check_options(cases: list[dict[str, Any]]) -> list[int]:
-    """How many parameters each case sees whole on this rank.
+    """Returns how many full parameters each case sees on this rank.
 
-    FSDP1's offload_to_cpu frees the very memory that it shows where the device is the CPU (a segmentation fault), and
-    it refuses it together with with_grads; what it shows and keeps is the same without.
+    On CPU, FSDP1's offload_to_cpu frees the memory of the parameters that it shows (a segmentation fault), and FSDP1
+    refuses offload_to_cpu with with_grads. The option changes neither values nor writeback, so FSDP1 runs without it.
     """
     of_fsdp1: dict[str, Any] = {}
     wrap, shard = wrapped_and_sharded()
@@ -166,14 +168,15 @@ def check_options(cases: list[dict[str, Any]]) -> list[int]:
 
 @pytest.mark.any_torch
 def test_options_do_what_fsdp1s_did():
-    """A script reads other values, or its changes to weights and gradients are lost, or kept, or made on one rank."""
+    """Scripts read the same values as under FSDP1, and writeback and rank0_only treat their changes to weights and
+    gradients the same."""
     first, second = run_ranks(check_options, 2, OPTIONS)
     everything, of_the_unit = len(shapes()), len([name for name in shapes() if "blocks" not in name])
     assert set(first) == {everything, of_the_unit} and set(second) == {everything, of_the_unit, 0}
 
 
 def test_replicas():
-    """Each node's first rank holds the whole model, as it did under FSDP1; replicas are written alike."""
+    """The first rank of each replica gets the full model, as under FSDP1, and all replicas are written alike."""
     everything = len(shapes())
     on_one = dict(zip(NAMES, (True, False, True, False, False), strict=True))
     with_grads = dict(zip(NAMES, (True, True, False, False, True), strict=True))
@@ -181,7 +184,7 @@ def test_replicas():
 
 
 def check_written_in_place(options: dict[str, Any]) -> None:
-    """Ranks write different values; nothing is split, so all of them stay, as FSDP1's documentation says."""
+    """Ranks write different values; nothing is sharded, so each rank's values stay, as FSDP1's documentation states."""
 
     def written(model: nn.Module, summon: Any) -> dict[str, torch.Tensor]:
         model(tokens(0)).square().mean().backward()
@@ -199,7 +202,7 @@ def check_written_in_place(options: dict[str, Any]) -> None:
 
 
 def check_offloaded() -> None:
-    """FSDP1 refused it; here it is a copy, so writeback means what it says."""
+    """FSDP1 refused it; here offload_to_cpu makes a copy, and writeback works as documented."""
     model = sharded(NO_SHARD)
     before = full_values(model)
     for writeback, factor in ((False, 1), (True, 2)):
@@ -223,8 +226,8 @@ def test_what_is_not_split_is_written_in_place(world_size: int):
 
 @on_ranks(2)
 def test_each_rank_writes_its_own_part(folder: str) -> None:
-    """Ranks that write different values keep what FSDP1 kept, whose flat parameter is split between rows, too: nobody's
-    are sent to the others."""
+    """When ranks write different values, each rank's own shard is updated and nothing is sent to the others. So it was
+    under FSDP1, whose flat parameter can also be sharded inside a row."""
     model = Chain(net=Chain(layer=nn.Linear(3, 4, bias=False)))
     prepare_fully_shard(model, None, FULL, device="cpu")
     with summon_full_params(model):
@@ -271,10 +274,10 @@ def check_what_is_seen(name: str, build_one: Callable[[], nn.Module], inputs: An
     before, held = [*model.parameters()], [*optimizer.param_groups[0]["params"]]
     model.eval()
     with torch.no_grad():
-        model(inputs(0))  # leaves the root gathered, in bf16 with mixed precision
+        model(inputs(0))  # leaves the root unsharded, in bf16 with mixed precision
     with contextlib.suppress(KeyError), summon_full_params(model):
         assert_unsharded(name, model, reference)
-        raise KeyError  # a block that fails leaves what any other does
+        raise KeyError  # a block that raises leaves the same state as one that does not
     assert_same_objects(name, model.parameters(), before)
     assert_same_objects(name, optimizer.param_groups[0]["params"], held)
 
@@ -291,7 +294,7 @@ def assert_unsharded(name: str, model: nn.Module, reference: nn.Module) -> None:
     state = model.state_dict()
     assert state.keys() == reference.state_dict().keys(), f"{name}: {state.keys()}"
     for path, value in reference.state_dict().items():
-        # Buffers have the precision that the configuration gives them, in which these are exact.
+        # Buffers use the configuration's precision, in which these values are exact.
         found = state[path] if path in expected else state[path].to(value.dtype)
         assert not isinstance(found, DTensor) and torch.equal(found, value), f"{name}, {path}"
 
@@ -303,7 +306,7 @@ def assert_same_objects(name: str, after: Iterable[nn.Parameter], before: list[n
 
 
 class Kinds(Chain):
-    """A chain whose scalar and ignored module take part."""
+    """A chain that also runs its scalar and its ignored module."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.second(self.first(x)) * self.scalar
@@ -311,7 +314,7 @@ class Kinds(Chain):
 
 
 def kinds() -> nn.Module:
-    """Uneven and empty shards, a module in two units, a frozen parameter and a scalar, and a module left alone."""
+    """Uneven and empty shards, a module in two units, a frozen parameter and a scalar, and an excluded module."""
     torch.manual_seed(0)
     net = Kinds({"first": True, "second": True}, first=Block(), second=Block(), thin=nn.Linear(6, 1), wide=layer(1))
     net.second.fc_out = net.first.fc_out
@@ -324,8 +327,9 @@ def kinds() -> nn.Module:
 
 @pytest.mark.parametrize("world_size", CONFIGS)
 def test_a_block_sees_the_unsharded_model(world_size: int):
-    """Names, ties, values in full precision (also after an eval in bf16); and the optimizer would step tensors that are
-    no longer the model's, if other objects stood there afterwards. Ranks that hold nothing of a parameter take part."""
+    """Names, ties and full-precision values are right, also after an eval in bf16. Parameters remain the same objects,
+    since the optimizer would otherwise step tensors that no longer belong to the model. Ranks with empty shards
+    participate."""
     models = {"": (build, tokens), ", kinds": (kinds, features)}
     cases = {
         f"{name}{kind}": (name, *of_kind, config)
@@ -356,7 +360,7 @@ def check_forward(recurse: bool, writeback: bool, config: dict[str, Any]) -> Non
         for peer in range(world_size):
             (reference(tokens(peer)).square().mean() / world_size).backward()
 
-    compare("before the block")  # leaves the root gathered
+    compare("before the block")  # leaves the root unsharded
     with summon_full_params(model if recurse else model.decoder, recurse=recurse, writeback=writeback):
         backward()
         compare("unchanged")
@@ -372,15 +376,15 @@ def check_forward(recurse: bool, writeback: bool, config: dict[str, Any]) -> Non
     if not writeback:
         reference.load_state_dict(original)
     compare("after the block")
-    reshard(model)  # else the root would run on what it gathered
+    reshard(model)  # else the root would run on unsharded parameters
     ours.step()
     theirs.step()
     compare("after a step with the gradients of the block")
 
 
 def test_forward_and_backward_within_a_block():
-    """Text is generated with the weights of the block, as Composer does; FSDP1 gave wrong weights afterwards if all
-    units were summoned."""
+    """Text is generated with the weights set in the block, as Composer does. FSDP1's weights were wrong afterwards if
+    all units were summoned."""
     cases: dict[str, tuple[bool, bool, dict[str, Any]]] = {
         "kept": (True, True, {}),
         "recomputed": (True, True, RECOMPUTED),
@@ -392,7 +396,7 @@ def test_forward_and_backward_within_a_block():
 
 
 def check_refused_passes() -> None:
-    """Ranks would run on different weights, or gradients would be lost; and the model trains on afterwards."""
+    """Otherwise ranks would run on different weights, or lose gradients. The model trains on afterwards."""
     model = sharded()
     before = [*model.parameters()]
     expected = full_values(model)
@@ -407,7 +411,7 @@ def check_refused_passes() -> None:
         assert f"{next(iter(options))}=True" in message, message
         assert_same_objects("refused", model.parameters(), before)
         torch.testing.assert_close(full_values(model), expected, rtol=0, atol=0)
-        model(tokens(0)).sum().backward()  # nothing is left of the refused one
+        model(tokens(0)).sum().backward()  # the refused forward left no state behind
         for parameter in model.parameters():
             assert isinstance(parameter.grad, DTensor)
             parameter.grad = None
@@ -432,7 +436,7 @@ def check_failing_forward() -> None:
 
 
 def test_passes_that_are_refused_or_fail():
-    """The shards come back with what was written, and neither the next forward nor the next block is refused."""
+    """Writes reach the shards, and neither the next forward nor the next block is refused."""
     run_ranks(all_of, 2, check_refused_passes, check_failing_forward)
 
 
@@ -484,7 +488,7 @@ def check_replaced() -> list[str]:
 
 def refused_replacements(model: nn.Module) -> list[str]:
     before, expected = [*model.parameters()], full_values(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)  # which changes no tensor's version
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)  # changes no tensor's version
 
     def other_shape() -> None:
         model.decoder.norm.bias = nn.Parameter(torch.zeros(2))
@@ -496,7 +500,7 @@ def refused_replacements(model: nn.Module) -> list[str]:
     messages = [raised(model, other_shape), raised(model, untied), raised(model, optimizer.step)]
     with contextlib.suppress(KeyError), summon_full_params(model):
         other_shape()
-        raise KeyError  # the block's own error is the one to see
+        raise KeyError  # the block's own error is the one to raise
     torch.testing.assert_close(full_values(model), expected, rtol=0, atol=0)
     assert_same_objects("refused", model.parameters(), before)
     optimizer.step()
@@ -505,8 +509,8 @@ def refused_replacements(model: nn.Module) -> list[str]:
 
 
 def test_replaced_parameters_are_kept_or_named():
-    """Weights that were loaded or assigned in a block are in the model afterwards; what cannot be, is not dropped
-    without a word. FSDP1 kept load_state_dict's and raised a KeyError for an assignment."""
+    """Weights loaded or assigned in a block reach the model, and a failure to write them back raises. FSDP1 kept those
+    of load_state_dict and raised a KeyError for an assignment."""
     for shape, untied, step in run_ranks(check_replaced, 2):
         assert "decoder.norm.bias" in shape and "(2,)" in shape, shape
         assert "decoder.embed.weight" in untied and "share" in untied, untied
@@ -518,7 +522,7 @@ def test_replaced_parameters_are_kept_or_named():
 
 @on_ranks(2)
 def test_what_a_block_freezes_stays_frozen(folder: str) -> None:
-    """A script that freezes layers in a block would go on training them, without a word."""
+    """Otherwise a script that freezes layers in a block would silently continue to train them."""
     trained = {}
     for name, model, summon in (("FSDP1", wrapped(), FSDP1), ("ours", sharded(), OURS)):
         for options in ({}, {"writeback": False}, {"writeback": False, "recurse": False}):
@@ -538,11 +542,11 @@ def test_what_a_block_freezes_stays_frozen(folder: str) -> None:
 
 
 def check_not_between_steps() -> None:
-    """Gradients that wait for the last microbatch would be missing, and what is written into them lost."""
+    """Otherwise gradients waiting for the last microbatch would be missing, and writes to them lost."""
     model = sharded({"gradient_sync": "last"})
     begin_microbatch(model, is_last=False)
     model(tokens(0)).sum().backward()
-    with summon_full_params(model):  # parameters are there at any time
+    with summon_full_params(model):  # parameters are available at any time
         pass
     early = raised(model, lambda: None, with_grads=True)
     assert "gradient_sync" in early and "after the last" in early, early
@@ -551,13 +555,13 @@ def check_not_between_steps() -> None:
         model(tokens(0))
     handle.remove()
     assert "out_of_memory.reset(model)" in raised(model, lambda: None)
-    reset(model)  # as the message says
+    reset(model)  # as the message advises
     with summon_full_params(model, with_grads=True):
         pass
 
 
 def check_gradients() -> None:
-    """FSDP1 dropped gradients that were replaced, and kept those that were cleared."""
+    """FSDP1 dropped replaced gradients, and kept cleared ones."""
     model = sharded()
     grads = {}
 
@@ -582,7 +586,7 @@ def check_gradients() -> None:
     assert block(clear) == dict.fromkeys(shapes())
     torch.testing.assert_close(block(clear, writeback=False), grads)
     model.zero_grad()
-    with summon_full_params(model, with_grads=True):  # of nothing
+    with summon_full_params(model, with_grads=True):  # no gradients yet
         assert all(parameter.grad is None for parameter in model.parameters())
         for parameter in model.parameters():
             replace(parameter)
@@ -595,11 +599,11 @@ def check_gradients() -> None:
 
 
 def check_missing_gradient() -> None:
-    """Its part counts as zero, where the others would wait for it."""
+    """A rank without this gradient counts as zero, where the others would wait for it."""
     model = sharded()
     model(tokens(0)).square().mean().backward()
     expected = full_values(model, grads=True)["decoder.norm.weight"].clone()
-    expected[3:] = 0  # but for the rows of rank 0
+    expected[3:] = 0  # all but the rows of rank 0
     if dist.get_rank() == 1:
         model.decoder.norm.weight.grad = None
     with summon_full_params(model, with_grads=True, writeback=False):
@@ -607,22 +611,22 @@ def check_missing_gradient() -> None:
 
 
 def test_gradients_are_the_blocks():
-    """Clipping or a penalty that a script computes over full gradients reaches the optimizer; one that is not there is
-    said, or counts as zero."""
+    """Full gradients that a script clips or penalizes reach the optimizer. A missing gradient raises, or counts as
+    zero."""
     run_ranks(all_of, 2, check_not_between_steps, check_gradients, check_missing_gradient)
 
 
-# --- blocks within blocks, and where there is nothing to do
+# --- nested blocks, and models with nothing to summon
 
 
 def check_nested() -> None:
-    """With other options than the caller's it would keep, or lose, what the caller said."""
+    """Other options than the enclosing block's would keep or drop its changes, so they raise."""
     reference, model = build(), sharded()
     decoder = model.decoder
     with summon_full_params(decoder, recurse=False), summon_full_params(decoder.blocks[1]):
         assert decoder.blocks[1].fc_in.weight.shape == (12, 6) and decoder.embed.weight.shape == (11, 6)
         assert isinstance(decoder.blocks[0].fc_in.weight, DTensor)
-        with summon_full_params(model):  # the rest of it
+        with summon_full_params(model):  # the rest of the model
             assert_unsharded("nested", model, reference)
             model.decoder.embed.weight.detach().mul_(2)
             model.decoder.blocks[0].fc_in.weight.detach().mul_(2)
@@ -637,7 +641,7 @@ def check_nested() -> None:
             assert "inside" in message or "within" in message, message
     with summon_full_params(model):
         assert_unsharded("after a refusal", model, reference)
-    around = Chain(net=Chain({"block": True}, block=Block()))  # the root has no parameters of its own
+    around = Chain(net=Chain({"block": True}, block=Block()))  # the root without parameters
     prepare_fully_shard(around, None, FULL, device="cpu")
     with summon_full_params(around.net, recurse=False), summon_full_params(around, writeback=False):
         assert around.net.block.fc_in.weight.shape == (12, 6)
@@ -670,7 +674,7 @@ def check_nothing_to_do() -> None:
 
 
 def test_blocks_within_blocks_and_where_there_is_nothing_to_summon():
-    """A helper that summons for itself works within a caller's block, which FSDP1 refused. What is around units, or not
-    sharded, is passed over, as under FSDP1; a part of a unit, whose weights a script would read as shards, and a
-    forward under way are named."""
+    """A helper may summon within a caller's block, which FSDP1 refused. Modules above units and unsharded modules are
+    passed over, as under FSDP1. Two cases raise: a submodule of a unit, whose weights a script would read as shards,
+    and a forward in progress."""
     run_ranks(all_of, 2, check_nested, check_nothing_to_do)

@@ -1,4 +1,4 @@
-"""collective_guard: ranks that diverge raise, on all of them, and say where."""
+"""collective_guard: if ranks diverge, all ranks raise and name the place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from composer_fsdp2 import (
 from composer_fsdp2.training.node import Node
 
 LIMIT_S = 1
-TIME_LIMIT_S = 120  # a hang
+TIME_LIMIT_S = 120  # longer is a hang
 
 
 def model_for(**config: Any) -> nn.Module:
@@ -47,7 +47,7 @@ def is_stray() -> bool:
 
 def skips_a_block(model: nn.Module) -> None:
     if is_stray():
-        model.decoder.blocks[1].forward = lambda x: x  # after the hooks: still gathered
+        model.decoder.blocks[1].forward = lambda x: x  # bypasses the hooks: still unsharded
         del model.decoder.blocks[1]
     model(tokens(0)).sum().backward()
 
@@ -82,11 +82,11 @@ def summons_alone(model: nn.Module) -> None:
 
 def late(model: nn.Module) -> None:
     if is_stray():
-        time.sleep(LIMIT_S + 1.5)  # and longer than the others collect reports
+        time.sleep(LIMIT_S + 1.5)  # longer than the others collect reports
     model(tokens(0)).sum().backward()
 
 
-# What each rank does, and what the error says of the ranks: (of those that are right, of the stray one).
+# Each rank's operation, and the part of the error about it: (on the correct ranks, on the diverging one).
 CASES: dict[str, tuple[Callable[[nn.Module], None], str, str]] = {
     "skips a block": (
         skips_a_block,
@@ -118,7 +118,7 @@ def message_of(work: Callable[[nn.Module], None], model: nn.Module) -> str:
 
 @on_ranks(2, timeout_s=TIME_LIMIT_S)
 def test_every_rank_says_where_they_diverged(folder: str) -> None:
-    """Instead of half an hour of silence: the module, on each rank."""
+    """Each rank names the module, instead of hanging for half an hour."""
     for name, (work, right, stray) in CASES.items():
         lines = message_of(work, model_for()).splitlines()
         assert f"  rank 0 stands before {right}" in lines, lines
@@ -137,7 +137,7 @@ def check_late() -> tuple[str, float]:
 
 @pytest.mark.any_torch
 def test_a_rank_that_does_not_come():
-    """The others name it when the limit is over; and it learns that they are gone."""
+    """The other ranks name it after the limit; and it raises, too, because they are gone."""
     (of_waiting, seconds), (of_late, _) = run_ranks(check_late, 2, timeout_s=TIME_LIMIT_S)
     assert f"ranks did not meet within {LIMIT_S} s" in of_waiting
     assert "rank 1 has not come" in of_waiting
@@ -170,19 +170,19 @@ def check_together(config: dict[str, Any]) -> None:
 
 
 def test_ranks_that_stay_together_are_let_through():
-    """A guard that changed a run, or cried wolf, would be left off."""
+    """A guard that changed a run, or raised without cause, would be turned off."""
     cases = {name: (config,) for name, config in CONFIGS.items()}
     run_ranks(for_each, 2, check_together, cases, timeout_s=TIME_LIMIT_S)
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "60", True])
 def test_limits_that_are_none(value: Any):
-    """A limit that never ends, or ends at once, is a mistake in the file."""
+    """A limit that is infinite, or zero, is a mistake in the file."""
     with pytest.raises(ConfigError, match="collective_guard"):
         translate({"collective_guard": value})
 
 
 def test_it_is_in_the_plan():
-    """What costs time is in the report."""
+    """The guard takes time, so the report mentions it."""
     assert "waiting up to 30 s" in plan_sharding(Model(), config_of({"collective_guard": 30})).explain()
     assert "guard" not in plan_sharding(Model(), config_of({})).explain()

@@ -1,4 +1,4 @@
-"""gradient_sync and reshard_after_backward: what each microbatch communicates, and that gradients stay the batch's."""
+"""gradient_sync and reshard_after_backward: communication of each microbatch, and equal gradients of the batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ WIDTH = 6
 
 
 class Body(nn.Module):
-    """Three units below a root that has no parameters of its own. It may leave a layer out, as layer drop, experts and
-    heads of several tasks do."""
+    """Three units below a root without parameters. It may skip a layer, as layer drop, experts and multi-task heads
+    do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Body(nn.Module):
 
 
 def build(*, scalar: bool = False) -> Any:
-    """With a scalar in the first layer, which stays whole, if ``scalar``."""
+    """With a scalar, which is replicated, in the first layer if ``scalar``."""
     torch.manual_seed(0)
     model = Chain(body=Body())
     if scalar:
@@ -62,11 +62,11 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-SKIPS = (None, 2, 1)  # what each microbatch leaves out, if any does
+SKIPS = (None, 2, 1)  # the layer that each microbatch skips, if any does
 
 
 def run_batch(model: Any, rank: int, *, skips: bool, share: float | None = None) -> None:
-    """One rank's; with ``share``, its part of the gradients of an unsharded model."""
+    """One rank's batch; with ``share``, its part of an unsharded model's gradients."""
     for number, x in enumerate(batch(rank)):
         model.body.skip = SKIPS[number] if skips else None
         if share is None:
@@ -83,7 +83,7 @@ LAST, DEFERRED = {"gradient_sync": "last"}, {"gradient_sync": "defer_replica"}
 @dataclass(kw_only=True)
 class Case:
     """A configuration, and the all-gathers, reduce-scatters and all-reduces of a batch of three microbatches over three
-    units: two gathers a unit and microbatch (forward, backward) and one reduction, unless something is put off."""
+    units: two all-gathers a unit and microbatch (forward, backward) and one reduction, unless deferred."""
 
     config: dict[str, Any]
     counts: tuple[int, int, int] | None = None
@@ -123,7 +123,7 @@ def check(case: Case) -> None:
     for rank in range(world_size):
         run_batch(unsharded, rank, skips=case.skips, share=1 / world_size)
     prepare_fully_shard(model, None, {"mixed_precision": "FULL", **case.config}, precision="fp32")
-    for _ in range(2):  # the second batch begins as the first one did, and nothing is left for it
+    for _ in range(2):  # the second batch starts like the first one, without anything left over
         model.zero_grad()
         with Collectives() as sent:
             run_batch(model, dist.get_rank(), skips=case.skips)
@@ -137,21 +137,21 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.any_torch), 4])
 def test_collectives_and_gradients(world_size: int):
-    """The modes differ in what they send, and in nothing else: between replicas, whose links are slow, once a batch.
-    What was put off until a last microbatch that does not run the unit is communicated all the same, instead of in the
-    next batch; and a scalar's gradient, which is averaged by us, in the same microbatches."""
+    """The modes differ only in communication, such as one all-reduce a batch over slow links between replicas. A
+    deferred reduction also runs if the last microbatch skips the unit, instead of in the next batch. A scalar's
+    gradient, which our code averages, is averaged in the same microbatches."""
     run_ranks(for_each, world_size, check, {name: (case,) for name, case in CASES[world_size].items()})
 
 
 @pytest.mark.parametrize("value", ["never", "Every", 1, None, True])
 def test_other_modes_are_refused(value: Any):
-    """A misspelt mode would train as another one, with other memory and other traffic."""
+    """A misspelt mode would train as another one, with other memory and communication."""
     with pytest.raises(ConfigError, match=r"gradient_sync.*every|gradient_sync.*string"):
         translate({"gradient_sync": value})
 
 
 def test_report():
-    """What it costs, or that there is nothing to put off."""
+    """The report shows the memory cost, or that nothing is deferred."""
     deferred = translate({"gradient_sync": "defer_replica"}, world_size=2)
     [finding] = deferred.findings
     assert finding.outcome is Outcome.UNNEEDED and "replicas" in finding.reason

@@ -1,7 +1,7 @@
-"""One rank out of memory: no rank hangs, and the batch repeated is the batch as it would have been.
+"""One rank runs out of memory: no rank hangs, and the repeated batch computes the same as an undisturbed one.
 
-There is no GPU here whose memory could run out, so the error is raised instead of the n-th operation of a batch, on
-one rank: in a forward, in a backward, while a unit's buffers are allocated or copied, or between the units.
+These tests run on CPU, whose memory does not run out. One rank therefore raises the error in place of the n-th
+operation of a batch: in forward, in backward, while a unit's buffers are allocated or copied, or between units.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training import guard
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote, batch_snapshot, is_out_of_memory, reset
 
-ALL_GATHER, REDUCE_SCATTER = (  # what fully_shard calls: torch 2.13 has new names
+ALL_GATHER, REDUCE_SCATTER = (  # called by fully_shard; torch 2.13 has new names
     ("all_gather_single", "reduce_scatter_single")
     if hasattr(dist, "all_gather_single")
     else ("all_gather_into_tensor", "reduce_scatter_tensor")
 )
-TIME_LIMIT_S = 180  # a hang
+TIME_LIMIT_S = 180  # longer is a hang
 
 
 class OutOfMemoryAt(TorchDispatchMode):
-    """Raises what CUDA raises in place of one operation, by its number; also of those on the parts of DTensors.
-    Collectives are no operations of a rank's."""
+    """Raises CUDA's error in place of the operation with this number, including operations on the local tensors of
+    DTensors. Collectives do not count as operations."""
 
     def __init__(self, number: int | None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class OutOfMemoryAt(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        # A vote and a guard's numbers lie in the host's memory, of which there is enough.
+        # The numbers of votes and guards are in host memory, which does not run out.
         if func.namespace not in ("c10d", "_c10d_functional", "_dtensor") and not IN_HOST_MEMORY:
             self.count += 1
             if self.count == self.number:
@@ -92,8 +92,8 @@ class Vote(OutOfMemoryVote):
 
 
 class Counted(nn.Module):
-    """A buffer that each forward changes, and dropout: what a repetition must not see twice. And a scalar, whose
-    gradient is averaged by us."""
+    """A buffer that each forward changes and dropout, which a repetition must not apply twice; and a scalar, whose
+    gradient our code averages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,8 +129,8 @@ Build = Callable[[], tuple[nn.Module, Callable[[int], None]]]  # a model, and it
 def attempt(
     build: Build, size: int, fails_at: int | None = None
 ) -> tuple[int, OutOfMemoryAt, int, dict[str, torch.Tensor]]:
-    """One batch of a new model, halved until it fits: the size that did, whether an attempt failed here, the operations
-    of the first one, and what is left of the last."""
+    """Runs one batch of a new model and halves it until it fits. Returns the size that fit, the mode that raised here,
+    the first attempt's number of operations, and the state after the last attempt."""
     model, run = build()
     votes, failing = Vote(model), OutOfMemoryAt(fails_at)
     votes.start()
@@ -160,8 +160,8 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def points_of(num_operations: Sequence[int], num_points: int, number: int) -> list[tuple[int, int]]:
-    """Ranks and their operations to fail at (shards are uneven, and so are their numbers): all, or a few, of which the
-    last ones are where the first units' reductions are under way. Others for each ``number``."""
+    """Ranks and the numbers of their operations to fail at (shards are uneven, so these counts differ): all, or a few.
+    The last ones fall into the reductions of the first units. They differ by ``number``."""
     num_ranks = len(num_operations)
     if num_points >= sum(num_operations):
         return [(rank, point) for rank, count in enumerate(num_operations) for point in range(1, count + 1)]
@@ -171,7 +171,7 @@ def points_of(num_operations: Sequence[int], num_points: int, number: int) -> li
 
 
 def check(build: Build, size: int, num_points: int, number: int, num_warm: int) -> None:
-    """``num_warm``: two for DTensors, as torch looks up once how those of these shapes are computed."""
+    """``num_warm``: two for DTensors, because torch computes the sharding of operations on new shapes once."""
     _, _, _, expected = attempt(build, size // 2)
     for _ in range(num_warm):
         _, _, total, _ = attempt(build, size)
@@ -215,8 +215,8 @@ def check_all(configs: dict[str, dict[str, Any]], num_points: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.any_torch)])
 def test_out_of_memory_anywhere(num_ranks: int):
-    """Gradients, buffers and random numbers of the repeated batch are those of a run that began with its size; a
-    reduction over replicas that was put off is dropped with the batch."""
+    """The repeated batch has the gradients, buffers and random numbers of a run that started with its size. A deferred
+    reduction over replicas is dropped with the failed batch."""
     run_ranks(
         check_all, num_ranks, CONFIGS[num_ranks], 16 if IS_THOROUGH else 4 - num_ranks // 2, timeout_s=TIME_LIMIT_S
     )
@@ -225,17 +225,17 @@ def test_out_of_memory_anywhere(num_ranks: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS[2])
 def test_out_of_memory_everywhere(name: str):
-    """Every operation of a batch, on each rank."""
+    """Fails at every operation of a batch, on each rank."""
     run_ranks(check_all, 2, {name: CONFIGS[2][name]}, 1_000_000, timeout_s=1800)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ranks that divide layers, sequences or experts
+# Tensor, context and expert parallelism
 
 
 def divided_model(kind: str, degree: int | None = None) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
-    """One that all ranks, or groups of ``degree`` ranks, divide, and the loss of some rows."""
-    torch.set_default_dtype(torch.float64)  # torch 2.7 mixes up the masks of split embeddings of two dtypes
+    """A model divided over all ranks, or over groups of ``degree`` ranks, and the loss of some rows."""
+    torch.set_default_dtype(torch.float64)  # torch 2.7 confuses the masks of TP-sharded embeddings of two dtypes
     torch.manual_seed(0)
     degree = degree or dist.get_world_size()
     if kind == "context":
@@ -254,7 +254,7 @@ DIVIDED: dict[str, Callable[[], Any]] = {"tensor": language.layer_plan, "sequenc
 
 def divided(kind: str) -> tuple[nn.Module, Callable[[int], None]]:
     model, loss_of = divided_model(kind)
-    own_rows = dist.get_rank() if kind == "experts" else 0  # of experts, each rank has its own
+    own_rows = dist.get_rank() if kind == "experts" else 0  # EP ranks have their own rows
     rows = language.batch(own_rows, 4) % reader.VOCABULARY
 
     def run(size: int) -> None:
@@ -266,28 +266,29 @@ def divided(kind: str) -> tuple[nn.Module, Callable[[int], None]]:
 
 def check_all_divided(num_points: int) -> None:
     kinds = (*DIVIDED, "context", "experts")
-    # Before the vote on one of these, room is made for all that it takes: nothing fails after the vote.
+    # Memory for these launches is allocated before the vote: nothing fails after it.
     launches = {name: in_host_memory()(launch) for name, launch in collectives._functional.items()}
-    of_torch = vars(torch.distributed._functional_collectives)  # which get them when votes stop
+    of_torch = vars(torch.distributed._functional_collectives)  # restored when votes stop
     with mock.patch.dict(of_torch), mock.patch.dict(collectives._functional, launches):
         for_each(check, {kind: (functools.partial(divided, kind), 4, num_points, i, 2) for i, kind in enumerate(kinds)})
 
 
 @pytest.mark.any_torch
 def test_out_of_memory_between_collectives_of_divided_layers():
-    """In attention, say: the others would wait in an all-to-all, and then for the device, for ever."""
+    """Otherwise the others would wait forever in an all-to-all (of attention, for instance), and then for the
+    device."""
     run_ranks(check_all_divided, 2, 14 if IS_THOROUGH else 2, timeout_s=TIME_LIMIT_S)
 
 
 def tied_siblings() -> nn.Module:
-    """Blocks that share a parameter: one unit of several modules."""
+    """Blocks with a shared parameter: one unit of several modules."""
     blocks = {name: nn.Sequential(nn.Linear(6, 6)) for name in "abc"}
     tie(blocks["a"][0], blocks["c"][0])
     return Chain(net=Chain(dict.fromkeys(blocks, True), **blocks, head=nn.Linear(6, 6)))
 
 
 def check_nothing_left() -> None:
-    """A run that evaluates a thousand times starts and stops votes as often; and a second Trainer in the process needs
+    """A run with a thousand evaluations starts and stops votes a thousand times. A second Trainer in the process needs
     the memory of the first."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
@@ -305,7 +306,7 @@ def check_nothing_left() -> None:
     for each, names in zip(watched, before, strict=True):
         assert {n for n, v in vars(each).items() if callable(v)} == {n for n, v in names.items() if callable(v)}
     assert _fsdp_collectives.dist is dist and not any(hooks_of(unit).watches for unit in units(model).values())
-    # A model that ends while its collectives are voted on takes the votes with it.
+    # A model that is deleted while votes run frees the votes, too.
     votes.start()
     alive = weakref.ref(model)
     del model, states, watched, before, votes, each, names
@@ -315,7 +316,7 @@ def check_nothing_left() -> None:
 
 
 def check_part() -> None:
-    """The forward of an encoder alone begins there, and so does the way back."""
+    """An encoder's forward, called directly, begins at this module, and so does its backward."""
     model = model_for({})
     part = model.body.inner.decoder.blocks[0]
     votes = OutOfMemoryVote(model)
@@ -335,7 +336,7 @@ def check_part() -> None:
 
 
 def check_settings() -> None:
-    """A loop of one's own that goes on without microbatches would train without communicating after a reset."""
+    """After a reset, a custom loop without microbatches must communicate again."""
     model = model_for({"gradient_sync": "last", "reshard_after_backward": False})
     begin_microbatch(model, is_last=False)
     model.body(batch_of(0)).square().mean().backward()
@@ -345,18 +346,19 @@ def check_settings() -> None:
 
 
 def check_default_device() -> None:
-    """Under torch.set_default_device("cuda") a rank would need memory of the device to say that there is none."""
+    """Under torch.set_default_device("cuda"), the vote must not allocate device memory, which has just run out."""
     model = model_for({"collective_guard": 20})
     votes = OutOfMemoryVote(model)
     votes.start()
-    with torch.device("meta"):  # as a script's torch.set_default_device
+    with torch.device("meta"):  # like a script's torch.set_default_device
         model.body.inner.decoder.blocks[0](torch.randn(2, 6, device="cpu"))
     votes.stop()
     reset(model)
 
 
 def test_buffers_that_a_forward_replaces():
-    """A cache that grew with the batch is the one from before; also where the larger one would take its values."""
+    """A cache that grew during the batch is restored to its old tensor, also where the larger one could be copied into
+    it."""
     for size in (1, 3):
         module = nn.Module()
         module.register_buffer("cache", torch.arange(float(size)))
@@ -371,7 +373,7 @@ def test_buffers_that_a_forward_replaces():
 
 @reports_soon
 def check_inside_a_collective(folder: str) -> list[str]:
-    """Rank 1 fails in the launch itself, for which all have voted; the notes and the text of each rank's error."""
+    """Rank 1 fails in the launch itself, after all ranks voted. Returns the text and the notes of each rank's error."""
     from torch.distributed import distributed_c10d
 
     rank, num_ranks, limit = dist.get_rank(), dist.get_world_size(), timedelta(seconds=2)
@@ -396,23 +398,23 @@ def check_inside_a_collective(folder: str) -> list[str]:
     except Exception as error:
         return [str(error), *getattr(error, "__notes__", ())]
     finally:
-        distributed_c10d._update_default_pg(None)  # it is broken; the ranks need not meet in it
+        distributed_c10d._update_default_pg(None)  # it is broken, so without a barrier
     raise AssertionError("no error")
 
 
 def test_out_of_memory_inside_a_collective(tmp_path: Path):
-    """Nobody can be asked there: the time-out ends all ranks, and the unit is named on each."""
+    """No vote is possible inside a collective: the timeout ends all ranks, and each error names the unit."""
     of_peer, of_failed = run_ranks(check_inside_a_collective, 2, str(tmp_path), timeout_s=TIME_LIMIT_S, fresh=True)
     assert "the all-gather of body.inner.decoder.blocks.0 in forward" in "\n".join(of_peer)
     assert "rank 1 stands before its vote that it ran out of memory after" in of_failed[0]
     assert "the all-gather of body.inner.decoder.blocks.0 in forward" in of_failed[0]
 
 
-# --- what only a GPU's libraries run out of
+# --- out of memory in a GPU's libraries
 
 
 def groups_in_warm_up(model: nn.Module) -> dict[tuple[int, ...], set[str]]:
-    """By the ranks of each group: the collectives that it was used for before the first vote."""
+    """By the ranks of each group: the collectives that ran on it before the first vote."""
     seen: dict[tuple[int, ...], set[str]] = {}
 
     def noted(name: str, function: Any) -> Any:
@@ -439,8 +441,8 @@ def check_warm_up() -> dict[str, dict[tuple[int, ...], set[str]]]:
 
 @pytest.mark.any_torch
 def test_every_axis_is_used_before_the_first_vote():
-    """NCCL takes its own memory at an axis' first collective; in a full batch, one rank alone would fail inside it. The
-    same of the groups along which layers, sequences and experts are divided."""
+    """NCCL allocates memory at the first collective of an axis; in a full batch, one rank alone could fail inside it.
+    Groups for TP, CP and EP are covered, too."""
     sums = {ALL_GATHER, REDUCE_SCATTER, "all_reduce"}
     for rank, of_kinds in enumerate(run_ranks(check_warm_up, 4)):
         neighbours, replicas = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
@@ -452,15 +454,15 @@ def test_every_axis_is_used_before_the_first_vote():
 
 
 def check_exchange_of_split_layers() -> None:
-    """A split layer that moves from one sharded dimension to another calls another function on a GPU than on a CPU:
-    torch's operator for NCCL is played, as gloo has none."""
+    """A TP-sharded layer that moves from one sharded dimension to another calls a different function on GPU. gloo lacks
+    torch's operator for NCCL, so it is mocked."""
     model, _ = divided_model("tensor")
     announced: list[str] = []
     launched: list[str] = []
     stop = watch_collectives(units(model), lambda flight: announced.append(flight.kind), between_units=True)
     exchange = placement_types.shard_dim_alltoall
     played = SimpleNamespace(shard_dim_alltoall=lambda *args: launched.append("all-to-all"))
-    # torch 2.7 asks for the group's name, 2.13 for the group.
+    # The argument is the group's name in torch 2.7, the group in 2.13.
     groups = {"_resolve_group_name": mock.Mock(), "_resolve_group": mock.Mock()}
     with (
         mock.patch.object(torch.ops, "_dtensor", played),
@@ -473,8 +475,8 @@ def check_exchange_of_split_layers() -> None:
 
 
 def test_random_states_of_dtensors_are_put_back():
-    """torch 2.7 draws a split dropout on a GPU from a state of its own: a repeated batch would drop other elements. The
-    tracker that has the state is played, as torch makes it on a GPU only."""
+    """torch 2.7 draws TP-sharded dropout on GPU from its own RNG state; without it, a repeated batch would drop other
+    elements. torch creates the tracker of this state on GPU only, so it is mocked."""
     tracker = SimpleNamespace(rng_states={"parallel-rng": torch.zeros(16, dtype=torch.uint8)})
     with mock.patch.object(random_of_dtensors, "_rng_tracker", tracker):
         restore = batch_snapshot(nn.Linear(1, 1))
@@ -484,9 +486,9 @@ def test_random_states_of_dtensors_are_put_back():
 
 
 def check_reset_waits() -> None:
-    """After an error within a block, whose parameters are gathered then: what an fp16 reduction divides on a stream of
-    its own would be divided after the memory has another owner. The CPU stands in for a device: nothing is given back
-    before it is waited for."""
+    """An error inside a block leaves its parameters unsharded, and an fp16 reduction may still divide a tensor on its
+    own stream. Freeing memory before a synchronization would let that division write into another tensor. CPU stands in
+    for the device."""
 
     def fail(*unused: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory (injected)")
@@ -524,12 +526,12 @@ def check_reset_waits() -> None:
     ],
 )
 def test_libraries_that_are_out_of_memory(error: RuntimeError, is_repeated: bool):
-    """A matrix product without its workspace fits with a smaller microbatch; a run need not end with it."""
+    """A matrix product without its workspace fits with a smaller microbatch, so the run need not end."""
     assert is_out_of_memory(error) == is_repeated
 
 
 def check_nccls_memory() -> None:
-    """The others are inside the collective: a vote would be an answer to nobody. The error says what may be set."""
+    """The other ranks are inside the collective, so no vote is possible. The error names the settings to change."""
     model = model_for({})
     votes = OutOfMemoryVote(model)
     votes.start()
@@ -545,6 +547,6 @@ def check_nccls_memory() -> None:
 
 @pytest.mark.any_torch
 def test_votes_and_the_way_back():
-    """What is voted on, what a vote costs and leaves behind, and what a reset waits for."""
+    """The operations that are voted on, the cost of votes, their cleanup, and the synchronization of a reset."""
     checks = (check_nothing_left, check_part, check_settings, check_default_device, check_exchange_of_split_layers)
     run_ranks(all_of, 2, *checks, check_reset_waits, check_nccls_memory)

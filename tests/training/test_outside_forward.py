@@ -1,4 +1,4 @@
-"""Parameters that a script uses outside of their unit's forward: exact beside one process, or an error by name."""
+"""Parameters used outside their unit's forward: exactly the results of one process, or an error that names them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def block_weight(model: nn.Module) -> torch.Tensor:
 
 
 def orthogonality(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
-    """Of a block's weight, beside a plain matrix."""
+    """Uses a block's weight together with a plain matrix."""
     weight = block_weight(model)
     return (weight.T @ weight - torch.eye(WIDTH)).pow(2).sum()
 
 
 def projected(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
-    """A batch through a block's weight: each rank has a gradient of its own for it."""
+    """Passes a batch through a block's weight, so each rank computes a different gradient for it."""
     return F.linear(output[..., :WIDTH], block_weight(model)).pow(2).mean()
 
 
@@ -51,7 +51,7 @@ def tied_logits(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
 
 
 def norms(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
-    """Reductions of each kind, on shards of which the last is smaller; and what lies in a list, or is written to."""
+    """Reductions of each kind, on shards with a smaller last one; also of tensors in a list, and written in place."""
     weight = block_weight(model)
     total = torch.zeros(())
     total += weight.norm()
@@ -66,7 +66,7 @@ def compiled_projection(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
 
 
 def compiled(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
-    """Of the sharded model alone."""
+    """For the sharded model only."""
     is_sharded = isinstance(block_weight(model), DTensor)
     return compiled_projection(model, output) if is_sharded else projected(model, output)
 
@@ -83,7 +83,7 @@ def all_terms(model: nn.Module, output: torch.Tensor) -> Any:
 def check_term(
     term: Term, config: dict[str, Any], build: Callable[[], nn.Module] = Model, *, dtype: Any = torch.float64
 ) -> None:
-    """Two batches of two microbatches, clipped, beside one process that has all ranks' batches."""
+    """Two batches of two microbatches, clipped, compared with one process that trains on all ranks' batches."""
     torch.set_default_dtype(dtype)
     model, reference = (seeded(build) for _ in range(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -140,9 +140,9 @@ def check_terms(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.any_torch), 4])
 def test_a_penalty_trains_as_in_one_process(world_size: int):
-    """A loss that uses parameters, of a block or the root, gives the numbers of one process, to the last digits: where
-    FSDP1 gave them, and for what it computed of 1-D shards. Its gradient is averaged once, over shards and replicas,
-    also where the other gradients wait for the last microbatch."""
+    """A loss that uses parameters of a block or the root equals that of one process to the last digits, where FSDP1 did
+    the same, and also where FSDP1 computed with 1-D shards. Its gradient is averaged once over shards and replicas,
+    even while other gradients wait for the last microbatch."""
     run_ranks(check_terms, world_size, world_size)
 
 
@@ -162,7 +162,7 @@ def check_shown_between_steps(config: dict[str, Any], optimizer: Callable[..., t
             (reference(tokens(step)).mean() + l2(reference, torch.empty(0))).backward()
             assert all(isinstance(each, DTensor) for each in model.parameters()), "full after a backward"
         assert_gradients(model, reference)
-        with torch.no_grad():  # what it gathers is old after the step
+        with torch.no_grad():  # its unsharded values are outdated after the step
             model(tokens(7))
         for each in optimizers:
             each.step()
@@ -182,8 +182,8 @@ OPTIMIZERS = {
 
 
 def test_parameters_are_shards_between_steps():
-    """A penalty computed after an evaluation, or between microbatches, read memory that its backward had freed, and a
-    forward after optimizer.step() ran on the weights from before it."""
+    """A penalty computed after an evaluation, or between microbatches, used to read memory that its backward had freed.
+    A forward after optimizer.step() ran on the weights before it."""
     cases = {name: (CONFIGS[name], OPTIMIZERS["foreach"]) for name in CONFIGS}
     cases |= {how: ({}, OPTIMIZERS[how]) for how in ("one by one", "fused")}
     run_ranks(for_each, 2, check_shown_between_steps, cases)
@@ -219,8 +219,8 @@ def check_attributes(config: dict[str, Any], device: str, tied: bool) -> None:
 
 @on_ranks(2)
 def test_what_a_script_noted_on_a_parameter_stays(folder: str) -> None:
-    """An optimizer's groups by p.optim_group, Hugging Face's _is_hf_initialized, Foundry's flags: gone after sharding,
-    so that weights were drawn anew or decayed."""
+    """Parameter attributes (p.optim_group for optimizer groups, Hugging Face's _is_hf_initialized, Foundry's flags)
+    must survive sharding; without them, weights are initialised again or decayed."""
     configs = {"FULL_SHARD": {}} | {name: CONFIGS[name] for name in ("SHARD_GRAD_OP", "NO_SHARD")}
     cases = {
         f"{name}, {device}": (config, device, device == "meta")
@@ -231,7 +231,7 @@ def test_what_a_script_noted_on_a_parameter_stays(folder: str) -> None:
 
 
 def check_hooks() -> None:
-    """FSDP1 ran none of them either, without a word; the log says which, and where to register them."""
+    """Neither FSDP1 nor FSDP2 runs these hooks; the log lists them, and where to register them instead."""
     model = Model()
     fired: list[str] = []
     weight = model.decoder.head.weight
@@ -264,7 +264,8 @@ class Encoder(Chain):
 
 
 def check_explained() -> None:
-    """Not only an operator's name: which parameter, in which method of which module, and the line to write."""
+    """The error names the parameter, the method and module that uses it, and the line to write, besides the
+    operator."""
     model = Encoding()
     prepare_fully_shard(model, None, FULL, device="cpu")
     for how, parts in (
@@ -286,5 +287,5 @@ def check_explained() -> None:
 
 
 def test_what_a_script_is_told():
-    """Of hooks that will not run, and of parameters that it uses where they are shards."""
+    """Scripts are warned of hooks that will not run, and of parameters that they use as shards."""
     run_ranks(all_of, 2, check_hooks, check_explained)

@@ -1,4 +1,4 @@
-"""Numbers of which every rank has a part come out whole, in few collectives."""
+"""Metrics of sharded parameters are those of the full ones, with few collectives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METRICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "squared norm": lambda p: torch.linalg.vector_norm(p) ** 2,
     "sum": torch.Tensor.sum,
 }
-# torch raises for these on a rank whose shard is empty, and means are of the shards' means: for even shards only.
+# torch raises for these on a rank with an empty shard, and takes means of the shards' means: for even shards only.
 OF_EVEN_SHARDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "inf-norm": lambda p: torch.linalg.vector_norm(p, float("inf")),
     "max": torch.Tensor.max,
@@ -67,12 +67,12 @@ CONFIGS: dict[int, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("world_size", CONFIGS)
 def test_metrics_of_sharded_parameters(world_size: int):
-    """The number is the full parameter's: not this rank's part, nor counted once for each replica."""
+    """The metric is the full parameter's: not this rank's shard's, nor counted once for each replica."""
     run_ranks(for_each, world_size, check_settle, {f"{config}": (config,) for config in CONFIGS[world_size]})
 
 
 def check_few_collectives() -> None:
-    """Thousands of metrics cost one all-reduce, not one each."""
+    """Thousands of metrics take one all-reduce instead of one each."""
     model = build()
     prepare_fully_shard(model, None, FULL, device="cpu")
     values = {path: torch.linalg.vector_norm(p.detach()) for path, p in model.named_parameters()}
@@ -82,7 +82,7 @@ def check_few_collectives() -> None:
 
 
 def check_large() -> None:
-    """A gradient that explodes is logged as the number that it is: only the sum of squares was infinite."""
+    """An exploding gradient is logged with its value; only the sum of squares was infinite."""
     model = Chain(net=nn.Linear(4, 4, bias=False))
     prepare_fully_shard(model, None, FULL, device="cpu")
     with torch.no_grad():
@@ -94,5 +94,5 @@ def check_large() -> None:
 
 
 def test_one_collective_and_squares_that_fit_no_fp32():
-    """Logging is neither slow nor infinite."""
+    """Logging is fast, and finite norms are logged as finite."""
     run_ranks(all_of, 2, check_few_collectives, check_large)

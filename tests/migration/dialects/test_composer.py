@@ -1,4 +1,4 @@
-"""Composer's and LLM Foundry's sections; where these two decide something, they are asked themselves."""
+"""Composer's and LLM Foundry's sections; their own functions are the reference for their decisions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.migration.file_cases import (
 COMPOSER = DIALECTS["composer"]
 
 
-# --- where sections are
+# --- finding sections
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ COMPOSER = DIALECTS["composer"]
     ],
 )
 def test_sections(text: str, places: list[str]):
-    """Another system's section would be read as Composer's, or one that is Composer's be left behind."""
+    """Another system's section would be read as Composer's, or a Composer section be missed."""
     assert [".".join(map(str, path)) for path in COMPOSER.sections(yaml.safe_load(text))] == places
 
 
-# --- what LLM Foundry makes of it
+# --- changes by LLM Foundry
 
 SECTIONS: list[dict[str, Any]] = [
     {"sharding_strategy": "FULL_SHARD", "mixed_precision": "PURE"},
@@ -77,22 +77,22 @@ MODELS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_section_is_read_as_llm_foundry_changes_it(section: dict[str, Any], model: dict[str, Any]):
-    """A run that goes to another system would lose what LLM Foundry added: rank 0's values, or the dtypes."""
-    from llmfoundry.utils.config_utils import process_init_device  # Here, so that collecting tests stays cheap.
+    """A run migrated to another system would lose LLM Foundry's changes: rank 0's values, or the dtypes."""
+    from llmfoundry.utils.config_utils import process_init_device  # Here, so collecting stays fast.
 
     changed = copy.deepcopy(section)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         process_init_device(copy.deepcopy(model), changed)
     if isinstance(changed.get("mixed_precision"), dict):
-        changed["mixed_precision"].pop("keep_low_precision_grads", None)  # which Composer does not read there
+        changed["mixed_precision"].pop("keep_low_precision_grads", None)  # Composer does not read it there
     reading = read_first(yaml.safe_dump({"model": model, "precision": "amp_bf16", "fsdp_config": section}))
     assert reading.run is not None
     assert reading.run.config == translate(changed, precision="amp_bf16", device="cpu").config
 
 
 def test_the_keys_that_plain_composer_reads():
-    """The report says of a key that Composer without composer_fsdp2 reads it, or does not."""
+    """The report on whether plain Composer, without composer_fsdp2, reads a key is right."""
     from composer.utils.parallelism import FSDP2Config
 
     read_there = set(FSDP2Config.settable_attrs())
@@ -106,7 +106,7 @@ def test_the_keys_that_plain_composer_reads():
 
 
 def test_arguments_of_earlier_trainers_are_gone():
-    """The report says so of each; a Composer that takes one again would make it wrong."""
+    """The report calls each of them removed; a Composer release that accepts one again would make that wrong."""
     from composer import Trainer
 
     taken = inspect.signature(Trainer).parameters
@@ -115,7 +115,7 @@ def test_arguments_of_earlier_trainers_are_gone():
     assert finding(read_first("trainer: {fsdp_config: {verbose: true}}"), "(implicit) parallelism_config")
 
 
-# --- one by one
+# --- single keys
 
 TENSOR = [
     ("tp_config: {strategy: ffn, tensor_parallel_degree: 2}\nfsdp_config: {}", APPROXIMATE, 2),
@@ -196,7 +196,7 @@ CASES = {
             to=None,
             run={"config.mixed_precision.param_dtype": dtype},
         )
-        # Without one it was Composer's default for a GPU.
+        # Without a precision, Composer used its default for a GPU.
         for text, dtype in (("precision: amp_fp16\n", "float16"), ("", "bfloat16"), ("precision: fp32\n", "float32"))
     },
     "dtypes would be guessed of a precision that is none": Case(
@@ -253,14 +253,14 @@ CASES = {
 
 @each_case(CASES)
 def test_what_becomes_of(case: Case):
-    """A Composer file's keys, and what stands beside them, are read as the run had them."""
+    """A Composer file's keys, and those beside its section, are read with the run's meaning."""
     case.check()
 
 
 @pytest.mark.parametrize("clipping", ["value", "adaptive"])
 @pytest.mark.parametrize("to", ["roll", "torchtitan", "accelerate", "axolotl"])
 def test_gradients_clipped_by_value_are_not_left_unclipped(to: str, clipping: str):
-    """It was reported as off: the run trained without clipping, or to a norm of 1."""
+    """It used to be reported as off: the run trained without clipping, or with a norm of 1."""
     assert migrate_text(clipped(clipping, 0.5)).exit_code == 0
     migration = migrate_text(clipped(clipping, 0.5), to=to)
     assert [str(each.value) for each in migration.blocking if "clipping" in each.key] == [f"{clipping} 0.5"]
@@ -268,12 +268,12 @@ def test_gradients_clipped_by_value_are_not_left_unclipped(to: str, clipping: st
 
 
 def test_a_norm_that_is_known_where_it_runs_is_not_written():
-    """Other systems' files would hold a variable's name as a norm."""
+    """Otherwise other systems' files would contain a variable's name as a norm."""
     migration = migrate_text(UNKNOWN_NORM, to="torchtitan")
     assert migration.exit_code == 1 and "max_norm" not in migration.after
 
 
-# --- as a target
+# --- Composer as target
 
 WRITTEN = (
     (Wrap(), None),
@@ -289,7 +289,8 @@ WRITTEN = (
 
 
 def test_units_stand_in_the_section():
-    """What other systems say in a file Composer keeps in code: without the key the model would be one unit."""
+    """Units from another system's file need the key, since Composer defines them in code; without it the model is one
+    unit."""
     for wrap, expected in WRITTEN:
         expression = COMPOSER.express(run_with(wrap))
         assert expression.findings == ()
@@ -310,6 +311,6 @@ BESIDE_SHARDING = {
 
 @pytest.mark.parametrize(("name", "value"), BESIDE_SHARDING.items())
 def test_nothing_beside_sharding_is_lost_in_silence(name: str, value: Any):
-    """What belongs to the run and to no fsdp_config is a finding that names what to do, or that it cannot be done."""
+    """A setting outside fsdp_config has a finding with the next step, or with the reason why there is none."""
     (found,) = COMPOSER.express(run_with(**{name: value})).findings
     assert found.reason and (found.hint or found.target or found.outcome in (Outcome.UNSUPPORTED, Outcome.UNNEEDED))

@@ -1,4 +1,4 @@
-"""What holds for every dialect: a finding a key, and what is expressed exactly is read back."""
+"""Properties of every dialect: one finding a key, and a run that is expressed exactly is read back unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCALARS = st.none() | st.booleans() | st.integers(-3, 20) | st.floats(0, 2) | st
 VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.sampled_from(["default", "full", "selective", "op", "async"])
 UNKNOWN = st.text(st.characters(blacklist_characters=".", blacklist_categories=["Cs"]), min_size=1, max_size=6)
 WRAP_KEYS = ("transformer_layer_cls_to_wrap", "wrap_embeddings", "wrap_lm_output", "moe_experts", "experts")
-# By dialect, keys as it names them, and what is in its section whatever a file says.
+# By dialect: its keys, the prefix of its section, and keys that are always in the section.
 KEYS: dict[str, tuple[list[str], str, dict[str, Any]]] = {
     "roll": (
         [
@@ -54,7 +54,7 @@ OUTSIDE = ("model_args.", "training_args.", "device_mapping", "max_grad_norm")  
 @examples(60)
 @given(data=st.data())
 def test_every_key_has_one_finding(dialect: str, data: st.DataObject):
-    """Whatever a file says, no key is lost and none is an error; a run is there unless a finding says why not."""
+    """No key of any file is lost and none raises. Reading returns a run, or a finding with the reason."""
     names, section, always = KEYS[dialect]
     known = [name for name in names if not name.startswith(OUTSIDE)]
     written = data.draw(st.dictionaries(st.sampled_from(known) | UNKNOWN, VALUES))
@@ -74,7 +74,7 @@ def test_every_key_has_one_finding(dialect: str, data: st.DataObject):
     assert reading.run is not None or any(each.outcome is Outcome.NEEDS_DECISION for each in reading.findings)
 
 
-# --- there and back
+# --- writing and reading back
 
 NUM_RANKS = 24
 DTYPE = st.sampled_from([None, "bfloat16", "float16", "float32"])
@@ -104,7 +104,7 @@ ACCUMULATION = st.builds(
     Accumulation, gradient_sync=st.sampled_from(GradientSync), reshard_after_backward=st.booleans()
 )
 PREFETCH = st.builds(Prefetch, forward=st.sampled_from([None, 1, 3]), backward=st.sampled_from([None, 0, 2]))
-# What some system has a word for.
+# Values that at least one system supports.
 ANY: dict[str, st.SearchStrategy[Any]] = {
     "mesh": st.sampled_from(MESHES),
     "reshard_after_forward": st.sampled_from([True, False, 2, 4]),
@@ -125,11 +125,11 @@ ANY: dict[str, st.SearchStrategy[Any]] = {
     "async_save": st.booleans(),
     "max_grad_norm": st.sampled_from([None, 1.0]),
 }
-# Of accelerate's and ROLL's words, all of which are for runs in bfloat16.
+# Values of accelerate and ROLL, all of them for runs in bfloat16.
 IN_BF16 = {"param_dtype": st.just("bfloat16"), "precision": st.just("amp_bf16")}
 SAVED = {"state_dict_type": st.just("sharded"), "max_grad_norm": st.just(1.0)}
 OF_RESHARDING = {"reshard_after_forward": st.booleans(), "cpu_offload": st.booleans()}
-# By dialect what it has a word for, so that most examples lack nothing that excuses a difference.
+# The values that each dialect supports. With them, most examples have no unsupported value to excuse a difference.
 EXACT: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "composer": {
         **{name: values for name, values in ANY.items() if not name.startswith("cast_") and name != "max_grad_norm"},
@@ -190,18 +190,19 @@ EXACT: dict[str, dict[str, st.SearchStrategy[Any]]] = {
 
 
 def file_of(name: str, expression: Expression) -> dict[str, Any]:
-    """The values of a file that says what is expressed, on so many ranks where it can say that."""
+    """The values of a file with this expression, with the number of ranks where the dialect has a key for it."""
     values = DIALECTS[name].file_values(expression)
     return {"worker": {**values, "device_mapping": list(range(NUM_RANKS))}} if name == "roll" else values
 
 
 def comparable(run: RunConfig) -> RunConfig:
-    """Without what makes no difference: how nothing is recomputed, or a degree is said that the ranks leave open."""
+    """Without differences that have no effect: options of checkpointing that is off, degrees that the number of ranks
+    sets."""
     config = run.config
     if not config.activation_checkpointing.checkpoint:
         offload = config.activation_checkpointing.cpu_offload
         config = replace(config, activation_checkpointing=ActivationCheckpointing(cpu_offload=offload))
-    if config.mixed_precision.cast_forward_inputs:  # a root is a unit as well
+    if config.mixed_precision.cast_forward_inputs:  # a root is also a unit
         config = replace(config, mixed_precision=replace(config.mixed_precision, cast_root_inputs=True))
     return replace(run, num_ranks=NUM_RANKS, config=replace(config, mesh=config.mesh.resolve(NUM_RANKS)))
 
@@ -210,8 +211,8 @@ def comparable(run: RunConfig) -> RunConfig:
 @examples(60)
 @given(data=st.data(), has_words=st.booleans())
 def test_what_is_expressed_exactly_is_read_back(name: str, data: st.DataObject, has_words: bool):
-    """A loss without a finding: the user's run would differ, and no report say so."""
-    # No key of Composer's says where inputs are cast.
+    """A setting lost without a finding would change the user's run without a line in the report."""
+    # Composer has no key for the casting of inputs.
     fields = EXACT[name] if has_words or name == "composer" else ANY | {"wrap": EXACT[name]["wrap"]}
     run = data.draw(st.builds(run_with, **fields))
     expression = DIALECTS[name].express(run)
@@ -228,7 +229,7 @@ def test_what_is_expressed_exactly_is_read_back(name: str, data: st.DataObject, 
         assert [getattr(again, each) for each in of_run] == [getattr(asked, each) for each in of_run]
 
 
-# --- what a system has no word for
+# --- unsupported values
 
 STRIDED = MeshSpec.of_groups(RankGroups(rule=GroupRule.STRIDED, number=2))
 CONSECUTIVE = MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=4))
@@ -255,7 +256,7 @@ LACKS: list[tuple[str, dict[str, Any], str, Outcome | None, str]] = [
         "dropout",
     ),
     ("composer", {"wrap": replace(LAYERS, experts=("Expert",))}, "(expert units)", APPROXIMATE, "experts"),
-    # NO_SHARD would silently become full sharding, since fsdp_size 1 is all ranks to ROLL.
+    # NO_SHARD would silently become full sharding, since fsdp_size 1 means all ranks to ROLL.
     ("roll", {"mesh": MeshSpec.of_degrees(shard=1, replicate=-1)}, "(mesh)", UNSUPPORTED, ""),
     ("roll", {"mesh": MeshSpec.of_degrees(shard=-1, replicate=2)}, "(mesh)", NEEDS_DECISION, ""),
     ("roll", {"mesh": CONSECUTIVE}, "(mesh)", UNSUPPORTED, ""),
@@ -293,7 +294,7 @@ LACKS: list[tuple[str, dict[str, Any], str, Outcome | None, str]] = [
 def test_what_a_system_has_no_word_for_is_a_finding(
     dialect: str, fields: dict[str, Any], name: str, outcome: Outcome | None, word: str
 ):
-    """Nothing of a run is lost on the way to another system without a word."""
+    """A setting that the target does not support is reported, never dropped silently."""
     found = [each for each in DIALECTS[dialect].express(run_with(**fields)).findings if each.name == name]
     assert found and outcome in (None, *(each.outcome for each in found)), found
     assert any(each.reason and word in f"{each.reason} {each.hint}" for each in found)

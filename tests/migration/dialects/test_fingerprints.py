@@ -1,4 +1,4 @@
-"""Files of systems that are known by name only, and whose section another system calls by the same name."""
+"""Files of systems that are recognized but not migrated, whose section has the same name as another system's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_SYSTEMS, fore
 from composer_fsdp2.migration.files import Destination, migrate_files, sources_of
 from composer_fsdp2.migration.migrate import ForeignSystemError, migrate_text
 
-# A small file of each, in the words of its own examples.
+# A small file of each, with the keys of the system's examples.
 FILES = {
     "veRL": """
 actor_rollout_ref:
@@ -80,7 +80,7 @@ per_device_train_batch_size: 1
 bf16: true
 """,
 }
-# No key of FSDP's or DeepSpeed's stands in them: in a folder they are never opened.
+# Without keys of FSDP or DeepSpeed: in a folder they are never opened.
 NOT_OPENED = {"Lightning", "LLM Foundry without fsdp_config", "a Trainer of transformers without fsdp"}
 OTHERS = {
     "veRL": [
@@ -99,7 +99,7 @@ OTHERS = {
 
 
 def test_each_is_refused_by_name_with_a_way_out() -> None:
-    """'fsdp_size: did you mean fsdp_tp_size?' sent users of veRL after a key of Composer's."""
+    """The error 'fsdp_size: did you mean fsdp_tp_size?' pointed veRL users to a Composer key."""
     assert set(FILES) == {system.name for system in FOREIGN_SYSTEMS}
     for name, text in [*FILES.items(), *((name, text) for name, texts in OTHERS.items() for text in texts)]:
         with pytest.raises(ForeignSystemError) as raised:
@@ -110,7 +110,7 @@ def test_each_is_refused_by_name_with_a_way_out() -> None:
 
 
 def test_who_says_whose_file_it_is_is_believed() -> None:
-    """A fingerprint can be wrong, and the user knows better."""
+    """A fingerprint can be wrong, so an explicit dialect takes precedence."""
     text = "fsdp_config: {sharding_strategy: FULL_SHARD}\nlogger: {_component_: torchtune.logger}\n"
     assert migrate_text(text, dialect="composer").exit_code == 0
     with_theirs = migrate_text("fsdp_config: {sharding_strategy: FULL_SHARD, fsdp_size: 2}\n", dialect="composer")
@@ -118,7 +118,7 @@ def test_who_says_whose_file_it_is_is_believed() -> None:
 
 
 def test_a_file_of_ours_is_nobody_elses() -> None:
-    """The files that can be migrated would be refused."""
+    """Otherwise files that can be migrated would be refused."""
     root = Path(__file__).resolve().parents[3] / "yamls"
     for path in root.rglob("*.yaml"):
         assert foreign_system(yaml.safe_load(path.read_text())) is None, path
@@ -138,7 +138,7 @@ def test_a_file_of_ours_is_nobody_elses() -> None:
 
 
 def test_in_a_folder_they_are_told_of_and_end_nothing(tmp_path: Path) -> None:
-    """One file of another system would fail a CI on a folder, or be passed over as if it were migrated."""
+    """A file of another system must neither fail a CI job on a folder, nor be skipped as if it were migrated."""
     texts = [*FILES.values(), *(text for others in OTHERS.values() for text in others)]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.yaml").write_text(text)

@@ -1,4 +1,4 @@
-"""How a file of LLM Foundry's is launched on FSDP2: by hand, by an MCLI run file, and with its root-level keys."""
+"""Launching a file of LLM Foundry on FSDP2: by hand, by an MCLI run file, and with its root-level keys."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ CASES = {
 
 @each_case(CASES)
 def test_launch(case: Case):
-    """Without its command a migrated file trains on FSDP1, which passes over FSDP2's keys."""
+    """Without its command a migrated file trains on FSDP1, which ignores FSDP2's keys."""
     case.check()
 
 
@@ -94,20 +94,20 @@ def test_launch(case: Case):
             "cd x && FSDP_VERSION=2 composer -m composer_fsdp2 train F \\",
         ),
         ("composer eval/eval.py F", "composer -m composer_fsdp2 run eval/eval.py F"),
-        # No line of Composer's launcher: the user knows what starts the training.
+        # No line of Composer's launcher: only the user knows the command.
         ("cd composer && python train.py F", f"composer -m composer_fsdp2 train {PARAMETERS}"),
         ("bash train.sh", f"composer -m composer_fsdp2 train {PARAMETERS}"),
         ("composer", f"composer -m composer_fsdp2 train {PARAMETERS}"),
     ],
 )
 def test_line_of_a_run_file(line: str, new: str):
-    """The new line starts the same run: the launcher's options and the script's arguments stay."""
+    """The new line starts the same run, with the launcher's options and the script's arguments."""
     (finding,) = told(run_file("python data_prep/convert.py", line), "command")
     assert (finding.value, finding.target, finding.where) == (line, new, "run.yaml:2")
 
 
 def test_each_line_that_launches():
-    """A second training, or an evaluation after it, would stay on FSDP1."""
+    """A second training, or an evaluation after it, would still run on FSDP1."""
     found = told(run_file("composer train.py A", "python x.py", "composer eval.py B"), "command")
     assert [each.target for each in found] == [
         "composer -m composer_fsdp2 train A",
@@ -116,13 +116,13 @@ def test_each_line_that_launches():
 
 
 def test_train_is_llm_foundrys_alone():
-    """A train.py with parameters of its own is a script, and LLM Foundry cannot train from those."""
+    """A train.py with its own parameters is another script, whose arguments LLM Foundry does not accept."""
     (finding,) = told(run_file("composer train.py F", trains="lr: 1\n"), "command")
     assert finding.target == "composer -m composer_fsdp2 run train.py F"
 
 
 def test_the_line_is_the_one_that_trains():
-    """The command that tests/foundry/test_train_yaml.py launches, under the name of a shell."""
+    """The finding's command equals the one that tests/foundry/test_train_yaml.py launches."""
     (finding,) = told(run_file("composer -n 2 train.py"), "command")
     assert finding.target.split() == [*(Path(word).name for word in LAUNCHERS["composer"]), "train"]
 
@@ -131,13 +131,13 @@ def test_the_line_is_the_one_that_trains():
 
 
 def refused(text: str) -> dict[str, tuple[str, str]]:
-    """By key its place and what it becomes."""
+    """By key: its place and its replacement."""
     findings = migrate_text(text, "run.yaml").sections[0].findings
     return {each.key: (each.where, each.target) for each in findings if each.origin is Origin.WRITING}
 
 
 def test_refused_keys():
-    """LLM Foundry stops at them once the run has its machines."""
+    """LLM Foundry refuses them only after the run has its machines."""
     text = f"data_local: ./c4\nmodel_gauntlet: x.yaml\nlora: {{args: {{r: 8}}}}\nseed: 1\n{TRAINS}{SECTION}"
     assert refused(text) == {
         "data_local": ("run.yaml:1", "variables.data_local"),
@@ -151,13 +151,13 @@ def test_refused_keys():
 
 
 def test_refused_keys_of_a_run_file():
-    """They are those of ``parameters``, not MCLI's own beside it."""
+    """The keys are those of ``parameters``, not MCLI's own beside it."""
     text = run_file("composer train.py F", trains=f"global_seed: 17\nseed: ${{global_seed}}\n{TRAINS}")
     assert refused(text) == {"global_seed": ("run.yaml:5", "variables.global_seed")}
 
 
 def test_what_a_row_refuses_is_told_once():
-    """``grad_accum`` is to be replaced; below variables it would do nothing."""
+    """``grad_accum`` must be replaced; under variables it would have no effect."""
     text = f"grad_accum: 2\n{TRAINS}{SECTION}"
     assert refused(text) == {}
     (finding,) = told(text, "grad_accum")

@@ -1,8 +1,8 @@
-"""ROLL's words: what its FSDP2 did with them, and the same run in them.
+"""ROLL's files: its own FSDP2 settings, and runs written as ROLL files.
 
-ROLL is not installed here. Expectations come from its sources of 2026-08 (``fsdp2_strategy.py``: mesh, dtypes, what
-training and inference do; ``fsdp_utils.py``: which modules become units) and, for the examples, from its FSDP2 guide,
-without the guide's errors (wrap_embeddings, the missing expert-parallel keys, torch versions).
+ROLL is not installed here. Expectations come from its sources of 2026-08 (``fsdp2_strategy.py``: mesh, dtypes, training
+and inference; ``fsdp_utils.py``: the choice of units) and, for the examples, from its FSDP2 guide, without the guide's
+errors (wrap_embeddings, the missing expert-parallel keys, torch versions).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def read(config: Any = None, **around: Any) -> Reading:
     [
         (
             yaml.safe_load(FILE),
-            # vLLM's are left alone; the last one has no strategy_config.
+            # vLLM's sections are not changed; the last one has no strategy_config.
             [("actor_train", "strategy_args", "strategy_config"), ("reference", "strategy_args")],
         ),
         (
@@ -109,12 +109,12 @@ def read(config: Any = None, **around: Any) -> Reading:
     ],
 )
 def test_each_fsdp2_worker_is_a_section(values: dict[str, Any], sections: list[Any]):
-    """A reward model keeps its own settings instead of getting the actor's; files of others are left alone."""
+    """A reward model keeps its own settings instead of getting the actor's, and other systems' files are unchanged."""
     assert ROLL.sections(values) == sections
 
 
 def test_a_file_is_migrated_without_a_change():
-    """ROLL's words are FSDP2's already, so its file stays what it is, byte for byte, and is reported."""
+    """ROLL already uses FSDP2, so its file is unchanged, byte for byte, and is reported."""
     migration = migrate_text(FILE, "run.yaml", to="roll", dialect="roll")
     assert not migration.is_changed and migration.exit_code == 0
     actor, reference = migration.sections
@@ -131,7 +131,8 @@ def test_a_file_is_migrated_without_a_change():
 @examples(100)
 @given(st.integers(-2, 70), st.integers(1, 64))
 def test_the_mesh_is_rolls(size: int, ranks: int):
-    """A run with replicas stays one, a run over all ranks too, and a division that fails is named with its way out."""
+    """A run with replicas keeps them, and so does one over all ranks. A number that does not divide has an error with
+    the next step."""
     reading = read({"fsdp_size": size}, ranks=ranks)
     if size <= 1 or size >= ranks:
         expected = (ranks,)
@@ -162,7 +163,8 @@ def test_the_mesh_is_rolls(size: int, ranks: int):
     ],
 )
 def test_device_mapping_says_how_many_ranks(mapping: object, ranks: int | None):
-    """Without the number of ranks, fsdp_size does not tell replicas from full sharding; code in it is never run."""
+    """Without the number of ranks, fsdp_size does not distinguish replicas from full sharding. Code in the value is
+    never run."""
     reading = read({"fsdp_size": 4}, device_mapping=mapping)
     assert finding(reading, "device_mapping").outcome is (Outcome.APPROXIMATE if ranks is None else Outcome.EXACT)
     if ranks is None:
@@ -173,7 +175,7 @@ def test_device_mapping_says_how_many_ranks(mapping: object, ranks: int | None):
         assert reading.run is not None and reading.run.config.mesh.resolve(ranks).size == ranks
 
 
-# --- one by one
+# --- single files
 
 POLICY = "wrap_policy: {wrap_embeddings: true, moe_experts: [Expert], transformer_layer_cls_to_wrap: [A]}"
 
@@ -199,8 +201,7 @@ FREEZE = "model_args.freeze_module_prefix"
 WITH_ULYSSES = yaml.safe_load(FILE)
 WITH_ULYSSES["actor_train"]["model_args"]["ulysses_size"] = None
 INFER = "fsdp2_infer, strategy_config: {fsdp_size: 8, offload_policy: true}"
-# Files of the shapes that ROLL's own examples have, written for this test: each with the keys that a user has to do
-# something about, in whichever worker.
+# Files shaped like ROLL's own examples, written for this test, with the keys that a user must act on, for each worker.
 SHAPES: dict[str, tuple[str, list[str]]] = {
     "dense": (shape(), []),
     "a key of no release": (shape(config="use_batched_model_update: false"), []),
@@ -381,8 +382,8 @@ CASES = {
         for prefix, expected in (
             ("model.layers.1", NEEDS_DECISION),  # of layers.10 as well
             ("model.embed,model.layers.1", NEEDS_DECISION),
-            ("model.visual, lm_head.", NEEDS_DECISION),  # " lm_head." begins no name
-            ("lm_head.,", NEEDS_DECISION),  # an empty prefix begins each
+            ("model.visual, lm_head.", NEEDS_DECISION),  # " lm_head." is the prefix of no name
+            ("lm_head.,", NEEDS_DECISION),  # an empty prefix matches each name
             ("", NEEDS_DECISION),
             ("model.embed", APPROXIMATE),  # of embed_tokens as well
             ("model.layers.1.,model.visual.", EXACT),
@@ -520,7 +521,7 @@ CASES = {
 
 @each_case(CASES)
 def test_what_becomes_of(case: Case):
-    """ROLL's keys are read for what they did, and each is told."""
+    """ROLL's keys are read with ROLL's meaning, and each is reported."""
     case.check()
 
 
@@ -529,15 +530,15 @@ NEUTRAL = [row for name in ("roll", "torchtitan") for row in DIALECTS[name].rows
 
 @pytest.mark.parametrize("row", NEUTRAL, ids=lambda row: row.name)
 def test_a_value_that_asks_for_nothing_is_one_that_the_key_takes(row: Row):
-    """A user who spells out that a feature is off would be stopped by it."""
+    """A user who explicitly turns a feature off must not be stopped by it."""
     assert [value for value in row.neutral if not row.takes.fits(value)] == []
 
 
-# --- as a target
+# --- ROLL as target
 
 
 def test_a_run_in_rolls_words():
-    """HSDP of 8 ranks a replica in bf16 is what ROLL's guide writes for it."""
+    """HSDP of 8 ranks a replica in bf16 is written as in ROLL's guide."""
     run = run_with(
         mesh=MeshSpec.of_degrees(shard=8, replicate=-1),
         param_dtype="bfloat16",
@@ -565,7 +566,7 @@ def test_a_run_in_rolls_words():
 
 
 def test_pieces_come_back():
-    """ROLL tiles the MLPs that it knows, by their model; those of others it does not."""
+    """ROLL tiles the MLPs of models that it knows, and no others."""
     for classes, expected in (
         (("Qwen3MLP",), {"apply_tiled_mlp": True, "tiled_num_shards": 8, "model_type": "qwen3"}),
         (("LlamaMLP", "Qwen2MLP"), {"apply_tiled_mlp": True, "tiled_num_shards": 8}),

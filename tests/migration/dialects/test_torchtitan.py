@@ -1,8 +1,8 @@
-"""TorchTitan's TOML: what its FSDP2 did with it, and the same run in its words.
+"""TorchTitan's TOML: its own FSDP2 settings, and runs written as TorchTitan files.
 
 TorchTitan is not installed here. Expectations come from its sources up to v0.2.2 (``job_config.py``: names, defaults
-and what they take; the models' ``parallelize.py``: meshes, casting, which units are freed), and from its notes on
-FSDP2, whose TOML later releases no longer read.
+and valid values; the models' ``parallelize.py``: meshes, casting, resharding of units), and from its notes on FSDP2,
+whose TOML later releases no longer read.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ def parallelism(**written: Any) -> dict[str, Any]:
     ],
 )
 def test_a_file_is_one_section(values: dict[str, Any], expected: list[tuple[str, ...]]):
-    """TorchTitan's files are told from others that have a training table, too."""
+    """TorchTitan's files are distinguished from other files with a training table."""
     assert TITAN.sections(values) == expected
 
 
 def test_a_file_is_migrated_without_a_change():
-    """v0.2.2's words are FSDP2's already: the file stays what it is, and each key is reported with its line."""
+    """v0.2.2 already uses FSDP2: the file is unchanged, and each key is reported with its line."""
     migration = migrate_text(FILE, "run.toml", to="torchtitan")
     assert not migration.is_changed and migration.exit_code == 0
     (section,) = migration.sections
@@ -109,7 +109,7 @@ def test_a_file_is_migrated_without_a_change():
     assert places["checkpoint.async_mode"] == "run.toml:25"
 
 
-# --- as a whole
+# --- whole files
 
 
 @pytest.mark.parametrize(
@@ -119,18 +119,18 @@ def test_a_file_is_migrated_without_a_change():
         (1, 8, (8,), Outcome.EXACT),
         (2, -1, (2, 4), Outcome.EXACT),
         (4, 2, (4, 2), Outcome.EXACT),
-        (8, 1, (8, 1), Outcome.APPROXIMATE),  # DDP there
+        (8, 1, (8, 1), Outcome.APPROXIMATE),  # TorchTitan uses DDP
     ],
 )
 def test_meshes(replicas: int, shards: int, shape: tuple[int, ...], expected: Outcome):
-    """The same ranks hold the same shards."""
+    """The same ranks have the same shards."""
     reading = read(parallelism(data_parallel_replicate_degree=replicas, data_parallel_shard_degree=shards))
     assert reading.run is not None and reading.run.config.mesh.resolve(8).shape == shape
     assert finding(reading, "data_parallel_shard_degree").outcome is expected
 
 
 def test_the_ranks_of_a_sequence_shard_parameters_as_well():
-    """Its degrees multiply there; here the shard degree counts the ranks of a sequence, too."""
+    """TorchTitan multiplies its degrees; here the shard degree includes the CP ranks."""
     degrees = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 4, "context_parallel_degree": 2}
     run = read(parallelism(**degrees)).run
     assert run.config.mesh.shape == (2, 8) and run.config.context_parallel_degree == 2
@@ -141,7 +141,7 @@ def test_the_ranks_of_a_sequence_shard_parameters_as_well():
     assert "context parallelism" in blocking
 
 
-# By release: names that its own train_configs set, read in config_manager.py (v0.1.0) and job_config.py (later ones).
+# By release: names in its own train_configs, read in config_manager.py (v0.1.0) and job_config.py (later ones).
 RELEASES: dict[str, dict[str, dict[str, Any]]] = {
     "v0.1.0": {
         "training": {"compile": False, "deterministic": False, "seed": 1, "enable_cpu_offload": False},
@@ -171,16 +171,17 @@ RELEASES: dict[str, dict[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_no_key_of_a_release_is_unknown(release: str):
-    """v0.1.0's own files, ten of which set last_save_model_weights_only, were told that no release knows the key."""
+    """For v0.1.0's own files, ten of which set last_save_model_weights_only, the report used to claim that no release
+    knows the key."""
     values = RELEASES[release]
     assert [each.key for each in read(values).findings if not each.known] == []
-    for table in values.keys() & {"training", "checkpoint"}:  # also where the table is the section itself
+    for table in values.keys() & {"training", "checkpoint"}:  # also if the table is the section itself
         alone = {table: values[table], "model": {"flavor": "8B"}}
         assert [each.key for each in read(alone).findings if not each.known] == []
 
 
 def test_a_key_of_no_release_is_unknown():
-    """enable_fsdp_symm_mem came with the registry in Python: a TOML file with it never ran."""
+    """enable_fsdp_symm_mem was added with the registry in Python: no TOML file with it ever ran."""
     assert not finding(read(parallelism(enable_fsdp_symm_mem=True)), "enable_fsdp_symm_mem").known
 
 
@@ -202,8 +203,8 @@ interval = 5
 
 
 def test_a_file_of_an_earlier_release_stays_as_it_is():
-    """Half of its names became those of v0.2.2: tensor parallelism, compile and float8 were in tables that its own
-    release does not know, and the other half in some that the last one refuses."""
+    """The migration used to rename half of its keys to v0.2.2's. Tensor parallelism, compile and float8 were then in
+    tables unknown to its own release, and the others in tables that the last release refuses."""
     text = OLD.replace("tensor_parallel_degree = 1", "tensor_parallel_degree = 2")
     text += "[float8]\nenable_float8_linear = true\n"
     migration = migrate_text(text, "old.toml", to="torchtitan", dialect="torchtitan", at="training")
@@ -215,7 +216,7 @@ def test_a_file_of_an_earlier_release_stays_as_it_is():
     assert outcomes["compile"] is Outcome.APPROXIMATE
 
 
-# --- one by one: files of the shapes that each release's own train_configs have, written for this test
+# --- single files, shaped like each release's own train_configs, written for this test
 
 TRAINING = "local_batch_size = 2\nseq_len = 4096\nmax_norm = 1.0\nsteps = 100\n"
 SAVING = 'folder = "checkpoint"\ninterval = 500\nexport_dtype = "float32"\nasync_mode = "disabled"\n'
@@ -240,7 +241,7 @@ V1, V2 = (
 COMPILED = '[compile]\nenable = {0}\ncomponents = ["loss"]\n'
 LINEAR = f"[quantize.linear.float8]\n{OFF}"
 EXPERTS = "expert_parallel_degree = 1\nexpert_tensor_parallel_degree = 8\n"
-# Each with the keys that a user has to do something about.
+# Each with the keys that a user must act on.
 SHAPES: dict[str, tuple[str, list[str]]] = {
     "v0.1.0 dense": (shape("llama3", ONES, V1, BY_OPERATOR, f"[float8]\n{OFF}", training="compile = false\n"), []),
     "v0.1.0 tensors": (
@@ -284,7 +285,7 @@ SHAPES: dict[str, tuple[str, list[str]]] = {
 
 MODE = "config.activation_checkpointing.checkpoint"
 PARALLELISMS = {"tensor": EXACT, "pipeline": UNSUPPORTED, "context": APPROXIMATE, "expert": APPROXIMATE}
-# Each is read with its feature only.
+# Each is read only with its feature.
 DETAILS = [
     ("disable_loss_parallel", True, "tensor_parallel_degree", EXACT),
     ("disable_loss_parallel", False, "tensor_parallel_degree", APPROXIMATE),
@@ -363,7 +364,7 @@ UNITS = [
     ("llama3", ("TransformerBlock",), ("embeddings", "output")),
     ("flux", ("DoubleStreamBlock", "SingleStreamBlock"), ()),
     ("llama3-siglip2", ("TransformerBlock", "TransformerLayer"), ("embeddings", "output")),
-    ("transformers_modeling_backend", (), ("embeddings", "output")),  # as transformers' model says
+    ("transformers_modeling_backend", (), ("embeddings", "output")),  # from transformers' model
 ]
 BAD = [
     (parallelism(data_parallel_replicate_degree=-1), "data_parallel_replicate_degree", "from 1 on"),
@@ -406,7 +407,7 @@ CASES = {
             "config.mixed_precision": MixedPrecision(
                 param_dtype="bfloat16", reduce_dtype="float32", cast_forward_inputs=True
             ),
-            "precision": "fp32",  # FSDP2 casts, torch.autocast is for DDP
+            "precision": "fp32",  # FSDP2 casts; torch.autocast is for DDP
             "config.activation_checkpointing": RECOMPUTED,
             "max_grad_norm": 1.0,
             "selective_checkpointing": "2",
@@ -519,11 +520,11 @@ CASES = {
 
 @each_case(CASES)
 def test_what_becomes_of(case: Case):
-    """Memory and numbers stay what they were, and what cannot is told."""
+    """Memory and numerics are preserved, or the difference is reported."""
     case.check()
 
 
-# --- as a target
+# --- TorchTitan as target
 
 
 BLOCKS = Wrap(kind=WrapKind.CLASSES, classes=("TransformerBlock",))
@@ -534,7 +535,7 @@ def run_with(**fields: Any) -> RunConfig:
 
 
 def test_a_run_in_torchtitans_words():
-    """HSDP in bfloat16 with full recomputation is what TorchTitan's own files say for it."""
+    """HSDP in bfloat16 with full checkpointing, in the keys that TorchTitan's own files use."""
     run = run_with(
         mesh=MeshSpec.of_degrees(shard=8, replicate=4),
         param_dtype="bfloat16",

@@ -1,4 +1,4 @@
-"""Pairs of texts before and after an edit: what is not edited keeps its bytes, and JSON stays JSON."""
+"""Pairs of texts before and after an edit: bytes outside the edit do not change, and JSON remains JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Entries = list[tuple[str, Any]]
 
 
 PAIRS: list[tuple[str, dict[str, Entries], Entries, str]] = [
-    # In lines: the new entries stand where the old ones did, indented alike.
+    # Over lines: new entries replace the old ones, with the same indentation.
     (
         '{\n    "a": 1e-5,\n    "b": {\n        "c": "x",\n        "d": [1,  2]\n    }\n}\n',
         {"c": [("e", True), ("f", None)]},
         [],
         '{\n    "a": 1e-5,\n    "b": {\n        "e": true,\n        "f": null,\n        "d": [1,  2]\n    }\n}\n',
     ),
-    # The last ones go, and with them the comma before them.
+    # The last entries are removed, with the comma before them.
     ('{"b": {"c": 1, "d": 2, "e": 3}}', {"d": [], "e": []}, [], '{"b": {"c": 1}}'),
     ('{"b": {"c": 1, "d": 2, "e": 3}}', {"c": [], "e": []}, [("f", 4)], '{"b": {"d": 2, "f": 4}}'),
     ('{"b":{"c":1,"d":2}}', {"c": [("x", [1, 2])], "d": []}, [("f", 4)], '{"b":{"x":[1,2],"f":4}}'),
@@ -36,7 +36,7 @@ PAIRS: list[tuple[str, dict[str, Entries], Entries, str]] = [
      '{\r\n  "b": {\r\n    "c": 1,\r\n    "d": "\\u00fc"\r\n  }\r\n}\r\n'),
     ('{\r\n  "b": {\r\n    "c": 1\r\n  }\r\n}', {}, [("d", {"e": 2})],
      '{\r\n  "b": {\r\n    "c": 1,\r\n    "d": {\r\n      "e": 2\r\n    }\r\n  }\r\n}'),
-    # A mixed layout: entries that stay keep their bytes, new ones are as the file begins, and over lines.
+    # A mixed layout: remaining entries are unchanged, new ones follow the file's first layout, over lines.
     (
         '{\n  "a": [1, 2],\n  "b": {\n     "c" :1,   "d": [3,\n 4],\n\n     "e": 5\n  }\n}',
         {"e": [("f", [6, {"g": 7}])]},
@@ -50,7 +50,7 @@ PAIRS: list[tuple[str, dict[str, Entries], Entries, str]] = [
 
 
 def test_pairs():
-    """A user's file would be laid out anew, or not be JSON any more."""
+    """Otherwise a user's file would be reformatted, or turn into invalid JSON."""
     for before, replacements, additions, after in PAIRS:
         document = JsonDocument(before)
         assert document.edited(document.edit_mapping(("b",), replacements, additions)) == after
@@ -58,7 +58,7 @@ def test_pairs():
 
 
 def test_what_is_no_json_is_placed():
-    """A user of a long file would have to search for the fault, or get a traceback."""
+    """Without a position, users of a long file would have to search for the error, or get a traceback."""
     for text, place in (('{"a": 1,\n}', "run.json:2:1"), ("", "run.json:1:1"), ('{"a": \x00}', "run.json:1:7")):
         with pytest.raises(ConfigError) as error:
             open_document(text, "run.json")
@@ -66,7 +66,7 @@ def test_what_is_no_json_is_placed():
 
 
 def test_places_and_keys_that_stand_twice():
-    """A finding names the line of its key; of two keys only the user knows which is meant."""
+    """A finding names the line of its key; of two equal keys only the user knows the intended one."""
     document = JsonDocument('{"a": [\n{"b": 1,\n"c": 2,\n"b": 3}]}', "run.json")
     assert document.line_of(("a", 0, "c")) == 3 and document.line_of(("a", 0, "b")) == 4
     assert document.duplicate(("a", 0)) == "run.json:4:1: b stands in line 2, too"
@@ -86,7 +86,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_file_of_json_dumps_is_edited_as_json_dumps_would(layout: dict[str, Any]):
-    """The diff of a file that a tool writes would have lines that nobody edited, or that the tool writes otherwise."""
+    """Otherwise the diff of a tool's file would contain unedited lines, or lines that the tool would format
+    differently."""
     before = {"é": 1e-05, "b": {"c": [1, {"d": 2}], "e": {}, "f": "x"}, "g": [{"h": [3]}, []]}
     text = json.dumps(before, **layout)
     document = JsonDocument(text)
@@ -109,7 +110,7 @@ VALUES = st.recursive(
 @examples(60)
 @given(st.data(), st.dictionaries(KEYS, VALUES, max_size=4), st.sampled_from([None, 1, 4, "\t"]), st.booleans())
 def test_the_new_text_says_what_was_meant(data: st.DataObject, values: dict[str, Any], indent: Any, ascii: bool):
-    """A run would begin with other values, or not at all."""
+    """Otherwise a run would start with other values, or fail."""
     text = json.dumps({"before": [1], "b": values, "after": {}}, indent=indent, ensure_ascii=ascii)
     entries = st.lists(st.tuples(KEYS, VALUES), max_size=2, unique_by=lambda each: each[0])
     replacements = {key: data.draw(entries) for key in values if data.draw(st.booleans())}
@@ -150,7 +151,7 @@ def test_json_in_json_out():
 
 
 def test_what_refers_into_an_interpolation_is_found():
-    """A user got a traceback for a file in which a section is an interpolation, and another key refers into it."""
+    """Files with an interpolation as a section, and another key that refers into it, used to end in a traceback."""
     section = '"b": {"limit_all_gathers": true}, "a": {"fsdp_config": "${b}"}'
     found = migrate_text(f'{{{section}, "c": "${{a.fsdp_config.limit_all_gathers}}"}}', "run.json")
     assert [finding.key for finding in found.blocking] == ["interpolation"]

@@ -1,4 +1,4 @@
-"""TOML texts are edited where they must be, and nowhere else."""
+"""TOML texts are edited only where necessary."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ name = "pile"
 
 
 def test_values_and_lines():
-    """A report names the line that a user finds the key on, also behind texts and arrays over several lines."""
+    """Reports name the line of a key, also after strings and arrays over several lines."""
     document = TomlDocument(TEXT, "run.toml")
     assert document.values == tomllib.loads(TEXT)
     for path, line in {
@@ -143,20 +143,20 @@ EDITS: dict[str, tuple[str, dict[tuple[str | int, ...], dict[str, object]], str]
 
 @pytest.mark.parametrize("case", EDITS)
 def test_only_what_was_meant_is_edited(case: str):
-    """A user's file would be laid out anew, or lose its comments."""
+    """Otherwise a user's file would be reformatted, or lose its comments."""
     before, tables, after = EDITS[case]
     assert with_tables(before, tables) == after
 
 
 def test_one_key_becomes_two():
-    """Both stand where the one stood."""
+    """Both are in the old key's place."""
     assert apply_edits(SHORT, TomlDocument(SHORT).edit_mapping(("a",), {"x": [("v", 0), ("w", 1)]})) == (
         "[a]\nv = 0\nw = 1\ny = 2 # two\n"
     )
 
 
 def test_places_of_what_is_part_of_a_value():
-    """A report would have no line for it; # and = in texts and keys begin no comment and no value."""
+    """Otherwise the report has no line for it; # and = inside strings and keys start no comment or value."""
     text = '"a=#" . \'b.c\' = { d = [ # =\n"""\n#]=""", 1 ] } # e\nf = 1'
     document = TomlDocument(text, "run.toml")
     assert document.values == {"a=#": {"b.c": {"d": ["#]=", 1]}}, "f": 1}
@@ -166,7 +166,7 @@ def test_places_of_what_is_part_of_a_value():
 
 
 def test_a_long_list_is_read_once(monkeypatch: pytest.MonkeyPatch):
-    """A list of thousands of lines took minutes: its end was looked for behind each of them."""
+    """A list of thousands of lines took minutes, because its end was searched for after each line."""
     read, loads = [], tomllib.loads
     monkeypatch.setattr(tomllib, "loads", lambda text: read.append(text) or loads(text))
     text = "a = [\n" + "  'b', # c\n" * 99 + "]\nd = 1\n"
@@ -175,7 +175,7 @@ def test_a_long_list_is_read_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_interpolation_of_a_key_that_went_is_found():
-    """Composer resolves them in any format; the run would stop at the first one."""
+    """Composer resolves interpolations in any format, and the run would fail at the first broken one."""
     text = '[x]\na = "${fsdp_config.verbose}"\n\n[fsdp_config]\nverbose = true\nlimit_all_gathers = true\n'
     found = migrate_text(text.replace(".verbose", ".limit_all_gathers"), "run.toml")
     assert [finding.reason for finding in found.blocking] == ["line 2 refers to a key that is not there any more"]
@@ -183,7 +183,7 @@ def test_an_interpolation_of_a_key_that_went_is_found():
 
 
 def test_tables_in_braces_are_refused_with_their_place():
-    """A file that cannot be edited is named, not half edited."""
+    """A file that cannot be edited raises, instead of being edited partly."""
     with pytest.raises(ConfigError, match=r"run\.toml:2:2: training .*\[training\]"):
         with_tables("\n training = { seq_len = 1 }", {("training",): {"seq_len": 2}})
     with pytest.raises(ConfigError, match=r"run\.toml:1:1: training"):
@@ -216,7 +216,7 @@ VALUES = st.recursive(
 @examples(100)
 @given(VALUES)
 def test_values_are_written_as_they_are_read(value: Any):
-    """What is put into a file is what TorchTitan reads from it."""
+    """TorchTitan reads back the value that was written."""
     assert tomllib.loads(f"key = {toml_text(value)}") == {"key": value}
 
 
@@ -225,7 +225,7 @@ LAYOUTS = st.sampled_from(["{key} = {value}\n", "  {key}={value} # é\n", "\n# a
 
 @st.composite
 def documents(draw: st.DrawFn) -> tuple[str, dict[str, dict[str, Any]]]:
-    """A text of tables, with what is in them."""
+    """A text with tables, and their contents."""
     tables = draw(st.dictionaries(KEYS, st.dictionaries(KEYS, VALUES, max_size=4), min_size=1, max_size=3))
     text = draw(st.sampled_from(["", "# top\n", "\n\n"]))
     for name, entries in tables.items():
@@ -242,7 +242,7 @@ def toml_key(key: str) -> str:
 @examples(60)
 @given(documents(), st.data())
 def test_only_what_is_asked_for_changes(document: tuple[str, dict[str, dict[str, Any]]], data: st.DataObject):
-    """Of any document, one key changes, one comes or one goes; all other values and all comments stay."""
+    """In any document, one key is changed, added or removed; all other values and all comments stay."""
     text, tables = document
     name = data.draw(st.sampled_from(list(tables)))
     key = data.draw(st.sampled_from(list(tables[name])) | KEYS if tables[name] else KEYS)

@@ -1,4 +1,4 @@
-"""Pairs of texts before and after an edit: what is not edited keeps its bytes."""
+"""Pairs of texts before and after an edit: bytes outside the edit do not change."""
 
 from __future__ import annotations
 
@@ -147,14 +147,14 @@ PAIRS = [
 
 @pytest.mark.parametrize(("before", "replacements", "additions", "after"), PAIRS)
 def test_pair(before: str, replacements: dict[str, Entries], additions: Entries, after: str):
-    """A user's file would be rewritten where nothing had to change, or not be YAML any more."""
+    """Otherwise a user's file would be rewritten without need, or turn into invalid YAML."""
     document = YamlDocument(before)
     assert document.edited(document.edit_mapping(("b",), replacements, additions)) == after
     yaml.safe_load(after)
 
 
 def test_items_of_lists():
-    """A run in a list of runs is edited, not the first one."""
+    """The right run in a list of runs is edited, not the first one."""
     text = "runs:\n- fsdp: {a: 1}\n- name: x\n  fsdp:\n    a: 1 # here\n"
     document = YamlDocument(text)
     edits = document.edit_mapping(("runs", 1, "fsdp"), {"a": [("b", 2)]})
@@ -162,7 +162,7 @@ def test_items_of_lists():
 
 
 def test_overlapping_edits_are_refused():
-    """Two edits of one place would write garbage."""
+    """Two edits at one place would write garbage."""
     with pytest.raises(ValueError, match="overlap"):
         apply_edits("abc", [Edit(0, 2, "x"), Edit(1, 3, "y")])
 
@@ -176,7 +176,7 @@ def test_lines_behind_a_removed_last_line_take_its_place(end: str):
 
 
 def test_unknown_keys_are_refused():
-    """An edit of a key that is not there was meant for another place."""
+    """An edit of a missing key was meant for another place."""
     with pytest.raises(KeyError, match="has no z"):
         YamlDocument("b:\n  c: 1\n").edit_mapping(("b",), {"z": []}, [])
 
@@ -198,20 +198,20 @@ BAD = [
 
 @pytest.mark.parametrize(("text", "place"), BAD)
 def test_what_is_no_configuration_is_placed(text: str, place: str):
-    """A user of a long file would have to search for the fault, or get a traceback."""
+    """Without a position, users of a long file would have to search for the error, or get a traceback."""
     with pytest.raises(ConfigError) as error:
         migrate_text(text, "run.yaml")
     assert str(error.value).startswith(place)
 
 
 def test_a_key_said_twice_is_placed():
-    """PyYAML takes the last of two in silence; which of them the user means, only the user knows."""
+    """PyYAML silently takes the last of two; only the user knows the intended one."""
     document = YamlDocument("b:\n  c: 1\n  d: 2\n  c: 3\n", "run.yaml")
     assert document.duplicate(("b",)) == "run.yaml:4:3: c stands in line 2, too"
 
 
 def test_where_a_mapping_is_written():
-    """What an alias stands for is another place's text."""
+    """An alias's text is at another place."""
     document = YamlDocument("x: &x\n  c: 1\nb: *x\nm:\n  <<: {n: {p: 1}}\n")
     assert not document.written_as(("x",)) and document.written_as(("b",)) == "an alias of what begins in line 1"
     assert document.line_of(("x", "c")) == 2
@@ -227,7 +227,7 @@ VALUES = st.recursive(
 @examples(60)
 @given(VALUES)
 def test_flow_text_is_read_back(value: Any):
-    """A string such as yes, 1e3 or "- x" would come back as something else."""
+    """A string such as yes, 1e3 or "- x" must not be read back as another value."""
     text = f"a: {flow_text(value)}\n"
     assert yaml.safe_load(text)["a"] == value
     assert YamlDocument(text).values["a"] == value
@@ -239,7 +239,7 @@ YAMLS = st.dictionaries(st.text(st.characters(codec="utf-8", categories=["L", "N
 @examples(60)
 @given(YAMLS, st.sampled_from([None, True, False]), st.booleans())
 def test_values_are_those_of_pyyaml(values: dict[str, Any], flow: bool | None, unicode: bool):
-    """What the systems read decides what a file asks for, and they read by PyYAML."""
+    """The systems read files with PyYAML, so its values are the reference."""
     text = yaml.safe_dump(values, default_flow_style=flow, allow_unicode=unicode)
     assert YamlDocument(text).values == yaml.safe_load(text)
 
@@ -253,9 +253,8 @@ def test_values_of_yaml_1_1(text: str):
 
 
 def test_values_of_merges():
-    """A section would be read with the values of another one: of several the first takes precedence, as YAML's merge
-    has it, and a mapping's own over all.
-    """
+    """A section must be read with its own values. Of several merged mappings the first takes precedence, as in YAML,
+    and the section's own keys over all."""
     document = YamlDocument("a: &a {x: 1, y: 1}\nb: &b {<<: *a, y: 2, z: 2}\nc: {x: 0, <<: [*a, *b], w: 4}\n")
     assert document.values["c"] == {"x": 0, "y": 1, "z": 2, "w": 4} and document.values["b"] == {"x": 1, "y": 2, "z": 2}
     assert document.line_of(("c", "y")) == 1 and document.line_of(("c", "z")) == 2
@@ -265,7 +264,7 @@ def test_values_of_merges():
 
 
 def test_json_in_yaml():
-    """A file with both is neither; PyYAML reads 1e-5 as a string, and so does the system that loads the file."""
+    """The file is valid in both formats, but PyYAML reads 1e-5 as a string, as the system that loads the file does."""
     document = open_document('{"lr": 1e-5, "b": {"c": 1}}', "run.yaml")
     assert document.values == {"lr": "1e-5", "b": {"c": 1}}
     after = document.edited(document.edit_mapping(("b",), {}, [("d", "x")]))
@@ -284,7 +283,7 @@ for text in sys.stdin.read().split("\\0"):
 
 
 def test_a_pyyaml_without_libyaml_gives_the_same():
-    """Who built PyYAML from source would get edits in other places."""
+    """With PyYAML built from source, without libyaml, edits must be at the same places."""
     files = sorted((ROOT / "yamls").rglob("*.yaml"))[:8]
     texts = ["a: 1\n? b\n: {c: &d [1, 'x'], e: *d}\nfsdp_config: {verbose: true, limit_all_gathers: true}\n"]
     for file in files:

@@ -1,4 +1,4 @@
-"""Any plan, on any shapes, beside anything else: refused by a message that names module or key, or exact."""
+"""Any plan, for any shapes and other features: refused with an error that names the module or key, or exact."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Plan = dict[str, ParallelStyle]
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A model and what is asked for it.
+    """A model and its requested features.
 
     Args:
-        cannot_run: It takes a model that divides its sequences before a norm, which this one does not.
+        cannot_run: It needs a model that shards its sequences before a norm, which this one does not.
     """
 
     model: nn.Module
@@ -52,8 +52,8 @@ def drawn_language(draw: random.Random) -> Drawn:
 
 class Loss:
     def __init__(self, vocabulary: int) -> None:
-        # Of another length for each vocabulary: torch 2.7 takes the gradients of two embeddings that it lays out alike
-        # for of one size, if their indices are.
+        # A different length for each vocabulary: torch 2.7 confuses the gradients of two embeddings with equal layouts
+        # if their indices have equal sizes.
         self.length = 5 + vocabulary % 7
 
     def __call__(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Loss:
 
 
 def drawn_plan(draw: random.Random) -> Plan:
-    """Parts of the plan, alone where torch can take them alone, sometimes on what they do not fit."""
+    """Entries of the plan, separately where torch can apply them separately, sometimes to modules that do not fit."""
     alone = {"output_layouts": Replicate()}
     parts: list[Plan] = [
         {path: style for path, style in layer_plan().items() if ".mlp." in path},
@@ -83,7 +83,7 @@ def drawn_plan(draw: random.Random) -> Plan:
 
 
 def drawn_reader(draw: random.Random) -> Drawn:
-    """Of divided sequences, with or without split layers."""
+    """With context parallelism, with or without tensor parallelism."""
     degree, is_split = draw.choice((2, 2, 4, 3)), draw.random() < 0.5
     parts: list[Plan] = [
         {path: style for path, style in reader_plan().items() if ".mlp." in path},
@@ -161,13 +161,13 @@ OUTCOMES: set[str] = set()
 @examples(2)
 @given(seeds=st.lists(st.integers(0, 10**6), min_size=8, max_size=8, unique=True))
 def test_any_plan_is_refused_by_name_or_exact(seeds: list[int]):
-    """Over parts of a layer plan, shapes, ties, strategies, divided sequences, tiling and recomputation, there is
-    nothing in between."""
+    """Every combination of layer plans, shapes, ties, strategies, context parallelism, tiling and checkpointing is
+    refused or exact."""
     OUTCOMES.update(run_ranks(check_all_drawn, 4, seeds)[0])
 
 
 def test_plans_of_all_kinds_were_drawn():
-    """Else the property above would say nothing of one of them."""
+    """Otherwise the property above would not cover one of them."""
     if not OUTCOMES:
         pytest.skip("the property above was not run")
     assert {"refused", "exact, tensor", "exact, context"} <= OUTCOMES

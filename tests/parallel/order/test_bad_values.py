@@ -1,4 +1,4 @@
-"""Values that the keys of parallelism cannot have: each is an error on every rank, and nothing was touched."""
+"""Invalid values of the parallelism keys: each raises on every rank, and nothing changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from composer_fsdp2 import ComposerFSDP2Error, prepare_fully_shard
 
 pytestmark = pytest.mark.any_torch
 
-# Of 4 ranks; 2 and 4 would do.
+# For 4 ranks; 2 and 4 are valid.
 DEGREES = (0, -1, True, "2", "two", 1.5, None, [2], 3, 8, 10**12)
 
 OF_SECTION: dict[str, tuple[Any, ...]] = {
@@ -47,7 +47,7 @@ OF_SECTION: dict[str, tuple[Any, ...]] = {
     "check_data": (0, 1, "", "true", [], {}),
 }  # fmt: skip
 
-# What the message has to name beside the key.
+# Names in the error besides the key.
 NAMES: dict[str, str] = {
     "idle_experts 'inorder'": "did you mean in_order",
     "idle_towers ['model.layrs']": "did you mean model.layers",
@@ -61,7 +61,7 @@ NAMES: dict[str, str] = {
 
 HERE = {"input_layouts": Replicate(), "desired_input_layouts": Replicate()}
 THERE = {"output_layouts": Replicate(), "desired_output_layouts": Replicate()}
-# By the part of a message that names the way out.
+# By the part of the error that names the way out.
 LAYER_PLANS: dict[str, tuple[Any, ...]] = {
     "mapping from the paths": (None, {}, [], ["model.head"], "colwise", 1, ColwiseParallel),
     "give a style of torch.distributed.tensor.parallel": (
@@ -128,7 +128,7 @@ def check_bad_values() -> int:
 
 
 def test_bad_values_are_errors_on_every_rank_and_touch_nothing():
-    """A typing error costs its message, and no run that trains in another way than was asked for, or waits."""
+    """A typo costs one error, instead of a run that hangs or trains differently from the request."""
     assert set(run_ranks(check_bad_values, 4)) == {len(dict(cases()))}
 
 
@@ -145,7 +145,7 @@ OF_ONE_RANK: dict[str, Any] = {
 
 @on_ranks(4)
 def test_a_bad_value_on_one_rank_is_an_error_on_every_rank(folder: str) -> None:
-    """The others would wait for the rank that raised, until their process group gives up."""
+    """Otherwise the others would wait for the rank that raised, until their process group times out."""
     rank = torch.distributed.get_rank()
     model = Language()
     before = state_of(model)

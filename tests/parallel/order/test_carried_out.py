@@ -1,8 +1,8 @@
-"""What can be combined: the rows of the tables of legality that are carried out, beside one process.
+"""Supported combinations: the rows of the legality tables that train, compared with one process.
 
-Two steps of clipped gradients in float64, to 1e-12, on the torch that runs. Sequence parallelism, ties, recomputation
-and layers that a script split are in ../test_tensor.py, divided sequences in ../test_context.py, and split experts in
-../test_split_experts.py.
+Two steps of clipped gradients in float64, to 1e-12, on the installed torch. ../test_tensor.py has sequence parallelism,
+ties, checkpointing and layers parallelized by a script, ../test_context.py context parallelism, and
+../test_split_experts.py expert parallelism.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ split = partial(Carried, plan=layer_plan, num_shared=TENSOR)
 
 
 def scaled(dtype: torch.dtype, *, shape: tuple[int, ...] = (16,), trained: bool = True) -> Callable[[], Language]:
-    """A parameter more in each layer, of another dtype or shape."""
+    """Each layer has one more parameter, of another dtype or shape."""
 
     def build() -> Language:
         model = Language(num_layers=1)
@@ -78,7 +78,7 @@ def mesh_of(*shape: int) -> Callable[[nn.Module], Any]:
 
 
 SHARDED: dict[str, Carried] = {
-    # Of two ranks: what needs no other axis.
+    # On two ranks: rows that need no other axis.
     "a ModuleList as a unit": Carried(build=Language, prepare=wrap(lambda decoder: {decoder.layers: True})),
     "scalar parameters": Carried(build=scaled(torch.float64, shape=())),
     "parameters that are not contiguous": Carried(build=not_contiguous),
@@ -106,7 +106,7 @@ OF_FOUR: dict[str, Carried] = {
     "split and tiled": split(config={"tiled_mlp": {"classes": ["MLP"], "chunks": 2}}),
 }
 
-# Refused by a torch that shards evenly beside another axis (test_refused.py).
+# Refused by a torch that shards evenly with another axis (test_refused.py).
 IF_UNEVEN: dict[str, Carried] = {
     "rows that the ranks of both axes do not divide, tied": split(build=tied(vocabulary=22)),
 }
@@ -118,17 +118,17 @@ def check_all_carried() -> None:
 
 
 def test_what_can_be_combined_trains_as_one_process_does():
-    """One row each, of what torch takes alone, or where the library finds the way."""
+    """Each row is a combination that torch supports alone, or that the library makes work."""
     for world_size in (2, 4):
         run_ranks(check_all_carried, world_size)
 
 
-# --- parts that are called by hand
+# --- submodules called directly
 
 
 @on_ranks(2)
 def test_a_part_that_is_called_outside_of_its_unit(folder: str) -> None:
-    """Torch raises at once: its error is in troubleshooting.md, and what that says to do works."""
+    """torch raises at once; its error is in troubleshooting.md, whose advice works."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Language()
@@ -142,11 +142,11 @@ def test_a_part_that_is_called_outside_of_its_unit(folder: str) -> None:
     torch.testing.assert_close(ours, reference.model.layers[0].mlp(x), rtol=0, atol=1e-12)
 
 
-# --- rows that are carried out, and told of
+# --- supported rows with a note
 
 
 def test_what_depends_on_the_data_is_told_of():
-    """What only batches can decide is no error, and names the key that makes it right for any."""
+    """A risk that depends on the data raises no error; a note names the key that is right for any batch."""
     model = with_experts()
     model.model.fsdp_wrap_fn = lambda module: isinstance(module, Layer | Expert)
     notes = "\n".join(plan_sharding(model, config_of(FULL)).notes)

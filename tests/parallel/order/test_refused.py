@@ -1,6 +1,6 @@
-"""What cannot be combined: each row of the two tables of legality that is refused, on every torch.
+"""Unsupported combinations: each refused row of the two legality tables, on every torch.
 
-By a message that names the module or the key and a way out, on every rank, before anything was touched.
+The error names the module or the key and a way out, on every rank, before anything changes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def with_scale(model: nn.Module) -> None:
 
 
 def without_values() -> Language:
-    """A parameter of its own on the meta device, which nothing fills: found out where values are looked at."""
+    """A model with its own parameter on the meta device, without initialisation: detected when values are checked."""
     with torch.device("meta"):
         model = Language()
         model.model.layers[0].mlp.scale = nn.Parameter(torch.ones(1))
@@ -81,7 +81,7 @@ GATHERED = "ColwiseParallel(output_layouts=Replicate())"
 
 
 def fused(name: str, *, width: int = 32) -> Any:
-    """A layer beside the others that no forward calls."""
+    """An additional layer that no forward calls."""
 
     def build() -> Language:
         model = Language(num_layers=1)
@@ -92,7 +92,7 @@ def fused(name: str, *, width: int = 32) -> Any:
 
 
 def with_head_count(model: nn.Module) -> None:
-    """As LLM Foundry's attention, which rearranges by it."""
+    """Like LLM Foundry's attention, whose reshaping uses the number of heads."""
     model.model.layers[0].attention.n_heads = 4
 
 
@@ -101,7 +101,7 @@ def first_layer(settings: Any) -> Any:
 
 
 def apply_changed(model: nn.Module, *, plan: dict[str, Any] | None = None, **changes: Any) -> None:
-    """A plan for any world size, or one that a script changed, is looked at again where it is carried out."""
+    """A plan for any world size, or one changed by a script, is checked again when it is applied."""
     degree = TENSOR if plan else 1
     config = config_of(FULL, world_size=None, tensor_parallel_degree=degree)
     apply_plan(model, replace(plan_sharding(model, config, tensor_parallel=plan), **changes))
@@ -124,7 +124,7 @@ def meshes(*shape: int, names: tuple[str, ...] = ("a", "b", "c")) -> Any:
 split = partial(Refused, plan=layer_plan)
 
 SPLIT: dict[str, Refused] = {
-    # The degree.
+    # Degrees.
     "degree does not divide the ranks": split(
         says=("world size 4 is not a multiple of tensor_parallel_degree 3", "1, 2 or 4"), degree=3
     ),
@@ -137,7 +137,7 @@ SPLIT: dict[str, Refused] = {
         says=("data_parallel_shard_degree 4 x tensor_parallel_degree 2 makes 8 ranks",),
         config={"data_parallel_shard_degree": 4},
     ),
-    # The layer plan.
+    # Layer plans.
     "a path that matches nothing": split(
         says=("no module 'model.embeding'", "did you mean model.embedding"),
         plan=with_plan(model__embeding=ColwiseParallel()),
@@ -200,7 +200,7 @@ SPLIT: dict[str, Refused] = {
         config={"ignored_modules": lambda model: [model.model.norm]},
         plan=lambda: layer_plan() | {"model.norm": SequenceParallel()},
     ),
-    # What fully_shard cannot do beside it.
+    # Combinations that fully_shard does not support.
     "an integer for reshard_after_forward": split(
         says=("an integer for reshard_after_forward", "true or false"), config={"reshard_after_forward": 2}
     ),
@@ -220,7 +220,7 @@ SPLIT: dict[str, Refused] = {
     "two wrong keys at once": split(
         says=("NO_SHARD", "process_group"), config={"sharding_strategy": "NO_SHARD", "process_group": "set2"}
     ),
-    # The order, and meshes.
+    # The order of calls, and meshes.
     "sharded, then split": split(
         says=("sharded already, by FSDP2",), prepare=sharded_child, do=after_sharding, plan=None
     ),
@@ -238,7 +238,7 @@ SPLIT: dict[str, Refused] = {
 
 
 SHARDED: dict[str, Refused] = {
-    # C1: rows that need no other axis.
+    # Rows that need no other axis.
     "fully_shard twice": Refused(
         says=("module 'model.layers.0' is sharded already, by FSDP2", "as it was built"), prepare=sharded_child
     ),
@@ -273,7 +273,7 @@ SHARDED: dict[str, Refused] = {
     "a plan that names what is not there": Refused(
         says=("no module 'model.layers.0.missing'",), do=partial(apply_changed, exchanging=("model.layers.0.missing",))
     ),
-    # A model's plan was made without a world size.
+    # The model's plan has no world size.
     "a plan for no world size, with an integer beside split layers": Refused(
         says=("model.layers.0 reshards to 2", "true or false"),
         prepare=first_layer({"reshard_after_forward": 2}),
@@ -397,7 +397,7 @@ ON_ONE_RANK: dict[str, Refused] = {
     ),
 }
 
-# Only on a torch that shards evenly beside another axis; the others carry them out (test_carried_out.py).
+# Only on a torch that shards evenly with another axis; the others support them (test_carried_out.py).
 IF_EVEN: dict[str, Refused] = {
     "rows that the ranks of both axes do not divide": split(
         says=("22 rows, which this torch must divide evenly into 4", "install torch 2.13"),
@@ -410,7 +410,7 @@ IF_EVEN: dict[str, Refused] = {
     ),
 }
 
-# Where torch takes it, the ranks that split a layer are not those that we take for such; 2.7 refuses it by itself.
+# If torch accepts it, its TP ranks differ from ours; 2.7 refuses it itself.
 IF_UNEVEN: dict[str, Refused] = {
     "split by the script along an axis that is not the last": Refused(
         says=("the model is split along", "the tensor axis last"), prepare=split_by_script("tensor", "tensor", "shard")
@@ -420,7 +420,7 @@ IF_UNEVEN: dict[str, Refused] = {
 
 @on_ranks(4)
 def test_what_cannot_be_combined_is_refused_before_anything_is_touched(folder: str) -> None:
-    """One row each: an error on all ranks in our words, instead of torch's from within, or of wrong numbers."""
+    """Each row raises our error on all ranks, instead of torch's internal error or silently wrong numbers."""
     torch.set_default_dtype(torch.float64)
     tables = [SPLIT, SHARDED, CONTEXTS, PARTS, ON_ONE_RANK, IF_EVEN if needs_even_shards() else IF_UNEVEN]
     for_each(check_refused, {name: (row,) for table in tables for name, row in table.items()})

@@ -1,6 +1,6 @@
-"""Small files that would cost minutes or gigabytes: ``BOMBS[name](folder)`` writes one and gives its path.
+"""Small files that would take minutes or gigabytes to read: ``BOMBS[name](folder)`` writes one and returns its path.
 
-``make test`` tries them at a sixteenth of their size, against limits that are divided alike; THOROUGH=1 in earnest.
+``make test`` uses a sixteenth of their size, with limits scaled alike; THOROUGH=1 the full size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIB = (1 << 20) // SCALE
 
 
 def gz(path: Path, *parts: bytes, times: int = 1, then: bytes = b"") -> Path:
-    """Parts in gzip members of their own, the last one so many times; what repeats is compressed once."""
+    """Parts in separate gzip members, the last one repeated; repeated data is compressed once."""
     *first, last = (gzip.compress(part, 1) for part in parts)
     return written(path, b"".join(first) + last * times + (gzip.compress(then, 1) if then else b""))
 
@@ -46,7 +46,7 @@ def written(path: Path, data: bytes) -> Path:
 
 
 def member(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
-    """The header of a tar member that says this size, below zero, too."""
+    """The header of a tar member with this size, which may be negative."""
     info = tarfile.TarInfo(name)
     info.type = kind
     info.size = max(size, 0)
@@ -82,13 +82,13 @@ def tar_of_sparse_files(folder: Path) -> Path:
 
 
 def record_that_looks_like_its_end(folder: Path) -> Path:
-    """Every four bytes of a record begin a data descriptor."""
+    """Every four bytes of a record start a data descriptor."""
     data = saved({"state": {"model": {"w": torch.zeros(4 * MIB)}}})
     return gz(folder / "a.pt.gz", data.replace(bytes(8 * MIB), b"PK\7\x08" * (2 * MIB)))
 
 
 def a_hundred_thousand_records(folder: Path) -> Path:
-    """As torch writes them, without sizes in front, and named by nothing."""
+    """Like torch's records, without sizes in the local header, and never referenced."""
     start = saved({"state": {}})
     start = start[: start.index(b"PK\1\2")]
     one = struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 20, 8, 0, 0, 0, 0, 0, 0, 11, 0) + b"archive/%03d"
@@ -117,7 +117,7 @@ def views(folder: Path) -> Path:
 
 
 def overlapping_shards(folder: Path) -> Path:
-    """Thousands of columns of a tensor that each share a row with the next."""
+    """Thousands of columns of a tensor that each share a row with the next one."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,

@@ -1,4 +1,4 @@
-"""What the tests of conversion share: ``from support.checkpoints.conversions import ...``."""
+"""Helpers of the conversion tests: ``from support.checkpoints.conversions import ...``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def planned(source: Path, destination: Path, to: str, **options: Any) -> Convers
 
 
 def loaded(path: Path) -> Any:
-    """By stock torch."""
+    """Loaded by unmodified torch."""
     return torch.load(path, weights_only=False, map_location="cpu")
 
 
 def loaded_folder(path: Path) -> Any:
-    """By stock torch, with the optimizers where they are since torch 2.3, and without our list of empty dicts."""
+    """Loaded by unmodified torch, with the optimizers at their place since torch 2.3, and without our list of empty
+    dicts."""
     file = path.with_name(f"{path.name}.stock.pt")
     dcp_to_torch_save(path, file)
     value = loaded(file)
@@ -42,7 +43,7 @@ def loaded_folder(path: Path) -> Any:
 
 
 def without_empty_dicts(value: Any) -> Any:
-    """As torch's folders hold it."""
+    """As stored in torch's folders."""
     if isinstance(value, dict):
         parts = {key: without_empty_dicts(part) for key, part in value.items()}
         return {key: part for key, part in parts.items() if part != {} or not isinstance(part, dict)}
@@ -50,7 +51,7 @@ def without_empty_dicts(value: Any) -> Any:
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
-    """All that is in a folder: sizes and times."""
+    """All files in a folder: sizes and times."""
     return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*"))}
 
 
@@ -70,7 +71,7 @@ class Normed(nn.Module):
 
 
 def save_by_position(model: nn.Module, path: Path, groups: int = 1) -> torch.optim.Optimizer:
-    """What Composer saved without FSDP."""
+    """The file that Composer saved without FSDP."""
     parameters = list(model.parameters())
     split: Any = parameters if groups == 1 else [{"params": parameters[1:]}, {"params": parameters[:1]}]
     optimizer = torch.optim.Adam(split)

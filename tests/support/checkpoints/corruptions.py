@@ -1,4 +1,4 @@
-"""What happens to checkpoints: one table of damage, each row done to a copy and named by who finds it.
+"""Damage to checkpoints: one table, each row applied to a copy, with the function that detects it.
 
     from support.checkpoints.corruptions import CORRUPTIONS, FoundBy, prepared
 
@@ -6,7 +6,7 @@
     def test_x(corruption, tmp_path):
         whole, damaged = prepared(corruption, tmp_path)
 
-``whole`` is the checkpoint as it was, ``damaged`` the copy. The sources are fixtures (a monolithic file of Composer
+``whole`` is the original checkpoint, ``damaged`` the copy. The sources are fixtures (a monolithic file of Composer
 0.17.2, a DCP directory of two ranks of 0.22.0) and a safetensors folder of two shards made here.
 """
 
@@ -31,13 +31,13 @@ TENSOR = "model.wte.weight"  # in all three, and large enough for a hundred flip
 
 
 class FoundBy(enum.Enum):
-    """The first that finds it."""
+    """The first function that detects it."""
 
     INSPECT = "inspect"  # CheckpointError from inspect_checkpoint; verify_checkpoint reports or raises it
     STRUCTURE = "structure"  # a fault in verify_checkpoint's report, of the structure
     CONTENT = "content"  # a fault in the report: a CRC32
-    AGAINST = "against"  # nothing in the checkpoint tells; a comparison with the original does
-    HARMLESS = "harmless"  # no value changed, and nobody looks there
+    AGAINST = "against"  # undetectable in the checkpoint alone; comparing with the original detects it
+    HARMLESS = "harmless"  # no value changed, and no reader uses these bytes
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Corruption:
 
     Args:
         apply: Changes the checkpoint at a path.
-        says: A regular expression that the error or the fault matches.
-        why: Why nobody finds it in the checkpoint alone.
+        says: A regular expression that matches the error or the fault.
+        why: The reason why the checkpoint alone does not reveal the damage.
     """
 
     layout: str
@@ -118,7 +118,7 @@ def truncate(path: Path, share: float = 0.5) -> None:
 
 
 def record_at(path: Path, name: str, start: int = 0, end: int | None = None) -> tuple[int, int, int]:
-    """Where a record of the zip archive in a range of a file lies: its local header, its bytes, its directory entry."""
+    """The position of a zip record within a range of a file: its local header, its bytes, its directory entry."""
     data, of_name = path.read_bytes()[start:end], b"[^/]{1,40}/" + re.escape(name.encode())  # in the archive's folder
     local, central = (
         re.search(header + of_name, data, re.DOTALL).start()  # type: ignore[union-attr]
@@ -129,7 +129,7 @@ def record_at(path: Path, name: str, start: int = 0, end: int | None = None) -> 
 
 
 def storage_of(path: Path, name: str) -> str:
-    """The record of a tensor of the model in a monolithic file, by its bytes."""
+    """The record of a model's tensor in a monolithic file, found by its bytes."""
     tensor = torch.load(path, weights_only=False)["state"]["model"][name]
     content = struct.pack(f"<{tensor.numel()}f", *tensor.flatten().tolist())
     with zipfile.ZipFile(path) as file:
@@ -137,7 +137,7 @@ def storage_of(path: Path, name: str) -> str:
 
 
 def resaved(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """A monolithic file that was saved with something else in it."""
+    """A monolithic file saved with changed contents."""
 
     def apply(path: Path) -> None:
         state = torch.load(path, weights_only=False)
@@ -148,7 +148,7 @@ def resaved(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
 
 
 def repacked(change: Callable[[dict[str, bytes]], None]) -> Callable[[Path], None]:
-    """A monolithic file with other records, and right CRC32s."""
+    """A monolithic file with other records and valid CRC32s."""
 
     def apply(path: Path) -> None:
         with zipfile.ZipFile(path) as file:
@@ -162,7 +162,7 @@ def repacked(change: Callable[[dict[str, bytes]], None]) -> Callable[[Path], Non
 
 
 def metadata(change: Callable[[Any], None]) -> Callable[[Path], None]:
-    """A DCP directory whose ``.metadata`` says something else."""
+    """A DCP directory with a changed ``.metadata``."""
 
     def apply(path: Path) -> None:
         value = pickle.loads((path / ".metadata").read_bytes())
@@ -209,7 +209,7 @@ def _flip_record(name: str, where: str, offset: int, bit: int = 0) -> Callable[[
 
 
 def _without_crcs(path: Path) -> None:
-    """As ``torch.serialization.set_crc32_options(False)`` leaves it, then damaged."""
+    """Written with ``torch.serialization.set_crc32_options(False)``, then damaged."""
     state = torch.load(path, weights_only=False)
     torch.serialization.set_crc32_options(False)
     try:
@@ -293,7 +293,7 @@ MONOLITHIC = [
 
 
 def _in_first(where: str, record: str, *offsets: int, bit: int = 0) -> Callable[[Path], None]:
-    """Flips in the first chunk's archive: local header, content or central directory of a record."""
+    """Flips bits in the first chunk's archive: in the local header, content or central directory of a record."""
 
     def apply(path: Path) -> None:
         file, start, end = first_entry(path)
@@ -347,7 +347,7 @@ def _add(value: Any, *, at: str | None) -> None:
 
 
 def _move(**changes: int) -> Callable[[Path], None]:
-    """Offset or length of the first chunk's place, by some bytes."""
+    """Shifts the offset or the length of the first chunk by some bytes."""
 
     def change(value: Any) -> None:
         index = places(value, KEY)[0]
@@ -358,14 +358,14 @@ def _move(**changes: int) -> Callable[[Path], None]:
 
 
 def _object_for_tensor(value: Any) -> None:
-    """Says that a tensor's entry holds an object."""
+    """Replaces a tensor's entry by an object's."""
     value.state_dict_metadata[_SMALL] = value.state_dict_metadata[_OBJECT]
     (index,) = places(value, _SMALL)
     value.storage_data[replace(index, offset=None)] = value.storage_data.pop(index)
 
 
 def _tensor_for_object(value: Any) -> None:
-    """Says that an object's entry holds a tensor."""
+    """Replaces an object's entry by a tensor's."""
     value.state_dict_metadata[_OBJECT] = value.state_dict_metadata[_SMALL]
     (index,) = places(value, _OBJECT)
     offset = value.state_dict_metadata[_SMALL].chunks[0].offsets
@@ -373,7 +373,7 @@ def _tensor_for_object(value: Any) -> None:
 
 
 def _smaller(value: Any) -> None:
-    """A shape and chunks that fit each other, and not the entries."""
+    """A shape and chunks that match each other but not the stored entries."""
     declared = value.state_dict_metadata[KEY]
     rows, columns = declared.size
     for chunk in declared.chunks:
@@ -401,7 +401,7 @@ _FILE = "__1_0.distcp"
 _NOT_IN_THE_FILE = "a DCP file does not say whose bytes it holds, and .metadata has no checksum"
 _SAME_SHAPE = ("state.model.model.blocks.0.up.weight", "state.model.model.blocks.1.up.weight")
 _OTHER_SHAPE = (KEY, "state.model.model.blocks.0.up.weight")
-_SMALL = "state.optimizers.DecoupledAdamW.state.model.wte.weight.step"  # of one chunk
+_SMALL = "state.optimizers.DecoupledAdamW.state.model.wte.weight.step"  # with one chunk
 _OBJECT = "state.timestamp"
 
 DCP = [
@@ -508,7 +508,7 @@ DCP = [
         FoundBy.INSPECT,
         rf"{_FILE}",
     ),
-    # One error with a line for each, not a try for each.
+    # One error with a line for each, instead of one error a try.
     (
         "two files",
         lambda path: (truncate(path / "__0_0.distcp"), (path / _FILE).unlink()),

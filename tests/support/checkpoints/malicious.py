@@ -1,8 +1,8 @@
-"""Pickles that would run something, and every place of a checkpoint that they can lie in.
+"""Pickles that run code when loaded, and every place in a checkpoint that can contain one.
 
     from support.checkpoints.malicious import CONTAINERS, payloads
 
-A payload leaves a marker file when it runs, so a test can see that it did, or did not.
+A payload creates a marker file when it runs, for tests to check.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-# Ways to write a call: of module, name, and the opcodes that push the arguments.
+# Ways to encode a call: of module, name, and the opcodes that push the arguments.
 Spelling = Callable[[str, str, bytes], bytes]
 
 
@@ -51,7 +51,7 @@ SPELLINGS: tuple[Spelling, ...] = (reduce, stack_global, framed, inst, obj)
 
 
 def payloads(marker: Path) -> dict[str, bytes]:
-    """Pickles that leave ``marker`` when ``pickle.loads`` reads them, by what they name."""
+    """Pickles that create ``marker`` when ``pickle.loads`` reads them, by the global that they use."""
     touch = f"open({str(marker)!r}, 'w').close()"
     return {
         **{
@@ -63,7 +63,7 @@ def payloads(marker: Path) -> dict[str, bytes]:
         "subprocess.call": reduce("subprocess", "call", b"(" + text("touch") + text(str(marker)) + b"l"),
         "codecs.open": reduce("codecs", "open", text(str(marker)) + text("w")),
         "io.FileIO": reduce("io", "FileIO", text(str(marker)) + text("w")),
-        # Made harmless, given a function by its state, called.
+        # Created harmless, set to a function by its state, then called.
         "functools.partial with a state": b"cfunctools\npartial\n(cbuiltins\nlen\ntR(cbuiltins\nexec\n("
         + text(touch)
         + b"t}}tb(tR.",
@@ -90,7 +90,7 @@ def _binbytes(data: bytes) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What runs nothing, and would hang, exhaust memory, read elsewhere, or change this process
+# Pickles that run no code, but would hang, exhaust memory, read other memory, or change this process
 
 STORAGE = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x04tQ"  # 4 elements
 
@@ -127,7 +127,7 @@ def hostile() -> dict[str, bytes]:
         "storage of negative size": STORAGE.replace(b"K\x04", integer(-1)) + b".",
         "storage that is missing": STORAGE.replace(text("0"), text("7")) + b".",
         "storage key that leads out": STORAGE.replace(text("0"), text("../../etc/passwd")) + b".",
-        # BUILD would set what the constructor had checked.
+        # BUILD would overwrite attributes that the constructor has checked.
         "tensor moved by its state": whole + b"]" + integer(10**6) + b"ab.",
         "tensor moved by its slots": whole + b"N}" + text("offset") + integer(10**6) + b"s\x86b.",
         "storage with a state": STORAGE + b"](" + text("1") + b"eb.",
@@ -191,11 +191,11 @@ def _array(code: bytes, shape: bytes = b"K\x01") -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where a pickle can lie
+# Places of pickles in a checkpoint
 
 
 def archive(path: Path, records: dict[str, bytes]) -> Path:
-    """A zip archive such as torch.save writes, with right CRC32s."""
+    """A zip archive like torch.save's, with valid CRC32s."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
         for name, data in records.items():
             file.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
@@ -223,7 +223,7 @@ def in_metadata(folder: Path, pickled: bytes) -> Path:
 
 
 def in_byte_entry(folder: Path, pickled: bytes) -> Path:
-    """``state.metadata``, which is read to tell who wrote the checkpoint."""
+    """``state.metadata``, which is read to find the checkpoint's writer."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
@@ -240,7 +240,7 @@ def in_byte_entry(folder: Path, pickled: bytes) -> Path:
 
 
 def in_rank_file(folder: Path, pickled: bytes) -> Path:
-    """A file of Composer 0.13 to 0.15, known by the class that its pickle names."""
+    """A file of Composer 0.13 to 0.15, recognized by the class in its pickle."""
     named = b"ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\n0"
     return archive(folder / "ep0-ba1-rank0.pt", torch_records(named + pickled))
 

@@ -1,4 +1,4 @@
-"""States like Composer's, what an inventory says of them, and files."""
+"""States like Composer's, expected inventories, and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEGACY = FIXTURES / "legacy-checkpoints"
 
 
 def composer_state(*, by_id: bool = False, batch: int = 3) -> dict[str, Any]:
-    """What Composer's monolithic file holds, small."""
+    """A small state with the contents of Composer's monolithic file."""
     model = {"model.weight": torch.randn(5, 3), "model.bias": torch.randn(5), "model.seen": torch.tensor(7)}
     names = ["model.weight", "model.bias"]
     state = {
@@ -52,7 +52,7 @@ def composer_state(*, by_id: bool = False, batch: int = 3) -> dict[str, Any]:
 
 
 def leaves(value: Any, path: EntryPath = ()) -> Iterator[tuple[EntryPath, Any]]:
-    """Every part of a nested value that is not a dict, list or tuple."""
+    """Every leaf of a nested value: not a dict, list or tuple."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield from leaves(part, (*path, key))
@@ -64,7 +64,7 @@ def leaves(value: Any, path: EntryPath = ()) -> Iterator[tuple[EntryPath, Any]]:
 
 
 def values_of(inventory: CheckpointInventory) -> dict[EntryPath, Any]:
-    """All that an inventory leads to, read: tensors and everything else."""
+    """All values of an inventory, read: tensors and others."""
     with Reader() as reader:
         found = {path: reader.read_full(record) for path, record in inventory.tensors.items()}
         for path, entry in inventory.objects.items():
@@ -77,7 +77,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def bytes_read() -> int:
-    """What this process has asked of files so far."""
+    """The bytes that this process has read from files."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["rchar"])
 
@@ -95,7 +95,7 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def peak_anonymous_bytes() -> Iterator[list[int]]:
-    """What the block adds at most to this process's anonymous memory, sampled each millisecond."""
+    """The block's peak increase of this process's anonymous memory, sampled each millisecond."""
 
     def now() -> int:
         with open("/proc/self/status") as status:
@@ -117,12 +117,12 @@ def peak_anonymous_bytes() -> Iterator[list[int]]:
         thread.join()
 
 
-# Of safetensors' README.
+# The dtype names of safetensors' README.
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], **changed: Any) -> Path:
-    """The format is a length, JSON, bytes; with other entries in the JSON for some of the tensors."""
+    """The format is a length, JSON, bytes; optionally with changed JSON entries for some tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, tensor in tensors.items():
@@ -141,7 +141,7 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], **changed: A
 def saveable(dtype: torch.dtype) -> bool:
     """Whether torch.save can write plain tensors of this dtype; it has no storage for uint4 and the like."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of experimental and deprecated dtypes
+        warnings.simplefilter("ignore")  # about experimental and deprecated dtypes
         try:
             tensor = torch.empty(2, dtype=dtype)
             torch.save(tensor, io.BytesIO())
@@ -156,7 +156,7 @@ DTYPES = sorted(
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Any bits that are a value of the dtype."""
+    """A tensor of random bits, valid for the dtype."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     bits = torch.randint(0, 2 if dtype == torch.bool else 256, (num_bytes,), dtype=torch.uint8, generator=generator)
     return bits.view(dtype).reshape(shape) if num_bytes else torch.empty(shape, dtype=dtype)

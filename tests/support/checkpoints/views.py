@@ -1,4 +1,4 @@
-"""Tensors that lie in memory in every way, to be drawn by Hypothesis."""
+"""Tensors with every kind of memory layout, as Hypothesis strategies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.checkpoints.samples import DTYPES
 
 
 def numbered(numel: int, dtype: torch.dtype, first: int = 0) -> torch.Tensor:
-    """Elements that differ from their neighbours, as bytes of any dtype."""
+    """Elements with bytes that differ from the next one's, in any dtype."""
     data = (
         torch.arange(first, first + numel * dtype.itemsize, dtype=torch.int64).mul_(37).remainder_(251).to(torch.uint8)
     )
@@ -21,10 +21,10 @@ def numbered(numel: int, dtype: torch.dtype, first: int = 0) -> torch.Tensor:
 @st.composite
 def strided(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES) -> torch.Tensor:
     """Contiguous, transposed, sliced, expanded, overlapping itself, of up to four dimensions."""
-    dtype, byte = draw(st.sampled_from(dtypes)), draw(st.integers(0, 250))  # with which it begins
+    dtype, byte = draw(st.sampled_from(dtypes)), draw(st.integers(0, 250))  # the first byte
     if draw(st.integers(0, 3)) == 0:
         shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-        steps = [draw(st.integers(0, 5)) for _ in shape]  # such as (3, 3) with steps of (2, 2)
+        steps = [draw(st.integers(0, 5)) for _ in shape]  # for instance (3, 3) with strides of (2, 2)
         first = draw(st.integers(0, 3))
         numel = 1 + first + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
         return numbered(numel, dtype, byte).as_strided(shape, steps, first)

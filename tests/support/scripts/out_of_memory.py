@@ -1,7 +1,7 @@
 """A run on GPUs with less memory than its batch needs: ``out_of_memory.py MICROBATCH GIB_OF_MEMORY PRECISION``.
 
-The last line of its output is JSON: the microbatch size at the end, the loss of each batch, and what MemoryMonitor
-logged as reserved at most, in GB.
+The last line of its output is JSON: the final microbatch size, the loss of each batch, and MemoryMonitor's peak
+reserved memory in GB.
 """
 
 import json

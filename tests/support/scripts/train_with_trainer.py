@@ -1,4 +1,4 @@
-"""A training script as a Composer user wrote it for FSDP1: it knows nothing of composer_fsdp2.
+"""A training script as a Composer user wrote it for FSDP1, without composer_fsdp2.
 
 The tests run it under plain Python (FSDP1, with ``FSDP1_ON_CPU=1``) and under ``composer-fsdp2 run``.
 """
@@ -68,7 +68,7 @@ class Model(ComposerModel):
 
 
 class Record(Callback):
-    """Losses of every batch, averaged over ranks, and what parameters look like after an eval."""
+    """Records losses of every batch, averaged over ranks, and the types of parameters after an eval."""
 
     def __init__(self) -> None:
         self.losses, self.parameter_types = [], []
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--exit-code", type=int, default=0)
     args = parser.parse_args()
 
-    if os.environ.get("FSDP1_ON_CPU"):  # FSDP1 asks for a CUDA device even where there is none
+    if os.environ.get("FSDP1_ON_CPU"):  # FSDP1 requires a CUDA device even without a GPU
         torch.cuda.current_device = lambda: torch.device("cpu")
 
     model = Model()

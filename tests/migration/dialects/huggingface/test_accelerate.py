@@ -1,4 +1,4 @@
-"""accelerate's files, of the shapes that its examples and those of TRL have; DeepSpeed's sections in them."""
+"""accelerate's files, in the forms of accelerate's and TRL's examples, and DeepSpeed's sections in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from composer_fsdp2.migration.migrate import Migration, migrate_text
 from tests.migration.file_cases import APPROXIMATE, EXACT, NEEDS_DECISION, Case, each_case, read_first, settings_of
 from tests.migration.huggingface_oracle import ask
 
-# What `accelerate config` writes around the section.
+# The keys that `accelerate config` writes around the section.
 AROUND = """\
 machine_rank: 0
 main_training_function: main
@@ -82,7 +82,7 @@ def axes(**sizes: int) -> str:
     )
 
 
-# By shape: the file, and what its fsdp_config says for Composer beside the usual.
+# By form: the file, and the additional keys of its fsdp_config for Composer.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp1": (HEAD + FSDP1 + AROUND, {"forward_prefetch": True, "state_dict_type": "full"}),
     "fsdp1 by the new key": (
@@ -129,7 +129,7 @@ def migrated(text: str, to: str = "composer") -> Migration:
     return migrate_text(text, "run.yaml", to=to)
 
 
-ACCUMULATED = ["deepspeed_config.gradient_accumulation_steps"]  # of which nothing but DeepSpeed reads here
+ACCUMULATED = ["deepspeed_config.gradient_accumulation_steps"]  # read by DeepSpeed only
 ONLY_THE_USER = [
     ("zero_stage: 3", "deepspeed_config_file: ../zero3.json", "deepspeed_config_file"),
     ("offload_param_device: none", "offload_param_device: nvme", "offload_param_device"),
@@ -204,7 +204,7 @@ CASES = {
             to=None,
             run={"max_grad_norm": norm},
         )
-        # Its own, where the file has none.
+        # DeepSpeed's default, where the file has none.
         for clipping, norm in (("  gradient_clipping: 0.5\n", 0.5), ("", 1.0), ("  gradient_clipping: 0\n", None))
     },
     **{
@@ -237,7 +237,7 @@ CASES = {
             )
         },
     ),
-    # A Trainer's settings in a file of their own.
+    # A Trainer's settings in a separate file.
     "transformers takes the prefix off in a file": Case(
         file=FSDP_JSON,
         name="fsdp.json",
@@ -282,12 +282,13 @@ CASES = {
 
 @each_case(CASES)
 def test_what_becomes_of(case: Case) -> None:
-    """Exit 0 without a word on units, checkpoints and host memory would promise the same run."""
+    """With exit code 0 and no finding on units, checkpoints and host memory, the report would promise an equal run."""
     case.check()
 
 
 def test_the_ranks_of_a_sequence_shard_parameters_as_well() -> None:
-    """Parameters sharded over the other ranks alone would need more memory; a decision would ask what is clear."""
+    """Parameters sharded over the other ranks only would need more memory, and a decision would leave a clear value
+    open."""
     for sizes in ({"cp": 4, "dp_shard": 2}, {"cp": 8}):
         again = HuggingFaceDialect().express(read_first(HEAD + FSDP2 + axes(**sizes) + AROUND).run)
         degrees = settings_of(again)["parallelism_config"]
@@ -296,7 +297,7 @@ def test_the_ranks_of_a_sequence_shard_parameters_as_well() -> None:
 
 
 def test_a_zero_section_becomes_fsdps_in_its_own_file() -> None:
-    """`accelerate launch` would go on with DeepSpeed, or on sections of both."""
+    """`accelerate launch` would still use DeepSpeed, or read both sections."""
     migration = migrated(HEAD + ZERO3 + AROUND, to="accelerate")
     assert migration.exit_code == 0
     values = yaml.safe_load(migration.after)
@@ -308,7 +309,7 @@ def test_a_zero_section_becomes_fsdps_in_its_own_file() -> None:
 
 
 def test_a_key_that_accelerate_refuses_is_a_decision() -> None:
-    """The file that never started would be migrated with exit 0, and its misspelt key left as it is."""
+    """A file that never started would be migrated with exit code 0, with its misspelt key."""
     for extra, hint in (("num_proceses: 8", "did you mean num_processes?"), ("my_notes: x", "remove it")):
         text = HEAD + FSDP1 + AROUND + f"{extra}\n"
         (blocking,) = migrated(text).blocking
@@ -316,32 +317,32 @@ def test_a_key_that_accelerate_refuses_is_a_decision() -> None:
         assert extra in migrate_text(text, "run.yaml", to="composer").after
     (answer,) = ask([("accelerate", yaml.safe_load(text))])
     assert "unknown keys" in answer["error"] and "my_notes" in answer["error"]
-    inside = yaml.safe_dump({"training": yaml.safe_load(text)})  # not a file of accelerate's: its section in another
+    inside = yaml.safe_dump({"training": yaml.safe_load(text)})  # not accelerate's file, but its section in another
     assert migrated(inside).exit_code == 0
 
 
 def test_the_keys_of_its_file_are_accelerates_own(tmp_path: Path) -> None:
-    """A key that it reads would be called one that it refuses; a file that migrate wrote would not start."""
+    """A key that accelerate reads would be reported as refused, or a migrated file would not start."""
     from accelerate.commands.config.config_args import ClusterConfig
 
-    later, of_old = {"parallelism_config"}, {"fp16": True, "dynamo_backend": "INDUCTOR"}  # from 1.10 on; put right
+    later, of_old = {"parallelism_config"}, {"fp16": True, "dynamo_backend": "INDUCTOR"}  # from 1.10 on; corrected
     head = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"}
     assert of_old.keys() - ClusterConfig.process_config({**head, **of_old}).keys() == of_old.keys()
     assert {*ClusterConfig.__dataclass_fields__, *later, *of_old} == OF_ACCELERATES_FILE
     for name, (text, _) in SHAPES.items():
         after = migrated(HEAD + text.removeprefix(HEAD), to="accelerate").after
         (tmp_path / "run.yaml").write_text(after)
-        if later.isdisjoint(yaml.safe_load(after)):  # replicas need 1.10, which the report says
+        if later.isdisjoint(yaml.safe_load(after)):  # replicas require 1.10, which the report mentions
             config = ClusterConfig.from_yaml_file(tmp_path / "run.yaml")
             assert config.distributed_type == "FSDP" and str(config.fsdp_config["fsdp_version"]) == "2", name
 
 
 @pytest.mark.parametrize("at", ["fsdp_config", "training.fsdp_config"])
 def test_every_key_of_a_mapping_that_is_pointed_at_is_told(at: str) -> None:
-    """--dialect huggingface --at fsdp_config mentioned none of its keys, and ended with 0."""
+    """With --dialect huggingface --at fsdp_config the report listed none of its keys, with exit code 0."""
     values: dict[str, Any] = {"fsdp_config": {"min_num_params": 0, "transformer_layer_cls_to_wrap": ["A"], "zzz": 1}}
     values = {"training": values} if at.startswith("training") else values
     migration = migrate_text(yaml.safe_dump(values), "run.yaml", to="composer", dialect="huggingface", at=at)
     keys = {each.key for each in migration.sections[0].findings}
     assert keys >= {"fsdp_config.min_num_params", "fsdp_config.transformer_layer_cls_to_wrap", "fsdp_config.zzz"}
-    assert migration.exit_code == 1  # FSDP is off there
+    assert migration.exit_code == 1  # FSDP is off

@@ -1,4 +1,4 @@
-"""axolotl's files: what it passes on of Hugging Face's words, and the same in FSDP2's."""
+"""axolotl's files: the Hugging Face keys that it passes on, and the same run on FSDP2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.migration.dialects.huggingface import AxolotlDialect
 from tests.migration.file_cases import APPROXIMATE, EXACT, NEEDS_DECISION, UNNEEDED, UNSUPPORTED, Case, each_case
 
-# What stands around the section in the files of its examples.
+# Keys around the section in the files of its examples.
 AROUND = """\
 base_model: some/llama-8b  # a comment
 datasets:
@@ -32,7 +32,7 @@ bf16: auto
 tf32: false
 wandb_project:
 """
-# In Composer's words where they stood; the number of microbatches needs that of ranks.
+# Composer's keys, where the old keys were; the number of microbatches depends on that of ranks.
 CARRIED_OVER = ("bf16", "micro_batch_size", "num_epochs", "optimizer", "learning_rate")
 RECOMPUTED = "gradient_checkpointing: true\ngradient_checkpointing_kwargs:\n  use_reentrant: false\n"
 OF_OLD = """\
@@ -64,7 +64,7 @@ fsdp_config:
 SPECIAL = 'special_tokens:\n  pad_token: "<|end|>"\n'
 
 
-# By shape: the file, and what its fsdp_config says for Composer beside the usual. As in axolotl's examples.
+# By form, as in axolotl's examples: the file, and the additional keys of its fsdp_config for Composer.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "fft, of old": (AROUND + RECOMPUTED + OF_OLD + SPECIAL, {"cpu_offload": True, "backward_prefetch": "NONE"}),
     "fft with liger, of old": (
@@ -118,7 +118,7 @@ PRECISIONS = [
     ("bf16: true", "amp_bf16", "bfloat16"),
     ("bf16: false\nfp16: true", "amp_fp16", "float16"),
     ("bf16:\nfp16:", "fp32", None),
-    ("bf16: full", "fp32", None),  # no autocast and no dtype of FSDP's: the parameters are bfloat16
+    ("bf16: full", "fp32", None),  # neither autocast nor an FSDP dtype: the parameters are bfloat16
     ("bf16: auto\nfp8: true", "amp_fp8", "bfloat16"),
 ]
 RECOMPUTING = [
@@ -131,7 +131,7 @@ RECOMPUTING = [
 ]
 SETTINGS = [
     ("fsdp_offload_params: true", {"offload_params": True, "reshard_after_forward": True}),
-    ("fsdp_sharding_strategy: FULL_SHARD", {"reshard_after_forward": True}),  # nothing of it stays
+    ("fsdp_sharding_strategy: FULL_SHARD", {"reshard_after_forward": True}),  # removed entirely
     ("zzz: 1", {"reshard_after_forward": True}),
 ]
 AXES = {
@@ -165,7 +165,7 @@ CASES = {
     **{
         f"a file for FSDP2 stays as it is: {name}": Case(file=text, to="axolotl", after="file")
         for name, (text, _) in SHAPES.items()
-        if "fsdp_version: 2" in text  # wherever it stands
+        if "fsdp_version: 2" in text  # at any place
     },
     **{
         f"axolotl refuses activation_offloading without gradient_checkpointing: recomputed {is_recomputed}": Case(
@@ -221,7 +221,7 @@ CASES = {
             run={
                 f"{CHECKPOINTING}.checkpoint": recomputes,
                 f"{CHECKPOINTING}.cpu_offload": offloads,
-                # axolotl's default is another one than a Trainer's
+                # axolotl's default differs from a Trainer's
                 **({f"{CHECKPOINTING}.reentrant": False} if recomputes else {}),
             },
         )
@@ -260,12 +260,12 @@ CASES = {
         told={"fsdp_config.fsdp_backward_prefetch": (APPROXIMATE, "0.11", "0.12")},
         says={"fsdp_config.backward_prefetch": None},
     ),
-    # lstrip("fsdp_") left backward_prefetch and limit_all_gathers whole, and made ync_module_states of the third.
+    # lstrip("fsdp_") left backward_prefetch and limit_all_gathers intact, and turned the third into ync_module_states.
     "what was synchronised depends on the release": Case(
         file=UNSYNCED.replace("  fsdp_cpu_ram_efficient_loading: true\n", ""),
         told={"fsdp_config.fsdp_sync_module_states": (NEEDS_DECISION, "0.12")},
     ),
-    # The section's keys go, the model's stay; without `adapter` a run would train all weights.
+    # The section's keys are removed, the model's stay; without `adapter` a run would train all weights.
     "a QLoRA run carried over would lose its 4 bits in fully_shard": Case(
         file=QLORA,
         told={"quantized weights": (UNSUPPORTED, "bfloat16")},
@@ -357,7 +357,7 @@ fsdp_config:
     "another system's run in axolotl's words": Case(
         file=OF_ACCELERATE,
         to="axolotl",
-        blocking=STORED,  # which accelerate upcasts, and axolotl's FSDP2 does not
+        blocking=STORED,  # accelerate upcasts, and axolotl's FSDP2 does not
         says={"fsdp_config.transformer_layer_cls_to_wrap": "Block"},
         keeps=("config.mesh", "config.cpu_offload", "state_dict_type", "precision", "max_grad_norm"),
         run={"config.mesh": MeshSpec.of_degrees(4, 2), "max_grad_norm": None},
@@ -367,11 +367,11 @@ fsdp_config:
 
 @each_case(CASES)
 def test_what_becomes_of(case: Case) -> None:
-    """What axolotl passes on of its words is what was trained."""
+    """A run trained with the keys that axolotl passes on, so only these count."""
     case.check()
 
 
 @pytest.mark.parametrize("keys", ["fsdp:\nfsdp_config:\n", "deepspeed: ds.json\nfsdp:\n", ""])
 def test_a_file_without_fsdp_is_no_section(keys: str) -> None:
-    """Most of its files leave fsdp empty; each would be a finding."""
+    """Most axolotl files leave fsdp empty, and each would have a needless finding."""
     assert AxolotlDialect().sections(yaml.safe_load(AROUND + keys)) == []

@@ -1,4 +1,4 @@
-"""DeepSpeed's own JSON: named by a file of accelerate's or axolotl's, and by itself."""
+"""DeepSpeed's own JSON file: referenced by a file of accelerate's or axolotl's, and alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from composer_fsdp2.migration.migrate import ForeignSystemError, Migration, migr
 from composer_fsdp2.preflight.run_file import RunFile
 from tests.migration.file_cases import APPROXIMATE, EXACT, NEEDS_DECISION, UNNEEDED, read_first
 
-# Of the forms that the examples of transformers, axolotl and DeepSpeed have.
+# In the forms used by the examples of transformers, axolotl and DeepSpeed.
 ZERO3: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
     "bf16": {"enabled": True},
@@ -97,13 +97,13 @@ def leaves(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield above + key
 
 
-# --- as accelerate reads it
+# --- compared with accelerate
 
 
 def of_accelerate(
     folder: Path, monkeypatch: pytest.MonkeyPatch, file: str, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What its launcher, its plugin and ``Accelerator.prepare`` come to, and what DeepSpeed takes without a key."""
+    """The settings after accelerate's launcher, plugin and ``Accelerator.prepare``, and DeepSpeed's defaults."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import DeepSpeedPlugin
     from accelerate.utils.launch import prepare_deepspeed_cmd_env
@@ -157,7 +157,8 @@ READ: dict[str, dict[str, Any]] = {
 def test_it_is_read_as_accelerate_reads_it(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stage, a norm or a dtype by default would be another one: in accelerate's own file stage 2 and a norm of 1."""
+    """accelerate's own file defaults to stage 2 and a norm of 1; DeepSpeed's JSON has other defaults for stage, norm
+    and dtype."""
     found = with_settings(open_document(ACCELERATE), reader_of(values), to="composer", alone=True)
     assert found is not None
     settings = read_first(found.text).details.settings
@@ -169,7 +170,7 @@ def test_it_is_read_as_accelerate_reads_it(
 def test_what_accelerate_refuses_beside_it_is_a_decision(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that never started would be migrated with exit code 0, by either of two values."""
+    """A file that never started would be migrated with exit code 0, using either of two values."""
     beside = ACCELERATE.replace("zero.json\n", f"zero.json\n  {key}\n")
     for text in (beside, f"{ACCELERATE}mixed_precision: 'no'\n"):
         with pytest.raises(ValueError, match="will be ignored"):
@@ -181,11 +182,11 @@ def test_what_accelerate_refuses_beside_it_is_a_decision(
         assert of_json.max_grad_norm == 1.0
 
 
-# --- where it goes
+# --- the migrated file
 
 
 def test_accelerates_file_says_what_the_other_one_said() -> None:
-    """The settings had to be copied by hand."""
+    """Otherwise users had to copy the settings by hand."""
     migration = migrated(ACCELERATE, ZERO3, to="accelerate")
     assert migration.before == ACCELERATE and migration.exit_code == 0
     values = yaml.safe_load(migration.after)
@@ -196,7 +197,7 @@ def test_accelerates_file_says_what_the_other_one_said() -> None:
     stage, ranks = found["zero_optimization.stage"], found["deepspeed_config.deepspeed_config_file"]
     line = text_of(ZERO3).split('"stage"')[0].count("\n") + 1
     assert (stage.value, stage.where) == (3, f"zero.json:{line}") and ranks.where == "run.yaml:3"
-    assert found["distributed_type"].where == "run.yaml:4"  # as in the file that the user has
+    assert found["distributed_type"].where == "run.yaml:4"  # as in the user's own file
 
 
 def test_in_a_json_of_accelerates_it_is_read_as_well() -> None:
@@ -206,7 +207,7 @@ def test_in_a_json_of_accelerates_it_is_read_as_well() -> None:
 
 
 def test_a_file_that_says_nothing_to_migrate_stays_as_it_is() -> None:
-    """--force would write DeepSpeed's settings into the file that names them."""
+    """--force would write DeepSpeed's settings into the file that references it."""
     values = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "disk"}}}
     migration = migrated(ACCELERATE, values)
     assert migration.after == ACCELERATE and not migration.is_changed
@@ -215,9 +216,9 @@ def test_a_file_that_says_nothing_to_migrate_stays_as_it_is() -> None:
 
 
 def test_axolotls_section_takes_the_place_of_deepspeed() -> None:
-    """axolotl's file was refused."""
+    """axolotl's file used to be refused."""
     migration = migrated(AXOLOTL, ZERO3, to="axolotl")
-    dtype = "dtype of stored parameters"  # axolotl's own, of every file of its
+    dtype = "dtype of stored parameters"  # axolotl's own, in every file
     assert [each.key for each in migration.blocking] == [dtype]
     values = yaml.safe_load(migration.after)
     assert {**values, "fsdp_config": {}} == {
@@ -239,7 +240,7 @@ def test_axolotls_section_takes_the_place_of_deepspeed() -> None:
 @pytest.mark.parametrize("name", NAMING)
 @pytest.mark.parametrize(("stage", "reshards"), [(3, True), (2, False), (1, False)])
 def test_the_run_is_that_of_the_stage_whoever_names_it(name: str, stage: int, reshards: bool) -> None:
-    """axolotl's run would keep gradients unsharded between microbatches, or prefetch nothing, as FSDP1 did there."""
+    """axolotl's run would keep gradients unsharded between microbatches, or prefetch nothing, like FSDP1 there."""
     values = {**ZERO3, "zero_optimization": {**ZERO3["zero_optimization"], "stage": stage, "offload_param": {}}}
     run = read_first(migrated(NAMING[name], values).after).run
     of_accelerates = read_first(migrated(ACCELERATE, values).after).run
@@ -252,7 +253,7 @@ def test_the_run_is_that_of_the_stage_whoever_names_it(name: str, stage: int, re
 
 
 def test_a_trainer_clips_where_the_json_does() -> None:
-    """max_grad_norm, 1 by default, does nothing under DeepSpeed, whose own key the JSON lacks."""
+    """max_grad_norm, 1 by default, has no effect under DeepSpeed, whose own key the JSON lacks."""
     for file in (AXOLOTL, f"{AXOLOTL}max_grad_norm: 0.3\n"):
         clips = read_first(migrated(file, ZERO3).after).run
         none = migrated(file, without(ZERO3, "gradient_clipping"))
@@ -274,7 +275,7 @@ def test_axolotl_may_have_the_settings_in_its_own_file() -> None:
     assert told(migration)["zero_optimization.stage"].where == "run.yaml:6"
 
 
-# --- what becomes of its keys
+# --- findings
 
 DECIDED: dict[str, tuple[Any, Outcome]] = {
     "scheduler": ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, NEEDS_DECISION),
@@ -297,7 +298,7 @@ DECIDED: dict[str, tuple[Any, Outcome]] = {
 
 @pytest.mark.parametrize("name", [*NAMING, "alone"])
 def test_every_key_of_it_is_told(name: str) -> None:
-    """A schedule that DeepSpeed made, or a quantized gradient, would be gone without a word."""
+    """A schedule made by DeepSpeed, or a quantized gradient, would be lost silently."""
     values = {**ZERO3, "zero_optimization": dict(ZERO3["zero_optimization"])}
     for key, (value, _) in DECIDED.items():
         inner = key.removeprefix("zero_optimization.")
@@ -314,7 +315,8 @@ def test_every_key_of_it_is_told(name: str) -> None:
 
 
 def test_numbers_of_the_script_are_not_asked_for() -> None:
-    """The optimizer of transformers' examples, whose numbers a Trainer fills in, and a batch that must agree."""
+    """The optimizer of transformers' examples, with numbers that a Trainer fills in, and a batch size that must
+    agree."""
     values = {**ZERO3, "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}}
     values |= {"train_micro_batch_size_per_gpu": 2}
     found = told(migrated(ACCELERATE, values))
@@ -326,7 +328,7 @@ def test_numbers_of_the_script_are_not_asked_for() -> None:
 
 
 def test_a_dtype_that_the_script_decides_is_asked_for_once() -> None:
-    """A run in bfloat16, of which no file tells, would go on in float32; under accelerate the script decides again."""
+    """A bfloat16 run whose dtype is in no file would continue in float32; under accelerate the script sets it again."""
     values = ZERO3 | AUTO
     migration = migrated(ACCELERATE, values)
     assert [each.key for each in migration.blocking] == ["bf16.enabled"]
@@ -334,7 +336,7 @@ def test_a_dtype_that_the_script_decides_is_asked_for_once() -> None:
     assert [each.key for each in of_one.blocking] == ["fp16.enabled"]
     kept = migrated(ACCELERATE, values, to="accelerate")
     assert kept.exit_code == 0 and "mixed_precision" not in yaml.safe_load(kept.after)
-    assert migrated(AXOLOTL, values).exit_code == 0  # where the file itself tells
+    assert migrated(AXOLOTL, values).exit_code == 0  # where the file itself sets it
     scaled = told(migrated(ACCELERATE, ZERO2))
     assert scaled["fp16.loss_scale"].outcome is APPROXIMATE and "GradScaler" in scaled["fp16.loss_scale"].reason
     assert told(migrated(ACCELERATE, ZERO3))["fp16.loss_scale_window"].outcome is UNNEEDED
@@ -357,11 +359,11 @@ def test_keys_of_earlier_releases_ask_for_the_same(old: dict[str, Any], new: dic
     assert one.after == other.after and one.exit_code == other.exit_code == 0
 
 
-# --- by itself, and on the disk
+# --- alone, and on disk
 
 
 def test_by_itself_it_becomes_a_new_file() -> None:
-    """It ended with exit code 2; a file in its place would be one that DeepSpeed does not read."""
+    """It ended with exit code 2. Overwriting it would leave a file that DeepSpeed cannot read."""
     migration = migrate_text(text_of(ZERO3), "ds/zero.json", to="composer")
     assert migration.exit_code == 0 and migration.is_new_file and migration.suffix == ".yaml"
     named = read_first(migrated(ACCELERATE.replace("num_processes: 8\n", ""), ZERO3).after).run
@@ -379,7 +381,7 @@ def results_of(*paths: Path, output: Path | None = None) -> dict[str, FileResult
 
 
 def test_on_the_disk_it_is_found_as_accelerate_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two files of one name the wrong one would be read; without the first, the one beside the file is meant."""
+    """With two files of one name, the wrong one would be read. Without the first, the one beside the file is used."""
     (tmp_path / "below").mkdir()
     for name, text in NAMING.items():
         (tmp_path / f"below/{name}.yaml").write_text(text)
@@ -403,7 +405,7 @@ def test_one_that_is_not_there_is_left_to_the_user(tmp_path: Path, monkeypatch: 
     assert {name: each.exit_code for name, each in found.items()} == {"accelerate.yaml": 1, "axolotl.yaml": 2}
     assert "its deepspeed names" in found["axolotl.yaml"].error
     with pytest.raises(ForeignSystemError, match="axolotl with DeepSpeed"):
-        migrate_text(AXOLOTL)  # a text alone reads no disk
+        migrate_text(AXOLOTL)  # text without a path reads no other file
 
 
 @pytest.mark.parametrize(
@@ -411,7 +413,7 @@ def test_one_that_is_not_there_is_left_to_the_user(tmp_path: Path, monkeypatch: 
     [("{\n 'a': 1}", "zero.json:2:2"), ("[1]", "zero.json:1:1"), ('{"fp16": {}}', "accelerate refuses it without")],
 )
 def test_a_broken_one_is_named(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error would point at a line of the file that names it."""
+    """The error would point to a line of the referencing file."""
     monkeypatch.chdir(tmp_path)
     Path("zero.json").write_text(text)
     Path("run.yaml").write_text(ACCELERATE)
@@ -420,7 +422,7 @@ def test_a_broken_one_is_named(text: str, message: str, tmp_path: Path, monkeypa
 
 
 def test_in_a_folder_it_belongs_to_the_file_that_names_it(tmp_path: Path) -> None:
-    """--write would fail at each JSON of a folder, for which there is no place."""
+    """--write would fail at each JSON of a folder, since it cannot be rewritten in place."""
     (tmp_path / "zero.json").write_text(text_of(ZERO3))
     (tmp_path / "run.yaml").write_text(ACCELERATE)
     found = results_of(tmp_path)
@@ -433,7 +435,7 @@ def test_in_a_folder_it_belongs_to_the_file_that_names_it(tmp_path: Path) -> Non
 
 
 def test_plan_reads_it_as_well(tmp_path: Path) -> None:
-    """The run could be migrated, and not planned."""
+    """The run could be migrated, but not planned."""
     (tmp_path / "zero.json").write_text(text_of(ZERO3 | {"scheduler": {"type": "WarmupLR"}}))
     (tmp_path / "run.yaml").write_text(ACCELERATE)
     file = RunFile.read(tmp_path / "run.yaml")

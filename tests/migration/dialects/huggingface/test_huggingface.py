@@ -1,4 +1,4 @@
-"""Hugging Face's dialect against transformers and accelerate themselves, and against its own promises."""
+"""Hugging Face's dialect, compared with transformers and accelerate themselves, and its own properties."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.migration.file_cases import (
 )
 from tests.migration.huggingface_oracle import ask
 
-NUM_SECTIONS = 600 if IS_THOROUGH else 80  # of each system, at random
+NUM_SECTIONS = 600 if IS_THOROUGH else 80  # random sections of each system
 YAMLS = Path(__file__).resolve().parents[4] / "yamls"
 DIALECT = HuggingFaceDialect()
 Written = dict[str, Any]
@@ -69,7 +69,7 @@ def migrated(written: Written) -> Written:
 
 
 def as_the_oracle_says(run: RunConfig, *, is_fsdp2: bool) -> dict[str, Any]:
-    """A run in the words of accelerate's plugin, each from what the run would do."""
+    """A run as attributes of accelerate's plugin, each derived from the run's behaviour."""
     config, policy = run.config, run.config.mixed_precision
     if config.mesh.shard_degree == 1:
         strategy = "NO_SHARD"
@@ -100,7 +100,7 @@ def as_the_oracle_says(run: RunConfig, *, is_fsdp2: bool) -> dict[str, Any]:
 
 
 def check(written: Written, answer: dict[str, Any]) -> None:
-    """The reading is the oracle's, and where there is none the oracle's run did not come far."""
+    """The reading equals the oracle's result; without a reading, the oracle's run failed early."""
     reading = read(written)
     if reading.run is None:
         assert [each for each in reading.findings if each.outcome is Outcome.NEEDS_DECISION], written
@@ -124,7 +124,7 @@ def is_on_one_node(written: Written) -> bool:
 
 
 def breaks_later(answer: dict[str, Any]) -> bool:
-    """What starts, and then cannot be carried over: names that no class has, flat shards, nodes of unknown size."""
+    """Runs that start and then cannot be migrated: unknown class names, flat shards, nodes of unknown size."""
     has_bad_names = any(set("[] '") & set(name) for name in answer["classes"])
     is_hybrid = "HYBRID" in (answer["strategy"] or "")
     return has_bad_names or answer["state_dict_type"] == "LOCAL_STATE_DICT" or is_hybrid
@@ -212,7 +212,7 @@ def random_accelerate(rng: random.Random) -> Written:
 
 
 def real_sections() -> list[tuple[str, Written]]:
-    """Those of the runs in ``yamls/``: a Trainer's are what it reads of the file."""
+    """The sections of the runs in ``yamls/``; for a Trainer, the keys that it reads from the file."""
     read_by_trainer = ("fsdp", "fsdp_config", "bf16", "gradient_checkpointing")
     runs = [(path.parent.name, yaml.safe_load(path.read_text())) for path in YAMLS.glob("*/*-fsdp1.yaml")]
     trainers = [values.get("training", values) for folder, values in runs if folder == "huggingface"]
@@ -222,7 +222,7 @@ def real_sections() -> list[tuple[str, Written]]:
 
 @pytest.fixture(scope="module")
 def answered() -> list[tuple[str, Written, dict[str, Any]]]:
-    """Sections at random, alike in every run, with the oracle's answers."""
+    """Random sections, the same in every run, with the oracle's results."""
     rng = random.Random(6)
     cases = [("trainer", random_trainer(rng)) for _ in range(NUM_SECTIONS)]
     cases += [("accelerate", random_accelerate(rng)) for _ in range(NUM_SECTIONS)]
@@ -232,7 +232,7 @@ def answered() -> list[tuple[str, Written, dict[str, Any]]]:
 
 @pytest.mark.parametrize("system", ["trainer", "accelerate"])
 def test_a_reading_is_what_the_system_did(system: str, answered: list[tuple[str, Written, dict[str, Any]]]) -> None:
-    """A user would migrate what the file says, and lose what the run was."""
+    """Otherwise a user would migrate the file's keys, and lose the behaviour of the run."""
     of_system = [(written, answer) for each, written, answer in answered if each == system]
     for written, answer in of_system:
         check(written, answer)
@@ -253,9 +253,9 @@ SHARDING = attrgetter(
 
 
 def test_a_migrated_file_starts_and_shards_alike(answered: list[tuple[str, Written, dict[str, Any]]]) -> None:
-    """A user would get a file that accelerate refuses, or that trains something else."""
+    """A user would get a file that accelerate refuses, or that trains differently."""
     before = [written for system, written, _ in answered if system == "accelerate" and read(written).run is not None]
-    # parallelism_config came with accelerate 1.10; the one that is asked here refuses the file.
+    # accelerate 1.10 added parallelism_config; the installed release refuses the file.
     pairs = [(written, migrated(written)) for written in before]
     pairs = [(written, new) for written, new in pairs if "parallelism_config" not in new]
     answers = ask([("accelerate", new) for _, new in pairs])
@@ -263,7 +263,7 @@ def test_a_migrated_file_starts_and_shards_alike(answered: list[tuple[str, Writt
     for (written, new), answer in zip(pairs, answers, strict=True):
         old = read(written).run
         if old.config.mesh.shard_degree == 1:
-            assert new == written  # FSDP2 has no form for it: the file stays as it is
+            assert new == written  # FSDP2 has no form for it, so the file is unchanged
             continue
         assert answer["version"] == 2, (written, answer)
         check(new, answer)
@@ -273,7 +273,7 @@ def test_a_migrated_file_starts_and_shards_alike(answered: list[tuple[str, Writt
 def test_a_run_in_accelerates_words_starts_and_shards_alike(
     answered: list[tuple[str, Written, dict[str, Any]]],
 ) -> None:
-    """A user would get a file that accelerate refuses, or that trains something else."""
+    """A user would get a file that accelerate refuses, or that trains differently."""
     before = [run for _, written, _ in answered if (run := read(written).run) is not None]
     pairs = [(run, DIALECT.express(run)) for run in before]
     pairs = [(run, new) for run, new in pairs if not any(each.outcome.blocks for each in new.findings)]
@@ -329,7 +329,7 @@ training:
     ],
 )
 def test_sections_are_told_from_composers(values: Written, paths: list[tuple[str | int, ...]]) -> None:
-    """A section read in the wrong system's words would be called unknown keys, or not found."""
+    """A section read in the wrong dialect would be reported as unknown keys, or not found."""
     assert DIALECT.sections(values) == paths
     if paths:
         assert ComposerDialect().sections(values) == []
@@ -749,12 +749,12 @@ mixed_precision: "no"
 
 @each_case(CASES)
 def test_what_becomes_of(case: Case) -> None:
-    """Other converters, and readers that take a file for what it seems to say, get these wrong."""
+    """Cases that a converter gets wrong if it takes the file literally."""
     case.check()
 
 
 def test_replicas_in_accelerates_words_are_a_decision_until_the_file_says_them() -> None:
-    """The run's accelerate may be one that refuses the whole file: exit code 0 would let it fail at the launch."""
+    """The run's accelerate may refuse the whole file: with exit code 0, the launch would fail."""
     written = accelerate_file(sharding_strategy="HYBRID_SHARD") | {"num_processes": 16, "num_machines": 2}
     migration = migrate_text(yaml.safe_dump(written), to="accelerate")
     (found,) = [each for each in migration.sections[0].findings if each.name == "(mesh)"]
@@ -762,7 +762,7 @@ def test_replicas_in_accelerates_words_are_a_decision_until_the_file_says_them()
     assert found.outcome is Outcome.NEEDS_DECISION
     assert "1.10" in found.hint and "all ranks" in found.hint
     (answer,) = ask([("accelerate", yaml.safe_load(migration.after))])
-    assert "parallelism_config" in answer["error"]  # of the release here
+    assert "parallelism_config" in answer["error"]  # of the installed release
 
     again = migrate_text(migration.after, to="accelerate")
     assert again.exit_code == 0 and not again.is_changed
@@ -775,7 +775,7 @@ def test_replicas_in_accelerates_words_are_a_decision_until_the_file_says_them()
 @pytest.mark.parametrize("mesh", [MeshSpec(), MeshSpec.of_degrees(shard=8), MeshSpec.of_degrees(shard=-1, replicate=1)])
 @pytest.mark.parametrize("num_ranks", [None, 8])
 def test_all_ranks_need_no_word_that_a_release_refuses(mesh: MeshSpec, num_ranks: int | None) -> None:
-    """A plain run would get a file that accelerate 1.8.1 does not start with."""
+    """A plain run would get a file that accelerate 1.8.1 refuses to start."""
     run = run_with(Wrap(kind=WrapKind.CLASSES), mesh=mesh, num_ranks=num_ranks)
     expression = DIALECT.express(run)
     assert "parallelism_config" not in settings_of(expression)
@@ -783,7 +783,7 @@ def test_all_ranks_need_no_word_that_a_release_refuses(mesh: MeshSpec, num_ranks
 
 
 def test_a_trainers_own_file_claims_nothing_about_words_that_stand_elsewhere() -> None:
-    """'The whole model was one unit', of a run whose command line said auto_wrap."""
+    """The report used to claim 'The whole model was one unit', for a run with auto_wrap on its command line."""
     written = {"transformer_layer_cls_to_wrap": ["Block"], "backward_prefetch": "backward_pre"}
     classes = finding(read(written), "transformer_layer_cls_to_wrap")
     assert classes.outcome is Outcome.NEEDS_DECISION and "not known here" in classes.reason
@@ -793,7 +793,7 @@ def test_a_trainers_own_file_claims_nothing_about_words_that_stand_elsewhere() -
 
 
 def test_a_trainers_own_file_for_fsdp2_is_recognized(tmp_path: Path) -> None:
-    """In a folder it was passed over, and by its name refused as a file without a section."""
+    """In a folder it was skipped, and given alone it was refused as a file without a section."""
     for number, prefix in enumerate(("", "fsdp_")):
         written = {f"{prefix}version": 2, f"{prefix}reshard_after_forward": False}
         assert read(written).run.config.reshard_after_forward is False
@@ -821,7 +821,7 @@ BESIDE_SHARDING: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", BESIDE_SHARDING)
 def test_what_accelerates_file_cannot_say_is_a_finding(name: str) -> None:
-    """A ROLL or TorchTitan run would lose its clipping or its frozen tower on the way to accelerate, unsaid."""
+    """A ROLL or TorchTitan run would silently lose its clipping or its frozen tower in accelerate."""
     wrap = Wrap(kind=WrapKind.CLASSES)
     run = run_with(wrap, **{name: BESIDE_SHARDING[name]})
     more = set(DIALECT.express(run).findings) - set(DIALECT.express(run_with(wrap)).findings)
@@ -852,7 +852,7 @@ LOADING = ("cpu_ram_efficient_loading", "sync_module_states")
 @pytest.mark.parametrize("text", ["true", "false", "False", "on", "off", "0"])
 @pytest.mark.parametrize("system", ["trainer", "accelerate", "accelerate, FSDP2"])
 def test_a_switch_in_quotes_gets_the_finding_of_what_it_did(system: str, name: str, text: str) -> None:
-    """The report would say that units are asked for ahead, and the run that was read ask for none."""
+    """The report would promise prefetching, and the run would not prefetch."""
 
     def with_value(value: object) -> Written:
         if system == "trainer":
@@ -875,13 +875,13 @@ def test_a_switch_in_quotes_gets_the_finding_of_what_it_did(system: str, name: s
 
 
 def test_words_that_are_a_number_are_refused() -> None:
-    """The Trainer takes a string, a list or a flag; anything else it fails on, and so is not read as off."""
+    """The Trainer takes a string, a list or a flag and fails on other values, so these are not read as off."""
     reading = read({"fsdp": 3})
     assert reading.run is None and finding(reading, "fsdp").outcome.blocks
 
 
 def test_the_launchers_numbers_and_its_empty_values() -> None:
-    """``accelerate launch`` takes a prefetch by its number in an enumeration, and no precision as none."""
+    """``accelerate launch`` takes a prefetch by its number in an enumeration, and an empty precision as none."""
 
     def prefetching(value: object) -> tuple[Outcome, str]:
         written = finding(read(accelerate_file(backward_prefetch=value)), "fsdp_config.fsdp_backward_prefetch")
@@ -893,7 +893,7 @@ def test_the_launchers_numbers_and_its_empty_values() -> None:
 
 
 def test_the_table_has_a_reason_for_every_key_and_a_default_for_every_reader() -> None:
-    """The documentation is made from it: an empty cell would be one there."""
+    """The documentation is generated from it, including empty cells."""
     for row in DIALECT.rows:
         assert row.meaning
         assert row.outcome.blocks or row.reason or row.target, row.name
