@@ -20,8 +20,9 @@ from torch.utils.hooks import unserializable_hook
 
 from composer_fsdp2._torch.collectives import InFlight, Watch, all_reduce, at_work, watch_between_units
 from composer_fsdp2._torch.groups import groups_of, has_gradient, state_of
-from composer_fsdp2._torch.passing import Passage, cast_floats, hidden_gradient, tensors_in
+from composer_fsdp2._torch.identity import IdentityHook
 from composer_fsdp2._torch.replaced import replaced
+from composer_fsdp2._torch.tensor_tree import cast_floats, hidden_gradient, tensors_in
 from composer_fsdp2.errors import CallError, PlanError
 
 
@@ -308,7 +309,7 @@ class UnitState(State):
         groups = groups_of(self)
         inputs: set[int] = set()  # a hook on one would come after the unit's backward
         for group in reversed(groups):
-            output, unwritten = group.end_passage(output)
+            output, unwritten = group.restore_inputs(output)
             inputs |= unwritten
         if self._state_ctx.iter_forward_root is self:
             self.restore_autocast_cache()
@@ -421,7 +422,7 @@ class UnitGroup(Group):
 
     unit_state: UnitState
     num_open = 0  # forwards that are under way, as within generate
-    _passage: Passage | None = None
+    _identity_hook: IdentityHook | None = None
     _shown: int | None = None  # while the modules of a gathered unit show the shards: the shards' versions, added up
 
     def pre_forward(self, *args: Any) -> Any:
@@ -481,18 +482,18 @@ class UnitGroup(Group):
         if torch._C._are_functorch_transforms_active():
             return super()._register_post_backward_hook(args, kwargs)
         # torch calls a unit of several modules at the end of the last one's forward: too late to adopt.
-        self._passage = Passage(self._end_backward, is_writable=len(self.modules) == 1)
-        return self._passage.through((args, dict(kwargs)))  # other hooks may keep the mapping
+        self._identity_hook = IdentityHook(self._end_backward, is_writable=len(self.modules) == 1)
+        return self._identity_hook.apply((args, dict(kwargs)))  # other hooks may keep the mapping
 
     def _end_backward(self) -> None:
         self.post_backward()
 
-    def end_passage(self, output: Any) -> tuple[Any, set[int]]:
-        """See ``Passage.end``."""
-        if self._passage is None:
+    def restore_inputs(self, output: Any) -> tuple[Any, set[int]]:
+        """See ``IdentityHook.restore``."""
+        if self._identity_hook is None:
             return output, set()
-        passage, self._passage = self._passage, None
-        return passage.end(output)
+        identity_hook, self._identity_hook = self._identity_hook, None
+        return identity_hook.restore(output)
 
     def post_backward(self, *unused: Any) -> None:
         """torch calls it wherever the unit's backward ends."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2._torch.private_names import is_in_backward, untraced
+from composer_fsdp2._torch.tensor_tree import map_tensors, tensors_in
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.adapters import KEY
 from composer_fsdp2.parallel.padding import Padding, is_order
@@ -140,7 +140,7 @@ class DividedLayers:
         changed = {parameters[0]: hidden}
         for name, value in given.items():
             if name.startswith(self.angles):
-                changed[name] = with_tensors(value, self._angles_of_part)
+                changed[name] = map_tensors(value, self._angles_of_part)
             elif name in self.caches:
                 changed[name] = None
             elif name != parameters[0] and tensors_in(value) and not self.takes_whole(name):

@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from composer_fsdp2._torch.collectives import is_announced
-from composer_fsdp2._torch.passing import tensors_in
 from composer_fsdp2._torch.private_names import BatchNorm, untraced
 from composer_fsdp2._torch.replaced import replaced
+from composer_fsdp2._torch.tensor_tree import tensors_in
 from composer_fsdp2.config.parallel import ExpertBlock
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2._torch.private_names import BatchNorm, untraced
 from composer_fsdp2._torch.replaced import replaced
+from composer_fsdp2._torch.tensor_tree import map_tensors, tensors_in
 from composer_fsdp2.config.parallel import TowerModel
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
@@ -180,7 +180,7 @@ class _Towers:
         if not unconnected:
             return output
         # Any of its tensors may be the loss.
-        return with_tensors(output, lambda each: connect(each, unconnected) if each.is_floating_point() else each)
+        return map_tensors(output, lambda each: connect(each, unconnected) if each.is_floating_point() else each)
 
     def _run_towers_of_others(self, where: str, own: tuple[int, _Graph] | None = None) -> _Graph | None:
         """Run on examples what other ranks are about to enter, until that is ``own`` or nothing.
@@ -285,7 +285,7 @@ class _Example:
             return tensor.new_zeros(()).expand(tensor.shape) if tensor.is_floating_point() else tensor.detach().clone()
 
         num_elements = sum(each.numel() for each in tensors_in((args, kwargs)))
-        return _Example(with_tensors((args, kwargs), of), num_elements, stays_on_cpu=True)
+        return _Example(map_tensors((args, kwargs), of), num_elements, stays_on_cpu=True)
 
     @staticmethod
     def given(inputs: torch.Tensor | tuple[Any, ...] | Mapping[str, Any]) -> "_Example":
@@ -299,5 +299,5 @@ class _Example:
             to = tensor.device if self.stays_on_cpu and tensor.device.type == "cpu" else device
             return tensor.detach().to(to, copy=True, memory_format=torch.contiguous_format)
 
-        moved: Arguments = with_tensors(self.arguments, on)
+        moved: Arguments = map_tensors(self.arguments, on)
         return moved

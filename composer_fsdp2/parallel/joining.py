@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from composer_fsdp2._torch.passing import tensors_in
+from composer_fsdp2._torch.tensor_tree import tensors_in
 from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.contents import digest_of, parts_of

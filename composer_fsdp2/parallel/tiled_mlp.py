@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from composer_fsdp2._torch.collectives import announce
-from composer_fsdp2._torch.passing import with_tensors
 from composer_fsdp2._torch.private_names import BatchNorm, untraced, without_wrappers
 from composer_fsdp2._torch.replaced import replaced
+from composer_fsdp2._torch.tensor_tree import map_tensors
 from composer_fsdp2.config.parallel import TiledMLP
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.classes import classes_named
@@ -178,7 +178,7 @@ class _InPieces:
 
         def run(piece: torch.Tensor) -> Any:
             # Offloaded to the CPU in between, it comes back contiguous; some operators save other tensors then.
-            positional, by_name = with_tensors((args, kwargs), lambda _: piece.contiguous())
+            positional, by_name = map_tensors((args, kwargs), lambda _: piece.contiguous())
             return self.original(*positional, **by_name)
 
         return tensors[0], run

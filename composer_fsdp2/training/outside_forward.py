@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.overrides import TorchFunctionMode
 
-from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2._torch.private_names import own_parameters
+from composer_fsdp2._torch.tensor_tree import map_tensors, tensors_in
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.ties import join
@@ -86,7 +86,7 @@ _ELEMENTWISE = {"pow", "square", "abs", "neg", "mul", "rmul", "float", "double",
 
 def full(value: Any) -> Any:
     """The same nested value with each DTensor in full, and its gradient averaged. Called on all ranks of the meshes."""
-    return with_tensors(value, _full, kind=DTensor)
+    return map_tensors(value, _full, kind=DTensor)
 
 
 def _full(tensor: DTensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""The tensors in nested values; autograd nodes that compute nothing; and calls when a backward ends."""
+"""Find and change the tensors in nested values, as pytree and FSDP1 walk them."""
 
 import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,9 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
-from torch.utils.weak import TensorWeakRef
-
-_autograd: Any = torch.autograd
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -26,9 +22,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
 
-def with_tensors(
-    value: Any, change: Callable[[Any], Any], *, kind: type = Tensor, opens_registered: bool = True
-) -> Any:
+def map_tensors(value: Any, change: Callable[[Any], Any], *, kind: type = Tensor, opens_registered: bool = True) -> Any:
     """The same nested value with each tensor changed; a container in which none changes is the same object.
 
     Args:
@@ -37,10 +31,10 @@ def with_tensors(
     """
     if isinstance(value, kind):
         return change(value)
-    container = _opened(value)
+    container = _as_container(value)
     if container is None or (container.is_registered and not opens_registered):
         return value
-    parts = [with_tensors(part, change, kind=kind, opens_registered=opens_registered) for part in container.parts]
+    parts = [map_tensors(part, change, kind=kind, opens_registered=opens_registered) for part in container.parts]
     return value if _are_same(parts, container.parts) else container.rebuild(parts)
 
 
@@ -63,7 +57,7 @@ class _Container:
     is_registered: bool = False
 
 
-def _opened(value: Any) -> _Container | None:
+def _as_container(value: Any) -> _Container | None:
     """None for what is no container."""
     if isinstance(value, Tensor):
         return None
@@ -120,7 +114,7 @@ def _replacing(value: set[Any]) -> tuple[Callable[[Any], Any], Callable[[Any, An
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    container = _opened(value)
+    container = _as_container(value)
     if container is None:
         yield value
         return
@@ -156,26 +150,26 @@ def _with_items(value: Any, keys: Iterable[Any], parts: Iterable[Any]) -> Any:
 
 
 # A part that took another's place in a mutable container: the container, the key, the part before, and the new one.
-_Replaced = tuple[_Container, Any, Any, Any]
+Replaced = tuple[_Container, Any, Any, Any]
 
 
-def _replace_in_place(value: Any, change: Callable[[Tensor], Tensor], replaced: list[_Replaced]) -> Any:
-    """``with_tensors``, but mutable containers stay the same objects, so that what a module adds to one is kept.
+def replace_in_place(value: Any, change: Callable[[Tensor], Tensor], replaced: list[Replaced]) -> Any:
+    """``map_tensors``, but mutable containers stay the same objects, so that what a module adds to one is kept.
 
     A class that pytree alone knows (a KV cache) is opened by its attributes; where its tensors are elsewhere, it stays.
     """
     if isinstance(value, Tensor):
         return change(value)
-    container = _opened(value)
+    container = _as_container(value)
     if container is None:
         return value
     if container.is_registered:
         attributes = getattr(value, "__dict__", None)
         if not isinstance(attributes, dict):
             return value
-        container = _opened(attributes)
+        container = _as_container(attributes)
         assert container is not None
-    parts = [_replace_in_place(part, change, replaced) for part in container.parts]
+    parts = [replace_in_place(part, change, replaced) for part in container.parts]
     if _are_same(parts, container.parts):
         return value
     if container.set is None:
@@ -222,135 +216,4 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """The same nested value, its floating point tensors in ``dtype``, where FSDP1 cast them."""
-    return with_tensors(
-        value, lambda each: each.to(dtype) if each.is_floating_point() else each, opens_registered=False
-    )
-
-
-_Pair = tuple[TensorWeakRef, TensorWeakRef]
-
-
-class Passage:
-    """Passes the inputs of a module that require grad through a node of autograd's graph.
-
-    The module sees other tensors, of the same memory; whoever calls it does not: ``end`` puts its own back, wherever
-    the module left the others.
-
-    Args:
-        then: Called in each backward, where the gradients of all these tensors are there.
-        is_writable: Whether the passed tensors may be written to in place, if ``end`` is called afterwards.
-    """
-
-    def __init__(self, then: Callable[[], None], *, is_writable: bool = True) -> None:
-        self._then = then
-        self._is_writable = is_writable
-        # Each tensor and its passed one. Weak: an error may end the forward that uses them.
-        self._sources: list[_Pair] = []
-        self._views: list[_Pair] = []
-        self._replaced: list[_Replaced] = []
-
-    def through(self, value: Any) -> Any:
-        """The same nested value, of passed tensors; mutable containers are the same objects."""
-        tensors = [each for each in tensors_in(value) if each.requires_grad] if torch.is_grad_enabled() else []
-        if not tensors:
-            return value
-        tensors = list({id(each): each for each in tensors}.values())
-        source_of = _sources(tensors)
-        sources = list({id(each): each for each in source_of}.values())
-        passed = dict(zip(map(id, sources), _Pass.apply(self._then, self._is_writable, *sources), strict=True))
-        self._sources = [(TensorWeakRef(each), TensorWeakRef(passed[id(each)])) for each in sources]
-        views = {
-            id(each): each._view_func(passed[id(source)])  # type: ignore[attr-defined]
-            for each, source in zip(tensors, source_of, strict=True)
-            if each is not source
-        }
-        self._views = [(TensorWeakRef(each), TensorWeakRef(views[id(each)])) for each in tensors if id(each) in views]
-        passed |= views
-        return _replace_in_place(value, lambda each: passed.get(id(each), each), self._replaced)
-
-    def end(self, output: Any) -> tuple[Any, set[int]]:
-        """Put the caller's tensors back into its containers, and into what the module returns.
-
-        A tensor whose passed one was written to in place joins the graph that this made: their memory is one, and
-        without the node it would have been written to itself.
-
-        Returns:
-            The output, and the ids of the inputs that were not written to.
-        """
-        own: dict[int, Tensor] = {}
-        unwritten: set[int] = set()
-        # Before containers have the caller's again: a cache's entries are held by nothing else.
-        sources, views = _alive(self._sources), _alive(self._views)
-        for container, key, part, new in self._replaced:
-            if container.get is not None and container.set is not None and container.get(key) is new:
-                container.set(key, part)
-        self._replaced = []
-        for tensor, passed in sources:
-            own[id(passed)] = tensor
-            if getattr(passed.grad_fn, "then", None) == self._then:
-                unwritten.add(id(tensor))
-                continue
-            # It is written to in the graph alone: values that were saved for backward are valid.
-            with _autograd._unsafe_preserve_version_counter(tensor):
-                _Adopt.apply(tensor, passed)
-        for tensor, passed in views:
-            own[id(passed)] = tensor
-            unwritten |= {id(tensor)} if id(tensor._base) in unwritten else set()
-        return _replace_in_place(output, lambda each: own.get(id(each), each), []), unwritten
-
-
-def _sources(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """For each tensor that which is passed: itself, or the base of several views, to each of which a write is seen."""
-    # A mode would take it for an operator, as that of ``run_idle_experts`` does.
-    with torch._C.DisableTorchFunction():
-        bases = [each if each._base is None else each._base for each in tensors]
-    counts = Counter(map(id, bases))
-    return [base if counts[id(base)] > 1 else each for each, base in zip(tensors, bases, strict=True)]
-
-
-def _alive(pairs: Iterable[_Pair]) -> list[tuple[Tensor, Tensor]]:
-    found = [(one(), other()) for one, other in pairs]
-    return [(one, other) for one, other in found if one is not None and other is not None]
-
-
-def after_gradients_of(value: Any, then: Callable[[], None]) -> Any:
-    """The same nested value; ``then`` is called where the gradients of all its tensors are there."""
-    tensors = [each for each in tensors_in(value) if each.requires_grad] if torch.is_grad_enabled() else []
-    if not tensors:
-        return value
-    outputs = iter(_Pass.apply(then, True, *tensors))
-    return with_tensors(value, lambda each: next(outputs) if each.requires_grad else each)
-
-
-def after_backward(then: Callable[[], None]) -> None:
-    """Call ``then`` where the backward that is running ends."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(then)
-
-
-class _Pass(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, then: Callable[[], None], is_writable: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.then = then
-        # The tensors themselves would become views, to which a module cannot write.
-        return tuple(tensor.detach() for tensor in tensors) if is_writable else tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.then()
-        return (None, None, *gradients)
-
-
-class _Adopt(torch.autograd.Function):
-    """``tensor`` takes the place of ``written``, which has the same memory, in autograd's graph."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, written: Tensor) -> Tensor:
-        ctx.mark_dirty(tensor)
-        ctx.is_view = tensor._base is not None
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor]:
-        # For a view None would take the gradient of all of its base.
-        return torch.zeros_like(gradient) if ctx.is_view else None, gradient
+    return map_tensors(value, lambda each: each.to(dtype) if each.is_floating_point() else each, opens_registered=False)
