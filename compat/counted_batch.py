@@ -8,7 +8,7 @@ from composer.core import State
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 from composer_fsdp2._torch.tensor_tree import map_tensors, tensors_in
 from composer_fsdp2.comparing.counted_batch import CountedBatch, counted
 from composer_fsdp2.comparing.job import Options

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.parts import local_tensor, local_tensors
+from composer_fsdp2._torch.local_tensors import local_tensor, local_tensors
 from composer_fsdp2._torch.private_names import ActivationWrapper, own_parameters
 from composer_fsdp2._torch.unit import hooks_of
 from composer_fsdp2.config.text import and_more

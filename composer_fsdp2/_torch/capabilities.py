@@ -8,13 +8,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 @cache
-def skips_groups_of_one() -> bool:
+def skips_single_rank_groups() -> bool:
     """Whether nothing is gathered or reduced over one rank: the unit looks at the size of its group."""
     return "world_size" in inspect.unwrap(FSDPParamGroup.unshard).__code__.co_varnames
 
 
 @cache
-def recomputation_is_no_forward() -> bool:
+def keeps_unsharded_in_recompute() -> bool:
     """Whether a forward that runs inside of a backward leaves its unit gathered."""
     return "is_bw" in inspect.unwrap(FSDPParamGroup.post_forward).__code__.co_names
 
@@ -29,7 +29,7 @@ def needs_even_shards() -> bool:
     return any(isinstance(text, str) and "FSDP+TP sharding does not support uneven" in text for text in code.co_consts)
 
 
-def keeps_what_copies_read() -> bool:
+def keeps_all_reduce_buffer() -> bool:
     """Whether this torch keeps a unit's gradients, reduced over replicas, until that unit's backward is finished.
 
     On a GPU with gradients offloaded the copy to the host reads it; memory that the next unit's reduction gets in the

@@ -30,7 +30,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class InFlight:
+class PendingCollective:
     """A collective of a unit, whose buffers are there and which is not launched yet.
 
     Args:
@@ -51,31 +51,31 @@ class InFlight:
 class Watch:
     """``before`` is called for each collective, between the allocation of its buffers and its launch."""
 
-    before: Callable[[InFlight], None]
+    before: Callable[[PendingCollective], None]
 
 
 @contextlib.contextmanager
-def at_work(watches: Sequence[tuple[Watch, str]], phase: str) -> Iterator[None]:
+def collectives_of_unit(watches: Sequence[tuple[Watch, str]], phase: str) -> Iterator[None]:
     """In the block ``fully_shard`` launches collectives of one unit.
 
     Args:
         watches: Of the unit, each with the unit's path.
     """
-    global _working
+    global _current_unit
     if not watches:
         yield
         return
-    outer, _working = _working, (tuple(watches), phase)
-    _launching.dist = _WatchedDistributed()
+    outer, _current_unit = _current_unit, (tuple(watches), phase)
+    _fsdp_module.dist = _WatchedDistributed()
     try:
         yield
     finally:
-        _working = outer
+        _current_unit = outer
         if outer is None:
-            _launching.dist = dist
+            _fsdp_module.dist = dist
 
 
-def watch_between_units(watch: Watch, *, first: bool) -> Callable[[], None]:
+def watch_functional_collectives(watch: Watch, *, first: bool) -> Callable[[], None]:
     """Have a watch called before each collective of split layers, and where ``announce`` is called.
 
     Returns:
@@ -84,8 +84,8 @@ def watch_between_units(watch: Watch, *, first: bool) -> Callable[[], None]:
     listed = weakref.ref(watch, _forget)
     _between_units.insert(0 if first else len(_between_units), listed)
     for name in _functional:
-        setattr(_functional_collectives, name, functools.partial(_launch_of_split_layer, name))
-    _placing.shard_dim_alltoall = _exchange_of_split_layer
+        setattr(_functional_collectives, name, functools.partial(_launch_functional, name))
+    _placement_module.shard_dim_alltoall = _announced_shard_dim_alltoall
     return functools.partial(_forget, listed)
 
 
@@ -112,7 +112,7 @@ def announce(kind: str) -> None:
     """Announce to the watches of what lies between units; all ranks come to it."""
     for listed in tuple(_between_units):
         if (watch := listed()) is not None:
-            watch.before(InFlight("", kind, "a layer that ranks divide"))
+            watch.before(PendingCollective("", kind, "a layer that ranks divide"))
 
 
 def is_announced() -> bool:
@@ -143,14 +143,14 @@ def _forget(listed: weakref.ref[Watch]) -> None:
         _between_units.remove(listed)
     if not _between_units:
         vars(_functional_collectives).update(_functional)
-        _placing.shard_dim_alltoall = _shard_dim_alltoall
+        _placement_module.shard_dim_alltoall = _shard_dim_alltoall
 
 
-_working: tuple[tuple[tuple[Watch, str], ...], str] | None = None  # watches and phase, while a unit works
+_current_unit: tuple[tuple[tuple[Watch, str], ...], str] | None = None  # watches and phase, while a unit works
 _between_units: list[weakref.ref[Watch]] = []  # weakly: units hold their watches
-_launching: Any = _fsdp_collectives
-_placing: Any = placement_types
-_shard_dim_alltoall: Callable[..., torch.Tensor] = _placing.shard_dim_alltoall
+_fsdp_module: Any = _fsdp_collectives
+_placement_module: Any = placement_types
+_shard_dim_alltoall: Callable[..., torch.Tensor] = _placement_module.shard_dim_alltoall
 _functional = {name: function for name in _KINDS if (function := vars(_functional_collectives).get(name)) is not None}
 
 
@@ -162,7 +162,7 @@ class _WatchedDistributed:
         return functools.partial(_launch, value, _KINDS[name]) if name in _KINDS else value
 
 
-def _launch_of_split_layer(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _launch_functional(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """One of torch's functional collectives; see [Note: room before]."""
     if type(tensor) in (torch.Tensor, _functional_collectives.AsyncCollectiveTensor):  # no compiler traces it
         kind, group = _KINDS[name], kwargs.get("group")
@@ -175,7 +175,7 @@ def _launch_of_split_layer(name: str, tensor: torch.Tensor, *args: Any, **kwargs
     return _functional[name](tensor, *args, **kwargs)
 
 
-def _exchange_of_split_layer(
+def _announced_shard_dim_alltoall(
     tensor: torch.Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int
 ) -> torch.Tensor:
     """What DTensors call to move from one sharded dimension to another; on the CPU an all-gather, announced as such."""
@@ -187,8 +187,8 @@ def _exchange_of_split_layer(
 
 
 def _launch(function: Callable[..., Any], kind: str, *args: Any, **kwargs: Any) -> Any:
-    watches, phase = _working or ((), "")
-    announced = [InFlight(path, kind, phase) for _, path in watches]
+    watches, phase = _current_unit or ((), "")
+    announced = [PendingCollective(path, kind, phase) for _, path in watches]
     for (watch, _), collective in zip(watches, announced, strict=True):
         watch.before(collective)
     try:

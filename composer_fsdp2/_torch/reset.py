@@ -39,7 +39,7 @@ def reset_after_error(unit: FSDPModule) -> None:
                     parameter.free_unsharded_param()
 
 
-def forget_masks() -> None:
+def reset_mask_buffers() -> None:
     """Empty what split embeddings keep from their lookup until they are reduced, in which an error may have come.
 
     torch keeps it in placements that its caches share between forwards; the next one would raise, as its tokens differ.
@@ -73,7 +73,7 @@ def _reset_iteration(root: Any) -> None:
             group._all_reduce_state = group._partial_reduce_output = None
             group._post_forward_indices.clear()
             group._training_state = TrainingState.IDLE
-            group.num_open = 0  # UnitGroup's
+            group.num_running_forwards = 0  # UnitGroup's
             group._to_sharded()
     root._state_ctx.iter_forward_root = None
     root._state_ctx.post_backward_final_callback_queued = False

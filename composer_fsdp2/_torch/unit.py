@@ -18,7 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import unserializable_hook
 
-from composer_fsdp2._torch.collectives import InFlight, Watch, all_reduce, at_work, watch_between_units
+from composer_fsdp2._torch.collectives import (
+    PendingCollective,
+    Watch,
+    all_reduce,
+    collectives_of_unit,
+    watch_functional_collectives,
+)
 from composer_fsdp2._torch.groups import groups_of, has_gradient, state_of
 from composer_fsdp2._torch.identity import IdentityHook
 from composer_fsdp2._torch.replaced import replaced
@@ -27,7 +33,7 @@ from composer_fsdp2.errors import CallError, PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ParameterOverride:
     """Other parameters than the shards stand in a unit's modules while it is not gathered.
 
     Args:
@@ -51,26 +57,26 @@ class UnitHooks:
         replicated: By mesh, parameters that lie unsharded on every rank of it; their gradients are averaged where the
             backward ends.
         after_reduction: Called in turn where a backward that reduced gradients ends; what one raises ends it.
-        sums_in_own_dtype: Gradients that wait for their reduction are added up in the dtype of the backward, as under
-            FSDP1, and not in that of the reduction.
+        accumulates_in_backward_dtype: Unreduced gradients are accumulated in the dtype of the backward, as under FSDP1,
+            not in ``reduce_dtype``.
     """
 
     watches: list[tuple[Watch, str]] = field(default_factory=list)
-    shown: Shown | None = None
+    override: ParameterOverride | None = None
     replicated: Mapping[DeviceMesh, Sequence[nn.Parameter]] = field(default_factory=dict)
     after_reduction: list[Callable[[], None]] = field(default_factory=list)
-    sums_in_own_dtype: bool = False
+    accumulates_in_backward_dtype: bool = False
 
 
 def hooks_of(unit: FSDPModule) -> UnitHooks:
     """Of a unit, also of one that ``fully_shard`` made without us, which otherwise stays as it is."""
     state = state_of(unit)
     if not isinstance(state, State):
-        _take_over(state, State, Group)
+        _set_classes(state, State, Group)
     return state.hooks
 
 
-def _take_over(state: Any, state_class: type["State"], group_class: type["Group"]) -> None:
+def _set_classes(state: Any, state_class: type["State"], group_class: type["Group"]) -> None:
     state.__class__, state.hooks = state_class, UnitHooks()
     for group in groups_of(state):
         group.__class__, group.hooks = group_class, state.hooks
@@ -80,7 +86,7 @@ def _take_over(state: Any, state_class: type["State"], group_class: type["Group"
 
 def watch_collectives(
     units: Mapping[str, FSDPModule],
-    before: Callable[[InFlight], None],
+    before: Callable[[PendingCollective], None],
     *,
     first: bool = False,
     between_units: bool = False,
@@ -102,7 +108,7 @@ def watch_collectives(
     of_units = [hooks_of(unit).watches for unit in units.values()]
     for watches, path in zip(of_units, units, strict=True):
         watches.insert(0 if first else len(watches), (watch, path))
-    forget = watch_between_units(watch, first=first) if between_units else None
+    forget = watch_functional_collectives(watch, first=first) if between_units else None
 
     def stop() -> None:
         for watches in of_units:
@@ -118,7 +124,7 @@ class State(FSDPState):
 
     def _root_post_backward_final_callback(self) -> None:
         """Called where the backward of a model ends, on the unit where it began."""
-        with at_work(self.hooks.watches, "backward"):
+        with collectives_of_unit(self.hooks.watches, "backward"):
             super()._root_post_backward_final_callback()
             hooks = self.hooks
             if not (hooks.replicated or hooks.after_reduction):
@@ -140,18 +146,18 @@ class Group(FSDPParamGroup):
     hooks: UnitHooks
 
     def unshard(self, async_op: bool = False) -> None:
-        shown, state = self.hooks.shown, self._training_state
-        if shown is not None and self._all_gather_result is None and not self.is_unsharded:
-            shown.before_gather(state == TrainingState.PRE_BACKWARD)
-        with at_work(self.hooks.watches, _PHASES.get(state, "backward")):
+        override, state = self.hooks.override, self._training_state
+        if override is not None and self._all_gather_result is None and not self.is_unsharded:
+            override.before_gather(state == TrainingState.PRE_BACKWARD)
+        with collectives_of_unit(self.hooks.watches, _PHASES.get(state, "backward")):
             super().unshard(async_op)
 
     def post_backward(self, *unused: Any) -> None:
-        with at_work(self.hooks.watches, "backward"):
+        with collectives_of_unit(self.hooks.watches, "backward"):
             super().post_backward(*unused)
 
     def reshard(self) -> None:
-        if self.hooks.shown is None:
+        if self.hooks.override is None:
             super().reshard()
         else:  # the root would stay gathered after a forward, and others as shards on fewer ranks
             self._to_sharded()
@@ -160,8 +166,8 @@ class Group(FSDPParamGroup):
         """Called wherever the unit's shards take the place of its full parameters: reshard, clipping, state dicts."""
         was_sharded = self.is_sharded
         super()._to_sharded()
-        if self.hooks.shown is not None and not was_sharded:
-            self.hooks.shown.after_reshard()
+        if self.hooks.override is not None and not was_sharded:
+            self.hooks.override.after_reshard()
 
 
 class Parameter(FSDPParam):
@@ -169,7 +175,7 @@ class Parameter(FSDPParam):
 
     def reset_sharded_param(self) -> None:
         """Called after load_state_dict and the like; takes what is registered for the shard."""
-        if self.hooks.shown is None:
+        if self.hooks.override is None:
             registered = getattr(self._module_info.module, self._module_info.param_name)
             if not isinstance(registered, DTensor):
                 raise CallError(
@@ -181,7 +187,7 @@ class Parameter(FSDPParam):
 
     def to_accumulated_grad_if_needed(self) -> None:
         """Called where a backward ends that does not reduce."""
-        if not self.hooks.sums_in_own_dtype:
+        if not self.hooks.accumulates_in_backward_dtype:
             super().to_accumulated_grad_if_needed()
 
 
@@ -216,18 +222,18 @@ def repair_unit(module: FSDPModule) -> None:
     """Have a unit that ``fully_shard`` made do the rest: see ``UnitState`` and ``UnitGroup``."""
     _count_steps()
     state = state_of(module)
-    _take_over(state, UnitState, UnitGroup)
+    _set_classes(state, UnitState, UnitGroup)
     state.own_policy = state._mp_policy
     # torch 2.7 casts by pytree, which would make other containers of the caller's.
     state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False, output_dtype=None)
     for group in groups_of(state):
         group.unit_state = state
         for parameter in group.fsdp_params:
-            _lay_out_gradients(parameter.sharded_param)
+            _redistribute_gradients(parameter.sharded_param)
             info = parameter._module_info
             for owner in (info.module, *info.shared_modules):
                 if isinstance(owner, nn.RNNBase):
-                    owner.flatten_parameters = leave_weights  # type: ignore[method-assign]
+                    owner.flatten_parameters = skip_flatten_parameters  # type: ignore[method-assign]
 
 
 _num_steps = 0  # of all optimizers
@@ -242,7 +248,7 @@ def _count_steps() -> None:
     register_optimizer_step_post_hook(count)
 
 
-def _lay_out_gradients(shard: DTensor) -> None:
+def _redistribute_gradients(shard: DTensor) -> None:
     """A gradient that reaches the shard itself, as from a penalty, is laid out as the shard.
 
     autograd leaves it as the operator's backward made it, replicated for one (``shard.sum()``): the unit's own gradient
@@ -253,13 +259,13 @@ def _lay_out_gradients(shard: DTensor) -> None:
     mesh, placements = shard.device_mesh, shard.placements  # not the shard, which would be kept alive by its own hook
 
     @unserializable_hook
-    def lay_out(gradient: torch.Tensor) -> torch.Tensor:
+    def redistribute_gradient(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.redistribute(mesh, placements) if isinstance(gradient, DTensor) else gradient
 
-    shard.register_hook(lay_out)
+    shard.register_hook(redistribute_gradient)
 
 
-def leave_weights() -> None:
+def skip_flatten_parameters() -> None:
     """``flatten_parameters`` of an RNN in a unit.
 
     torch's moves the weights into one buffer for cuDNN, also unasked: in the first forward that finds other weights
@@ -283,7 +289,7 @@ class UnitState(State):
 
     own_policy: MixedPrecisionPolicy
     _autocast_cached: bool | None = None  # before the forward of which this is the outermost unit
-    _has_hook_to_come = False  # a forward has ended whose backward would leave gradients in full parameters
+    _awaits_backward = False  # a forward has ended whose backward would leave gradients in full parameters
 
     def _root_pre_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.refuse_lost_gradients()
@@ -315,7 +321,7 @@ class UnitState(State):
             self.restore_autocast_cache()
         if not torch.is_grad_enabled():
             if self._state_ctx.iter_forward_root in (self, None):  # None where generate, say, called the forward
-                self._show_shards()
+                self._register_shards()
             return self._cast_output_dtype(output)
         if torch._C._are_functorch_transforms_active():
             return super()._register_pre_backward_hook(output)
@@ -325,17 +331,17 @@ class UnitState(State):
                 _hookable(tensor).register_hook(self._pre_backward)
         if not reached and any(map(_needs_hook, groups)) and (where := hidden_gradient(output)):
             raise PlanError(_HIDDEN.format(unit=_name_of(self), output=type(output).__qualname__, where=where))
-        self._has_hook_to_come = any(group.is_unsharded and not _has_gradients(group) for group in groups)
+        self._awaits_backward = any(group.is_unsharded and not _has_gradients(group) for group in groups)
         return self._cast_output_dtype(output)
 
-    def _show_shards(self) -> None:
+    def _register_shards(self) -> None:
         groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
-        if not any(group.num_open for group in groups):
+        if not any(group.num_running_forwards for group in groups):
             for group in groups:
-                group.show_shards()
+                group.register_shards()
 
     def _pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        self._has_hook_to_come = False
+        self._awaits_backward = False
         return super()._pre_backward(gradient)
 
     def refuse_lost_gradients(self) -> None:
@@ -344,9 +350,9 @@ class UnitState(State):
         Called where the next forward begins, and where the unit is resharded (clipping, state dicts). The parameters of
         a unit that reshards after forward are not there in such a backward, which fails.
         """
-        if self._has_hook_to_come and any(group.is_unsharded and _has_gradients(group) for group in groups_of(self)):
+        if self._awaits_backward and any(group.is_unsharded and _has_gradients(group) for group in groups_of(self)):
             raise PlanError(_LOST.format(unit=_name_of(self)))
-        self._has_hook_to_come = False
+        self._awaits_backward = False
 
     def restore_autocast_cache(self) -> None:
         if self._autocast_cached is not None:
@@ -421,25 +427,26 @@ class UnitGroup(Group):
     """
 
     unit_state: UnitState
-    num_open = 0  # forwards that are under way, as within generate
+    num_running_forwards = 0  # forwards that are under way, as within generate
     _identity_hook: IdentityHook | None = None
-    _shown: int | None = None  # while the modules of a gathered unit show the shards: the shards' versions, added up
+    # The sum of the shards' versions, while the modules of an unsharded unit have the shards registered.
+    _registered_versions: int | None = None
 
     def pre_forward(self, *args: Any) -> Any:
         # torch 2.13 calls it for each of a unit's several modules, and post_forward once.
-        self.num_open = self.num_open + 1 if len(self.modules) == 1 else 1
+        self.num_running_forwards = self.num_running_forwards + 1 if len(self.modules) == 1 else 1
         return super().pre_forward(*args)
 
     def post_forward(self, *args: Any) -> Any:
-        self.num_open = max(0, self.num_open - 1)
+        self.num_running_forwards = max(0, self.num_running_forwards - 1)
         return super().post_forward(*args)
 
-    def show_shards(self) -> None:
+    def register_shards(self) -> None:
         """Register the shards in the unit's modules; what is gathered stays for the next forward or backward."""
-        if self.is_unsharded and self._shown is None:
+        if self.is_unsharded and self._registered_versions is None:
             for parameter in self.fsdp_params:
                 parameter._setattr_on_modules(parameter.sharded_param)
-            self._shown = self._versions()
+            self._registered_versions = self._versions()
 
     def _versions(self) -> int:
         """Grows with each write into a shard, on all ranks alike.
@@ -451,8 +458,8 @@ class UnitGroup(Group):
         return _num_steps + sum(shard._version + shard._local_tensor._version for shard in shards)
 
     def unshard(self, async_op: bool = False) -> None:
-        if self._shown is not None:
-            if self._shown == self._versions():
+        if self._registered_versions is not None:
+            if self._registered_versions == self._versions():
                 self._to_unsharded()
             else:
                 self._to_sharded()
@@ -460,12 +467,12 @@ class UnitGroup(Group):
 
     def _to_sharded(self) -> None:
         self.unit_state.refuse_lost_gradients()
-        self._shown = None
+        self._registered_versions = None
         super()._to_sharded()
 
     def _to_unsharded(self) -> None:
-        if self._shown is not None:
-            self._shown = None
+        if self._registered_versions is not None:
+            self._registered_versions = None
             for parameter in self.fsdp_params:
                 parameter.to_unsharded()
         super()._to_unsharded()
@@ -475,8 +482,8 @@ class UnitGroup(Group):
 
     def finalize_backward(self) -> None:
         super().finalize_backward()
-        self.num_open = 0  # an error may have ended a forward
-        self.show_shards()
+        self.num_running_forwards = 0  # an error may have ended a forward
+        self.register_shards()
 
     def _register_post_backward_hook(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch._C._are_functorch_transforms_active():
@@ -509,17 +516,17 @@ class UnitGroup(Group):
                 unsharded = parameter._unsharded_param
                 unsharded.grad = torch.zeros_like(unsharded)
         is_offloaded = bool(parameters) and parameters[0].offload_to_cpu  # a policy is all of the unit's
-        with _copied_before_hooks(parameters) if is_offloaded else contextlib.nullcontext():
+        with _synchronous_offload(parameters) if is_offloaded else contextlib.nullcontext():
             super().post_backward(*unused)
         if is_offloaded:
-            self._wait_for_the_copies()
+            self._wait_for_offload()
         self.unit_state._training_state = TrainingState.IDLE
 
     def _is_reduction_due(self) -> bool:
         """Whether earlier microbatches left gradients that wait for this one's all-reduce over replicas."""
         return self.reduce_grads and self.all_reduce_grads and self._partial_reduce_output is not None
 
-    def _wait_for_the_copies(self) -> None:
+    def _wait_for_offload(self) -> None:
         """The optimizer waits for the event after the copies to the host, on the stream that they run on."""
         for parameter in self.fsdp_params:
             if parameter.grad_offload_event is not None and self._post_reduce_event is not None:
@@ -527,7 +534,7 @@ class UnitGroup(Group):
 
 
 @contextlib.contextmanager
-def _copied_before_hooks(parameters: Sequence[Any]) -> Iterator[None]:
+def _synchronous_offload(parameters: Sequence[Any]) -> Iterator[None]:
     """Gradients that a hook reads where they are accumulated are copied to the host at once, without overlap."""
     hooked = [
         parameter

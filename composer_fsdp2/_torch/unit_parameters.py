@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from composer_fsdp2._torch.groups import drop_gradient, groups_of, has_gradient, state_of
 from composer_fsdp2._torch.reset import reset_after_error
-from composer_fsdp2._torch.unit import Shown, hooks_of
+from composer_fsdp2._torch.unit import ParameterOverride, hooks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,15 +18,15 @@ class UnitParameter:
     """One sharded parameter of a unit, and each module and name under which it is registered."""
 
     sharded: nn.Parameter  # a DTensor
-    places: tuple[tuple[nn.Module, str], ...]
+    registrations: tuple[tuple[nn.Module, str], ...]
 
-    def standing(self) -> list[nn.Parameter]:
+    def registered(self) -> list[nn.Parameter]:
         """What is registered now, in the order of the places."""
-        found = [module._parameters.get(name) for module, name in self.places]
+        found = [module._parameters.get(name) for module, name in self.registrations]
         return [parameter for parameter in found if parameter is not None]
 
-    def place(self, parameter: nn.Parameter) -> None:
-        for module, name in self.places:
+    def register(self, parameter: nn.Parameter) -> None:
+        for module, name in self.registrations:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = parameter
             else:
@@ -58,8 +58,8 @@ def parameters_of_unit(unit: FSDPModule) -> list[UnitParameter]:
         for parameter in group.fsdp_params:
             info = parameter._module_info
             shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-            places = ((info.module, info.param_name), *shared)
-            found.append(UnitParameter(sharded=parameter.sharded_param, places=places))
+            registrations = ((info.module, info.param_name), *shared)
+            found.append(UnitParameter(sharded=parameter.sharded_param, registrations=registrations))
     return found
 
 
@@ -97,14 +97,14 @@ def _unreduced(unit: FSDPModule) -> list[Any]:
     return [each for group in groups_of(state_of(unit)) for each in group.fsdp_params if _has_gradient_unreduced(each)]
 
 
-def is_in_pass(unit: FSDPModule) -> bool:
+def is_in_forward_or_backward(unit: FSDPModule) -> bool:
     """Whether a forward or backward of the unit, or of its root, is under way (or was ended by an error)."""
     state = state_of(unit)
     working = [state._training_state, *(group._training_state for group in groups_of(state))]
     return state._state_ctx.iter_forward_root is not None or any(each != TrainingState.IDLE for each in working)
 
 
-def show_instead_of_shards(unit: FSDPModule, shown: Shown) -> Callable[[], None]:
+def override_parameters(unit: FSDPModule, override: ParameterOverride) -> Callable[[], None]:
     """Have a caller register other parameters than the shards in a unit's modules while it is not gathered.
 
     Forward and backward work as ever: they gather the shards, and free what was gathered afterwards, the root's too.
@@ -115,11 +115,11 @@ def show_instead_of_shards(unit: FSDPModule, shown: Shown) -> Callable[[], None]
         A function that ends it. A forward or backward that an error left under way is over then, too.
     """
     state, hooks = state_of(unit), hooks_of(unit)
-    hooks.shown = shown
+    hooks.override = override
 
     def end() -> None:
-        hooks.shown = None
-        if is_in_pass(unit):
+        hooks.override = None
+        if is_in_forward_or_backward(unit):
             reset_after_error(_root_of(state)._modules[0])
         for group in groups_of(state):
             group._to_sharded()

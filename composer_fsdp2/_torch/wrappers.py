@@ -13,7 +13,7 @@ from torch.distributed.fsdp._wrap_utils import _auto_wrap
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.groups import groups_of, state_of
-from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor, with_local_tensor
 from composer_fsdp2.errors import CallError
 
 auto_wrap: Any = _auto_wrap  # FSDP1's walk through a module tree by an ``auto_wrap_policy``
@@ -46,12 +46,12 @@ def write_assigned_data() -> None:
     DTensor.data = property(_DATA.__get__, assign)  # type: ignore[assignment]
 
 
-def is_own_unit(cls: type) -> None:
+def register_unit_class(cls: type) -> None:
     """Have ``fully_shard`` keep the class of such a wrapper, which is an ``FSDPModule`` already."""
     cls_to_fsdp_cls.setdefault(cls, cls)
 
 
-def forget_root(unit: FSDPModule) -> None:
+def reset_root(unit: FSDPModule) -> None:
     """Have the next forward find the root of the unit again, also after an earlier one found another."""
     state_of(unit)._is_root = None
 

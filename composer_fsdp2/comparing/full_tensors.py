@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.comparing.run_record import BUFFER, PARAMETER, Settings

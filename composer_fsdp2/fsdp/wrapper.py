@@ -25,10 +25,10 @@ from composer_fsdp2._torch.private_names import (
 from composer_fsdp2._torch.unit import UnitHooks, hooks_of
 from composer_fsdp2._torch.wrappers import (
     auto_wrap,
-    forget_root,
     group_of_unit,
-    is_own_unit,
     nest_unit,
+    register_unit_class,
+    reset_root,
     shards_of,
     write_assigned_data,
 )
@@ -254,7 +254,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             yield self._shown_name(name), buffer
 
     def _shown_name(self, name: str) -> str:
-        is_summoned = self._fsdp_hooks is not None and self._fsdp_hooks.shown is not None
+        is_summoned = self._fsdp_hooks is not None and self._fsdp_hooks.override is not None
         return name.replace(_PREFIX, "") if is_summoned else name
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -396,7 +396,7 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
     open_lightning(FullyShardedDataParallel)
     write_assigned_data()
     for cls in {type(each) for each in made}:
-        is_own_unit(cls)
+        register_unit_class(cls)
     present = () if mesh is None else (mesh, parent_mesh(mesh))
     initializers = initializers_of(root, {each: each._fsdp_param_init_fn for each in made})
     run = carry_out(root, plan, initializers, present=present)
@@ -408,7 +408,7 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
         each()
     mark_replaced(replaced)
     for instance in _earlier(made):
-        forget_root(instance)
+        reset_root(instance)
         if instance._fsdp_is_nested:
             continue
         config = instance._fsdp_translation.config
@@ -420,7 +420,7 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
         )
     for instance in made:
         instance._fsdp_hooks = hooks_of(instance)
-        instance._fsdp_hooks.sums_in_own_dtype = True
+        instance._fsdp_hooks.accumulates_in_backward_dtype = True
         instance.register_state_dict_post_hook(_remove_prefix)
         instance.register_load_state_dict_pre_hook(_add_prefix)
         instance.register_load_state_dict_post_hook(_clean_keys)

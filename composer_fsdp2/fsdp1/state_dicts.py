@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor, with_local_tensor
 from composer_fsdp2._torch.private_names import ShardedTensor, gather_sharded, without_wrappers
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CallError, UnsupportedError

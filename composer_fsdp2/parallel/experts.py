@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from composer_fsdp2._torch.part_gather import Rows, gather_parts
+from composer_fsdp2._torch.partial_all_gather import Rows, all_gather_rows
 from composer_fsdp2._torch.private_names import parent_mesh
 from composer_fsdp2.config.choices import Choice, ModelChoices, UnitOverrides
 from composer_fsdp2.config.mesh import EXPERT_AXIS, MeshSpec, divisors_text
@@ -155,7 +155,7 @@ def start_experts(model: nn.Module, plan: ShardingPlan, modules: Mapping[str, nn
             continue
         module, unit, mesh = modules[each.module], at_path(model, each.module), meshes[each.module]
         assert isinstance(unit, FSDPModule), "planned as a unit"
-        gather_parts(unit, each.degree, needed_rows(each, module))
+        all_gather_rows(unit, each.degree, needed_rows(each, module))
         # Consecutive ranks of the shard axis, which is the last axis or the one before the tensor axis.
         shape = (mesh.replicate_degree, mesh.shard_degree // each.degree, each.degree, mesh.tensor_degree)
         group = group_along(shape, 2, "experts")

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.utils.hooks import RemovableHandle
 
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 from composer_fsdp2._torch.unit import hooks_of
 from composer_fsdp2._torch.unit_parameters import distinct_units
 from composer_fsdp2.config.text import and_more

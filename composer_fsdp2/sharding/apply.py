@@ -19,10 +19,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.api import KNOWN_VERSIONS, require_known_torch
-from composer_fsdp2._torch.capabilities import keeps_what_copies_read
+from composer_fsdp2._torch.capabilities import keeps_all_reduce_buffer
 from composer_fsdp2._torch.private_names import keep_class_name, own_buffers, parent_mesh
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
-from composer_fsdp2._torch.strided import keep_strides
+from composer_fsdp2._torch.strided_shard import patch_strided_shard
 from composer_fsdp2._torch.unit import hooks_of, repair_unit
 from composer_fsdp2._torch.unit_parameters import owners_of_unit
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
@@ -82,7 +82,7 @@ def apply_agreed_plan(
     if plan.mesh.device_type == "cpu":
         repair_cpu_collectives()
     if plan.split or any(each.is_split for each in plan.split_experts):
-        keep_strides()
+        patch_strided_shard()
         present = [*present, *_parent_meshes(model)]
     made = unit_meshes([unit.mesh for unit in plan.units], present)
     meshes = {unit.name: mesh for unit, mesh in zip(plan.units, made, strict=True)}
@@ -173,7 +173,7 @@ def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
     Raises:
         UnsupportedError: says what else to set.
     """
-    if plan.mesh.device_type == "cpu" or keeps_what_copies_read():
+    if plan.mesh.device_type == "cpu" or keeps_all_reduce_buffer():
         return
     raced = next((unit for unit in plan.units if unit.cpu_offload and unit.mesh.has_replicas), None)
     if raced is not None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor, with_local_tensor
 from composer_fsdp2._torch.private_names import ShardedTensor, gather_sharded, local_box
 from composer_fsdp2.sharding.placements import splitting_axes
 

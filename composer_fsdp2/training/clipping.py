@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.parts import by_kind, local_tensor, multiply_each_, norm_of_each
+from composer_fsdp2._torch.local_tensors import foreach_mul_, foreach_norm, group_by_device_and_dtype, local_tensor
 from composer_fsdp2.errors import CallError, PlanError
 from composer_fsdp2.sharding.placements import split_dimension, splitting_axes, splitting_axes_of_all
 from composer_fsdp2.sharding.sharded import reshard, resting_parameters, sharded_roots
@@ -76,7 +76,7 @@ def _grads_of(parameters: Iterable[nn.Parameter]) -> _Grads:
         tensors = places.setdefault((mesh, axes), [])
         if (grad := parameter.grad) is not None:
             tensors.append(local_tensor(grad))
-    return {place: by_kind(tensors) for place, tensors in places.items()}
+    return {place: group_by_device_and_dtype(tensors) for place, tensors in places.items()}
 
 
 @torch.no_grad()
@@ -174,7 +174,7 @@ def _scale(grads: _Grads, total: torch.Tensor, max_norm: float) -> None:
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for (device, dtype), tensors in (kind for kinds in grads.values() for kind in kinds.items()):
         # It travels once for all of them, and is rounded to their dtype, as FSDP1 rounded it.
-        multiply_each_(tensors, scale.to(device, dtype))
+        foreach_mul_(tensors, scale.to(device, dtype))
 
 
 def _total_norm(
@@ -221,7 +221,7 @@ def _norm(tensors: _ByKind, norm_type: float, device: torch.device) -> torch.Ten
         # An infinity norm of no elements raises.
         filled = [tensor for tensor in alike if tensor.numel()] if math.isinf(norm_type) else alike
         if filled:
-            norms.setdefault(place, []).extend(norm_of_each(filled, norm_type, wide))
+            norms.setdefault(place, []).extend(foreach_norm(filled, norm_type, wide))
     of_devices = [torch.linalg.vector_norm(torch.stack(of_device), norm_type) for of_device in norms.values()]
     if not of_devices:
         # Made there: to copy one from the CPU would wait for the GPU.

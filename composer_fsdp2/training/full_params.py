@@ -15,17 +15,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from composer_fsdp2._torch.parts import with_local_tensor
-from composer_fsdp2._torch.unit import Shown, hooks_of
+from composer_fsdp2._torch.local_tensors import with_local_tensor
+from composer_fsdp2._torch.unit import ParameterOverride, hooks_of
 from composer_fsdp2._torch.unit_parameters import (
     UnitParameter,
     distinct_units,
     has_unreduced_gradients,
-    is_in_pass,
+    is_in_forward_or_backward,
     is_inside_unit,
+    override_parameters,
     owners_of_unit,
     parameters_of_unit,
-    show_instead_of_shards,
 )
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
@@ -127,10 +127,10 @@ def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> lis
     paths = {id(each): path for path, each in module.named_modules()}
     units = []
     for unit in distinct_units(module.modules() if recurse else [module]):
-        _refuse_now(unit, paths[id(unit)], options)
+        _refuse_during_step(unit, paths[id(unit)], options)
         if not owners_of_unit(unit):
             continue  # nothing of its own
-        outer = hooks_of(unit).shown
+        outer = hooks_of(unit).override
         if outer is None:
             units.append(unit)
         elif outer.options != options:
@@ -143,9 +143,9 @@ def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> lis
     return units
 
 
-def _refuse_now(unit: FSDPModule, path: str, options: _Options) -> None:
+def _refuse_during_step(unit: FSDPModule, path: str, options: _Options) -> None:
     """Raise in the midst of a step."""
-    if is_in_pass(unit):
+    if is_in_forward_or_backward(unit):
         where = f" of {path!r}" if path else ""
         raise ComposerFSDP2Error(
             f"summon_full_params during a forward or backward{where}; call it between steps. After one that an "
@@ -182,21 +182,21 @@ def _unsharded(unit: FSDPModule, options: _Options, names: Mapping[int, str], pr
     parameters = parameters_of_unit(unit)
     grads = _gradients(parameters) if options.with_grads else [None] * len(parameters)
     full = [
-        _FullParameter(parameter, names.get(id(parameter.sharded), parameter.places[0][1]), grad, options)
+        _FullParameter(parameter, names.get(id(parameter.sharded), parameter.registrations[0][1]), grad, options)
         for parameter, grad in zip(parameters, grads, strict=True)
     ]
 
     def before_gather(is_backward: bool) -> None:
         _check_pass(options, is_backward)
         for each in full:
-            each.lend()
+            each.write_for_forward()
 
     def after_reshard() -> None:
         for each in full:
-            each.show()
+            each.register()
 
-    shown = Shown(options=options, before_gather=before_gather, after_reshard=after_reshard)
-    end = show_instead_of_shards(unit, shown)
+    override = ParameterOverride(options=options, before_gather=before_gather, after_reshard=after_reshard)
+    end = override_parameters(unit, override)
     try:
         after_reshard()
         yield
@@ -204,10 +204,10 @@ def _unsharded(unit: FSDPModule, options: _Options, names: Mapping[int, str], pr
         end()
         try:
             for each in full:
-                problems.extend(each.keep())
+                problems.extend(each.write_back())
         finally:
             for each in full:
-                each.parameter.place(each.parameter.sharded)
+                each.parameter.register(each.parameter.sharded)
 
 
 def _check_pass(options: _Options, is_backward: bool) -> None:
@@ -275,21 +275,21 @@ class _FullParameter:
             vars(self.full).update(vars(self.shard))  # what a script or an optimizer noted on it
             self.full.grad = full_grad
 
-    def show(self) -> None:
+    def register(self) -> None:
         if self.full is not None:
-            self.parameter.place(self.full)
+            self.parameter.register(self.full)
 
-    def lend(self) -> None:
+    def write_for_forward(self) -> None:
         """Write into the shard what the block wrote so far, for a forward to gather."""
-        if not self.options.writeback and self.before is None and not self._is_shard(self._standing()):
+        if not self.options.writeback and self.before is None and not self._is_shard(self._registered()):
             self.before = self.local.clone()
         if problem := self._write():
             raise ComposerFSDP2Error(f"a forward within summon_full_params: {problem}")
-        self.full = self._standing()  # what replaced it is shown again afterwards
+        self.full = self._registered()  # what replaced it is shown again afterwards
 
-    def keep(self) -> list[str]:
+    def write_back(self) -> list[str]:
         """Leave in the shard what is to stay after the block; returns what was written and is lost."""
-        if self.full is not None and self._standing() is self.full:
+        if self.full is not None and self._registered() is self.full:
             self.parameter.sharded.requires_grad_(self.full.requires_grad)  # frozen in the block: with any options
         if self.options.writeback:
             problem = self._write() or self._write_grad()
@@ -301,7 +301,7 @@ class _FullParameter:
     @torch.no_grad()
     def _write(self) -> str:
         """Bring the shard up to date; returns what prevents it."""
-        written = self._standing()
+        written = self._registered()
         if written is None:
             return f"{self.name} was replaced by different parameters in the places that share it"
         if written.shape != self.shard.shape:
@@ -313,7 +313,7 @@ class _FullParameter:
 
     @torch.no_grad()
     def _write_grad(self) -> str:
-        written = self._standing()
+        written = self._registered()
         grad = None if written is None else written.grad
         if not self.options.with_grads:
             return f"{self.name} was given a gradient, which with_grads=True would keep" if grad is not None else ""
@@ -327,10 +327,10 @@ class _FullParameter:
             cast(DTensor, shard.grad).to_local().copy_(own_part(self.shard, grad))
         return ""
 
-    def _standing(self) -> nn.Parameter | None:
+    def _registered(self) -> nn.Parameter | None:
         """What the block left registered: the full parameter, or what replaced it; None if that is ambiguous."""
         own = (id(self.full), id(self.parameter.sharded))
-        others = {id(each): each for each in self.parameter.standing() if id(each) not in own}
+        others = {id(each): each for each in self.parameter.registered() if id(each) not in own}
         if len(others) > 1:
             return None
         return next(iter(others.values()), self.full)

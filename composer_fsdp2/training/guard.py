@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from torch import nn
 
-from composer_fsdp2._torch.collectives import InFlight
+from composer_fsdp2._torch.collectives import PendingCollective
 from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training.control import Operation, control
@@ -25,7 +25,7 @@ _OPERATION = Operation(
 )
 
 
-def collective_guard(limit: timedelta) -> Callable[[InFlight | str], None]:
+def collective_guard(limit: timedelta) -> Callable[[PendingCollective | str], None]:
     """A function that meets the other ranks where they call it, and compares two numbers.
 
     It raises RanksDivergedError, on all ranks that come, with where each stands and where all were together last.
@@ -37,7 +37,7 @@ def collective_guard(limit: timedelta) -> Callable[[InFlight | str], None]:
     """
     connected, numbers = control(), itertools.count()
 
-    def check(where: InFlight | str) -> None:
+    def check(where: PendingCollective | str) -> None:
         connected.meet(_OPERATION, where, [next(numbers), zlib.crc32(str(where).encode())], limit)
 
     return check

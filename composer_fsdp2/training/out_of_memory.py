@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.collectives import InFlight, all_gather_single, reduce_scatter_single
+from composer_fsdp2._torch.collectives import PendingCollective, all_gather_single, reduce_scatter_single
 from composer_fsdp2._torch.private_names import dtensor_random_states, own_buffers
-from composer_fsdp2._torch.reset import forget_masks, reset_after_error
+from composer_fsdp2._torch.reset import reset_after_error, reset_mask_buffers
 from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.sharding.agree import device_of_group
 from composer_fsdp2.sharding.random_states import random_states, set_random_states
@@ -51,7 +51,7 @@ class OutOfMemoryVote:
         self._control = control()
         _warm_up(model)
         self._stop: Callable[[], None] | None = None
-        self._where: InFlight | str = "the first forward"
+        self._where: PendingCollective | str = "the first forward"
         run_of(model).latest_vote = weakref.ref(self)  # while it is on, it reaches the units, by which the run is kept
 
     def _voting_model(self) -> nn.Module:
@@ -76,7 +76,7 @@ class OutOfMemoryVote:
             self._stop()
             self._stop = None
 
-    def check(self, where: InFlight | str) -> None:
+    def check(self, where: PendingCollective | str) -> None:
         """Vote that all is well here.
 
         Raises:
@@ -221,7 +221,7 @@ def reset(model: nn.Module) -> None:
     """
     for unit in units(model).values():
         reset_after_error(unit)
-    forget_masks()
+    reset_mask_buffers()
     begin_microbatch(model, is_last=True)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 from composer_fsdp2._torch.private_names import has_custom_load_state_dict, state_dict_of
 from composer_fsdp2.checkpoint.inventory import ObjectRecord, TensorRecord
 from composer_fsdp2.checkpoint.load.load_plan import LoadPlan

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.collectives import all_gather_single
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 from composer_fsdp2.checkpoint.archive.disk import sync, sync_folder, write_all
 from composer_fsdp2.checkpoint.archive.writer import Slot, plan_archive
 from composer_fsdp2.checkpoint.boxes import Box

@@ -17,14 +17,14 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 _MARK = "_composer_fsdp2_repair"
 
 
-def forgets_strides() -> bool:
+def drops_strided_shard() -> bool:
     """Whether rules that ask for a ``Shard`` get a strided one, too, and nobody has mended them here."""
     return issubclass(_StridedShard, Shard) and not hasattr(_rules()[0], _MARK)
 
 
-def keep_strides() -> None:
+def patch_strided_shard() -> None:
     """Have the result of an operation on such a tensor laid out as the tensor is; idempotent, and local."""
-    if not forgets_strides():
+    if not drops_strided_shard():
         return
     from torch.distributed.tensor._ops import _math_ops, _pointwise_ops
 

@@ -28,7 +28,7 @@ _autograd: Any = torch.autograd
 Rows = Sequence[tuple[int, int]]
 
 
-def gather_parts(unit: FSDPModule, degree: int, rows: Mapping[nn.Parameter, Rows]) -> None:
+def all_gather_rows(unit: FSDPModule, degree: int, rows: Mapping[nn.Parameter, Rows]) -> None:
     """Have a unit gather of each parameter the rows that this rank needs.
 
     While it is gathered, a module shows these rows alone: a parameter of no rows where the rank needs none.
@@ -40,13 +40,15 @@ def gather_parts(unit: FSDPModule, degree: int, rows: Mapping[nn.Parameter, Rows
 
     Does not communicate.
     """
-    _take_over()
+    _patch_fsdp()
     for group in groups_of(state_of(unit)):
-        exchange = _Exchange(group.mesh_info.shard_mesh_size, group.mesh_info.shard_mesh_rank, degree)
+        exchange = _RowExchange(group.mesh_info.shard_mesh_size, group.mesh_info.shard_mesh_rank, degree)
         for number, parameter in enumerate(group.fsdp_params):
             size = parameter._orig_size
             needed = rows.get(parameter.sharded_param) or [(0, size[0])] * degree
-            exchange.parts.append(_Part(needed, size[0], math.prod(size[1:]), parameter.padded_sharded_param_size[0]))
+            exchange.parts.append(
+                _ParameterRows(needed, size[0], math.prod(size[1:]), parameter.padded_sharded_param_size[0])
+            )
             parameter.exchange, parameter.number = exchange, number
             first, end = needed[exchange.place % degree]
             # What torch makes the full parameter of; its strides are those of the contiguous whole.
@@ -54,7 +56,7 @@ def gather_parts(unit: FSDPModule, degree: int, rows: Mapping[nn.Parameter, Rows
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ParameterRows:
     """Args: the rows of each place, of all, the elements of a row, and the rows of a shard, padding included."""
 
     needed: Rows
@@ -62,7 +64,7 @@ class _Part:
     row: int
     padded_rows: int
 
-    def common(self, shard: int, place: int) -> tuple[int, int]:
+    def common_rows(self, shard: int, place: int) -> tuple[int, int]:
         """The rows of a shard that a place needs."""
         (first, end), start = self.needed[place], shard * self.padded_rows
         first, end = max(first, start), min(end, start + self.padded_rows, self.num_rows)
@@ -70,7 +72,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Slice:
     """Elements of the parameter with this number, from ``start`` on: of this rank's shard, or of its part."""
 
     parameter: int
@@ -82,25 +84,25 @@ class _Piece:
 class _Layout:
     """What travels of some parameters: this rank's shards by the place that needs them, and its parts by shard."""
 
-    of_shards: tuple[tuple[_Piece, ...], ...]
-    of_parts: tuple[tuple[_Piece, ...], ...]
+    of_shards: tuple[tuple[_Slice, ...], ...]
+    of_parts: tuple[tuple[_Slice, ...], ...]
 
     @functools.cached_property
     def shard_sizes(self) -> list[int]:
-        return [sum(piece.numel for piece in pieces) for pieces in self.of_shards]
+        return [sum(slice_.numel for slice_ in slices) for slices in self.of_shards]
 
     @functools.cached_property
     def part_sizes(self) -> list[int]:
-        return [sum(piece.numel for piece in pieces) for pieces in self.of_parts]
+        return [sum(slice_.numel for slice_ in slices) for slices in self.of_parts]
 
 
-class _Exchange:
+class _RowExchange:
     """Of one unit, over ``num_shards`` ranks, of which this is the one at ``place``."""
 
     def __init__(self, num_shards: int, place: int, degree: int) -> None:
         self.num_shards, self.place, self.degree = num_shards, place, degree
         self.copies = num_shards // degree  # ranks that need the same rows
-        self.parts: list[_Part] = []
+        self.parts: list[_ParameterRows] = []
         self._layouts: dict[tuple[int, ...], _Layout] = {}
 
     def layout(self, parameters: Sequence[Any]) -> _Layout:
@@ -110,18 +112,18 @@ class _Exchange:
             self._layouts[key] = self._layout([self.parts[number] for number in key])
         return self._layouts[key]
 
-    def _layout(self, parts: Sequence[_Part]) -> _Layout:
-        def pieces(shard: int, place: int, *, of_shard: bool) -> Iterator[_Piece]:
+    def _layout(self, parts: Sequence[_ParameterRows]) -> _Layout:
+        def slices(shard: int, place: int, *, of_shard: bool) -> Iterator[_Slice]:
             for number, part in enumerate(parts):
-                first, end = part.common(shard, place)
+                first, end = part.common_rows(shard, place)
                 origin = shard * part.padded_rows if of_shard else part.needed[place][0]
                 if end > first:
-                    yield _Piece(number, (first - origin) * part.row, (end - first) * part.row)
+                    yield _Slice(number, (first - origin) * part.row, (end - first) * part.row)
 
         own = self.place % self.degree
         return _Layout(
-            tuple(tuple(pieces(self.place, place, of_shard=True)) for place in range(self.degree)),
-            tuple(tuple(pieces(shard, own, of_shard=False)) for shard in range(self.num_shards)),
+            tuple(tuple(slices(self.place, place, of_shard=True)) for place in range(self.degree)),
+            tuple(tuple(slices(shard, own, of_shard=False)) for shard in range(self.num_shards)),
         )
 
     def gather(
@@ -131,12 +133,12 @@ class _Exchange:
         length, received = sum(layout.shard_sizes), sum(layout.part_sizes)
         with handle.stream(copy_in):
             shards = [shard for (shard,) in _fsdp_collectives._get_param_all_gather_inputs(parameters)]
-            pieces = [shards[p.parameter].narrow(0, p.start, p.numel) for of in layout.of_shards for p in of]
+            slices = [shards[p.parameter].narrow(0, p.start, p.numel) for of in layout.of_shards for p in of]
             # One buffer for both directions, as torch has it: it is kept until what arrived has been copied.
             buffer = shards[0].new_empty(self.copies * length + received, device=device)
             sent, arrived = buffer.split([self.copies * length, received])
-            if pieces:
-                sent.view(self.copies, length).copy_(torch.cat(pieces))
+            if slices:
+                sent.view(self.copies, length).copy_(torch.cat(slices))
         stream.wait_stream(copy_in)
         with handle.stream(stream):
             work = all_to_all(
@@ -158,11 +160,11 @@ class _Exchange:
             each.init_all_gather_outputs([each._orig_size.numel()], [buffer.dtype], 1, buffer.device)
             each.alloc_all_gather_outputs()
         outputs = [each.all_gather_outputs[0] for each in parameters]
-        pieces = [piece for of_shard in layout.of_parts for piece in of_shard]
+        slices = [slice_ for of_shard in layout.of_parts for slice_ in of_shard]
         arrived = buffer.narrow(0, buffer.numel() - sum(layout.part_sizes), sum(layout.part_sizes))
         with _autograd._unsafe_preserve_version_counter(tuple(outputs)):
-            targets = [outputs[each.parameter].narrow(0, each.start, each.numel) for each in pieces]
-            torch._foreach_copy_(targets, list(arrived.split([each.numel for each in pieces])))
+            targets = [outputs[each.parameter].narrow(0, each.start, each.numel) for each in slices]
+            torch._foreach_copy_(targets, list(arrived.split([each.numel for each in slices])))
 
     def reduce(
         self, parameters: list[Any], gradients: list[torch.Tensor], group: dist.ProcessGroup
@@ -172,11 +174,11 @@ class _Exchange:
         dtype, device = parameters[0].reduce_dtype or gradients[0].dtype, parameters[0].device
         length, num_sent = sum(layout.shard_sizes), sum(layout.part_sizes)
         sent = torch.empty(num_sent, dtype=dtype, device=device)
-        pieces = [piece for of_shard in layout.of_parts for piece in of_shard]
+        slices = [slice_ for of_shard in layout.of_parts for slice_ in of_shard]
         flat = [each.reshape(-1) for each in gradients]
         torch._foreach_copy_(
-            list(sent.split([each.numel for each in pieces])),
-            [flat[each.parameter].narrow(0, each.start, each.numel) for each in pieces],
+            list(sent.split([each.numel for each in slices])),
+            [flat[each.parameter].narrow(0, each.start, each.numel) for each in slices],
         )
         flat.clear()
         gradients.clear()
@@ -194,40 +196,40 @@ class _Exchange:
 
 
 @functools.cache
-def _take_over() -> None:
+def _patch_fsdp() -> None:
     """Where torch gathers and reduces the parameters of a unit, have ours do so with units that have an exchange."""
     torchs: Any = _fsdp_param_group
     gather, copy_out, reduce = torchs.foreach_all_gather, torchs.foreach_all_gather_copy_out, torchs.foreach_reduce
 
     @torch.no_grad()
     def foreach_all_gather(parameters: list[Any], *args: Any) -> Any:
-        exchange = _exchange_of(parameters)
+        exchange = _row_exchange_of(parameters)
         return gather(parameters, *args) if exchange is None else exchange.gather(parameters, *args[:5])
 
     def foreach_all_gather_copy_out(result: Any, parameters: list[Any], group: dist.ProcessGroup) -> None:
-        exchange = _exchange_of(parameters)
+        exchange = _row_exchange_of(parameters)
         copy_out(result, parameters, group) if exchange is None else exchange.copy_out(result, parameters)
 
     @torch.no_grad()
     def foreach_reduce(parameters: list[Any], gradients: list[torch.Tensor], group: Any, *args: Any) -> Any:
-        exchange = _exchange_of(parameters)
+        exchange = _row_exchange_of(parameters)
         if exchange is None:
             return reduce(parameters, gradients, group, *args)
         shards = exchange.reduce(parameters, gradients, group)
         # torch does the rest, with what it takes for the whole: replicas, offload, and gradients that are there.
-        with replaced(_fsdp_collectives, "dist", _Alone(vars(_fsdp_collectives)["dist"])):
-            return reduce(parameters, shards, _Alone, *args)
+        with replaced(_fsdp_collectives, "dist", _SingleRankGroup(vars(_fsdp_collectives)["dist"])):
+            return reduce(parameters, shards, _SingleRankGroup, *args)
 
     torchs.foreach_all_gather = foreach_all_gather
     torchs.foreach_all_gather_copy_out = foreach_all_gather_copy_out
     torchs.foreach_reduce = foreach_reduce
 
 
-def _exchange_of(parameters: Sequence[Any]) -> _Exchange | None:
+def _row_exchange_of(parameters: Sequence[Any]) -> _RowExchange | None:
     return getattr(parameters[0], "exchange", None) if parameters else None
 
 
-class _Alone:
+class _SingleRankGroup:
     """A process group of one rank, in which torch 2.7 reduces all the same; and ``torch.distributed`` with it."""
 
     def __init__(self, distributed: Any) -> None:

@@ -43,17 +43,17 @@ def local_tensors(first: Tensor, *others: Tensor) -> Sequence[Tensor] | None:
         if not isinstance(other, DTensor):
             return None
         its = other._spec
-        if its is not spec and not _lie_alike(its, spec):  # fully_shard gives gradients their parameter's own
+        if its is not spec and not _same_placements(its, spec):  # fully_shard gives gradients their parameter's own
             return None
         parts.append(other._local_tensor)
     return parts
 
 
-def _lie_alike(spec: DTensorSpec, other: DTensorSpec) -> bool:
+def _same_placements(spec: DTensorSpec, other: DTensorSpec) -> bool:
     return spec.placements == other.placements and (spec.mesh is other.mesh or spec.mesh == other.mesh)
 
 
-def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+def group_by_device_and_dtype(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
     """The tensors by device and dtype, each list for one fused operation, in the tensors' order."""
     if not tensors:
         return {}
@@ -62,12 +62,12 @@ def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], lis
     return {kind: alike for kind, ([alike], _) in groups.items()}
 
 
-def norm_of_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+def foreach_norm(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
     """The norm of each tensor, as a scalar of ``dtype``; the tensors have one device and dtype, and none is empty."""
     return list(torch._foreach_norm(tensors, order, dtype))
 
 
-def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
+def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply the tensors in place by ``factor``, a scalar of their device and dtype."""
     torch._foreach_mul_(tensors, factor)
 
