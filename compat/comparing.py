@@ -33,7 +33,7 @@ from composer_fsdp2.config.text import short
 from composer_fsdp2.config.value import json_text
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.contents import digest_of, parts_of
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.training.run import run_of
 
 from .counted_batch import Counting
@@ -293,7 +293,7 @@ class _Watch:
             )
         self.is_done = True
         end = self._distances("end", learning_rates=self._learning_rates)
-        of_ranks = gather(self._batches)
+        of_ranks = all_gather_object(self._batches)
         if dist.get_global_rank() == 0:
             self.job.record_path.write_text(json_text(self._record(state, of_ranks, end)))
         dist.barrier()

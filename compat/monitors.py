@@ -39,8 +39,8 @@ from composer_fsdp2._torch.unit import hooks_of
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
 from composer_fsdp2.fsdp1.children import wrapped_children
-from composer_fsdp2.sharding.agree import agree, gather
-from composer_fsdp2.sharding.placements import splitting_axes_of_all
+from composer_fsdp2.sharding.agree import agree, all_gather_object
+from composer_fsdp2.sharding.placements import shard_axes_of_all
 from composer_fsdp2.sharding.sharded import is_sharded, reshard, sharded_roots
 from composer_fsdp2.sharding.ties import join
 from composer_fsdp2.training.guard import check_guard
@@ -282,7 +282,7 @@ class _Layout:
     def of(cls, reported: _Reported) -> "_Layout":
         metrics, norms_of_parts = reported.metrics, reported.norms_of_parts
         norms: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[str]] = {}
-        axes_of_all = splitting_axes_of_all(parameter for parameter, _ in norms_of_parts)
+        axes_of_all = shard_axes_of_all(parameter for parameter, _ in norms_of_parts)
         for (parameter, keys), axes in zip(norms_of_parts, axes_of_all, strict=True):
             norms.setdefault((parameter.device_mesh, axes, metrics[keys[0]].device), []).extend(keys)
         return cls([key for key in metrics if key not in reported.of_each_rank], norms)
@@ -379,7 +379,7 @@ def _reduced_unless(is_new: bool, parts: Sequence[LocalValues], mesh: DeviceMesh
 def _over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
     """Means over the ranks that have a metric; of norms by their squares, as ``clip_grad_norm_`` counts them."""
     found: dict[str, list[float]] = {}
-    for of_rank in gather(dict(metrics)):
+    for of_rank in all_gather_object(dict(metrics)):
         for key, value in of_rank.items():
             found.setdefault(key, []).append(value)
     return {

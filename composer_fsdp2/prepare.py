@@ -99,11 +99,11 @@ def prepare_fully_shard(
         require_checkpointing(decided[1].config.activation_checkpointing)  # a plan without ranks needs none of it
         return decided
 
-    translation, plan, present = agree(decide, lambda decided: decided[1].fingerprint)
+    translation, plan, existing_meshes = agree(decide, lambda decided: decided[1].fingerprint)
     _report(translation, plan)
     optimizer = the_optimizer(optimizers)
     follow = None if optimizer is None else rebinding(model, optimizer)
-    run = carry_out(model, plan, initializers(model), present=present)
+    run = carry_out(model, plan, initializers(model), existing_meshes=existing_meshes)
     run.report, run.findings = translation.explain(), translation.findings
     open_fsdp1_attributes(model)
     if follow is not None:
@@ -190,7 +190,7 @@ def _plan_parallelize(
     Raises:
         PlanError: both, or the mesh has no such axis, or has one for nothing.
     """
-    present, along = read_parallelized(model)
+    by_script, along = read_parallelized(model)
     if along is not None:
         if layer_plan:
             raise PlanError(
@@ -202,14 +202,14 @@ def _plan_parallelize(
                 f"the model is split over {along.size()} ranks already, but the mesh is {mesh.text}; give translate "
                 f"tensor_parallel_degree={along.size()}"
             )
-        return present
+        return by_script
     if (mesh.tensor_degree > 1) != bool(layer_plan):
         raise PlanError(
             f"the mesh is {mesh.text}, and the layer plan of tensor parallelism names {len(layer_plan or ())} modules: "
             "give both, a tensor_parallel_degree above 1 and a plan, or neither"
         )
     if not layer_plan:
-        return present
+        return by_script
     num_shards = mesh.shard_degree if mesh.is_resolved else 1
     return plan_parallelize(model, layer_plan, mesh.tensor_degree, num_shards, not_automatic=of_experts)
 
@@ -322,8 +322,8 @@ def _decide(
     plan = plan.resolve(world_size)
     plan = replace(plan, notes=(*plan.notes, *notes_on_large_units(model, plan)))
     slices = (mesh for mesh in (given.mesh, tensor.mesh) if isinstance(mesh, DeviceMesh))
-    present = tuple(mesh for each in slices for mesh in (each, parent_mesh(each)))
-    return translation, plan, present
+    existing_meshes = tuple(mesh for each in slices for mesh in (each, parent_mesh(each)))
+    return translation, plan, existing_meshes
 
 
 def _refuse_blocking(translation: Translation) -> None:

@@ -29,7 +29,7 @@ from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.contents import Part, bytes_of, digest_of, parts_of
 from composer_fsdp2.parallel.joining import join_rows
-from composer_fsdp2.sharding.agree import agree, gather
+from composer_fsdp2.sharding.agree import agree, all_gather_object
 from composer_fsdp2.sharding.meshes import group_along
 from composer_fsdp2.sharding.random_states import random_states, set_random_states
 from composer_fsdp2.training.run import BatchGroup
@@ -45,7 +45,7 @@ def make_batch_group(config: ShardingConfig) -> BatchGroup | None:
     return BatchGroup(
         ranks=tuple(_ranks_of(group)),
         group=group,
-        how=config.batches_are,
+        how=config.effective_broadcast_batch,
         check=config.check_data is not False,
         tensor_degree=config.mesh.tensor_degree,
     )
@@ -59,7 +59,7 @@ def draw_alike(block: BatchGroup) -> None:
     if block.tensor_degree == 1:
         return
     index = block.ranks.index(dist.get_rank())
-    set_random_states(gather(random_states(), block.group)[index - index % block.tensor_degree])
+    set_random_states(all_gather_object(random_states(), block.group)[index - index % block.tensor_degree])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,8 +90,8 @@ def check_parts(
     Args:
         ways_out: In the place of those of a loader.
     """
-    is_same = len(set(gather(digest_of(parts), group))) == 1
-    of_ranks = [] if is_same else gather(parts, group)
+    is_same = len(set(all_gather_object(digest_of(parts), group))) == 1
+    of_ranks = [] if is_same else all_gather_object(parts, group)
     agree(lambda: None if is_same else _refuse(of_ranks, _ranks_of(group), what, ways_out), lambda _: "", ConfigError)
 
 
@@ -144,7 +144,7 @@ def share_batch(
         batch: What this rank read: tensors, in whatever structure can be pickled. It is not changed.
         group: The ranks that share a batch; None for all. With gloo and a batch in host memory, no rank waits for its
             device.
-        how: ``first``: the first rank's. ``gather``: the rows of all, in the order of ranks;
+        how: ``first``: the first rank's. ``all_gather_object``: the rows of all, in the order of ranks;
             where all have read the same batch already, that one. Text of different lengths is padded to the longest.
             ``False`` returns ``batch``.
         counts: Whether this rank's rows are among those gathered; if no rank's are, the first rank's.
@@ -170,10 +170,10 @@ def _first(batch: Any, group: dist.ProcessGroup | None) -> Any:
 
 def _gathered(batch: Any, group: dist.ProcessGroup | None, counts: bool) -> Any:
     packed, digest = Packed.of(batch), digest_of(parts_of(batch))
-    headers = gather((digest, packed.error, counts), group)
+    headers = all_gather_object((digest, packed.error, counts), group)
     if len({(digest, error) for digest, error, _ in headers}) == 1 and not packed.error:
         return batch  # replicated data: the rows of all would be each of them several times
-    batches = [each.open() for each in gather(packed, group)]
+    batches = [each.open() for each in all_gather_object(packed, group)]
     return join_rows([each for each, (_, _, counts) in zip(batches, headers, strict=True) if counts] or batches[:1])
 
 

@@ -32,7 +32,7 @@ from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.parallel.batches import Packed
 from composer_fsdp2.parallel.connecting import Arguments, connect
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.modules import at_path, is_at_or_under
 from composer_fsdp2.training.control import Operation
 from composer_fsdp2.training.out_of_memory import Ask, asking
@@ -206,7 +206,7 @@ class _Towers:
         [lacks] = self._ask(where, [number not in self._examples])
         if lacks:
             own = self._examples.get(number)
-            sent = [each for each in gather(own and Packed.of(own)) if each is not None]
+            sent = [each for each in all_gather_object(own and Packed.of(own)) if each is not None]
             if errors := [each.error for each in sent if each.error]:
                 raise PlanError(
                     f"idle_towers: what {self._names[number]} was called with cannot be sent to ranks that saw no "

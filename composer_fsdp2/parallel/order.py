@@ -53,14 +53,14 @@ def refuse_illegal(plan: ShardingPlan) -> None:
 
 
 def carry_out(
-    model: nn.Module, plan: ShardingPlan, initializers: Initializers, *, present: Sequence[DeviceMesh] = ()
+    model: nn.Module, plan: ShardingPlan, initializers: Initializers, *, existing_meshes: Sequence[DeviceMesh] = ()
 ) -> Run:
     """Carry out the plan on ``model``, in the one right order ([Note: legal order]).
 
     Args:
         plan: Made or checked for this very model, compared across ranks, and not refused by ``refuse_illegal``.
         initializers: How modules on the meta device get their values.
-        present: Meshes that are taken where they equal the plan's.
+        existing_meshes: Meshes that are taken where they equal the plan's.
 
     Returns:
         The state of the run, which is attached to the model.
@@ -77,7 +77,7 @@ def carry_out(
         if plan.config.tiled_mlp is not None:
             apply_tiling(model, plan.tiled, plan.config.tiled_mlp.chunks)
 
-    meshes = apply_agreed_plan(model, plan, initializers, present=present, before_wrapping=divide)
+    meshes = apply_agreed_plan(model, plan, initializers, existing_meshes=existing_meshes, before_wrapping=divide)
     run = start_run(model, plan, meshes)
     run.context, run.batch = context, make_batch_group(plan.config)
     if run.batch is not None:

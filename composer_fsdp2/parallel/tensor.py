@@ -29,7 +29,7 @@ from composer_fsdp2.sharding.agree import agree
 from composer_fsdp2.sharding.decide import refuse_sharded
 from composer_fsdp2.sharding.modules import first_paths
 from composer_fsdp2.sharding.optimizer import Optimizers, check_optimizers, rebinding, the_optimizer
-from composer_fsdp2.sharding.parallelize import parallelize, tie_again
+from composer_fsdp2.sharding.parallelize import parallelize, retie_parameters
 from composer_fsdp2.sharding.plan import SplitModule
 from composer_fsdp2.sharding.ties import ParameterUse, join, parameter_uses, tie_groups
 
@@ -171,7 +171,7 @@ def parallelize_model(model: nn.Module, optimizers: Optimizers, layer_plan: Laye
         assert each.parallelize is not None, "plan_parallelize keeps the style"
         parallelize(modules[each.path], each.parallelize, mesh)
     for names in ties:
-        tie_again(modules, names)
+        retie_parameters(modules, names)
     if follow is not None:
         follow()
 

@@ -29,7 +29,7 @@ def require_process_group(caller: str) -> None:
         )
 
 
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """One small picklable value from every rank, in rank order; called on all ranks (alone without a process group).
 
     Args:
@@ -92,7 +92,7 @@ def agree(
     is_same = _is_same_everywhere(digest.digest())
     if is_same and error is None:
         return value
-    texts = [] if is_same else gather(text if error else digest.hexdigest())
+    texts = [] if is_same else all_gather_object(text if error else digest.hexdigest())
     if error is not None:
         raise error
     failed = [rank for rank, text in enumerate(texts) if text.startswith("error ")]
@@ -100,7 +100,7 @@ def agree(
         raise error_type(f"rank {failed[0]} could not go on: {texts[failed[0]].removeprefix('error ')}")
     other = next((rank for rank, digest in enumerate(texts) if digest != texts[0]), None)
     if other is not None:
-        of_first, of_other = gather(_excerpts(text, other))[other]
+        of_first, of_other = all_gather_object(_excerpts(text, other))[other]
         raise error_type(
             f"ranks 0 and {other} decided differently; build the same model and pass the same configuration on every "
             f"rank\n  rank 0: {of_first}\n  rank {other}: {of_other}"

@@ -32,7 +32,7 @@ from composer_fsdp2.sharding.buffers import cast_buffers
 from composer_fsdp2.sharding.decide import refuse_sharded
 from composer_fsdp2.sharding.dtypes import dtype_name, mixed_precision_policy, torch_dtype
 from composer_fsdp2.sharding.frozen import freeze
-from composer_fsdp2.sharding.full_values import accept_full_values
+from composer_fsdp2.sharding.full_values import accept_full_state_dicts
 from composer_fsdp2.sharding.materialize import (
     Initializers,
     Materializer,
@@ -57,7 +57,7 @@ def apply_agreed_plan(
     plan: ShardingPlan,
     initializers: Initializers,
     *,
-    present: Sequence[DeviceMesh] = (),
+    existing_meshes: Sequence[DeviceMesh] = (),
     before_wrapping: Callable[[], object] = lambda: None,
 ) -> dict[str, UnitMesh]:
     """Shard ``model`` in place as ``plan`` says: checkpointing wrappers, values, ``fully_shard`` bottom-up, checks.
@@ -65,7 +65,7 @@ def apply_agreed_plan(
     Args:
         plan: Made or checked for this very model, and compared across ranks.
         initializers: How modules on the meta device get their values.
-        present: Meshes that are taken where they equal the plan's; see ``unit_meshes``.
+        existing_meshes: Meshes that are taken where they equal the plan's; see ``unit_meshes``.
         before_wrapping: What is to be done to the modules before they are wrapped and sharded; called once nothing that
             could be refused is left.
     Returns:
@@ -83,15 +83,15 @@ def apply_agreed_plan(
         repair_cpu_collectives()
     if plan.split or any(each.is_split for each in plan.split_experts):
         patch_strided_shard()
-        present = [*present, *_parent_meshes(model)]
-    made = unit_meshes([unit.mesh for unit in plan.units], present)
+        existing_meshes = [*existing_meshes, *_parent_meshes(model)]
+    made = unit_meshes([unit.mesh for unit in plan.units], existing_meshes)
     meshes = {unit.name: mesh for unit, mesh in zip(plan.units, made, strict=True)}
     unit_modules = _unit_modules(plan, modules)
-    drawn_together = _drawn_together(plan, modules)
+    initialized_with_unit = _initialized_with_enclosing_unit(plan, modules)
     replicated = _parameters_named(model, {spec.name for spec in plan.replicated})
-    left_alone = _parameters_named(model, plan.unsharded_names) - replicated
+    ignored = _parameters_named(model, plan.unsharded_names) - replicated
     device = device_of(made[0].whole)
-    materializer = Materializer(modules, device, initialisation, initializers, left_out=left_alone, kept=replicated)
+    materializer = Materializer(modules, device, initialisation, initializers, ignored=ignored, in_place=replicated)
     agree(
         lambda: materializer.check({module for inside in unit_modules.values() for module in inside}),
         lambda _: json.dumps(_describe_buffers(model, unit_modules) if initialisation.broadcast else []),
@@ -104,16 +104,16 @@ def apply_agreed_plan(
     styles = {modules[each.path]: each.parallelize for each in plan.split if each.parallelize is not None}
     sharded: dict[str, FSDPModule] = {}
     with (
-        rank_zero_rng() if initialisation.draw else contextlib.nullcontext(),
-        _put_back(_outside(modules, unit_modules)),
+        rank_zero_rng() if initialisation.initialize else contextlib.nullcontext(),
+        _restore_buffers(_unmanaged_modules(modules, unit_modules)),
     ):
         for unit in plan.units:
             mesh = meshes[unit.name]
-            materializer.fill(drawn_together.get(unit.name, ()))
-            materializer.make_real(unit_modules[unit.name], mesh)
+            materializer.materialize(initialized_with_unit.get(unit.name, ()))
+            materializer.materialize_unit(unit_modules[unit.name], mesh)
             of_unit = {module: styles.get(module) for module in unit_modules[unit.name]}
-            parallelize_unit(unit, modules, of_unit, mesh.tensor, materializer.same_on_all_ranks(of_unit))
-            sharded[unit.name] = _shard(model, unit, mesh.fsdp, left_alone)
+            parallelize_unit(unit, modules, of_unit, mesh.tensor, materializer.equal_on_all_ranks(of_unit))
+            sharded[unit.name] = _shard(model, unit, mesh.fsdp, ignored)
     buffer_dtypes = {unit.name: torch_dtype(unit.mixed_precision.buffer_dtype) for unit in plan.units}
     cast_buffers({module: buffer_dtypes[name] for name, inside in unit_modules.items() for module in inside})
     _set_prefetch(plan, sharded)
@@ -138,7 +138,7 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     plan.resolve(dist.get_world_size())
     refuse_sharded(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    present = {use.names: use.parameter for use in parameter_uses(model)}
+    existing = {use.names: use.parameter for use in parameter_uses(model)}
     named = [path for unit in plan.units for path in unit.modules]
     named += [*map(str, plan.config.ignored_modules), *plan.checkpointed, *plan.caching, *plan.tiled, *plan.exchanging]
     named += [*(each.path for each in plan.split), *(each.module for each in plan.split_experts)]
@@ -147,7 +147,7 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     named += [path for each in plan.tower_models for path in (each.model, *each.towers, *each.sync_points)]
     problems = [f"no module {path!r}" for path in dict.fromkeys(named) if path not in modules]
     for spec in (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated)):
-        parameter = present.get(spec.names)
+        parameter = existing.get(spec.names)
         if parameter is None:
             problems.append(f"no parameter {' = '.join(spec.names)}")
         elif (tuple(parameter.shape), dtype_name(parameter.dtype)) != (spec.shape, spec.dtype):
@@ -157,12 +157,12 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
             )
         elif isinstance(parameter, DTensor) != (spec.tensor_placement is not None and not splits):
             problems.append(f"parameter {spec.name} is {'' if splits else 'not '}split already")
-    left_alone = {*plan.ignored}.union(*(left.names for left in plan.left_out))
-    problems.extend(f"no parameter {name}" for name in sorted(left_alone.difference(*present)))
-    names_present = {names[0] for names in present}
+    ignored = {*plan.ignored}.union(*(left.names for left in plan.left_out))
+    problems.extend(f"no parameter {name}" for name in sorted(ignored.difference(*existing)))
+    names_present = {names[0] for names in existing}
     problems.extend(f"no parameter {name}, to be frozen" for name in plan.frozen if name not in names_present)
     planned = {names for unit in plan.units for spec in unit.parameters for names in spec.names} | plan.unsharded_names
-    problems.extend(f"parameter {names[0]} is in no unit" for names in present if planned.isdisjoint(names))
+    problems.extend(f"parameter {names[0]} is in no unit" for names in existing if planned.isdisjoint(names))
     if problems:
         raise PlanError("the plan was made for another model: " + "; ".join(problems[:5]))
 
@@ -200,14 +200,16 @@ def _parameters_named(model: nn.Module, names: Collection[str]) -> set[nn.Parame
     return {parameter for name, parameter in model.named_parameters() if name in names} if names else set()
 
 
-def _outside(modules: Mapping[str, nn.Module], unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[nn.Module]:
+def _unmanaged_modules(
+    modules: Mapping[str, nn.Module], unit_modules: Mapping[str, Sequence[nn.Module]]
+) -> list[nn.Module]:
     """The modules whose own tensors no unit manages: ignored, left out, or the model itself."""
     inside = {module for of_unit in unit_modules.values() for module in of_unit}
     return [module for module in modules.values() if module not in inside]
 
 
 @contextlib.contextmanager
-def _put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _restore_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Leave the buffers of ``modules`` where they were: ``fully_shard`` moves all below it to the mesh's device."""
     buffers = {buffer: buffer.data for module in modules for _, buffer in own_buffers(module)}
     yield
@@ -225,7 +227,9 @@ def _unit_modules(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[
     return {unit.name: breadth_first([modules[path] for path in unit.modules], heads | skipped) for unit in plan.units}
 
 
-def _drawn_together(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
+def _initialized_with_enclosing_unit(
+    plan: ShardingPlan, modules: Mapping[str, nn.Module]
+) -> dict[str, list[nn.Module]]:
     """By each unit that was added for its experts alone, the modules of the unit around it, its own among them."""
     added = {each.module for each in plan.split_experts if each.is_added}
     if not added:
@@ -235,11 +239,11 @@ def _drawn_together(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dic
     return {name: next((each for each in around.values() if modules[name] in each), []) for name in added}
 
 
-def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[nn.Parameter]) -> FSDPModule:
+def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> FSDPModule:
     # Looked up again: a checkpointing wrapper may stand at the path by now, and FSDP(AC(block)) is FSDP1's nesting.
     targets = [at_path(model, path) for path in unit.modules]
-    unsharded = left_alone.union(parameter_at(model, spec.name) for spec in unit.replicated)
-    noted = {spec.name: vars(parameter_at(model, spec.name)) for spec in unit.parameters}
+    unsharded = ignored.union(parameter_at(model, spec.name) for spec in unit.replicated)
+    attributes_before = {spec.name: vars(parameter_at(model, spec.name)) for spec in unit.parameters}
     fully_shard(
         targets if len(targets) > 1 else targets[0],
         mesh=mesh,
@@ -254,8 +258,8 @@ def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[
     head = targets[0]
     assert isinstance(head, FSDPModule)
     repair_unit(head)
-    accept_full_values(head, owners_of_unit(head))
-    for name, attributes in noted.items():
+    accept_full_state_dicts(head, owners_of_unit(head))
+    for name, attributes in attributes_before.items():
         vars(parameter_at(model, name)).update(attributes)  # what a script noted on it
     return head
 

@@ -11,42 +11,42 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.local_tensors import local_tensor, with_local_tensor
 from composer_fsdp2._torch.private_names import ShardedTensor, gather_sharded, local_box
-from composer_fsdp2.sharding.placements import splitting_axes
+from composer_fsdp2.sharding.placements import shard_axes
 
 
 @torch.no_grad()
-def gather_full(tensor: DTensor) -> torch.Tensor:
+def gather_full_tensor(tensor: DTensor) -> torch.Tensor:
     """The full tensor, on the device of its mesh; a replicated one shares the memory of its local tensor.
 
     Called on all ranks of the mesh; one all-gather for each axis that splits the tensor.
     """
     # A tensor that is offloaded to the CPU cannot be sent from there over NCCL.
     on_mesh = local_tensor(tensor).detach().to(tensor.device_mesh.device_type)
-    if not splitting_axes(tensor) and not any(placement.is_partial() for placement in tensor.placements):
+    if not shard_axes(tensor) and not any(placement.is_partial() for placement in tensor.placements):
         return on_mesh
     moved: Any = with_local_tensor(tensor, on_mesh)
     full: torch.Tensor = moved.full_tensor()
     return full
 
 
-def own_part(like: DTensor, full: torch.Tensor) -> torch.Tensor:
+def local_shard(like: DTensor, full: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a full tensor, as a view of it; ``like`` has the shape and the placements."""
     for dim, (offset, size) in enumerate(zip(*local_box(like), strict=True)):
         full = full.narrow(dim, offset, size)
     return full
 
 
-def accept_full_values(unit: FSDPModule, owners: Iterable[nn.Module]) -> None:
+def accept_full_state_dicts(unit: FSDPModule, owners: Iterable[nn.Module]) -> None:
     """Let ``load_state_dict`` of the modules that own a unit's parameters take full tensors, as FSDP1's did.
 
     Called where the unit is sharded. The hook runs after the module's own load hooks. It communicates for
     ShardedTensors alone, which all ranks gather one at a time.
     """
     for owner in owners:
-        owner.register_load_state_dict_pre_hook(partial(_cut_full_values, unit))
+        owner.register_load_state_dict_pre_hook(partial(_shard_full_values, unit))
 
 
-def _cut_full_values(
+def _shard_full_values(
     unit: FSDPModule,
     module: nn.Module,
     state_dict: dict[str, Any],
@@ -71,7 +71,7 @@ def _cut_full_values(
             and given.shape == parameter.shape
         ):
             # A function and not a method: a tensor-like object, as Lightning's lazy ones, has it too.
-            part = own_part(parameter, torch.detach(given))
+            part = local_shard(parameter, torch.detach(given))
             if local_metadata.get("assign_to_params_buffers"):
                 # The parameter's own memory, not that of the full tensor.
                 part = part.to(local_tensor(parameter).device, copy=True)

@@ -4,7 +4,7 @@ import socket
 import uuid
 from pathlib import Path
 
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 
 
 def this_host() -> str:
@@ -15,5 +15,5 @@ def this_host() -> str:
 
 def first_ranks_of_hosts() -> list[int]:
     """For each rank, the first one on its host. Called on all ranks; gathers their hosts' names."""
-    hosts = gather(this_host())
+    hosts = all_gather_object(this_host())
     return [hosts.index(host) for host in hosts]

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composer_fsdp2._torch.local_tensors import with_local_tensor
 from composer_fsdp2._torch.private_names import own_buffers, own_parameters
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.meshes import UnitMesh
 from composer_fsdp2.sharding.modules import first_paths
 from composer_fsdp2.sharding.random_states import random_states, set_random_states
@@ -42,7 +42,7 @@ class Initialisation:
     ``from_rank_zero``: rank 0 alone has any, so all get its; else those of the first rank of a unit's mesh go out.
     """
 
-    draw: bool
+    initialize: bool
     broadcast: bool
     from_rank_zero: bool = False
 
@@ -54,11 +54,11 @@ def decide_initialisation(modules: Iterable[nn.Module], sync_module_states: bool
         PlanError: some ranks have values and some have none, and nobody was told to send them (FSDP1's message), or
             rank 0 is the one without.
     """
-    on_meta: list[bool] = gather(any(map(_owns_meta, modules)))
+    on_meta: list[bool] = all_gather_object(any(map(_owns_meta, modules)))
     if not any(on_meta):
-        return Initialisation(draw=False, broadcast=bool(sync_module_states))
+        return Initialisation(initialize=False, broadcast=bool(sync_module_states))
     if all(on_meta):
-        return Initialisation(draw=True, broadcast=bool(sync_module_states))
+        return Initialisation(initialize=True, broadcast=bool(sync_module_states))
     if sync_module_states is False:
         raise PlanError(
             "Detected mixed initialization where some ranks have model on cpu or gpu and some ranks are on meta "
@@ -70,7 +70,7 @@ def decide_initialisation(modules: Iterable[nn.Module], sync_module_states: bool
             "rank 0's model is on the meta device while other ranks have values, and sync_module_states sends rank "
             "0's; build the model with values on rank 0, or on the meta device on every rank"
         )
-    return Initialisation(draw=False, broadcast=True, from_rank_zero=True)
+    return Initialisation(initialize=False, broadcast=True, from_rank_zero=True)
 
 
 @contextlib.contextmanager
@@ -93,12 +93,12 @@ class Materializer:
     """Makes units real, one at a time, bottom-up.
 
     Args:
-        modules: Those of the whole model, by every path; changed by ``make_real`` only.
+        modules: Those of the whole model, by every path; changed by ``materialize_unit`` only.
         device: Where values are to lie.
         initialisation: Where they come from.
         initializers: How they are drawn.
-        left_out: Parameters that stay as they are.
-        kept: Parameters that stay the same objects, but may move.
+        ignored: Parameters that stay as they are.
+        in_place: Parameters that stay the same objects, but may move.
     """
 
     def __init__(
@@ -107,20 +107,20 @@ class Materializer:
         device: torch.device,
         initialisation: Initialisation,
         initializers: Initializers,
-        left_out: Collection[nn.Parameter] = (),
-        kept: Collection[nn.Parameter] = (),
+        ignored: Collection[nn.Parameter] = (),
+        in_place: Collection[nn.Parameter] = (),
     ) -> None:
         self.device = device
         self.initialisation = initialisation
         self.initializers = initializers
-        self.left_out = left_out
-        self.kept = kept
-        self.drawn: set[nn.Module] = set()
+        self.ignored = ignored
+        self.in_place = in_place
+        self.initialized: set[nn.Module] = set()
         self.path_of = first_paths(modules)
-        self.places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        self.registrations: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in self.path_of:
             for name, parameter in own_parameters(module):
-                self.places.setdefault(parameter, []).append((module, name))
+                self.registrations.setdefault(parameter, []).append((module, name))
 
     def check(self, inside: Collection[nn.Module]) -> None:
         """Raise if a meta tensor will never get a value; reads only.
@@ -133,28 +133,28 @@ class Materializer:
         """
         for module, path in self.path_of.items():
             if self.initialisation.from_rank_zero:
-                self._refuse_split(module, path)
+                self._refuse_tensor_parallel(module, path)
             if not _owns_meta(module):
                 continue
             outside = [
                 f"{kind} {join(path, name)}"
                 for kind, own in (("parameter", own_parameters(module)), ("buffer", own_buffers(module)))
                 for name, tensor in own
-                if tensor.is_meta and (module not in inside or tensor in self.left_out)
+                if tensor.is_meta and (module not in inside or tensor in self.ignored)
             ]
             if outside:
                 raise PlanError(
                     f"{outside[0]} is on the meta device, and no unit holds it, so it would never get a value; build "
                     "that part of the model on a real device"
                 )
-            if self.initialisation.draw and self._initializer(module) is None:
+            if self.initialisation.initialize and self._initializer(module) is None:
                 raise PlanError(
                     f"module {path!r} ({type(module).__name__}) has parameters or buffers on the meta device, but "
                     "it has no reset_parameters(), and the direct child above it no param_init_fn(module); add one "
                     "of them, or build the model on the CPU"
                 )
 
-    def _refuse_split(self, module: nn.Module, path: str) -> None:
+    def _refuse_tensor_parallel(self, module: nn.Module, path: str) -> None:
         for name, parameter in own_parameters(module):
             if isinstance(parameter, DTensor):
                 raise PlanError(
@@ -163,32 +163,32 @@ class Materializer:
                     "parallelize_module, and the layer plan as tensor_parallel"
                 )
 
-    def make_real(self, modules: Sequence[nn.Module], mesh: UnitMesh) -> None:
+    def materialize_unit(self, modules: Sequence[nn.Module], mesh: UnitMesh) -> None:
         """Materialise, move and (if asked for) synchronise what the ``modules`` of one unit hold themselves.
 
         Called on all ranks in the same order; broadcasts the unit's tensors over its ``mesh`` (those that are split
         already over its ``data_parallel`` axes), or from rank 0, if the initialisation says so.
         """
-        self.fill(modules)
+        self.materialize(modules)
         for tensor in _own_tensors(modules):
-            if tensor not in self.left_out:
+            if tensor not in self.ignored:
                 self._move(tensor)
         if self.initialisation.broadcast:
             groups = [None] if self.initialisation.from_rank_zero else _groups_of(mesh.whole)
             of_split = groups if mesh.fsdp is mesh.whole else _groups_of(mesh.fsdp)
             for tensor in _own_tensors(modules):
-                if tensor not in self.left_out:
+                if tensor not in self.ignored:
                     _broadcast(tensor, of_split if isinstance(tensor, DTensor) else groups)
 
-    def fill(self, modules: Iterable[nn.Module]) -> None:
+    def materialize(self, modules: Iterable[nn.Module]) -> None:
         """Materialise what they hold themselves on the meta device, in this order; does not communicate."""
         for module in modules:
             if _owns_meta(module):
-                self._fill(module)
+                self._initialize(module)
 
-    def same_on_all_ranks(self, modules: Iterable[nn.Module]) -> set[nn.Module]:
-        """Those that ``make_real`` gave equal parameters on every rank: drawn as rank 0 draws, or broadcast."""
-        return set(modules) if self.initialisation.broadcast else self.drawn.intersection(modules)
+    def equal_on_all_ranks(self, modules: Iterable[nn.Module]) -> set[nn.Module]:
+        """Those that ``materialize_unit`` gave equal parameters on every rank: drawn as rank 0 draws, or broadcast."""
+        return set(modules) if self.initialisation.broadcast else self.initialized.intersection(modules)
 
     def _move(self, tensor: torch.Tensor) -> None:
         """The tensor on the device, in the layout that ``fully_shard`` takes.
@@ -197,17 +197,17 @@ class Materializer:
         are sharded, and with it would hold what is moved here.
         """
         if isinstance(tensor, DTensor):
-            self._move_split(tensor)
+            self._move_dtensor(tensor)
             return
         value = tensor.data.to(self.device).contiguous()
         if value.data_ptr() == tensor.data_ptr() and value.device == tensor.device:
             return
-        if isinstance(tensor, nn.Parameter) and tensor in self.places and tensor not in self.kept:
+        if isinstance(tensor, nn.Parameter) and tensor in self.registrations and tensor not in self.in_place:
             self._replace(tensor, value)
         else:
             tensor.data = value
 
-    def _move_split(self, tensor: DTensor) -> None:
+    def _move_dtensor(self, tensor: DTensor) -> None:
         local = tensor.to_local()
         if local.device != self.device and isinstance(tensor, nn.Parameter):
             self._replace(tensor, with_local_tensor(tensor, local.detach().to(self.device)))
@@ -216,14 +216,14 @@ class Materializer:
         """At every place, so that ties hold."""
         real = nn.Parameter(value, parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)
-        for owner, attribute in self.places[parameter]:
+        for owner, attribute in self.registrations[parameter]:
             setattr(owner, attribute, real)
 
-    def _fill(self, module: nn.Module) -> None:
+    def _initialize(self, module: nn.Module) -> None:
         named = {parameter: name for name, parameter in own_parameters(module) if parameter.is_meta}
-        initialize = self._initializer(module) if self.initialisation.draw else None
-        if isinstance(initialize, OnMeta):
-            self._fill_by(initialize, module, named)
+        initialize = self._initializer(module) if self.initialisation.initialize else None
+        if isinstance(initialize, MetaInitializer):
+            self._initialize_meta(initialize, module, named)
             return
         for parameter in named:
             if isinstance(parameter, DTensor):  # [Note: drawn in full]
@@ -233,18 +233,20 @@ class Materializer:
         for name, buffer in own_buffers(module):
             if buffer.is_meta:
                 setattr(module, name, torch.empty_like(buffer, device=self.device))
-        if self.initialisation.draw:
+        if self.initialisation.initialize:
             assert initialize is not None, "check() ran before"
             initialize()
             if len(named) == len(own_parameters(module)):  # what was not on the meta device is each rank's own
-                self.drawn.add(module)
+                self.initialized.add(module)
         for parameter, name in named.items():
             if isinstance(parameter, DTensor):  # [Note: drawn in full]
                 full: torch.Tensor = getattr(module, name).data
                 mesh, placements = parameter.device_mesh, parameter.placements
                 self._replace(parameter, distribute_tensor(full, mesh, placements, src_data_rank=None))
 
-    def _fill_by(self, initialize: "OnMeta", module: nn.Module, named: dict[nn.Parameter, str]) -> None:
+    def _initialize_meta(
+        self, initialize: "MetaInitializer", module: nn.Module, named: dict[nn.Parameter, str]
+    ) -> None:
         initialize()
         for name, tensor in (*own_parameters(module), *own_buffers(module)):
             if tensor.is_meta:
@@ -255,14 +257,14 @@ class Materializer:
         for parameter, name in named.items():
             self._replace(parameter, getattr(module, name).data)
         if len(named) == len(own_parameters(module)):
-            self.drawn.add(module)
+            self.initialized.add(module)
 
     def _initializer(self, module: nn.Module) -> Callable[[], object] | None:
         return self.initializers(module, self.path_of[module])
 
 
 @dataclass(frozen=True, slots=True)
-class OnMeta:
+class MetaInitializer:
     """An initializer that materialises its module itself: FSDP1 called ``param_init_fn`` with meta tensors."""
 
     function: Callable[[], object]

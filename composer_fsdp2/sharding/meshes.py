@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composer_fsdp2._torch.groups import new_group_of
 from composer_fsdp2.config.mesh import DATA_PARALLEL, GROUPS_KEY, AxisRole, MeshSpec
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 
 Ranks: TypeAlias = tuple[int, ...]
 # For one mesh and each axis, outermost first, the group of every rank.
@@ -50,16 +50,16 @@ def _slice(mesh: DeviceMesh, spec: MeshSpec, *roles: AxisRole) -> DeviceMesh | N
     return mesh[tuple(names[axis] for axis in axes)]
 
 
-def unit_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ()) -> list[UnitMesh]:
+def unit_meshes(specs: Sequence[MeshSpec], existing_meshes: Sequence[DeviceMesh] = ()) -> list[UnitMesh]:
     """The mesh of each resolved spec; where it divides the ranks into groups, the mesh of this rank's group.
 
     Without groups a mesh holds the ranks 0, 1, ... in order, replicas outermost. It is equal, to torch, to the one that
     Composer's State makes of the same spec.
 
     Args:
-        present: Meshes that are there already. One that has a spec's ranks in the same places on the same type of
-            device is taken, under its own axis names, if every rank has such a one: another mesh would be other
-            process groups, whose communicators take device memory beside those of the first.
+        existing_meshes: Meshes that the caller has already made. A mesh whose ranks, shape and device type equal a
+            spec's is reused, with its own axis names, if every rank passes such a mesh. A second mesh would create
+            process groups whose communicators take additional device memory.
     Raises:
         ConfigError: the groups that the ranks named do not fit together; on every rank.
 
@@ -72,9 +72,11 @@ def unit_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ()) -
     wanted = dict(zip(keys, specs, strict=True))
     layouts = [_layout(spec, None if isinstance(key, MeshSpec) else key) for key, spec in wanted.items()]
     made: dict[object, UnitMesh] = {}
-    for (key, spec), layout, mesh in zip(wanted.items(), layouts, _taken(wanted, layouts, present), strict=True):
+    for (key, spec), layout, mesh in zip(
+        wanted.items(), layouts, _reusable_meshes(wanted, layouts, existing_meshes), strict=True
+    ):
         if mesh is None:
-            mesh = _make_mesh(spec, layout, _lines(spec.shape) if isinstance(key, MeshSpec) else key)
+            mesh = _make_mesh(spec, layout, _groups_along_axes(spec.shape) if isinstance(key, MeshSpec) else key)
         made[key] = UnitMesh.of(mesh, spec)
     return [made[key] for key in keys]
 
@@ -95,10 +97,10 @@ def _make_mesh(spec: MeshSpec, layout: list[Any], table: GroupTable) -> DeviceMe
 
 def group_along(shape: Sequence[int], axis: int, use: str, **options: Any) -> dist.ProcessGroup:
     """``group_of`` along one axis of ``arange(world_size).view(shape)``. Called on all ranks."""
-    return group_of(_lines(shape)[axis], use, **options)
+    return group_of(_groups_along_axes(shape)[axis], use, **options)
 
 
-def _lines(shape: Sequence[int]) -> GroupTable:
+def _groups_along_axes(shape: Sequence[int]) -> GroupTable:
     """For each axis of ``arange(world_size).view(shape)`` and each rank, the ranks along that axis."""
     ranks = torch.arange(dist.get_world_size()).view(*shape)
     table = []
@@ -125,7 +127,7 @@ def group_of(
             collectives of a communicator one after the other, and an exchange would wait for prefetched parameters.
         backend, timeout: None means those of the default group.
     """
-    _forget_other_worlds()
+    _clear_stale_groups()
     rank = dist.get_rank()
     missing = [ranks for ranks in dict.fromkeys(of_ranks) if (ranks, use) not in _groups]
     if missing:
@@ -141,7 +143,7 @@ def _world_group(device_type: str) -> dist.ProcessGroup:
 
     It is the default group, except on torch 2.7 where that is gloo's and there are GPUs: a new one, with NCCL.
     """
-    _forget_other_worlds()
+    _clear_stale_groups()
     key = tuple(range(dist.get_world_size())), f"world, {device_type}"
     if key not in _groups:
         _groups[key] = init_device_mesh(device_type, (dist.get_world_size(),)).get_group()
@@ -150,7 +152,7 @@ def _world_group(device_type: str) -> dist.ProcessGroup:
     return group
 
 
-def _forget_other_worlds() -> None:
+def _clear_stale_groups() -> None:
     global _world
     if _world is not dist.group.WORLD:
         _world = dist.group.WORLD
@@ -170,7 +172,9 @@ def training_groups(mesh: DeviceMesh, of_units: Iterable[DeviceMesh]) -> tuple[d
     """
     if mesh.size() < dist.get_world_size():
         own = set(mesh.mesh.flatten().tolist())
-        if all(gather(all(own.issuperset(each.mesh.flatten().tolist()) for each in dict.fromkeys(of_units)))):
+        if all(
+            all_gather_object(all(own.issuperset(each.mesh.flatten().tolist()) for each in dict.fromkeys(of_units)))
+        ):
             return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
     return (None,)
 
@@ -182,22 +186,24 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _has(mesh: DeviceMesh, device_type: str, layout: list[Any]) -> bool:
+def _matches(mesh: DeviceMesh, device_type: str, layout: list[Any]) -> bool:
     """Whether it is this one; ``fully_shard`` wants two axes to have names."""
     is_named = mesh.ndim == 1 or mesh.mesh_dim_names is not None
     return is_named and mesh.device_type == device_type and mesh.mesh.tolist() == layout
 
 
-def _taken(
-    wanted: Mapping[MeshSpec | GroupTable, MeshSpec], layouts: Sequence[list[Any]], present: Sequence[DeviceMesh]
+def _reusable_meshes(
+    wanted: Mapping[MeshSpec | GroupTable, MeshSpec],
+    layouts: Sequence[list[Any]],
+    existing_meshes: Sequence[DeviceMesh],
 ) -> list[DeviceMesh | None]:
     """For each mesh that is wanted, the one that is there; None on all ranks, where a rank has none."""
     own = [
-        next((mesh for mesh in present if _has(mesh, spec.device_type, layout)), None)
+        next((mesh for mesh in existing_meshes if _matches(mesh, spec.device_type, layout)), None)
         for spec, layout in zip(wanted.values(), layouts, strict=True)
     ]
     # Groups are made by all ranks together, so none may go its own way.
-    of_ranks = gather([mesh is not None for mesh in own])
+    of_ranks = all_gather_object([mesh is not None for mesh in own])
     return [mesh if all(has[number] for has in of_ranks) else None for number, mesh in enumerate(own)]
 
 
@@ -222,7 +228,9 @@ def _group_tables(specs: Sequence[MeshSpec]) -> list[GroupTable]:
     # Units by the dozen have the same groups: those are sent once, and looked at once.
     distinct = {groups: number for number, groups in enumerate(dict.fromkeys(own))}
     of_ranks: list[tuple[list[tuple[range | Ranks, ...]], list[int]]]
-    of_ranks = gather(([tuple(map(_packed, groups)) for groups in distinct], [distinct[groups] for groups in own]))
+    of_ranks = all_gather_object(
+        ([tuple(map(_as_range, groups)) for groups in distinct], [distinct[groups] for groups in own])
+    )
     members = [[tuple(map(tuple, groups)) for groups in of_rank] for of_rank, _ in of_ranks]
     tables: dict[Ranks, GroupTable] = {}
     chosen = []
@@ -238,7 +246,7 @@ def _group_tables(specs: Sequence[MeshSpec]) -> list[GroupTable]:
     return chosen
 
 
-def _packed(ranks: Ranks) -> range | Ranks:
+def _as_range(ranks: Ranks) -> range | Ranks:
     """What is sent of a group: a thousand ranks in a row are three numbers."""
     if len(ranks) > 2:
         even = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])

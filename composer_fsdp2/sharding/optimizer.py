@@ -11,7 +11,7 @@ from composer_fsdp2._torch.local_tensors import with_local_tensor
 from composer_fsdp2._torch.private_names import own_parameters
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError, UnsupportedError
-from composer_fsdp2.sharding.placements import split_dimension
+from composer_fsdp2.sharding.placements import sharded_dim
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -120,7 +120,7 @@ def _shard_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
         shard, num_axes = value.to_local(), mesh.ndim - value.device_mesh.ndim
     # Innermost first: a tensor axis split the parameter before it was sharded.
     for axis in reversed(range(num_axes)):
-        dimension = split_dimension(new.placements[axis])
+        dimension = sharded_dim(new.placements[axis])
         if dimension is not None:
             parts = shard.chunk(mesh.size(axis), dimension)
             place = mesh.get_local_rank(axis)

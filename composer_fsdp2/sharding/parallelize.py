@@ -40,7 +40,7 @@ def parallelize_unit(
             parallelize(module, style, mesh, source=None if module in same else 0)
     for spec in unit.parameters:
         if len(spec.names) > 1 and spec.tensor_placement is not None:
-            tie_again(modules, spec.names)
+            retie_parameters(modules, spec.names)
 
 
 def parallelize(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, *, source: int | None = 0) -> None:
@@ -58,7 +58,7 @@ def parallelize(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, *, so
             vars(new).update(vars(old))
 
 
-def tie_again(modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> None:
+def retie_parameters(modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> None:
     """Have one parameter under all of its names, the first one's ([Note: split parameters]).
 
     The plan knows that all of its sides are placed alike.

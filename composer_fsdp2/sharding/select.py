@@ -73,9 +73,9 @@ def select_units(
             walk.add_root(UnitDraft((name,), "direct child of the model"))
         elif name in choices.searched:
             walk.add_roots_below(name, child)
-    tree.join()
+    tree.merge_tied_units()
     if _separate_dtypes(tree):
-        tree.join()
+        tree.merge_tied_units()
     outside = tuple(use for use in uses if use.parameter in ignored_parameters)
     return _selection(tree, choices.excluded, low_precision, outside)
 

@@ -48,7 +48,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def resting_parameters(module: nn.Module) -> list[nn.Parameter]:
+def resharded_parameters(module: nn.Module) -> list[nn.Parameter]:
     """``reshard``, and every parameter once, in ``module.parameters()``'s order, in one walk through the modules."""
     modules = list(module.modules())
     for each in modules:

@@ -113,42 +113,42 @@ class UnitTree:
             other.is_root = other is unit
         return unit
 
-    def join(self) -> None:
+    def merge_tied_units(self) -> None:
         """Until every parameter lies in one unit and every unit below one root.
 
         Each step removes a unit, or adds the one that takes two over; so it ends.
         """
         tied = [use for use in self.uses if len(use.owners) > 1]
-        is_settled = False
-        while not is_settled:  # what joins one tie may put another apart
-            is_settled = True
+        is_done = False
+        while not is_done:  # what joins one tie may put another apart
+            is_done = True
             for use in tied:
                 while len(owners := self.owners(use)) > 1:
-                    self._join(owners, use)
-                    is_settled = False
+                    self._merge(owners, use)
+                    is_done = False
         for unit in self.units:
             roots = {above for above in (unit, *self._containers(unit)) if above.is_root}
             if len(roots) > 1:
                 self.need_model_unit(f"{unit.paths[0]} is registered below more than one direct child")
                 return
             places = [place for path in unit.paths for place in self._paths_of[self.modules[path]]]
-            lonely = next((place for place in places if not self._has_root_above(place)), None)
-            if lonely is not None:
-                self.need_model_unit(f"{unit.paths[0]} is registered outside of its root as well, as {lonely}")
+            rootless = next((place for place in places if not self._has_root_above(place)), None)
+            if rootless is not None:
+                self.need_model_unit(f"{unit.paths[0]} is registered outside of its root as well, as {rootless}")
                 return
 
-    def _join(self, owners: list[UnitDraft | None], use: ParameterUse) -> None:
+    def _merge(self, owners: list[UnitDraft | None], use: ParameterUse) -> None:
         first, second = owners[:2]
         if first is None or second is None:
             self.need_model_unit(f"{use.name} is shared with a part of the model that FSDP1 left out")
         elif first in self._containers(second):
-            self._dissolve(second, first, use)
+            self._merge_into(second, first, use)
         elif second in self._containers(first):
-            self._dissolve(first, second, use)
+            self._merge_into(first, second, use)
         else:
-            self._join_disjoint(first, second, use)
+            self._merge_disjoint(first, second, use)
 
-    def _join_disjoint(self, first: UnitDraft, second: UnitDraft, use: ParameterUse) -> None:
+    def _merge_disjoint(self, first: UnitDraft, second: UnitDraft, use: ParameterUse) -> None:
         ancestor = _common_ancestor(first.paths + second.paths)
         while ancestor and not has_forward(self.modules[ancestor]):
             ancestor = ancestor.rpartition(".")[0]
@@ -160,8 +160,8 @@ class UnitTree:
             target = self._unit_of.get(self.modules[ancestor]) or self.add(UnitDraft((ancestor,), reason))
         else:
             target = self.need_model_unit(f"{use.name} is shared across direct children of the model")
-        self._dissolve(first, target, use)
-        self._dissolve(second, target, use)
+        self._merge_into(first, target, use)
+        self._merge_into(second, target, use)
 
     def _group(self, first: UnitDraft, second: UnitDraft, use: ParameterUse) -> None:
         self._remove(first)
@@ -175,7 +175,7 @@ class UnitTree:
         is_other = first.of_other_dtype and second.of_other_dtype
         self.add(UnitDraft(paths, reason, overrides=overrides, of_other_dtype=is_other))
 
-    def _dissolve(self, unit: UnitDraft, into: UnitDraft, use: ParameterUse) -> None:
+    def _merge_into(self, unit: UnitDraft, into: UnitDraft, use: ParameterUse) -> None:
         self._remove(unit)
         where = into.paths[0] or "the model itself"
         given = unit.overrides.given

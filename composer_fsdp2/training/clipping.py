@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.local_tensors import foreach_mul_, foreach_norm, group_by_device_and_dtype, local_tensor
 from composer_fsdp2.errors import CallError, PlanError
-from composer_fsdp2.sharding.placements import split_dimension, splitting_axes, splitting_axes_of_all
-from composer_fsdp2.sharding.sharded import reshard, resting_parameters, sharded_roots
+from composer_fsdp2.sharding.placements import shard_axes, shard_axes_of_all, sharded_dim
+from composer_fsdp2.sharding.sharded import reshard, resharded_parameters, sharded_roots
 from composer_fsdp2.training.guard import check_guard
 from composer_fsdp2.training.reductions import LocalValues, reduce_parts
 from composer_fsdp2.training.run import run_of
@@ -53,7 +53,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 
                 f"a {type(root).__name__} was sharded by fully_shard itself; shard the model with prepare_fully_shard "
                 "or apply_plan, or use torch's own functions for it"
             )
-        trainable = (parameter for parameter in resting_parameters(root) if parameter.requires_grad)
+        trainable = (parameter for parameter in resharded_parameters(root) if parameter.requires_grad)
         grads = _grads_of(trainable)
         total = _total_norm(grads, order, groups, torch.device(run.plan.mesh.device_type))
         _scale(grads, total, float(max_norm))
@@ -71,7 +71,7 @@ def _grads_of(parameters: Iterable[nn.Parameter]) -> _Grads:
     """Of all ``parameters``; those without a gradient have a place too, because all ranks must communicate alike."""
     parameters = list(parameters)
     places: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
-    for parameter, axes in zip(parameters, splitting_axes_of_all(parameters), strict=True):
+    for parameter, axes in zip(parameters, shard_axes_of_all(parameters), strict=True):
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         tensors = places.setdefault((mesh, axes), [])
         if (grad := parameter.grad) is not None:
@@ -138,8 +138,8 @@ def _axes_that_divide_units(parameter: nn.Parameter) -> tuple[int, ...]:
         return ()
     return tuple(
         axis
-        for axis in splitting_axes(parameter)
-        if parameter.dim() <= 1 or (split_dimension(parameter.placements[axis]) or 0) % parameter.dim() != 0
+        for axis in shard_axes(parameter)
+        if parameter.dim() <= 1 or (sharded_dim(parameter.placements[axis]) or 0) % parameter.dim() != 0
     )
 
 

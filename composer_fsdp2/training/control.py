@@ -35,7 +35,7 @@ import torch.distributed as dist
 from composer_fsdp2._torch.groups import new_group_of
 from composer_fsdp2._torch.private_names import default_store
 from composer_fsdp2.errors import ControlGroupError, RanksDivergedError
-from composer_fsdp2.sharding.agree import device_of_group, gather, sends_from_host
+from composer_fsdp2.sharding.agree import all_gather_object, device_of_group, sends_from_host
 from composer_fsdp2.sharding.hosts import this_host
 from composer_fsdp2.training.node import Node
 
@@ -204,7 +204,7 @@ def control() -> Control:
     world = dist.group.WORLD
     assert world is not None
     known = _control if _control is not None and _control.world is world and _control.is_open else None
-    if not all(gather(known is not None)):
+    if not all(all_gather_object(known is not None)):
         if _control is not None:
             _control.close()
         known = _control = connect(this_host())
@@ -258,7 +258,7 @@ def _between(firsts: Sequence[int]) -> dist.ProcessGroup | None:
         group = new_group_of([firsts], "gloo", CONNECT_WITHIN)
     except RuntimeError as raised:
         error = raised
-    errors = [text for text in gather(error and str(error)[:500]) if text]
+    errors = [text for text in all_gather_object(error and str(error)[:500]) if text]
     if not errors:
         return group
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

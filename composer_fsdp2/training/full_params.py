@@ -29,8 +29,8 @@ from composer_fsdp2._torch.unit_parameters import (
 )
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
-from composer_fsdp2.sharding.full_values import gather_full, own_part
-from composer_fsdp2.sharding.placements import splitting_axes
+from composer_fsdp2.sharding.full_values import gather_full_tensor, local_shard
+from composer_fsdp2.sharding.placements import shard_axes
 from composer_fsdp2.training.guard import check_guard
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class _Options:
 
 def _refuse_step(summoned: Sequence[UnitParameter], optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     """It would update the shards, and the end of the block overwrite them with the full parameters from before."""
-    split = {id(each.sharded) for each in summoned if splitting_axes(each.sharded)}
+    split = {id(each.sharded) for each in summoned if shard_axes(each.sharded)}
     if any(id(parameter) in split for group in optimizer.param_groups for parameter in group["params"]):
         name = type(optimizer).__name__
         raise ComposerFSDP2Error(f"{name}.step within summon_full_params of its parameters; leave the block")
@@ -233,7 +233,7 @@ def _gradients(parameters: list[UnitParameter]) -> list[DTensor | None]:
         return []
     grads = [cast(DTensor | None, each.sharded.grad) for each in parameters]
     shard = cast(DTensor, parameters[0].sharded)
-    if axes := splitting_axes(shard):
+    if axes := shard_axes(shard):
         mesh = shard.device_mesh
         is_there = torch.tensor([grad is not None for grad in grads], dtype=torch.int32, device=mesh.device_type)
         for axis in axes:
@@ -250,8 +250,8 @@ def _gather(tensor: DTensor, options: _Options) -> torch.Tensor | None:
 
     A tensor that is not a DTensor is not copied.
     """
-    mesh, axes = tensor.device_mesh, splitting_axes(tensor)
-    full = gather_full(tensor)
+    mesh, axes = tensor.device_mesh, shard_axes(tensor)
+    full = gather_full_tensor(tensor)
     if not axes:
         return full.to("cpu", copy=True) if options.offload_to_cpu else full
     if options.rank0_only and any(mesh.get_local_rank(axis) for axis in axes):
@@ -308,7 +308,7 @@ class _FullParameter:
             return f"{self.name} was replaced by one of shape {tuple(written.shape)}; it has {tuple(self.shard.shape)}"
         if self._is_shard(written):
             return ""
-        self.local.copy_(own_part(self.shard, written))
+        self.local.copy_(local_shard(self.shard, written))
         return ""
 
     @torch.no_grad()
@@ -322,9 +322,9 @@ class _FullParameter:
             if written is self.full:  # a parameter that replaced it says nothing about its gradient
                 shard.grad = None
         elif shard.grad is None:
-            shard.grad = with_local_tensor(self.shard, own_part(self.shard, grad).to(self.local.device, copy=True))
+            shard.grad = with_local_tensor(self.shard, local_shard(self.shard, grad).to(self.local.device, copy=True))
         else:
-            cast(DTensor, shard.grad).to_local().copy_(own_part(self.shard, grad))
+            cast(DTensor, shard.grad).to_local().copy_(local_shard(self.shard, grad))
         return ""
 
     def _registered(self) -> nn.Parameter | None:

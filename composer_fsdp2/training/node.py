@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from composer_fsdp2.errors import ControlGroupError
-from composer_fsdp2.sharding.agree import agree, gather
+from composer_fsdp2.sharding.agree import agree, all_gather_object
 
 T = TypeVar("T")
 
@@ -44,17 +44,17 @@ class Node:
         Raises:
             ControlGroupError: on all ranks: one has no more files to open.
         """
-        rank, hosts = dist.get_rank(), gather(host)
+        rank, hosts = dist.get_rank(), all_gather_object(host)
         first = hosts.index(host)
         with contextlib.ExitStack() as at_end, contextlib.ExitStack() as at_error:
             listener = _agreed(lambda: _listener(hosts.count(host) - 1, within) if rank == first else None)
             if listener is not None:
                 at_end.enter_context(listener)
-            address = gather(listener and listener.getsockname())[first]
+            address = all_gather_object(listener and listener.getsockname())[first]
             to_first = _agreed(lambda: _connected(address) if rank != first else None)
             if to_first is not None:
                 at_error.enter_context(to_first)
-            answering = gather(rank if to_first is None else first)
+            answering = all_gather_object(rank if to_first is None else first)
             others = _agreed(lambda: _accepted(listener, answering.count(rank) - 1))
             at_error.pop_all()
         return cls(sorted(set(answering)), to_first is None, others if to_first is None else [to_first])

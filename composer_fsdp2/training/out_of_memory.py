@@ -24,7 +24,7 @@ from composer_fsdp2._torch.reset import reset_after_error, reset_mask_buffers
 from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.sharding.agree import device_of_group
 from composer_fsdp2.sharding.random_states import random_states, set_random_states
-from composer_fsdp2.sharding.sharded import resting_parameters, units
+from composer_fsdp2.sharding.sharded import resharded_parameters, units
 from composer_fsdp2.training.control import ANSWER_WITHIN, Operation, control
 from composer_fsdp2.training.microbatches import begin_microbatch
 from composer_fsdp2.training.run import find_run, run_of
@@ -166,7 +166,7 @@ _WARM_UP_ELEMENTS = (1, 1 << 20)
 
 def _warm_up(model: nn.Module) -> None:
     """Use each axis of the model once, with all kinds of collectives that it sends. Called on all ranks."""
-    meshes = dict.fromkeys(each.device_mesh for each in resting_parameters(model) if isinstance(each, DTensor))
+    meshes = dict.fromkeys(each.device_mesh for each in resharded_parameters(model) if isinstance(each, DTensor))
     of_all = [group for mesh in meshes for group in mesh.get_all_groups()]  # of the axes that split layers, too
     run = run_of(model)
     exchanging = [*run.exchanging, *(of_all if run.exchanging else ())]  # shards of experts travel, too

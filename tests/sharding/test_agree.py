@@ -13,7 +13,7 @@ from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 
 from composer_fsdp2 import ComposerFSDP2Error, ConfigError, PlanError
-from composer_fsdp2.sharding.agree import agree, gather, require_process_group
+from composer_fsdp2.sharding.agree import agree, all_gather_object, require_process_group
 
 
 def error_of(*values: str) -> str:
@@ -57,10 +57,10 @@ def check_gather() -> None:
     """In rank order: messages that name ranks name the right ones. A value that does not pickle raised on its own rank,
     while the others waited for it until the time-out."""
     rank = dist.get_rank()
-    assert gather((rank, "a")) == [(0, "a"), (1, "a")]
+    assert all_gather_object((rank, "a")) == [(0, "a"), (1, "a")]
     with pytest.raises(ComposerFSDP2Error, match="rank 1 cannot send a function to the other ranks"):
-        gather((lambda: 1) if rank == 1 else 1)
-    assert gather(rank) == [0, 1], "no more messages after an error"
+        all_gather_object((lambda: 1) if rank == 1 else 1)
+    assert all_gather_object(rank) == [0, 1], "no more messages after an error"
 
 
 @on_ranks(2)

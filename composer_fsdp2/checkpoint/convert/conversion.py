@@ -26,7 +26,7 @@ from composer_fsdp2.checkpoint.convert.unfinished import Unfinished, writing
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.open import Located, expanded, find, inventory_of, long_together, unpacked
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 
 Progress: TypeAlias = Callable[[int, int], None]
 _Time: TypeAlias = tuple[int, int]
@@ -124,7 +124,7 @@ def convert_checkpoint(
     report = long_together(
         lambda: _convert(source, target, plan_from, trust, progress, start), "converting a checkpoint", ranks=[0]
     )
-    of_first: ConversionReport = gather(report)[0]
+    of_first: ConversionReport = all_gather_object(report)[0]
     return of_first
 
 
