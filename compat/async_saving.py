@@ -21,7 +21,7 @@ from composer_fsdp2.checkpoint.trees import EntryPath, mapped
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.long_work import long_work
-from composer_fsdp2.training.control import Control, Operation, control
+from composer_fsdp2.training.control import ControlGroup, Operation, control_group
 
 from .pinned_copies import PinnedCopies, is_on_device, left_on_device
 from .saving import HOLDERS, sharded_state_dict, shards_in, tensors_in, write_full, write_sharded, writes_shards
@@ -57,7 +57,7 @@ def save_checkpoint(original: Callable[..., Any], state: State | SavedState, *ar
 def start(saver: CheckpointSaver, state: State, filename: str, account_for: Callable[[SavedState], None]) -> None:
     """Take a copy of the state and begin to write it. Called on all ranks."""
     global _pending
-    connected = control()  # while all are here
+    connected = control_group()  # while all are here
     group = _writing_group(state)
     with left_on_device(state.model):
         state_dict = sharded_state_dict(state, saver.weights_only, saver.ignore_keys)
@@ -205,7 +205,7 @@ class _Pending:
     """
 
     saver: CheckpointSaver
-    control: Control
+    control: ControlGroup
     write: Callable[[], None]
     publish: Callable[[], None]
     account_for: Callable[[], None]

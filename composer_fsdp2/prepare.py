@@ -27,7 +27,7 @@ from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.parallel.experts import paths_of_experts, plan_experts, with_experts
 from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches
 from composer_fsdp2.parallel.idle_towers import refuse_towers
-from composer_fsdp2.parallel.order import carry_out, refuse_illegal
+from composer_fsdp2.parallel.order import execute_plan, refuse_illegal
 from composer_fsdp2.parallel.sequences import plan_context
 from composer_fsdp2.parallel.tensor import (
     LayerPlan,
@@ -103,7 +103,7 @@ def prepare_fully_shard(
     _report(translation, plan)
     optimizer = the_optimizer(optimizers)
     follow = None if optimizer is None else rebinding(model, optimizer)
-    run = carry_out(model, plan, initializers(model), existing_meshes=existing_meshes)
+    run = execute_plan(model, plan, initializers(model), existing_meshes=existing_meshes)
     run.report, run.findings = translation.explain(), translation.findings
     open_fsdp1_attributes(model)
     if follow is not None:
@@ -230,7 +230,7 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
     """
     require_process_group("apply_plan")
     agree(partial(_check, model, plan), lambda _: plan.fingerprint)
-    carry_out(model, plan, initializers(model))
+    execute_plan(model, plan, initializers(model))
 
 
 def _check(model: nn.Module, plan: ShardingPlan) -> None:

@@ -47,7 +47,7 @@ from composer_fsdp2.fsdp.optimizers import (
 )
 from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
 from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, rekey_optim_state_dict, set_state_dict_type
-from composer_fsdp2.parallel.order import carry_out
+from composer_fsdp2.parallel.order import execute_plan
 from composer_fsdp2.sharding.agree import agree, require_process_group
 from composer_fsdp2.sharding.modules import parameter_at
 from composer_fsdp2.sharding.plan import ShardingPlan
@@ -399,7 +399,7 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
         register_unit_class(cls)
     present = () if mesh is None else (mesh, parent_mesh(mesh))
     initializers = initializers_of(root, {each: each._fsdp_param_init_fn for each in made})
-    run = carry_out(root, plan, initializers, existing_meshes=present)
+    run = execute_plan(root, plan, initializers, existing_meshes=present)
     for name in names:
         parameter_at(root, name)._fsdp_flattened = True  # type: ignore[attr-defined]
     translation = root._fsdp_translation

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.contents import Part, bytes_of, digest_of, parts_of
+from composer_fsdp2.parallel.contents import BatchValue, batch_values, bytes_of, digest_of
 from composer_fsdp2.parallel.joining import join_rows
 from composer_fsdp2.sharding.agree import agree, all_gather_object
 from composer_fsdp2.sharding.meshes import group_along
@@ -51,7 +51,7 @@ def make_batch_group(config: ShardingConfig) -> BatchGroup | None:
     )
 
 
-def draw_alike(block: BatchGroup) -> None:
+def sync_random_states(block: BatchGroup) -> None:
     """Copy the random states of all generators from the first rank of the tensor axis to its other ranks.
 
     Called on all ranks of the block: after sharding, and before batches that are shared. Sends 15 kB a rank.
@@ -79,13 +79,13 @@ def check_batch(batch: Any, group: dist.ProcessGroup | None = None, *, what: str
     Called on all ranks. Waits for the device, so compare the first batch of an epoch, which shows whether a loader is
     split over all ranks.
     """
-    check_parts(parts_of(batch), group, what=what)
+    check_values(batch_values(batch), group, what=what)
 
 
-def check_parts(
-    parts: list[Part], group: dist.ProcessGroup | None = None, *, what: str, ways_out: str | None = None
+def check_values(
+    parts: list[BatchValue], group: dist.ProcessGroup | None = None, *, what: str, ways_out: str | None = None
 ) -> None:
-    """``check_batch`` of what ``parts_of`` found.
+    """``check_batch`` of what ``batch_values`` found.
 
     Args:
         ways_out: In the place of those of a loader.
@@ -99,7 +99,7 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
 
 
-def _refuse(parts: Sequence[Sequence[Part]], ranks: Sequence[int], what: str, ways_out: str | None) -> None:
+def _refuse(parts: Sequence[Sequence[BatchValue]], ranks: Sequence[int], what: str, ways_out: str | None) -> None:
     other, size = next(number for number, each in enumerate(parts) if each != parts[0]), len(ranks)
     ways_out = ways_out or (
         f"Give the ranks of a group the same data: a DistributedSampler with num_replicas=world_size // {size} and "
@@ -115,7 +115,7 @@ def _refuse(parts: Sequence[Sequence[Part]], ranks: Sequence[int], what: str, wa
     )
 
 
-def _difference(ours: Sequence[Part], theirs: Sequence[Part]) -> str:
+def _difference(ours: Sequence[BatchValue], theirs: Sequence[BatchValue]) -> str:
     """Describe the first value that differs."""
     a, b = next((a, b) for a, b in zip_longest(ours, theirs) if a != b)
     if a is None or b is None:
@@ -169,7 +169,7 @@ def _first(batch: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 def _gathered(batch: Any, group: dist.ProcessGroup | None, counts: bool) -> Any:
-    packed, digest = Packed.of(batch), digest_of(parts_of(batch))
+    packed, digest = Packed.of(batch), digest_of(batch_values(batch))
     headers = all_gather_object((digest, packed.error, counts), group)
     if len({(digest, error) for digest, error, _ in headers}) == 1 and not packed.error:
         return batch  # replicated data: the rows of all would be each of them several times

@@ -38,7 +38,7 @@ def without_rows(arguments: Arguments) -> Arguments:
     return changed
 
 
-def kept_without_rows(arguments: Arguments) -> Arguments:
+def detached_without_rows(arguments: Arguments) -> Arguments:
     """``without_rows``, detached and copied, which frees the activations that they are slices of."""
     kept: Arguments = map_tensors(
         without_rows(arguments), lambda each: each.detach() if each.numel() else torch.empty_like(each)

@@ -33,10 +33,10 @@ from composer_fsdp2._torch.tensor_tree import tensors_in
 from composer_fsdp2.config.parallel import ExpertBlock
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
-from composer_fsdp2.parallel.connecting import Arguments, connect_first, kept_without_rows, without_rows
+from composer_fsdp2.parallel.connecting import Arguments, connect_first, detached_without_rows, without_rows
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.training.control import Operation
-from composer_fsdp2.training.out_of_memory import Ask, asking, is_out_of_memory
+from composer_fsdp2.training.out_of_memory import AllReduceMax, forward_all_reduce_max, is_out_of_memory
 
 _WAY_OUT = (
     "Leave the experts in the unit of their layer, which is exact too; or, if every rank calls all of them in one "
@@ -85,7 +85,7 @@ def start_idle_experts(
     for block in blocks:
         outer, experts = before[block.block], {path: at_path(model, path) for path in block.experts}
         beside = _units_beside(outer, experts.values())
-        _Order(block.block, experts, beside, asking(outer, _OPERATION, limit_s)).start(outer)
+        _Order(block.block, experts, beside, forward_all_reduce_max(outer, _OPERATION, limit_s)).start(outer)
 
 
 def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[RemovableHandle]:
@@ -142,9 +142,13 @@ class _Order:
     """
 
     def __init__(
-        self, block: str, experts: Mapping[str, nn.Module], beside: Mapping[str, nn.Module], ask: Ask | None
+        self,
+        block: str,
+        experts: Mapping[str, nn.Module],
+        beside: Mapping[str, nn.Module],
+        all_reduce_max: AllReduceMax | None,
     ) -> None:
-        self._block, self._beside, self._ask = block, beside, ask
+        self._block, self._beside, self._all_reduce_max = block, beside, all_reduce_max
         self._names, self._experts = [*experts], [*experts.values()]
         self._asked = (
             f"idle_experts: in_order runs each expert of {block} once in a forward, in the order of registration"
@@ -224,13 +228,13 @@ class _Order:
     @untraced
     def end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._call is not None:
-            self._of_before = kept_without_rows(self._call)
+            self._of_before = detached_without_rows(self._call)
         self._run_rest()
         self._agree()
         if self._is_any_chosen:
             self._is_after |= dict.fromkeys(self._passed, False)
         if None not in self._is_after.values():
-            self._ask = None
+            self._all_reduce_max = None
         outputs = [each for each in self._outputs if each.requires_grad]
         self._next, self._call, self._outputs, self._input = None, None, [], ()
         # Also without idle experts: a checkpoint must recompute before backward all-gathers the last expert.
@@ -296,11 +300,11 @@ class _Order:
         Raises:
             ComposerFSDP2Error: another rank has a problem, and this one has none.
         """
-        if self._ask is None:
+        if self._all_reduce_max is None:
             return is_at_expert
         assert self._next is not None
         place = (*self._names, f"the end of {self._block}")[self._next]
-        answers = self._ask(place, [out_of_order, failed, is_at_expert, is_chosen])
+        answers = self._all_reduce_max(place, [out_of_order, failed, is_at_expert, is_chosen])
         self._is_any_chosen |= bool(answers[3])
         if out_of_order or failed:
             return is_at_expert

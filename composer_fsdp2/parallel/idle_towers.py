@@ -35,7 +35,7 @@ from composer_fsdp2.parallel.connecting import Arguments, connect
 from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.modules import at_path, is_at_or_under
 from composer_fsdp2.training.control import Operation
-from composer_fsdp2.training.out_of_memory import Ask, asking
+from composer_fsdp2.training.out_of_memory import AllReduceMax, forward_all_reduce_max
 
 EXAMPLE = "example_inputs"
 
@@ -80,7 +80,8 @@ def start_idle_towers(
     """
     for each in models:
         outer = before[each.model]
-        towers = _Towers(each, [at_path(model, path) for path in each.towers], asking(outer, _OPERATION, limit_s))
+        all_reduce_max = forward_all_reduce_max(outer, _OPERATION, limit_s)
+        towers = _Towers(each, [at_path(model, path) for path in each.towers], all_reduce_max)
         _wrap_forward(outer, towers)
         for number, tower in enumerate(towers.modules):
             # Before FSDP's own hooks: the pre-hook all-gathers, the forward hook registers the backward's hooks.
@@ -125,8 +126,9 @@ class _Towers:
         modules: The towers.
     """
 
-    def __init__(self, plan: TowerModel, modules: Sequence[nn.Module], ask: Ask) -> None:
-        self._model, self._names, self._ask, self.modules = plan.model or "the model", plan.towers, ask, modules
+    def __init__(self, plan: TowerModel, modules: Sequence[nn.Module], all_reduce_max: AllReduceMax) -> None:
+        self._model, self._names, self.modules = plan.model or "the model", plan.towers, modules
+        self._all_reduce_max = all_reduce_max
         given = {number: getattr(tower, EXAMPLE, None) for number, tower in enumerate(modules)}
         self._examples = {number: _Example.given(inputs) for number, inputs in given.items() if inputs is not None}
         self._known_to_all: set[int] = set()  # the towers for which every rank has an example
@@ -192,7 +194,7 @@ class _Towers:
             The most that ``own`` adds to it on any rank.
         """
         code = 0 if own is None else len(_Graph) * (len(self.modules) - own[0]) + own[1].value
-        while found := self._ask(where, [code])[0]:
+        while found := self._all_reduce_max(where, [code])[0]:
             number, graph = len(self.modules) - found // len(_Graph), _Graph(found % len(_Graph))
             if number not in self._known_to_all:
                 self._make_known(number, where)
@@ -203,7 +205,7 @@ class _Towers:
 
     def _make_known(self, number: int, where: str) -> None:
         """Send an example of a tower to the ranks that have none: the rank that is about to enter it has one."""
-        [lacks] = self._ask(where, [number not in self._examples])
+        [lacks] = self._all_reduce_max(where, [number not in self._examples])
         if lacks:
             own = self._examples.get(number)
             sent = [each for each in all_gather_object(own and Packed.of(own)) if each is not None]

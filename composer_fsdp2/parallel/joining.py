@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from composer_fsdp2._torch.tensor_tree import tensors_in
 from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.contents import digest_of, parts_of
+from composer_fsdp2.parallel.contents import batch_values, digest_of
 
 # The padding values of Hugging Face's and LLM Foundry's collators. The pad token itself is read from the batch.
 _FILL = {
@@ -90,7 +90,7 @@ def _same_on_all(values: Sequence[Any], path: str) -> Any:
     is_vector = isinstance(first, torch.Tensor) and first.ndim == 1
     if is_vector and not first.is_floating_point() and first.dtype != torch.bool:
         raise _cannot(path, f"has {len(first)} numbers, not one per row, and may hold offsets into one rank's rows")
-    if len({digest_of(parts_of(value)) for value in values}) > 1:
+    if len({digest_of(batch_values(value)) for value in values}) > 1:
         shown = " and ".join(" ".join(short(value).split()) for value in values)
         raise _cannot(path, f"is not one value per row, and differs between ranks ({shown})")
     return first

@@ -23,13 +23,13 @@ from torch.distributed.tensor import Shard
 from composer_fsdp2._torch.capabilities import needs_even_shards
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.batches import draw_alike, make_batch_group
+from composer_fsdp2.parallel.batches import make_batch_group, sync_random_states
 from composer_fsdp2.parallel.experts import problems_of_experts, start_experts
 from composer_fsdp2.parallel.idle_experts import start_idle_experts
 from composer_fsdp2.parallel.idle_towers import start_idle_towers
+from composer_fsdp2.parallel.replicated_gradients import compare_replicated_gradients
 from composer_fsdp2.parallel.sequences import start_context
 from composer_fsdp2.parallel.tiled_mlp import apply_tiling
-from composer_fsdp2.parallel.unsplit import compare_unsplit_gradients
 from composer_fsdp2.sharding.apply import apply_agreed_plan
 from composer_fsdp2.sharding.materialize import Initializers
 from composer_fsdp2.sharding.modules import ancestors_or_self
@@ -52,7 +52,7 @@ def refuse_illegal(plan: ShardingPlan) -> None:
         raise PlanError("\n".join(problems))
 
 
-def carry_out(
+def execute_plan(
     model: nn.Module, plan: ShardingPlan, initializers: Initializers, *, existing_meshes: Sequence[DeviceMesh] = ()
 ) -> Run:
     """Carry out the plan on ``model``, in the one right order ([Note: legal order]).
@@ -81,13 +81,13 @@ def carry_out(
     run = start_run(model, plan, meshes)
     run.context, run.batch = context, make_batch_group(plan.config)
     if run.batch is not None:
-        draw_alike(run.batch)
+        sync_random_states(run.batch)
     if plan.config.collective_guard is not None:
         start_guard(model, plan.config.collective_guard)
     connect_context()
     # With check_data: false the ranks that split layers may read different batches.
     if plan.mesh.tensor_degree > 1 and plan.config.check_data is not False:
-        compare_unsplit_gradients(model, plan, run, meshes)
+        compare_replicated_gradients(model, plan, run, meshes)
     run.exchanging = tuple(start_experts(model, plan, modules))
     start_idle_experts(model, plan.expert_blocks, modules, plan.config.collective_guard)
     start_idle_towers(model, plan.tower_models, modules, plan.config.collective_guard)

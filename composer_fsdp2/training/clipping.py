@@ -14,7 +14,7 @@ from composer_fsdp2.errors import CallError, PlanError
 from composer_fsdp2.sharding.placements import shard_axes, shard_axes_of_all, sharded_dim
 from composer_fsdp2.sharding.sharded import reshard, resharded_parameters, sharded_roots
 from composer_fsdp2.training.guard import check_guard
-from composer_fsdp2.training.reductions import LocalValues, reduce_parts
+from composer_fsdp2.training.reductions import LocalValues, all_reduce_values
 from composer_fsdp2.training.run import run_of
 
 
@@ -100,16 +100,16 @@ def clip_grad_adaptive_(model: nn.Module, threshold: float) -> None:
     """
     check_guard(model, "clip_grad_adaptive_")
     reshard(model)
-    divided: dict[nn.Parameter, tuple[int, ...]] = {}
+    sharded_rows: dict[nn.Parameter, tuple[int, ...]] = {}
     for parameter in model.parameters():
-        axes = _axes_that_divide_units(parameter)
+        axes = _axes_that_shard_rows(parameter)
         if axes:
-            divided[parameter] = axes  # also without a gradient here: all ranks must communicate alike
+            sharded_rows[parameter] = axes  # also without a gradient here: all ranks must communicate alike
         elif parameter.grad is not None:
             weights, grad = local_tensor(parameter), local_tensor(parameter.grad)
-            grad.mul_(_adaptive_scale(_unit_norms(weights), _unit_norms(grad), threshold))
-    squares = reduce_parts([_squared_norms(parameter, axes) for parameter, axes in divided.items()])
-    for parameter, (weights_squared, grad_squared) in zip(divided, squares, strict=True):
+            grad.mul_(_adaptive_scale(_row_norms(weights), _row_norms(grad), threshold))
+    squares = all_reduce_values([_squared_norms(parameter, axes) for parameter, axes in sharded_rows.items()])
+    for parameter, (weights_squared, grad_squared) in zip(sharded_rows, squares, strict=True):
         if parameter.grad is not None:
             grad = local_tensor(parameter.grad)
             # In the gradient's own dtype from here on, as in the unsharded model.
@@ -132,7 +132,7 @@ def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     return _total_norm(grads, 2.0, (None,), device)
 
 
-def _axes_that_divide_units(parameter: nn.Parameter) -> tuple[int, ...]:
+def _axes_that_shard_rows(parameter: nn.Parameter) -> tuple[int, ...]:
     """Along which axes of its mesh the rows (or the vector) whose norm is asked for are spread over ranks."""
     if not isinstance(parameter, DTensor):
         return ()
@@ -143,7 +143,7 @@ def _axes_that_divide_units(parameter: nn.Parameter) -> tuple[int, ...]:
     )
 
 
-def _unit_norms(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _row_norms(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """One norm for each row, in a shape that multiplies the tensor; a scalar for vectors and scalars."""
     if tensor.dim() <= 1:
         return torch.linalg.vector_norm(tensor, dtype=dtype)
@@ -153,11 +153,9 @@ def _unit_norms(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch
 def _squared_norms(parameter: nn.Parameter, axes: tuple[int, ...]) -> LocalValues:
     """This rank's part of the squares of weights' and gradient's norms, stacked."""
     assert isinstance(parameter, DTensor)
-    weights = _unit_norms(local_tensor(parameter), torch.float64)
+    weights = _row_norms(local_tensor(parameter), torch.float64)
     grad = (
-        torch.zeros_like(weights)
-        if parameter.grad is None
-        else _unit_norms(local_tensor(parameter.grad), torch.float64)
+        torch.zeros_like(weights) if parameter.grad is None else _row_norms(local_tensor(parameter.grad), torch.float64)
     )
     return LocalValues(
         values=torch.stack([weights, grad.to(weights.device)]) ** 2, mesh=parameter.device_mesh, axes=axes

@@ -40,11 +40,11 @@ from composer_fsdp2.sharding.hosts import this_host
 from composer_fsdp2.training.node import Node
 
 # Where one rank cannot connect, the others wait so long for it.
-CONNECT_WITHIN = timedelta(minutes=2)
+CONNECT_TIMEOUT = timedelta(minutes=2)
 # How long a rank waits for the others' numbers, unless it is told otherwise: as long as torch's own gloo groups.
-ANSWER_WITHIN = timedelta(minutes=30)
+DEFAULT_TIMEOUT = timedelta(minutes=30)
 # How long ranks that gave up wait for each other's reports.
-_REPORT_WITHIN_S = 2.0
+_REPORT_TIMEOUT_S = 2.0
 # All messages have room for so many numbers: gloo ends a process that gets a message of another size.
 MAX_NUMBERS = 4
 _LOWEST = torch.iinfo(torch.int64).min
@@ -70,8 +70,8 @@ class Operation:
 _COUNT = itertools.count()
 
 
-class Control:
-    """How ranks compare numbers; ``control`` makes it.
+class ControlGroup:
+    """How ranks compare numbers; ``control_group`` makes it.
 
     Attributes:
         world: The default process group whose ranks it connects.
@@ -81,8 +81,8 @@ class Control:
         self.world = world
         self._links, self._is_open = links, True
         self._name = f"composer_fsdp2/control/{next(_COUNT)}"  # ranks make their controls in one order
-        self._num_asked = 0
-        self._together: object = "the beginning"
+        self._num_operations = 0
+        self._last_agreed: object = "the beginning"
 
     @property
     def is_open(self) -> bool:
@@ -90,7 +90,7 @@ class Control:
         return self._is_open
 
     def all_reduce_max(
-        self, operation: Operation, where: object, numbers: Sequence[int], timeout: timedelta = ANSWER_WITHIN
+        self, operation: Operation, where: object, numbers: Sequence[int], timeout: timedelta = DEFAULT_TIMEOUT
     ) -> list[int]:
         """The largest of all ranks' numbers, one by one.
 
@@ -104,11 +104,11 @@ class Control:
 
         Called on all ranks.
         """
-        found = self._answer(operation, where, numbers, timeout)
-        self._together = where
+        found = self._all_reduce_max(operation, where, numbers, timeout)
+        self._last_agreed = where
         return found
 
-    def meet(self, operation: Operation, where: object, numbers: Sequence[int], timeout: timedelta) -> None:
+    def barrier(self, operation: Operation, where: object, numbers: Sequence[int], timeout: timedelta) -> None:
         """Go on where all ranks have the same numbers; two at most.
 
         Raises:
@@ -118,9 +118,9 @@ class Control:
         """
         own = [*numbers, *(-number for number in numbers)]
         # Where the largest of all is also the smallest, all have it.
-        if self._answer(operation, where, own, timeout) != own:
+        if self._all_reduce_max(operation, where, own, timeout) != own:
             raise self._diverged(operation, where, "stand before different collectives")
-        self._together = where
+        self._last_agreed = where
 
     def close(self) -> None:
         """Give up: this rank asks nothing any more, and the others that do are told."""
@@ -128,15 +128,17 @@ class Control:
             self._is_open = False
             self._links.close()
 
-    def let_go(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: leave everything to the parent."""
-        self._links.let_go()
+        self._links.close_in_child()
 
-    def _answer(self, operation: Operation, where: object, numbers: Sequence[int], timeout: timedelta) -> list[int]:
+    def _all_reduce_max(
+        self, operation: Operation, where: object, numbers: Sequence[int], timeout: timedelta
+    ) -> list[int]:
         missed = f"did not meet within {timeout.total_seconds():g} s, or one has ended"
         if not self._is_open:
             raise self._diverged(operation, where, missed)
-        self._num_asked += 1
+        self._num_operations += 1
         asked = [operation.number, -operation.number, *numbers, *[_LOWEST] * (MAX_NUMBERS - len(numbers))]
         try:
             found = self._links.all_reduce_max(asked, time.monotonic() + timeout.total_seconds())
@@ -161,7 +163,7 @@ class Control:
                 f"  rank {rank} stands before {other}" if other else f"  rank {rank} has not come, or still waits"
                 for rank, other in enumerate(reports)
             ]
-        first = f"{operation.name}: ranks {what}; all were together at {self._together}:"
+        first = f"{operation.name}: ranks {what}; all were together at {self._last_agreed}:"
         return RanksDivergedError("\n".join([first, *lines, operation.advice]))
 
     def _reports(self, where: str) -> list[str | None]:
@@ -169,10 +171,10 @@ class Control:
 
         All append to one key, so each rank sends the store a few requests, however many ranks there are.
         """
-        store, key, num_ranks = default_store(), f"{self._name}/{self._num_asked}", dist.get_world_size()
+        store, key, num_ranks = default_store(), f"{self._name}/{self._num_operations}", dist.get_world_size()
         _append(store, key, f"{dist.get_rank()} {' '.join(where.split())}\n")
         store.add(f"{key}/count", 1)
-        deadline = time.monotonic() + _REPORT_WITHIN_S
+        deadline = time.monotonic() + _REPORT_TIMEOUT_S
         while time.monotonic() < deadline and store.add(f"{key}/count", 0) < num_ranks:
             time.sleep(0.05)
         came = (line.split(" ", 1) for line in store.get(key).decode().splitlines())
@@ -189,10 +191,10 @@ def _append(store: Any, key: str, text: str) -> None:
         before = now
 
 
-_control: Control | None = None
+_control_group: ControlGroup | None = None
 
 
-def control() -> Control:
+def control_group() -> ControlGroup:
     """This world's control, replaced where a rank gave up the earlier one. Called on all ranks together.
 
     Gathers a few bytes from each rank, and makes the connections where there are none.
@@ -200,37 +202,38 @@ def control() -> Control:
     Raises:
         ControlGroupError: it cannot be made; on all ranks. Says what to set.
     """
-    global _control
+    global _control_group
     world = dist.group.WORLD
     assert world is not None
-    known = _control if _control is not None and _control.world is world and _control.is_open else None
+    own = _control_group
+    known = own if own is not None and own.world is world and own.is_open else None
     if not all(all_gather_object(known is not None)):
-        if _control is not None:
-            _control.close()
-        known = _control = connect(this_host())
+        if _control_group is not None:
+            _control_group.close()
+        known = _control_group = connect(this_host())
     assert known is not None
     return known
 
 
-def connect(host: str) -> Control:
+def connect(host: str) -> ControlGroup:
     """A control of its own, beside the one that all share. Called on all ranks together.
 
     Args:
         host: The same on ranks of one host.
     Raises:
-        ControlGroupError: as in ``control``.
+        ControlGroupError: as in ``control_group``.
     """
     world = dist.group.WORLD
     assert world is not None
-    return Control(world, _links(host))
+    return ControlGroup(world, _links(host))
 
 
-def _let_go() -> None:
-    if _control is not None:
-        _control.let_go()
+def _close_in_child() -> None:
+    if _control_group is not None:
+        _control_group.close_in_child()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,22 +243,22 @@ os.register_at_fork(after_in_child=_let_go)
 def _links(host: str) -> "_Links":
     """Called on all ranks."""
     try:
-        node = Node.of_this_rank(host, CONNECT_WITHIN)
-        return _OfNodes(node, _between(node.firsts))
+        node = Node.connect(host, CONNECT_TIMEOUT)
+        return _NodeLinks(node, _connect_nodes(node.first_ranks))
     except ControlGroupError:
         if sends_from_host():
             raise
-        return _ByDevice()
+        return _DeviceLinks()
 
 
-def _between(firsts: Sequence[int]) -> dist.ProcessGroup | None:
+def _connect_nodes(first_ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """What the first ranks of the nodes talk over; None on the others, and where there is but one. Called on all."""
-    if len(firsts) == 1:
+    if len(first_ranks) == 1:
         return None
     error: RuntimeError | None = None
     group: dist.ProcessGroup | None = None
     try:
-        group = new_group_of([firsts], "gloo", CONNECT_WITHIN)
+        group = new_group_of([first_ranks], "gloo", CONNECT_TIMEOUT)
     except RuntimeError as raised:
         error = raised
     errors = [text for text in all_gather_object(error and str(error)[:500]) if text]
@@ -263,20 +266,20 @@ def _between(firsts: Sequence[int]) -> dist.ProcessGroup | None:
         return group
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     raise ControlGroupError(
-        f"{len(errors)} of {len(firsts)} nodes could not be connected by gloo: {errors[0]}\nSet GLOO_SOCKET_IFNAME to "
-        "the network interface by which the nodes see each other (ip -br address lists them), where the hosts' names "
-        f"lead to 127.0.0.1; and raise ulimit -n: the first rank of a node opens a socket to that of every other, and "
-        f"may open {soft} files (at most {hard})"
+        f"{len(errors)} of {len(first_ranks)} nodes could not be connected by gloo: {errors[0]}\nSet "
+        "GLOO_SOCKET_IFNAME to the network interface by which the nodes see each other (ip -br address lists them), "
+        "where the hosts' names lead to 127.0.0.1; and raise ulimit -n: the first rank of a node opens a socket to "
+        f"that of every other, and may open {soft} files (at most {hard})"
     ) from error
 
 
-class _OfNodes:
+class _NodeLinks:
     """See [Note: two levels]."""
 
     def __init__(self, node: Node, group: dist.ProcessGroup | None) -> None:
         self._node, self._group = node, group
 
-    def all_reduce_max(self, numbers: Sequence[int], until: float) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int], deadline: float) -> list[int]:
         """The largest of all ranks' numbers, place by place.
 
         Args:
@@ -286,10 +289,10 @@ class _OfNodes:
         """
         if not self._node.is_first:
             self._node.send(numbers)
-            [answer] = self._node.recv(until)
+            [answer] = self._node.recv(deadline)
             return answer
-        of_node = [max(each) for each in zip(numbers, *self._node.recv(until), strict=True)]
-        found = self._of_all_nodes(of_node, until)
+        of_node = [max(each) for each in zip(numbers, *self._node.recv(deadline), strict=True)]
+        found = self._all_reduce_nodes(of_node, deadline)
         self._node.send(found)
         return found
 
@@ -300,32 +303,32 @@ class _OfNodes:
             with contextlib.suppress(ValueError):  # it went with its world
                 dist.destroy_process_group(group)
 
-    def let_go(self) -> None:
-        self._node.let_go()
+    def close_in_child(self) -> None:
+        self._node.close_in_child()
 
-    def _of_all_nodes(self, numbers: list[int], until: float) -> list[int]:
+    def _all_reduce_nodes(self, numbers: list[int], deadline: float) -> list[int]:
         if self._group is None:
             return numbers
         own = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # no default device that may be out of memory
-        place, num_nodes = self._node.firsts.index(dist.get_rank()), len(self._node.firsts)
-        sending: list[dist.Work | None] = []
+        place, num_nodes = self._node.first_ranks.index(dist.get_rank()), len(self._node.first_ranks)
+        sends: list[dist.Work | None] = []
         for number in range((num_nodes - 1).bit_length()):
-            heard = torch.empty_like(own)
-            receiving = dist.irecv(heard, self._node.firsts[(place - (1 << number)) % num_nodes], self._group)
-            sending.append(dist.isend(own, self._node.firsts[(place + (1 << number)) % num_nodes], self._group))
-            _wait(receiving, until)
-            own = torch.maximum(own, heard)
-        for work in sending:  # last: who gave up is noticed by those that receive from it
-            _wait(work, until)
+            received = torch.empty_like(own)
+            receive = dist.irecv(received, self._node.first_ranks[(place - (1 << number)) % num_nodes], self._group)
+            sends.append(dist.isend(own, self._node.first_ranks[(place + (1 << number)) % num_nodes], self._group))
+            _wait(receive, deadline)
+            own = torch.maximum(own, received)
+        for work in sends:  # last: who gave up is noticed by those that receive from it
+            _wait(work, deadline)
         return [int(number) for number in own]
 
 
-def _wait(work: dist.Work | None, until: float) -> None:
+def _wait(work: dist.Work | None, deadline: float) -> None:
     assert work is not None  # as only for ranks outside of the group
-    work.wait(timedelta(seconds=max(until - time.monotonic(), 1e-3)))
+    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
 
 
-class _ByDevice:
+class _DeviceLinks:
     """One all-reduce of the device's own backend, where gloo does not connect the nodes: it waits for the device.
 
     The buffer is there from the beginning, so that a rank that is out of memory can still say so. Who comes when others
@@ -337,12 +340,12 @@ class _ByDevice:
         self._buffer = torch.zeros(2 + MAX_NUMBERS, dtype=torch.int64, device=device_of_group())
         dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)  # the backend's own buffers, too
 
-    def all_reduce_max(self, numbers: Sequence[int], until: float) -> list[int]:
+    def all_reduce_max(self, numbers: Sequence[int], deadline: float) -> list[int]:
         self._buffer.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         work = dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group, async_op=True)
         assert work is not None
         while not work.is_completed():  # NCCL's wait is the device's, and knows no limit
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise TimeoutError("not all ranks have come within the time-out")
             time.sleep(1e-4)
         work.wait()
@@ -352,8 +355,8 @@ class _ByDevice:
     def close(self) -> None:
         pass
 
-    def let_go(self) -> None:
+    def close_in_child(self) -> None:
         pass
 
 
-_Links: TypeAlias = _OfNodes | _ByDevice
+_Links: TypeAlias = _NodeLinks | _DeviceLinks

@@ -15,7 +15,7 @@ from torch import nn
 from composer_fsdp2._torch.collectives import PendingCollective
 from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.sharding.sharded import units
-from composer_fsdp2.training.control import Operation, control
+from composer_fsdp2.training.control import Operation, control_group
 from composer_fsdp2.training.run import find_run, run_of
 
 _OPERATION = Operation(
@@ -33,12 +33,12 @@ def collective_guard(limit: timedelta) -> Callable[[PendingCollective | str], No
     Args:
         limit: How long the ranks that have come wait for the others.
 
-    Called on all ranks together, as ``control``.
+    Called on all ranks together, as ``control_group``.
     """
-    connected, numbers = control(), itertools.count()
+    connected, numbers = control_group(), itertools.count()
 
     def check(where: PendingCollective | str) -> None:
-        connected.meet(_OPERATION, where, [next(numbers), zlib.crc32(str(where).encode())], limit)
+        connected.barrier(_OPERATION, where, [next(numbers), zlib.crc32(str(where).encode())], limit)
 
     return check
 

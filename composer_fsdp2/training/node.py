@@ -30,15 +30,15 @@ class Node:
         is_first: Whether that is this rank.
     """
 
-    def __init__(self, firsts: Sequence[int], is_first: bool, links: Sequence[socket.socket]) -> None:
-        self.firsts, self.is_first = firsts, is_first
+    def __init__(self, first_ranks: Sequence[int], is_first: bool, links: Sequence[socket.socket]) -> None:
+        self.first_ranks, self.is_first = first_ranks, is_first
         self._links = {link.fileno(): link for link in links}
         self._poll = select.poll()
         for descriptor in self._links:
             self._poll.register(descriptor, select.POLLIN)
 
     @classmethod
-    def of_this_rank(cls, host: str, within: timedelta) -> "Node":
+    def connect(cls, host: str, timeout: timedelta) -> "Node":
         """Connect the ranks of each host. Called on all ranks: three gathers of a few bytes, and as many agreements.
 
         Raises:
@@ -47,19 +47,19 @@ class Node:
         rank, hosts = dist.get_rank(), all_gather_object(host)
         first = hosts.index(host)
         with contextlib.ExitStack() as at_end, contextlib.ExitStack() as at_error:
-            listener = _agreed(lambda: _listener(hosts.count(host) - 1, within) if rank == first else None)
+            listener = _open_on_all_ranks(lambda: _listener(hosts.count(host) - 1, timeout) if rank == first else None)
             if listener is not None:
                 at_end.enter_context(listener)
             address = all_gather_object(listener and listener.getsockname())[first]
-            to_first = _agreed(lambda: _connected(address) if rank != first else None)
+            to_first = _open_on_all_ranks(lambda: _connected(address) if rank != first else None)
             if to_first is not None:
                 at_error.enter_context(to_first)
-            answering = all_gather_object(rank if to_first is None else first)
-            others = _agreed(lambda: _accepted(listener, answering.count(rank) - 1))
+            first_rank_of = all_gather_object(rank if to_first is None else first)
+            others = _open_on_all_ranks(lambda: _accepted(listener, first_rank_of.count(rank) - 1))
             at_error.pop_all()
-        return cls(sorted(set(answering)), to_first is None, others if to_first is None else [to_first])
+        return cls(sorted(set(first_rank_of)), to_first is None, others if to_first is None else [to_first])
 
-    def recv(self, until: float) -> list[list[int]]:
+    def recv(self, deadline: float) -> list[list[int]]:
         """One message from each rank that this one is linked to: the first from all others, they from it alone.
 
         Args:
@@ -67,18 +67,18 @@ class Node:
         Raises:
             OSError: one has ended or gave up, or has not come.
         """
-        heard: dict[int, list[int]] = {}
-        while len(heard) < len(self._links):
-            left_ms = math.ceil((until - time.monotonic()) * 1000)
+        received: dict[int, list[int]] = {}
+        while len(received) < len(self._links):
+            left_ms = math.ceil((deadline - time.monotonic()) * 1000)
             ready = self._poll.poll(min(max(0, left_ms), _LONGEST_POLL_MS))
-            if not ready and time.monotonic() >= until:
+            if not ready and time.monotonic() >= deadline:
                 raise TimeoutError("a rank of this node has not come within the time-out")
             for descriptor, _ in ready:
                 data = self._links[descriptor].recv(_MAX_BYTES)
                 if not data:
                     raise ConnectionError(_IS_GONE)
-                heard[descriptor] = list(struct.unpack(f"{len(data) // 8}q", data))
-        return list(heard.values())
+                received[descriptor] = list(struct.unpack(f"{len(data) // 8}q", data))
+        return list(received.values())
 
     def send(self, numbers: Sequence[int]) -> None:
         """One message to each rank that this one is linked to.
@@ -97,9 +97,9 @@ class Node:
         for link in self._links.values():
             with contextlib.suppress(OSError):  # the other end was closed before
                 link.shutdown(socket.SHUT_RDWR)
-        self.let_go()
+        self.close_in_child()
 
-    def let_go(self) -> None:
+    def close_in_child(self) -> None:
         """Close this process's sockets, and nobody else's: what a forked child does with those it inherited."""
         for link in self._links.values():
             link.close()
@@ -110,7 +110,7 @@ _LONGEST_POLL_MS = 2**31 - 1  # a C int: 24 days
 _IS_GONE = "a rank of this node has ended, or gave up"
 
 
-def _agreed(open_: Callable[[], T]) -> T:
+def _open_on_all_ranks(open_: Callable[[], T]) -> T:
     """What it opens, if all ranks could open theirs. Called on all ranks."""
 
     def decide() -> T:
@@ -126,7 +126,7 @@ def _agreed(open_: Callable[[], T]) -> T:
     return agree(decide, lambda _: "", ControlGroupError)
 
 
-def _listener(backlog: int, within: timedelta) -> socket.socket | None:
+def _listener(backlog: int, timeout: timedelta) -> socket.socket | None:
     """A socket that listens at an abstract address, which ends with it and belongs to one network namespace."""
     if not backlog or not hasattr(socket, "SOCK_SEQPACKET"):
         return None
@@ -134,7 +134,7 @@ def _listener(backlog: int, within: timedelta) -> socket.socket | None:
     try:
         listener.bind(b"\0composer_fsdp2 " + uuid.uuid4().hex.encode())
         listener.listen(backlog)
-        listener.settimeout(within.total_seconds())
+        listener.settimeout(timeout.total_seconds())
     except OSError:  # an operating system without such addresses
         listener.close()
         return None

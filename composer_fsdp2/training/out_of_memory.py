@@ -25,7 +25,7 @@ from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.sharding.agree import device_of_group
 from composer_fsdp2.sharding.random_states import random_states, set_random_states
 from composer_fsdp2.sharding.sharded import resharded_parameters, units
-from composer_fsdp2.training.control import ANSWER_WITHIN, Operation, control
+from composer_fsdp2.training.control import DEFAULT_TIMEOUT, Operation, control_group
 from composer_fsdp2.training.microbatches import begin_microbatch
 from composer_fsdp2.training.run import find_run, run_of
 
@@ -45,10 +45,10 @@ class OutOfMemoryVote:
         timeout: How long a rank waits for the others' votes.
     """
 
-    def __init__(self, model: nn.Module, timeout: timedelta = ANSWER_WITHIN) -> None:
+    def __init__(self, model: nn.Module, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         self._model = weakref.ref(model)  # votes are kept with the model, which would live for ever
         self._timeout = timeout
-        self._control = control()
+        self._control = control_group()
         _warm_up(model)
         self._stop: Callable[[], None] | None = None
         self._where: PendingCollective | str = "the first forward"
@@ -128,10 +128,10 @@ class OutOfMemoryVote:
 
 
 # From where this rank is and its numbers to the largest of all ranks'. Called on all ranks together.
-Ask = Callable[[str, Sequence[int]], list[int]]
+AllReduceMax = Callable[[str, Sequence[int]], list[int]]
 
 
-def asking(model: nn.Module, operation: Operation, limit_s: float | None) -> Ask:
+def forward_all_reduce_max(model: nn.Module, operation: Operation, limit_s: float | None) -> AllReduceMax:
     """How ranks compare numbers in the midst of a forward, before they run parts of the model that may differ.
 
     They vote before, if votes are on. Called on all ranks.
@@ -140,8 +140,8 @@ def asking(model: nn.Module, operation: Operation, limit_s: float | None) -> Ask
         model: The module inside which they ask.
         limit_s: For how many seconds they wait for each other's answers; None: for as long as for other votes.
     """
-    limit = ANSWER_WITHIN if limit_s is None else timedelta(seconds=limit_s)
-    all_reduce_max, this = control().all_reduce_max, weakref.ref(model)  # its hooks hold what is returned
+    limit = DEFAULT_TIMEOUT if limit_s is None else timedelta(seconds=limit_s)
+    all_reduce_max, this = control_group().all_reduce_max, weakref.ref(model)  # its hooks hold what is returned
 
     def ask(where: str, numbers: Sequence[int]) -> list[int]:
         run = None if (found := this()) is None else find_run(found)

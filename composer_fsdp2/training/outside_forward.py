@@ -24,7 +24,7 @@ from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.ties import join
 
 
-class InFull(TorchFunctionMode):
+class FullTensorMode(TorchFunctionMode):
     """Within the block, operators get full tensors for DTensors, which torch refuses beside plain ones.
 
     Each rank computes a loss of its own from a full tensor, so its gradient is averaged over the ranks of its mesh, as
@@ -44,7 +44,7 @@ class InFull(TorchFunctionMode):
         num_written = int(_writes(name))
         if (num_written and isinstance(args[0], DTensor)) or _stays_sharded(name, args, options):
             return func(*args, **options)
-        rest, options = full((tuple(args[num_written:]), options))
+        rest, options = full_tensors((tuple(args[num_written:]), options))
         return func(*args[:num_written], *rest, **options)
 
 
@@ -84,18 +84,18 @@ def _stays_sharded(name: str, args: Sequence[Any], options: Mapping[str, Any]) -
 _ELEMENTWISE = {"pow", "square", "abs", "neg", "mul", "rmul", "float", "double", "to", "clone", "detach"}
 
 
-def full(value: Any) -> Any:
+def full_tensors(value: Any) -> Any:
     """The same nested value with each DTensor in full, and its gradient averaged. Called on all ranks of the meshes."""
-    return map_tensors(value, _full, kind=DTensor)
+    return map_tensors(value, _full_tensor, kind=DTensor)
 
 
-def _full(tensor: DTensor) -> torch.Tensor:
+def _full_tensor(tensor: DTensor) -> torch.Tensor:
     mesh = tensor.device_mesh
     on_mesh: Any = tensor.to(mesh.device_type)  # NCCL knows no CPU tensors, as of offloaded parameters
-    whole: torch.Tensor = on_mesh.full_tensor()
-    if whole.requires_grad:
-        whole.register_hook(partial(_averaged, mesh))
-    return whole
+    full_tensor: torch.Tensor = on_mesh.full_tensor()
+    if full_tensor.requires_grad:
+        full_tensor.register_hook(partial(_averaged, mesh))
+    return full_tensor
 
 
 def _averaged(mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:

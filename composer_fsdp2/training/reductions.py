@@ -34,7 +34,7 @@ class LocalValues:
     op: str = "sum"
 
 
-def reduce_parts(parts: Sequence[LocalValues]) -> list[torch.Tensor]:
+def all_reduce_values(parts: Sequence[LocalValues]) -> list[torch.Tensor]:
     """The reduced numbers, each as a float64 tensor on its mesh's device.
 
     In float64, because these are mostly squares, whose sum over ranks may not fit into fp32 where its root does.
@@ -59,33 +59,33 @@ def reduce_parts(parts: Sequence[LocalValues]) -> list[torch.Tensor]:
     return reduced
 
 
-def settle(values: Mapping[K, torch.Tensor]) -> dict[K, float]:
+def reduce_to_floats(values: Mapping[K, torch.Tensor]) -> dict[K, float]:
     """The numbers that one-element tensors stand for; those of DTensors are the full tensors', not this rank's part.
 
     A norm or sum of a sharded tensor is a DTensor that holds each rank's part and knows how to put them together.
     ``full_tensor()`` does that for one, with a collective; ``item()`` gives this rank's part, without a word.
 
-    Called on all ranks with the same DTensors in the same order, see ``reduce_parts``; plain tensors are each rank's
-    own. Waits once for the device.
+    Called on all ranks with the same DTensors in the same order, see ``all_reduce_values``. A plain tensor is each
+    rank's own. Waits once for the device.
     """
     parts: dict[K, LocalValues] = {}
     powers: dict[K, float] = {}
-    settled: dict[K, torch.Tensor] = {}
+    reduced_values: dict[K, torch.Tensor] = {}
     for key, value in values.items():
-        part = _part_of(value) if isinstance(value, DTensor) else None
+        part = _pending_reduction(value) if isinstance(value, DTensor) else None
         if part is not None:
             parts[key], powers[key] = part
         else:
             full = value.full_tensor() if isinstance(value, DTensor) else value
-            settled[key] = full.detach()
-    settled |= {
+            reduced_values[key] = full.detach()
+    reduced_values |= {
         key: reduced if powers[key] == 1.0 else reduced ** (1.0 / powers[key])
-        for key, reduced in zip(parts, reduce_parts(list(parts.values())), strict=True)
+        for key, reduced in zip(parts, all_reduce_values(list(parts.values())), strict=True)
     }
-    return dict(zip(values, _to_floats([settled[key] for key in values]), strict=True))
+    return dict(zip(values, _to_floats([reduced_values[key] for key in values]), strict=True))
 
 
-def _part_of(value: DTensor) -> tuple[LocalValues, float] | None:
+def _pending_reduction(value: DTensor) -> tuple[LocalValues, float] | None:
     """The pending reduction of a DTensor, and the power in which it is a sum; None if torch must do it."""
     pending = [pending_reduction(placement) for placement in value.placements]
     kinds = {kind for kind in pending if kind is not None}

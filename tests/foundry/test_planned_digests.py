@@ -78,7 +78,7 @@ def compared_by_a_rank(file: Path, ranks: int, config: Path | None) -> list[str]
     try:
         with (
             compared_digests() as digests,
-            mock.patch("composer_fsdp2.prepare.carry_out", side_effect=_HaveCompared),
+            mock.patch("composer_fsdp2.prepare.execute_plan", side_effect=_HaveCompared),
             pytest.raises(_HaveCompared),
         ):
             prepare_fully_shard(model, optimizer, read.fsdp, read.precision, "cpu")

@@ -27,14 +27,14 @@ from composer_fsdp2.errors import ControlGroupError, RanksDivergedError
 from composer_fsdp2.sharding.meshes import unit_meshes
 from composer_fsdp2.training import control as control_module
 from composer_fsdp2.training import node as node_module
-from composer_fsdp2.training.control import Control, Operation, connect, control
+from composer_fsdp2.training.control import ControlGroup, Operation, connect, control_group
 from composer_fsdp2.training.guard import collective_guard
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
 SOON = timedelta(seconds=60)
 
 
-def on_nodes_of(size: int) -> Control:
+def on_nodes_of(size: int) -> ControlGroup:
     """Connected as if each ``size`` ranks were on a host of their own."""
     return connect(f"host {dist.get_rank() // size}")
 
@@ -42,7 +42,7 @@ def on_nodes_of(size: int) -> Control:
 OPERATION = Operation("the test", "Look at the test")
 
 
-def largest(connected: Control, numbers: list[int], timeout: timedelta = SOON) -> list[int]:
+def largest(connected: ControlGroup, numbers: list[int], timeout: timedelta = SOON) -> list[int]:
     return connected.all_reduce_max(OPERATION, "a place", numbers, timeout)
 
 
@@ -76,7 +76,7 @@ def test_the_largest_of_all_ranks(num_ranks: int):
 
 def check_one_group(ranks_a_node: int) -> int:
     model = torch.nn.Linear(2, 2)
-    control_module._control = None
+    control_module._control_group = None
     host = f"host {dist.get_rank() // ranks_a_node}"
     with (
         mock.patch.object(control_module, "this_host", return_value=host),
@@ -136,9 +136,9 @@ class CountingStore:
 @pytest.mark.parametrize("num_ranks", [4, 256])
 def test_a_report_takes_a_few_requests_of_each_rank(num_ranks: int, monkeypatch: pytest.MonkeyPatch):
     """2,048 keys of each of 1,024 ranks are two million requests to one store, before anybody reads the error."""
-    store, given_up = CountingStore(), Control(mock.MagicMock(), mock.MagicMock())
+    store, given_up = CountingStore(), ControlGroup(mock.MagicMock(), mock.MagicMock())
     monkeypatch.setattr(control_module, "default_store", lambda: store)
-    monkeypatch.setattr(control_module, "_REPORT_WITHIN_S", 0.0)
+    monkeypatch.setattr(control_module, "_REPORT_TIMEOUT_S", 0.0)
     monkeypatch.setattr(dist, "get_world_size", lambda: num_ranks)
     counts = []
     for rank in range(num_ranks):
@@ -157,7 +157,7 @@ def error_of(ask: Any) -> tuple[str, float]:
     return str(error.value), time.monotonic() - start
 
 
-Wait = Callable[[Control], Any]
+Wait = Callable[[ControlGroup], Any]
 
 
 @reports_soon
@@ -174,7 +174,7 @@ def side_by_side(cases: dict[str, tuple[int, Wait]]) -> dict[str, Any]:
     return found
 
 
-def comes_late(late: int, connected: Control) -> tuple[str, float]:
+def comes_late(late: int, connected: ControlGroup) -> tuple[str, float]:
     """One rank comes when the others have given up; the group itself would wait two minutes for it."""
     if dist.get_rank() == late:
         time.sleep(2.5)  # and longer than the others collect reports
@@ -185,7 +185,7 @@ def comes_late(late: int, connected: Control) -> tuple[str, float]:
     return message
 
 
-def ends(connected: Control) -> float:
+def ends(connected: ControlGroup) -> float:
     if dist.get_rank() == 3:
         connected.close()  # as the kernel does for a process that ends
         return 0
@@ -221,7 +221,7 @@ def test_a_rank_that_comes_late_or_ends():
                 assert f"  rank {other} {expected}" in text, f"{name}: rank {rank} says {text}"
 
 
-def comes_half_way(connected: Control) -> tuple[str, float]:
+def comes_half_way(connected: ControlGroup) -> tuple[str, float]:
     """Rank 3 never comes; rank 2 comes when half of the others' time is over."""
     if dist.get_rank() == 2:
         time.sleep(1)
@@ -230,7 +230,7 @@ def comes_half_way(connected: Control) -> tuple[str, float]:
     return error_of(lambda: largest(connected, [0], timedelta(seconds=2)))
 
 
-def gives_up(which: int, connected: Control) -> list[int] | str:
+def gives_up(which: int, connected: ControlGroup) -> list[int] | str:
     """Ranks 0 to 2 are a node. One of them gives up while the first one still waits for the other node, rank 3."""
     time.sleep(2 if dist.get_rank() == 3 else 0)
     try:
@@ -269,7 +269,7 @@ def check_different(ranks_a_node: int) -> tuple[str, float]:
         message = error_of(lambda: connected.all_reduce_max(vote, "an all-gather", [0], SOON))
     else:
         guard = Operation("a guard", "")
-        message = error_of(lambda: connected.meet(guard, "clipping", [1, 2], SOON))
+        message = error_of(lambda: connected.barrier(guard, "clipping", [1, 2], SOON))
     # All of them know: nothing is out of step.
     assert connected.is_open and largest(connected, [dist.get_rank()]) == [3]
     return message
@@ -289,11 +289,11 @@ def test_different_questions(folder: str) -> None:
 
 def check_made_anew() -> None:
     """A script that catches the error, and makes another model, is not at the mercy of the one before."""
-    first, rank = control(), dist.get_rank()
+    first, rank = control_group(), dist.get_rank()
     if rank == 1:
         first.close()
-    second = control()
-    assert second is not first and largest(second, [rank]) == [1] and largest(control(), [-rank]) == [0]
+    second = control_group()
+    assert second is not first and largest(second, [rank]) == [1] and largest(control_group(), [-rank]) == [0]
 
 
 def check_interrupted() -> None:
@@ -318,7 +318,7 @@ def test_after_an_error():
 @reports_soon
 def check_forked() -> None:
     """A rank that is gone is gone, though a child that it forked (a loader's worker) lives on: it inherits sockets."""
-    connected = control()
+    connected = control_group()
     if dist.get_rank() == 1:
         child = os.fork()
         if not child:
@@ -327,7 +327,7 @@ def check_forked() -> None:
             time.sleep(8)
             os._exit(0)
         os.waitpid(child, 0)
-        connected.let_go()  # as the kernel does for a killed process: the socket is closed, and not shut down
+        connected.close_in_child()  # as the kernel does for a killed process: the socket is closed, and not shut down
     else:
         assert error_of(lambda: largest(connected, [0], timedelta(seconds=30)))[1] < 6
 
@@ -357,7 +357,7 @@ def check_no_group(fails_on: tuple[int, ...]) -> None:
         raise RuntimeError("Gloo connectFullMesh failed with [...] Too many open files")
 
     with (
-        mock.patch.object(control_module, "CONNECT_WITHIN", timedelta(seconds=1)),
+        mock.patch.object(control_module, "CONNECT_TIMEOUT", timedelta(seconds=1)),
         mock.patch.object(dist, "new_group", failing) if dist.get_rank() in fails_on else mock.MagicMock(),
         pytest.raises(ControlGroupError) as error,
     ):

@@ -45,7 +45,9 @@ _ROUNDING = 1e-24  # of the square of equal sums' distance from their mean
 _INPUTS: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # of ``_note_input``
 
 
-def compare_unsplit_gradients(model: nn.Module, plan: ShardingPlan, run: Run, meshes: Mapping[str, UnitMesh]) -> None:
+def compare_replicated_gradients(
+    model: nn.Module, plan: ShardingPlan, run: Run, meshes: Mapping[str, UnitMesh]
+) -> None:
     """Have the first backward raise on all ranks if copies of a parameter along the tensor axis would diverge.
 
     A parameter whose gradient is zero then, or not finite, is compared again, in backwards that are twice as far apart
@@ -116,7 +118,7 @@ class _Comparison:
             if difference > max(of_norm**2 * norm, of_largest**2 * largest * parameter.numel()):
                 wrong.append(name)
         if wrong:
-            raise PlanError("\n".join(_told(wrong, is_all=len(wrong) == len(parameters))))
+            raise PlanError("\n".join(_message(wrong, is_all=len(wrong) == len(parameters))))
 
     def _compare_inputs(self, differences: Sequence[float], norms: Sequence[float]) -> None:
         of_inputs = zip(list(self.inputs), differences[len(self.pending) :], norms[len(self.pending) :], strict=True)
@@ -176,7 +178,7 @@ def _folded(tensor: torch.Tensor) -> torch.Tensor:
     return folded
 
 
-def _told(names: Sequence[str], *, is_all: bool) -> Iterator[str]:
+def _message(names: Sequence[str], *, is_all: bool) -> Iterator[str]:
     yield (
         f"{and_more(names, 3)}: the ranks of the tensor axis do not split these parameters, and got different "
         "gradients for them, each of its own heads or part of the sequence, so that their copies would diverge. "
