@@ -16,26 +16,28 @@ _Pair = tuple[TensorWeakRef, TensorWeakRef]
 
 
 class IdentityHook:
-    """Passes the inputs of a module that require grad through a node of autograd's graph.
+    """Passes a module's inputs that require grad through an identity autograd function.
 
-    The module sees other tensors that share memory with them. ``restore`` puts the caller's own back wherever
-    the module left the others.
+    The module receives different tensors that share memory with the caller's. ``restore`` puts the caller's tensors
+    back into its containers and into the module's output.
 
     Args:
-        hook: Called in each backward, where the gradients of all these tensors are there.
-        is_writable: Whether the passed tensors may be written to in place, if ``restore`` is called afterwards.
+        hook: Called in each backward, once the gradients of all these tensors are computed.
+        is_writable: Whether the module may write to its inputs in place. Requires a call of ``restore`` afterwards.
     """
 
     def __init__(self, hook: Callable[[], None], *, is_writable: bool = True) -> None:
         self._hook = hook
         self._is_writable = is_writable
-        # Each tensor and its passed one. Weak: an error may end the forward that uses them.
+        # (tensor, its identity). Weak references, because an error may end the forward.
         self._sources: list[_Pair] = []
         self._views: list[_Pair] = []
         self._replaced: list[Replaced] = []
 
     def apply(self, value: Any) -> Any:
-        """The same nested value, of passed tensors; mutable containers are the same objects."""
+        """The same nested value with the identities in place of the tensors. Mutable containers are modified in
+        place.
+        """
         tensors = [each for each in tensors_in(value) if each.requires_grad] if torch.is_grad_enabled() else []
         if not tensors:
             return value
@@ -54,17 +56,17 @@ class IdentityHook:
         return replace_in_place(value, lambda each: identities.get(id(each), each), self._replaced)
 
     def restore(self, output: Any) -> tuple[Any, set[int]]:
-        """Put the caller's tensors back into its containers, and into what the module returns.
+        """Put the caller's tensors back into its containers, and into the module's output.
 
-        A tensor whose passed one was written to in place joins the graph that this made: their memory is one, and
-        without the node it would have been written to itself.
+        If the module wrote to an identity in place, the caller's tensor takes over the resulting autograd graph: the
+        two share memory, and without the identity the module would have written to the caller's tensor.
 
         Returns:
             The output, and the ids of the inputs that were not written to.
         """
         own: dict[int, Tensor] = {}
         unwritten: set[int] = set()
-        # Before containers have the caller's again: a cache's entries are held by nothing else.
+        # Resolve the weak references before the containers change: nothing else may reference the entries of a cache.
         sources, views = _alive(self._sources), _alive(self._views)
         for container, key, part, new in self._replaced:
             if container.get is not None and container.set is not None and container.get(key) is new:
@@ -75,7 +77,7 @@ class IdentityHook:
             if getattr(identity.grad_fn, "hook", None) == self._hook:
                 unwritten.add(id(tensor))
                 continue
-            # It is written to in the graph alone: values that were saved for backward are valid.
+            # Only the graph changes, so values that were saved for backward remain valid.
             with _autograd._unsafe_preserve_version_counter(tensor):
                 _WriteInPlace.apply(tensor, identity)
         for tensor, identity in views:
@@ -85,8 +87,10 @@ class IdentityHook:
 
 
 def _sources(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """For each tensor that which is passed: itself, or the base of several views, to each of which a write is seen."""
-    # A mode would take it for an operator, as that of ``run_idle_experts`` does.
+    """For each tensor, the tensor to pass through the identity: itself, or the base if several views share it. A write
+    to one view must be visible in the others.
+    """
+    # An active torch function mode, such as that of ``run_idle_experts``, would see ``_base`` as an operator.
     with torch._C.DisableTorchFunction():
         bases = [each if each._base is None else each._base for each in tensors]
     counts = Counter(map(id, bases))
@@ -99,7 +103,7 @@ def _alive(pairs: Iterable[_Pair]) -> list[tuple[Tensor, Tensor]]:
 
 
 def call_after_grads(value: Any, hook: Callable[[], None]) -> Any:
-    """The same nested value; ``hook`` is called where the gradients of all its tensors are there."""
+    """The same nested value. ``hook`` runs once the gradients of all its tensors are computed."""
     tensors = [each for each in tensors_in(value) if each.requires_grad] if torch.is_grad_enabled() else []
     if not tensors:
         return value
@@ -108,7 +112,7 @@ def call_after_grads(value: Any, hook: Callable[[], None]) -> Any:
 
 
 def call_after_backward(hook: Callable[[], None]) -> None:
-    """Call ``hook`` where the backward that is running ends."""
+    """Run ``hook`` at the end of the current backward."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(hook)
 
@@ -117,7 +121,7 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hook: Callable[[], None], is_writable: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.hook = hook
-        # The tensors themselves would become views, to which a module cannot write.
+        # Returning the inputs would make views of them, and a module cannot write to those in place.
         return tuple(tensor.detach() for tensor in tensors) if is_writable else tensors
 
     @staticmethod
@@ -127,7 +131,7 @@ class _Identity(torch.autograd.Function):
 
 
 class _WriteInPlace(torch.autograd.Function):
-    """``tensor`` takes the place of ``written``, which has the same memory, in autograd's graph."""
+    """``tensor`` replaces ``written``, with which it shares memory, in the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, written: Tensor) -> Tensor:
@@ -137,5 +141,5 @@ class _WriteInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor]:
-        # For a view None would take the gradient of all of its base.
+        # None would mean the gradient of the whole base.
         return torch.zeros_like(gradient) if ctx.is_view else None, gradient

@@ -1,10 +1,10 @@
-"""Units of which each rank gathers some parameters in part: the experts that it computes with.
+"""Units of which each rank all-gathers only some rows of the parameters: its own experts.
 
-[Note: gathered parts] Each parameter is sharded over all ranks of the unit's shard axis, as without expert parallelism,
-so that optimizers, clipping and checkpoints find what they always find, under the model's own names. What differs is
-what a rank gathers: of consecutive ranks, ``degree`` of them, each needs other rows. So shards travel by one all-to-all
-in place of the all-gather, and gradients by one in place of the reduce-scatter. A rank receives as many bytes as if the
-parameters that it needs were sharded over the ranks that need them, too.
+[Note: gathered parts] Each parameter is sharded over all ranks of the unit's shard axis, as without expert
+parallelism, so optimizers, clipping and checkpoints see the usual shards under the model's own names. Only the
+all-gather differs: within each group of ``degree`` consecutive ranks, each rank needs different rows. An all-to-all
+therefore replaces the all-gather of parameters, and another one the reduce-scatter of gradients. A rank receives as
+many bytes as if its experts were sharded over the ranks that need them only.
 """
 
 import functools
@@ -24,19 +24,21 @@ from composer_fsdp2._torch.groups import groups_of, state_of
 from composer_fsdp2._torch.replaced import replaced
 
 _autograd: Any = torch.autograd
-# The first row and the one after the last, by the place along the expert axis.
+# (first row, end) per rank of the expert axis.
 Rows = Sequence[tuple[int, int]]
 
 
 def all_gather_rows(unit: FSDPModule, degree: int, rows: Mapping[nn.Parameter, Rows]) -> None:
-    """Have a unit gather of each parameter the rows that this rank needs.
+    """Make a unit all-gather only the rows of each parameter that this rank needs.
 
-    While it is gathered, a module shows these rows alone: a parameter of no rows where the rank needs none.
+    While the unit is unsharded, its modules have parameters with these rows only, and with zero rows if the rank needs
+    none.
 
     Args:
-        unit: Sharded along dimension 0 over a multiple of ``degree`` ranks; not gathered yet.
-        degree: How many consecutive ranks of the shard axis need different rows.
-        rows: By sharded parameter, those that each of these ranks needs; one that is missing is needed in full.
+        unit: Sharded along dimension 0 over a multiple of ``degree`` ranks; currently sharded.
+        degree: The number of consecutive ranks of the shard axis that need different rows.
+        rows: For each sharded parameter, the rows that each of these ranks needs. A parameter that is missing is needed
+            in full.
 
     Does not communicate.
     """
@@ -51,13 +53,21 @@ def all_gather_rows(unit: FSDPModule, degree: int, rows: Mapping[nn.Parameter, R
             )
             parameter.exchange, parameter.number = exchange, number
             first, end = needed[exchange.place % degree]
-            # What torch makes the full parameter of; its strides are those of the contiguous whole.
+            # torch creates the unsharded parameter with this size. Its strides are those of the contiguous full
+            # parameter.
             parameter._orig_size = torch.Size([end - first, *size[1:]])
 
 
 @dataclass(frozen=True, slots=True)
 class _ParameterRows:
-    """Args: the rows of each place, of all, the elements of a row, and the rows of a shard, padding included."""
+    """The rows of one parameter.
+
+    Args:
+        needed: The rows that each rank of the expert axis needs.
+        num_rows: The number of rows of the full parameter.
+        row: The number of elements of a row.
+        padded_rows: The number of rows of a shard, including padding.
+    """
 
     needed: Rows
     num_rows: int
@@ -65,7 +75,7 @@ class _ParameterRows:
     padded_rows: int
 
     def common_rows(self, shard: int, place: int) -> tuple[int, int]:
-        """The rows of a shard that a place needs."""
+        """The rows of a shard that the rank at ``place`` needs."""
         (first, end), start = self.needed[place], shard * self.padded_rows
         first, end = max(first, start), min(end, start + self.padded_rows, self.num_rows)
         return first, max(first, end)
@@ -73,7 +83,9 @@ class _ParameterRows:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Elements of the parameter with this number, from ``start`` on: of this rank's shard, or of its part."""
+    """``numel`` elements from ``start``, of this rank's shard or of its unsharded rows of the parameter with this
+    index.
+    """
 
     parameter: int
     start: int
@@ -82,7 +94,12 @@ class _Slice:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What travels of some parameters: this rank's shards by the place that needs them, and its parts by shard."""
+    """The slices that an exchange sends and receives.
+
+    Args:
+        of_shards: Slices of this rank's shards, by the rank that needs them.
+        of_parts: Slices of this rank's unsharded rows, by the rank that owns the shard.
+    """
 
     of_shards: tuple[tuple[_Slice, ...], ...]
     of_parts: tuple[tuple[_Slice, ...], ...]
@@ -97,16 +114,16 @@ class _Layout:
 
 
 class _RowExchange:
-    """Of one unit, over ``num_shards`` ranks, of which this is the one at ``place``."""
+    """The all-to-all of one unit over ``num_shards`` ranks; this rank has the index ``place``."""
 
     def __init__(self, num_shards: int, place: int, degree: int) -> None:
         self.num_shards, self.place, self.degree = num_shards, place, degree
-        self.copies = num_shards // degree  # ranks that need the same rows
+        self.copies = num_shards // degree  # number of ranks that need the same rows
         self.parts: list[_ParameterRows] = []
         self._layouts: dict[tuple[int, ...], _Layout] = {}
 
     def layout(self, parameters: Sequence[Any]) -> _Layout:
-        """Of all parameters, or of those that have gradients."""
+        """The layout for all parameters, or for those with gradients."""
         key = tuple([each.number for each in parameters])
         if key not in self._layouts:
             self._layouts[key] = self._layout([self.parts[number] for number in key])
@@ -134,7 +151,7 @@ class _RowExchange:
         with handle.stream(copy_in):
             shards = [shard for (shard,) in _fsdp_collectives._get_param_all_gather_inputs(parameters)]
             slices = [shards[p.parameter].narrow(0, p.start, p.numel) for of in layout.of_shards for p in of]
-            # One buffer for both directions, as torch has it: it is kept until what arrived has been copied.
+            # One buffer for both directions, as in torch: it is freed after the received rows have been copied out.
             buffer = shards[0].new_empty(self.copies * length + received, device=device)
             sent, arrived = buffer.split([self.copies * length, received])
             if slices:
@@ -149,7 +166,7 @@ class _RowExchange:
 
     @torch.no_grad()
     def copy_out(self, result: Any, parameters: list[Any]) -> None:
-        """Into the full parameters, once what was sent is there."""
+        """Copy the received rows into the unsharded parameters, after the all-to-all has finished."""
         buffer = result.all_gather_output
         if result.all_gather_event is not None:
             torch.get_device_module(buffer.device.type).current_stream().wait_event(result.all_gather_event)
@@ -169,7 +186,7 @@ class _RowExchange:
     def reduce(
         self, parameters: list[Any], gradients: list[torch.Tensor], group: dist.ProcessGroup
     ) -> list[torch.Tensor]:
-        """The mean over ``group`` of each gradient, of this rank's shards; padded. Empties ``gradients``."""
+        """This rank's padded shards of the gradients' mean over ``group``. Empties ``gradients``."""
         layout = self.layout(parameters)
         dtype, device = parameters[0].reduce_dtype or gradients[0].dtype, parameters[0].device
         length, num_sent = sum(layout.shard_sizes), sum(layout.part_sizes)
@@ -184,12 +201,12 @@ class _RowExchange:
         gradients.clear()
         arrived = sent.new_empty(self.copies * length)
         all_to_all(arrived, sent, layout.shard_sizes * self.copies, layout.part_sizes, group)
-        # At least in fp32: no sum of many ranks overflows in fp16, and none is rounded more than once.
+        # At least in fp32: a sum over many ranks must not overflow in fp16, and is rounded once.
         wide = torch.promote_types(dtype, torch.float32)
         total = arrived.view(self.copies, length).sum(0, dtype=wide).div_(self.num_shards)
         shards = [torch.zeros(each.padded_sharded_param_size, dtype=wide, device=device) for each in parameters]
         for of_place, part in zip(layout.of_shards, total.split(layout.shard_sizes), strict=True):
-            if of_place:  # what several places need is added up
+            if of_place:  # rows that several ranks need are summed
                 targets = [shards[each.parameter].view(-1).narrow(0, each.start, each.numel) for each in of_place]
                 torch._foreach_add_(targets, list(part.split([each.numel for each in of_place])))
         return shards
@@ -197,7 +214,7 @@ class _RowExchange:
 
 @functools.cache
 def _patch_fsdp() -> None:
-    """Where torch gathers and reduces the parameters of a unit, have ours do so with units that have an exchange."""
+    """Replace torch's all-gather, copy-out and reduction for units that have a row exchange."""
     torchs: Any = _fsdp_param_group
     gather, copy_out, reduce = torchs.foreach_all_gather, torchs.foreach_all_gather_copy_out, torchs.foreach_reduce
 
@@ -216,7 +233,8 @@ def _patch_fsdp() -> None:
         if exchange is None:
             return reduce(parameters, gradients, group, *args)
         shards = exchange.reduce(parameters, gradients, group)
-        # torch does the rest, with what it takes for the whole: replicas, offload, and gradients that are there.
+        # torch handles the rest, with the shards as the full gradients of a group of one rank: replicas, offload and
+        # accumulation.
         with replaced(_fsdp_collectives, "dist", _SingleRankGroup(vars(_fsdp_collectives)["dist"])):
             return reduce(parameters, shards, _SingleRankGroup, *args)
 
@@ -230,7 +248,7 @@ def _row_exchange_of(parameters: Sequence[Any]) -> _RowExchange | None:
 
 
 class _SingleRankGroup:
-    """A process group of one rank, in which torch 2.7 reduces all the same; and ``torch.distributed`` with it."""
+    """A process group of one rank, on which torch 2.7 still reduces, and ``torch.distributed`` for that group."""
 
     def __init__(self, distributed: Any) -> None:
         self._distributed = distributed

@@ -1,4 +1,4 @@
-"""Find and change the tensors in nested values, as pytree and FSDP1 walk them."""
+"""Find and change the tensors in nested values, in the containers that pytree or FSDP1 traverses."""
 
 import copy
 import dataclasses
@@ -12,22 +12,23 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in a nested value, in order: in the containers that pytree or FSDP1 walks.
+    """All tensors in a nested value, in order.
 
-    pytree knows the classes that are registered with it (transformers' outputs and caches among them), and no class
-    below them. FSDP1 (``_apply_to_tensors`` in torch/distributed/utils.py) opened every dataclass, dict, tuple, list
-    and set, of whatever class. Other mappings (transformers' BatchEncoding) are opened as well, if all of their values
-    can be read.
+    pytree traverses the classes that are registered with it (transformers' outputs and caches among them), but no
+    subclasses of these. FSDP1 (``_apply_to_tensors`` in torch/distributed/utils.py) traversed every dataclass, dict,
+    tuple, list and set, including subclasses. Other mappings (transformers' BatchEncoding) are traversed as well, if
+    all of their values can be read.
     """
     return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any], *, kind: type = Tensor, opens_registered: bool = True) -> Any:
-    """The same nested value with each tensor changed; a container in which none changes is the same object.
+    """The same nested value with ``change`` applied to each tensor. A container without changes is returned as the same
+    object.
 
     Args:
-        kind: Another class to change the objects of.
-        opens_registered: Whether to open classes that FSDP1 did not.
+        kind: Apply ``change`` to objects of this class instead.
+        opens_registered: Whether to traverse classes that FSDP1 did not.
     """
     if isinstance(value, kind):
         return change(value)
@@ -40,13 +41,14 @@ def map_tensors(value: Any, change: Callable[[Any], Any], *, kind: type = Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Container:
-    """A container's parts.
+    """The contents of a container.
 
     Args:
-        rebuild: Makes another one of other parts.
-        keys: Of the parts, for ``get`` and ``set``.
-        set: Puts a part in place, by its key; None where the container is immutable.
-        is_registered: Whether FSDP1 did not open the class: pytree knows it, or it is a mapping and no dict.
+        rebuild: Creates a container of the same class from other parts.
+        keys: The keys of the parts, for ``get`` and ``set``.
+        set: Assigns a part by its key; None if the container is immutable.
+        is_registered: Whether FSDP1 did not traverse the class: it is registered with pytree, or a mapping that is not
+            a dict.
     """
 
     parts: Sequence[Any]
@@ -58,7 +60,7 @@ class _Container:
 
 
 def _as_container(value: Any) -> _Container | None:
-    """None for what is no container."""
+    """The value as a container; None if it is not one."""
     if isinstance(value, Tensor):
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -71,7 +73,7 @@ def _as_container(value: Any) -> _Container | None:
         keys = list(value)
         rebuild = partial(_with_items, value, keys)
         return _Container(list(value.values()), rebuild, keys, value.get, value.__setitem__)
-    if isinstance(value, tuple):  # PackedSequence among them
+    if isinstance(value, tuple):  # including PackedSequence
         return _Container(value, value._make if hasattr(value, "_make") else type(value))
     if isinstance(value, set):
         return _Container(list(value), type(value), list(value), *_replacing(value))
@@ -79,14 +81,14 @@ def _as_container(value: Any) -> _Container | None:
         return _Container(list(value), type(value))
     if isinstance(value, list):
         return _Container(list(value), type(value), range(len(value)), partial(_item, value), value.__setitem__)
-    # Not tree_flatten, whose is_leaf would be kept, with the value, by a cycle of references until it is collected.
+    # Not tree_flatten: a reference cycle would keep its is_leaf, and the value with it, alive until garbage collection.
     node = SUPPORTED_NODES.get(type(value))
     if node is None:
         if not isinstance(value, Mapping):
             return None
         try:
-            items = dict(value.items())  # transformers' BatchEncoding, for one
-        except Exception:  # OmegaConf's, with a value that is missing
+            items = dict(value.items())  # such as transformers' BatchEncoding
+        except Exception:  # OmegaConf's mapping with a missing value
             return None
         return _Container(list(items.values()), partial(_with_items, value, list(items)), is_registered=True)
     parts, context = node.flatten_fn(value)
@@ -98,7 +100,7 @@ def _item(value: list[Any], number: int) -> Any:
 
 
 def _replacing(value: set[Any]) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
-    """``get`` and ``set`` of a set, whose keys are the members that it has now."""
+    """``get`` and ``set`` of a set. The keys are its current members."""
     present: dict[Any, Any] = {}
 
     def get(key: Any) -> Any:
@@ -127,7 +129,7 @@ def _are_same(values: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _with_fields(value: Any, names: Iterable[str], parts: Iterable[Any]) -> Any:
-    """A copy, without running ``__post_init__`` again; ``dataclasses.replace`` refuses fields with ``init=False``."""
+    """A copy that does not run ``__post_init__`` again. ``dataclasses.replace`` rejects fields with ``init=False``."""
     copied = copy.copy(value)
     for name, part in zip(names, parts, strict=True):
         try:
@@ -138,7 +140,7 @@ def _with_fields(value: Any, names: Iterable[str], parts: Iterable[Any]) -> Any:
 
 
 def _with_items(value: Any, keys: Iterable[Any], parts: Iterable[Any]) -> Any:
-    """A mapping of the same class; a dict for one that cannot be changed."""
+    """A mapping of the same class; a dict if the mapping is immutable."""
     items = dict(zip(keys, parts, strict=True))
     try:
         copied = copy.copy(value)
@@ -149,14 +151,15 @@ def _with_items(value: Any, keys: Iterable[Any], parts: Iterable[Any]) -> Any:
     return copied
 
 
-# A part that took another's place in a mutable container: the container, the key, the part before, and the new one.
+# A replaced part of a mutable container: (container, key, part before, new part).
 Replaced = tuple[_Container, Any, Any, Any]
 
 
 def replace_in_place(value: Any, change: Callable[[Tensor], Tensor], replaced: list[Replaced]) -> Any:
-    """``map_tensors``, but mutable containers stay the same objects, so that what a module adds to one is kept.
+    """``map_tensors``, but mutable containers are changed in place, so the caller sees what a module adds to them.
 
-    A class that pytree alone knows (a KV cache) is opened by its attributes; where its tensors are elsewhere, it stays.
+    A class that only pytree knows (a KV cache) is traversed by its attributes. If its tensors are not in attributes, it
+    is not changed.
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -182,9 +185,9 @@ def replace_in_place(value: Any, change: Callable[[Tensor], Tensor], replaced: l
 
 
 def hidden_gradient(value: Any) -> str | None:
-    """Where in a value a tensor that requires grad is, of those that ``tensors_in`` does not find: class and attribute.
+    """``Class.attribute`` of a tensor that requires grad and that ``tensors_in`` does not find; None if there is none.
 
-    Looks at the attributes of objects, some levels deep, not at closures and generators.
+    Searches the attributes of objects, three levels deep. Does not search closures and generators.
     """
     return next((where for leaf in _leaves(value) if (where := _hidden_in(leaf, 3, set()))), None)
 
@@ -203,7 +206,7 @@ def _hidden_in(value: Any, depth: int, seen: set[int]) -> str | None:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """Of an object's ``__dict__`` and ``__slots__``."""
+    """The entries of an object's ``__dict__`` and ``__slots__``."""
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         yield from attributes.items()
@@ -215,5 +218,5 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """The same nested value, its floating point tensors in ``dtype``, where FSDP1 cast them."""
+    """The same nested value with floating point tensors cast to ``dtype``, in the containers in which FSDP1 cast them."""
     return map_tensors(value, lambda each: each.to(dtype) if each.is_floating_point() else each, opens_registered=False)

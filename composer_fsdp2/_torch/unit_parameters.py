@@ -1,4 +1,4 @@
-"""The units of a sharded model, and what stands in their modules while they are not gathered."""
+"""The units of a sharded model, and the parameters that their modules have registered while they are sharded."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from composer_fsdp2._torch.unit import ParameterOverride, hooks_of
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UnitParameter:
-    """One sharded parameter of a unit, and each module and name under which it is registered."""
+    """One sharded parameter of a unit, and each (module, name) under which it is registered."""
 
     sharded: nn.Parameter  # a DTensor
     registrations: tuple[tuple[nn.Module, str], ...]
 
     def registered(self) -> list[nn.Parameter]:
-        """What is registered now, in the order of the places."""
+        """The parameters that are currently registered under these names."""
         found = [module._parameters.get(name) for module, name in self.registrations]
         return [parameter for parameter in found if parameter is not None]
 
@@ -34,7 +34,9 @@ class UnitParameter:
 
 
 def distinct_units(modules: Iterable[nn.Module]) -> list[FSDPModule]:
-    """The units among ``modules``; of one unit that ``fully_shard`` made of several modules, the first."""
+    """The units among ``modules``. For a unit that ``fully_shard`` created from several modules, only the first
+    module.
+    """
     found: dict[int, FSDPModule] = {}
     for module in modules:
         if isinstance(module, FSDPModule):
@@ -43,14 +45,15 @@ def distinct_units(modules: Iterable[nn.Module]) -> list[FSDPModule]:
 
 
 def is_inside_unit(module: nn.Module) -> bool:
-    """Whether a unit manages this module; also of the unit itself."""
+    """Whether the module is a unit or belongs to one."""
     return bool(getattr(module, "_is_fsdp_managed_module", False))
 
 
 def parameters_of_unit(unit: FSDPModule) -> list[UnitParameter]:
-    """The parameters that a unit shards, with their places, also those outside of ``unit`` (ties, grouped modules).
+    """The parameters that a unit shards, with all registrations, including those outside of ``unit`` (ties, grouped
+    modules).
 
-    Makes the unit ready for its first forward, as ``unit.unshard`` does; does not communicate.
+    Initializes the unit for its first forward, as ``unit.unshard`` does. Does not communicate.
     """
     found = []
     for group in groups_of(state_of(unit)):
@@ -64,13 +67,13 @@ def parameters_of_unit(unit: FSDPModule) -> list[UnitParameter]:
 
 
 def owners_of_unit(unit: FSDPModule) -> list[nn.Module]:
-    """The modules in which a unit's parameters are registered; also before the unit is ready for a forward."""
+    """The modules that register a unit's parameters. Does not require an initialized unit."""
     infos = [parameter._module_info for group in groups_of(state_of(unit)) for parameter in group.fsdp_params]
     return list(dict.fromkeys(owner for info in infos for owner in (info.module, *info.shared_modules)))
 
 
 def has_unreduced_gradients(unit: FSDPModule) -> bool:
-    """Whether gradients of the unit wait for a later microbatch to be communicated."""
+    """Whether the unit has gradients that a later microbatch will reduce."""
     return any(
         group._partial_reduce_output is not None or any(map(_has_gradient_unreduced, group.fsdp_params))
         for group in groups_of(state_of(unit))
@@ -82,14 +85,14 @@ def _has_gradient_unreduced(parameter: Any) -> bool:
 
 
 def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[nn.Parameter]) -> None:
-    """Discard what the unit keeps of these parameters' gradients for a later microbatch to communicate."""
+    """Discard the unreduced gradients of these parameters."""
     for parameter in _unreduced(unit):
         if parameter.sharded_param in parameters:
             drop_gradient(parameter)
 
 
 def unreduced_parameters(unit: FSDPModule) -> list[nn.Parameter]:
-    """The unit's parameters whose gradients wait for a later microbatch."""
+    """The unit's parameters with unreduced gradients."""
     return [parameter.sharded_param for parameter in _unreduced(unit)]
 
 
@@ -98,21 +101,22 @@ def _unreduced(unit: FSDPModule) -> list[Any]:
 
 
 def is_in_forward_or_backward(unit: FSDPModule) -> bool:
-    """Whether a forward or backward of the unit, or of its root, is under way (or was ended by an error)."""
+    """Whether a forward or backward of the unit, or of its root, is running (or was ended by an error)."""
     state = state_of(unit)
     working = [state._training_state, *(group._training_state for group in groups_of(state))]
     return state._state_ctx.iter_forward_root is not None or any(each != TrainingState.IDLE for each in working)
 
 
 def override_parameters(unit: FSDPModule, override: ParameterOverride) -> Callable[[], None]:
-    """Have a caller register other parameters than the shards in a unit's modules while it is not gathered.
+    """Register other parameters in place of the shards in a unit's modules while the unit is sharded.
 
-    Forward and backward work as ever: they gather the shards, and free what was gathered afterwards, the root's too.
+    Forward and backward still all-gather the shards, and free the unsharded parameters afterwards, including the
+    root's.
 
     Args:
-        unit: Not gathered now.
+        unit: Currently sharded.
     Returns:
-        A function that ends it. A forward or backward that an error left under way is over then, too.
+        A function that ends it. It also resets a forward or backward that an error interrupted.
     """
     state, hooks = state_of(unit), hooks_of(unit)
     hooks.override = override
@@ -128,6 +132,6 @@ def override_parameters(unit: FSDPModule, override: ParameterOverride) -> Callab
 
 
 def _root_of(state: Any) -> Any:
-    """The state that began the forward or backward which this one is part of."""
+    """The state of the root of the current forward or backward."""
     context = state._state_ctx
     return context.iter_forward_root or next((each for each in context.all_states if each._is_root), state)
