@@ -218,5 +218,5 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """The same nested value with floating point tensors cast to ``dtype``, in the containers in which FSDP1 cast them."""
+    """The same nested value with floating point tensors cast to ``dtype``, in the containers that FSDP1 traversed."""
     return map_tensors(value, lambda each: each.to(dtype) if each.is_floating_point() else each, opens_registered=False)

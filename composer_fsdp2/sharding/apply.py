@@ -1,4 +1,4 @@
-"""Carry a ``ShardingPlan`` out: the only caller of ``fully_shard``."""
+"""Apply a ``ShardingPlan``: the only module that calls ``fully_shard``."""
 
 import contextlib
 import json
@@ -47,8 +47,8 @@ from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit, units_by_root
 from composer_fsdp2.sharding.sharded import sharded_roots
 from composer_fsdp2.sharding.ties import parameter_uses
 
-# Methods beside forward through which Composer and Hugging Face enter a root, and which then may call parts of it: an
-# encoder first, or the model inside an adapter. Its hooks must gather its parameters there, too.
+# Methods other than forward by which Composer and Hugging Face call a root. They may then call its submodules directly:
+# an encoder, or the model inside an adapter. The root's hooks must all-gather its parameters there too.
 _ENTRY_POINTS = ("eval_forward", "generate")
 
 
@@ -60,19 +60,18 @@ def apply_agreed_plan(
     existing_meshes: Sequence[DeviceMesh] = (),
     before_wrapping: Callable[[], object] = lambda: None,
 ) -> dict[str, UnitMesh]:
-    """Shard ``model`` in place as ``plan`` says: checkpointing wrappers, values, ``fully_shard`` bottom-up, checks.
+    """Shard ``model`` in place according to ``plan``: checkpoint wrappers, values, ``fully_shard`` bottom-up, checks.
 
     Args:
-        plan: Made or checked for this very model, and compared across ranks.
-        initializers: How modules on the meta device get their values.
-        existing_meshes: Meshes that are taken where they equal the plan's; see ``unit_meshes``.
-        before_wrapping: What is to be done to the modules before they are wrapped and sharded; called once nothing that
-            could be refused is left.
+        plan: Made or checked for this model, and compared across ranks.
+        initializers: Return the initializer of a module on the meta device.
+        existing_meshes: Meshes to reuse if they equal the plan's; see ``unit_meshes``.
+        before_wrapping: Called after all checks, before modules are wrapped and sharded.
     Returns:
-        The mesh of each unit by its name.
+        The mesh of each unit by the unit's name.
 
-    Called on all ranks. Makes the meshes' process groups, and broadcasts parameters and buffers if the plan says
-    ``sync_module_states``.
+    Called on all ranks. Creates the process groups of the meshes, and broadcasts parameters and buffers if
+    ``sync_module_states`` is set.
     """
     require_known_torch()
     plan = plan.resolve(dist.get_world_size())
@@ -124,13 +123,15 @@ def apply_agreed_plan(
 
 
 def _parent_meshes(model: nn.Module) -> list[DeviceMesh]:
-    """Of what a script split already: ``fully_shard`` takes another slice of the same mesh alone."""
+    """The parent meshes of parameters that a script has parallelized: ``fully_shard`` requires another slice of the
+    same mesh.
+    """
     slices = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
     return [parent_mesh(mesh) for mesh in dict.fromkeys(slices)]
 
 
 def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raise if the model is not the one that was planned, or the plan does not fit the world size.
+    """Raise if the model is not the planned one, or the plan does not fit the world size.
 
     Raises:
         PlanError, ConfigError: as ``apply_plan``.
@@ -168,10 +169,10 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
-    """Raise where gradients would be silently wrong: replicas with CPU offload, on GPUs, on a torch unknown to us.
+    """Raise if gradients would be silently wrong: replicas with CPU offload on GPUs, on an unknown torch version.
 
     Raises:
-        UnsupportedError: says what else to set.
+        UnsupportedError: names alternative settings.
     """
     if plan.mesh.device_type == "cpu" or keeps_all_reduce_buffer():
         return
@@ -186,7 +187,9 @@ def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
 
 
 def _describe_buffers(model: nn.Module, unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[str]:
-    """What ranks must have alike for a broadcast of buffers, which the plan does not list; else one would wait."""
+    """Describe the buffers, which the plan does not list. They must match on all ranks; otherwise a broadcast would
+    hang.
+    """
     inside = {module for modules in unit_modules.values() for module in modules}
     return [
         f"buffer {name} is {tuple(buffer.shape)} {buffer.dtype}"
@@ -210,7 +213,9 @@ def _unmanaged_modules(
 
 @contextlib.contextmanager
 def _restore_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave the buffers of ``modules`` where they were: ``fully_shard`` moves all below it to the mesh's device."""
+    """Keep the buffers of ``modules`` on their devices: ``fully_shard`` moves all buffers below it to the mesh's
+    device.
+    """
     buffers = {buffer: buffer.data for module in modules for _, buffer in own_buffers(module)}
     yield
     for buffer, data in buffers.items():
@@ -218,7 +223,7 @@ def _restore_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _unit_modules(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
-    """For each unit, the modules whose tensors it holds: those under it that no other unit takes, and none left out."""
+    """For each unit, the modules whose tensors it manages: those below it, without other units and modules left out."""
     heads = {modules[path] for unit in plan.units for path in unit.modules}
     children = {name.split(".")[0] for left in plan.left_out for name in left.names if "." in name}
     units_at = {path.split(".")[0] for unit in plan.units for path in unit.modules}
@@ -230,7 +235,9 @@ def _unit_modules(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[
 def _initialized_with_enclosing_unit(
     plan: ShardingPlan, modules: Mapping[str, nn.Module]
 ) -> dict[str, list[nn.Module]]:
-    """By each unit that was added for its experts alone, the modules of the unit around it, its own among them."""
+    """For each unit that was added for its experts only, the modules of the enclosing unit, including the added
+    unit's own.
+    """
     added = {each.module for each in plan.split_experts if each.is_added}
     if not added:
         return {}
@@ -240,7 +247,7 @@ def _initialized_with_enclosing_unit(
 
 
 def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> FSDPModule:
-    # Looked up again: a checkpointing wrapper may stand at the path by now, and FSDP(AC(block)) is FSDP1's nesting.
+    # Looked up again: a checkpoint wrapper may have replaced the module, and FSDP(AC(block)) is FSDP1's nesting.
     targets = [at_path(model, path) for path in unit.modules]
     unsharded = ignored.union(parameter_at(model, spec.name) for spec in unit.replicated)
     attributes_before = {spec.name: vars(parameter_at(model, spec.name)) for spec in unit.parameters}
@@ -249,7 +256,7 @@ def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.
         mesh=mesh,
         reshard_after_forward=unit.reshard_after_forward,
         mp_policy=mixed_precision_policy(unit.mixed_precision),
-        # For copies from and to a GPU; on a CPU's mesh there is nothing to pin for, also where the machine has GPUs.
+        # Pinning speeds up copies from and to a GPU. A CPU mesh needs none, even if the machine has GPUs.
         offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if unit.cpu_offload else OffloadPolicy(),
         ignored_params=unsharded or None,
     )
@@ -260,7 +267,7 @@ def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.
     repair_unit(head)
     accept_full_state_dicts(head, owners_of_unit(head))
     for name, attributes in attributes_before.items():
-        vars(parameter_at(model, name)).update(attributes)  # what a script noted on it
+        vars(parameter_at(model, name)).update(attributes)  # attributes that a script set on it
     return head
 
 
@@ -275,7 +282,7 @@ def _set_prefetch(plan: ShardingPlan, sharded: Mapping[str, FSDPModule]) -> None
 def _average_replicated(
     model: nn.Module, plan: ShardingPlan, sharded: Mapping[str, FSDPModule], meshes: Mapping[str, UnitMesh]
 ) -> None:
-    """From here on the gradients of parameters that stay unsharded are averaged, where the backward of a root ends."""
+    """Average the gradients of replicated parameters at the end of each root's backward."""
     for units in units_by_root(plan.units).values():
         replicated: dict[DeviceMesh, list[nn.Parameter]] = {}
         for unit in units:
@@ -293,9 +300,9 @@ def _open_entry_points(model: nn.Module) -> None:
 
 
 def _verify(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
-    """Every tie that was planned still holds, and every planned parameter is sharded.
+    """Check that all planned ties still exist, and that every planned parameter is sharded.
 
-    ``modules`` are those from before, by path: sharding and checkpointing leave them where parameters are registered.
+    ``modules`` are those from before, by path: sharding and checkpointing do not move the parameters' registrations.
     """
 
     def registered_at(name: str) -> object:

@@ -1,13 +1,14 @@
-"""Give a unit's parameters and buffers their values on its device, just before it is sharded.
+"""Materialize a unit's parameters and buffers on its device, immediately before it is sharded.
 
-[Note: initialisation] FSDP1 filled meta parameters unit by unit, bottom-up, on full tensors: the direct child's
-``param_init_fn(module)``, else the module's ``reset_parameters()``, for each module that directly owns something on the
-meta device (composer/distributed/dist_strategy.py, 0.32.1). So do we, on every rank from rank 0's random state, so that
-all ranks draw the same values. Where rank 0 has values already and another rank has not, nothing is drawn: rank 0's
-values are sent.
+[Note: initialisation] FSDP1 initialized meta parameters unit by unit, bottom-up, on full tensors. For each module that
+directly owns a meta tensor it called the direct child's ``param_init_fn(module)``, else the module's
+``reset_parameters()`` (composer/distributed/dist_strategy.py, 0.32.1). We do the same on every rank with rank 0's RNG
+state, so that all ranks compute equal values. If rank 0 has values and another rank does not, initializers do not run;
+rank 0's values are broadcast.
 
-[Note: drawn in full] A parameter that a script split already (tensor parallelism) is drawn in full and cut then. Drawn
-as it lies, each of the ranks that split it would have the same numbers in its part, because all draw as rank 0.
+[Note: initialised in full] A parameter that a script has already TP-sharded is initialized as a full tensor and then
+sharded. If its local tensors were initialized, all TP ranks would have equal shards, because they use rank 0's RNG
+state.
 """
 
 import contextlib
@@ -31,15 +32,18 @@ from composer_fsdp2.sharding.modules import first_paths
 from composer_fsdp2.sharding.random_states import random_states, set_random_states
 from composer_fsdp2.sharding.ties import join
 
-# From a module and its path to what gives its own tensors their first values; None where nothing does.
+# Maps a module and its path to a function that initializes the module's own tensors; None if there is no such function.
 Initializers: TypeAlias = Callable[[nn.Module, str], Callable[[], object] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Initialisation:
-    """What a run does about values: drawn here, sent to other ranks, both or neither.
+    """How parameters get their values.
 
-    ``from_rank_zero``: rank 0 alone has any, so all get its; else those of the first rank of a unit's mesh go out.
+    Args:
+        initialize: Run the initializers.
+        broadcast: Broadcast the values, from the first rank of a unit's mesh.
+        from_rank_zero: Broadcast from rank 0 instead, because it is the only rank with values.
     """
 
     initialize: bool
@@ -48,11 +52,11 @@ class Initialisation:
 
 
 def decide_initialisation(modules: Iterable[nn.Module], sync_module_states: bool | None) -> Initialisation:
-    """Look at which ranks have real tensors in their ``modules``; called on all ranks, gathers one flag from each.
+    """Determine which ranks have real tensors in ``modules``. Called on all ranks; all-gathers one flag per rank.
 
     Raises:
-        PlanError: some ranks have values and some have none, and nobody was told to send them (FSDP1's message), or
-            rank 0 is the one without.
+        PlanError: only some ranks have values and ``sync_module_states`` is False (FSDP1's message), or rank 0 has
+            none.
     """
     on_meta: list[bool] = all_gather_object(any(map(_owns_meta, modules)))
     if not any(on_meta):
@@ -75,9 +79,9 @@ def decide_initialisation(modules: Iterable[nn.Module], sync_module_states: bool
 
 @contextlib.contextmanager
 def rank_zero_rng() -> Iterator[None]:
-    """Draw as rank 0 would; the random state of every rank is put back. Called on all ranks, broadcasts the states.
+    """Use rank 0's RNG states within the block, then restore this rank's. Called on all ranks; broadcasts the states.
 
-    Of all generators in use, since an initialisation may draw from any.
+    Covers all generators in use, since an initializer may use any of them.
     """
     own = random_states()
     sent = [own]
@@ -90,15 +94,15 @@ def rank_zero_rng() -> Iterator[None]:
 
 
 class Materializer:
-    """Makes units real, one at a time, bottom-up.
+    """Materializes units one at a time, bottom-up.
 
     Args:
-        modules: Those of the whole model, by every path; changed by ``materialize_unit`` only.
-        device: Where values are to lie.
-        initialisation: Where they come from.
-        initializers: How they are drawn.
-        ignored: Parameters that stay as they are.
-        in_place: Parameters that stay the same objects, but may move.
+        modules: All modules of the model, by every path. Only ``materialize_unit`` modifies them.
+        device: The device of the materialized tensors.
+        initialisation: Whether to run initializers and to broadcast.
+        initializers: Return the initializer of a module.
+        ignored: Parameters that are not modified.
+        in_place: Parameters that may move to another device, but remain the same objects.
     """
 
     def __init__(
@@ -123,13 +127,13 @@ class Materializer:
                 self.registrations.setdefault(parameter, []).append((module, name))
 
     def check(self, inside: Collection[nn.Module]) -> None:
-        """Raise if a meta tensor will never get a value; reads only.
+        """Raise if a meta tensor would never get a value. Only reads.
 
         Args:
-            inside: The modules whose tensors units hold.
+            inside: The modules whose tensors belong to units.
         Raises:
-            PlanError: names the module that has neither ``param_init_fn`` nor ``reset_parameters``, or the parameter
-                or buffer that no unit holds.
+            PlanError: names the module without ``param_init_fn`` and ``reset_parameters``, or the parameter or
+                buffer outside of all units.
         """
         for module, path in self.path_of.items():
             if self.initialisation.from_rank_zero:
@@ -164,10 +168,10 @@ class Materializer:
                 )
 
     def materialize_unit(self, modules: Sequence[nn.Module], mesh: UnitMesh) -> None:
-        """Materialise, move and (if asked for) synchronise what the ``modules`` of one unit hold themselves.
+        """Materialize, move and (if requested) broadcast the tensors that the ``modules`` of one unit own.
 
-        Called on all ranks in the same order; broadcasts the unit's tensors over its ``mesh`` (those that are split
-        already over its ``data_parallel`` axes), or from rank 0, if the initialisation says so.
+        Called on all ranks in the same order. Broadcasts the unit's tensors over its mesh (TP-sharded ones over its
+        data-parallel axes), or from rank 0, depending on ``initialisation``.
         """
         self.materialize(modules)
         for tensor in _own_tensors(modules):
@@ -181,20 +185,22 @@ class Materializer:
                     _broadcast(tensor, of_split if isinstance(tensor, DTensor) else groups)
 
     def materialize(self, modules: Iterable[nn.Module]) -> None:
-        """Materialise what they hold themselves on the meta device, in this order; does not communicate."""
+        """Materialize the meta tensors that the modules own, in this order. Does not communicate."""
         for module in modules:
             if _owns_meta(module):
                 self._initialize(module)
 
     def equal_on_all_ranks(self, modules: Iterable[nn.Module]) -> set[nn.Module]:
-        """Those that ``materialize_unit`` gave equal parameters on every rank: drawn as rank 0 draws, or broadcast."""
+        """The modules whose parameters are equal on all ranks after ``materialize_unit``: initialized with rank 0's
+        RNG state, or broadcast.
+        """
         return set(modules) if self.initialisation.broadcast else self.initialized.intersection(modules)
 
     def _move(self, tensor: torch.Tensor) -> None:
-        """The tensor on the device, in the layout that ``fully_shard`` takes.
+        """Move the tensor to the device, with the contiguous layout that ``fully_shard`` requires.
 
-        A parameter that is to be sharded becomes a new one: the optimizer and others hold the old one until all units
-        are sharded, and with it would hold what is moved here.
+        A parameter that will be sharded is replaced by a new one. The optimizer and others reference the old
+        parameter until all units are sharded, and would otherwise keep the moved tensor alive.
         """
         if isinstance(tensor, DTensor):
             self._move_dtensor(tensor)
@@ -213,7 +219,7 @@ class Materializer:
             self._replace(tensor, with_local_tensor(tensor, local.detach().to(self.device)))
 
     def _replace(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """At every place, so that ties hold."""
+        """Replace the parameter under each of its registrations, to preserve ties."""
         real = nn.Parameter(value, parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)
         for owner, attribute in self.registrations[parameter]:
@@ -226,7 +232,7 @@ class Materializer:
             self._initialize_meta(initialize, module, named)
             return
         for parameter in named:
-            if isinstance(parameter, DTensor):  # [Note: drawn in full]
+            if isinstance(parameter, DTensor):  # [Note: initialised in full]
                 self._replace(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device))
             else:
                 self._replace(parameter, torch.empty_like(parameter, device=self.device))
@@ -236,10 +242,11 @@ class Materializer:
         if self.initialisation.initialize:
             assert initialize is not None, "check() ran before"
             initialize()
-            if len(named) == len(own_parameters(module)):  # what was not on the meta device is each rank's own
+            # tensors that were not on the meta device may differ between ranks
+            if len(named) == len(own_parameters(module)):
                 self.initialized.add(module)
         for parameter, name in named.items():
-            if isinstance(parameter, DTensor):  # [Note: drawn in full]
+            if isinstance(parameter, DTensor):  # [Note: initialised in full]
                 full: torch.Tensor = getattr(module, name).data
                 mesh, placements = parameter.device_mesh, parameter.placements
                 self._replace(parameter, distribute_tensor(full, mesh, placements, src_data_rank=None))
@@ -265,7 +272,7 @@ class Materializer:
 
 @dataclass(frozen=True, slots=True)
 class MetaInitializer:
-    """An initializer that materialises its module itself: FSDP1 called ``param_init_fn`` with meta tensors."""
+    """An initializer that materializes its module itself: FSDP1 called ``param_init_fn`` with meta tensors."""
 
     function: Callable[[], object]
 
@@ -279,7 +286,7 @@ def _owns_meta(module: nn.Module) -> bool:
 
 
 def breadth_first(roots: Sequence[nn.Module], nested: Collection[nn.Module]) -> list[nn.Module]:
-    """The modules of one unit, without what lies in ``nested`` ones, in the order in which FSDP1 initialised them."""
+    """The modules of one unit, without those in ``nested`` units, in the order in which FSDP1 initialized them."""
     waiting, seen = deque(roots), set(roots)
     found = []
     while waiting:
@@ -301,14 +308,16 @@ def _own_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
-    """Over which groups to broadcast so that the whole mesh has its first rank's values; None is all ranks."""
+    """The groups over which successive broadcasts reach the whole mesh from its first rank; None is the default
+    group.
+    """
     if mesh.size() == dist.get_world_size():
         return [None]
     return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
 
 
 def _broadcast(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> None:
-    """From the first rank of each group, one group after the other; as bytes: gloo knows fewer dtypes than torch."""
+    """Broadcast from the first rank of each group in turn, as bytes: gloo supports fewer dtypes than torch."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.numel():
         for group in groups:
