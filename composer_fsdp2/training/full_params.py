@@ -1,4 +1,4 @@
-"""``summon_full_params``: the full parameters of a sharded model for the length of a with block."""
+"""``summon_full_params``: the full parameters of a sharded model within a with block."""
 
 import contextlib
 import functools
@@ -45,45 +45,53 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Within the block, parameters of ``module`` are ordinary full tensors in full precision, under their own names.
+    """Within the block, the parameters of ``module`` are plain full tensors in full precision, under their original
+    names.
 
-    The arguments are those of ``FullyShardedDataParallel.summon_full_params``. As there, what each rank writes into the
-    rows of its own shard persists, so ranks write alike; and on a mesh that shards nothing (``NO_SHARD``, one rank) the
-    full parameter is the model's own, and what is written into it stays, whatever ``writeback`` says. Afterwards, and
-    also if the block raises, the parameters are the very objects from before, which the optimizer holds.
+    The arguments are those of ``FullyShardedDataParallel.summon_full_params``. As there, a rank's writes persist for
+    the rows of its own shard only, so all ranks should write the same values. On a mesh that does not shard
+    (``NO_SHARD``, one rank), the full parameter shares the model's memory, and writes persist regardless of
+    ``writeback``. After the block, also if it raises, the same parameter objects as before are registered, which the
+    optimizer references.
 
-    Whether a parameter is trained (``requires_grad``) may be changed in the block, too. It is another object there than
-    the one that the optimizer holds (FSDP1's was that one), so look up ``optimizer.state`` outside of the block.
+    ``requires_grad`` may be changed in the block. A parameter in the block is a different object from the optimizer's
+    (under FSDP1 it was the same), so read ``optimizer.state`` outside of the block.
 
-    Beyond FSDP1: a forward inside the block (it runs on what was written so far, in the unit's own precision), a
-    parameter that is replaced or loaded, gradients that are replaced or set to None, ``with_grads`` together with
-    ``offload_to_cpu``, ``offload_to_cpu`` on a mesh that shards nothing, and a block inside the block with the same
-    options. Parameters that no unit shards, and buffers, are full anyhow and left as they are.
+    In addition to FSDP1, these are supported: a forward inside the block (with the values written so far, in the unit's
+    precision), parameters that are replaced or loaded, gradients that are replaced or set to None, ``with_grads`` with
+    ``offload_to_cpu``, ``offload_to_cpu`` on a mesh that does not shard, and nested blocks with the same options.
+    Buffers, and parameters that no unit shards, are full already and unchanged.
 
     Args:
-        module: A sharded model, any part that was sharded as a unit, or something around such; else there is nothing to
-            do.
-        recurse: Also the units below ``module``; without, only what ``module`` itself shards, if it is a unit.
-        writeback: Keep what the block writes into parameters, and with ``with_grads`` into gradients.
-        rank0_only: Full parameters on the first rank of each group of shards only; the others keep their shards. Needs
-            ``writeback=False``.
-        offload_to_cpu: Full parameters on the CPU; else on the device of the mesh.
-        with_grads: Their gradients are unsharded, too; else they have none in the block.
+        module: A sharded model, a unit of it, or a module that contains units. Does nothing for other modules.
+        recurse: Include the units below ``module``. If False, only the parameters of ``module``'s own unit.
+        writeback: Keep the values that the block writes into parameters, and with ``with_grads`` into gradients.
+        rank0_only: Full parameters on the first rank of each shard group only; the other ranks keep their shards.
+            Requires ``writeback=False``.
+        offload_to_cpu: Full parameters on the CPU instead of the mesh's device.
+        with_grads: Unshard the gradients too. If False, ``.grad`` is None in the block.
     Raises:
-        UnsupportedError: ``rank0_only`` with ``writeback``, which FSDP1 refused as well.
-        ComposerFSDP2Error: during a forward or backward; for a part of a unit; for a block inside a block with other
-            options; with ``with_grads``, while gradients wait for the last microbatch (``gradient_sync``). Within the
-            block, for an optimizer's step, a forward with ``rank0_only``, a backward with ``with_grads``. After it, if
-            something that it wrote cannot be kept; names the parameters.
+        UnsupportedError: ``rank0_only`` with ``writeback``, which FSDP1 rejected as well.
+        ComposerFSDP2Error: during a forward or backward; for a part of a unit; for a nested block with different
+            options; with ``with_grads``, while gradients are not yet reduced (``gradient_sync``). Within the block: for
+            an optimizer step, a forward with ``rank0_only``, or a backward with ``with_grads``. After the block: if
+            written values cannot be kept; names the parameters.
 
-    Called on all ranks with the same arguments: each parameter (and gradient) is an all-gather over its shards, and
-    ``with_grads`` adds an all-reduce for each unit. The end of the block does not communicate.
+    Called on all ranks with the same arguments. One all-gather per parameter (and gradient); ``with_grads`` adds one
+    all-reduce per unit. The end of the block does not communicate.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 2))
+        >>> _ = prepare_fully_shard(model, None, {}, precision="fp32", device="cpu")
+        >>> with summon_full_params(model):
+        ...     type(model[0].weight).__name__, tuple(model[0].weight.shape)
+        ('Parameter', (2, 4))
     """
     options = _Options(writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
     units = _units_to_summon(module, recurse, options)
     check_guard(module, "summon_full_params")
     for unit in units:
-        unit.reshard()  # it may stand gathered after a forward without gradients, and in low precision
+        unit.reshard()  # may be unsharded after a forward without gradients, in low precision
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     problems: list[str] = []
     with contextlib.ExitStack() as stack:
@@ -92,7 +100,7 @@ def summon_full_params(
         for unit in units:
             stack.enter_context(_unsharded(unit, options, names, problems))
         yield
-    if problems:  # not if the block raised, whose error is the one to see
+    if problems:  # not if the block raised; its own error takes precedence
         raise ComposerFSDP2Error(f"after summon_full_params: {and_more(problems, 5, '; ')}")
 
 
@@ -108,7 +116,9 @@ class _Options:
 
 
 def _refuse_step(summoned: Sequence[UnitParameter], optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """It would update the shards, and the end of the block overwrite them with the full parameters from before."""
+    """Reject an optimizer step: it would update the shards, which the end of the block overwrites with the full
+    parameters.
+    """
     split = {id(each.sharded) for each in summoned if shard_axes(each.sharded)}
     if any(id(parameter) in split for group in optimizer.param_groups for parameter in group["params"]):
         name = type(optimizer).__name__
@@ -116,7 +126,7 @@ def _refuse_step(summoned: Sequence[UnitParameter], optimizer: torch.optim.Optim
 
 
 def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> list[FSDPModule]:
-    """The units that are sharded now. Every refusal is here, before anything communicates."""
+    """The units to unshard. All rejections happen here, before any communication."""
     if options.rank0_only and options.writeback:
         raise UnsupportedError(
             "summon_full_params(writeback=True, rank0_only=True): one rank alone would hold what is written (FSDP1 "
@@ -129,7 +139,7 @@ def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> lis
     for unit in distinct_units(module.modules() if recurse else [module]):
         _refuse_during_step(unit, paths[id(unit)], options)
         if not owners_of_unit(unit):
-            continue  # nothing of its own
+            continue  # without own parameters
         outer = hooks_of(unit).override
         if outer is None:
             units.append(unit)
@@ -144,7 +154,7 @@ def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> lis
 
 
 def _refuse_during_step(unit: FSDPModule, path: str, options: _Options) -> None:
-    """Raise in the midst of a step."""
+    """Raise during a step."""
     if is_in_forward_or_backward(unit):
         where = f" of {path!r}" if path else ""
         raise ComposerFSDP2Error(
@@ -178,7 +188,7 @@ def _warn_of_copies() -> None:
 
 @contextlib.contextmanager
 def _unsharded(unit: FSDPModule, options: _Options, names: Mapping[int, str], problems: list[str]) -> Iterator[None]:
-    """One unit, unsharded. Called on all ranks of its mesh."""
+    """Unshard one unit within the block. Called on all ranks of its mesh."""
     parameters = parameters_of_unit(unit)
     grads = _gradients(parameters) if options.with_grads else [None] * len(parameters)
     full = [
@@ -211,7 +221,7 @@ def _unsharded(unit: FSDPModule, options: _Options, names: Mapping[int, str], pr
 
 
 def _check_pass(options: _Options, is_backward: bool) -> None:
-    """Refuse a forward or backward within the block that its options do not allow."""
+    """Reject a forward or backward within the block that the options do not allow."""
     if options.rank0_only:
         raise ComposerFSDP2Error(
             "a forward within summon_full_params(rank0_only=True): the other ranks lack what the first may have "
@@ -225,7 +235,7 @@ def _check_pass(options: _Options, is_backward: bool) -> None:
 
 
 def _gradients(parameters: list[UnitParameter]) -> list[DTensor | None]:
-    """The sharded gradients of a unit; zeros where only other ranks have one, since all of them gather it.
+    """The sharded gradients of a unit. Zeros if only other ranks have a gradient, since all of them all-gather it.
 
     Called on all ranks of the unit's mesh.
     """
@@ -246,9 +256,9 @@ def _gradients(parameters: list[UnitParameter]) -> list[DTensor | None]:
 
 @torch.no_grad()
 def _gather(tensor: DTensor, options: _Options) -> torch.Tensor | None:
-    """The full tensor, or None on a rank that is not to have it. Called on all ranks of its mesh.
+    """The full tensor; None on a rank that should not get it. Called on all ranks of its mesh.
 
-    A tensor that is not a DTensor is not copied.
+    On a mesh that does not shard, the full tensor is not a copy, except with ``offload_to_cpu``.
     """
     mesh, axes = tensor.device_mesh, shard_axes(tensor)
     full = gather_full_tensor(tensor)
@@ -260,19 +270,20 @@ def _gather(tensor: DTensor, options: _Options) -> torch.Tensor | None:
 
 
 class _FullParameter:
-    """One parameter that is unsharded, where the options say so, while its shard waits for the end of the block."""
+    """The full parameter of one shard within the block, on ranks that have it."""
 
     @torch.no_grad()
     def __init__(self, parameter: UnitParameter, name: str, grad: DTensor | None, options: _Options) -> None:
         self.parameter, self.name, self.options = parameter, name, options
         self.shard = cast(DTensor, parameter.sharded)
         self.local = self.shard.to_local().detach()
-        self.before: torch.Tensor | None = None  # of the shard, once a forward needed what is not to be kept
+        # the shard's values from before, once a forward needed values that are not to be kept
+        self.before: torch.Tensor | None = None
         self.full: nn.Parameter | None = None
         full, full_grad = _gather(self.shard, options), None if grad is None else _gather(grad, options)
         if full is not None:
             self.full = nn.Parameter(full, requires_grad=self.shard.requires_grad)
-            vars(self.full).update(vars(self.shard))  # what a script or an optimizer noted on it
+            vars(self.full).update(vars(self.shard))  # attributes that a script or an optimizer set
             self.full.grad = full_grad
 
     def register(self) -> None:
@@ -280,17 +291,18 @@ class _FullParameter:
             self.parameter.register(self.full)
 
     def write_for_forward(self) -> None:
-        """Write into the shard what the block wrote so far, for a forward to gather."""
+        """Write the block's values into the shard, for a forward to all-gather."""
         if not self.options.writeback and self.before is None and not self._is_shard(self._registered()):
             self.before = self.local.clone()
         if problem := self._write():
             raise ComposerFSDP2Error(f"a forward within summon_full_params: {problem}")
-        self.full = self._registered()  # what replaced it is shown again afterwards
+        self.full = self._registered()  # a replacement is registered again afterwards
 
     def write_back(self) -> list[str]:
-        """Leave in the shard what is to stay after the block; returns what was written and is lost."""
+        """Write the values that persist into the shard. Return the problems: written values that are lost."""
         if self.full is not None and self._registered() is self.full:
-            self.parameter.sharded.requires_grad_(self.full.requires_grad)  # frozen in the block: with any options
+            # changes of requires_grad persist with any options
+            self.parameter.sharded.requires_grad_(self.full.requires_grad)
         if self.options.writeback:
             problem = self._write() or self._write_grad()
             return [problem] if problem else []
@@ -300,7 +312,7 @@ class _FullParameter:
 
     @torch.no_grad()
     def _write(self) -> str:
-        """Bring the shard up to date; returns what prevents it."""
+        """Write the block's values into the shard. Return the problem that prevents it, or ""."""
         written = self._registered()
         if written is None:
             return f"{self.name} was replaced by different parameters in the places that share it"
@@ -319,7 +331,7 @@ class _FullParameter:
             return f"{self.name} was given a gradient, which with_grads=True would keep" if grad is not None else ""
         shard = self.parameter.sharded
         if grad is None:
-            if written is self.full:  # a parameter that replaced it says nothing about its gradient
+            if written is self.full:  # a replacement does not define a gradient
                 shard.grad = None
         elif shard.grad is None:
             shard.grad = with_local_tensor(self.shard, local_shard(self.shard, grad).to(self.local.device, copy=True))
@@ -328,7 +340,9 @@ class _FullParameter:
         return ""
 
     def _registered(self) -> nn.Parameter | None:
-        """What the block left registered: the full parameter, or what replaced it; None if that is ambiguous."""
+        """The parameter that is registered at the end of the block: the full parameter or a replacement; None if
+        several.
+        """
         own = (id(self.full), id(self.parameter.sharded))
         others = {id(each): each for each in self.parameter.registered() if id(each) not in own}
         if len(others) > 1:
@@ -336,5 +350,5 @@ class _FullParameter:
         return next(iter(others.values()), self.full)
 
     def _is_shard(self, full: torch.Tensor | None) -> bool:
-        """Whether it lies in the shard's own memory, as it does where nothing is split."""
+        """Whether the full parameter shares the shard's memory, as on a mesh that does not shard."""
         return full is not None and full.untyped_storage().data_ptr() == self.local.untyped_storage().data_ptr()

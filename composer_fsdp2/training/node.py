@@ -1,4 +1,4 @@
-"""The ranks of one host: the first of them hears the others through local sockets, and answers them."""
+"""Local sockets between the ranks of one host: the first rank receives from the others, and replies to them."""
 
 import contextlib
 import math
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 class Node:
-    """The ranks that reach each other through local sockets, as one of them sees them.
+    """The ranks that are connected by local sockets, from the view of one of them.
 
-    A rank that closes its node, or ends, is seen by those that it is linked to as soon as they receive or send again.
+    If a rank closes its node or ends, the ranks that are linked to it notice it at their next receive or send.
 
     Attributes:
-        firsts: Of all nodes, the rank that answers.
-        is_first: Whether that is this rank.
+        first_ranks: The first rank of each node, which replies to the others.
+        is_first: Whether this rank is the first of its node.
     """
 
     def __init__(self, first_ranks: Sequence[int], is_first: bool, links: Sequence[socket.socket]) -> None:
@@ -39,10 +39,10 @@ class Node:
 
     @classmethod
     def connect(cls, host: str, timeout: timedelta) -> "Node":
-        """Connect the ranks of each host. Called on all ranks: three gathers of a few bytes, and as many agreements.
+        """Connect the ranks of each host. Called on all ranks: three all-gathers of a few bytes, and three agreements.
 
         Raises:
-            ControlGroupError: on all ranks: one has no more files to open.
+            ControlGroupError: on all ranks, if one cannot open more files.
         """
         rank, hosts = dist.get_rank(), all_gather_object(host)
         first = hosts.index(host)
@@ -60,12 +60,12 @@ class Node:
         return cls(sorted(set(first_rank_of)), to_first is None, others if to_first is None else [to_first])
 
     def recv(self, deadline: float) -> list[list[int]]:
-        """One message from each rank that this one is linked to: the first from all others, they from it alone.
+        """Receive one message from each linked rank: the first rank from all others, each other rank from the first.
 
         Args:
-            until: When to give up, on ``time.monotonic``'s clock.
+            deadline: In seconds of ``time.monotonic``.
         Raises:
-            OSError: one has ended or gave up, or has not come.
+            OSError: a rank has ended, closed its links, or did not send in time.
         """
         received: dict[int, list[int]] = {}
         while len(received) < len(self._links):
@@ -81,26 +81,26 @@ class Node:
         return list(received.values())
 
     def send(self, numbers: Sequence[int]) -> None:
-        """One message to each rank that this one is linked to.
+        """Send one message to each linked rank.
 
         Raises:
-            OSError: one has ended or gave up; none was told then, unless it did so right now.
+            OSError: a rank has ended or closed its links. No message was sent, unless it did so at this moment.
         """
-        if self._poll.poll(0):  # who waits says nothing
+        if self._poll.poll(0):  # a waiting rank does not send
             raise ConnectionError(_IS_GONE)
         data = struct.pack(f"{len(numbers)}q", *numbers)
         for link in self._links.values():
             link.send(data)
 
     def close(self) -> None:
-        """The others see it at once, also where a child of this process still has the sockets open."""
+        """Close the links. The others notice immediately, even if a child of this process has the sockets open."""
         for link in self._links.values():
-            with contextlib.suppress(OSError):  # the other end was closed before
+            with contextlib.suppress(OSError):  # the other end was already closed
                 link.shutdown(socket.SHUT_RDWR)
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Close this process's sockets, and nobody else's: what a forked child does with those it inherited."""
+        """Close this process's sockets only. A forked child calls it for the sockets that it inherited."""
         for link in self._links.values():
             link.close()
 
@@ -111,7 +111,7 @@ _IS_GONE = "a rank of this node has ended, or gave up"
 
 
 def _open_on_all_ranks(open_: Callable[[], T]) -> T:
-    """What it opens, if all ranks could open theirs. Called on all ranks."""
+    """Open a socket on every rank; return it if all ranks succeeded. Called on all ranks."""
 
     def decide() -> T:
         try:
@@ -127,7 +127,7 @@ def _open_on_all_ranks(open_: Callable[[], T]) -> T:
 
 
 def _listener(backlog: int, timeout: timedelta) -> socket.socket | None:
-    """A socket that listens at an abstract address, which ends with it and belongs to one network namespace."""
+    """A listening socket at an abstract address, which ends with the socket and belongs to one network namespace."""
     if not backlog or not hasattr(socket, "SOCK_SEQPACKET"):
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -135,14 +135,14 @@ def _listener(backlog: int, timeout: timedelta) -> socket.socket | None:
         listener.bind(b"\0composer_fsdp2 " + uuid.uuid4().hex.encode())
         listener.listen(backlog)
         listener.settimeout(timeout.total_seconds())
-    except OSError:  # an operating system without such addresses
+    except OSError:  # the operating system has no abstract addresses
         listener.close()
         return None
     return listener
 
 
 def _connected(address: bytes | None) -> socket.socket | None:
-    """A connection; None where nobody listens, or where the host of this name is another container."""
+    """A connection. None if there is no listener, or if the host of this name is another container."""
     if address is None:
         return None
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
