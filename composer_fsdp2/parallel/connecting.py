@@ -39,7 +39,7 @@ def without_rows(arguments: Arguments) -> Arguments:
 
 
 def detached_without_rows(arguments: Arguments) -> Arguments:
-    """``without_rows``, detached and copied, which frees the activations that they are slices of."""
+    """``without_rows``, detached and copied, to free the activations that the slices reference."""
     kept: Arguments = map_tensors(
         without_rows(arguments), lambda each: each.detach() if each.numel() else torch.empty_like(each)
     )

@@ -25,7 +25,7 @@ def batch_values(batch: Any, name: str = "batch") -> list[BatchValue]:
 
 
 def digest_of(parts: list[BatchValue]) -> bytes:
-    """16 bytes."""
+    """A digest of 16 bytes."""
     return _hashed("\n".join("\t".join(part) for part in parts)).digest()
 
 
@@ -42,7 +42,7 @@ _SHORT = 200
 
 
 def _batch_values(value: Any, path: str, parents: tuple[int, ...]) -> Iterator[BatchValue]:
-    """``parents``: the ids of the containers around the value, to end where one contains itself."""
+    """``parents``: the ids of the enclosing containers, to stop at a container that contains itself."""
     raw = bytes_of(value) if isinstance(value, torch.Tensor) else None
     if raw is not None:
         kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -63,9 +63,9 @@ def _batch_values(value: Any, path: str, parents: tuple[int, ...]) -> Iterator[B
 
 
 def _members(value: Any) -> list[tuple[str, Any]]:
-    """The parts of a container, and their paths in it; of any other object, those of its pickle.
+    """The members of a container with their paths in it. For any other object, those of its pickle.
 
-    A pickle's bytes would not do: they list a set in an order that depends on the process.
+    The bytes of a pickle are not comparable: they list a set in an order that depends on the process.
     """
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", value[key]) for key in sorted(value, key=repr)]
@@ -75,7 +75,7 @@ def _members(value: Any) -> list[tuple[str, Any]]:
         return [(" (members)", each) for each in sorted(str(batch_values(each)) for each in value)]
     try:
         reduced = value.__reduce_ex__(2)
-    except Exception:  # of any type; then the class alone is compared
+    except Exception:  # of any type; then only the class is compared
         return []
     if isinstance(reduced, str):
         return [(" (global)", reduced)]

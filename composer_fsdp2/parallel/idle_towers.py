@@ -1,17 +1,18 @@
 """``idle_towers``: run a part of the model that this rank's batch skips on an example, when another rank enters it.
 
 [Note: idle towers] The units in a vision tower are all-gathered by the ranks with an image in their batch, while the
-others would wait at the next unit. So before each tower, and before each part that all ranks run (a sync point), the
-ranks agree on the first tower that any rank is about to enter. All run that one next, a rank that is about to enter it
-on its image, the others on an example, until no rank is about to enter any. However often each rank enters a tower (an
-image, then a video), all ranks run the same towers in one order. A tower that no rank enters does not run.
+other ranks would wait at the next unit. Before each tower, and before each part that all ranks run (a sync point), the
+ranks therefore agree on the first tower that any rank is about to enter. All ranks run that tower next, a rank that is
+about to enter it on its image, the others on an example, until no rank is about to enter any. Regardless of how often
+each rank enters a tower (an image, then a video), all ranks run the same towers in one order. A tower that no rank
+enters does not run.
 
-A tower's output is connected to the input of the next sync point by an empty slice, on ranks with an image as well:
-backward then reaches all of the tower on all ranks, also a last layer whose output the model does not read. The
-example's gradient is exactly zero.
+The output of a tower is connected to the input of the next sync point by an empty slice, on ranks with an image as
+well. Backward then reaches all of the tower on all ranks, including a last layer whose output the model does not read.
+The gradient of the example is exactly zero.
 
-The example is ``example_inputs`` of the tower, or the smallest input that this rank saw, its floating point values
-replaced by zeros. A rank that saw none receives one from another rank.
+The example is ``example_inputs`` of the tower, or the smallest input that this rank has seen, with its floating
+point values replaced by zeros. A rank that has seen none receives one from another rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -72,11 +73,11 @@ def refuse_towers(model: nn.Module, models: Sequence[TowerModel], checkpointed: 
 def start_idle_towers(
     model: nn.Module, models: Sequence[TowerModel], before: Mapping[str, nn.Module], limit_s: float | None = None
 ) -> None:
-    """Run the idle towers of a model that was just sharded, from now on. Called on all ranks.
+    """Run the idle towers of a sharded model from now on. Called on all ranks.
 
     Args:
-        before: The modules by their paths, before wrappers of checkpointing were put around some.
-        limit_s: The timeout of these comparisons in seconds; None: that of other votes.
+        before: The modules by path, without checkpoint wrappers.
+        limit_s: The timeout of these comparisons in seconds; None means that of other votes.
     """
     for each in models:
         outer = before[each.model]
@@ -106,11 +107,11 @@ def _wrap_forward(outer: nn.Module, towers: "_Towers") -> None:
 
 
 class _Graph(Enum):
-    """What autograd records of a tower, which must be alike on all ranks."""
+    """The graph that autograd records for a tower, which must be the same on all ranks."""
 
     NONE = 0  # a model may call a tower that it does not train under ``torch.no_grad``
     PARAMETERS = 1
-    THROUGH = 2  # its inputs' gradients, too
+    THROUGH = 2  # also the gradients of its inputs
 
     @staticmethod
     def of(inputs: Sequence[torch.Tensor]) -> "_Graph":
@@ -168,7 +169,8 @@ class _Towers:
         if not self._is_asking:
             return None
         self._run_towers_of_others(path)
-        # To its main input, to make backward pass through it on all ranks: without an image it may need no gradient.
+        # To the sync point's main input: without an image it may not require grad, and backward must pass through it on
+        # all ranks.
         unconnected = self._unconnected
         connected = _with_main(args, kwargs, lambda tensor: connect(tensor, unconnected)) if unconnected else None
         if connected is not None:
@@ -181,17 +183,17 @@ class _Towers:
         self._is_open, self._is_asking, unconnected, self._unconnected = False, False, self._unconnected, []
         if not unconnected:
             return output
-        # Any of its tensors may be the loss.
+        # Any of these tensors may be the loss.
         return map_tensors(output, lambda each: connect(each, unconnected) if each.is_floating_point() else each)
 
     def _run_towers_of_others(self, where: str, own: tuple[int, _Graph] | None = None) -> _Graph | None:
-        """Run on examples what other ranks are about to enter, until that is ``own`` or nothing.
+        """Run the towers that other ranks are about to enter on examples, until that is ``own`` or none.
 
         Args:
-            where: The place in the model that this rank has reached.
-            own: The tower that it is about to enter, and what this adds to autograd's graph.
+            where: This rank's position in the model.
+            own: The tower that this rank is about to enter, and the graph that it adds.
         Returns:
-            The most that ``own`` adds to it on any rank.
+            The largest graph that ``own`` adds on any rank.
         """
         code = 0 if own is None else len(_Graph) * (len(self.modules) - own[0]) + own[1].value
         while found := self._all_reduce_max(where, [code])[0]:
@@ -245,7 +247,9 @@ class _Towers:
 def _with_main(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Arguments | None:
-    """The arguments with their main tensor changed: floating point, and no mask or positions. None without any."""
+    """The arguments with their main tensor changed: floating point, and not a mask or positions. None if there is
+    none.
+    """
     given: dict[Any, Any] = dict(enumerate(args)) | kwargs
     places = [
         key
@@ -260,8 +264,9 @@ def _with_main(
 
 
 def _as_trained(tensor: torch.Tensor) -> torch.Tensor:
-    """Requiring grad, as the output of a trained part on another rank: without inputs that require grad, a unit's
-    backward ends later than with them."""
+    """Require grad, as for the output of a trained part on another rank: a unit's backward ends later if an input
+    requires grad.
+    """
     return tensor.detach().requires_grad_()
 
 

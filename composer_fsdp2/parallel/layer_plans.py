@@ -1,15 +1,15 @@
 """Layer plans of known models: ``layer_plan: auto``.
 
-Hugging Face's models name their split layers (``base_model_tp_plan`` of their configuration), LLM Foundry's are in a
-table here. What these plans leave out is added: norms between split layers, whose gradients must be summed ([Note:
-partial gradients]); embedding and head, split by rows of the vocabulary if all ranks get as many; experts that are
-modules. An attention whose heads the degree does not divide, or that is known to mix up columns ([Note: fused
-projections]), has split weights, and computes with all heads on every rank.
+Hugging Face's models name their TP-sharded layers (``base_model_tp_plan`` of their configuration); those of LLM Foundry
+are in a table here. This module adds what these plans omit: norms between TP-sharded layers, whose gradients must be
+summed ([Note: partial gradients]); embedding and head, sharded by rows of the vocabulary if all ranks get equal
+numbers; and experts that are modules. If the degree does not divide an attention's heads, or the attention is known to
+mix up columns ([Note: fused projections]), its weights are TP-sharded and it computes all heads on every rank.
 
-[Note: fused projections] ``ColwiseParallel`` leaves each rank consecutive columns. Of a layer that fuses two
-projections one behind the other, as Phi-3's ``gate_up_proj`` does, the first rank gets the gate and the second one what
-it is multiplied with. The model's forward then cuts each rank's columns in two, and computes something else, without an
-error. It is right where each head's columns are one behind the other, as in GPT-NeoX's ``query_key_value``.
+[Note: fused projections] ``ColwiseParallel`` gives each rank consecutive columns. If a layer concatenates two
+projections, as Phi-3's ``gate_up_proj`` does, the first rank gets the gate and the second the factor that the gate
+is multiplied with. The model's forward then splits each rank's columns in two and computes something else, without
+an error. The layout is correct if each head's columns are consecutive, as in GPT-NeoX's ``query_key_value``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -68,13 +68,13 @@ def automatic_plan(model: nn.Module, degree: int, num_shards: int) -> dict[str, 
     """The layer plan of a model, by the paths of its modules.
 
     Args:
-        model: One of transformers' or LLM Foundry's models, or a module with some inside.
-        degree: Over how many ranks layers are split.
-        num_shards: Over how many parts rows must be divided evenly beside that; 1 if they need not be.
+        model: A model of transformers or LLM Foundry, or a module that contains one.
+        degree: The tensor-parallel degree.
+        num_shards: The number of shards by which rows must be divisible in addition; 1 if they need not be.
     Raises:
         PlanError: no plan is known for it.
 
-    Every rank must call this with the same model; it does not communicate.
+    Call this on all ranks with the same model. Does not communicate.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     kinds: dict[str, str] = {}
@@ -100,7 +100,7 @@ def automatic_plan(model: nn.Module, degree: int, num_shards: int) -> dict[str, 
 
 
 def matching_paths(model: nn.Module, pattern: str) -> list[str]:
-    """The paths of the modules that a path means, in which ``*`` stands for any child's name, as in torch."""
+    """The paths of the modules that match a path, in which ``*`` stands for the name of any child, as in torch."""
     found = [("", model)]
     for part in pattern.split(".") if pattern else ():
         found = [
@@ -125,7 +125,9 @@ def _above(path: str) -> str:
 
 
 def _styles_within(modules: Mapping[str, nn.Module], kinds: Mapping[str, str], degree: int) -> dict[str, ParallelStyle]:
-    """Of the layers of one module. If they cannot compute with a part of the columns, each takes and returns all."""
+    """The styles of the layers of one module. If they cannot compute with a part of the columns, each takes and
+    returns all.
+    """
     linear = {path: module for path in kinds if isinstance(module := modules[path], nn.Linear)}
     fitting = {path for path, each in linear.items() if not (each.out_features % degree or each.in_features % degree)}
     styles = {path: _STYLES[kind]() for path, kind in kinds.items() if path in fitting}
@@ -146,7 +148,7 @@ def _norms_of_heads(modules: Mapping[str, nn.Module], plan: Mapping[str, Paralle
 
 
 def _ends(model: Any, paths: Mapping[nn.Module, str], num_parts: int) -> dict[str, ParallelStyle]:
-    """The embedding and the head of a model; of one weight, both by rows of the vocabulary."""
+    """The styles of a model's embedding and head. If they share a weight, both by rows of the vocabulary."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return {}
@@ -164,12 +166,12 @@ def _ends(model: Any, paths: Mapping[nn.Module, str], num_parts: int) -> dict[st
 def problems_of_projections(
     modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], degree: int
 ) -> Iterator[str]:
-    """Each column-wise layer whose columns the model's forward would misread on a rank, with what to do instead.
+    """Each column-wise layer whose columns the model's forward would misread on a rank, with an alternative.
 
     Args:
-        modules: Of the model, by path.
-        styles: Of the layer plan, by path.
-        degree: Over how many ranks.
+        modules: The model's modules by path.
+        styles: The styles of the layer plan by path.
+        degree: The tensor-parallel degree.
     """
     linear = {path: module for path in styles if isinstance(module := modules[path], nn.Linear)}
     rowwise = [path for path in linear if isinstance(styles[path], RowwiseParallel)]

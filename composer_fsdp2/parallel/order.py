@@ -1,17 +1,17 @@
-"""The combinations that are supported, checked on the plan, and the order in which the steps are carried out.
+"""The supported combinations, checked on the plan, and the order in which the steps of a plan are executed.
 
 [Note: legal order] Each step depends on the ones before it.
 
 1. ``rebinding`` records ties and the optimizer's parameters: later steps replace parameters.
-2. Sequences are divided and MLPs tiled: both replace the forward of instances, which a wrapper would hide.
+2. Context parallelism and tiled MLPs replace the forward of instances, which a wrapper would hide.
 3. Parameters are frozen, before checkpointing looks for trained ones.
-4. Checkpointing is wrapped around blocks: the unit's gather must surround the recomputation. A block that the script
+4. Activation checkpointing wraps blocks: the unit's all-gather must enclose the recomputation. A block that the script
    compiled stays inside of both.
-5. Each unit, bottom-up: initial values, layers split, weights tied again, ``fully_shard``. Splitting comes before
+5. Each unit, bottom-up: initial values, tensor parallelism, ties, ``fully_shard``. Tensor parallelism precedes
    sharding, and only one unit at a time is unsharded in memory.
-6. The optimizer follows.
-7. Hooks around recomputed blocks: sequences are divided and gathered. And hooks that must run before a unit gathers, as
-   ``fully_shard`` puts its own first: tokens are exchanged, idle experts and towers run.
+6. The optimizer is rebound.
+7. Hooks outside of recomputed blocks divide and gather sequences. Hooks that must run before a unit's all-gather are
+   registered last, because ``fully_shard`` prepends its own: token exchange, idle experts and towers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,12 +40,12 @@ from composer_fsdp2.training.run import Run, start_run
 
 
 def refuse_illegal(plan: ShardingPlan) -> None:
-    """Raise for a plan that this torch cannot carry out, or that would train on wrong numbers.
+    """Raise for a plan that this torch cannot execute, or that would train on wrong numbers.
 
     Raises:
-        PlanError: every problem, with the module and the way out.
+        PlanError: every problem, with the module and an alternative.
 
-    Every rank must call this with the same plan; it does not communicate.
+    Call this on all ranks with the same plan. Does not communicate.
     """
     checks = (_of_nesting, _of_pieces, _of_layers, problems_of_experts, _of_units)
     if problems := [text for check in checks for text in check(plan)]:
@@ -55,17 +55,18 @@ def refuse_illegal(plan: ShardingPlan) -> None:
 def execute_plan(
     model: nn.Module, plan: ShardingPlan, initializers: Initializers, *, existing_meshes: Sequence[DeviceMesh] = ()
 ) -> Run:
-    """Carry out the plan on ``model``, in the one right order ([Note: legal order]).
+    """Execute the plan on ``model``, in the required order ([Note: legal order]).
 
     Args:
-        plan: Made or checked for this very model, compared across ranks, and not refused by ``refuse_illegal``.
-        initializers: How modules on the meta device get their values.
-        existing_meshes: Meshes that are taken where they equal the plan's.
+        plan: Made or checked for this model, compared across ranks, and accepted by ``refuse_illegal``.
+        initializers: Return the initializer of a module on the meta device.
+        existing_meshes: Meshes to reuse if they equal the plan's.
 
     Returns:
         The state of the run, which is attached to the model.
 
-    Called on all ranks, by ``prepare_fully_shard`` and ``apply_plan``. Makes process groups; may broadcast parameters.
+    Called on all ranks, by ``prepare_fully_shard`` and ``apply_plan``. Creates process groups; may broadcast
+    parameters.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     context: ContextGroup | None = None
@@ -85,7 +86,7 @@ def execute_plan(
     if plan.config.collective_guard is not None:
         start_guard(model, plan.config.collective_guard)
     connect_context()
-    # With check_data: false the ranks that split layers may read different batches.
+    # With check_data: false, the ranks of the tensor axis may read different batches.
     if plan.mesh.tensor_degree > 1 and plan.config.check_data is not False:
         compare_replicated_gradients(model, plan, run, meshes)
     run.exchanging = tuple(start_experts(model, plan, modules))
@@ -95,7 +96,7 @@ def execute_plan(
 
 
 def _of_nesting(plan: ShardingPlan) -> Iterator[str]:
-    """A unit that came before those inside it would take their parameters, too."""
+    """A unit that precedes units inside it would shard their parameters too."""
     taken: dict[str, str] = {}
     for unit in plan.units:
         around = next((taken[each] for path in unit.modules for each in ancestors_or_self(path) if each in taken), None)
@@ -108,7 +109,7 @@ def _of_nesting(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _of_pieces(plan: ShardingPlan) -> Iterator[str]:
-    """Each piece would gather a unit inside, and a rank with a short sequence has fewer pieces than the others."""
+    """Each chunk would all-gather a unit inside, and ranks with shorter sequences have fewer chunks than others."""
     for tiled in plan.tiled:
         if inside := [path for unit in plan.units for path in unit.modules if tiled in ancestors_or_self(path)[1:]]:
             yield (
@@ -119,7 +120,7 @@ def _of_pieces(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _of_layers(plan: ShardingPlan) -> Iterator[str]:
-    """The gradients of a split layer are averaged by the unit that shards it."""
+    """The gradients of a TP-sharded layer are averaged by the unit that shards it."""
     unsharded = {*plan.unsharded_names, *(name for spec in plan.replicated for name in spec.names)}
     for module in plan.split:
         if inside := sorted(name for name in unsharded if name.rpartition(".")[0] == module.path):
@@ -130,7 +131,7 @@ def _of_layers(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _of_units(plan: ShardingPlan) -> Iterator[str]:
-    """What ``fully_shard`` cannot do with a unit whose parameters are split along another axis, too."""
+    """Limits of ``fully_shard`` for a unit whose parameters are also sharded along another axis."""
     kind, way_out = "tensor", "pad them, leave the module out of the layer plan"
     if not plan.split:
         kind, way_out = "expert", "split over more ranks"
