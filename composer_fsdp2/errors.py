@@ -13,7 +13,7 @@ class ComposerFSDP2Error(Exception):
 
     Example:
         >>> try:
-        ...     translate({"sharding_stratgy": "FULL_SHARD"}, device="cpu").require_config()
+        ...     translate({"sharding_stratgy": "FULL_SHARD"}, device="cpu")
         ... except ComposerFSDP2Error as error:
         ...     print("sharding_strategy" in str(error))
         True
@@ -64,7 +64,7 @@ class PlanError(ComposerFSDP2Error, ValueError):
         >>> model = nn.Sequential(nn.Linear(4, 4))
         >>> optimizer = torch.optim.SGD(nn.Linear(4, 4).parameters())  # of another model
         >>> try:
-        ...     plan_sharding(model, ShardingConfig(mesh=MeshSpec.hsdp(1)), optimizers=optimizer)
+        ...     plan_sharding(model, ShardingConfig(), optimizers=optimizer)
         ... except PlanError as error:
         ...     print(str(error).partition(":")[0])
         The same model must be passed to the optimizer and trainer

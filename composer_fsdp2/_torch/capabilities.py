@@ -23,7 +23,8 @@ def keeps_unsharded_in_recompute() -> bool:
 def needs_even_shards() -> bool:
     """Whether the rows of a TP-sharded parameter must be a multiple of the total number of shards.
 
-    torch 2.7 raises an error with this text when it shards such a parameter. torch 2.13 pads instead.
+    torch 2.7 raises "FSDP+TP sharding does not support uneven ..." when it shards such a parameter. torch 2.13 pads
+    instead.
     """
     code = inspect.unwrap(FSDPParam._init_sharded_param).__code__  # unwraps torch.no_grad()
     return any(isinstance(text, str) and "FSDP+TP sharding does not support uneven" in text for text in code.co_consts)

@@ -64,6 +64,12 @@ def install_fsdp() -> InstalledFSDP:
 
     Call it on every rank before the script's or library's own code, and before optimizers are made; or write
     ``with install_fsdp():`` around it. Modules that are imported later get ours, too. Does not communicate.
+
+    Example:
+        >>> with install_fsdp():
+        ...     from torch.distributed.fsdp import FullyShardedDataParallel
+        >>> FullyShardedDataParallel.__module__
+        'composer_fsdp2.fsdp.wrapper'
     """
     return InstalledFSDP()
 

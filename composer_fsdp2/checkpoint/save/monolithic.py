@@ -168,6 +168,13 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
 
     Called on all ranks. Gathers the ranks' boxes of each tensor; then a gather (an all-gather, if the group cannot send
     from the host's memory) for each round, and one of the CRC32s; and four times the ranks' errors.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 2))
+        >>> _ = prepare_fully_shard(model, None, {}, precision="fp32", device="cpu")
+        >>> save_monolithic({"state": {"model": model.state_dict()}}, "ep1.pt")
+        >>> torch.load("ep1.pt")["state"]["model"]["0.weight"].shape
+        torch.Size([2, 4])
     """
     named = _dtensors(state)
     shards = [shard for _, shard in named]
