@@ -71,7 +71,7 @@ class _ParameterRows:
 
     needed: Rows
     num_rows: int
-    row: int
+    row_numel: int
     padded_rows: int
 
     def common_rows(self, shard: int, place: int) -> tuple[int, int]:
@@ -135,7 +135,7 @@ class _RowExchange:
                 first, end = part.common_rows(shard, place)
                 origin = shard * part.padded_rows if of_shard else part.needed[place][0]
                 if end > first:
-                    yield _Slice(number, (first - origin) * part.row, (end - first) * part.row)
+                    yield _Slice(number, (first - origin) * part.row_numel, (end - first) * part.row_numel)
 
         own = self.place % self.degree
         return _Layout(

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 ActivationWrapper, CheckpointImpl = _wrappers.ActivationWrapper, _wrappers.CheckpointImpl
 checkpoint_wrapper, offload_wrapper = _wrappers.checkpoint_wrapper, _wrappers.offload_wrapper
 ShardedTensor = _sharded_tensor.ShardedTensor  # type: ignore[attr-defined]
-gather_sharded: Any = _all_gather_sharded_tensor  # the full tensor of a ShardedTensor, on all ranks
+gather_sharded_tensor: Any = _all_gather_sharded_tensor  # the full tensor of a ShardedTensor, on all ranks
 # FSDP1's own class, even after ``install_fsdp`` has replaced it.
 FSDP1Wrapper = _FSDP1
 # The base class of all batch norms, which FSDP1 excluded from mixed precision.
@@ -161,7 +161,7 @@ def custom_loading(model: nn.Module) -> dict[str, str]:
     }
 
 
-_NOT_THE_USERS = ("torch.nn.modules.", "torch.distributed.", "composer_fsdp2.sharding.full_values")
+_KNOWN_LOADING_CODE = ("torch.nn.modules.", "torch.distributed.", "composer_fsdp2.sharding.full_values")
 
 
 def _loading_code(module: nn.Module) -> Iterator[Any]:
@@ -170,7 +170,7 @@ def _loading_code(module: nn.Module) -> Iterator[Any]:
     for code in (module._load_from_state_dict, *pre_hooks, *module._load_state_dict_post_hooks.values()):
         function = getattr(code, "func", code)  # of a functools.partial
         # Sharding and checkpoint wrappers register hooks too, and BatchNorm reads files of torch 0.4.
-        if not getattr(function, "__module__", "").startswith(_NOT_THE_USERS):
+        if not getattr(function, "__module__", "").startswith(_KNOWN_LOADING_CODE):
             yield function
 
 

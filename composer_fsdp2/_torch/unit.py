@@ -225,7 +225,7 @@ def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> 
             gradient.copy_(average.view_as(gradient))
 
 
-def repair_unit(module: FSDPModule) -> None:
+def patch_unit(module: FSDPModule) -> None:
     """Add FSDP1's behaviour to a unit that ``fully_shard`` created: see ``UnitState`` and ``UnitGroup``."""
     _count_steps()
     state = state_of(module)

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.local_tensors import local_tensor, with_local_tensor
-from composer_fsdp2._torch.private_names import ShardedTensor, gather_sharded, without_wrappers
+from composer_fsdp2._torch.private_names import ShardedTensor, gather_sharded_tensor, without_wrappers
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CallError, UnsupportedError
 from composer_fsdp2.sharding.agree import agree, device_of_group
@@ -445,7 +445,7 @@ def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, ShardedTensor):  # FSDP1's shards, of any layout
-        value = gather_sharded(value, value._process_group)
+        value = gather_sharded_tensor(value, value._process_group)
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
         return with_local_tensor(parameter, local_shard(parameter, value.detach()).clone())
     return value.detach().clone()

@@ -159,17 +159,17 @@ def share_batch(
     how = BroadcastBatch(how)
     if how is BroadcastBatch.OFF or dist.get_world_size(group) == 1:
         return batch
-    return _first(batch, group) if how is BroadcastBatch.FIRST else _gathered(batch, group, counts)
+    return _broadcast_first(batch, group) if how is BroadcastBatch.FIRST else _gather_rows(batch, group, counts)
 
 
-def _first(batch: Any, group: dist.ProcessGroup | None) -> Any:
+def _broadcast_first(batch: Any, group: dist.ProcessGroup | None) -> Any:
     is_source = dist.get_rank(group) == 0
     sent = [Packed.of(batch) if is_source else Packed()]
     dist.broadcast_object_list(sent, _ranks_of(group)[0], group)
     return batch if is_source and not sent[0].error else sent[0].open()
 
 
-def _gathered(batch: Any, group: dist.ProcessGroup | None, counts: bool) -> Any:
+def _gather_rows(batch: Any, group: dist.ProcessGroup | None, counts: bool) -> Any:
     packed, digest = Packed.of(batch), digest_of(batch_values(batch))
     headers = all_gather_object((digest, packed.error, counts), group)
     if len({(digest, error) for digest, error, _ in headers}) == 1 and not packed.error:

@@ -109,7 +109,7 @@ class DividedLayers:
         self.note_exchange()
         query, key, value = self.group.to_heads((query, key, value), 1, 2)
         padded = query.shape[2]
-        length = padded if mask is None else _places_of(mask)
+        length = padded if mask is None else _num_positions(mask)
         query, key, value = (each.narrow(2, 0, length) for each in (query, key, value))
         if mask is None or not is_order(mask):
             output = attend(query, key, value, mask)
@@ -201,7 +201,7 @@ class DividedLayers:
         )
 
 
-def _places_of(mask: torch.Tensor) -> int:
+def _num_positions(mask: torch.Tensor) -> int:
     """The number of positions in a mask. transformers 4.51 may add one to the last dimension of a causal mask."""
     is_square = mask.dim() == 4 and mask.shape[-2] > 1
     return mask.shape[-2 if is_square else -1]

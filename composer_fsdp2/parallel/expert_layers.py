@@ -34,7 +34,7 @@ class Kind:
         compute: Replaces that method. Called with the module, its experts, and the method's arguments.
     """
 
-    number_of: Callable[[nn.Module], int]
+    num_experts_of: Callable[[nn.Module], int]
     expert_of: Callable[[str], int | None]
     method: str
     compute: Callable[..., Any]
@@ -64,17 +64,17 @@ def _is_of_transformers(method: Any) -> bool:
 _ROUTED = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "OlmoeSparseMoeBlock")
 
 
-def _number_in_list(block: Any, classes: Collection[str], loop: str, takes: tuple[str, ...]) -> int:
+def _num_in_list(block: Any, classes: Collection[str], loop: str, takes: tuple[str, ...]) -> int:
     """The number of experts in a block of one of these classes whose method ``loop`` calls a list of experts."""
     experts, method = getattr(block, "experts", None), getattr(block, loop, None)
     is_known = type(block).__name__ in classes and isinstance(experts, nn.ModuleList) and _is_of_transformers(method)
     return len(block.experts) if is_known and _takes(getattr(block, loop)) == takes else 0
 
 
-def _of_block(block: nn.Module) -> int:
+def _num_in_block(block: nn.Module) -> int:
     """The block's own forward loops: ``transformers/models/mixtral/modeling_mixtral.py`` and others, 4.51."""
     has_router = isinstance(getattr(block, "gate", None), nn.Linear)
-    return _number_in_list(block, _ROUTED, "forward", ("hidden_states",)) if has_router else 0
+    return _num_in_list(block, _ROUTED, "forward", ("hidden_states",)) if has_router else 0
 
 
 def _compute_block(block: Any, experts: Experts, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,21 +87,21 @@ def _compute_block(block: Any, experts: Experts, hidden_states: torch.Tensor) ->
     weights, chosen = torch.topk(F.softmax(logits, dim=1, dtype=torch.float), block.top_k, dim=-1)
     if getattr(block, "norm_topk_prob", True):
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    out = exchange(rows, weights.to(rows.dtype), chosen, experts, partial(_of_modules, block.experts, experts))
+    out = exchange(rows, weights.to(rows.dtype), chosen, experts, partial(_compute_modules, block.experts, experts))
     if hasattr(block, "shared_expert"):
         out = out + torch.sigmoid(block.shared_expert_gate(rows)) * block.shared_expert(rows)
     return out.view(shape), logits
 
 
-def _of_method(block: nn.Module) -> int:
+def _num_in_method_block(block: nn.Module) -> int:
     """The loop is a separate method: ``transformers/models/deepseek_v3/modeling_deepseek_v3.py``, 4.51."""
-    return _number_in_list(block, ("DeepseekV3MoE",), "moe", ("hidden_states", "topk_indices", "topk_weights"))
+    return _num_in_list(block, ("DeepseekV3MoE",), "moe", ("hidden_states", "topk_indices", "topk_weights"))
 
 
 def _compute_method(
     block: Any, experts: Experts, hidden_states: torch.Tensor, topk_indices: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
-    compute = partial(_of_modules, block.experts, experts)
+    compute = partial(_compute_modules, block.experts, experts)
     out = exchange(hidden_states, topk_weights, topk_indices, experts, compute, dtype=topk_weights.dtype)
     return out.type(hidden_states.dtype)
 
@@ -110,7 +110,7 @@ def _compute_method(
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
-def _of_modules(modules: nn.ModuleList, experts: Experts, rows: Rows) -> torch.Tensor:
+def _compute_modules(modules: nn.ModuleList, experts: Experts, rows: Rows) -> torch.Tensor:
     """Apply this rank's expert modules: in one product if each consists of three plain matrices and an activation."""
     own: list[Any] = [modules[number] for number in experts.own]
     names = next((names for names in _GATED if all(_has_plain(each, names) for each in own)), None)
@@ -140,7 +140,7 @@ def _has_plain(expert: nn.Module, names: tuple[str, ...]) -> bool:
 # Hugging Face, transformers 5: all experts in two weights. The block is not changed.
 
 
-def _of_weights(module: nn.Module) -> int:
+def _num_in_weights(module: nn.Module) -> int:
     """Gated experts without biases that share one activation: ``transformers/integrations/moe.py``, 5.x."""
     shapes = {name: tuple(each.shape) for name, each in module.named_parameters()}
     has_gate = hasattr(module, "_apply_gate") or hasattr(module, "act_fn")
@@ -170,7 +170,7 @@ def _compute_weights(
 # LLM Foundry
 
 
-def _of_torch_dmoe(module: nn.Module) -> int:
+def _num_in_dmoe(module: nn.Module) -> int:
     """``llmfoundry/models/layers/dmoe.py``, 0.22.0.
 
     Its ``mlp`` has the weights of all experts, and takes rows and the index of one expert. The layer loops over
@@ -192,10 +192,10 @@ def _compute_torch_dmoe(
     top_experts: torch.Tensor,
 ) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    return exchange(rows, expert_weights, top_experts, experts, partial(_of_numbers, layer.mlp, experts)).view(x.shape)
+    return exchange(rows, expert_weights, top_experts, experts, partial(_compute_mlp, layer.mlp, experts)).view(x.shape)
 
 
-def _of_numbers(mlp: nn.Module, experts: Experts, rows: Rows) -> torch.Tensor:
+def _compute_mlp(mlp: nn.Module, experts: Experts, rows: Rows) -> torch.Tensor:
     # It reshapes its weights, of which a rank all-gathers only a part, by its number of experts.
     with replaced(mlp, _NUMBER, len(experts.own)):
         return torch.cat([mlp(part, number) for number, part in enumerate(rows.values.split(rows.counts))])
@@ -203,13 +203,13 @@ def _of_numbers(mlp: nn.Module, experts: Experts, rows: Rows) -> torch.Tensor:
 
 KINDS: Mapping[str, Kind] = {
     "torch_dmoe": Kind(
-        number_of=_of_torch_dmoe, expert_of=lambda name: ALL_EXPERTS, method="forward", compute=_compute_torch_dmoe
+        num_experts_of=_num_in_dmoe, expert_of=lambda name: ALL_EXPERTS, method="forward", compute=_compute_torch_dmoe
     ),
-    "modules": Kind(number_of=_of_block, expert_of=_expert_of_list, method="forward", compute=_compute_block),
+    "modules": Kind(num_experts_of=_num_in_block, expert_of=_expert_of_list, method="forward", compute=_compute_block),
     "modules, in a method": Kind(
-        number_of=_of_method, expert_of=_expert_of_list, method="moe", compute=_compute_method
+        num_experts_of=_num_in_method_block, expert_of=_expert_of_list, method="moe", compute=_compute_method
     ),
     "weights": Kind(
-        number_of=_of_weights, expert_of=lambda name: ALL_EXPERTS, method="forward", compute=_compute_weights
+        num_experts_of=_num_in_weights, expert_of=lambda name: ALL_EXPERTS, method="forward", compute=_compute_weights
     ),
 }

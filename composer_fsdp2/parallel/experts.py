@@ -203,13 +203,13 @@ def problems_of_experts(plan: ShardingPlan) -> Iterator[str]:
                 f"{and_more(outside)}: of the experts of {each.module}, and not sharded with it; let no expert be a "
                 "unit, ignored, or of another dtype than the rest of the module"
             )
-        yield from _of_unlike_experts(each, unit)
+        yield from _unlike_expert_problems(each, unit)
         shards = unit.mesh.shard_degree
         if not each.is_split and (unit.mesh.is_grouped or (shards != -1 and shards % each.degree)):
             yield f"{each.module} is sharded over {unit.mesh.text}, which {_KEY} {each.degree} does not divide"
 
 
-def _of_unlike_experts(layer: SplitExperts, unit: ShardUnit) -> Iterator[str]:
+def _unlike_expert_problems(layer: SplitExperts, unit: ShardUnit) -> Iterator[str]:
     """Ranks reduce the gradients of their experts together, so all experts must train the same parameters."""
     trained: dict[str, dict[bool, str]] = {}
     for spec in unit.parameters:
@@ -269,7 +269,7 @@ def _known_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]
     """The path, the module, the kind and the number of experts of each known layer."""
     for path, module in model.named_modules():
         for kind, known in KINDS.items():
-            if number := known.number_of(module):
+            if number := known.num_experts_of(module):
                 yield path, module, kind, number
 
 

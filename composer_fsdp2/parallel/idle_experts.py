@@ -85,7 +85,7 @@ def start_idle_experts(
     for block in blocks:
         outer, experts = before[block.block], {path: at_path(model, path) for path in block.experts}
         beside = _units_beside(outer, experts.values())
-        _Order(block.block, experts, beside, forward_all_reduce_max(outer, _OPERATION, limit_s)).start(outer)
+        _IdleExperts(block.block, experts, beside, forward_all_reduce_max(outer, _OPERATION, limit_s)).start(outer)
 
 
 def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[RemovableHandle]:
@@ -121,7 +121,7 @@ def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[Rem
             "prepare_fully_shard start idle_experts: in_order"
         )
     named = {f"{kind}'s expert {number}": expert for number, expert in enumerate(experts)}
-    return _Order(kind, named, {}, None).start(block)
+    return _IdleExperts(kind, named, {}, None).start(block)
 
 
 def _units_beside(block: nn.Module, experts: Iterable[nn.Module]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _units_beside(block: nn.Module, experts: Iterable[nn.Module]) -> dict[str, A
     return {path: module for path, module in below if isinstance(module, FSDPModule)}
 
 
-class _Order:
+class _IdleExperts:
     """The forwards of one block: which experts have run, and what the next idle ones run on.
 
     Args:
@@ -157,12 +157,12 @@ class _Order:
         # For each unit beside: whether it runs after the experts, once known.
         self._is_after: dict[str, bool | None] = dict.fromkeys(beside)
         self._is_any_chosen = False  # in this forward, by a token of any rank
-        self._passed: list[str] = []  # the units beside that ran before any expert in this forward
+        self._passed: list[str] = []  # other units that ran before any expert in this forward
         self._next: int | None = None  # None: outside of the block's forward
         self._is_idle = False  # while an expert runs on zero rows
         self._input: tuple[torch.Tensor, ...] = ()
-        self._call: Arguments | None = None  # the latest arguments with tokens in this forward
-        self._of_before: Arguments | None = None  # the same from the latest forward with some, without rows
+        self._call: Arguments | None = None  # this forward's latest arguments with tokens
+        self._previous_call: Arguments | None = None  # of the latest forward with tokens, without rows
         self._outputs: list[torch.Tensor] = []
         self._checked: set[int] = set()
 
@@ -228,7 +228,7 @@ class _Order:
     @untraced
     def end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._call is not None:
-            self._of_before = detached_without_rows(self._call)
+            self._previous_call = detached_without_rows(self._call)
         self._run_rest()
         self._agree()
         if self._is_any_chosen:
@@ -240,19 +240,19 @@ class _Order:
         # Also without idle experts: a checkpoint must recompute before backward all-gathers the last expert.
         return connect_first(output, outputs) if torch.is_grad_enabled() else None
 
-    def _without_call(self) -> Arguments:
+    def _default_call(self) -> Arguments:
         """The arguments of experts if no token of this rank chose any: zero rows of the block's input, and the other
         arguments of the latest forward."""
         rows = tuple(each.reshape(-1, each.shape[-1])[:0] for each in self._input)
-        if self._of_before is None or not rows:
+        if self._previous_call is None or not rows:
             return rows, {}
-        args, kwargs = self._of_before
+        args, kwargs = self._previous_call
         if args:
             return (*rows, *args[1:]), kwargs
         return args, kwargs | dict(zip(kwargs, rows, strict=False))
 
     def _run_rest(self, *, is_asked: bool = False) -> None:
-        self._run_idle(len(self._experts), *(self._call or self._without_call()), is_asked=is_asked)
+        self._run_idle(len(self._experts), *(self._call or self._default_call()), is_asked=is_asked)
 
     def _run_idle(self, end: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_asked: bool = False) -> None:
         """Run the experts from the next one to that before ``end``, on these arguments without rows.
@@ -279,7 +279,7 @@ class _Order:
                 if not has_units and not (is_out_of_memory(error) and is_announced()):
                     self._agree(failed=number + 1)
                 note = f"idle_experts: in_order ran {self._names[number]} on no rows, as no token of this rank chose it"
-                if end == len(self._experts) and not (self._call or self._of_before):
+                if end == len(self._experts) and not (self._call or self._previous_call):
                     others = f"another expert of {self._block}"
                     note += f" or {others} yet, whose arguments would tell what it takes. {_LEAVE}"
                 error.add_note(note)
@@ -320,7 +320,7 @@ class _Order:
 
     def _output_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         name = self._names[number]
-        with nullcontext() if number in self._checked else _NoRows(name):
+        with nullcontext() if number in self._checked else _FiniteOnZeroRows(name):
             outputs = tensors_in(self._experts[number](*args, **kwargs))
         if any(tensor.numel() for tensor in outputs):
             raise ComposerFSDP2Error(f"{name} gives more than no rows for no rows: {_IS_NOT_TOKEN_WISE}")
@@ -328,7 +328,7 @@ class _Order:
         return outputs
 
 
-class _NoRows(TorchFunctionMode):
+class _FiniteOnZeroRows(TorchFunctionMode):
     """Raises for a non-finite number that is computed from zero rows, such as a mean over rows: gradients would be
     NaN.
     """

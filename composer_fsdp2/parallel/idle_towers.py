@@ -155,7 +155,7 @@ class _Towers:
             self._examples[number] = _Example.seen(args, kwargs)
         graph = _Graph.of(inputs)
         of_all = self._run_towers_of_others(self._names[number], (number, graph))
-        return None if graph in (_Graph.NONE, of_all) else _with_main(args, kwargs, _as_trained)
+        return None if graph in (_Graph.NONE, of_all) else _map_main_input(args, kwargs, _require_grad)
 
     @untraced
     def after_tower(self, tower: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -172,7 +172,7 @@ class _Towers:
         # To the sync point's main input: without an image it may not require grad, and backward must pass through it on
         # all ranks.
         unconnected = self._unconnected
-        connected = _with_main(args, kwargs, lambda tensor: connect(tensor, unconnected)) if unconnected else None
+        connected = _map_main_input(args, kwargs, lambda tensor: connect(tensor, unconnected)) if unconnected else None
         if connected is not None:
             self._unconnected = []
         return connected
@@ -199,13 +199,13 @@ class _Towers:
         while found := self._all_reduce_max(where, [code])[0]:
             number, graph = len(self.modules) - found // len(_Graph), _Graph(found % len(_Graph))
             if number not in self._known_to_all:
-                self._make_known(number, where)
+                self._share_example(number, where)
             if own is not None and own[0] == number:
                 return graph
             self._run_idle(number, graph)
         return None
 
-    def _make_known(self, number: int, where: str) -> None:
+    def _share_example(self, number: int, where: str) -> None:
         """Send an example of a tower to the ranks that have none: the rank that is about to enter it has one."""
         [lacks] = self._all_reduce_max(where, [number not in self._examples])
         if lacks:
@@ -223,7 +223,7 @@ class _Towers:
         tower, name = self.modules[number], self._names[number]
         args, kwargs = self._examples[number].arguments_on(self._device)
         if graph is _Graph.THROUGH:
-            args, kwargs = _with_main(args, kwargs, _as_trained) or (args, kwargs)
+            args, kwargs = _map_main_input(args, kwargs, _require_grad) or (args, kwargs)
         try:
             with ExitStack() as stack:
                 stack.enter_context(replaced(self, "_is_asking", False))
@@ -244,7 +244,7 @@ class _Towers:
             self._checked.add(number)
 
 
-def _with_main(
+def _map_main_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Arguments | None:
     """The arguments with their main tensor changed: floating point, and not a mask or positions. None if there is
@@ -263,7 +263,7 @@ def _with_main(
     return tuple(given[number] for number in range(len(args))), {key: given[key] for key in kwargs}
 
 
-def _as_trained(tensor: torch.Tensor) -> torch.Tensor:
+def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
     """Require grad, as for the output of a trained part on another rank: a unit's backward ends later if an input
     requires grad.
     """

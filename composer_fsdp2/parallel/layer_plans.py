@@ -79,12 +79,12 @@ def automatic_plan(model: nn.Module, degree: int, num_shards: int) -> dict[str, 
     modules = dict(model.named_modules(remove_duplicate=False))
     kinds: dict[str, str] = {}
     for path, module in modules.items():
-        for pattern, kind in _named_by(module).items():
+        for pattern, kind in _plan_of_base_model(module).items():
             matches = matching_paths(model, f"{path}.{pattern}" if path else pattern)
             kinds |= dict.fromkeys(matches, kind) if kind in _STYLES else {}
     plan: dict[str, ParallelStyle] = {}
-    for above in dict.fromkeys(map(_above, kinds)):
-        plan |= _styles_within(modules, {path: kinds[path] for path in kinds if _above(path) == above}, degree)
+    for above in dict.fromkeys(map(_parent_path, kinds)):
+        plan |= _styles_within(modules, {path: kinds[path] for path in kinds if _parent_path(path) == above}, degree)
     if not any(isinstance(style, RowwiseParallel) for style in plan.values()):
         names = dict.fromkeys(type(each).__name__ for each in modules.values() if is_pretrained(each))
         raise PlanError(
@@ -95,7 +95,7 @@ def automatic_plan(model: nn.Module, degree: int, num_shards: int) -> dict[str, 
     plan |= {path: SequenceParallel(use_local_output=True) for path in _norms_of_heads(modules, plan)}
     for module in modules.values():
         if is_pretrained(module):
-            plan |= _ends(module, first_paths(modules), degree * num_shards)
+            plan |= _embedding_and_head(module, first_paths(modules), degree * num_shards)
     return plan
 
 
@@ -112,7 +112,7 @@ def matching_paths(model: nn.Module, pattern: str) -> list[str]:
     return [path for path, _ in found]
 
 
-def _named_by(module: Any) -> Mapping[str, str]:
+def _plan_of_base_model(module: Any) -> Mapping[str, str]:
     """The plan of a base model; the models around it share its configuration, and are skipped."""
     if not is_pretrained(module) or module.base_model is not module:
         return {}
@@ -120,7 +120,7 @@ def _named_by(module: Any) -> Mapping[str, str]:
     return (getattr(config, "base_model_tp_plan", None) or {}) | _PLANS.get(getattr(config, "model_type", ""), {})
 
 
-def _above(path: str) -> str:
+def _parent_path(path: str) -> str:
     return path.rpartition(".")[0]
 
 
@@ -131,7 +131,7 @@ def _styles_within(modules: Mapping[str, nn.Module], kinds: Mapping[str, str], d
     linear = {path: module for path in kinds if isinstance(module := modules[path], nn.Linear)}
     fitting = {path for path, each in linear.items() if not (each.out_features % degree or each.in_features % degree)}
     styles = {path: _STYLES[kind]() for path, kind in kinds.items() if path in fitting}
-    leave, take = any(map(_leaves_columns, styles.values())), any(map(_takes_columns, styles.values()))
+    leave, take = any(map(_outputs_columns, styles.values())), any(map(_takes_columns, styles.values()))
     if len(styles) == len(kinds) and leave == take and not any(problems_of_projections(modules, styles, degree)):
         return styles
     alone = {ColwiseParallel: "colwise_rep", RowwiseParallel: "rowwise_rep"}
@@ -140,14 +140,14 @@ def _styles_within(modules: Mapping[str, nn.Module], kinds: Mapping[str, str], d
 
 def _norms_of_heads(modules: Mapping[str, nn.Module], plan: Mapping[str, ParallelStyle]) -> Iterator[str]:
     """Modules beside split projections that are applied to each head."""
-    for above in dict.fromkeys(_above(path) for path, style in plan.items() if _leaves_columns(style)):
+    for above in dict.fromkeys(_parent_path(path) for path, style in plan.items() if _outputs_columns(style)):
         for name, module in modules[above].named_children():
             shapes = {tuple(parameter.shape) for _, parameter in own_parameters(module)}
             if f"{above}.{name}" not in plan and shapes == {(_head_dim_of(modules[above]),)}:
                 yield f"{above}.{name}"
 
 
-def _ends(model: Any, paths: Mapping[nn.Module, str], num_parts: int) -> dict[str, ParallelStyle]:
+def _embedding_and_head(model: Any, paths: Mapping[nn.Module, str], num_parts: int) -> dict[str, ParallelStyle]:
     """The styles of a model's embedding and head. If they share a weight, both by rows of the vocabulary."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -176,12 +176,12 @@ def problems_of_projections(
     linear = {path: module for path in styles if isinstance(module := modules[path], nn.Linear)}
     rowwise = [path for path in linear if isinstance(styles[path], RowwiseParallel)]
     for path, module in linear.items():
-        if not _leaves_columns(styles[path]):
+        if not _outputs_columns(styles[path]):
             continue
-        parent = modules[_above(path)]
+        parent = modules[_parent_path(path)]
         num_projections = _PROJECTIONS_OF_HEAD.get(type(parent).__name__, 1)
         # A single projection is no wider than the input of the row-wise layers in the same module.
-        widths = [linear[other].in_features for other in rowwise if _above(other) == _above(path)]
+        widths = [linear[other].in_features for other in rowwise if _parent_path(other) == _parent_path(path)]
         is_wider = module.out_features > max(widths, default=module.out_features)
         if num_projections == 1 and (is_wider or path.rpartition(".")[2] in _FUSED):
             yield (
@@ -207,13 +207,13 @@ def _problems_of_heads(path: str, module: nn.Linear, parent: nn.Module, width: i
         )
 
 
-def _leaves_columns(style: ParallelStyle) -> bool:
+def _outputs_columns(style: ParallelStyle) -> bool:
     """Whether a rank computes only with the columns of its part."""
     return isinstance(style, ColwiseParallel) and isinstance(style.output_layouts[0], Shard)
 
 
 def _takes_columns(style: ParallelStyle) -> bool:
-    """Whether the layer takes the columns that ``_leaves_columns`` leaves."""
+    """Whether the layer takes the columns that ``_outputs_columns`` leaves."""
     return isinstance(style, RowwiseParallel) and isinstance(style.input_layouts[0], Shard)
 
 

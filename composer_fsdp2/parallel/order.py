@@ -47,7 +47,7 @@ def refuse_illegal(plan: ShardingPlan) -> None:
 
     Call this on all ranks with the same plan. Does not communicate.
     """
-    checks = (_of_nesting, _of_pieces, _of_layers, problems_of_experts, _of_units)
+    checks = (_nesting_problems, _tiling_problems, _layer_problems, problems_of_experts, _unit_problems)
     if problems := [text for check in checks for text in check(plan)]:
         raise PlanError("\n".join(problems))
 
@@ -95,7 +95,7 @@ def execute_plan(
     return run
 
 
-def _of_nesting(plan: ShardingPlan) -> Iterator[str]:
+def _nesting_problems(plan: ShardingPlan) -> Iterator[str]:
     """A unit that precedes units inside it would shard their parameters too."""
     taken: dict[str, str] = {}
     for unit in plan.units:
@@ -108,7 +108,7 @@ def _of_nesting(plan: ShardingPlan) -> Iterator[str]:
         taken |= dict.fromkeys(unit.modules, unit.name)
 
 
-def _of_pieces(plan: ShardingPlan) -> Iterator[str]:
+def _tiling_problems(plan: ShardingPlan) -> Iterator[str]:
     """Each chunk would all-gather a unit inside, and ranks with shorter sequences have fewer chunks than others."""
     for tiled in plan.tiled:
         if inside := [path for unit in plan.units for path in unit.modules if tiled in ancestors_or_self(path)[1:]]:
@@ -119,7 +119,7 @@ def _of_pieces(plan: ShardingPlan) -> Iterator[str]:
             )
 
 
-def _of_layers(plan: ShardingPlan) -> Iterator[str]:
+def _layer_problems(plan: ShardingPlan) -> Iterator[str]:
     """The gradients of a TP-sharded layer are averaged by the unit that shards it."""
     unsharded = {*plan.unsharded_names, *(name for spec in plan.replicated for name in spec.names)}
     for module in plan.split:
@@ -130,7 +130,7 @@ def _of_layers(plan: ShardingPlan) -> Iterator[str]:
             )
 
 
-def _of_units(plan: ShardingPlan) -> Iterator[str]:
+def _unit_problems(plan: ShardingPlan) -> Iterator[str]:
     """Limits of ``fully_shard`` for a unit whose parameters are also sharded along another axis."""
     kind, way_out = "tensor", "pad them, leave the module out of the layer plan"
     if not plan.split:

@@ -50,7 +50,7 @@ class PaddedStyle(ParallelStyle):
         is_layer = isinstance(self.style, ColwiseParallel | RowwiseParallel)
 
         def pad(tensor: torch.Tensor, before: Placement | None, after: Placement | None) -> torch.Tensor:
-            dim = _newly_divided(before, after, tensor.ndim + num_more)
+            dim = _newly_sharded_dim(before, after, tensor.ndim + num_more)
             # A DTensor knows its full shape, and is divided unevenly as it is.
             if dim is None or isinstance(tensor, DTensor):
                 return tensor
@@ -59,7 +59,7 @@ class PaddedStyle(ParallelStyle):
             return F.pad(tensor, (*[0, 0] * (tensor.ndim - 1 - dim), 0, missing)) if missing else tensor
 
         def strip(tensor: torch.Tensor, before: Placement | None, after: Placement | None) -> torch.Tensor:
-            dim = _newly_divided(after, before, tensor.ndim)
+            dim = _newly_sharded_dim(after, before, tensor.ndim)
             if dim is None:
                 return tensor
             num_added = self.added.get((dim, tensor.shape[dim]), 0)
@@ -100,7 +100,7 @@ def _changes(style: ParallelStyle) -> tuple[_Changes, _Changes]:
     return inputs, outputs
 
 
-def _newly_divided(before: Placement | None, after: Placement | None, num_dims: int) -> int | None:
+def _newly_sharded_dim(before: Placement | None, after: Placement | None, num_dims: int) -> int | None:
     """The dimension that the second layout divides and the first does not; None for the last dimension (features)."""
     old, new = (layout.dim % num_dims if isinstance(layout, Shard) else None for layout in (before, after))
     return None if new in (old, num_dims - 1) else new

@@ -107,7 +107,7 @@ def plan_parallelize(
         raise PlanError("the layer plan of tensor parallelism does not fit the model:\n" + "\n".join(problems))
     added: AddedPlaces = {}
     split = tuple(
-        SplitModule(path=path, style=_text_of(style), parallelize=padded(style, added))
+        SplitModule(path=path, style=_style_text(style), parallelize=padded(style, added))
         for path, style in styles.items()
     )
     return TensorPlan(modules=split, placements=placements)
@@ -297,7 +297,7 @@ def _placements_of(module: nn.Module, style: ParallelStyle) -> _Placements:
     )
 
 
-def _text_of(style: ParallelStyle) -> str:
+def _style_text(style: ParallelStyle) -> str:
     """A style as its constructor call; the same text on all ranks."""
     settings = {name: repr(value) for name, value in sorted(vars(style).items()) if name != "src_data_rank"}
     told = ", ".join(f"{name}={text}" for name, text in settings.items() if " at 0x" not in text)

@@ -119,7 +119,7 @@ def apply_tiling(model: nn.Module, paths: Sequence[str], chunks: int) -> None:
     """
     for path in paths:
         module = at_path(model, path)
-        module.forward = _InPieces(module, without_wrappers(path), chunks)
+        module.forward = _TiledForward(module, without_wrappers(path), chunks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def _reasons_against(module: nn.Module) -> Iterator[str]:
         yield f"takes {', '.join(required) or 'nothing'}; only a module that takes one tensor can be cut by its tokens"
     for path, inner in module.named_modules():
         at, name = f" ({path})" if path else "", path.rpartition(".")[2]
-        if isinstance(vars(inner).get("forward"), _InPieces):
+        if isinstance(vars(inner).get("forward"), _TiledForward):
             yield f"is tiled already{at}"
         if _ROUTED.fullmatch(name):
             yield f"routes tokens to experts{at}, so it is no token-wise MLP; name the class of the experts instead"
@@ -162,7 +162,7 @@ def _reasons_against(module: nn.Module) -> Iterator[str]:
 # Their forward
 
 
-class _InPieces:
+class _TiledForward:
     """The ``forward`` of one module: runs the original one on chunks of the sequence ([Note: tiled MLP]).
 
     An object instead of a function, so that the module can be copied and pickled.
@@ -179,11 +179,11 @@ class _InPieces:
         hidden, run = self._read(args, kwargs)
         can_be_cut = hidden.dim() > 1 and hidden.shape[_SEQUENCE] > 1
         if can_be_cut and not self.is_token_wise:
-            self._try_pieces(hidden, run)
+            self._try_chunks(hidden, run)
         if not can_be_cut or self.num_parts is None:
             return self.original(*args, **kwargs)
-        pieces = self._cut(hidden, self.num_parts, self.chunks)
-        return _joined([checkpoint(run, piece, use_reentrant=False) for piece in pieces])
+        pieces = self._chunks(hidden, self.num_parts, self.chunks)
+        return _concatenate([checkpoint(run, piece, use_reentrant=False) for piece in pieces])
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, _Run]:
         """The tensor, and the original forward as a function of that tensor alone."""
@@ -201,7 +201,7 @@ class _InPieces:
         return tensors[0], run
 
     @untraced
-    def _try_pieces(self, hidden: torch.Tensor, run: _Run) -> None:
+    def _try_chunks(self, hidden: torch.Tensor, run: _Run) -> None:
         """Compute two chunks together and separately, to set ``num_parts`` and ``is_token_wise``.
 
         Does nothing if the sequence is too short for the ranks of a layer plan. See [Note: trial].
@@ -215,11 +215,11 @@ class _InPieces:
             return
         tried = min(length, max(2 * math.ceil(length / self.chunks), smallest)) // smallest * smallest
         both = _like(hidden, _local(hidden).narrow(_SEQUENCE, 0, tried // num_shards))
-        with self._aside(hidden.device):
+        with self._without_side_effects(hidden.device):
             together, num_parts = run(both), 1
             if num_ranks > 1 and isinstance(together, torch.Tensor):
                 num_parts = max(tried // max(together.shape[_SEQUENCE], 1), 1)
-            halves = self._cut(both, num_parts, 2)
+            halves = self._chunks(both, num_parts, 2)
             apart = [run(half) for half in halves]
         for half, output in zip(halves, apart, strict=True):
             expected_shape = (*half.shape[:_SEQUENCE], half.shape[_SEQUENCE] // num_parts)
@@ -229,7 +229,7 @@ class _InPieces:
         self.num_parts = num_parts
         if hidden.is_meta:
             return
-        expected, found = _local(together), _local(_joined(apart))
+        expected, found = _local(together), _local(_concatenate(apart))
         scale, distance = expected.abs().max().item(), (expected - found).abs().max().item()
         if distance > math.sqrt(torch.finfo(expected.dtype).eps) * scale:
             raise self._error(
@@ -239,7 +239,7 @@ class _InPieces:
         self.is_token_wise = scale > 0  # zeros, as of a layer that is initialized to zero, prove nothing
 
     @contextmanager
-    def _aside(self, device: torch.device) -> Iterator[None]:
+    def _without_side_effects(self, device: torch.device) -> Iterator[None]:
         """Disable gradients and dropout within the block, and preserve the RNG states."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -257,7 +257,7 @@ class _InPieces:
         """The number of ranks over which a layer plan shards the module."""
         return next((each.device_mesh.size() for each in self.module.parameters() if isinstance(each, DTensor)), 1)
 
-    def _cut(self, hidden: torch.Tensor, num_parts: int, chunks: int) -> list[torch.Tensor]:
+    def _chunks(self, hidden: torch.Tensor, num_parts: int, chunks: int) -> list[torch.Tensor]:
         """Chunks with an equal number of tokens of each rank's part ([Note: sequence parallelism])."""
         length, num_shards = hidden.shape[_SEQUENCE], _num_shards(hidden)
         if length % num_parts or length % num_shards:
@@ -276,7 +276,7 @@ def _num_shards(tensor: torch.Tensor) -> int:
     return math.prod(size for size, placement in axes if placement.is_shard(tensor.dim() + _SEQUENCE))
 
 
-def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenate(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return _like(pieces[0], torch.cat([_local(piece) for piece in pieces], _SEQUENCE))
 
 

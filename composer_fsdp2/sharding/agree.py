@@ -91,7 +91,7 @@ def agree(
     except Exception as caught:
         error, text = caught, f"error {type(caught).__name__}: {caught}"
     digest = hashlib.sha256(text.encode(errors="surrogatepass"))  # paths may contain surrogates
-    is_same = _is_same_everywhere(digest.digest())
+    is_same = _is_equal_on_all_ranks(digest.digest())
     if is_same and error is None:
         return value
     texts = [] if is_same else all_gather_object(text if error else digest.hexdigest())
@@ -124,10 +124,10 @@ def _excerpts(text: str, other: int) -> tuple[str, str]:
     if dist.get_rank() != other:
         return "", ""
     of_first = store.get(key).decode(errors="surrogatepass")
-    return _around(of_first, text), _around(text, of_first)
+    return _excerpt(of_first, text), _excerpt(text, of_first)
 
 
-def _is_same_everywhere(digest: bytes) -> bool:
+def _is_equal_on_all_ranks(digest: bytes) -> bool:
     """Whether the 32-byte digest is equal on all ranks: the maximum over ranks must then equal the minimum."""
     if not (dist.is_available() and dist.is_initialized()):
         return True
@@ -142,7 +142,7 @@ def _is_same_everywhere(digest: bytes) -> bool:
 _WIDTH = 120
 
 
-def _around(text: str, other: str) -> str:
+def _excerpt(text: str, other: str) -> str:
     """The part of ``text`` around its first difference from ``other``."""
     at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
     start = max(0, at - _WIDTH // 2)

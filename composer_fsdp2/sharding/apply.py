@@ -23,7 +23,7 @@ from composer_fsdp2._torch.capabilities import keeps_all_reduce_buffer
 from composer_fsdp2._torch.private_names import keep_class_name, own_buffers, parent_mesh
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 from composer_fsdp2._torch.strided_shard import patch_strided_shard
-from composer_fsdp2._torch.unit import hooks_of, repair_unit
+from composer_fsdp2._torch.unit import hooks_of, patch_unit
 from composer_fsdp2._torch.unit_parameters import owners_of_unit
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
@@ -264,7 +264,7 @@ def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.
         keep_class_name(target)
     head = targets[0]
     assert isinstance(head, FSDPModule)
-    repair_unit(head)
+    patch_unit(head)
     accept_full_state_dicts(head, owners_of_unit(head))
     for name, attributes in attributes_before.items():
         vars(parameter_at(model, name)).update(attributes)  # attributes that a script set on it

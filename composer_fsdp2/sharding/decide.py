@@ -91,12 +91,12 @@ def plan_selected(
     ignored, frozen = ignored_modules(modules, config), choose_frozen(model, config.freeze, config.train_only)
     configs = _own_configs(selection.units, config)
     units = tuple(
-        _unit(unit, [selection.uses[i] for i in members], own, placements or {}, set(frozen.names))
+        _shard_unit(unit, [selection.uses[i] for i in members], own, placements or {}, set(frozen.names))
         for unit, members, own in zip(selection.units, selection.members, configs, strict=True)
     )
-    if problems := [problem for unit in units for problem in _cannot_replicate(unit)]:
+    if problems := [problem for unit in units for problem in _replication_problems(unit)]:
         raise PlanError("\n".join(problems))
-    recomputation = _recomputation(config.activation_checkpointing, choices, has_frozen=bool(frozen.names))
+    recomputation = _decide_checkpointing(config.activation_checkpointing, choices, has_frozen=bool(frozen.names))
     caching = caching_modules(modules, choices.checkpointed if recomputation.checkpoint else ())
     notes = (
         *choices.notes,
@@ -172,7 +172,7 @@ def _overridden(config: ShardingConfig, unit: UnitDraft) -> ShardingConfig:
     return replace(config, **changes) if changes else config
 
 
-def _unit(
+def _shard_unit(
     unit: UnitDraft,
     uses: list[ParameterUse],
     config: ShardingConfig,
@@ -191,8 +191,8 @@ def _unit(
     is_sharded = {use: use.parameter.dim() > 0 < use.parameter.numel() and use.parameter.dtype == dtype for use in uses}
     return ShardUnit(
         modules=unit.paths,
-        parameters=tuple(_spec(use, placements, frozen) for use in uses if is_sharded[use]),
-        replicated=tuple(_spec(use, placements, frozen) for use in uses if not is_sharded[use]),
+        parameters=tuple(_parameter_spec(use, placements, frozen) for use in uses if is_sharded[use]),
+        replicated=tuple(_parameter_spec(use, placements, frozen) for use in uses if not is_sharded[use]),
         mesh=config.mesh,
         is_root=unit.is_root,
         # Backward needs a root's parameters again immediately. FSDP1 did not reshard them, nor does torch 2.7; later
@@ -204,7 +204,7 @@ def _unit(
     )
 
 
-def _spec(use: ParameterUse, placements: Mapping[nn.Parameter, Placement], frozen: Set[str]) -> ParameterSpec:
+def _parameter_spec(use: ParameterUse, placements: Mapping[nn.Parameter, Placement], frozen: Set[str]) -> ParameterSpec:
     return ParameterSpec(
         names=use.names,
         shape=tuple(use.parameter.shape),
@@ -236,7 +236,7 @@ def _notes_of_groups(units: Iterable[ShardUnit]) -> Iterator[str]:
         )
 
 
-def _recomputation(
+def _decide_checkpointing(
     given: ActivationCheckpointing, choices: ModelChoices, *, has_frozen: bool
 ) -> ActivationCheckpointing:
     """Disable reentrant checkpointing where the inputs of a recomputed module may need no gradients.
@@ -313,7 +313,7 @@ def refuse_cast_gradients(model: nn.Module, plan: ShardingPlan) -> None:
         )
 
 
-def _cannot_replicate(unit: ShardUnit) -> Iterator[str]:
+def _replication_problems(unit: ShardUnit) -> Iterator[str]:
     """Replicated parameters whose dtype the unit would have to cast for computation; only sharded ones can be cast."""
     dtype = unit.mixed_precision.param_dtype
     for spec in unit.replicated:
@@ -351,8 +351,8 @@ def _with_prefetch(
     for below in units_by_root(units).values():
         names = [unit.name for unit in below]
         in_forward = sorted(names, key=registration.__getitem__)
-        forward |= _following(in_forward, {name: prefetch[name].forward for name in names})
-        following = _following(names[::-1], {name: prefetch[name].backward for name in names})
+        forward |= _next_names(in_forward, {name: prefetch[name].forward for name in names})
+        following = _next_names(names[::-1], {name: prefetch[name].backward for name in names})
         # A unit that names itself replaces FSDP2's default prefetch by none, as it is already unsharded.
         backward |= {name: prefetched or (name,) for name, prefetched in following.items()}
     return tuple(
@@ -361,7 +361,7 @@ def _with_prefetch(
     )
 
 
-def _following(names: list[str], counts: Mapping[str, int | None]) -> dict[str, tuple[str, ...]]:
+def _next_names(names: list[str], counts: Mapping[str, int | None]) -> dict[str, tuple[str, ...]]:
     """For each name with a count, that number of following names."""
     return {
         name: tuple(names[i + 1 : i + 1 + count]) for i, name in enumerate(names) if (count := counts[name]) is not None

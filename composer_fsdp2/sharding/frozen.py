@@ -46,7 +46,7 @@ def choose_frozen(model: nn.Module, prefixes: Sequence[str], train_only: Sequenc
     names = [name for use in uses for name in _own_names(use)]
     known = dict.fromkeys(path for name in names for path in reversed(ancestors_or_self(name)))  # outer ones first
     found = {prefix: _paths_of(without_wrappers(prefix), model, known) for prefix in prefixes}
-    problems = [_not_one(prefix, paths, known) for prefix, paths in found.items() if len(paths) != 1]
+    problems = [_prefix_problem(prefix, paths, known) for prefix, paths in found.items() if len(paths) != 1]
     first_names = _without_child(model, [without_wrappers(use.name) for use in uses])
     problems += [
         f"train_only: no parameter's name matches {pattern!r} from its beginning; names begin as {first_names[0]}"
@@ -108,7 +108,7 @@ def _paths_of(prefix: str, model: nn.Module, known: Mapping[str, None]) -> list[
     return [path for path in in_children if path in known]
 
 
-def _not_one(prefix: str, paths: Sequence[str], known: Mapping[str, None]) -> str:
+def _prefix_problem(prefix: str, paths: Sequence[str], known: Mapping[str, None]) -> str:
     if paths:
         return f"freeze: {prefix!r} is in several parts of the model; give the whole name: {' or '.join(paths)}"
     inner = [path for path in known if path.endswith(f".{prefix}")]

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.local_tensors import local_tensor, with_local_tensor
-from composer_fsdp2._torch.private_names import ShardedTensor, gather_sharded, local_box
+from composer_fsdp2._torch.private_names import ShardedTensor, gather_sharded_tensor, local_box
 from composer_fsdp2.sharding.placements import shard_axes
 
 
@@ -63,7 +63,7 @@ def _shard_full_values(
         key = prefix + name
         given = state_dict.get(key)
         if isinstance(given, ShardedTensor):  # FSDP1's shards, of any layout
-            state_dict[key] = given = gather_sharded(given, given._process_group)
+            state_dict[key] = given = gather_sharded_tensor(given, given._process_group)
         if (
             isinstance(parameter, DTensor)
             and torch.overrides.is_tensor_like(given)

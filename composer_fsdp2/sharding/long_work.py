@@ -90,8 +90,8 @@ class _LongWork:
         value: T | None = None
         error: BaseException | None = None
         try:
-            with self._connected():
-                self._beat()
+            with self._explain_store_errors():
+                self._send_heartbeat()
             thread.start()
             if self._is_working:
                 try:
@@ -114,11 +114,11 @@ class _LongWork:
         if not self._is_working:
             return
         self._is_working = False
-        with self._connected(error):
+        with self._explain_store_errors(error):
             if error is not None:
-                self._report(f"rank {self._rank} could not go on: {type(error).__name__}: {error}")
-            self._store.add(self._heartbeats(self._rank), _FINISHED)
-            self._store.add(self._finished, 1 if error is None else 1 + _FAILED)
+                self._set_error(f"rank {self._rank} could not go on: {type(error).__name__}: {error}")
+            self._store.add(self._heartbeats_key(self._rank), _FINISHED)
+            self._store.add(self._count_key, 1 if error is None else 1 + _FAILED)
 
     def _wait(self, own_error: BaseException | None) -> None:
         """Wait for the other working ranks.
@@ -126,12 +126,12 @@ class _LongWork:
         Raises:
             This rank's error, the error of another rank, or that a rank has stopped responding.
         """
-        with self._connected(own_error):
+        with self._explain_store_errors(own_error):
             pause_s = _SHORTEST_POLL_S
-            while (finished := self._store.add(self._finished, 0)) < _GONE and finished % _FAILED < len(self._workers):
+            while (finished := self._store.add(self._count_key, 0)) < _GONE and finished % _FAILED < len(self._workers):
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-            first_error = self._store.get(self._error).decode() if finished >= _FAILED else None
+            first_error = self._store.get(self._error_key).decode() if finished >= _FAILED else None
         if own_error is not None:
             raise own_error
         if first_error is not None:
@@ -142,56 +142,56 @@ class _LongWork:
         known, known_since = 0, time.monotonic()
         with contextlib.suppress(RuntimeError):  # if the store ends, the waiting thread raises
             while not self._ended.wait(_BEAT_EVERY_S):
-                self._beat()
-                watched = self._watched()
+                self._send_heartbeat()
+                watched = self._watched_rank()
                 if watched is None:
                     continue
-                beats, now = self._store.add(self._heartbeats(watched), 0), time.monotonic()
+                beats, now = self._store.add(self._heartbeats_key(watched), 0), time.monotonic()
                 limit_s = _GONE_AFTER_S if beats else _COME_WITHIN_S
                 if beats >= _FINISHED:
-                    self._go_past(1 + beats % _FINISHED // _PASSED)
+                    self._skip_finished(1 + beats % _FINISHED // _PASSED)
                     known, known_since = 0, now
                 elif beats != known:
                     known, known_since = beats, now
                 elif now - known_since > limit_s:
-                    self._report(
+                    self._set_error(
                         f"rank {watched} has stopped responding while {self._what} (no heartbeat for "
                         f"{limit_s:.0f} s); check its log, and start again"
                     )
-                    self._store.add(self._finished, _GONE)
+                    self._store.add(self._count_key, _GONE)
                     return
 
-    def _watched(self) -> int | None:
+    def _watched_rank(self) -> int | None:
         """The next working rank that is not known to have finished; None if all others have."""
         if self._num_passed >= len(self._workers) - self._is_worker:
             return None
         return self._workers[(bisect.bisect_right(self._workers, self._rank) + self._num_passed) % len(self._workers)]
 
-    def _go_past(self, num_finished: int) -> None:
+    def _skip_finished(self, num_finished: int) -> None:
         self._num_passed += num_finished
         if self._is_worker:  # for the ranks that watch this one
-            self._store.add(self._heartbeats(self._rank), num_finished * _PASSED)
+            self._store.add(self._heartbeats_key(self._rank), num_finished * _PASSED)
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         if self._is_working:
-            self._store.add(self._heartbeats(self._rank), 1)
+            self._store.add(self._heartbeats_key(self._rank), 1)
 
-    def _report(self, error: str) -> None:
-        self._store.compare_set(self._error, "", error.encode(errors="replace").decode())
+    def _set_error(self, error: str) -> None:
+        self._store.compare_set(self._error_key, "", error.encode(errors="replace").decode())
 
-    def _heartbeats(self, rank: int) -> str:
+    def _heartbeats_key(self, rank: int) -> str:
         return f"{self._prefix}/heartbeats/{rank}"
 
     @property
-    def _finished(self) -> str:
+    def _count_key(self) -> str:
         return f"{self._prefix}/finished"
 
     @property
-    def _error(self) -> str:
+    def _error_key(self) -> str:
         return f"{self._prefix}/error"
 
     @contextlib.contextmanager
-    def _connected(self, own_error: BaseException | None = None) -> Iterator[None]:
+    def _explain_store_errors(self, own_error: BaseException | None = None) -> Iterator[None]:
         """Convert an error of the store into an error with an explanation; ``own_error`` takes precedence."""
         try:
             yield

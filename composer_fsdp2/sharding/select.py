@@ -126,7 +126,7 @@ class _Walk:
             self._add_below(path)
             return
         if next(module.parameters(recurse=False), None) is not None:
-            tree.need_model_unit(f"{path} has parameters and no forward to gather them in")
+            tree.make_model_root(f"{path} has parameters and no forward to gather them in")
         tree.notes.append(f"{path} ({type(module).__name__}) has no forward: its members are the roots")
         for name, _ in module.named_children():
             self.add_root(UnitDraft((join(path, name),), "member of a container", overrides=root.overrides))
@@ -200,11 +200,11 @@ def _separate_dtypes(tree: UnitTree) -> bool:
     """
     if len({use.parameter.dtype for use in tree.uses}) <= 1:
         return False
-    held: dict[UnitDraft | None, list[ParameterUse]] = {}
+    uses_by_unit: dict[UnitDraft | None, list[ParameterUse]] = {}
     for use in tree.uses:
         (owner,) = tree.owners(use)
-        held.setdefault(owner, []).append(use)
-    for unit, mine in held.items():
+        uses_by_unit.setdefault(owner, []).append(use)
+    for unit, mine in uses_by_unit.items():
         main = main_dtype(mine)
         dtypes = {use.parameter.dtype for use in mine if use.parameter.dim()}
         if unit is not None and main is not None and dtypes != {main}:
@@ -252,7 +252,7 @@ def _selection(
     for index, use in enumerate(tree.uses):
         (unit,) = tree.owners(use)
         if unit is None:
-            outside.setdefault(_why_outside(use, excluded), []).append(use.name)
+            outside.setdefault(_reason_left_out(use, excluded), []).append(use.name)
         else:
             members[unit].append(index)
     kept = [
@@ -273,7 +273,7 @@ def _selection(
     )
 
 
-def _why_outside(use: ParameterUse, excluded: Mapping[str, str]) -> str:
+def _reason_left_out(use: ParameterUse, excluded: Mapping[str, str]) -> str:
     path = use.owners[0][0]
     if path == "":
         return "the model's own parameter: only its children are sharded, as under FSDP1"

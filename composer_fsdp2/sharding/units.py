@@ -108,7 +108,7 @@ class UnitTree:
             self._unit_of[self.modules[path]] = unit
         return unit
 
-    def need_model_unit(self, reason: str) -> UnitDraft:
+    def make_model_root(self, reason: str) -> UnitDraft:
         """Make the model itself a unit for the remaining parameters, and the only root."""
         unit = self._unit_of.get(self.model) or self.add(UnitDraft(("",), reason, is_root=True))
         for other in self.units:
@@ -131,18 +131,18 @@ class UnitTree:
         for unit in self.units:
             roots = {above for above in (unit, *self._containers(unit)) if above.is_root}
             if len(roots) > 1:
-                self.need_model_unit(f"{unit.paths[0]} is registered below more than one direct child")
+                self.make_model_root(f"{unit.paths[0]} is registered below more than one direct child")
                 return
             places = [place for path in unit.paths for place in self._paths_of[self.modules[path]]]
             rootless = next((place for place in places if not self._has_root_above(place)), None)
             if rootless is not None:
-                self.need_model_unit(f"{unit.paths[0]} is registered outside of its root as well, as {rootless}")
+                self.make_model_root(f"{unit.paths[0]} is registered outside of its root as well, as {rootless}")
                 return
 
     def _merge(self, owners: list[UnitDraft | None], use: ParameterUse) -> None:
         first, second = owners[:2]
         if first is None or second is None:
-            self.need_model_unit(f"{use.name} is shared with a part of the model that FSDP1 left out")
+            self.make_model_root(f"{use.name} is shared with a part of the model that FSDP1 left out")
         elif first in self._containers(second):
             self._merge_into(second, first, use)
         elif second in self._containers(first):
@@ -161,7 +161,7 @@ class UnitTree:
             reason = f"lowest common ancestor of modules that share {use.name}"
             target = self._unit_of.get(self.modules[ancestor]) or self.add(UnitDraft((ancestor,), reason))
         else:
-            target = self.need_model_unit(f"{use.name} is shared across direct children of the model")
+            target = self.make_model_root(f"{use.name} is shared across direct children of the model")
         self._merge_into(first, target, use)
         self._merge_into(second, target, use)
 

@@ -47,15 +47,15 @@ class Node:
         rank, hosts = dist.get_rank(), all_gather_object(host)
         first = hosts.index(host)
         with contextlib.ExitStack() as at_end, contextlib.ExitStack() as at_error:
-            listener = _open_on_all_ranks(lambda: _listener(hosts.count(host) - 1, timeout) if rank == first else None)
+            listener = _open_on_all_ranks(lambda: _listen(hosts.count(host) - 1, timeout) if rank == first else None)
             if listener is not None:
                 at_end.enter_context(listener)
             address = all_gather_object(listener and listener.getsockname())[first]
-            to_first = _open_on_all_ranks(lambda: _connected(address) if rank != first else None)
+            to_first = _open_on_all_ranks(lambda: _connect(address) if rank != first else None)
             if to_first is not None:
                 at_error.enter_context(to_first)
             first_rank_of = all_gather_object(rank if to_first is None else first)
-            others = _open_on_all_ranks(lambda: _accepted(listener, first_rank_of.count(rank) - 1))
+            others = _open_on_all_ranks(lambda: _accept(listener, first_rank_of.count(rank) - 1))
             at_error.pop_all()
         return cls(sorted(set(first_rank_of)), to_first is None, others if to_first is None else [to_first])
 
@@ -126,7 +126,7 @@ def _open_on_all_ranks(open_: Callable[[], T]) -> T:
     return agree(decide, lambda _: "", ControlGroupError)
 
 
-def _listener(backlog: int, timeout: timedelta) -> socket.socket | None:
+def _listen(backlog: int, timeout: timedelta) -> socket.socket | None:
     """A listening socket at an abstract address, which ends with the socket and belongs to one network namespace."""
     if not backlog or not hasattr(socket, "SOCK_SEQPACKET"):
         return None
@@ -141,7 +141,7 @@ def _listener(backlog: int, timeout: timedelta) -> socket.socket | None:
     return listener
 
 
-def _connected(address: bytes | None) -> socket.socket | None:
+def _connect(address: bytes | None) -> socket.socket | None:
     """A connection. None if there is no listener, or if the host of this name is another container."""
     if address is None:
         return None
@@ -154,7 +154,7 @@ def _connected(address: bytes | None) -> socket.socket | None:
     return link
 
 
-def _accepted(listener: socket.socket | None, number: int) -> list[socket.socket]:
+def _accept(listener: socket.socket | None, number: int) -> list[socket.socket]:
     with contextlib.ExitStack() as at_error:
         links = [] if listener is None else [at_error.enter_context(listener.accept()[0]) for _ in range(number)]
         at_error.pop_all()

@@ -87,7 +87,7 @@ class OutOfMemoryVote:
         Called on all ranks.
         """
         self._where = where
-        if self._cast(where, False):
+        if self._vote(where, False):
             raise PeerOutOfMemoryError(f"CUDA out of memory on another rank, seen before {where}")
 
     def report(self) -> None:
@@ -97,7 +97,7 @@ class OutOfMemoryVote:
         Raises:
             RanksDivergedError: as in ``check``.
         """
-        self._cast(f"its vote that it ran out of memory after {self._where}", True)
+        self._vote(f"its vote that it ran out of memory after {self._where}", True)
 
     def succeeded(self, run: Callable[[], object]) -> bool:
         """Run ``run``; return True if it succeeded on all ranks, or False on all ranks if one is out of memory.
@@ -126,7 +126,7 @@ class OutOfMemoryVote:
         reset(self._voting_model())
         return False
 
-    def _cast(self, where: object, is_out: bool) -> bool:
+    def _vote(self, where: object, is_out: bool) -> bool:
         [anybody_is_out] = self._control.all_reduce_max(_OPERATION, where, [int(is_out)], self._timeout)
         return bool(anybody_is_out)
 

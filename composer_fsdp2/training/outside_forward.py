@@ -98,11 +98,11 @@ def _full_tensor(tensor: DTensor) -> torch.Tensor:
     on_mesh: Any = tensor.to(mesh.device_type)  # NCCL does not support CPU tensors, such as offloaded parameters
     full_tensor: torch.Tensor = on_mesh.full_tensor()
     if full_tensor.requires_grad:
-        full_tensor.register_hook(partial(_averaged, mesh))
+        full_tensor.register_hook(partial(_average_gradient, mesh))
     return full_tensor
 
 
-def _averaged(mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:
+def _average_gradient(mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:
     """The mean over the ranks of the mesh. Ranks that share a batch, along a tensor axis, have equal gradients."""
     return DTensor.from_local(gradient, mesh, [Partial()] * mesh.ndim).full_tensor() / mesh.size()
 

@@ -34,13 +34,13 @@ class _HaveCompared(Exception):
 def compared_digests() -> Iterator[list[str]]:
     """All that ranks compare within the block, as they send it."""
     found: list[str] = []
-    compare = agree._is_same_everywhere
+    compare = agree._is_equal_on_all_ranks
 
     def watched(digest: bytes) -> bool:
         found.append(digest.hex())
         return compare(digest)
 
-    with mock.patch.object(agree, "_is_same_everywhere", watched):
+    with mock.patch.object(agree, "_is_equal_on_all_ranks", watched):
         yield found
 
 

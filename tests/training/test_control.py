@@ -340,12 +340,12 @@ def check_forked() -> None:
 def test_ranks_of_one_name_that_do_not_reach_each_other(folder: str) -> None:
     """Containers on one machine often have one host name, and each a network of its own: a rank that cannot connect is
     a node of its own."""
-    real = node_module._connected
+    real = node_module._connect
 
     def connected(address: bytes | None) -> Any:
         return real(address if dist.get_rank() == 1 else b"\0nobody listens here")
 
-    with mock.patch.object(node_module, "_connected", connected):
+    with mock.patch.object(node_module, "_connect", connected):
         question = on_nodes_of(3)
     assert largest(question, [dist.get_rank(), -dist.get_rank()]) == [2, 0]
 

@@ -86,9 +86,9 @@ def in_host_memory() -> Iterator[None]:
 
 
 class Vote(OutOfMemoryVote):
-    def _cast(self, where: object, is_out: bool) -> bool:
+    def _vote(self, where: object, is_out: bool) -> bool:
         with in_host_memory():
-            return super()._cast(where, is_out)
+            return super()._vote(where, is_out)
 
 
 class Counted(nn.Module):
