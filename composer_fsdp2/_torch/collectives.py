@@ -103,9 +103,7 @@ def all_to_all(
     *,
     async_op: bool = False,
 ) -> Any:
-    """All-to-all with the given number of elements per rank of ``group``; the watches run as for a unit's own
-    collective.
-    """
+    """All-to-all with the given numbers of elements per rank; the watches run as for a unit's own collective."""
     sizes = list(to_receive), list(to_send)
     return _launch(dist.all_to_all_single, "all-to-all", received, sent, *sizes, group=group, async_op=async_op)
 
@@ -123,17 +121,16 @@ def is_announced() -> bool:
 
 
 def launch(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Announce and launch a collective between units, such as ``dist.all_to_all_single``. Its buffers are already
-    allocated.
+    """Announce and launch a collective between units, such as ``dist.all_to_all_single``.
+
+    Its buffers are already allocated.
     """
     announce(collective.__name__)
     collective(*args, **kwargs)
 
 
 def all_gather_single(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """``dist.all_gather_into_tensor``, which torch 2.13 renames to ``all_gather_single`` and deprecates under the old
-    name.
-    """
+    """``dist.all_gather_into_tensor``. torch 2.13 renames it to ``all_gather_single`` and deprecates the old name."""
     launch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     launch(output, part, group)
 
@@ -185,8 +182,9 @@ def _launch_functional(name: str, tensor: torch.Tensor, *args: Any, **kwargs: An
 def _announced_shard_dim_alltoall(
     tensor: torch.Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int
 ) -> torch.Tensor:
-    """Announce and run the all-to-all by which a DTensor changes its sharded dimension. On the CPU torch runs an
-    all-gather, which is announced as an all-gather.
+    """Announce and run the all-to-all by which a DTensor changes its sharded dimension.
+
+    On the CPU torch runs an all-gather, which is announced as an all-gather.
     """
     if mesh.device_type != "cpu" and type(tensor) in (torch.Tensor, _functional_collectives.AsyncCollectiveTensor):
         room = [torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device) for _ in range(3)]

@@ -22,8 +22,7 @@ def groups_of(state: Any) -> list[Any]:
 def new_group_of(
     groups: Iterable[Sequence[int]], backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup | None:
-    """Create the process groups of a partition; return this rank's group, or None if it is in none. Called on all
-    ranks.
+    """Create the process groups of a partition; return this rank's group, or None. Called on all ranks.
 
     Creating the groups of other ranks sends nothing. But if the default group uses NCCL and was created with
     ``device_id``, torch (``_new_process_group_helper``) makes the ranks outside of each new group join a split of
@@ -50,8 +49,9 @@ def new_group_of(
 
 
 def has_gradient(parameter: Any) -> bool:
-    """Whether the parameter has an unreduced gradient. torch < 2.15 stores that of earlier microbatches in a separate
-    attribute.
+    """Whether the parameter has an unreduced gradient.
+
+    torch < 2.15 stores the gradient of earlier microbatches in a separate attribute.
     """
     accumulated = getattr(parameter, _ACCUMULATED, None)
     return accumulated is not None or parameter._unsharded_param.grad is not None

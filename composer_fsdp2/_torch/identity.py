@@ -35,9 +35,7 @@ class IdentityHook:
         self._replaced: list[Replaced] = []
 
     def apply(self, value: Any) -> Any:
-        """The same nested value with the identities in place of the tensors. Mutable containers are modified in
-        place.
-        """
+        """The same nested value with the identities in place of the tensors. Modifies mutable containers in place."""
         tensors = [each for each in tensors_in(value) if each.requires_grad] if torch.is_grad_enabled() else []
         if not tensors:
             return value
@@ -87,8 +85,9 @@ class IdentityHook:
 
 
 def _sources(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """For each tensor, the tensor to pass through the identity: itself, or the base if several views share it. A write
-    to one view must be visible in the others.
+    """For each tensor, the tensor to pass through the identity: itself, or the base if several views share it.
+
+    A write to one view must be visible in the others.
     """
     # An active torch function mode, such as that of ``run_idle_experts``, would see ``_base`` as an operator.
     with torch._C.DisableTorchFunction():

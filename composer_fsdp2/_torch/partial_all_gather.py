@@ -83,9 +83,7 @@ class _ParameterRows:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """``numel`` elements from ``start``, of this rank's shard or of its unsharded rows of the parameter with this
-    index.
-    """
+    """``numel`` elements from ``start`` of one parameter: of this rank's shard, or of its unsharded rows."""
 
     parameter: int
     start: int

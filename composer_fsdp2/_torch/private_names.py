@@ -223,8 +223,7 @@ def transformer_engine_checkpoint_wrapper(seed: int) -> Callable[[nn.Module], nn
 
 
 def dtensor_random_states() -> dict[str, torch.Tensor]:
-    """The RNG states that DTensors use on a GPU, as for TP-sharded dropout, in addition to torch's generator. Not a
-    copy.
+    """The RNG states that DTensors use on a GPU, as for TP-sharded dropout, besides torch's generator. Not a copy.
 
     torch 2.13 has none, and torch 2.7 has none before the first use.
     """

@@ -79,9 +79,7 @@ def _sum_then_divide() -> None:
 
 
 def _cpu_events_are_missed() -> bool:
-    """Whether torch requires an event on the CPU. In versions that do not, the field of ``AllReduceState`` is
-    optional.
-    """
+    """Whether torch requires an event on the CPU. In other versions the field of ``AllReduceState`` is optional."""
     accepts_none = "None" in str(_fsdp_param_group.AllReduceState.__annotations__["event"])
     stream: Any = torch.cpu.Stream()
     return stream.record_event() is None and not accepts_none

@@ -23,8 +23,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any], *, kind: type = Tensor, opens_registered: bool = True) -> Any:
-    """The same nested value with ``change`` applied to each tensor. A container without changes is returned as the same
-    object.
+    """The same nested value with ``change`` applied to each tensor. Unchanged containers are the same objects.
 
     Args:
         kind: Apply ``change`` to objects of this class instead.

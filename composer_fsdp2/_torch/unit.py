@@ -1,6 +1,4 @@
-"""Subclasses of ``fully_shard``'s state, parameter group and parameter that add FSDP1's behaviour around forward and
-backward.
-"""
+"""Subclasses of ``fully_shard``'s state, parameter group and parameter with FSDP1's behaviour."""
 
 import contextlib
 import functools
@@ -72,8 +70,9 @@ class UnitHooks:
 
 
 def hooks_of(unit: FSDPModule) -> UnitHooks:
-    """The hooks of a unit. Also for a unit that ``fully_shard`` created without this package; its behaviour does not
-    change.
+    """The hooks of a unit.
+
+    Also for a unit that ``fully_shard`` made without this package; its behaviour does not change.
     """
     state = state_of(unit)
     if not isinstance(state, State):
@@ -200,8 +199,9 @@ _PHASES = {TrainingState.FORWARD: "forward", TrainingState.IDLE: "unshard()"}
 
 
 def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Average gradients in place, in one buffer. A missing gradient counts as zero, and stays None if it is missing on
-    all ranks.
+    """Average gradients in place, in one buffer. A missing gradient counts as zero.
+
+    It stays None if it is missing on all ranks.
 
     Averaging an averaged gradient does not change it, so gradients may accumulate. The ranks of ``mesh`` all-reduce one
     buffer in each backward that reduces the other gradients.
@@ -452,9 +452,7 @@ class UnitGroup(Group):
         return super().post_forward(*args)
 
     def register_shards(self) -> None:
-        """Register the shards in the unit's modules. The unsharded parameters are kept for the next forward or
-        backward.
-        """
+        """Register the shards in the unit's modules. The unit stays unsharded for the next forward or backward."""
         if self.is_unsharded and self._registered_versions is None:
             for parameter in self.fsdp_params:
                 parameter._setattr_on_modules(parameter.sharded_param)

@@ -34,9 +34,7 @@ class UnitParameter:
 
 
 def distinct_units(modules: Iterable[nn.Module]) -> list[FSDPModule]:
-    """The units among ``modules``. For a unit that ``fully_shard`` created from several modules, only the first
-    module.
-    """
+    """The units among ``modules``; only the first module of a unit that ``fully_shard`` made from several."""
     found: dict[int, FSDPModule] = {}
     for module in modules:
         if isinstance(module, FSDPModule):
@@ -50,8 +48,7 @@ def is_inside_unit(module: nn.Module) -> bool:
 
 
 def parameters_of_unit(unit: FSDPModule) -> list[UnitParameter]:
-    """The parameters that a unit shards, with all registrations, including those outside of ``unit`` (ties, grouped
-    modules).
+    """The parameters that a unit shards, with all registrations, also those outside of ``unit`` (ties, groups).
 
     Initializes the unit for its first forward, as ``unit.unshard`` does. Does not communicate.
     """

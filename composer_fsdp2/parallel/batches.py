@@ -38,8 +38,9 @@ _TIMEOUT = timedelta(minutes=30)  # the default of torch's groups; loaders may b
 
 
 def make_batch_group(config: ShardingConfig) -> BatchGroup | None:
-    """The ranks that share this rank's batch; None if every rank has its own. Called on all ranks; creates process
-    groups.
+    """The ranks that share this rank's batch; None if every rank has its own.
+
+    Called on all ranks; creates process groups.
     """
     if (size := config.data_block_size) == 1:
         return None

@@ -96,8 +96,7 @@ class DividedLayers:
         *,
         dim: int,
     ) -> torch.Tensor:
-        """Run ``attend(query, key, value, mask)`` on whole rows of some heads; return its output for all heads of a
-        part.
+        """Run ``attend(query, key, value, mask)`` on whole rows of some heads; return all heads of a part.
 
         Args:
             attend: Gets tensors (rows, heads, positions, features), in the same layout.

@@ -181,9 +181,7 @@ def needed_rows(layer: SplitExperts, module: nn.Module) -> dict[nn.Parameter, Ro
 
 
 def problems_of_experts(plan: ShardingPlan) -> Iterator[str]:
-    """Problems of each expert layer in a plan: unsupported combinations, and those that would train on wrong
-    numbers.
-    """
+    """The problems of each expert layer in a plan: unsupported, or training on wrong numbers."""
     units = {path: unit for unit in plan.units for path in unit.modules}
     specs = (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated))
     names = plan.unsharded_names.union(name for spec in specs for name in spec.names)

@@ -161,8 +161,9 @@ def _problems(model: nn.Module) -> Iterator[str]:
 
 
 def _other_mixers(stack: _Stack) -> Iterator[str]:
-    """Modules other than attention that mix positions, such as state-space models and convolutions; they would
-    silently mix those of a part.
+    """Modules other than attention that mix positions, such as state-space models and convolutions.
+
+    They would silently mix only the positions of a part.
     """
     for path, layer in stack.layers.items():
         if not any(path in ancestors_or_self(attention) for attention in stack.attentions):
@@ -213,9 +214,7 @@ _EXCHANGING: WeakKeyDictionary[nn.Module, tuple[Attend, DividedLayers]] = WeakKe
 
 
 class _WithFewerHeads:
-    """The attention module that its function sees, with the number of groups after key and value heads were
-    repeated.
-    """
+    """An attention module with another number of groups, after key and value heads were repeated."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self._module, self.num_key_value_groups = module, groups
@@ -232,9 +231,7 @@ def _attend_exchanged(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of the interface. Tensors are (batch, heads, positions, features); the mask is of whole
-    rows.
-    """
+    """An attention function of the interface: tensors (batch, heads, positions, features), a mask of whole rows."""
     former, layers = _EXCHANGING[module]
     if options.get("dropout"):
         raise UnsupportedError(f"{KEY}: attention dropout of {options['dropout']:g}; set it to 0", keys=(KEY,))

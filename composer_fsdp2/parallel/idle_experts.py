@@ -241,8 +241,10 @@ class _IdleExperts:
         return connect_first(output, outputs) if torch.is_grad_enabled() else None
 
     def _default_call(self) -> Arguments:
-        """The arguments of experts if no token of this rank chose any: zero rows of the block's input, and the other
-        arguments of the latest forward."""
+        """The arguments of experts if no token of this rank chose any.
+
+        Zero rows of the block's input, and the other arguments of the latest forward.
+        """
         rows = tuple(each.reshape(-1, each.shape[-1])[:0] for each in self._input)
         if self._previous_call is None or not rows:
             return rows, {}
@@ -329,9 +331,7 @@ class _IdleExperts:
 
 
 class _FiniteOnZeroRows(TorchFunctionMode):
-    """Raises for a non-finite number that is computed from zero rows, such as a mean over rows: gradients would be
-    NaN.
-    """
+    """Raises for a non-finite number that is computed from zero rows, such as a mean: gradients would be NaN."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -247,9 +247,7 @@ class _Towers:
 def _map_main_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Arguments | None:
-    """The arguments with their main tensor changed: floating point, and not a mask or positions. None if there is
-    none.
-    """
+    """The arguments with their main tensor changed: a floating point one, no mask or positions. None without any."""
     given: dict[Any, Any] = dict(enumerate(args)) | kwargs
     places = [
         key
@@ -264,8 +262,9 @@ def _map_main_input(
 
 
 def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
-    """Require grad, as for the output of a trained part on another rank: a unit's backward ends later if an input
-    requires grad.
+    """Require grad, as for the output of a trained part on another rank.
+
+    A unit's backward ends later if an input requires grad.
     """
     return tensor.detach().requires_grad_()
 

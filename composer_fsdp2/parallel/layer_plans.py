@@ -125,8 +125,9 @@ def _parent_path(path: str) -> str:
 
 
 def _styles_within(modules: Mapping[str, nn.Module], kinds: Mapping[str, str], degree: int) -> dict[str, ParallelStyle]:
-    """The styles of the layers of one module. If they cannot compute with a part of the columns, each takes and
-    returns all.
+    """The styles of one module's layers.
+
+    If they cannot compute with a part of the columns, each layer takes and returns all columns.
     """
     linear = {path: module for path in kinds if isinstance(module := modules[path], nn.Linear)}
     fitting = {path for path, each in linear.items() if not (each.out_features % degree or each.in_features % degree)}

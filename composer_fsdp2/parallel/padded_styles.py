@@ -82,9 +82,7 @@ def padded(style: ParallelStyle, added: AddedPlaces) -> ParallelStyle:
 
 
 def _changes(style: ParallelStyle) -> tuple[_Changes, _Changes]:
-    """The layout changes of a module's inputs and outputs. For a TP-sharded layer: from its input to its output, as
-    inputs.
-    """
+    """The layout changes of a module's inputs and outputs; for a TP-sharded layer, from its input to its output."""
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         return {0: (style.input_layouts[0], style.output_layouts[0])}, {}
     of_inputs = getattr(style, "prepare_module_input", style)  # of torch 2.13's style for both

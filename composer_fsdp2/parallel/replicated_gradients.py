@@ -133,8 +133,7 @@ class _Comparison:
             )
 
     def _squares(self) -> list[list[float]]:
-        """The squared distance from the mean along the axis, and the squared norm, of each gradient and then of each
-        input.
+        """The squared distance from the mean along the axis, and the squared norm, per gradient and then per input.
 
         Over all ranks of the model: two all-reduces, of 2 KiB and of 16 bytes per parameter or input.
         """

@@ -111,9 +111,7 @@ _KNOWN_LOSSES = ("composer.models.huggingface", "llmfoundry.")
 
 
 def _notes_of_losses(model: nn.Module, path: str) -> Iterator[str]:
-    """Notes on modules around the model, such as a ComposerModel: their loss may use its outputs and labels of whole
-    rows.
-    """
+    """Notes on modules around the model, such as a ComposerModel, whose loss may use labels of whole rows."""
     for above in ancestors_or_self(path)[1:]:
         around = type(at_path(model, above))
         written_in = getattr(getattr(around, "loss", None), "__module__", None)

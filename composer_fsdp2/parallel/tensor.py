@@ -114,8 +114,7 @@ def plan_parallelize(
 
 
 def read_parallelized(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
-    """The modules that a script has already parallelized with ``parallelize_module``, and the mesh; None if there are
-    none.
+    """The modules that a script has parallelized with ``parallelize_module``, and the mesh; None if none.
 
     Raises:
         PlanError: parameters are DTensors that tensor parallelism does not make, or of several meshes.
@@ -179,8 +178,9 @@ def parallelize_model(model: nn.Module, optimizers: Optimizers, layer_plan: Laye
 
 
 def parallelized_along(model: nn.Module, world_size: int) -> DeviceMesh | None:
-    """The axis along which a script has parallelized the model, or None. It must be the last axis of a mesh with one or
-    two other axes for ``fully_shard``.
+    """The axis along which a script has parallelized the model, or None.
+
+    It must be the last axis of a mesh with one or two other axes for ``fully_shard``.
 
     Raises:
         PlanError: it is a different axis; the message describes the required mesh.

@@ -114,9 +114,7 @@ def choose_tiled(model: nn.Module, tiled: TiledMLP | None, *, place: str = f"fsd
 
 
 def apply_tiling(model: nn.Module, paths: Sequence[str], chunks: int) -> None:
-    """Replace the forward of the modules at these paths, which come from ``choose_tiled``, by one that runs in
-    chunks.
-    """
+    """Replace the forward of the modules at these paths, from ``choose_tiled``, by one that runs in chunks."""
     for path in paths:
         module = at_path(model, path)
         module.forward = _TiledForward(module, without_wrappers(path), chunks)
@@ -285,9 +283,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A DTensor with the placements of ``tensor`` and the local tensor ``local``; ``local`` if ``tensor`` is not a
-    DTensor.
-    """
+    """``local`` as a DTensor with the placements of ``tensor``; ``local`` if ``tensor`` is a plain tensor."""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)

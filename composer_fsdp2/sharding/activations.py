@@ -35,9 +35,7 @@ def require_checkpointing(mode: ActivationCheckpointing) -> None:
 
 
 def wrap_activations(model: nn.Module, paths: list[str], mode: ActivationCheckpointing) -> None:
-    """Replace the modules at ``paths`` (children before parents) by their wrappers, under each of their
-    registrations.
-    """
+    """Replace the modules at ``paths`` (children before parents) by their wrappers, wherever they are registered."""
     if not paths:
         return
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -84,8 +82,9 @@ def _parameters(module: nn.Module) -> list[str]:
 
 
 def turn_off_caches(model: nn.Module, paths: Sequence[str]) -> None:
-    """Turn ``use_cache`` off in forwards that need gradients. ``config.use_cache`` is unchanged: ``generate`` and
-    other models read it.
+    """Turn ``use_cache`` off in forwards that need gradients.
+
+    ``config.use_cache`` is unchanged: ``generate`` and other models read it.
     """
     for path in paths:
         module = at_path(model, path)

@@ -123,9 +123,7 @@ def apply_agreed_plan(
 
 
 def _parent_meshes(model: nn.Module) -> list[DeviceMesh]:
-    """The parent meshes of parameters that a script has parallelized: ``fully_shard`` requires another slice of the
-    same mesh.
-    """
+    """The parent meshes of parallelized parameters: ``fully_shard`` requires another slice of the same mesh."""
     slices = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
     return [parent_mesh(mesh) for mesh in dict.fromkeys(slices)]
 
@@ -187,9 +185,7 @@ def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
 
 
 def _describe_buffers(model: nn.Module, unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[str]:
-    """Describe the buffers, which the plan does not list. They must match on all ranks; otherwise a broadcast would
-    hang.
-    """
+    """Describe the buffers, which the plan does not list. If they differ between ranks, a broadcast hangs."""
     inside = {module for modules in unit_modules.values() for module in modules}
     return [
         f"buffer {name} is {tuple(buffer.shape)} {buffer.dtype}"
@@ -213,9 +209,7 @@ def _unmanaged_modules(
 
 @contextlib.contextmanager
 def _restore_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep the buffers of ``modules`` on their devices: ``fully_shard`` moves all buffers below it to the mesh's
-    device.
-    """
+    """Keep the buffers of ``modules`` on their devices: ``fully_shard`` moves all buffers to the mesh's device."""
     buffers = {buffer: buffer.data for module in modules for _, buffer in own_buffers(module)}
     yield
     for buffer, data in buffers.items():
@@ -235,9 +229,7 @@ def _unit_modules(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[
 def _initialized_with_enclosing_unit(
     plan: ShardingPlan, modules: Mapping[str, nn.Module]
 ) -> dict[str, list[nn.Module]]:
-    """For each unit that was added for its experts only, the modules of the enclosing unit, including the added
-    unit's own.
-    """
+    """For each unit that was added for its experts only: the modules of the enclosing unit and its own."""
     added = {each.module for each in plan.split_experts if each.is_added}
     if not added:
         return {}

@@ -24,8 +24,9 @@ class Frozen:
 
 
 def choose_frozen(model: nn.Module, prefixes: Sequence[str], train_only: Sequence[str] = ()) -> Frozen:
-    """The parameters at or below one of ``prefixes``, and those that match no pattern of ``train_only``; in
-    registration order.
+    """The parameters at or below one of ``prefixes``, and those that match no pattern of ``train_only``.
+
+    In registration order.
 
     A prefix is the path of a module or parameter: in ``model``, or else in the only direct child that has it, because a
     ComposerModel registers the user's model as a child. A tied parameter is frozen under all of its names. A pattern is
@@ -127,9 +128,7 @@ def _notes_of_ties(frozen: Sequence[ParameterUse], paths: Set[str]) -> Iterator[
 
 
 def _notes_of_statistics(model: nn.Module, frozen: Sequence[ParameterUse], paths: Set[str]) -> Iterator[str]:
-    """A note on batch norms that are at or below one of ``paths`` or own a frozen parameter: their statistics still
-    change.
-    """
+    """Batch norms at or below one of ``paths``, or with a frozen parameter: their statistics still change."""
     holders = {path for use in frozen for path, _ in use.owners}
     changing = [
         without_wrappers(path)

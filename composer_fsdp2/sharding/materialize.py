@@ -191,9 +191,7 @@ class Materializer:
                 self._initialize(module)
 
     def equal_on_all_ranks(self, modules: Iterable[nn.Module]) -> set[nn.Module]:
-        """The modules whose parameters are equal on all ranks after ``materialize_unit``: initialized with rank 0's
-        RNG state, or broadcast.
-        """
+        """The modules whose parameters are equal on all ranks: initialized with rank 0's RNG state, or broadcast."""
         return set(modules) if self.initialisation.broadcast else self.initialized.intersection(modules)
 
     def _move(self, tensor: torch.Tensor) -> None:
@@ -308,9 +306,7 @@ def _own_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
-    """The groups over which successive broadcasts reach the whole mesh from its first rank; None is the default
-    group.
-    """
+    """Groups over which successive broadcasts reach the whole mesh from its first rank; None: the default group."""
     if mesh.size() == dist.get_world_size():
         return [None]
     return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]

@@ -10,9 +10,7 @@ from composer_fsdp2.errors import PlanError
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module can be called. Containers such as ModuleList have no forward, so they run no hooks to
-    all-gather in.
-    """
+    """Whether the module can be called. Containers such as ModuleList have no forward, and so run no hooks."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 

@@ -127,8 +127,7 @@ class ShardUnit(Value):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlan(Value):
-    """The plan that ``apply_plan`` applies: the units bottom-up, in the order of the ``fully_shard`` calls, and all
-    other changes.
+    """The plan that ``apply_plan`` applies: units in the order of the ``fully_shard`` calls, and other changes.
 
     Args:
         config: The model's configuration, with ignored modules as paths.

@@ -143,9 +143,7 @@ class _Walk:
                 self.add_root(UnitDraft((outer,), choice.chosen_by, overrides=choice.overrides))
 
     def _add_below(self, root_path: str) -> None:
-        """Add the chosen modules below a root, and batch norms that cannot use the dtypes or ranks of the enclosing
-        unit.
-        """
+        """Add the chosen modules below a root, and batch norms that need other dtypes or ranks than their unit."""
         own_dtypes: list[str] = []
         own_ranks: list[str] = []
         seen = {self.tree.modules[root_path]}
@@ -191,8 +189,7 @@ class _Walk:
 
 
 def _separate_dtypes(tree: UnitTree) -> bool:
-    """Make separate units for parameters whose dtype differs from most of their unit's, since a unit all-gathers one
-    dtype.
+    """Make separate units for parameters of another dtype than most of their unit: a unit all-gathers one dtype.
 
     FSDP1 rejected such a unit. Parameters that cannot be separated, because their module has both dtypes or no
     forward, are replicated on every rank; see ``ShardUnit.replicated``. Returns whether the model has several

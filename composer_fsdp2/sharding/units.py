@@ -61,9 +61,7 @@ class UnitTree:
         return self._unit_of.get(module)
 
     def owners(self, use: ParameterUse) -> list[UnitDraft | None]:
-        """The innermost unit of each registration of the parameter, without duplicates. None is outside of all
-        units.
-        """
+        """The innermost unit of each registration of the parameter, without duplicates. None: outside of all units."""
         if all(self._is_outside(path) for path, _ in use.owners):
             return [None]
         return list(dict.fromkeys(self._innermost(path) for path, _ in use.owners))
@@ -192,8 +190,9 @@ class UnitTree:
             del self._unit_of[self.modules[path]]
 
     def _can_group(self, first: UnitDraft, second: UnitDraft) -> bool:
-        """Whether the two units can be grouped: neither is a root, which torch requires to be one module, and no
-        group would contain itself.
+        """Whether the two units can be grouped.
+
+        Neither may be a root, which torch requires to be one module, and no group may contain itself.
         """
         if first.is_root or second.is_root:
             return False

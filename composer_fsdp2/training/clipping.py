@@ -76,8 +76,9 @@ _Grads = dict[tuple[DeviceMesh | None, tuple[int, ...]], _ByKind]
 
 
 def _grads_of(parameters: Iterable[nn.Parameter]) -> _Grads:
-    """The local gradients of all ``parameters``. Parameters without a gradient get an entry too: all ranks must
-    communicate alike.
+    """The local gradients of all ``parameters``.
+
+    Parameters without a gradient get an entry too: all ranks must communicate alike.
     """
     parameters = list(parameters)
     places: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
@@ -200,8 +201,7 @@ def _scale(grads: _Grads, total: torch.Tensor, max_norm: float) -> None:
 def _total_norm(
     grads: _Grads, norm_type: float, groups: Sequence[dist.ProcessGroup | None], device: torch.device
 ) -> torch.Tensor:
-    """The total norm, equal on all ranks of ``groups``; otherwise the shards of a parameter would be scaled
-    differently.
+    """The total norm, equal on all ranks of ``groups``; else the shards of a parameter would be scaled differently.
 
     [Note: shares] The contribution of a rank's shard is weighted by the number of shards over the number of ranks. This
     is one over the number of ranks with the same shard, so each element counts once on any mesh. If ranks have

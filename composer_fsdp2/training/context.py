@@ -124,8 +124,9 @@ class ContextGroup:
         return torch.where(items > 0, items, torch.ones_like(items)).to(dtype)
 
     def to_heads(self, tensors: Sequence[torch.Tensor], heads: int, sequence: int) -> tuple[torch.Tensor, ...]:
-        """Exchange all heads of this rank's positions for all positions of some heads. ``heads`` and ``sequence`` are
-        dims.
+        """Exchange all heads of this rank's positions for all positions of some heads.
+
+        ``heads`` and ``sequence`` are dims.
 
         Key and value heads are repeated if there are too few to divide. Every rank then gets those of its query
         heads, because these are consecutive too. Called on all ranks of the group; one all-to-all for all tensors of
@@ -136,9 +137,7 @@ class ContextGroup:
         return exchanged
 
     def to_sequence(self, tensor: torch.Tensor, heads: int, sequence: int) -> torch.Tensor:
-        """The inverse: exchange all positions of some heads for all heads of this rank's positions. One all-to-all
-        each way.
-        """
+        """Exchange all positions of some heads for all heads of this rank's positions. One all-to-all each way."""
         [exchanged] = _Exchange.apply(self, sequence, heads, tensor)
         return exchanged
 

@@ -45,8 +45,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Within the block, the parameters of ``module`` are plain full tensors in full precision, under their original
-    names.
+    """Within the block, parameters of ``module`` are full tensors in full precision, under their original names.
 
     The arguments are those of ``FullyShardedDataParallel.summon_full_params``. As there, a rank's writes persist for
     the rows of its own shard only, so all ranks should write the same values. On a mesh that does not shard
@@ -116,9 +115,7 @@ class _Options:
 
 
 def _refuse_step(summoned: Sequence[UnitParameter], optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """Reject an optimizer step: it would update the shards, which the end of the block overwrites with the full
-    parameters.
-    """
+    """Reject an optimizer step: it would update the shards, which the end of the block overwrites."""
     split = {id(each.sharded) for each in summoned if shard_axes(each.sharded)}
     if any(id(parameter) in split for group in optimizer.param_groups for parameter in group["params"]):
         name = type(optimizer).__name__
@@ -340,9 +337,7 @@ class _FullParameter:
         return ""
 
     def _registered(self) -> nn.Parameter | None:
-        """The parameter that is registered at the end of the block: the full parameter or a replacement; None if
-        several.
-        """
+        """The parameter that the block left registered: the full parameter or a replacement; None if several."""
         own = (id(self.full), id(self.parameter.sharded))
         others = {id(each): each for each in self.parameter.registered() if id(each) not in own}
         if len(others) > 1:

@@ -56,9 +56,7 @@ def start_guard(model: nn.Module, limit_s: float) -> None:
 
 
 def check_guard(model: nn.Module, where: str) -> None:
-    """Barrier at a point other than the collectives of a model, or of a submodule, if the model is guarded. Called
-    on all ranks.
-    """
+    """A barrier at another point than the collectives of a model or submodule, if guarded. Called on all ranks."""
     run = find_run(model)
     if run is not None and run.guard is not None:
         run.guard(where)

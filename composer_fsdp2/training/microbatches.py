@@ -8,8 +8,7 @@ from composer_fsdp2.training.run import find_run
 
 
 def begin_microbatch(model: nn.Module, *, is_last: bool) -> None:
-    """Prepare the forward and backward of one microbatch, according to ``gradient_sync`` and
-    ``reshard_after_backward``.
+    """Prepare the forward and backward of one microbatch: ``gradient_sync`` and ``reshard_after_backward``.
 
     A Trainer calls it under the shim. Other training loops call it before each forward, and divide each loss by the
     number of microbatches. Does nothing if the configuration sets neither key.

@@ -91,8 +91,7 @@ class OutOfMemoryVote:
             raise PeerOutOfMemoryError(f"CUDA out of memory on another rank, seen before {where}")
 
     def report(self) -> None:
-        """Report that this rank is out of memory, in the vote in which the others are waiting, or the next one that
-        they reach.
+        """Report that this rank is out of memory, in the current or next vote of the other ranks.
 
         Raises:
             RanksDivergedError: as in ``check``.
@@ -136,8 +135,7 @@ AllReduceMax = Callable[[str, Sequence[int]], list[int]]
 
 
 def forward_all_reduce_max(model: nn.Module, operation: Operation, limit_s: float | None) -> AllReduceMax:
-    """An all-reduce over the control group for use within a forward, before ranks run parts of the model that may
-    differ.
+    """An all-reduce over the control group within a forward, before ranks run parts of the model that may differ.
 
     If voting is on, ranks vote first. Called on all ranks.
 

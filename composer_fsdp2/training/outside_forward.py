@@ -25,8 +25,7 @@ from composer_fsdp2.sharding.ties import join
 
 
 class FullTensorMode(TorchFunctionMode):
-    """Within the block, operators get full tensors for DTensors, which torch does not accept together with plain
-    tensors.
+    """Within the block, operators get full tensors for DTensors, which torch does not mix with plain tensors.
 
     Each rank computes its own loss from a full tensor, so its gradient is averaged over the ranks of its mesh, as
     ``fully_shard`` averages those of a forward. The results equal those of one process. The sum of an elementwise
@@ -87,9 +86,7 @@ _ELEMENTWISE = {"pow", "square", "abs", "neg", "mul", "rmul", "float", "double",
 
 
 def full_tensors(value: Any) -> Any:
-    """The same nested value with full tensors for DTensors, whose gradients are averaged. Called on all ranks of the
-    meshes.
-    """
+    """The same nested value with full tensors for DTensors; averages their gradients. Called on all ranks."""
     return map_tensors(value, _full_tensor, kind=DTensor)
 
 
@@ -108,8 +105,7 @@ def _average_gradient(mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def explain_mixed(model: nn.Module, error: RuntimeError) -> None:
-    """Add a note to torch's error about mixed tensors: where the script used which parameter, and what to write
-    instead.
+    """Add a note to torch's error about mixed tensors: the parameter, where it was used, and what to write instead.
 
     Only reads; other errors are not changed.
     """

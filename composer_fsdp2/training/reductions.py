@@ -61,8 +61,7 @@ def all_reduce_values(parts: Sequence[LocalValues]) -> list[torch.Tensor]:
 
 
 def reduce_to_floats(values: Mapping[K, torch.Tensor]) -> dict[K, float]:
-    """Convert one-element tensors to floats. For a DTensor, this is the value of the full tensor, not of this rank's
-    shard.
+    """Convert one-element tensors to floats; a DTensor to the value of its full tensor, not of this rank's shard.
 
     A norm or sum of a sharded tensor is a DTensor with a pending reduction. ``full_tensor()`` reduces one of them with
     a collective; ``item()`` silently returns this rank's local value.
