@@ -106,7 +106,7 @@ else:  # hidden from type checkers, which would accept any name
         if name in _FILE_OF:
             globals()[name] = getattr(importlib.import_module(f"{__name__}.{_FILE_OF[name]}"), name)
             return globals()[name]
-        if name in {file.partition(".")[0] for file in _FILES}:  # subpackages, as if they had been imported
+        if name in {file.partition(".")[0] for file in _FILES}:  # subpackages, as after an import
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -67,7 +67,7 @@ def prepare_fully_shard(
     """Shard ``model`` with ``fully_shard``, as Composer's ``prepare_fsdp_module`` sharded it with FSDP1.
 
     Args:
-        model: Any module; its direct children become the root units. Modified in place.
+        model: Any module; its direct children are the root units. Modified in place.
         optimizers: One optimizer (or a list of one) over some or all of the model's parameters, or None. It keeps its
             parameter groups, their options and its state, and references the sharded parameters afterwards.
         fsdp_config: Composer's FSDPConfig or FSDP2Config, or a mapping with keys of FSDP1, FSDP2 or both.
@@ -156,7 +156,7 @@ def plan_sharding(
     """Choose the FSDP units of ``model`` without modifying it.
 
     Args:
-        model: Any module tree; parameters may be on the meta device. Its direct children become the root units. The
+        model: Any module tree; parameters may be on the meta device. Its direct children are the root units. The
             units below are selected as Composer's FSDP1 did, by the children's ``fsdp_wrap_fn`` and
             ``activation_checkpointing_fn`` and the modules' ``_fsdp_wrap`` and ``_activation_checkpointing``.
         config: The ``config`` of a ``Translation``, or a ``ShardingConfig``.
@@ -164,7 +164,7 @@ def plan_sharding(
         precision: Composer's precision (``translate(...).precision``), for wrap functions whose settings are DEFAULT or
             PURE.
         tensor_parallel: The style of each TP-sharded module by its path, for the tensor axis of ``config.mesh``; "auto"
-            for the plan of a known model. None if there is no such axis, or if the script has already parallelized the
+            for the plan of a known model. None without such an axis, or if the script has already parallelized the
             model.
     Returns:
         The plan, for ``apply_plan``. ``print(plan)`` explains it.
@@ -245,7 +245,7 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
         plan: From ``plan_sharding``. Its device meshes are created here.
     Raises:
         PlanError: the plan belongs to another model, or differs between ranks. The model is unchanged.
-        ConfigError: there is no process group, or a mesh does not fit the world size.
+        ConfigError: no process group, or a mesh does not fit the world size.
 
     Called on all ranks. Compares the plan across ranks and creates the process groups of the meshes. With
     ``sync_module_states`` it broadcasts parameters and buffers from the first rank of each unit's mesh, or from rank 0

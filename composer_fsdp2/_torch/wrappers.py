@@ -65,7 +65,7 @@ def nest_unit(unit: FSDPModule, *, reshard_after_forward: bool | int, cast_forwa
 
 
 def group_of_unit(unit: FSDPModule, *, replicas: bool) -> dist.ProcessGroup | None:
-    """The process group that shards the unit's parameters, or the group that replicates them; None if there is none."""
+    """The process group that shards the unit's parameters, or the group that replicates them; None without one."""
     name = "replicate_process_group" if replicas else "shard_process_group"
     found = (getattr(group.mesh_info, name, None) for group in groups_of(state_of(unit)))
     return next(found, None)

@@ -122,6 +122,6 @@ def _shard_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
         if dimension is not None:
             parts = shard.chunk(mesh.size(axis), dimension)
             place = mesh.get_local_rank(axis)
-            # As in torch, the last ranks get empty shards if there are too few rows.
+            # As in torch, the last ranks get empty shards of a tensor with few rows.
             shard = parts[place] if place < len(parts) else shard.narrow(dimension, 0, 0)
     return with_local_tensor(new, shard.to(local.device, copy=True).contiguous())
