@@ -37,7 +37,7 @@ from composer_fsdp2.sharding.materialize import (
     Initializers,
     Materializer,
     breadth_first,
-    decide_initialisation,
+    decide_initialization,
     rank_zero_rng,
 )
 from composer_fsdp2.sharding.meshes import UnitMesh, device_of, unit_meshes
@@ -77,7 +77,7 @@ def apply_agreed_plan(
     plan = plan.resolve(dist.get_world_size())
     _refuse_offloaded_replicas(plan)
     modules = dict(model.named_modules(remove_duplicate=False))
-    initialisation = decide_initialisation(modules.values(), plan.config.sync_module_states)
+    initialization = decide_initialization(modules.values(), plan.config.sync_module_states)
     if plan.mesh.device_type == "cpu":
         repair_cpu_collectives()
     if plan.split or any(each.is_split for each in plan.split_experts):
@@ -90,10 +90,10 @@ def apply_agreed_plan(
     replicated = _parameters_named(model, {spec.name for spec in plan.replicated})
     ignored = _parameters_named(model, plan.unsharded_names) - replicated
     device = device_of(made[0].whole)
-    materializer = Materializer(modules, device, initialisation, initializers, ignored=ignored, in_place=replicated)
+    materializer = Materializer(modules, device, initialization, initializers, ignored=ignored, in_place=replicated)
     agree(
         lambda: materializer.check({module for inside in unit_modules.values() for module in inside}),
-        lambda _: json.dumps(_describe_buffers(model, unit_modules) if initialisation.broadcast else []),
+        lambda _: json.dumps(_describe_buffers(model, unit_modules) if initialization.broadcast else []),
     )
 
     before_wrapping()
@@ -103,7 +103,7 @@ def apply_agreed_plan(
     styles = {modules[each.path]: each.parallelize for each in plan.split if each.parallelize is not None}
     sharded: dict[str, FSDPModule] = {}
     with (
-        rank_zero_rng() if initialisation.initialize else contextlib.nullcontext(),
+        rank_zero_rng() if initialization.initialize else contextlib.nullcontext(),
         _restore_buffers(_unmanaged_modules(modules, unit_modules)),
     ):
         for unit in plan.units:

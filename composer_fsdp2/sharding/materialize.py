@@ -1,12 +1,12 @@
 """Materialize a unit's parameters and buffers on its device, immediately before it is sharded.
 
-[Note: initialisation] FSDP1 initialized meta parameters unit by unit, bottom-up, on full tensors. For each module that
+[Note: initialization] FSDP1 initialized meta parameters unit by unit, bottom-up, on full tensors. For each module that
 directly owns a meta tensor it called the direct child's ``param_init_fn(module)``, else the module's
 ``reset_parameters()`` (composer/distributed/dist_strategy.py, 0.32.1). We do the same on every rank with rank 0's RNG
 state, so that all ranks compute equal values. If rank 0 has values and another rank does not, initializers do not run;
 rank 0's values are broadcast.
 
-[Note: initialised in full] A parameter that a script has already TP-sharded is initialized as a full tensor and then
+[Note: initialized in full] A parameter that a script has already TP-sharded is initialized as a full tensor and then
 sharded. If its local tensors were initialized, all TP ranks would have equal shards, because they use rank 0's RNG
 state.
 """
@@ -37,7 +37,7 @@ Initializers: TypeAlias = Callable[[nn.Module, str], Callable[[], object] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Initialisation:
+class Initialization:
     """How parameters get their values.
 
     Args:
@@ -51,7 +51,7 @@ class Initialisation:
     from_rank_zero: bool = False
 
 
-def decide_initialisation(modules: Iterable[nn.Module], sync_module_states: bool | None) -> Initialisation:
+def decide_initialization(modules: Iterable[nn.Module], sync_module_states: bool | None) -> Initialization:
     """Determine which ranks have real tensors in ``modules``. Called on all ranks; all-gathers one flag per rank.
 
     Raises:
@@ -60,9 +60,9 @@ def decide_initialisation(modules: Iterable[nn.Module], sync_module_states: bool
     """
     on_meta: list[bool] = all_gather_object(any(map(_owns_meta, modules)))
     if not any(on_meta):
-        return Initialisation(initialize=False, broadcast=bool(sync_module_states))
+        return Initialization(initialize=False, broadcast=bool(sync_module_states))
     if all(on_meta):
-        return Initialisation(initialize=True, broadcast=bool(sync_module_states))
+        return Initialization(initialize=True, broadcast=bool(sync_module_states))
     if sync_module_states is False:
         raise PlanError(
             "Detected mixed initialization where some ranks have model on cpu or gpu and some ranks are on meta "
@@ -74,7 +74,7 @@ def decide_initialisation(modules: Iterable[nn.Module], sync_module_states: bool
             "rank 0's model is on the meta device while other ranks have values, and sync_module_states sends rank "
             "0's; build the model with values on rank 0, or on the meta device on every rank"
         )
-    return Initialisation(initialize=False, broadcast=True, from_rank_zero=True)
+    return Initialization(initialize=False, broadcast=True, from_rank_zero=True)
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ class Materializer:
     Args:
         modules: All modules of the model, by every path. Only ``materialize_unit`` modifies them.
         device: The device of the materialized tensors.
-        initialisation: Whether to run initializers and to broadcast.
+        initialization: Whether to run initializers and to broadcast.
         initializers: Return the initializer of a module.
         ignored: Parameters that are not modified.
         in_place: Parameters that may move to another device, but remain the same objects.
@@ -109,13 +109,13 @@ class Materializer:
         self,
         modules: Mapping[str, nn.Module],
         device: torch.device,
-        initialisation: Initialisation,
+        initialization: Initialization,
         initializers: Initializers,
         ignored: Collection[nn.Parameter] = (),
         in_place: Collection[nn.Parameter] = (),
     ) -> None:
         self.device = device
-        self.initialisation = initialisation
+        self.initialization = initialization
         self.initializers = initializers
         self.ignored = ignored
         self.in_place = in_place
@@ -136,7 +136,7 @@ class Materializer:
                 buffer outside of all units.
         """
         for module, path in self.path_of.items():
-            if self.initialisation.from_rank_zero:
+            if self.initialization.from_rank_zero:
                 self._refuse_tensor_parallel(module, path)
             if not _owns_meta(module):
                 continue
@@ -151,7 +151,7 @@ class Materializer:
                     f"{outside[0]} is on the meta device, and no unit holds it, so it would never get a value; build "
                     "that part of the model on a real device"
                 )
-            if self.initialisation.initialize and self._initializer(module) is None:
+            if self.initialization.initialize and self._initializer(module) is None:
                 raise PlanError(
                     f"module {path!r} ({type(module).__name__}) has parameters or buffers on the meta device, but "
                     "it has no reset_parameters(), and the direct child above it no param_init_fn(module); add one "
@@ -171,14 +171,14 @@ class Materializer:
         """Materialize, move and (if requested) broadcast the tensors that the ``modules`` of one unit own.
 
         Called on all ranks in the same order. Broadcasts the unit's tensors over its mesh (TP-sharded ones over its
-        data-parallel axes), or from rank 0, depending on ``initialisation``.
+        data-parallel axes), or from rank 0, depending on ``initialization``.
         """
         self.materialize(modules)
         for tensor in _own_tensors(modules):
             if tensor not in self.ignored:
                 self._move(tensor)
-        if self.initialisation.broadcast:
-            groups = [None] if self.initialisation.from_rank_zero else _groups_of(mesh.whole)
+        if self.initialization.broadcast:
+            groups = [None] if self.initialization.from_rank_zero else _groups_of(mesh.whole)
             of_split = groups if mesh.fsdp is mesh.whole else _groups_of(mesh.fsdp)
             for tensor in _own_tensors(modules):
                 if tensor not in self.ignored:
@@ -192,7 +192,7 @@ class Materializer:
 
     def equal_on_all_ranks(self, modules: Iterable[nn.Module]) -> set[nn.Module]:
         """The modules whose parameters are equal on all ranks: initialized with rank 0's RNG state, or broadcast."""
-        return set(modules) if self.initialisation.broadcast else self.initialized.intersection(modules)
+        return set(modules) if self.initialization.broadcast else self.initialized.intersection(modules)
 
     def _move(self, tensor: torch.Tensor) -> None:
         """Move the tensor to the device, with the contiguous layout that ``fully_shard`` requires.
@@ -225,26 +225,26 @@ class Materializer:
 
     def _initialize(self, module: nn.Module) -> None:
         named = {parameter: name for name, parameter in own_parameters(module) if parameter.is_meta}
-        initialize = self._initializer(module) if self.initialisation.initialize else None
+        initialize = self._initializer(module) if self.initialization.initialize else None
         if isinstance(initialize, MetaInitializer):
             self._initialize_meta(initialize, module, named)
             return
         for parameter in named:
-            if isinstance(parameter, DTensor):  # [Note: initialised in full]
+            if isinstance(parameter, DTensor):  # [Note: initialized in full]
                 self._replace(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device))
             else:
                 self._replace(parameter, torch.empty_like(parameter, device=self.device))
         for name, buffer in own_buffers(module):
             if buffer.is_meta:
                 setattr(module, name, torch.empty_like(buffer, device=self.device))
-        if self.initialisation.initialize:
+        if self.initialization.initialize:
             assert initialize is not None, "check() ran before"
             initialize()
             # tensors that were not on the meta device may differ between ranks
             if len(named) == len(own_parameters(module)):
                 self.initialized.add(module)
         for parameter, name in named.items():
-            if isinstance(parameter, DTensor):  # [Note: initialised in full]
+            if isinstance(parameter, DTensor):  # [Note: initialized in full]
                 full: torch.Tensor = getattr(module, name).data
                 mesh, placements = parameter.device_mesh, parameter.placements
                 self._replace(parameter, distribute_tensor(full, mesh, placements, src_data_rank=None))
