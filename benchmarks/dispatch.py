@@ -30,7 +30,7 @@ from torch import nn
 from variants import missing
 
 from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 
 NUM_RANKS = 8
 LAYERS = (32, 80)

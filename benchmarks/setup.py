@@ -76,8 +76,8 @@ def one_rank_of(num_ranks: int) -> Iterator[None]:
     # A fake collective does not change its output, so the values to gather are put there. Its time does not count as
     # ours: two or three small collectives, whatever the model.
     with (
-        mock.patch("composer_fsdp2.sharding.agree.gather", gather_own),
-        mock.patch("composer_fsdp2.sharding.materialize.gather", gather_own),
+        mock.patch("composer_fsdp2.sharding.agree.all_gather_object", gather_own),
+        mock.patch("composer_fsdp2.sharding.materialize.all_gather_object", gather_own),
     ):
         yield
     dist.destroy_process_group()
@@ -104,7 +104,9 @@ def time_model(num_modules: int, *, ours_first: bool = False) -> Timing:
     optimizer = torch.optim.AdamW(ours.parameters())  # built before sharding, as Composer's users build it
     with (
         _timed("composer_fsdp2.sharding.apply.fully_shard", fully_shard) as in_shard,
-        _timed("composer_fsdp2.sharding.apply.Materializer.make_real", Materializer.make_real) as materialising,
+        _timed(
+            "composer_fsdp2.sharding.apply.Materializer.materialize_unit", Materializer.materialize_unit
+        ) as materialising,
     ):
         calls: dict[str, Callable[[], object]] = {
             "bare": lambda: shard_bare(bare),

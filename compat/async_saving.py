@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2._torch.groups import new_group_of
 from composer_fsdp2.checkpoint.trees import EntryPath, mapped
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.long_work import long_work
-from composer_fsdp2.training.control import Control, Operation, control
+from composer_fsdp2.training.control import ControlGroup, Operation, control_group
 
 from .pinned_copies import PinnedCopies, is_on_device, left_on_device
 from .saving import HOLDERS, sharded_state_dict, shards_in, tensors_in, write_full, write_sharded, writes_shards
@@ -57,7 +57,7 @@ def save_checkpoint(original: Callable[..., Any], state: State | SavedState, *ar
 def start(saver: CheckpointSaver, state: State, filename: str, account_for: Callable[[SavedState], None]) -> None:
     """Take a copy of the state and begin to write it. Called on all ranks."""
     global _pending
-    connected = control()  # while all are here
+    connected = control_group()  # while all are here
     group = _writing_group(state)
     with left_on_device(state.model):
         state_dict = sharded_state_dict(state, saver.weights_only, saver.ignore_keys)
@@ -184,7 +184,9 @@ def _writing_group(state: State) -> dist.ProcessGroup | None:
     Made once for each run; None on a rank that does not write. Called on all ranks.
     """
     writes = not state.fsdp_sharded_state_dict_enabled or writes_shards(state)
-    return _gloo_group(dist.group.WORLD, tuple(rank for rank, of_rank in enumerate(gather(writes)) if of_rank))
+    return _gloo_group(
+        dist.group.WORLD, tuple(rank for rank, of_rank in enumerate(all_gather_object(writes)) if of_rank)
+    )
 
 
 @functools.lru_cache(maxsize=1)  # ranks of one job have one world
@@ -203,7 +205,7 @@ class _Pending:
     """
 
     saver: CheckpointSaver
-    control: Control
+    control: ControlGroup
     write: Callable[[], None]
     publish: Callable[[], None]
     account_for: Callable[[], None]
@@ -240,7 +242,8 @@ class _Pending:
             CheckpointError: on all of them, if one failed.
         """
         long_work(self._complete, "writing a checkpoint")
-        failed = dict.fromkeys(error for error in gather(self.error) if error is not None)  # most know of all of them
+        # Most ranks report the same error.
+        failed = dict.fromkeys(error for error in all_gather_object(self.error) if error is not None)
         if failed:
             raise CheckpointError(
                 "async_save could not write a checkpoint; the one before it is still the latest:\n  "

@@ -26,7 +26,7 @@ from torchmetrics import Metric
 
 from composer_fsdp2._torch.scaler import after_unscaling
 from composer_fsdp2.sharding.sharded import is_sharded
-from composer_fsdp2.training.control import ANSWER_WITHIN
+from composer_fsdp2.training.control import DEFAULT_TIMEOUT
 from composer_fsdp2.training.out_of_memory import (
     OutOfMemoryVote,
     PeerOutOfMemoryError,
@@ -84,7 +84,7 @@ _recoveries: WeakKeyDictionary[torch.nn.Module, _Recovery] = WeakKeyDictionary()
 def _recovery_of(state: State) -> _Recovery:
     """Called on all ranks; the first time makes a process group."""
     if state.model not in _recoveries:
-        _recoveries[state.model] = _Recovery(state, _timeouts.get(state.model, ANSWER_WITHIN))
+        _recoveries[state.model] = _Recovery(state, _timeouts.get(state.model, DEFAULT_TIMEOUT))
     return _recoveries[state.model]
 
 

@@ -19,8 +19,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.batches import check_batch, check_parts, draw_alike, share_batch
-from composer_fsdp2.parallel.contents import Part, parts_of
+from composer_fsdp2.parallel.batches import check_batch, check_values, share_batch, sync_random_states
+from composer_fsdp2.parallel.contents import BatchValue, batch_values
 from composer_fsdp2.sharding.agree import agree
 from composer_fsdp2.training.run import BatchGroup, find_batch_group
 
@@ -56,7 +56,7 @@ class _Compared:
     """
 
     due: set[Event] = field(default_factory=set)
-    microbatches: list[list[Part]] | None = None
+    microbatches: list[list[BatchValue]] | None = None
 
 
 _compared_of: WeakKeyDictionary[nn.Module, _Compared] = WeakKeyDictionary()
@@ -78,7 +78,7 @@ def before_event(state: State, event: Event) -> None:
         compared.microbatches.clear()  # of an attempt that ran out of memory
     elif event is Event.AFTER_TRAIN_BATCH and compared.microbatches is not None:
         parts, compared.microbatches = [part for each in compared.microbatches for part in each], None
-        check_parts(parts, block.group, what="the first batch's forward", ways_out=_SAME_WHEN_READ)
+        check_values(parts, block.group, what="the first batch's forward", ways_out=_SAME_WHEN_READ)
 
 
 def after_event(state: State, event: Event) -> None:
@@ -90,12 +90,12 @@ def after_event(state: State, event: Event) -> None:
     if event in compared.due and event in _BATCHES:
         compared.due.remove(event)
         if block.check and event is Event.AFTER_DATALOADER:
-            check_parts(parts_of(state.batch), block.group, what=_BATCHES[event], ways_out=_SAME_WHEN_READ)
+            check_values(batch_values(state.batch), block.group, what=_BATCHES[event], ways_out=_SAME_WHEN_READ)
             compared.microbatches = []
     elif event is Event.BEFORE_FORWARD and compared.microbatches is not None:
         # Noted only: a rank may be out of memory here, with which the others then do not meet.
         number = len(compared.microbatches)
-        compared.microbatches.append(parts_of(state.batch, f"microbatch {number}"))
+        compared.microbatches.append(batch_values(state.batch, f"microbatch {number}"))
     elif event is Event.EVAL_END:
         _end_evaluation()
 
@@ -115,7 +115,7 @@ def _take_batch(state: State, event: Event, block: BatchGroup, *, is_first: bool
     # A loader's batches fit together or do not, which its first one shows; later, a rank that raises ends the run.
     state.batch = agree(share, lambda _: "", ConfigError) if is_first else share()
     if is_first or block.how is not BroadcastBatch.OFF:  # loaders that read other data may have drawn other numbers
-        draw_alike(block)
+        sync_random_states(block)
     if is_first and block.check and block.how is BroadcastBatch.OFF:
         check_batch(state.batch, block.group, what=_BATCHES[event])
 

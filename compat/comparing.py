@@ -32,8 +32,8 @@ from composer_fsdp2.comparing.run_record import BatchRecord, Override, Predictio
 from composer_fsdp2.config.text import short
 from composer_fsdp2.config.value import json_text
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.contents import digest_of, parts_of
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.parallel.contents import batch_values, digest_of
+from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.training.run import run_of
 
 from .counted_batch import Counting
@@ -181,7 +181,7 @@ class _Watch:
             case Event.EPOCH_START:
                 self._begin_epoch()
             case Event.AFTER_DATALOADER:
-                self._batch = {"digest": digest_of(parts_of(self._state.batch)).hex()}
+                self._batch = {"digest": digest_of(batch_values(self._state.batch)).hex()}
             case Event.BEFORE_FORWARD if self._batch["is_counted"]:
                 self._counting.note_microbatch(self._state.batch)
             case Event.BATCH_START:
@@ -293,7 +293,7 @@ class _Watch:
             )
         self.is_done = True
         end = self._distances("end", learning_rates=self._learning_rates)
-        of_ranks = gather(self._batches)
+        of_ranks = all_gather_object(self._batches)
         if dist.get_global_rank() == 0:
             self.job.record_path.write_text(json_text(self._record(state, of_ranks, end)))
         dist.barrier()

@@ -8,8 +8,8 @@ from composer.core import State
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.parts import local_tensor
-from composer_fsdp2._torch.passing import tensors_in, with_tensors
+from composer_fsdp2._torch.local_tensors import local_tensor
+from composer_fsdp2._torch.tensor_tree import map_tensors, tensors_in
 from composer_fsdp2.comparing.counted_batch import CountedBatch, counted
 from composer_fsdp2.comparing.job import Options
 from composer_fsdp2.comparing.run_record import CollectiveCount
@@ -55,7 +55,7 @@ class Counting:
         """Called before each microbatch's forward."""
         self.num_microbatches += 1
         with contextlib.suppress(Exception):  # tensors that the meta device does not support, such as sparse ones
-            on_meta = with_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
+            on_meta = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
             self._first = on_meta if self._first is None else self._first
             self._shapes.append([tensor.shape for tensor in tensors_in(on_meta)])
 

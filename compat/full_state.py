@@ -20,7 +20,7 @@ from composer_fsdp2.fsdp.installing import class_in_force
 from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
 from composer_fsdp2.fsdp1.attributes import say_what_replaces
 from composer_fsdp2.fsdp1.state_dicts import STATIC_METHODS
-from composer_fsdp2.sharding.placements import splitting_axes
+from composer_fsdp2.sharding.placements import shard_axes
 from composer_fsdp2.sharding.sharded import is_sharded
 
 from .seams import seam
@@ -110,7 +110,7 @@ def save(original: Callable[..., Any], obj: object, *args: Any, **kwargs: Any) -
     """``torch.save``, which warns once of shards in a dict."""
     values = obj.values() if isinstance(obj, dict) else ()
     inner = (each for value in values for each in (value.values() if isinstance(value, dict) else (value,)))
-    if any(isinstance(each, DTensor) and splitting_axes(each) for each in inner):
+    if any(isinstance(each, DTensor) and shard_axes(each) for each in inner):
         say_what_replaces("torch.save(model.state_dict())", f"it saves this rank's shards alone; {_SAVE_FULL}")
     original(obj, *args, **kwargs)
 

@@ -20,7 +20,7 @@ from composer_fsdp2.checkpoint.load.into_model import load_inventory, other_entr
 from composer_fsdp2.checkpoint.open import long_together, opened_checkpoint, together
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted, fitted
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.sharded import is_sharded
 
 from .full_state import shards_kept
@@ -173,7 +173,7 @@ def _trusts(state: State) -> bool:
 
 def _check_same_step(inventory: CheckpointInventory, timestamp: Any) -> None:
     """Machines with disks of their own may have kept checkpoints of different steps after a crash. Gathers the step."""
-    texts = gather(repr(timestamp))
+    texts = all_gather_object(repr(timestamp))
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if other is not None:
         raise CheckpointError(

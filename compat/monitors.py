@@ -33,18 +33,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.parts import local_tensor, local_tensors
+from composer_fsdp2._torch.local_tensors import local_tensor, local_tensors
 from composer_fsdp2._torch.private_names import ActivationWrapper, own_parameters
 from composer_fsdp2._torch.unit import hooks_of
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
 from composer_fsdp2.fsdp1.children import wrapped_children
-from composer_fsdp2.sharding.agree import agree, gather
-from composer_fsdp2.sharding.placements import splitting_axes_of_all
+from composer_fsdp2.sharding.agree import agree, all_gather_object
+from composer_fsdp2.sharding.placements import shard_axes_of_all
 from composer_fsdp2.sharding.sharded import is_sharded, reshard, sharded_roots
 from composer_fsdp2.sharding.ties import join
 from composer_fsdp2.training.guard import check_guard
-from composer_fsdp2.training.reductions import LocalValues, reduce_parts, settle
+from composer_fsdp2.training.reductions import LocalValues, all_reduce_values, reduce_to_floats
 from composer_fsdp2.training.run import run_of
 
 from .optimizers import reports_norms
@@ -130,7 +130,7 @@ def _optimizer_metrics(state: State, agreement: "_Agreement", *, with_optimizer:
     reported, norms = agreement.reached(lambda: _report(names, reporter, alone))
     metrics = reported.metrics
     metrics |= norms
-    metrics |= settle({key: value for key, value in metrics.items() if isinstance(value, torch.Tensor)})
+    metrics |= reduce_to_floats({key: value for key, value in metrics.items() if isinstance(value, torch.Tensor)})
     if alone:
         metrics |= _over_ranks({key: metrics[key] for key in reported.of_each_rank})
     squares = [value * value for key, value in metrics.items() if key.startswith("l2_norm/grad")]
@@ -282,7 +282,7 @@ class _Layout:
     def of(cls, reported: _Reported) -> "_Layout":
         metrics, norms_of_parts = reported.metrics, reported.norms_of_parts
         norms: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[str]] = {}
-        axes_of_all = splitting_axes_of_all(parameter for parameter, _ in norms_of_parts)
+        axes_of_all = shard_axes_of_all(parameter for parameter, _ in norms_of_parts)
         for (parameter, keys), axes in zip(norms_of_parts, axes_of_all, strict=True):
             norms.setdefault((parameter.device_mesh, axes, metrics[keys[0]].device), []).extend(keys)
         return cls([key for key in metrics if key not in reported.of_each_rank], norms)
@@ -355,7 +355,7 @@ class _Agreement:
 
         reported, layout = agree(decide, lambda decided: decided[1].fingerprint(), ComposerFSDP2Error)
         self._last, self._world = layout, dist.group.WORLD
-        return reported, layout.full_norms(reduce_parts(layout.parts(reported.metrics)))
+        return reported, layout.full_norms(all_reduce_values(layout.parts(reported.metrics)))
 
 
 _agreements: WeakKeyDictionary[nn.Module, _Agreement] = WeakKeyDictionary()
@@ -369,17 +369,17 @@ def _attempted(report: Callable[[], _Reported]) -> tuple[_Reported | None, Excep
 
 
 def _reduced_unless(is_new: bool, parts: Sequence[LocalValues], mesh: DeviceMesh) -> list[torch.Tensor] | None:
-    """``reduce_parts``; None on all ranks of ``mesh`` if ``is_new`` on one. Called on all of them."""
+    """``all_reduce_values``; None on all ranks of ``mesh`` if ``is_new`` on one. Called on all of them."""
     device = torch.device(mesh.device_type)
     new = torch.full((1,), float(is_new), dtype=torch.float64, device=device)  # made there: nothing waits for it
-    *reduced, num_new = reduce_parts([*parts, LocalValues(values=new, mesh=mesh, axes=tuple(range(mesh.ndim)))])
+    *reduced, num_new = all_reduce_values([*parts, LocalValues(values=new, mesh=mesh, axes=tuple(range(mesh.ndim)))])
     return None if num_new.item() else reduced
 
 
 def _over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
     """Means over the ranks that have a metric; of norms by their squares, as ``clip_grad_norm_`` counts them."""
     found: dict[str, list[float]] = {}
-    for of_rank in gather(dict(metrics)):
+    for of_rank in all_gather_object(dict(metrics)):
         for key, value in of_rank.items():
             found.setdefault(key, []).append(value)
     return {
@@ -413,7 +413,9 @@ def dist_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, opti
     """``DecoupledAdamW.dist_reduce_metrics``: in one all-reduce for each mesh, and without a CUDA device."""
     if not _is_over_shards(self):
         return original(self, optimizer_metrics)
-    optimizer_metrics.update(settle({key: v for key, v in optimizer_metrics.items() if isinstance(v, DTensor)}))
+    optimizer_metrics.update(
+        reduce_to_floats({key: v for key, v in optimizer_metrics.items() if isinstance(v, DTensor)})
+    )
     return optimizer_metrics
 
 

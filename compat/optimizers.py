@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from composer_fsdp2._torch.parts import lion_, local_tensor, local_tensors, with_local_tensor
+from composer_fsdp2._torch.local_tensors import lion_, local_tensor, local_tensors, with_local_tensor
 
 _Update = Callable[..., None]
 

@@ -9,7 +9,7 @@ from composer.core import Event, State
 
 from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.sharding.sharded import is_sharded, sharded_roots
-from composer_fsdp2.training.outside_forward import InFull, explain_mixed, full
+from composer_fsdp2.training.outside_forward import FullTensorMode, explain_mixed, full_tensors
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def parameters_at_hand(trainer: Any) -> Iterator[None]:
 def _in_full(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with InFull():
+        with FullTensorMode():
             return function(*args, **kwargs)
 
     return call
@@ -42,10 +42,10 @@ def _in_full(function: Callable[..., Any]) -> Callable[..., Any]:
 def around_event(state: State, event: Event) -> contextlib.AbstractContextManager[Any]:
     """What algorithms and callbacks run in: those that add a penalty to the loss use parameters as the loss does."""
     is_loss = event is Event.AFTER_LOSS and is_sharded(state.model)
-    return InFull() if is_loss else contextlib.nullcontext()
+    return FullTensorMode() if is_loss else contextlib.nullcontext()
 
 
 def after_event(state: State, event: Event) -> None:
     """The Trainer adds up several losses, of which one may be a penalty that no plain tensor was added to."""
     if event is Event.BEFORE_BACKWARD:
-        state.loss = full(state.loss)
+        state.loss = full_tensors(state.loss)

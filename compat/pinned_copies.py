@@ -17,7 +17,7 @@ import composer.core.state
 import torch
 from torch import nn
 
-from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor, with_local_tensor
 from composer_fsdp2._torch.replaced import replaced
 
 log = logging.getLogger(__name__)

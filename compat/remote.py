@@ -32,7 +32,7 @@ from composer_fsdp2.checkpoint.open import (
 )
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 
 _LINK = ".symlink"
 _LINK_FILE = "link"  # of this machine, with a downloaded link's text
@@ -86,12 +86,12 @@ def _as_local_rank_0_finds_it(path: str) -> str | Located:
         with contextlib.suppress(CheckpointError):
             found = find(path)
             found = replace(found, path=found.path.absolute())
-    return gather(found)[_first_ranks_of_machines()[dist.get_global_rank()]] or path
+    return all_gather_object(found)[_first_ranks_of_machines()[dist.get_global_rank()]] or path
 
 
 def _first_ranks_of_machines() -> list[int]:
     """For each rank, the first one of its machine, as Composer's launcher counts them. Called on all ranks."""
-    return gather(dist.get_global_rank() - dist.get_local_rank())
+    return all_gather_object(dist.get_global_rank() - dist.get_local_rank())
 
 
 def _validate_share(located: Located) -> None:

@@ -29,7 +29,7 @@ from composer_fsdp2.atomic import replacing
 from composer_fsdp2.checkpoint.save.monolithic import save_monolithic
 from composer_fsdp2.checkpoint.trees import EntryPath, leaves, mapped
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.long_work import long_work
 from composer_fsdp2.sharding.sharded import is_sharded
 
@@ -209,6 +209,9 @@ def write_shards(
 
     Called on all ranks; gathers rank 0's answer.
     """
-    if not overwrite and gather(os.path.exists(checkpoint_package._strip_suffixes(destination_file_path)))[0]:
+    if (
+        not overwrite
+        and all_gather_object(os.path.exists(checkpoint_package._strip_suffixes(destination_file_path)))[0]
+    ):
         raise ValueError(f"Directory {destination_file_path} already exists. Set overwrite=True to overwrite it.")
     return original(state_dict, destination_file_path, True, save_format)

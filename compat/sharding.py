@@ -17,7 +17,7 @@ from composer_fsdp2._torch.scaler import ShardedGradScaler
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.fsdp1.attributes import say_what_replaces
 from composer_fsdp2.prepare import prepare_fully_shard
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.confirmation import confirm
 from composer_fsdp2.sharding.sharded import is_sharded, reshard
 from composer_fsdp2.training.full_params import summon_full_params
@@ -66,7 +66,7 @@ def parallelize(
     config: FSDP2Config,
     precision: Any = None,
 ) -> None:
-    has_values = gather(not any(parameter.is_meta for parameter in composer_model.parameters()))
+    has_values = all_gather_object(not any(parameter.is_meta for parameter in composer_model.parameters()))
     prepare_fully_shard(composer_model, optimizer, config, precision, tensor_parallel=noted_config(composer_model))
     _confirm(composer_model)
     if any(has_values) and not all(has_values):

@@ -1,7 +1,7 @@
-"""composer_fsdp2: training runs written for Composer's FSDP1, on ``torch.distributed.fsdp.fully_shard``.
+"""composer_fsdp2: runs FSDP1 training scripts of Composer on ``torch.distributed.fsdp.fully_shard``.
 
-The engine needs torch only; ``composer_fsdp2.compat`` plugs it into Composer and LLM Foundry. A public name is imported
-when it is first asked for, because torch takes seconds, which not everything here needs.
+The engine needs torch only; ``composer_fsdp2.compat`` connects it to Composer and LLM Foundry. Public names are
+imported lazily: importing torch takes seconds, and not every command needs it.
 """
 
 import importlib
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# The public names, by the file of each below this folder.
+# Public names by module, relative to this package.
 _FILES = {
     "_torch.scaler": "ShardedGradScaler",
     "checkpoint.convert.conversion": "ConversionReport convert_checkpoint",
@@ -44,7 +44,7 @@ _FILES = {
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 __all__ = ["__version__", *_FILE_OF]
 
-if TYPE_CHECKING:  # and editors; with "as" it is an export to them
+if TYPE_CHECKING:  # for type checkers and editors; "as" marks a re-export
     from composer_fsdp2._torch.scaler import ShardedGradScaler as ShardedGradScaler
     from composer_fsdp2.checkpoint.convert.conversion import ConversionReport as ConversionReport
     from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint as convert_checkpoint
@@ -100,13 +100,13 @@ if TYPE_CHECKING:  # and editors; with "as" it is an export to them
     from composer_fsdp2.training.context import ContextGroup as ContextGroup
     from composer_fsdp2.training.full_params import summon_full_params as summon_full_params
     from composer_fsdp2.training.microbatches import begin_microbatch as begin_microbatch
-else:  # not for type checkers, which would believe in any name
+else:  # hidden from type checkers, which would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in _FILE_OF:
             globals()[name] = getattr(importlib.import_module(f"{__name__}.{_FILE_OF[name]}"), name)
             return globals()[name]
-        if name in {file.partition(".")[0] for file in _FILES}:  # as if all had been imported
+        if name in {file.partition(".")[0] for file in _FILES}:  # subpackages, as after an import
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

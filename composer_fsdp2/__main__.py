@@ -1,4 +1,6 @@
-"""``python -m composer_fsdp2``, so that ``composer -n 2 -m composer_fsdp2 run ...`` and torchrun can start it."""
+"""Entry point of ``python -m composer_fsdp2``, which ``composer -n 2 -m composer_fsdp2 run ...`` and torchrun start
+too.
+"""
 
 from composer_fsdp2.cli.main import main
 

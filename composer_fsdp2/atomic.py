@@ -1,4 +1,4 @@
-"""Files that take another's place at once, when they are complete."""
+"""Write files atomically: a path always has its old or its complete new content."""
 
 import contextlib
 import os
@@ -8,13 +8,14 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path, *, ending: str = ".partial") -> Iterator[Path]:
-    """A path beside ``path``, to be made in the block; then it takes that name. After an error nothing is left.
+    """Yield a temporary path next to ``path``; rename it to ``path`` if the block succeeds, delete it otherwise.
 
     Args:
-        ending: Of its name until then, for a writer that goes by it, or of which several may be at work.
+        ending: The suffix of the temporary name. Writers that check the suffix, or that run concurrently, pass their
+            own.
     """
     beside = path.with_name(f".{path.name}{ending}")
-    beside.unlink(missing_ok=True)  # left by a process that was killed; a link is made only where there is nothing
+    beside.unlink(missing_ok=True)  # Left by a killed process. Writers that create a link need the name to be free.
     try:
         yield beside
         os.replace(beside, path)

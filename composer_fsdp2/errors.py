@@ -1,23 +1,34 @@
-"""What composer_fsdp2 raises: each error names the thing, the value, the place and the next step.
+"""The exceptions of composer_fsdp2. Each message names the object, the value, the location and the next step.
 
-A script that caught Composer's error goes on catching ours, which are also of the type that Composer 0.32.1 (or torch
-below it) raised in the same place; ``tests/compat/test_error_types.py`` compares the two.
+Each class also derives from the type that Composer 0.32.1, or torch below it, raised at the same point, so existing
+``except`` clauses still match. ``tests/compat/test_error_types.py`` compares the two.
 """
 
 
 class ComposerFSDP2Error(Exception):
-    """Base class of all errors that this package raises.
+    """Base class of all exceptions of this package.
 
-    Configuration, plan and load errors are raised on all ranks before anything is changed, unless the message says
+    Configuration, plan and load errors are raised on all ranks before anything is modified, unless the message states
     otherwise.
+
+    Example:
+        >>> try:
+        ...     translate({"sharding_stratgy": "FULL_SHARD"}, device="cpu")
+        ... except ComposerFSDP2Error as error:
+        ...     print("sharding_strategy" in str(error))
+        True
     """
 
 
 class ConfigError(ComposerFSDP2Error, ValueError):
-    """A setting is unknown, of the wrong type, or contradicts another; FSDP1 raised ValueError here too.
+    """A setting is unknown, has the wrong type, or contradicts another setting. Also a ValueError, as under FSDP1.
 
     Args:
-        keys: The keys of the settings, where they are known.
+        keys: The keys of the settings, if they are known.
+
+    Example:
+        >>> ConfigError("context_parallel_degree 3 does not divide 8 ranks", keys=("context_parallel_degree",)).keys
+        ('context_parallel_degree',)
     """
 
     def __init__(self, message: str = "", *, keys: tuple[str, ...] = ()) -> None:
@@ -26,9 +37,9 @@ class ConfigError(ComposerFSDP2Error, ValueError):
 
 
 class UnknownKeyError(ConfigError, KeyError):
-    """An unknown key in the dict that a wrap function returned; Composer's FSDP2 raised KeyError."""
+    """A wrap function returned a dict with an unknown key. Also a KeyError, which Composer's FSDP2 raised."""
 
-    __str__ = Exception.__str__  # KeyError's would put the message in quotes
+    __str__ = Exception.__str__  # KeyError.__str__ would add quotes
 
 
 class GroupSizeError(ConfigError, RuntimeError):
@@ -36,38 +47,72 @@ class GroupSizeError(ConfigError, RuntimeError):
 
 
 class UnsupportedError(ConfigError, NotImplementedError):
-    """A setting is understood, and cannot be carried out; the message names the key and the way out."""
+    """A valid setting that this package cannot apply. The message names the key and an alternative. Also a
+    NotImplementedError.
+
+    Example:
+        >>> issubclass(UnsupportedError, ConfigError) and issubclass(UnsupportedError, NotImplementedError)
+        True
+    """
 
 
 class PlanError(ComposerFSDP2Error, ValueError):
-    """The model or the optimizer does not fit: sharded already, foreign parameters, a wrap function that failed."""
+    """The model or the optimizer does not fit the plan: already sharded, foreign parameters, or a wrap function that
+    raised.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4))
+        >>> optimizer = torch.optim.SGD(nn.Linear(4, 4).parameters())  # of another model
+        >>> try:
+        ...     plan_sharding(model, ShardingConfig(), optimizers=optimizer)
+        ... except PlanError as error:
+        ...     print(str(error).partition(":")[0])
+        The same model must be passed to the optimizer and trainer
+    """
 
 
 class CheckpointError(ComposerFSDP2Error, ValueError, RuntimeError):
-    """A checkpoint cannot be read as asked. An ordinary Exception, unlike torch's CheckpointException.
+    """A checkpoint cannot be read as requested. Derives from Exception, unlike torch's CheckpointException.
 
-    Composer raised ValueError where a check of its own, or the user's, refused a file; torch raises RuntimeError for a
-    damaged file and for one that does not fit the model.
+    Also a ValueError, which Composer raised where its own check, or the user's, rejected a file; and a RuntimeError,
+    which torch raises for a damaged file and for a file that does not fit the model.
+
+    Example:
+        >>> try:
+        ...     inspect_checkpoint("missing.pt")
+        ... except CheckpointError as error:
+        ...     print("missing.pt" in str(error))
+        True
     """
 
 
 class CallError(ComposerFSDP2Error, RuntimeError):
-    """A method of FSDP1's class is called on the wrong module, or with arguments that do not fit each other.
-
-    A RuntimeError, as FSDP1 raised.
+    """A method of FSDP1's class was called on the wrong module, or with incompatible arguments. Also a RuntimeError, as
+    FSDP1.
     """
 
 
 class RanksDivergedError(ComposerFSDP2Error, RuntimeError):
-    """Ranks are at different collectives, or one did not arrive; names where each of them is.
+    """Ranks reached different collectives, or a rank did not reach one. The message lists the position of each rank.
 
-    A RuntimeError, as what torch raises when a collective times out.
+    Also a RuntimeError, which torch raises when a collective times out.
+
+    Example:
+        >>> issubclass(RanksDivergedError, RuntimeError)
+        True
     """
 
 
 class ControlGroupError(ComposerFSDP2Error, RuntimeError):
-    """No process group for votes and guard could be made between the ranks' hosts; names what to set."""
+    """The control group, which compares numbers between hosts, could not be created. The message names the settings to
+    change.
+    """
 
 
 class IncompatibleVersionError(ComposerFSDP2Error, ImportError):
-    """An installed package has a version that is not supported."""
+    """An installed package has an unsupported version. Also an ImportError.
+
+    Example:
+        >>> issubclass(IncompatibleVersionError, ImportError)
+        True
+    """

@@ -1,4 +1,4 @@
-"""The front door, in FSDP1's shape: translate, read the model's hooks, plan, agree, apply."""
+"""The entry points, with FSDP1's signatures: translate, read the model's hooks, plan, compare across ranks, apply."""
 
 import logging
 from collections.abc import Collection
@@ -27,7 +27,7 @@ from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.parallel.experts import paths_of_experts, plan_experts, with_experts
 from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches
 from composer_fsdp2.parallel.idle_towers import refuse_towers
-from composer_fsdp2.parallel.order import carry_out, refuse_illegal
+from composer_fsdp2.parallel.order import execute_plan, refuse_illegal
 from composer_fsdp2.parallel.sequences import plan_context
 from composer_fsdp2.parallel.tensor import (
     LayerPlan,
@@ -64,31 +64,41 @@ def prepare_fully_shard(
     *,
     tensor_parallel: Any = None,
 ) -> tuple[list[Any], dict[str, nn.Module]]:
-    """Shard ``model`` with ``fully_shard`` as Composer's ``prepare_fsdp_module`` sharded it with FSDP1.
+    """Shard ``model`` with ``fully_shard``, as Composer's ``prepare_fsdp_module`` sharded it with FSDP1.
 
     Args:
-        model: Any module; its direct children become the roots. Changed in place.
+        model: Any module; its direct children are the root units. Modified in place.
         optimizers: One optimizer (or a list of one) over some or all of the model's parameters, or None. It keeps its
-            groups, their options and its state, and follows the new parameters.
-        fsdp_config: Composer's FSDPConfig or FSDP2Config, or a mapping with FSDP1's keys, FSDP2's or both.
-        precision: Composer's Precision or its string; None is ``amp_fp16`` on CUDA and ``fp32`` on the CPU.
-        device: Composer's Device, a torch.device or a string; None is CUDA where there is one.
-        auto_microbatching: Composer's ``device_train_microbatch_size='auto'``. Changes nothing here: the Trainer's own
-            loop votes and repeats, under the shim.
-        tensor_parallel: Composer's TPConfig or a mapping with its keys, ``tensor_parallel_degree`` and ``layer_plan``:
-            layers are split over consecutive ranks before the model is sharded over the others, by torch's styles, or
-            by the plan of a known model (``layer_plan`` "auto"). The ranks of one such group train on the same batch. A
-            model that the script itself split by torch's ``parallelize_module``, along a slice of one mesh with the
-            tensor axis last, is taken as it is.
+            parameter groups, their options and its state, and references the sharded parameters afterwards.
+        fsdp_config: Composer's FSDPConfig or FSDP2Config, or a mapping with keys of FSDP1, FSDP2 or both.
+        precision: Composer's Precision or its string. None means ``amp_fp16`` on CUDA and ``fp32`` on the CPU.
+        device: Composer's Device, a torch.device or a string. None means CUDA if available.
+        auto_microbatching: Composer's ``device_train_microbatch_size='auto'``. Has no effect here: under the shim, the
+            Trainer's own loop votes and repeats the batch.
         te_rng_seed: Seed of Transformer Engine's checkpointing (``te_checkpoint_wrapper`` under ``amp_fp8``).
+        tensor_parallel: Composer's TPConfig, or a mapping with its keys ``tensor_parallel_degree`` and ``layer_plan``.
+            Layers are TP-sharded over consecutive ranks before the model is sharded over the other ranks.
+            ``layer_plan`` maps module paths to torch's styles, or is "auto" for the plan of a known model. The ranks of
+            a tensor-parallel group train on the same batch. A model that the script has already parallelized with
+            torch's ``parallelize_module`` is accepted if its mesh is a slice of one mesh with the tensor axis last.
     Returns:
-        ``(hook_handles, fsdp_modules)``, both empty: they served FSDP1's automatic microbatching.
+        ``(hook_handles, fsdp_modules)``, both empty. FSDP1's automatic microbatching used them.
     Raises:
         ConfigError: an unknown key, a wrong value, a contradiction, or no process group.
-        UnsupportedError: something that cannot be carried over (yet); names the key. Also a NotImplementedError.
+        UnsupportedError: a setting that cannot be carried over (yet); names the key. Also a NotImplementedError.
         PlanError: the model or the optimizer does not fit; names the module.
 
-    Called on all ranks. Errors are raised on every rank, before the model or the optimizer is touched.
+    Called on all ranks. Errors are raised on all ranks, before the model or the optimizer is modified. Compares the
+    plan across ranks, creates the process groups of the meshes, and broadcasts parameters and buffers if
+    ``sync_module_states`` is set.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> config = {"sharding_strategy": "FULL_SHARD"}
+        >>> _ = prepare_fully_shard(model, optimizer, config, precision="fp32", device="cpu")
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> optimizer.step()
     """
     require_process_group("prepare_fully_shard")
     world_size = dist.get_world_size()
@@ -96,14 +106,14 @@ def prepare_fully_shard(
     def decide() -> tuple[Translation, ShardingPlan, tuple[DeviceMesh, ...]]:
         decided = _decide(model, optimizers, fsdp_config, precision, device, te_rng_seed, tensor_parallel, world_size)
         _refuse_blocking(decided[0])
-        require_checkpointing(decided[1].config.activation_checkpointing)  # a plan without ranks needs none of it
+        require_checkpointing(decided[1].config.activation_checkpointing)  # not needed for a plan without ranks
         return decided
 
-    translation, plan, present = agree(decide, lambda decided: decided[1].fingerprint)
+    translation, plan, existing_meshes = agree(decide, lambda decided: decided[1].fingerprint)
     _report(translation, plan)
     optimizer = the_optimizer(optimizers)
     follow = None if optimizer is None else rebinding(model, optimizer)
-    run = carry_out(model, plan, initializers(model), present=present)
+    run = execute_plan(model, plan, initializers(model), existing_meshes=existing_meshes)
     run.report, run.findings = translation.explain(), translation.findings
     open_fsdp1_attributes(model)
     if follow is not None:
@@ -120,16 +130,17 @@ def plan_run(
     device: Any = None,
     tensor_parallel: Any = None,
 ) -> tuple[Translation, ShardingPlan]:
-    """What ``prepare_fully_shard`` decides on each of ``world_size`` ranks, for who has none of them.
+    """The decisions of ``prepare_fully_shard`` on each of ``world_size`` ranks, without a process group.
 
-    The plan's digest is the one that those ranks compare. Where a finding blocks, the plan is what the other keys ask
-    for, and ``prepare_fully_shard`` would raise.
+    The plan's digest equals the one that those ranks compare. If a finding blocks, ``prepare_fully_shard`` would raise;
+    the plan returned here follows the other keys.
 
     Args:
-        model: On the meta device, say.
-    Raises: as ``prepare_fully_shard`` does, but for what blocks.
+        model: May be on the meta device.
+    Raises:
+        As ``prepare_fully_shard``, except for blocking findings.
 
-    It does not communicate, and needs no process group.
+    Does not communicate.
     """
     return _decide(model, None, fsdp_config, precision, device, 1234, tensor_parallel, world_size)[:2]
 
@@ -142,25 +153,35 @@ def plan_sharding(
     precision: str | None = None,
     tensor_parallel: LayerPlan | None = None,
 ) -> ShardingPlan:
-    """Choose the FSDP units of ``model`` without touching it.
+    """Choose the FSDP units of ``model`` without modifying it.
 
     Args:
-        model: Any module tree; parameters may be on the meta device. Its direct children are the roots, and their
-            ``fsdp_wrap_fn``, ``activation_checkpointing_fn`` and the modules' ``_fsdp_wrap`` and
-            ``_activation_checkpointing`` say what happens below, as they did to Composer's FSDP1.
-        config: What ``translate`` gave.
-        optimizers: Checked against the model, if given.
-        precision: Composer's (``translate(...).precision``), for wrap functions whose settings say DEFAULT or PURE.
-        tensor_parallel: By the path of a module torch's style, for the tensor axis of ``config.mesh``; "auto" for the
-            plan of a known model. None where there is no such axis, or the script has split the model already.
+        model: Any module tree; parameters may be on the meta device. Its direct children are the root units. The
+            units below are selected as Composer's FSDP1 did, by the children's ``fsdp_wrap_fn`` and
+            ``activation_checkpointing_fn`` and the modules' ``_fsdp_wrap`` and ``_activation_checkpointing``.
+        config: The ``config`` of a ``Translation``, or a ``ShardingConfig``.
+        optimizers: Checked against the model, if not None.
+        precision: Composer's precision (``translate(...).precision``), for wrap functions whose settings are DEFAULT or
+            PURE.
+        tensor_parallel: The style of each TP-sharded module by its path, for the tensor axis of ``config.mesh``; "auto"
+            for the plan of a known model. None without such an axis, or if the script has already parallelized the
+            model.
+    Returns:
+        The plan, for ``apply_plan``. ``print(plan)`` explains it.
     Raises:
-        PlanError: the model is sharded already, a wrap function failed, the optimizer is another model's or holds
-            nothing that is trained, a parameter cannot be sharded, or there is nothing to shard.
+        PlanError: the model is already sharded, a wrap function failed, the optimizer belongs to another model or has
+            no trainable parameters, a parameter cannot be sharded, or there is nothing to shard.
         ConfigError: a wrap function's dict has an unknown key or a wrong value.
-        UnsupportedError: gradients cannot keep a low dtype, and must; or context parallelism cannot divide the model's
-            attention.
+        UnsupportedError: ``keep_low_precision_grads`` where gradients cannot keep the reduction's dtype, or context
+            parallelism with an attention module that it cannot divide.
 
-    Every rank must call this with the same model; it does not communicate and needs no process group.
+    Call this on all ranks with the same model. Does not communicate, and needs no process group.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> plan = plan_sharding(model, translate({}, device="cpu").config)
+        >>> [unit.name for unit in plan.units]
+        ['0', '1']
     """
     refuse_sharded(model)
     check_optimizers(model, optimizers)
@@ -185,12 +206,13 @@ def plan_sharding(
 def _plan_parallelize(
     model: nn.Module, mesh: MeshSpec, layer_plan: LayerPlan | None, of_experts: Collection[str]
 ) -> TensorPlan:
-    """What is split along the tensor axis, by the plan or by the script before.
+    """The modules that are TP-sharded, by the layer plan or already by the script.
 
     Raises:
-        PlanError: both, or the mesh has no such axis, or has one for nothing.
+        PlanError: both a layer plan and a parallelized model, or only one of a mesh with a tensor axis and a layer
+            plan.
     """
-    present, along = read_parallelized(model)
+    by_script, along = read_parallelized(model)
     if along is not None:
         if layer_plan:
             raise PlanError(
@@ -202,39 +224,46 @@ def _plan_parallelize(
                 f"the model is split over {along.size()} ranks already, but the mesh is {mesh.text}; give translate "
                 f"tensor_parallel_degree={along.size()}"
             )
-        return present
+        return by_script
     if (mesh.tensor_degree > 1) != bool(layer_plan):
         raise PlanError(
             f"the mesh is {mesh.text}, and the layer plan of tensor parallelism names {len(layer_plan or ())} modules: "
             "give both, a tensor_parallel_degree above 1 and a plan, or neither"
         )
     if not layer_plan:
-        return present
+        return by_script
     num_shards = mesh.shard_degree if mesh.is_resolved else 1
     return plan_parallelize(model, layer_plan, mesh.tensor_degree, num_shards, not_automatic=of_experts)
 
 
 def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
-    """Shard ``model`` in place as ``plan`` says: checkpointing wrappers, values, ``fully_shard`` bottom-up, checks.
+    """Shard ``model`` in place according to ``plan``: checkpoint wrappers, initial values, ``fully_shard`` bottom-up,
+    checks.
 
     Args:
-        model: The model that the plan was made for, not yet sharded.
-        plan: From ``plan_sharding``; its meshes are made here.
+        model: The model that was planned, not yet sharded.
+        plan: From ``plan_sharding``. Its device meshes are created here.
     Raises:
-        PlanError: the plan is another model's, or differs between ranks; nothing has been changed then.
-        ConfigError: there is no process group, or a mesh does not fit the world size.
+        PlanError: the plan belongs to another model, or differs between ranks. The model is unchanged.
+        ConfigError: no process group, or a mesh does not fit the world size.
 
-    Called on all ranks. It compares the plan across ranks, makes the meshes' process groups, and broadcasts parameters
-    and buffers if the plan says ``sync_module_states``: from the first rank of each unit's mesh (or from rank 0, if
-    some ranks have no values of their own).
+    Called on all ranks. Compares the plan across ranks and creates the process groups of the meshes. With
+    ``sync_module_states`` it broadcasts parameters and buffers from the first rank of each unit's mesh, or from rank 0
+    if some ranks have no values.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4))
+        >>> apply_plan(model, plan_sharding(model, translate({}, device="cpu").config))
+        >>> type(model[0].weight.data).__name__
+        'DTensor'
     """
     require_process_group("apply_plan")
     agree(partial(_check, model, plan), lambda _: plan.fingerprint)
-    carry_out(model, plan, initializers(model))
+    execute_plan(model, plan, initializers(model))
 
 
 def _check(model: nn.Module, plan: ShardingPlan) -> None:
-    """What was planned for any number of ranks, or changed since, is looked at for those that there are."""
+    """Repeat the checks that depend on the world size, and detect changes to the model since it was planned."""
     check_plan(model, plan)
     require_checkpointing(plan.config.activation_checkpointing)
     refuse_illegal(plan.resolve(dist.get_world_size()))
@@ -248,27 +277,32 @@ def apply_activation_checkpointing(
     reentrant: bool = False,
     check_fn: CheckFn | None = None,
 ) -> list[str]:
-    """Wrap the chosen modules of ``model`` so that their activations are recomputed, or kept in host memory.
+    """Wrap modules of ``model`` so that their activations are recomputed in backward, or offloaded to host memory.
 
-    Usable without sharding; with it, call this first and shard afterwards (``prepare_fully_shard`` does, when its
-    configuration says ``activation_checkpointing``), so that the unit's gather surrounds the recomputation:
-    FSDP(AC(block)), FSDP1's nesting.
+    Can be used without sharding. With sharding, call it first (``prepare_fully_shard`` does, if
+    ``activation_checkpointing`` is set): the unit's all-gather must enclose the recomputation. This is FSDP1's nesting,
+    FSDP(AC(block)).
 
     Args:
-        model: Its direct children are looked at one by one. A module is chosen by its attribute
-            ``_activation_checkpointing``, else by ``check_fn``, else by the ``activation_checkpointing_fn`` of the
-            direct child that it lies in. Modules that are wrapped already are passed over. Where a transformers model's
-            layers are recomputed, its ``use_cache`` is off in training: they would add to the cache twice.
+        model: Modules are selected below each of its direct children: by their ``_activation_checkpointing`` attribute,
+            else by ``check_fn``, else by the ``activation_checkpointing_fn`` of the direct child. Wrapped modules are
+            skipped. If layers of a transformers model are recomputed, its ``use_cache`` is turned off in training;
+            otherwise they would be added to the cache twice.
         checkpoint: Recompute the activations in backward.
-        cpu_offload: Keep what is saved for backward in host memory.
-        reentrant: Which of torch's two implementations of checkpointing.
-        check_fn: Called with a module, true for those to wrap; takes precedence over the model's own functions.
+        cpu_offload: Store the tensors that are saved for backward in host memory.
+        reentrant: Use torch's reentrant implementation of checkpointing.
+        check_fn: Called with a module; returns True to wrap it. Overrides the model's own functions.
     Returns:
         The paths of the wrapped modules, children before parents.
     Raises:
-        PlanError: the model is sharded already, or a choosing function raised; nothing has been wrapped then.
+        PlanError: the model is already sharded, or a selection function raised. Nothing is wrapped.
 
     Does not communicate.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+        ['0']
     """
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule | FSDP1Wrapper):
@@ -296,7 +330,7 @@ def _decide(
     tensor_parallel: Any,
     world_size: int,
 ) -> tuple[Translation, ShardingPlan, tuple[DeviceMesh, ...]]:
-    """What will be done, and the meshes that the configuration brings, of which the plan knows the numbers alone."""
+    """The translation, the plan, and the meshes that the configuration contains; the plan stores only their degrees."""
     given, tensor = GivenConfig.read(fsdp_config), TensorParallel.read(tensor_parallel)
     refuse_sharded(model)
     along = parallelized_along(model, world_size)
@@ -322,8 +356,8 @@ def _decide(
     plan = plan.resolve(world_size)
     plan = replace(plan, notes=(*plan.notes, *notes_on_large_units(model, plan)))
     slices = (mesh for mesh in (given.mesh, tensor.mesh) if isinstance(mesh, DeviceMesh))
-    present = tuple(mesh for each in slices for mesh in (each, parent_mesh(each)))
-    return translation, plan, present
+    existing_meshes = tuple(mesh for each in slices for mesh in (each, parent_mesh(each)))
+    return translation, plan, existing_meshes
 
 
 def _refuse_blocking(translation: Translation) -> None:
@@ -333,7 +367,7 @@ def _refuse_blocking(translation: Translation) -> None:
 
 
 def _report(translation: Translation, plan: ShardingPlan) -> None:
-    """Rank 0 logs the report; what is not exactly what was asked for is a warning."""
+    """Log the report on rank 0. Approximations are logged as warnings."""
     if dist.get_rank() != 0:
         return
     level = logging.INFO if translation.verbose else logging.DEBUG

@@ -1,7 +1,7 @@
-"""The one place that knows torch's private API and what differs between its versions.
+"""All uses of torch's private API, and of behaviour that differs between torch versions.
 
-Differences are found by probes, not by comparing versions.
+Differences are detected by probes, not by comparing version numbers.
 """
 
-# Before any other file of this folder: it looks for the private names that they import.
+# Must be imported first: it checks for the private names that the other modules import.
 from composer_fsdp2._torch import api as api

@@ -1,7 +1,7 @@
-"""The private names of torch that this folder uses, and one clear error where a torch does not have them.
+"""The private torch names that this package uses, and one error that lists those that the installed torch lacks.
 
-``tests/_torch/test_torch_api.py`` reads the folder's code and fails for a name that is missing here. A name that some
-versions lack, and that we probe for, is not a requirement.
+``tests/_torch/test_torch_api.py`` parses the package's code and fails for a name that is not listed here. Names that
+exist in some versions only, and that we probe for, are not requirements.
 """
 
 import functools
@@ -14,12 +14,12 @@ import torch
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import IncompatibleVersionError
 
-# From the first to the last on which `make test` or `make test-newest` passed.
+# The range of versions on which `make test` or `make test-newest` passed.
 KNOWN_VERSIONS = "2.7 to 2.15"
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 
-# What is imported, or looked up in a module, when files of this folder are imported.
+# Names that the modules of this package import, or look up in a module, at import time.
 _IN_MODULES: dict[str, tuple[str, ...]] = {
     f"{_FULLY_SHARD}._fsdp_common": ("TrainingState",),
     f"{_FULLY_SHARD}._fsdp_collectives": (
@@ -97,7 +97,8 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# What a sharded model's states, groups and parameters are asked for, by class. Some are set by methods alone.
+# Attributes that are read from the states, groups and parameters of a sharded model, by class. Some are set by methods
+# only.
 # fmt: off
 _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{_FULLY_SHARD}._fsdp_state", "FSDPState"): ("_comm_ctx", "_device_handle", "_is_root", "_modules",
@@ -132,17 +133,18 @@ _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 def missing_names() -> list[str]:
-    """The names that this torch does not have, as ``module.name`` or ``Class.name``."""
+    """The required names that the installed torch lacks, as ``module.name`` or ``Class.name``."""
     return [*_missing_in_modules(), *_missing_in_classes()]
 
 
 @functools.cache
 def require_known_torch() -> None:
-    """Raise where torch has not the names that sharded models are worked on with.
+    """Raise if the installed torch lacks a private name that sharding needs.
 
     Raises:
-        IncompatibleVersionError: names them, and the versions that have them.
-    Called before a model is sharded; it communicates nothing, and is the same on ranks that have the same torch.
+        IncompatibleVersionError: names the missing attributes and the supported versions.
+
+    Called before a model is sharded. Does not communicate; all ranks with the same torch get the same result.
     """
     _raise_for(missing_names())
 
@@ -158,7 +160,7 @@ def _missing_in_modules() -> Iterator[str]:
 
 
 def module_at(path: str) -> object:
-    """A module; or the namespace of operators, which is none."""
+    """Import a module. The namespace of aten operators is returned as it is, because it is not a module."""
     return torch.ops.aten if path == "torch.ops.aten" else importlib.import_module(path)
 
 
@@ -174,7 +176,7 @@ def _missing_in_classes() -> Iterator[str]:
 
 
 def _names_known_to(cls: type) -> set[str]:
-    """The attributes of a class, and those that its methods read or set on anything."""
+    """The attributes of a class, and every name that its methods read or set."""
     known: set[str] = set()
     for each in cls.__mro__:
         known.update(vars(each), vars(each).get("__annotations__", ()))
@@ -193,5 +195,5 @@ def _raise_for(missing: Iterable[str]) -> None:
         )
 
 
-# Ahead of the imports in this folder's other files, which would fail one at a time and in torch's words.
+# Before the other modules' imports, which would fail one at a time and with torch's message.
 _raise_for(_missing_in_modules())

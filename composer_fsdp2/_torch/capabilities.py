@@ -1,4 +1,4 @@
-"""What differs between versions of ``fully_shard`` without a word, as their code shows."""
+"""Probes for undocumented differences between versions of ``fully_shard``. Each reads torch's code objects."""
 
 import inspect
 from functools import cache
@@ -8,31 +8,33 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 @cache
-def skips_groups_of_one() -> bool:
-    """Whether nothing is gathered or reduced over one rank: the unit looks at the size of its group."""
+def skips_single_rank_groups() -> bool:
+    """Whether a unit on a single rank skips its all-gather and reduce-scatter, by checking its world size."""
     return "world_size" in inspect.unwrap(FSDPParamGroup.unshard).__code__.co_varnames
 
 
 @cache
-def recomputation_is_no_forward() -> bool:
-    """Whether a forward that runs inside of a backward leaves its unit gathered."""
+def keeps_unsharded_in_recompute() -> bool:
+    """Whether a forward that runs inside a backward (recomputation) leaves its unit unsharded."""
     return "is_bw" in inspect.unwrap(FSDPParamGroup.post_forward).__code__.co_names
 
 
 @cache
 def needs_even_shards() -> bool:
-    """Whether a parameter whose rows tensor parallelism splits must have a multiple of all ranks' number of rows.
+    """Whether the rows of a TP-sharded parameter must be a multiple of the total number of shards.
 
-    torch 2.7 says so where it shards such a parameter; 2.13 has no such words, and pads.
+    torch 2.7 raises "FSDP+TP sharding does not support uneven ..." when it shards such a parameter. torch 2.13 pads
+    instead.
     """
-    code = inspect.unwrap(FSDPParam._init_sharded_param).__code__  # under torch.no_grad()
+    code = inspect.unwrap(FSDPParam._init_sharded_param).__code__  # unwraps torch.no_grad()
     return any(isinstance(text, str) and "FSDP+TP sharding does not support uneven" in text for text in code.co_consts)
 
 
-def keeps_what_copies_read() -> bool:
-    """Whether this torch keeps a unit's gradients, reduced over replicas, until that unit's backward is finished.
+def keeps_all_reduce_buffer() -> bool:
+    """Whether torch keeps the output of a unit's all-reduce alive until the unit's backward has finished.
 
-    On a GPU with gradients offloaded the copy to the host reads it; memory that the next unit's reduction gets in the
-    meantime makes silently wrong gradients (pytorch#180665). 2.7, 2.13 and 2.15 keep it in this attribute.
+    With CPU offload on a GPU, the copy to the host reads that output. If its memory is reused for the next unit's
+    reduction before the copy, gradients are silently wrong (pytorch#180665). torch 2.7, 2.13 and 2.15 keep the output
+    in this attribute.
     """
     return "_all_reduce_state" in FSDPParamGroup.__init__.__code__.co_names

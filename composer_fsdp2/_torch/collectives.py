@@ -1,8 +1,8 @@
-"""A sharded model's collectives, announced before they are launched: ``fully_shard``'s, and those between its units.
+"""Hooks that run before each collective of a sharded model: those of ``fully_shard``, and those between its units.
 
-[Note: room before] A collective of split layers, which are DTensors, allocates what it returns: too late for a rank
-that is out of memory to say so before the others have entered it. So as much is allocated before it is announced, and
-freed: torch's allocator has it ready for the collective.
+[Note: reserve memory] Functional collectives of TP-sharded layers (DTensors) allocate their own output. A rank that
+runs out of memory in that allocation cannot report it before the other ranks have entered the collective. We therefore
+allocate and free the same number of bytes before the hooks run; torch's caching allocator then has the memory ready.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch.distributed import _functional_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import placement_types
 
-# By the names of torch 2.7 and 2.13, of fully_shard's collectives and of those that DTensors of split layers call.
+# The names in torch 2.7 and 2.13, of fully_shard's collectives and of the functional collectives that DTensors call.
 _KINDS = {
     "all_gather_into_tensor": "all-gather",
     "all_gather_tensor": "all-gather",
@@ -30,13 +30,13 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class InFlight:
-    """A collective of a unit, whose buffers are there and which is not launched yet.
+class PendingCollective:
+    """A collective of a unit whose buffers are allocated and which is not launched yet.
 
     Args:
         unit: The path of the unit's module.
         kind: all-gather, reduce-scatter, all-reduce or all-to-all.
-        phase: forward, backward, unshard() where a script called it, or a layer that ranks divide.
+        phase: forward, backward, unshard() if a script called it, or a layer that ranks divide.
     """
 
     unit: str
@@ -49,48 +49,48 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Watch:
-    """``before`` is called for each collective, between the allocation of its buffers and its launch."""
+    """``before`` runs for each collective, after its buffers are allocated and before it is launched."""
 
-    before: Callable[[InFlight], None]
+    before: Callable[[PendingCollective], None]
 
 
 @contextlib.contextmanager
-def at_work(watches: Sequence[tuple[Watch, str]], phase: str) -> Iterator[None]:
-    """In the block ``fully_shard`` launches collectives of one unit.
+def collectives_of_unit(watches: Sequence[tuple[Watch, str]], phase: str) -> Iterator[None]:
+    """Within the block, the collectives that ``fully_shard`` launches belong to one unit.
 
     Args:
-        watches: Of the unit, each with the unit's path.
+        watches: The unit's watches, each with the path by which it knows the unit.
     """
-    global _working
+    global _current_unit
     if not watches:
         yield
         return
-    outer, _working = _working, (tuple(watches), phase)
-    _launching.dist = _WatchedDistributed()
+    outer, _current_unit = _current_unit, (tuple(watches), phase)
+    _fsdp_module.dist = _WatchedDistributed()
     try:
         yield
     finally:
-        _working = outer
+        _current_unit = outer
         if outer is None:
-            _launching.dist = dist
+            _fsdp_module.dist = dist
 
 
-def watch_between_units(watch: Watch, *, first: bool) -> Callable[[], None]:
-    """Have a watch called before each collective of split layers, and where ``announce`` is called.
+def watch_functional_collectives(watch: Watch, *, first: bool) -> Callable[[], None]:
+    """Call a watch before each functional collective of TP-sharded layers, and for each ``announce``.
 
     Returns:
-        A function that ends it; so does the end of the watch, which is not kept alive.
+        A function that removes the watch. The watch is referenced weakly, so deleting it removes it too.
     """
     listed = weakref.ref(watch, _forget)
     _between_units.insert(0 if first else len(_between_units), listed)
     for name in _functional:
-        setattr(_functional_collectives, name, functools.partial(_launch_of_split_layer, name))
-    _placing.shard_dim_alltoall = _exchange_of_split_layer
+        setattr(_functional_collectives, name, functools.partial(_launch_functional, name))
+    _placement_module.shard_dim_alltoall = _announced_shard_dim_alltoall
     return functools.partial(_forget, listed)
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """All-reduce ``tensor``, announced to the watches like a unit's own collective."""
+    """All-reduce ``tensor`` in place; the watches run as for a unit's own collective."""
     _launch(dist.all_reduce, "all-reduce", tensor, group=group)
 
 
@@ -103,16 +103,16 @@ def all_to_all(
     *,
     async_op: bool = False,
 ) -> Any:
-    """Exchange so many elements with each rank of ``group``, announced to the watches like a unit's own collective."""
+    """All-to-all with the given numbers of elements per rank; the watches run as for a unit's own collective."""
     sizes = list(to_receive), list(to_send)
     return _launch(dist.all_to_all_single, "all-to-all", received, sent, *sizes, group=group, async_op=async_op)
 
 
 def announce(kind: str) -> None:
-    """Announce to the watches of what lies between units; all ranks come to it."""
+    """Run the watches for a collective between units. Called on all ranks."""
     for listed in tuple(_between_units):
         if (watch := listed()) is not None:
-            watch.before(InFlight("", kind, "a layer that ranks divide"))
+            watch.before(PendingCollective("", kind, "a layer that ranks divide"))
 
 
 def is_announced() -> bool:
@@ -121,19 +121,22 @@ def is_announced() -> bool:
 
 
 def launch(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Launch a collective between units, as ``dist.all_to_all_single``, whose buffers are there; announced."""
+    """Announce and launch a collective between units, such as ``dist.all_to_all_single``.
+
+    Its buffers are already allocated.
+    """
     announce(collective.__name__)
     collective(*args, **kwargs)
 
 
 def all_gather_single(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """``dist.all_gather_into_tensor``, which torch 2.13 renames to this, deprecating the old name."""
+    """``dist.all_gather_into_tensor``. torch 2.13 renames it to ``all_gather_single`` and deprecates the old name."""
     launch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     launch(output, part, group)
 
 
 def reduce_scatter_single(part: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """``dist.reduce_scatter_tensor`` with sums, which torch 2.13 renames to this."""
+    """``dist.reduce_scatter_tensor`` with sums, which torch 2.13 renames to ``reduce_scatter_single``."""
     launch = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     launch(part, full, group=group)
 
@@ -143,28 +146,29 @@ def _forget(listed: weakref.ref[Watch]) -> None:
         _between_units.remove(listed)
     if not _between_units:
         vars(_functional_collectives).update(_functional)
-        _placing.shard_dim_alltoall = _shard_dim_alltoall
+        _placement_module.shard_dim_alltoall = _shard_dim_alltoall
 
 
-_working: tuple[tuple[tuple[Watch, str], ...], str] | None = None  # watches and phase, while a unit works
-_between_units: list[weakref.ref[Watch]] = []  # weakly: units hold their watches
-_launching: Any = _fsdp_collectives
-_placing: Any = placement_types
-_shard_dim_alltoall: Callable[..., torch.Tensor] = _placing.shard_dim_alltoall
+# (watches, phase) of the unit whose collectives run
+_current_unit: tuple[tuple[tuple[Watch, str], ...], str] | None = None
+_between_units: list[weakref.ref[Watch]] = []  # weak references: units own their watches
+_fsdp_module: Any = _fsdp_collectives
+_placement_module: Any = placement_types
+_shard_dim_alltoall: Callable[..., torch.Tensor] = _placement_module.shard_dim_alltoall
 _functional = {name: function for name in _KINDS if (function := vars(_functional_collectives).get(name)) is not None}
 
 
 class _WatchedDistributed:
-    """``torch.distributed`` as the module of fully_shard's collectives sees it."""
+    """Replaces ``torch.distributed`` in the module of fully_shard's collectives."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(dist, name)
         return functools.partial(_launch, value, _KINDS[name]) if name in _KINDS else value
 
 
-def _launch_of_split_layer(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """One of torch's functional collectives; see [Note: room before]."""
-    if type(tensor) in (torch.Tensor, _functional_collectives.AsyncCollectiveTensor):  # no compiler traces it
+def _launch_functional(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Announce and launch one of torch's functional collectives; see [Note: reserve memory]."""
+    if type(tensor) in (torch.Tensor, _functional_collectives.AsyncCollectiveTensor):  # not traced by a compiler
         kind, group = _KINDS[name], kwargs.get("group")
         mesh, axis = group if isinstance(group, tuple) else (None, None)
         num_ranks = dist.get_world_size() if mesh is None else mesh.size(axis)
@@ -175,10 +179,13 @@ def _launch_of_split_layer(name: str, tensor: torch.Tensor, *args: Any, **kwargs
     return _functional[name](tensor, *args, **kwargs)
 
 
-def _exchange_of_split_layer(
+def _announced_shard_dim_alltoall(
     tensor: torch.Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int
 ) -> torch.Tensor:
-    """What DTensors call to move from one sharded dimension to another; on the CPU an all-gather, announced as such."""
+    """Announce and run the all-to-all by which a DTensor changes its sharded dimension.
+
+    On the CPU torch runs an all-gather, which is announced as an all-gather.
+    """
     if mesh.device_type != "cpu" and type(tensor) in (torch.Tensor, _functional_collectives.AsyncCollectiveTensor):
         room = [torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device) for _ in range(3)]
         del room
@@ -187,13 +194,13 @@ def _exchange_of_split_layer(
 
 
 def _launch(function: Callable[..., Any], kind: str, *args: Any, **kwargs: Any) -> Any:
-    watches, phase = _working or ((), "")
-    announced = [InFlight(path, kind, phase) for _, path in watches]
+    watches, phase = _current_unit or ((), "")
+    announced = [PendingCollective(path, kind, phase) for _, path in watches]
     for (watch, _), collective in zip(watches, announced, strict=True):
         watch.before(collective)
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        for collective in dict.fromkeys(announced):  # several watches announce the same
+        for collective in dict.fromkeys(announced):  # watches of the same unit announce the same collective
             error.add_note(f"in {collective}")
         raise

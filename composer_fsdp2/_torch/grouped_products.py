@@ -1,19 +1,19 @@
-"""torch's product of rows with one matrix a group, where a version and a device have it."""
+"""Grouped matrix products, if the torch version and the device support them."""
 
 import functools
 
 import torch
 
-_NAME = "_grouped_mm"  # torch 2.7 has none
+_NAME = "_grouped_mm"  # missing in torch 2.7
 
 
 def grouped_product(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Of groups that lie one after the other: rows times the matrix of their group, or a sum of outer products each.
+    """Multiply consecutive groups of rows by one matrix per group, or sum one outer product per group.
 
     Args:
         left: [rows, in], or [out, rows].
         right: [groups, in, out], or [rows, in].
-        ends: Where each group of rows ends; int32, on the device.
+        ends: The end index of each group of rows; int32, on the device.
     """
     product: torch.Tensor = getattr(torch, _NAME)(left, right, offs=ends)
     return product
@@ -21,9 +21,9 @@ def grouped_product(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor)
 
 @functools.cache
 def has_grouped_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether it is there for tensors of this kind, and gives what single products give, in each form that is used.
+    """Whether grouped products exist for this device and dtype, and match single products in each form that we use.
 
-    Waits for the device the first time.
+    Synchronizes with the device on the first call.
     """
     if not hasattr(torch, _NAME):
         return False
@@ -37,7 +37,7 @@ def has_grouped_product(device: torch.device, dtype: torch.dtype) -> bool:
             grouped_product(grouped_product(flat, others.mT, ends), others, ends),
             grouped_product(flat.mT, other, ends),
         ]
-    except (RuntimeError, NotImplementedError):  # too old a device, or another dtype
+    except (RuntimeError, NotImplementedError):  # unsupported device or dtype
         return False
     first = rows @ others.mT
     expected = [first.view(64, 32), (first @ others).view(64, 16), rows.mT @ others]

@@ -1,4 +1,4 @@
-"""A unit's private state, and its groups of parameters: torch 2.7 has one group to a unit, 2.13 several."""
+"""A unit's private state and its parameter groups. torch 2.7 has one group per unit, torch 2.13 several."""
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -13,7 +13,7 @@ def state_of(unit: FSDPModule) -> Any:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """The parameter groups of a unit; none without parameters of its own."""
+    """The parameter groups of a unit; empty if the unit has no parameters."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -22,25 +22,25 @@ def groups_of(state: Any) -> list[Any]:
 def new_group_of(
     groups: Iterable[Sequence[int]], backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup | None:
-    """The process group of this rank, of several that no two share; None if it is in none. Called on all ranks.
+    """Create the process groups of a partition; return this rank's group, or None. Called on all ranks.
 
-    A rank sends nothing for the others' groups. Where the default group is NCCL's and was made with ``device_id``,
-    torch (``_new_process_group_helper``) has the ranks outside of any new group take part in splitting NCCL's
-    communicator: one collective of the world for each group, and one that never ends for gloo, for which those inside
-    split nothing. So for that moment the default group has no device, and a group's communicator is made when it is
-    first used.
+    Creating the groups of other ranks sends nothing. But if the default group uses NCCL and was created with
+    ``device_id``, torch (``_new_process_group_helper``) makes the ranks outside of each new group join a split of
+    NCCL's communicator. That is one collective of the world per group, and it hangs for gloo, whose members do not
+    split. We therefore unset the default group's device during creation; each group's communicator is created at its
+    first use.
 
     Args:
-        groups: The ranks of each, in one order on all ranks.
-        backend, timeout: Those of the default group where they are None.
+        groups: The ranks of each group, in the same order on all ranks.
+        backend, timeout: None means those of the default group.
     """
     world: Any = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
     rank, own = dist.get_rank(), None
     try:
         for ranks in groups:
-            # Also those of others: torch counts groups to name them, and ranks must count alike. It waits for nobody
-            # (unless TORCH_DIST_INIT_BARRIER is set), so that use_local_synchronization would spare nothing.
+            # Also for groups without this rank: torch names groups by a counter, which must agree between ranks. This
+            # does not block (unless TORCH_DIST_INIT_BARRIER is set), so use_local_synchronization would save nothing.
             group = dist.new_group(list(ranks), backend=backend, timeout=timeout)
             own = group if rank in ranks else own
     finally:
@@ -49,14 +49,17 @@ def new_group_of(
 
 
 def has_gradient(parameter: Any) -> bool:
-    """Whether there is an unreduced gradient; that of earlier microbatches torch < 2.15 keeps in an own attribute."""
+    """Whether the parameter has an unreduced gradient.
+
+    torch < 2.15 stores the gradient of earlier microbatches in a separate attribute.
+    """
     accumulated = getattr(parameter, _ACCUMULATED, None)
     return accumulated is not None or parameter._unsharded_param.grad is not None
 
 
 def drop_gradient(parameter: Any) -> None:
     """Discard the unreduced gradient."""
-    if _ACCUMULATED in vars(parameter):  # from torch 2.15 on a property, of the gradient below
+    if _ACCUMULATED in vars(parameter):  # From torch 2.15 on it is a property that reads the gradient below.
         setattr(parameter, _ACCUMULATED, None)
     if hasattr(parameter, "_unsharded_param"):
         parameter._unsharded_param.grad = None

@@ -1,4 +1,4 @@
-"""Names and small facts of torch that have no public name."""
+"""Private torch names, and helpers for facts that torch's public API does not expose."""
 
 import functools
 import importlib
@@ -26,27 +26,27 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 ActivationWrapper, CheckpointImpl = _wrappers.ActivationWrapper, _wrappers.CheckpointImpl
 checkpoint_wrapper, offload_wrapper = _wrappers.checkpoint_wrapper, _wrappers.offload_wrapper
 ShardedTensor = _sharded_tensor.ShardedTensor  # type: ignore[attr-defined]
-gather_sharded: Any = _all_gather_sharded_tensor  # the full tensor of a ShardedTensor, on all ranks
-# FSDP1's own class, whatever ``install_fsdp`` has put in its place since.
+gather_sharded_tensor: Any = _all_gather_sharded_tensor  # the full tensor of a ShardedTensor, on all ranks
+# FSDP1's own class, even after ``install_fsdp`` has replaced it.
 FSDP1Wrapper = _FSDP1
-# The base of all batch norms, which FSDP1 kept out of mixed precision.
+# The base class of all batch norms, which FSDP1 excluded from mixed precision.
 BatchNorm = nn.modules.batchnorm._BatchNorm
-# What torch.save calls to rebuild a tensor.
+# The functions by which torch.save rebuilds a tensor.
 rebuild_tensor = torch._utils._rebuild_tensor_v2
 rebuild_untyped_tensor = torch._utils._rebuild_tensor_v3
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether this is what ``torch.compile(module)`` returned; ``module.compile()`` leaves the module as it is.
+    """Whether ``torch.compile(module)`` returned this module. ``module.compile()`` does not change the module's class.
 
-    Does not import the compiler, which takes a second, and of which there is nothing to find if nobody imported it.
+    Does not import the compiler, which takes a second. If it was never imported, no module is compiled.
     """
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs a backward in this thread, as it does where a forward is recomputed."""
+    """Whether autograd runs a backward in this thread, as during the recomputation of a forward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -54,31 +54,31 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(function: F) -> F:
-    """The function, called each time between two graphs: torch.compile does not trace it.
+    """Exclude the function from torch.compile: it runs between two graphs and causes a graph break.
 
-    For hooks that communicate, or whose work depends on the batch. ``torch.compiler.disable`` would import the
-    compiler at once.
+    For hooks that communicate, or whose work depends on the batch. ``torch.compiler.disable`` would import the compiler
+    immediately.
     """
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
     disabled: F = disable(function)
     return disabled
 
 
-# Where FSDP1's class, checkpointing and torch.compile register what they wrap.
+# The attributes under which FSDP1's class, activation checkpointing and torch.compile register the wrapped module.
 FSDP_WRAPPED = "_fsdp_wrapped_module"
 _WRAPPED = (FSDP_WRAPPED, "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def without_wrappers(path: str) -> str:
-    """The path as it was before modules on it were wrapped, checkpointed or compiled."""
+    """The path without the wrappers of FSDP1, activation checkpointing and torch.compile."""
     return ".".join(name for name in path.split(".") if name not in _WRAPPED)
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters that the module itself registers, under each of their names.
 
-    ``named_parameters(recurse=False, remove_duplicate=False)``, without what that spends on finding out that a module
-    has none, as most have: a set-up reads every module several times.
+    Equals ``named_parameters(recurse=False, remove_duplicate=False)``, but faster for modules without parameters, which
+    are the majority. Setup reads every module several times.
     """
     registered = module._parameters
     return [(name, parameter) for name, parameter in registered.items() if parameter is not None] if registered else []
@@ -91,22 +91,22 @@ def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether something was registered with ``register_hook`` or ``register_post_accumulate_grad_hook``."""
+    """Whether the parameter has a hook of ``register_hook`` or ``register_post_accumulate_grad_hook``."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which box of the full tensor this rank holds: (offsets, sizes), in elements."""
+    """The (offsets, sizes) of this rank's shard within the full tensor, in elements."""
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tuple(sizes)
 
 
 def pending_reduction(placement: Any) -> tuple[str, float] | None:
-    """How a DTensor's local values still have to be put together along one axis of its mesh, if they have to.
+    """The reduction of a DTensor's local values that is still pending along one axis of its mesh.
 
-    ``("norm", p)``: they are p-norms of parts (torch's ``_NormPartial``, which also has its parts for p = inf, as a
-    maximum). ``(op, 1.0)``: by torch's own word for the reduction, ``sum``, ``avg``, ``max`` ... None: they are full
-    along this axis, or parts of a larger tensor.
+    ``("norm", p)``: they are p-norms of shards (torch's ``_NormPartial``, which for p = inf is a maximum). ``(op,
+    1.0)``: torch's name of the reduction, such as ``sum``, ``avg`` or ``max``. None: no reduction is pending; the
+    values are replicated or sharded along this axis.
     """
     if not isinstance(placement, Partial):
         return None
@@ -117,42 +117,42 @@ def pending_reduction(placement: Any) -> tuple[str, float] | None:
 
 
 def storage_class(dtype: torch.dtype) -> tuple[type, bool]:
-    """The class that ``torch.save`` names for a tensor's storage, and whether it implies the dtype.
+    """The class that ``torch.save`` records for a tensor's storage, and whether that class implies the dtype.
 
-    One that does goes with ``rebuild_tensor``; else ``rebuild_untyped_tensor`` gets the dtype as a further argument.
+    If it does, use ``rebuild_tensor``; otherwise ``rebuild_untyped_tensor`` takes the dtype as an additional argument.
     """
     name = torch.storage._dtype_to_storage_type_map().get(dtype)
     return (torch.storage.UntypedStorage, False) if name is None else (getattr(torch, name), True)
 
 
 def storage_info(file_name: str, offset: int, num_bytes: int) -> Any:
-    """The location of an entry in a checkpoint folder, in the form of its ``.metadata``."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # slow to import, and only for writing
+    """The location of an entry in a checkpoint folder, as its ``.metadata`` stores it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # slow to import, and needed for writing only
 
     return _StorageInfo(file_name, offset, num_bytes)
 
 
 def default_store() -> Any:
-    """The store that the default process group was made with, under a prefix of ours."""
+    """The store of the default process group, with a prefix of this package."""
     c10d: Any = dist.distributed_c10d
     return c10d.PrefixStore("composer_fsdp2", c10d._get_default_store())
 
 
 def has_custom_load_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer.load_state_dict`` runs other code than torch's: overridden, or with hooks."""
+    """Whether ``optimizer.load_state_dict`` runs code other than torch's: an override, or hooks."""
     cls, base = type(optimizer), torch.optim.Optimizer
     is_overridden = "load_state_dict" in vars(optimizer) or cls.load_state_dict is not base.load_state_dict
-    # torch's own optimizers have one each, for the state of older versions.
+    # torch's own optimizers override ``__setstate__``, to read the state of older versions.
     set_state = getattr(cls.__setstate__, "__module__", "")
     hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
     return is_overridden or not set_state.startswith("torch.") or any(hooks)
 
 
 def custom_loading(model: nn.Module) -> dict[str, str]:
-    """What ``model.load_state_dict`` runs beside torch's own code: by the module's path, the functions."""
+    """The functions besides torch's own that ``model.load_state_dict`` runs, by module path."""
     found = {path: list(_loading_code(module)) for path, module in model.named_modules()}
     own = vars(model).get("load_state_dict", type(model).load_state_dict)
-    if getattr(own, "__func__", own) is not nn.Module.load_state_dict:  # of the root alone: torch calls no child's
+    if getattr(own, "__func__", own) is not nn.Module.load_state_dict:  # torch calls it on the root module only
         found[""].insert(0, own)
     return {
         path: ", ".join(getattr(code, "__qualname__", type(code).__qualname__) for code in codes)
@@ -161,26 +161,26 @@ def custom_loading(model: nn.Module) -> dict[str, str]:
     }
 
 
-_NOT_THE_USERS = ("torch.nn.modules.", "torch.distributed.", "composer_fsdp2.sharding.full_values")
+_KNOWN_LOADING_CODE = ("torch.nn.modules.", "torch.distributed.", "composer_fsdp2.sharding.full_values")
 
 
 def _loading_code(module: nn.Module) -> Iterator[Any]:
-    """The functions of a module that are not torch's."""
+    """The loading functions of a module that are not torch's."""
     pre_hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
     for code in (module._load_from_state_dict, *pre_hooks, *module._load_state_dict_post_hooks.values()):
-        function = getattr(code, "func", code)  # a partial's
-        # Sharding and checkpoint wrappers hook in too, and BatchNorm reads files of torch 0.4.
-        if not getattr(function, "__module__", "").startswith(_NOT_THE_USERS):
+        function = getattr(code, "func", code)  # of a functools.partial
+        # Sharding and checkpoint wrappers register hooks too, and BatchNorm reads files of torch 0.4.
+        if not getattr(function, "__module__", "").startswith(_KNOWN_LOADING_CODE):
             yield function
 
 
 def versions_in(state: Mapping[str, Any]) -> Any:
-    """The modules' versions that a state dict carries, which their loading code looks at; None for a plain dict."""
+    """The modules' versions in a state dict, which their loading code reads; None for a plain dict."""
     return getattr(state, "_metadata", None)
 
 
 def state_dict_of(entries: Mapping[str, Any], versions: Any) -> OrderedDict[str, Any]:
-    """Entries as ``state_dict()`` returns them."""
+    """A state dict as ``state_dict()`` returns it."""
     state = OrderedDict(entries)
     if versions is not None:
         state._metadata = versions  # type: ignore[attr-defined]
@@ -188,23 +188,24 @@ def state_dict_of(entries: Mapping[str, Any], versions: Any) -> OrderedDict[str,
 
 
 def keep_class_name(module: nn.Module) -> None:
-    """Give the class that ``fully_shard`` put on ``module`` its original name.
+    """Restore the original name of the class that ``fully_shard`` assigned to ``module``.
 
-    Hugging Face writes the class's name into ``architectures``, Composer into its checkpoints' metadata, and user code
-    asks ``type(m).__name__``. ``fully_shard`` keeps one class per original class, so this is done once for each.
+    Hugging Face writes the class name into ``architectures``, Composer writes it into checkpoint metadata, and user
+    code reads ``type(m).__name__``. ``fully_shard`` creates one class per original class, so this changes each class
+    once.
     """
     cls = type(module)
     if cls in cls_to_fsdp_cls or not issubclass(cls, FSDPModule):
-        return  # also a class that is a unit by itself
-    original = cls.__mro__[2]  # 0 is the class that fully_shard made, 1 is FSDPModule
+        return  # also for a class that is a unit itself
+    original = cls.__mro__[2]  # 0 is the class of fully_shard, 1 is FSDPModule
     for attribute in ("__name__", "__qualname__", "__module__"):
         setattr(cls, attribute, getattr(original, attribute))
 
 
 def transformer_engine_checkpoint_wrapper(seed: int) -> Callable[[nn.Module], nn.Module]:
-    """A wrapper that recomputes with Transformer Engine's checkpoint, as Composer set it up under amp_fp8.
+    """A wrapper that recomputes with Transformer Engine's checkpoint, as Composer configured it under amp_fp8.
 
-    One tracker of random states serves all modules (composer/distributed/dist_strategy.py, 0.32.1).
+    All modules share one RNG tracker (composer/distributed/dist_strategy.py, 0.32.1).
 
     Raises:
         ImportError: Transformer Engine is not installed.
@@ -222,18 +223,18 @@ def transformer_engine_checkpoint_wrapper(seed: int) -> Callable[[nn.Module], nn
 
 
 def dtensor_random_states() -> dict[str, torch.Tensor]:
-    """The states from which DTensors draw on a GPU, as in a split dropout, beside torch's own generator; not a copy.
+    """The RNG states that DTensors use on a GPU, as for TP-sharded dropout, besides torch's generator. Not a copy.
 
-    torch 2.13 has none, and torch 2.7 none before the first draw.
+    torch 2.13 has none, and torch 2.7 has none before the first use.
     """
     states: dict[str, torch.Tensor] = getattr(random_of_dtensors._rng_tracker, "rng_states", {})
     return states
 
 
 def parent_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that this one is a slice of (``parent["tp"]``), or the mesh itself.
+    """The mesh of which ``mesh`` is a slice (``parent["tp"]``), or ``mesh`` itself.
 
-    torch 2.7 asks a registry of its own, later versions the mesh.
+    torch 2.7 stores it in a registry, later versions in the mesh.
     """
     ask: Any = getattr(mesh, "_get_root_mesh", None)
     parent: DeviceMesh = ask() if ask is not None else _device_mesh._mesh_resources.get_root_mesh(mesh)

@@ -1,5 +1,6 @@
-"""Defects of torch on the CPU that we work around. Each names the versions on which it was seen;
-``tests/_torch/test_torch.py`` fails when a version that we support no longer needs one, or needs it again.
+"""Workarounds for defects of torch on the CPU. Each lists the versions on which it was observed.
+
+``tests/_torch/test_torch.py`` fails if a supported version no longer needs a workaround, or needs it again.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """One defect of torch that we work around: how to see it, and what to do."""
+    """A workaround for one defect of torch: a probe and a patch."""
 
     name: str
     seen_on: tuple[str, ...]
@@ -23,25 +24,25 @@ class Repair:
 
 
 def repair_cpu_collectives() -> None:
-    """Make ``fully_shard`` average gradients over gloo, and run on a 2-D mesh there; CUDA is not touched.
+    """Make ``fully_shard`` average gradients over gloo, and run on a 2-D CPU mesh. CUDA is not affected.
 
-    Called on all ranks before sharding on the CPU; idempotent, and local: it communicates nothing.
+    Called on all ranks before sharding on the CPU. Idempotent; does not communicate.
     """
     for repair in REPAIRS:
         if repair.is_needed():
             repair.apply()
 
 
-# gloo's ReduceOp.AVG: torch 2.7's reduce_scatter_tensor returns the sum and its all_reduce raises (pytorch#162338),
-# while fully_shard asks for AVG with fp32 and bf16 gradients.
+# gloo's ReduceOp.AVG: in torch 2.7 reduce_scatter_tensor returns the sum and all_reduce raises (pytorch#162338), while
+# fully_shard requests AVG for fp32 and bf16 gradients.
 
 _MARK = "_composer_fsdp2_repair"
 
 
 def _gloo_cannot_average() -> bool:
-    """gloo refuses AVG before it communicates, so a group of this one rank shows what any group would do.
+    """Whether gloo rejects AVG. It does so before it communicates, so a group of this rank only shows it.
 
-    The store lies in memory and the group is known to nobody else.
+    The store is in memory, and no other rank knows the group.
     """
     if hasattr(_fsdp_collectives._get_gradient_divide_factors, _MARK):
         return False
@@ -65,7 +66,7 @@ def _sum_then_divide() -> None:
         factors = original(reduce_scatter_group, all_reduce_group, reduce_dtype, device_type, **rest)
         if device_type != "cpu" or factors[0] is not None:
             return factors
-        # A factor of 1 before the reduction makes fully_shard ask for SUM; all of the division comes after it.
+        # A factor of 1 before the reduction makes fully_shard request SUM; the division follows the reduction.
         ranks = reduce_scatter_group.size() * (1 if all_reduce_group is None else all_reduce_group.size())
         return (1.0, float(ranks))
 
@@ -73,11 +74,12 @@ def _sum_then_divide() -> None:
     _fsdp_collectives._get_gradient_divide_factors = divide_factors
 
 
-# torch.cpu.Stream is a stub whose record_event returns None; fully_shard on a 2-D mesh asserts that it got an event.
+# torch.cpu.Stream is a stub whose record_event returns None; fully_shard on a 2-D mesh asserts that it returns an
+# event.
 
 
 def _cpu_events_are_missed() -> bool:
-    """Versions that accept no event on the CPU declare the field of ``AllReduceState`` as optional."""
+    """Whether torch requires an event on the CPU. In other versions the field of ``AllReduceState`` is optional."""
     accepts_none = "None" in str(_fsdp_param_group.AllReduceState.__annotations__["event"])
     stream: Any = torch.cpu.Stream()
     return stream.record_event() is None and not accepts_none
@@ -92,17 +94,19 @@ def _record_cpu_events() -> None:
 
 
 def _forget_events_of_unused_gathers() -> None:
-    """Undo for one caller what the event above does.
+    """Discard the event of an unused prefetch, which the patch above would otherwise add.
 
-    A prefetch for a unit whose backward never runs (frozen, and its inputs need no gradient) is waited for at the
-    end of backward: by its event, if it has one, on a stream of torch.accelerator, which a machine without one lacks.
+    A frozen unit whose inputs need no gradient runs no backward. At the end of the backward, torch waits for the unit's
+    prefetch. If it has an event, torch waits on a stream of torch.accelerator, which does not exist on a machine
+    without one.
     """
     original = _fsdp_param_group.FSDPParamGroup.finalize_backward
 
     def finalize_backward(self: Any) -> None:
         gather = self._all_gather_result
         if gather is not None and self.device.type == "cpu":
-            self._all_gather_result = gather._replace(all_gather_event=None)  # the work itself is waited for
+            # the collective itself is still waited for
+            self._all_gather_result = gather._replace(all_gather_event=None)
         original(self)
 
     _fsdp_param_group.FSDPParamGroup.finalize_backward = finalize_backward  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Replace an attribute of another package's object within a ``with`` block."""
+"""Temporarily replace an attribute of another package's object."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of a module, class or instance, and restore it afterwards.
+    """Set an attribute of a module, class or instance, and restore it at the end of the block.
 
     Raises:
         AttributeError: the object has no such attribute.

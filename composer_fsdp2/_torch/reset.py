@@ -1,4 +1,4 @@
-"""The way back from a forward or backward that an error ended."""
+"""Reset a sharded model after an error in its forward or backward."""
 
 import gc
 from typing import Any
@@ -12,17 +12,17 @@ from composer_fsdp2._torch.unit import UnitState
 
 
 def reset_after_error(unit: FSDPModule) -> None:
-    """Return the root of an interrupted forward or backward, and all units below it, to their state between steps.
+    """Reset the root of an interrupted forward or backward, and all units below it, to their state between steps.
 
-    Drops unfinished gradients, and waits for the device and for collectives that are on their way. ``.grad`` of the
-    sharded parameters is the optimizer's to clear. A unit that is no root is left unchanged. torch 2.13
-    has ``reset_iter_state`` for it (without the gradients of microbatches that were not communicated).
+    Discards unreduced gradients, and waits for the device and for pending collectives. ``.grad`` of the sharded
+    parameters is not cleared; that is up to the optimizer. Does nothing if ``unit`` is not a root. torch 2.13 has
+    ``reset_iter_state``, which does not discard the unreduced gradients of microbatches.
     """
     root, state = unit, state_of(unit)
     if not state._is_root:
         return
-    # What a reduction was doing on its own stream when the error came (fp16 divides there, before the launch) must be
-    # done before memory that it uses is given out again.
+    # A reduction may still run on its own stream (for fp16 it divides there before the launch). It must finish before
+    # its memory is reused.
     state._device_handle.synchronize()
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
@@ -32,18 +32,19 @@ def reset_after_error(unit: FSDPModule) -> None:
         if isinstance(each, UnitState):
             each.restore_autocast_cache()
         for group in groups_of(each):
-            group.lazy_init()  # idempotent; the error may have come in the midst of the first one
+            group.lazy_init()  # idempotent; the error may have interrupted the first call
             for parameter in group.fsdp_params:
                 drop_gradient(parameter)
                 if hasattr(parameter, "_unsharded_param"):
                     parameter.free_unsharded_param()
 
 
-def forget_masks() -> None:
-    """Empty what split embeddings keep from their lookup until they are reduced, in which an error may have come.
+def reset_mask_buffers() -> None:
+    """Clear the masks that TP-sharded embeddings store between their lookup and the reduction of its output.
 
-    torch keeps it in placements that its caches share between forwards; the next one would raise, as its tokens differ.
-    Goes through all objects of the process, so it is for after an error only.
+    An error may occur between the two. torch stores the mask in placements that its caches share between forwards, so
+    the next forward, whose tokens differ, would raise. Iterates over all objects of the process; call it after an error
+    only.
     """
     for kept in gc.get_objects():
         if type(kept).__name__ == "MaskBuffer" and type(kept).__module__.startswith("torch.distributed.tensor"):
@@ -73,7 +74,7 @@ def _reset_iteration(root: Any) -> None:
             group._all_reduce_state = group._partial_reduce_output = None
             group._post_forward_indices.clear()
             group._training_state = TrainingState.IDLE
-            group.num_open = 0  # UnitGroup's
+            group.num_running_forwards = 0  # attribute of UnitGroup
             group._to_sharded()
     root._state_ctx.iter_forward_root = None
     root._state_ctx.post_backward_final_callback_queued = False

@@ -1,4 +1,4 @@
-"""A gradient scaler for sharded and unsharded gradients together."""
+"""A gradient scaler for a mix of sharded and unsharded gradients."""
 
 import contextlib
 import types
@@ -13,12 +13,21 @@ from composer_fsdp2._torch.replaced import replaced
 
 
 class ShardedGradScaler(FSDP1GradScaler):
-    """A gradient scaler for a model in which some gradients are sharded and some are unsharded, on one mesh or several.
+    """A gradient scaler for models with both sharded and unsharded gradients, on one mesh or several.
 
     torch's scalers unscale all gradients of an optimizer in one call, which raises for a mix of DTensors and plain
-    tensors. Use it as ``torch.amp.GradScaler``, whose arguments it takes; the shim gives it to Composer's State.
+    tensors. Takes the arguments of ``torch.amp.GradScaler``. Under the shim, Composer's State uses this class.
 
-    ``unscale_`` and ``step`` are called on all ranks: they all-reduce one number, so that a step is skipped by all.
+    ``unscale_`` and ``step`` must be called on all ranks. They all-reduce one number, so all ranks skip the same steps.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> _ = prepare_fully_shard(model, optimizer, {}, precision="fp32", device="cpu")
+        >>> scaler = ShardedGradScaler(device="cpu")
+        >>> scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
     """
 
     def _unscale_grads_(
@@ -36,12 +45,12 @@ class ShardedGradScaler(FSDP1GradScaler):
         ]
         stand_in: Any = types.SimpleNamespace(param_groups=[{"params": shards}])
         by_device = super()._unscale_grads_(stand_in, inv_scale, found_inf, allow_fp16)
-        # One number: which devices gradients lie on may differ between ranks, and each entry is one all-reduce.
+        # One entry: each entry is one all-reduce, and the devices of the gradients may differ between ranks.
         return {found_inf.device: torch.stack([each.to(found_inf.device) for each in by_device.values()]).sum(dim=0)}
 
 
 def _shard_with_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """A tensor whose gradient is this rank's part of ``gradient``."""
+    """A tensor whose gradient is the local tensor of ``gradient``."""
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     holder = local.detach()
     holder.grad = local
@@ -49,9 +58,10 @@ def _shard_with_gradient(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def after_unscaling(scaler: Any, then: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """Within the block, ``unscale_`` calls ``then`` once it has all its tensors.
+    """Within the block, ``unscale_`` calls ``then`` after it has allocated all its tensors.
 
-    It communicates after that, and notes that it was called: an error of ``then`` leaves it to be called again.
+    ``unscale_`` communicates after that. If ``then`` raises, ``unscale_`` is not marked as done and can be called
+    again.
     """
     unscale = scaler._unscale_grads_
 

@@ -1,4 +1,4 @@
-"""The steps that ``fully_shard`` leaves out at the beginning and end of a unit's forward and backward."""
+"""Subclasses of ``fully_shard``'s state, parameter group and parameter with FSDP1's behaviour."""
 
 import contextlib
 import functools
@@ -18,22 +18,29 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import unserializable_hook
 
-from composer_fsdp2._torch.collectives import InFlight, Watch, all_reduce, at_work, watch_between_units
+from composer_fsdp2._torch.collectives import (
+    PendingCollective,
+    Watch,
+    all_reduce,
+    collectives_of_unit,
+    watch_functional_collectives,
+)
 from composer_fsdp2._torch.groups import groups_of, has_gradient, state_of
-from composer_fsdp2._torch.passing import Passage, cast_floats, hidden_gradient, tensors_in
+from composer_fsdp2._torch.identity import IdentityHook
 from composer_fsdp2._torch.replaced import replaced
+from composer_fsdp2._torch.tensor_tree import cast_floats, hidden_gradient, tensors_in
 from composer_fsdp2.errors import CallError, PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
-    """Other parameters than the shards stand in a unit's modules while it is not gathered.
+class ParameterOverride:
+    """Parameters that replace the shards in a unit's modules while the unit is sharded.
 
     Args:
-        options: What the caller shows them with.
-        before_gather: Called before each all-gather of the unit, with whether it is backward's; what it raises ends the
-            forward or backward.
-        after_reshard: Called once the shards are registered again.
+        options: The options of the caller, for comparison with those of a nested call.
+        before_gather: Called before each all-gather of the unit; the argument is whether it belongs to a backward. An
+            exception ends the forward or backward.
+        after_reshard: Called after the shards are registered again.
     """
 
     options: object
@@ -43,35 +50,39 @@ class Shown:
 
 @dataclass(slots=True, eq=False)
 class UnitHooks:
-    """What is done at places of a unit's forward and backward for which torch has no hooks.
+    """Hooks at points of a unit's forward and backward for which torch has none.
 
     Args:
-        watches: Called before the unit's collectives, with the path that each knows the unit by.
-        replicated: By mesh, parameters that lie unsharded on every rank of it; their gradients are averaged where the
-            backward ends.
-        after_reduction: Called in turn where a backward that reduced gradients ends; what one raises ends it.
-        sums_in_own_dtype: Gradients that wait for their reduction are added up in the dtype of the backward, as under
-            FSDP1, and not in that of the reduction.
-        before_first_forward: Called once, if the unit is the root of a forward.
+        watches: Called before the unit's collectives, each with the path by which it knows the unit.
+        replicated: By mesh, the parameters that are replicated on all its ranks. Their gradients are averaged at the
+            end of the backward.
+        after_reduction: Called in order at the end of each backward that reduced gradients. An exception ends the
+            backward.
+        accumulates_in_backward_dtype: Accumulate unreduced gradients in the dtype of the backward, as FSDP1, not in
+            ``reduce_dtype``.
+        before_first_forward: Called once, before the first forward of which the unit is the root.
     """
 
     watches: list[tuple[Watch, str]] = field(default_factory=list)
-    shown: Shown | None = None
+    override: ParameterOverride | None = None
     replicated: Mapping[DeviceMesh, Sequence[nn.Parameter]] = field(default_factory=dict)
     after_reduction: list[Callable[[], None]] = field(default_factory=list)
-    sums_in_own_dtype: bool = False
+    accumulates_in_backward_dtype: bool = False
     before_first_forward: Callable[[], None] | None = None
 
 
 def hooks_of(unit: FSDPModule) -> UnitHooks:
-    """Of a unit, also of one that ``fully_shard`` made without us, which otherwise stays as it is."""
+    """The hooks of a unit.
+
+    Also for a unit that ``fully_shard`` made without this package; its behaviour does not change.
+    """
     state = state_of(unit)
     if not isinstance(state, State):
-        _take_over(state, State, Group)
+        _set_classes(state, State, Group)
     return state.hooks
 
 
-def _take_over(state: Any, state_class: type["State"], group_class: type["Group"]) -> None:
+def _set_classes(state: Any, state_class: type["State"], group_class: type["Group"]) -> None:
     state.__class__, state.hooks = state_class, UnitHooks()
     for group in groups_of(state):
         group.__class__, group.hooks = group_class, state.hooks
@@ -81,29 +92,29 @@ def _take_over(state: Any, state_class: type["State"], group_class: type["Group"
 
 def watch_collectives(
     units: Mapping[str, FSDPModule],
-    before: Callable[[InFlight], None],
+    before: Callable[[PendingCollective], None],
     *,
     first: bool = False,
     between_units: bool = False,
 ) -> Callable[[], None]:
-    """Call ``before`` for each collective of these units, between the allocation of its buffers and its launch.
+    """Call ``before`` for each collective of these units, after its buffers are allocated and before it is launched.
 
-    What ``before`` raises ends the forward or backward; ``reset_after_error`` then. An error of the collective itself
-    gets a note that names the unit.
+    An exception of ``before`` ends the forward or backward; call ``reset_after_error`` afterwards. An exception of the
+    collective itself gets a note with the name of the unit.
 
     Args:
         units: By path; each unit once.
-        first: Ahead of those that watch already.
-        between_units: Also for collectives of tensor, context and expert parallelism, by whatever model.
+        first: Run before the watches that are already registered.
+        between_units: Also for collectives of tensor, context and expert parallelism, of any model.
     Returns:
-        A function that ends it. Until then each collective costs a few Python calls more. A watch ends with its model,
-        too, which it does not keep alive.
+        A function that removes the watch. Until then each collective costs a few Python calls. The model is not kept
+        alive; deleting it removes the watch too.
     """
     watch = Watch(before)
     of_units = [hooks_of(unit).watches for unit in units.values()]
     for watches, path in zip(of_units, units, strict=True):
         watches.insert(0 if first else len(watches), (watch, path))
-    forget = watch_between_units(watch, first=first) if between_units else None
+    forget = watch_functional_collectives(watch, first=first) if between_units else None
 
     def stop() -> None:
         for watches in of_units:
@@ -118,8 +129,8 @@ class State(FSDPState):
     hooks: UnitHooks
 
     def _root_post_backward_final_callback(self) -> None:
-        """Called where the backward of a model ends, on the unit where it began."""
-        with at_work(self.hooks.watches, "backward"):
+        """Called at the end of a model's backward, on the unit where the backward began."""
+        with collectives_of_unit(self.hooks.watches, "backward"):
             super()._root_post_backward_final_callback()
             hooks = self.hooks
             if not (hooks.replicated or hooks.after_reduction):
@@ -141,36 +152,36 @@ class Group(FSDPParamGroup):
     hooks: UnitHooks
 
     def unshard(self, async_op: bool = False) -> None:
-        shown, state = self.hooks.shown, self._training_state
-        if shown is not None and self._all_gather_result is None and not self.is_unsharded:
-            shown.before_gather(state == TrainingState.PRE_BACKWARD)
-        with at_work(self.hooks.watches, _PHASES.get(state, "backward")):
+        override, state = self.hooks.override, self._training_state
+        if override is not None and self._all_gather_result is None and not self.is_unsharded:
+            override.before_gather(state == TrainingState.PRE_BACKWARD)
+        with collectives_of_unit(self.hooks.watches, _PHASES.get(state, "backward")):
             super().unshard(async_op)
 
     def post_backward(self, *unused: Any) -> None:
-        with at_work(self.hooks.watches, "backward"):
+        with collectives_of_unit(self.hooks.watches, "backward"):
             super().post_backward(*unused)
 
     def reshard(self) -> None:
-        if self.hooks.shown is None:
+        if self.hooks.override is None:
             super().reshard()
-        else:  # the root would stay gathered after a forward, and others as shards on fewer ranks
+        else:  # otherwise the root would stay unsharded after a forward, and other units resharded to fewer ranks
             self._to_sharded()
 
     def _to_sharded(self) -> None:
-        """Called wherever the unit's shards take the place of its full parameters: reshard, clipping, state dicts."""
+        """Called whenever shards replace the unsharded parameters: reshard, clipping, state dicts."""
         was_sharded = self.is_sharded
         super()._to_sharded()
-        if self.hooks.shown is not None and not was_sharded:
-            self.hooks.shown.after_reshard()
+        if self.hooks.override is not None and not was_sharded:
+            self.hooks.override.after_reshard()
 
 
 class Parameter(FSDPParam):
     hooks: UnitHooks
 
     def reset_sharded_param(self) -> None:
-        """Called after load_state_dict and the like; takes what is registered for the shard."""
-        if self.hooks.shown is None:
+        """Called after load_state_dict and similar. torch takes the registered parameter as the shard."""
+        if self.hooks.override is None:
             registered = getattr(self._module_info.module, self._module_info.param_name)
             if not isinstance(registered, DTensor):
                 raise CallError(
@@ -181,8 +192,8 @@ class Parameter(FSDPParam):
             super().reset_sharded_param()
 
     def to_accumulated_grad_if_needed(self) -> None:
-        """Called where a backward ends that does not reduce."""
-        if not self.hooks.sums_in_own_dtype:
+        """Called at the end of a backward without reduction."""
+        if not self.hooks.accumulates_in_backward_dtype:
             super().to_accumulated_grad_if_needed()
 
 
@@ -190,21 +201,24 @@ _PHASES = {TrainingState.FORWARD: "forward", TrainingState.IDLE: "unshard()"}
 
 
 def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Average gradients in place, in one buffer. A missing one counts as zero, and stays missing if no rank has it.
+    """Average gradients in place, in one buffer. A missing gradient counts as zero.
 
-    A gradient that has been averaged stays the same when it is averaged again, so gradients may accumulate. The ranks
-    of a mesh all-reduce one buffer of these gradients in each backward that reduces the others.
+    It stays None if it is missing on all ranks.
+
+    Averaging an averaged gradient does not change it, so gradients may accumulate. The ranks of ``mesh`` all-reduce one
+    buffer in each backward that reduces the other gradients.
     """
     dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
     gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-    is_there = torch.ones(len(parameters), dtype=dtype, device=parameters[0].device)  # a list would be copied there
+    # not from a list, which would be copied to the device
+    is_there = torch.ones(len(parameters), dtype=dtype, device=parameters[0].device)
     for number, parameter in enumerate(parameters):
         if parameter.grad is None:
             is_there[number].zero_()
     buffer = torch.cat([*(gradient.detach().flatten().to(dtype) for gradient in gradients), is_there])
     for axis in range(mesh.ndim):
         all_reduce(buffer, mesh.get_group(axis))
-    # Read only where something is missing: on a GPU it waits for the reduction.
+    # Only read if a gradient is missing: on a GPU it waits for the reduction.
     num_there = buffer[-len(parameters) :].tolist() if any(p.grad is None for p in parameters) else None
     averaged = (buffer[: -len(parameters)] / mesh.size()).split([p.numel() for p in parameters])
     for number, (parameter, gradient, average) in enumerate(zip(parameters, gradients, averaged, strict=True)):
@@ -213,22 +227,22 @@ def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> 
             gradient.copy_(average.view_as(gradient))
 
 
-def repair_unit(module: FSDPModule) -> None:
-    """Have a unit that ``fully_shard`` made do the rest: see ``UnitState`` and ``UnitGroup``."""
+def patch_unit(module: FSDPModule) -> None:
+    """Add FSDP1's behaviour to a unit that ``fully_shard`` created: see ``UnitState`` and ``UnitGroup``."""
     _count_steps()
     state = state_of(module)
-    _take_over(state, UnitState, UnitGroup)
+    _set_classes(state, UnitState, UnitGroup)
     state.own_policy = state._mp_policy
-    # torch 2.7 casts by pytree, which would make other containers of the caller's.
+    # torch 2.7 casts with pytree, which would replace the caller's containers.
     state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False, output_dtype=None)
     for group in groups_of(state):
         group.unit_state = state
         for parameter in group.fsdp_params:
-            _lay_out_gradients(parameter.sharded_param)
+            _redistribute_gradients(parameter.sharded_param)
             info = parameter._module_info
             for owner in (info.module, *info.shared_modules):
                 if isinstance(owner, nn.RNNBase):
-                    owner.flatten_parameters = leave_weights  # type: ignore[method-assign]
+                    owner.flatten_parameters = skip_flatten_parameters  # type: ignore[method-assign]
 
 
 _num_steps = 0  # of all optimizers
@@ -243,48 +257,50 @@ def _count_steps() -> None:
     register_optimizer_step_post_hook(count)
 
 
-def _lay_out_gradients(shard: DTensor) -> None:
-    """A gradient that reaches the shard itself, as from a penalty, is laid out as the shard.
+def _redistribute_gradients(shard: DTensor) -> None:
+    """Redistribute a gradient that is computed on the shard itself, as by a penalty, to the shard's placements.
 
-    autograd leaves it as the operator's backward made it, replicated for one (``shard.sum()``): the unit's own gradient
-    would be added to that, and the optimizer would get a full tensor. The unit's own gradients do not pass this hook.
+    autograd returns it with the placements of the operator's backward, for example replicated (``shard.sum()``). The
+    unit's own gradient would be added to that, and the optimizer would get a full tensor. The unit's own gradients do
+    not run this hook.
     """
     if not shard.requires_grad:
         return
-    mesh, placements = shard.device_mesh, shard.placements  # not the shard, which would be kept alive by its own hook
+    mesh, placements = shard.device_mesh, shard.placements  # not the shard, which its own hook would keep alive
 
     @unserializable_hook
-    def lay_out(gradient: torch.Tensor) -> torch.Tensor:
+    def redistribute_gradient(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.redistribute(mesh, placements) if isinstance(gradient, DTensor) else gradient
 
-    shard.register_hook(lay_out)
+    shard.register_hook(redistribute_gradient)
 
 
-def leave_weights() -> None:
-    """``flatten_parameters`` of an RNN in a unit.
+def skip_flatten_parameters() -> None:
+    """Replaces ``flatten_parameters`` of an RNN in a unit; does nothing.
 
-    torch's moves the weights into one buffer for cuDNN, also unasked: in the first forward that finds other weights
-    than the last, as after each all-gather. On a GPU the full parameters would then be views of that buffer, which no
-    later all-gather fills: the RNN would go on with its first weights, without an error, while the optimizer trains the
-    shards. Measured on torch 2.11.0; ``fully_shard`` alone does it. Without it cuDNN copies the weights in each call.
+    torch's version moves the weights into one buffer for cuDNN. It also runs in the first forward after the weights
+    changed, as after each all-gather. On a GPU the unsharded parameters would then be views of that buffer, which later
+    all-gathers do not fill: the RNN would keep its first weights, without an error, while the optimizer updates the
+    shards. Measured on torch 2.11.0 with ``fully_shard`` alone. Without the buffer, cuDNN copies the weights in each
+    call.
     """
 
 
 class UnitState(State):
-    """Finds tensors wherever FSDP1 found them, and leaves no copies of weights in autocast's cache.
+    """Finds tensors in the same containers as FSDP1, and disables autocast's weight cache.
 
-    torch looks for the tensors of inputs and outputs with pytree alone (2.7), or with dataclasses, and without sets
-    (2.13). On an output whose tensors it does not find it registers no backward hook: a root then never trains, without
-    an error, and another unit fails for want of its parameters.
+    torch searches inputs and outputs for tensors with pytree only (2.7), or with dataclasses but without sets (2.13).
+    If it finds no tensor in an output, it registers no backward hook: a root then never trains, without an error, and
+    another unit raises because its parameters are sharded.
 
-    autocast caches a copy in low precision of each leaf in fp32 that requires grad, until the outermost autocast ends.
-    A unit's full parameters are such leaves, and the copies outlive them: every rank would have the whole model in low
-    precision. FSDP1's full parameters were views, which are not cached.
+    autocast caches a low-precision copy of each fp32 leaf that requires grad, until the outermost autocast ends. A
+    unit's unsharded parameters are such leaves, and the copies outlive them: each rank would hold the whole model in
+    low precision. FSDP1's unsharded parameters were views, which are not cached.
     """
 
     own_policy: MixedPrecisionPolicy
-    _autocast_cached: bool | None = None  # before the forward of which this is the outermost unit
-    _has_hook_to_come = False  # a forward has ended whose backward would leave gradients in full parameters
+    _autocast_cached: bool | None = None  # the setting before the forward of which this is the outermost unit
+    _awaits_backward = False  # a forward has ended whose backward may leave gradients in unsharded parameters
 
     def _root_pre_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.refuse_lost_gradients()
@@ -309,17 +325,17 @@ class UnitState(State):
         return output if dtype is None else cast_floats(output, dtype)
 
     def _register_pre_backward_hook(self, output: Any) -> Any:
-        """Called where the unit's forward ends."""
+        """Called at the end of the unit's forward."""
         groups = groups_of(self)
-        inputs: set[int] = set()  # a hook on one would come after the unit's backward
+        inputs: set[int] = set()  # a hook on an input would run after the unit's backward
         for group in reversed(groups):
-            output, unwritten = group.end_passage(output)
+            output, unwritten = group.restore_inputs(output)
             inputs |= unwritten
         if self._state_ctx.iter_forward_root is self:
             self.restore_autocast_cache()
         if not torch.is_grad_enabled():
-            if self._state_ctx.iter_forward_root in (self, None):  # None where generate, say, called the forward
-                self._show_shards()
+            if self._state_ctx.iter_forward_root in (self, None):  # None if generate, for example, called the forward
+                self._register_shards()
             return self._cast_output_dtype(output)
         if torch._C._are_functorch_transforms_active():
             return super()._register_pre_backward_hook(output)
@@ -329,28 +345,28 @@ class UnitState(State):
                 _hookable(tensor).register_hook(self._pre_backward)
         if not reached and any(map(_needs_hook, groups)) and (where := hidden_gradient(output)):
             raise PlanError(_HIDDEN.format(unit=_name_of(self), output=type(output).__qualname__, where=where))
-        self._has_hook_to_come = any(group.is_unsharded and not _has_gradients(group) for group in groups)
+        self._awaits_backward = any(group.is_unsharded and not _has_gradients(group) for group in groups)
         return self._cast_output_dtype(output)
 
-    def _show_shards(self) -> None:
+    def _register_shards(self) -> None:
         groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
-        if not any(group.num_open for group in groups):
+        if not any(group.num_running_forwards for group in groups):
             for group in groups:
-                group.show_shards()
+                group.register_shards()
 
     def _pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        self._has_hook_to_come = False
+        self._awaits_backward = False
         return super()._pre_backward(gradient)
 
     def refuse_lost_gradients(self) -> None:
-        """Raise where a backward reached parameters of the unit without passing its outputs.
+        """Raise if a backward computed gradients of the unit's parameters without a gradient of its outputs.
 
-        Called where the next forward begins, and where the unit is resharded (clipping, state dicts). The parameters of
-        a unit that reshards after forward are not there in such a backward, which fails.
+        Called at the start of the next forward, and when the unit is resharded (clipping, state dicts). A unit that
+        reshards after forward is sharded in such a backward, which fails.
         """
-        if self._has_hook_to_come and any(group.is_unsharded and _has_gradients(group) for group in groups_of(self)):
+        if self._awaits_backward and any(group.is_unsharded and _has_gradients(group) for group in groups_of(self)):
             raise PlanError(_LOST.format(unit=_name_of(self)))
-        self._has_hook_to_come = False
+        self._awaits_backward = False
 
     def restore_autocast_cache(self) -> None:
         if self._autocast_cached is not None:
@@ -380,7 +396,7 @@ def _name_of(state: Any) -> str:
 
 
 def _needs_hook(group: Any) -> bool:
-    """Whether a backward through the unit needs parameters that are not there, or leaves gradients to reduce."""
+    """Whether a backward through the unit needs an all-gather, or computes gradients to reduce."""
     return not group.is_unsharded or any(each.sharded_param.requires_grad for each in group.fsdp_params)
 
 
@@ -389,7 +405,7 @@ def _has_gradients(group: Any) -> bool:
 
 
 def _hookable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or that of which it is a view: a hook on a view is lost when the view is written to in place."""
+    """The tensor, or its base if it is a view: an in-place write to a view removes the view's hooks."""
     base = tensor._base
     return tensor if base is None or base.grad_fn is None else base
 
@@ -397,66 +413,68 @@ def _hookable(tensor: torch.Tensor) -> torch.Tensor:
 class UnitGroup(Group):
     """Ends a unit's backward as FSDP1 did.
 
-    Parameters that the backward did not reach get gradients of zero, once any of the unit has one, in this microbatch
-    or, where their reduction over replicas was put off, in one before. FSDP1's flat parameter had one gradient for all.
-    ``fully_shard`` reduces those that are there: ranks whose batches read different parameters (experts, branches)
-    would then add up the gradients of different ones, without an error; and of a unit that the last microbatch does
-    not run, the gradients that were put off until then would never be reduced. torch 2.13 has a switch for it, off by
-    default, that fills units without any gradient as well, on which FSDP1 left the optimizer nothing to decay.
+    Missing gradients: parameters without a gradient get zeros if any parameter of the unit has one, in this microbatch
+    or, if its all-reduce over replicas is deferred, in an earlier one. FSDP1's flat parameter had one gradient for all.
+    ``fully_shard`` reduces only existing gradients: ranks whose batches use different parameters (experts, branches)
+    would add the gradients of different parameters, without an error. And if the last microbatch does not run a unit,
+    its deferred gradients would never be reduced. torch 2.13 has an option for this, off by default. It also fills
+    units without any gradient, for which FSDP1 left ``.grad`` None, so weight decay did not apply.
 
-    And the unit is no longer in its backward. Left so until the model's backward ends, a recomputation that runs the
-    unit once more (inside a checkpointed module that runs twice) would neither gather (2.7 raises) nor reduce
-    its parameters (2.13 loses a gradient, without an error).
+    Training state: the unit leaves its backward state here. torch leaves it until the model's backward ends. A
+    recomputation that runs the unit again (in a checkpointed module that runs twice) would then not all-gather (torch
+    2.7 raises) or not reduce (torch 2.13 loses a gradient, without an error).
 
-    On a GPU with gradients offloaded, torch 2.7 waits for the wrong copies, or for none: the gradients that the
-    optimizer, or a hook, reads in the host's memory may be those of the batch before, without an error. With replicas
-    the copies run on the all-reduce's stream, but the event to wait for was recorded on the reduce-scatter's
-    (pytorch#160291); and a hook after accumulation runs while its gradient is on its way (pytorch#180666).
+    Offloaded gradients: on a GPU, torch 2.7 waits for the wrong copy to the host, or for none. The optimizer or a hook
+    may then read the gradients of the previous batch, without an error. With replicas the copies run on the all-reduce
+    stream, but the event was recorded on the reduce-scatter stream (pytorch#160291). Post-accumulate-grad hooks run
+    before the copy has finished (pytorch#180666).
 
-    The unit may write to its inputs in place, as it could where FSDP1's hook was on the flat parameter.
+    In-place writes: the forward may write to the unit's inputs in place, as under FSDP1, whose hook was on the flat
+    parameter.
 
-    Between steps its modules show the shards, as under FSDP1, also where it stays gathered for the next forward (a root
-    after an evaluation, all units with ``reshard_after_backward: false``). torch shows the full parameters then: a
-    penalty computed from them before the next forward would read memory that is freed by its backward (torch ends with
-    a segmentation fault), and its gradient would come after their reduction. And a step of the optimizer in between is
-    seen: torch would go on with the parameters from before it, without an error.
+    Between steps: the modules have the shards registered, as under FSDP1, even if the unit stays unsharded for the next
+    forward (a root after an evaluation, all units with ``reshard_after_backward: false``). torch leaves the unsharded
+    parameters registered. A penalty computed from them before the next forward would read memory that its backward
+    frees (torch crashes with a segmentation fault), and its gradient would arrive after their reduction. An optimizer
+    step in between is detected; torch would continue with the parameters from before the step, without an error.
 
-    What a script noted on a parameter is on the full parameter, too.
+    Attributes: attributes that a script sets on a parameter are copied to the unsharded parameter.
     """
 
     unit_state: UnitState
-    num_open = 0  # forwards that are under way, as within generate
-    _passage: Passage | None = None
-    _shown: int | None = None  # while the modules of a gathered unit show the shards: the shards' versions, added up
+    num_running_forwards = 0  # more than one within generate, for example
+    _identity_hook: IdentityHook | None = None
+    # The sum of the shards' versions, while the shards are registered in the modules of an unsharded unit; else None.
+    _registered_versions: int | None = None
 
     def pre_forward(self, *args: Any) -> Any:
-        # torch 2.13 calls it for each of a unit's several modules, and post_forward once.
-        self.num_open = self.num_open + 1 if len(self.modules) == 1 else 1
+        # torch 2.13 calls it for each module of a unit with several modules, but calls post_forward once.
+        self.num_running_forwards = self.num_running_forwards + 1 if len(self.modules) == 1 else 1
         return super().pre_forward(*args)
 
     def post_forward(self, *args: Any) -> Any:
-        self.num_open = max(0, self.num_open - 1)
+        self.num_running_forwards = max(0, self.num_running_forwards - 1)
         return super().post_forward(*args)
 
-    def show_shards(self) -> None:
-        """Register the shards in the unit's modules; what is gathered stays for the next forward or backward."""
-        if self.is_unsharded and self._shown is None:
+    def register_shards(self) -> None:
+        """Register the shards in the unit's modules. The unit stays unsharded for the next forward or backward."""
+        if self.is_unsharded and self._registered_versions is None:
             for parameter in self.fsdp_params:
                 parameter._setattr_on_modules(parameter.sharded_param)
-            self._shown = self._versions()
+            self._registered_versions = self._versions()
 
     def _versions(self) -> int:
-        """Grows with each write into a shard, on all ranks alike.
+        """A number that increases with each write to a shard, on all ranks alike.
 
-        Of the DTensor's operators and of those on its local tensor; ``foreach`` and fused ones, which optimizers use,
-        count for neither.
+        DTensor operators and operators on the local tensor increment their version counters. ``foreach`` and fused
+        operators, which optimizers use, increment neither, so optimizer steps are counted separately.
         """
         shards: list[Any] = [parameter.sharded_param for parameter in self.fsdp_params]
         return _num_steps + sum(shard._version + shard._local_tensor._version for shard in shards)
 
     def unshard(self, async_op: bool = False) -> None:
-        if self._shown is not None:
-            if self._shown == self._versions():
+        if self._registered_versions is not None:
+            if self._registered_versions == self._versions():
                 self._to_unsharded()
             else:
                 self._to_sharded()
@@ -464,12 +482,12 @@ class UnitGroup(Group):
 
     def _to_sharded(self) -> None:
         self.unit_state.refuse_lost_gradients()
-        self._shown = None
+        self._registered_versions = None
         super()._to_sharded()
 
     def _to_unsharded(self) -> None:
-        if self._shown is not None:
-            self._shown = None
+        if self._registered_versions is not None:
+            self._registered_versions = None
             for parameter in self.fsdp_params:
                 parameter.to_unsharded()
         super()._to_unsharded()
@@ -479,28 +497,29 @@ class UnitGroup(Group):
 
     def finalize_backward(self) -> None:
         super().finalize_backward()
-        self.num_open = 0  # an error may have ended a forward
-        self.show_shards()
+        self.num_running_forwards = 0  # an error may have ended a forward
+        self.register_shards()
 
     def _register_post_backward_hook(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch._C._are_functorch_transforms_active():
             return super()._register_post_backward_hook(args, kwargs)
-        # torch calls a unit of several modules at the end of the last one's forward: too late to adopt.
-        self._passage = Passage(self._end_backward, is_writable=len(self.modules) == 1)
-        return self._passage.through((args, dict(kwargs)))  # other hooks may keep the mapping
+        # For a unit of several modules torch runs this at the end of the last module's forward: too late for in-place
+        # writes.
+        self._identity_hook = IdentityHook(self._end_backward, is_writable=len(self.modules) == 1)
+        return self._identity_hook.apply((args, dict(kwargs)))  # other hooks may keep a reference to the dict
 
     def _end_backward(self) -> None:
         self.post_backward()
 
-    def end_passage(self, output: Any) -> tuple[Any, set[int]]:
-        """See ``Passage.end``."""
-        if self._passage is None:
+    def restore_inputs(self, output: Any) -> tuple[Any, set[int]]:
+        """See ``IdentityHook.restore``."""
+        if self._identity_hook is None:
             return output, set()
-        passage, self._passage = self._passage, None
-        return passage.end(output)
+        identity_hook, self._identity_hook = self._identity_hook, None
+        return identity_hook.restore(output)
 
     def post_backward(self, *unused: Any) -> None:
-        """torch calls it wherever the unit's backward ends."""
+        """Called at the end of the unit's backward."""
         parameters = self.fsdp_params
         trainable = [
             parameter
@@ -512,27 +531,28 @@ class UnitGroup(Group):
             for parameter in missing:
                 unsharded = parameter._unsharded_param
                 unsharded.grad = torch.zeros_like(unsharded)
-        is_offloaded = bool(parameters) and parameters[0].offload_to_cpu  # a policy is all of the unit's
-        with _copied_before_hooks(parameters) if is_offloaded else contextlib.nullcontext():
+        # the offload policy is the same for the whole unit
+        is_offloaded = bool(parameters) and parameters[0].offload_to_cpu
+        with _synchronous_offload(parameters) if is_offloaded else contextlib.nullcontext():
             super().post_backward(*unused)
         if is_offloaded:
-            self._wait_for_the_copies()
+            self._wait_for_offload()
         self.unit_state._training_state = TrainingState.IDLE
 
     def _is_reduction_due(self) -> bool:
-        """Whether earlier microbatches left gradients that wait for this one's all-reduce over replicas."""
+        """Whether gradients of earlier microbatches are waiting for this microbatch's all-reduce over replicas."""
         return self.reduce_grads and self.all_reduce_grads and self._partial_reduce_output is not None
 
-    def _wait_for_the_copies(self) -> None:
-        """The optimizer waits for the event after the copies to the host, on the stream that they run on."""
+    def _wait_for_offload(self) -> None:
+        """Make the optimizer wait for the event after the copies to the host, on the stream on which they run."""
         for parameter in self.fsdp_params:
             if parameter.grad_offload_event is not None and self._post_reduce_event is not None:
                 parameter.grad_offload_event = self._post_reduce_event
 
 
 @contextlib.contextmanager
-def _copied_before_hooks(parameters: Sequence[Any]) -> Iterator[None]:
-    """Gradients that a hook reads where they are accumulated are copied to the host at once, without overlap."""
+def _synchronous_offload(parameters: Sequence[Any]) -> Iterator[None]:
+    """Copy gradients that a post-accumulate-grad hook reads to the host synchronously."""
     hooked = [
         parameter
         for parameter in parameters

@@ -1,4 +1,4 @@
-"""A class that wraps a module and is its FSDP2 unit, as FSDP1's class was its FSDP1 unit."""
+"""Support for a class that wraps a module and is itself the FSDP2 unit, as FSDP1's class was its own unit."""
 
 import functools
 from dataclasses import replace
@@ -13,10 +13,10 @@ from torch.distributed.fsdp._wrap_utils import _auto_wrap
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.groups import groups_of, state_of
-from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor, with_local_tensor
 from composer_fsdp2.errors import CallError
 
-auto_wrap: Any = _auto_wrap  # FSDP1's walk through a module tree by an ``auto_wrap_policy``
+auto_wrap: Any = _auto_wrap  # FSDP1's traversal of a module tree by an ``auto_wrap_policy``
 
 
 _DATA: Any = torch.Tensor.data
@@ -24,9 +24,9 @@ _DATA: Any = torch.Tensor.data
 
 @functools.cache
 def write_assigned_data() -> None:
-    """Have ``dtensor.data = values`` write the values, for parameters and for gradients.
+    """Make ``dtensor.data = values`` write the values, for parameters and for gradients.
 
-    torch (2.7 to 2.13) leaves the local tensor as it is, without an error. FSDP1's parameters were plain tensors, and
+    torch (2.7 to 2.13) does not change the local tensor, without an error. FSDP1's parameters were plain tensors, and
     its next forward wrote such values back.
     """
 
@@ -46,18 +46,18 @@ def write_assigned_data() -> None:
     DTensor.data = property(_DATA.__get__, assign)  # type: ignore[assignment]
 
 
-def is_own_unit(cls: type) -> None:
-    """Have ``fully_shard`` keep the class of such a wrapper, which is an ``FSDPModule`` already."""
+def register_unit_class(cls: type) -> None:
+    """Make ``fully_shard`` keep the class of such a wrapper, which already is an ``FSDPModule``."""
     cls_to_fsdp_cls.setdefault(cls, cls)
 
 
-def forget_root(unit: FSDPModule) -> None:
-    """Have the next forward find the root of the unit again, also after an earlier one found another."""
+def reset_root(unit: FSDPModule) -> None:
+    """Make the next forward determine the root of the unit again."""
     state_of(unit)._is_root = None
 
 
 def nest_unit(unit: FSDPModule, *, reshard_after_forward: bool | int, cast_forward_inputs: bool) -> None:
-    """Turn a root unit into a nested one, between two steps."""
+    """Turn a root unit into a nested unit, between two steps."""
     state: Any = state_of(unit)
     for group in groups_of(state):
         group.post_forward_mesh_info = _get_post_forward_mesh_info(reshard_after_forward, group.mesh_info)
@@ -65,22 +65,23 @@ def nest_unit(unit: FSDPModule, *, reshard_after_forward: bool | int, cast_forwa
 
 
 def group_of_unit(unit: FSDPModule, *, replicas: bool) -> dist.ProcessGroup | None:
-    """The ranks that shard the unit's parameters, or those that replicate them; None without such."""
+    """The process group that shards the unit's parameters, or the group that replicates them; None without one."""
     name = "replicate_process_group" if replicas else "shard_process_group"
     found = (getattr(group.mesh_info, name, None) for group in groups_of(state_of(unit)))
     return next(found, None)
 
 
 def shards_of(unit: FSDPModule) -> list[DTensor]:
-    """The parameters of a unit, without those of nested units."""
+    """The sharded parameters of a unit, without those of nested units."""
     return [parameter.sharded_param for group in groups_of(state_of(unit)) for parameter in group.fsdp_params]
 
 
 def cast_shards(unit: FSDPModule, dtype: torch.dtype) -> None:
-    """Cast a unit's parameters in place, so that optimizers and hooks keep them.
+    """Cast a unit's parameters in place. Optimizers and hooks keep the same parameter objects.
 
     Raises:
-        CallError: after the first forward, from which on ``fully_shard`` relies on their dtype.
+        CallError: after the first forward, when ``fully_shard`` already depends on the dtype.
+
     Does not communicate.
     """
     state: Any = state_of(unit)

@@ -24,6 +24,11 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trus
     Raises:
         NotACheckpointError: the path does not exist, or is no checkpoint of a known layout.
         CheckpointError: a checkpoint, but damaged, incomplete, or with more than plain data and not trusted.
+
+    Example:
+        >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
+        >>> inspect_checkpoint("ep1.pt").layout
+        'monolithic'
     """
     with unpacked(find(path)) as located:
         inventory = inventory_of(located, trust=trust)

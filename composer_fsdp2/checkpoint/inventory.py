@@ -120,6 +120,12 @@ class TensorRecord:
         name: As in the file.
         chunks: Boxes that tile it; one for a tensor that was saved unsharded.
         flat: The place in a flat parameter, for a tensor without chunks.
+
+    Example:
+        >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
+        >>> record = inspect_checkpoint("ep1.pt").tensors["state", "model", "weight"]
+        >>> record.shape, record.dtype
+        ((2, 4), torch.float32)
     """
 
     name: str
@@ -262,6 +268,11 @@ class CheckpointInventory:
         hugging_face: The folder of a Hugging Face model, whose configuration is beside these weights.
         metadata_crc32: Of metadata that every save writes anew, where records' own CRC32s are not read with it.
         compressed: Of a tar or compressed file, whose tensors can be read only from an unpacked copy.
+
+    Example:
+        >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
+        >>> list(inspect_checkpoint("ep1.pt").tensors)
+        [('state', 'model', 'weight'), ('state', 'model', 'bias')]
     """
 
     path: Path

@@ -20,7 +20,7 @@ from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.layouts import Layout, listing, recognized, unrecognized
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import agree, gather
+from composer_fsdp2.sharding.agree import agree, all_gather_object
 from composer_fsdp2.sharding.hosts import first_ranks_of_hosts
 from composer_fsdp2.sharding.long_work import long_work
 
@@ -377,7 +377,7 @@ def opened_checkpoint(located: Located, *, trust: bool = False) -> Iterator[Chec
         CheckpointError: on all ranks; see ``inventory_of``.
     Called on all ranks, or in one process without a group; gathers a bool from each.
     """
-    if all(gather(located.layout.unpack is None)):
+    if all(all_gather_object(located.layout.unpack is None)):
         yield _read_together(located, trust)
         return
     firsts = first_ranks_of_hosts()
@@ -416,7 +416,7 @@ def once_per_host(work: Callable[[], T], what: str, firsts: Sequence[int]) -> T:
         firsts: For each rank, the first one on its host.
     Called on all ranks; gathers the values.
     """
-    values: list[Any] = gather(long_together(work, what, ranks=set(firsts)))
+    values: list[Any] = all_gather_object(long_together(work, what, ranks=set(firsts)))
     found: T = values[firsts[_rank()]]
     return found
 
@@ -433,7 +433,7 @@ def folder_per_host(firsts: Sequence[int]) -> Iterator[Path]:
     folder = Path(once_per_host(lambda: tempfile.mkdtemp(prefix=_PREFIX), "making a folder", firsts))
     try:
         yield folder
-        gather(None)  # until every rank has read
+        all_gather_object(None)  # until every rank has read
     finally:
         if firsts[_rank()] == _rank():
             shutil.rmtree(folder, ignore_errors=True)

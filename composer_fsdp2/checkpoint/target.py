@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor, with_local_tensor
 from composer_fsdp2._torch.private_names import custom_loading, local_box, versions_in
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.checkpoint.trees import is_leafless
-from composer_fsdp2.sharding.placements import replicating_axes
+from composer_fsdp2.sharding.placements import replicate_axes
 from composer_fsdp2.sharding.ties import tie_groups
 
 _EXTRA_STATE = "_extra_state"
@@ -45,7 +45,7 @@ class LocalBox(Box):
         """
         if not isinstance(self.like, DTensor):
             return (dist.group.WORLD,) if dist.is_initialized() and dist.group.WORLD is not None else ()
-        return tuple(self.like.device_mesh.get_group(axis) for axis in replicating_axes(self.like))
+        return tuple(self.like.device_mesh.get_group(axis) for axis in replicate_axes(self.like))
 
     @property
     def num_replicas(self) -> int:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.comparing.run_record import BUFFER, PARAMETER, Settings
-from composer_fsdp2.sharding.full_values import gather_full
+from composer_fsdp2.sharding.full_values import gather_full_tensor
 
 # The kind of a tensor, and the name of its parameter or buffer.
 Key = tuple[str, str]
@@ -123,7 +123,7 @@ def full_tensors(
         elif shard is None or not all(key in each for each in of_ranks):
             notes.append(f"{kind} of {name} is not on every rank, and was not compared")
         else:
-            yield key, _on_cpu(gather_full(shard) if isinstance(shard, DTensor) else shard)
+            yield key, _on_cpu(gather_full_tensor(shard) if isinstance(shard, DTensor) else shard)
     # The lowest rank's number: FSDP1 has no state of a parameter on ranks without rows of it.
     for key, number in {key: each for of_rank in _from_all(numbers)[::-1] for key, each in of_rank.items()}.items():
         yield key, torch.tensor([number], dtype=torch.float64)

@@ -13,7 +13,13 @@ from composer_fsdp2.config.value import Value
 
 
 class Outcome(enum.Enum):
-    """How an FSDP1 setting lives on under FSDP2."""
+    """How an FSDP1 setting lives on under FSDP2.
+
+    Example:
+        >>> [finding] = translate({"use_orig_params": True}, device="cpu").findings
+        >>> finding.outcome is Outcome.UNNEEDED
+        True
+    """
 
     EXACT = "exact"
     APPROXIMATE = "approximate"
@@ -51,6 +57,11 @@ class Finding(Value):
         asks: Whether the setting asks for something; one that is off, or at a value that changes nothing, does not.
         known: Whether the system knows the key.
         where: File and line.
+
+    Example:
+        >>> [finding] = translate({"sharding_strategy": "FULL_SHARD"}, device="cpu").findings
+        >>> finding.key, finding.outcome.name
+        ('sharding_strategy', 'EXACT')
     """
 
     key: str

@@ -19,7 +19,12 @@ GROUPS_KEY = "process_group"
 
 
 class AxisRole(enum.Enum):
-    """What ranks along an axis of a mesh have of a parameter, a batch or a layer."""
+    """What ranks along an axis of a mesh have of a parameter, a batch or a layer.
+
+    Example:
+        >>> [axis.role.name for axis in MeshSpec.of_degrees(replicate=2).axes]
+        ['REPLICATE', 'SHARD']
+    """
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -133,6 +138,10 @@ class MeshAxis(Value):
         size: How many ranks lie along it; -1: what the world size leaves. Of groups that each rank gives for itself
             it stays -1, because ranks may have groups of different sizes.
         groups: Which ranks belong together along it, where the mesh is not the one of all ranks in order.
+
+    Example:
+        >>> MeshAxis(name="data_parallel_shard", role=AxisRole.SHARD, size=8).num_ranks
+        8
     """
 
     name: str
@@ -177,6 +186,10 @@ class MeshSpec(Value):
 
     Without groups the mesh holds all ranks in order, and the size of one axis may be open. With groups every axis has
     them, every rank has a mesh of its own group, and nothing passes between groups.
+
+    Example:
+        >>> MeshSpec.of_degrees(replicate=2).resolve(8).shape
+        (2, 4)
     """
 
     axes: tuple[MeshAxis, ...] = (MeshAxis(name=SHARD_AXIS, role=AxisRole.SHARD),)

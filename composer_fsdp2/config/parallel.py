@@ -25,6 +25,10 @@ class TiledMLP(Value):
 
     Raises:
         ConfigError: no class, or fewer than 2 chunks.
+
+    Example:
+        >>> TiledMLP(classes=("LlamaMLP",), chunks=4).chunks
+        4
     """
 
     classes: tuple[str, ...]

@@ -33,6 +33,10 @@ class MixedPrecision(Value):
         cast_forward_inputs: The inputs of every unit are cast to ``param_dtype``.
         cast_root_inputs: Those of roots are (FSDP1's way).
         gradients: What is asked of the dtype that gradients have in the end.
+
+    Example:
+        >>> MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32").output_dtype is None
+        True
     """
 
     param_dtype: str | None = None
@@ -52,6 +56,10 @@ class ActivationCheckpointing(Value):
     ``_no_split_modules``) or else its ``Wrap``; None: the model's hooks choose.
     ``transformer_engine``: recompute with Transformer Engine's checkpoint, which keeps fp8 state and, beginning with
     ``transformer_engine_seed``, its own random numbers; never reentrant.
+
+    Example:
+        >>> ActivationCheckpointing(checkpoint=True, reentrant=False).enabled
+        True
     """
 
     checkpoint: bool = False
@@ -67,7 +75,12 @@ class ActivationCheckpointing(Value):
 
 
 class GradientSync(enum.Enum):
-    """In which of a batch's backwards gradients are communicated; the values are what a configuration says."""
+    """In which of a batch's backwards gradients are communicated; the values are what a configuration says.
+
+    Example:
+        >>> GradientSync("last")
+        <GradientSync.LAST: 'last'>
+    """
 
     EVERY = "every"
     LAST = "last"
@@ -81,6 +94,10 @@ class Accumulation(Value):
     ``gradient_sync``: ``LAST`` keeps unsharded gradients on every rank until then and communicates none,
     ``DEFER_REPLICA`` reduces them over the shards of a replica each time, and over the replicas in the last one only.
     ``reshard_after_backward`` False keeps unsharded parameters until then.
+
+    Example:
+        >>> Accumulation(gradient_sync=GradientSync.LAST).reshard_after_backward
+        True
     """
 
     gradient_sync: GradientSync = GradientSync.EVERY
@@ -90,7 +107,12 @@ class Accumulation(Value):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch(Value):
     """How many units are prefetched (all-gathered early) on request; None leaves it to FSDP2, which prefetches one in
-    backward, in the order that forward ran in."""
+    backward, in the order that forward ran in.
+
+    Example:
+        >>> Prefetch(forward=2).backward is None
+        True
+    """
 
     forward: int | None = None
     backward: int | None = None
@@ -107,12 +129,17 @@ class ShardingConfig(Value):
     ``expert_parallel_degree``: over how many ranks the experts of a layer are split.
     ``context_parallel_degree``: over how many ranks the sequences of a batch are divided.
     ``check_data``: whether ranks that share a batch compare it; None: yes.
-    ``broadcast_batch``: how they come to have the same one; None: as ``batches_are`` says.
+    ``broadcast_batch``: how they come to have the same one; None: as ``effective_broadcast_batch`` says.
     ``idle_towers``: the paths of parts that a batch may not enter; empty for those that transformers' models have, None
     where every batch enters all, or no unit lies in them.
     ``ignored_modules``: modules of the model, or their paths; a plan has the paths.
     ``shard_below_unwrapped``: what is chosen below a direct child with ``_fsdp_wrap = False`` is sharded, as under
     Composer's FSDP2; else such a child is left out with all below it, as under FSDP1.
+
+    Example:
+        >>> config = ShardingConfig(mixed_precision=MixedPrecision(param_dtype="bfloat16"), cpu_offload=True)
+        >>> plan_sharding(nn.Sequential(nn.Linear(4, 2)), config).units[0].cpu_offload
+        True
     """
 
     mesh: MeshSpec = field(default_factory=MeshSpec)
@@ -151,7 +178,7 @@ class ShardingConfig(Value):
         return self.mesh.degree(AxisRole.TENSOR) * self.context_parallel_degree
 
     @property
-    def batches_are(self) -> BroadcastBatch:
+    def effective_broadcast_batch(self) -> BroadcastBatch:
         """How these ranks come to have the same batch: by default gathered where sequences are divided.
 
         A kind of parallelism whose configurations read different data on every rank sets ``broadcast_batch`` where it

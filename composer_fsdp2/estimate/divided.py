@@ -22,7 +22,7 @@ from composer_fsdp2.parallel.sequences import start_context
 from composer_fsdp2.parallel.tiled_mlp import apply_tiling
 from composer_fsdp2.sharding.meshes import group_along
 from composer_fsdp2.sharding.modules import is_at_or_under
-from composer_fsdp2.sharding.parallelize import parallelize, tie_again
+from composer_fsdp2.sharding.parallelize import parallelize, retie_parameters
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 Finish = Callable[[], None]
@@ -105,7 +105,7 @@ def _split_layers(modules: Mapping[str, nn.Module], plan: ShardingPlan, mesh: De
     for spec in (spec for unit in plan.units for spec in unit.parameters):
         names = tuple(name for name in spec.names if name.rpartition(".")[0] in modules)
         if len(names) > 1 and spec.tensor_placement is not None:
-            tie_again(modules, names)
+            retie_parameters(modules, names)
 
 
 def _split_experts(layer: SplitExperts, module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from composer_fsdp2._torch.capabilities import recomputation_is_no_forward, skips_groups_of_one
+from composer_fsdp2._torch.capabilities import keeps_unsharded_in_recompute, skips_single_rank_groups
 from composer_fsdp2.estimate.allocated import AllocatedBytes
 from composer_fsdp2.estimate.step import Kind
 from composer_fsdp2.estimate.unit_sizes import ParameterSizes, UnitSizes
@@ -115,7 +115,7 @@ class ParamGroup:
 
     def post_forward(self) -> None:
         context = self.context
-        if not (context.is_backward and recomputation_is_no_forward()):
+        if not (context.is_backward and keeps_unsharded_in_recompute()):
             self._reshard_after_forward()
             self.post_forward_indices.append(len(context.post_forward_order))
             context.post_forward_order.append(self)
@@ -173,7 +173,7 @@ class ParamGroup:
         is_there = self.all_gather_result is not None or self.sharded_state is ShardedState.UNSHARDED
         if is_there or not sizes.parameters:
             return
-        if sizes.num_ranks == 1 and skips_groups_of_one():
+        if sizes.num_ranks == 1 and skips_single_rank_groups():
             self.all_gather_result = 0
             return
         num_bytes = sizes.gathered_elements * sizes.param_bytes
@@ -274,7 +274,7 @@ class ParamGroup:
         unsharded_grads = {**self.unsharded_grads, **self.unsharded_accumulated_grads}
         self.unsharded_grads.clear()
         self.unsharded_accumulated_grads.clear()
-        if unsharded_grads or skips_groups_of_one():  # 2.13 frees before it returns
+        if unsharded_grads or skips_single_rank_groups():  # 2.13 frees before it returns
             self.context.free_reduce_scatter_state()
         if unsharded_grads:
             self._free_all_reduce_state()
@@ -289,7 +289,7 @@ class ParamGroup:
         reduce_scatter_input = elements * num_ranks * sizes.reduce_bytes
         allocated.alloc(Kind.COMMUNICATION, reduce_scatter_input)
         # The loop variable keeps the last gradient alive until the function returns.
-        is_looped = num_ranks > 1 or not skips_groups_of_one()
+        is_looped = num_ranks > 1 or not skips_single_rank_groups()
         last = unsharded_grads[reduced[-1].name] if is_looped else 0
         allocated.free(Kind.UNSHARDED_GRADIENTS, sum(unsharded_grads.values()) - last)
         reduce_output = elements * sizes.reduce_bytes

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2._torch.passing import after_backward, after_gradients_of, tensors_in
+from composer_fsdp2._torch.identity import call_after_backward, call_after_grads
 from composer_fsdp2._torch.private_names import without_wrappers
+from composer_fsdp2._torch.tensor_tree import tensors_in
 from composer_fsdp2.estimate.events import Hook
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.sharding.plan import ShardingPlan
@@ -94,7 +95,7 @@ class _Step:
     def begin_backward(self) -> None:
         if not self._is_queued:
             self._is_queued = True
-            after_backward(self._end)
+            call_after_backward(self._end)
 
     def _end(self) -> None:
         self._is_queued = False
@@ -115,7 +116,7 @@ def _hook(
         if name in step.in_backward or not is_first:
             return args, kwargs  # recomputed in the unit's own backward, or another module of the group
         record(Hook.PRE_FORWARD, name, None)
-        return after_gradients_of((args, kwargs), end_backward)
+        return call_after_grads((args, kwargs), end_backward)
 
     def after(module: nn.Module, _: Any, output: Any) -> None:
         waiting.discard(module)

@@ -20,6 +20,10 @@ class OptimizerState(Value):
         kept_tensors: Those of ``step_tensors`` that are freed only after the next parameter's are allocated.
         foreach_tensors: Temporaries of a ``foreach`` step, each as large as all local shards together. ``foreach`` is
             torch's default if all parameters are on a GPU; None: not implemented or disabled.
+
+    Example:
+        >>> OptimizerState(name="mine", tensors=2).state_bytes(elements=1000, element_bytes=4)
+        8000
     """
 
     name: str
@@ -110,6 +114,10 @@ def optimizer_state(name: str, options: Mapping[str, Any] | None = None) -> Opti
 
     Raises:
         ConfigError: the optimizer is unknown; lists the known ones.
+
+    Example:
+        >>> optimizer_state("SGD", {"momentum": 0.9}).tensors
+        1
     """
     options = options or {}
     row = next((row for row in _ROWS if name.lower() in row.names), None)

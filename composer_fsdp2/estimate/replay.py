@@ -44,6 +44,11 @@ def estimate_step(
         ConfigError: the plan does not fit ``world_size``.
 
     Does not communicate, and needs no process group.
+
+    Example:
+        >>> plan = plan_sharding(nn.Sequential(nn.Linear(1024, 1024)), translate({}, device="cpu").config)
+        >>> estimate_step(plan, world_size=8).parameters_bytes
+        524800
     """
     plan = plan.resolve(world_size)
     trace = assumed_trace(plan) if trace is None else trace

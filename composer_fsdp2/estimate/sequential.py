@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from composer_fsdp2._torch.passing import tensors_in
+from composer_fsdp2._torch.tensor_tree import tensors_in
 from composer_fsdp2.estimate.blocks import BlockList
 from composer_fsdp2.sharding.modules import at_path
 

@@ -96,6 +96,11 @@ class StepEstimate(Value):
         timeline: From the first microbatch's forward to the optimizer's step.
         calls: In issue order.
         notes: Assumptions, in full sentences.
+
+    Example:
+        >>> plan = plan_sharding(nn.Sequential(nn.Linear(1024, 1024)), translate({}, device="cpu").config)
+        >>> [call.op for call in estimate_step(plan, world_size=8).calls]
+        ['all_gather', 'reduce_scatter']
     """
 
     parameters_bytes: int

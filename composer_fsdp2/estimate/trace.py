@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.passing import cast_floats
 from composer_fsdp2._torch.private_names import without_wrappers
+from composer_fsdp2._torch.tensor_tree import cast_floats
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate._torch.as_cuda import as_cuda
 from composer_fsdp2.estimate._torch.fake import fake_tensors, lists_of_zeros

@@ -71,6 +71,12 @@ def install_fsdp(*, show_units: bool = False) -> InstalledFSDP:
 
     Args:
         show_units: Print the name of each unit on rank 0 at the first forward, not the number of units alone.
+
+    Example:
+        >>> with install_fsdp():
+        ...     from torch.distributed.fsdp import FullyShardedDataParallel
+        >>> FullyShardedDataParallel.__module__
+        'composer_fsdp2.fsdp.wrapper'
     """
     return InstalledFSDP(show_units=show_units)
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from composer_fsdp2._torch.unit_parameters import distinct_units, drop_unreduced_gradients, unreduced_parameters
 from composer_fsdp2.errors import CallError, PlanError, UnsupportedError
 from composer_fsdp2.sharding.optimizer import rebinding
-from composer_fsdp2.sharding.placements import splitting_axes
+from composer_fsdp2.sharding.placements import shard_axes
 
 _NOTED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -149,7 +149,7 @@ def _refuse_unfit(optimizer: torch.optim.Optimizer) -> None:
     if name not in ("Adafactor", "LBFGS", "Rprop"):  # of torch, and of transformers
         return
     sharded = [each for each in _held(optimizer) if getattr(each, "_fsdp_flattened", False)]
-    if any(name != "LBFGS" or splitting_axes(each) for each in sharded):
+    if any(name != "LBFGS" or shard_axes(each) for each in sharded):
         raise UnsupportedError(
             f"{name}: torch does not compute its step on DTensors, which sharded parameters are; choose another "
             "optimizer, such as AdamW or SGD"

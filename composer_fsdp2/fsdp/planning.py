@@ -15,7 +15,7 @@ from composer_fsdp2.fsdp.arguments import outermost
 from composer_fsdp2.fsdp.optimizers import sharded_name
 from composer_fsdp2.parallel.order import refuse_illegal
 from composer_fsdp2.sharding.decide import plan_selected, refuse_cast_gradients
-from composer_fsdp2.sharding.materialize import OnMeta
+from composer_fsdp2.sharding.materialize import MetaInitializer
 from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.plan import ShardingPlan
 from composer_fsdp2.sharding.select import Selection
@@ -116,7 +116,7 @@ def initializers_of(
     def initializer(module: nn.Module, path: str) -> Callable[[], object] | None:
         function = next(by_path[each] for each in ancestors_or_self(path) if each in by_path)
         if function is not None:
-            return OnMeta(partial(function, module))
+            return MetaInitializer(partial(function, module))
         own: Callable[[], object] | None = getattr(module, "reset_parameters", None)
         return own
 

@@ -25,10 +25,10 @@ from composer_fsdp2._torch.private_names import (
 from composer_fsdp2._torch.unit import UnitHooks, hooks_of
 from composer_fsdp2._torch.wrappers import (
     auto_wrap,
-    forget_root,
     group_of_unit,
-    is_own_unit,
     nest_unit,
+    register_unit_class,
+    reset_root,
     shards_of,
     write_assigned_data,
 )
@@ -47,7 +47,7 @@ from composer_fsdp2.fsdp.optimizers import (
 )
 from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
 from composer_fsdp2.fsdp1.state_dicts import FULL, STATIC_METHODS, rekey_optim_state_dict, set_state_dict_type
-from composer_fsdp2.parallel.order import carry_out
+from composer_fsdp2.parallel.order import execute_plan
 from composer_fsdp2.sharding.agree import agree, require_process_group
 from composer_fsdp2.sharding.confirmation import confirm, summary_line
 from composer_fsdp2.sharding.modules import parameter_at
@@ -255,7 +255,7 @@ class FullyShardedDataParallel(FSDPModule, nn.Module):
             yield self._shown_name(name), buffer
 
     def _shown_name(self, name: str) -> str:
-        is_summoned = self._fsdp_hooks is not None and self._fsdp_hooks.shown is not None
+        is_summoned = self._fsdp_hooks is not None and self._fsdp_hooks.override is not None
         return name.replace(_PREFIX, "") if is_summoned else name
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -397,10 +397,10 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
     open_lightning(FullyShardedDataParallel)
     write_assigned_data()
     for cls in {type(each) for each in made}:
-        is_own_unit(cls)
+        register_unit_class(cls)
     present = () if mesh is None else (mesh, parent_mesh(mesh))
     initializers = initializers_of(root, {each: each._fsdp_param_init_fn for each in made})
-    run = carry_out(root, plan, initializers, present=present)
+    run = execute_plan(root, plan, initializers, existing_meshes=present)
     for name in names:
         parameter_at(root, name)._fsdp_flattened = True  # type: ignore[attr-defined]
     translation = root._fsdp_translation
@@ -409,7 +409,7 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
         each()
     mark_replaced(replaced)
     for instance in _earlier(made):
-        forget_root(instance)
+        reset_root(instance)
         if instance._fsdp_is_nested:
             continue
         config = instance._fsdp_translation.config
@@ -422,7 +422,7 @@ def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: Devic
         )
     for instance in made:
         instance._fsdp_hooks = hooks_of(instance)
-        instance._fsdp_hooks.sums_in_own_dtype = True
+        instance._fsdp_hooks.accumulates_in_backward_dtype = True
         instance.register_state_dict_post_hook(_remove_prefix)
         instance.register_load_state_dict_pre_hook(_add_prefix)
         instance.register_load_state_dict_post_hook(_clean_keys)

@@ -28,13 +28,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
-from composer_fsdp2._torch.private_names import ShardedTensor, gather_sharded, without_wrappers
+from composer_fsdp2._torch.local_tensors import local_tensor, with_local_tensor
+from composer_fsdp2._torch.private_names import ShardedTensor, gather_sharded_tensor, without_wrappers
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CallError, UnsupportedError
 from composer_fsdp2.sharding.agree import agree, device_of_group
-from composer_fsdp2.sharding.full_values import gather_full, own_part
-from composer_fsdp2.sharding.placements import splitting_axes
+from composer_fsdp2.sharding.full_values import gather_full_tensor, local_shard
+from composer_fsdp2.sharding.placements import shard_axes
 from composer_fsdp2.sharding.sharded import sharded_roots
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -190,13 +190,13 @@ def _keeps_full_values(model: nn.Module, config: StateDictConfig | OptimStateDic
     if not getattr(config, "rank0_only", False):
         return True
     sharded = [each for each in model.parameters() if isinstance(each, DTensor)]
-    axes = {(each.device_mesh, axis) for each in sharded for axis in splitting_axes(each)}
+    axes = {(each.device_mesh, axis) for each in sharded for axis in shard_axes(each)}
     return not any(mesh.get_local_rank(axis) for mesh, axis in axes) if axes else dist.get_rank() == 0
 
 
 def _full_copy(value: DTensor, *, to_cpu: bool, keeps: bool = True) -> torch.Tensor:
     """The full tensor, which shares no memory with the shard. Called on all ranks of the mesh."""
-    full = gather_full(value)
+    full = gather_full_tensor(value)
     if not keeps:
         return full
     moved = full.to("cpu") if to_cpu else full
@@ -406,7 +406,7 @@ def _refuse_unknown_shard(name: str, key: str, value: Any, parameter: nn.Paramet
         isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
         and value.dim()
-        and splitting_axes(parameter)
+        and shard_axes(parameter)
         and value.shape == local_tensor(parameter).shape
     ):
         raise UnsupportedError(
@@ -445,9 +445,9 @@ def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, ShardedTensor):  # FSDP1's shards, of any layout
-        value = gather_sharded(value, value._process_group)
+        value = gather_sharded_tensor(value, value._process_group)
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
-        return with_local_tensor(parameter, own_part(parameter, value.detach()).clone())
+        return with_local_tensor(parameter, local_shard(parameter, value.detach()).clone())
     return value.detach().clone()
 
 

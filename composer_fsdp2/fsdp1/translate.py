@@ -48,6 +48,11 @@ class Translation(Value):
         tensor_parallel_degree: Over how many consecutive ranks layers are split, on each of which this model is sharded
             less; Composer's ``TPConfig`` says it.
         verbose: Whether the report is logged.
+
+    Example:
+        >>> translation = translate({"sharding_strategy": "SHARD_GRAD_OP"}, device="cpu")
+        >>> translation.config.reshard_after_forward, translation.blocking
+        (False, ())
     """
 
     config: ShardingConfig
@@ -98,6 +103,11 @@ def translate(
     It reads its arguments only, and does not communicate. A process_group by nodes stays open: where the plan is
     resolved, a launcher has said how many ranks a node has. Imports torch only where the device is not given, or is
     torch's own object.
+
+    Example:
+        >>> translation = translate({"mixed_precision": "PURE"}, precision="amp_bf16", device="cpu")
+        >>> translation.config.mixed_precision.param_dtype
+        'bfloat16'
     """
     given = GivenConfig.read(fsdp_config)
     if world_size is not None and (type(world_size) is not int or world_size < 1):

@@ -1,1 +1,1 @@
-"""What ranks compute together beside sharding: layers, sequences and batches that they share."""
+"""Parallelism besides sharding: tensor, context and expert parallelism, shared batches, and idle experts and towers."""

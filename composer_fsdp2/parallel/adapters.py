@@ -1,4 +1,4 @@
-"""How a family of models computes a part of its sequences: ``ModelAdapter``, a family a file.
+"""Support for context parallelism in a family of models: ``ModelAdapter``, one module per family.
 
 See [Note: context parallelism].
 """
@@ -15,12 +15,16 @@ KEY = "context_parallel_degree"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFacts:
-    """What decides whether an attention module can exchange heads for sequence.
+    """Properties that decide whether an attention module can exchange heads for sequence.
 
     Args:
-        num_heads: Of queries, of the whole model.
-        dropout: The probability.
-        problems: What else it cannot do, each as a sentence that names the way out.
+        num_heads: The number of query heads of the whole model.
+        dropout: The probability of attention dropout.
+        problems: Other reasons why it cannot; each a sentence with an alternative.
+
+    Example:
+        >>> AttentionFacts(num_heads=16).problems
+        ()
     """
 
     num_heads: int
@@ -30,20 +34,31 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAdapter:
-    """What ``context_parallel_degree`` needs to know of a family of models.
+    """A family of models that supports ``context_parallel_degree``.
 
-    All functions but ``start`` read the model alone: they are called on every rank before anything is changed, and
-    must return the same on all.
+    All functions except ``start`` only read the model. They are called on every rank before anything is modified, and
+    must return the same on all ranks.
 
     Args:
-        name: In messages.
-        matches: Whether a module is such a model. Of nested ones the outermost counts.
-        attentions: The attention modules that will exchange heads for sequence, by path in the model, with their facts.
-        problems: What of the model cannot compute a part of a sequence, each as a sentence that names the way out.
-        start: Changes the forwards of one model. Gets the module to be sharded, the model in it, the modules of
-            ``attentions``, and this rank's group. Called on all ranks, before blocks are wrapped for recomputation;
-            the function that it returns is called once they are wrapped and sharded.
-        notes: What the user should know of the model, each as a sentence; logged as warnings.
+        name: Shown in messages.
+        matches: Whether a module is a model of this family. Of nested matches the outermost is used.
+        attentions: The attention modules that will exchange heads for sequence, by their paths in the model.
+        problems: Parts of the model that cannot compute a part of a sequence; each a sentence with an alternative.
+        start: Replaces the forwards of one model. Arguments: the module that will be sharded, the model in it, the
+            modules of ``attentions``, and this rank's group. Called on all ranks, before activation checkpointing. The
+            function that it returns, if any, is called after wrapping and sharding.
+        notes: What the user should know about the model; each a sentence, logged as a warning.
+
+    Example:
+        >>> adapter = ModelAdapter(
+        ...     name="my models",
+        ...     matches=lambda module: type(module).__name__ == "MyModel",
+        ...     attentions=lambda model: {"attention": AttentionFacts(num_heads=16)},
+        ...     problems=lambda model: iter(()),
+        ...     start=lambda whole, model, attentions, group: None,
+        ... )
+        >>> adapter.matches(nn.Linear(4, 4))
+        False
     """
 
     name: str
@@ -63,9 +78,21 @@ def model_adapters() -> tuple[ModelAdapter, ...]:
 
 
 def register_model_adapter(adapter: ModelAdapter) -> None:
-    """Use ``adapter`` for the models that it matches, before those that are registered already.
+    """Register an adapter. It takes precedence over adapters that are already registered.
 
-    Another one of the same name is replaced. Every rank must register the same ones; it does not communicate.
+    An adapter of the same name is replaced. Call this on every rank with the same adapter, before
+    ``prepare_fully_shard``; it does not communicate.
+
+    Example:
+        >>> register_model_adapter(
+        ...     ModelAdapter(
+        ...         name="an example",
+        ...         matches=lambda module: False,
+        ...         attentions=lambda model: {},
+        ...         problems=lambda model: iter(()),
+        ...         start=lambda whole, model, attentions, group: None,
+        ...     )
+        ... )
     """
     _ADAPTERS.pop(adapter.name, None)
     _ADAPTERS[adapter.name] = adapter

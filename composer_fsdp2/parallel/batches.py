@@ -1,16 +1,16 @@
-"""Ranks that compute one batch together: compare what their loaders returned, or share it.
+"""Compare or share the batches of ranks that compute one batch together.
 
-[Note: data blocks] A layer that is split over ranks, and a sequence that is, belong to one batch. The ranks that share
-it, a data block, are consecutive: ``tensor degree x context degree`` of them, as both axes are the innermost. A loader
-does not know about them. If each rank of a block reads another batch, parts of different samples are added up: all
+[Note: data blocks] The ranks that TP-shard a layer, or divide a sequence, must have the same batch. They form a data
+block: ``tensor degree x context degree`` consecutive ranks, as both axes are the innermost. A loader does not know
+about data blocks. If each rank of a block reads a different batch, layers add partial results of different samples: all
 losses are finite, and the model learns nothing.
 
-[Note: same draws] Modules that a layer plan does not split run as a whole on each rank of the tensor axis. A dropout
-among them must drop the same elements on all of these ranks: otherwise split layers add up parts of different inputs,
-and the ranks' copies of unsplit parameters get different gradients and drift apart, without an error. Composer seeds
-every rank differently. So the ranks of the tensor axis continue with the random states of their first rank: those of
-torch, numpy (used by Composer's GyroDropout) and Python. Inside a split module each rank drops its features with the
-same pattern.
+[Note: same draws] Modules outside of the layer plan run in full on each rank of the tensor axis. Dropout in such a
+module must drop the same elements on all of these ranks. Otherwise TP-sharded layers add partial results of
+different inputs, and the ranks' copies of replicated parameters get different gradients and diverge, without an
+error. Composer seeds every rank differently. The ranks of the tensor axis therefore continue with the RNG states of
+their first rank: those of torch, numpy (used by Composer's GyroDropout) and Python. Inside a TP-sharded module each
+rank drops its features with the same pattern.
 """
 
 import io
@@ -27,39 +27,42 @@ import torch.distributed as dist
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.contents import Part, bytes_of, digest_of, parts_of
+from composer_fsdp2.parallel.contents import BatchValue, batch_values, bytes_of, digest_of
 from composer_fsdp2.parallel.joining import join_rows
-from composer_fsdp2.sharding.agree import agree, gather
+from composer_fsdp2.sharding.agree import agree, all_gather_object
 from composer_fsdp2.sharding.meshes import group_along
 from composer_fsdp2.sharding.random_states import random_states, set_random_states
 from composer_fsdp2.training.run import BatchGroup
 
-_TIMEOUT = timedelta(minutes=30)  # as that of any group of torch's: loaders may be as slow as they were
+_TIMEOUT = timedelta(minutes=30)  # the default of torch's groups; loaders may be slow
 
 
 def make_batch_group(config: ShardingConfig) -> BatchGroup | None:
-    """The ranks that share a batch, with this one; None where every rank has its own. Called on all ranks."""
+    """The ranks that share this rank's batch; None if every rank has its own.
+
+    Called on all ranks; creates process groups.
+    """
     if (size := config.data_block_size) == 1:
         return None
     group = group_along((-1, size), 1, "batch", backend="gloo", timeout=_TIMEOUT)
     return BatchGroup(
         ranks=tuple(_ranks_of(group)),
         group=group,
-        how=config.batches_are,
+        how=config.effective_broadcast_batch,
         check=config.check_data is not False,
         tensor_degree=config.mesh.tensor_degree,
     )
 
 
-def draw_alike(block: BatchGroup) -> None:
-    """Copy the random states of all generators from the first rank of the tensor axis to its other ranks.
+def sync_random_states(block: BatchGroup) -> None:
+    """Copy the states of all RNGs from the first rank of the tensor axis to its other ranks.
 
-    Called on all ranks of the block: after sharding, and before batches that are shared. Sends 15 kB a rank.
+    Called on all ranks of the block, after sharding and before shared batches. Sends 15 kB per rank.
     """
     if block.tensor_degree == 1:
         return
     index = block.ranks.index(dist.get_rank())
-    set_random_states(gather(random_states(), block.group)[index - index % block.tensor_degree])
+    set_random_states(all_gather_object(random_states(), block.group)[index - index % block.tensor_degree])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -67,31 +70,31 @@ def draw_alike(block: BatchGroup) -> None:
 
 
 def check_batch(batch: Any, group: dist.ProcessGroup | None = None, *, what: str = "this batch") -> None:
-    """Raise on every rank of the world where ranks of one group have different batches.
+    """Raise on every rank of the world if ranks of one group have different batches.
 
     Args:
-        batch: Of any structure; values, shapes and dtypes are compared, to the last bit.
-        group: The ranks that share this rank's batch; None for all.
+        batch: Any structure. Values, shapes and dtypes are compared bitwise.
+        group: The ranks that share this rank's batch; None means all.
         what: The name of the batch in messages.
     Raises:
-        ConfigError: names the ranks, what differs, and the ways out.
+        ConfigError: names the ranks, the difference, and the alternatives.
 
-    Called on all ranks. Waits for the device, so compare the first batch of an epoch, which shows whether a loader is
-    split over all ranks.
+    Called on all ranks. Synchronizes with the device, so compare only the first batch of an epoch, which shows
+    whether a loader divides its data over all ranks.
     """
-    check_parts(parts_of(batch), group, what=what)
+    check_values(batch_values(batch), group, what=what)
 
 
-def check_parts(
-    parts: list[Part], group: dist.ProcessGroup | None = None, *, what: str, ways_out: str | None = None
+def check_values(
+    parts: list[BatchValue], group: dist.ProcessGroup | None = None, *, what: str, ways_out: str | None = None
 ) -> None:
-    """``check_batch`` of what ``parts_of`` found.
+    """``check_batch`` for the result of ``batch_values``.
 
     Args:
-        ways_out: In the place of those of a loader.
+        ways_out: The alternatives in the message; None means those for a loader.
     """
-    is_same = len(set(gather(digest_of(parts), group))) == 1
-    of_ranks = [] if is_same else gather(parts, group)
+    is_same = len(set(all_gather_object(digest_of(parts), group))) == 1
+    of_ranks = [] if is_same else all_gather_object(parts, group)
     agree(lambda: None if is_same else _refuse(of_ranks, _ranks_of(group), what, ways_out), lambda _: "", ConfigError)
 
 
@@ -99,7 +102,7 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
 
 
-def _refuse(parts: Sequence[Sequence[Part]], ranks: Sequence[int], what: str, ways_out: str | None) -> None:
+def _refuse(parts: Sequence[Sequence[BatchValue]], ranks: Sequence[int], what: str, ways_out: str | None) -> None:
     other, size = next(number for number, each in enumerate(parts) if each != parts[0]), len(ranks)
     ways_out = ways_out or (
         f"Give the ranks of a group the same data: a DistributedSampler with num_replicas=world_size // {size} and "
@@ -115,7 +118,7 @@ def _refuse(parts: Sequence[Sequence[Part]], ranks: Sequence[int], what: str, wa
     )
 
 
-def _difference(ours: Sequence[Part], theirs: Sequence[Part]) -> str:
+def _difference(ours: Sequence[BatchValue], theirs: Sequence[BatchValue]) -> str:
     """Describe the first value that differs."""
     a, b = next((a, b) for a, b in zip_longest(ours, theirs) if a != b)
     if a is None or b is None:
@@ -138,18 +141,17 @@ def share_batch(
     *,
     counts: bool = True,
 ) -> Any:
-    """The batch that all ranks of a group take in the place of their own.
+    """Replace the batches of a group's ranks by one batch.
 
     Args:
-        batch: What this rank read: tensors, in whatever structure can be pickled. It is not changed.
-        group: The ranks that share a batch; None for all. With gloo and a batch in host memory, no rank waits for its
-            device.
-        how: ``first``: the first rank's. ``gather``: the rows of all, in the order of ranks;
-            where all have read the same batch already, that one. Text of different lengths is padded to the longest.
-            ``False`` returns ``batch``.
-        counts: Whether this rank's rows are among those gathered; if no rank's are, the first rank's.
+        batch: What this rank's loader returned: tensors in any structure that can be pickled. Not modified.
+        group: The ranks that share a batch; None means all. With gloo and a batch in host memory, no rank synchronizes
+            with its device.
+        how: ``first``: the first rank's batch. ``gather``: the rows of all ranks, in rank order, or that batch if all
+            ranks have read the same one; text of different lengths is padded to the longest. ``False``: ``batch``.
+        counts: Whether this rank's rows are included by ``gather``. If no rank's are, the first rank's batch.
     Returns:
-        The same on all ranks of the group, with tensors on this rank's device.
+        The same batch on all ranks of the group, with tensors on this rank's device.
     Raises:
         ConfigError: on every rank of the group: a batch cannot be sent, or rows do not fit together.
 
@@ -158,22 +160,22 @@ def share_batch(
     how = BroadcastBatch(how)
     if how is BroadcastBatch.OFF or dist.get_world_size(group) == 1:
         return batch
-    return _first(batch, group) if how is BroadcastBatch.FIRST else _gathered(batch, group, counts)
+    return _broadcast_first(batch, group) if how is BroadcastBatch.FIRST else _gather_rows(batch, group, counts)
 
 
-def _first(batch: Any, group: dist.ProcessGroup | None) -> Any:
+def _broadcast_first(batch: Any, group: dist.ProcessGroup | None) -> Any:
     is_source = dist.get_rank(group) == 0
     sent = [Packed.of(batch) if is_source else Packed()]
     dist.broadcast_object_list(sent, _ranks_of(group)[0], group)
     return batch if is_source and not sent[0].error else sent[0].open()
 
 
-def _gathered(batch: Any, group: dist.ProcessGroup | None, counts: bool) -> Any:
-    packed, digest = Packed.of(batch), digest_of(parts_of(batch))
-    headers = gather((digest, packed.error, counts), group)
+def _gather_rows(batch: Any, group: dist.ProcessGroup | None, counts: bool) -> Any:
+    packed, digest = Packed.of(batch), digest_of(batch_values(batch))
+    headers = all_gather_object((digest, packed.error, counts), group)
     if len({(digest, error) for digest, error, _ in headers}) == 1 and not packed.error:
-        return batch  # replicated data: the rows of all would be each of them several times
-    batches = [each.open() for each in gather(packed, group)]
+        return batch  # replicated data: concatenation would repeat its rows
+    batches = [each.open() for each in all_gather_object(packed, group)]
     return join_rows([each for each, (_, _, counts) in zip(batches, headers, strict=True) if counts] or batches[:1])
 
 

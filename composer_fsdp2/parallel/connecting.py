@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2._torch.passing import tensors_in, with_tensors
+from composer_fsdp2._torch.tensor_tree import map_tensors, tensors_in
 
 # Positional and keyword arguments of a forward.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -22,7 +22,7 @@ def connect_first(output: Any, others: Sequence[torch.Tensor]) -> Any:
     first = next((each for each in tensors_in(output) if each.is_floating_point()), None)
     if first is None:
         return output
-    return with_tensors(output, lambda each: connect(each, others) if each is first else each)
+    return map_tensors(output, lambda each: connect(each, others) if each is first else each)
 
 
 def without_rows(arguments: Arguments) -> Arguments:
@@ -32,15 +32,15 @@ def without_rows(arguments: Arguments) -> Arguments:
     """
     num_rows = next((tensor.shape[0] for tensor in tensors_in(arguments) if tensor.dim()), 0)
 
-    changed: Arguments = with_tensors(
+    changed: Arguments = map_tensors(
         arguments, lambda each: _NoRows.apply(each) if num_rows and each.dim() and len(each) == num_rows else each
     )
     return changed
 
 
-def kept_without_rows(arguments: Arguments) -> Arguments:
-    """``without_rows``, detached and copied, which frees the activations that they are slices of."""
-    kept: Arguments = with_tensors(
+def detached_without_rows(arguments: Arguments) -> Arguments:
+    """``without_rows``, detached and copied, to free the activations that the slices reference."""
+    kept: Arguments = map_tensors(
         without_rows(arguments), lambda each: each.detach() if each.numel() else torch.empty_like(each)
     )
     return kept

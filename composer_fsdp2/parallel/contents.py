@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Part(NamedTuple):
+class BatchValue(NamedTuple):
     """One value of a batch: its path, its type and shape, and its text, or a hash of a longer one."""
 
     path: str
@@ -15,17 +15,17 @@ class Part(NamedTuple):
     content: str
 
 
-def parts_of(batch: Any, name: str = "batch") -> list[Part]:
+def batch_values(batch: Any, name: str = "batch") -> list[BatchValue]:
     """List all values of a batch of any structure, in an order that does not depend on the process.
 
     Tensors are compared by their bytes, so NaN equals itself; their device is ignored. Waits for the device of a tensor
     that is on one. Does not communicate.
     """
-    return list(_parts(batch, name, ()))
+    return list(_batch_values(batch, name, ()))
 
 
-def digest_of(parts: list[Part]) -> bytes:
-    """16 bytes."""
+def digest_of(parts: list[BatchValue]) -> bytes:
+    """A digest of 16 bytes."""
     return _hashed("\n".join("\t".join(part) for part in parts)).digest()
 
 
@@ -41,41 +41,41 @@ _PLAIN = frozenset((int, float, complex, bool, str, type(None)))
 _SHORT = 200
 
 
-def _parts(value: Any, path: str, parents: tuple[int, ...]) -> Iterator[Part]:
-    """``parents``: the ids of the containers around the value, to end where one contains itself."""
+def _batch_values(value: Any, path: str, parents: tuple[int, ...]) -> Iterator[BatchValue]:
+    """``parents``: the ids of the enclosing containers, to stop at a container that contains itself."""
     raw = bytes_of(value) if isinstance(value, torch.Tensor) else None
     if raw is not None:
         kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-        yield Part(path, kind, _hashed(raw.numpy().data).hexdigest())
+        yield BatchValue(path, kind, _hashed(raw.numpy().data).hexdigest())
     elif type(value) in _PLAIN:
         text = repr(value)
-        yield Part(path, type(value).__name__, text if len(text) <= _SHORT else _hashed(text).hexdigest())
+        yield BatchValue(path, type(value).__name__, text if len(text) <= _SHORT else _hashed(text).hexdigest())
     elif isinstance(value, bytes | bytearray):
-        yield Part(path, f"{len(value)} bytes", _hashed(memoryview(value)).hexdigest())
+        yield BatchValue(path, f"{len(value)} bytes", _hashed(memoryview(value)).hexdigest())
     elif isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-        yield Part(path, value.__module__, value.__qualname__)
+        yield BatchValue(path, value.__module__, value.__qualname__)
     elif id(value) in parents:
-        yield Part(path, "a container of itself", str(parents.index(id(value))))
+        yield BatchValue(path, "a container of itself", str(parents.index(id(value))))
     else:
-        yield Part(path, f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."), "")
+        yield BatchValue(path, f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."), "")
         for step, each in _members(value):
-            yield from _parts(each, path + step, (*parents, id(value)))
+            yield from _batch_values(each, path + step, (*parents, id(value)))
 
 
 def _members(value: Any) -> list[tuple[str, Any]]:
-    """The parts of a container, and their paths in it; of any other object, those of its pickle.
+    """The members of a container with their paths in it. For any other object, those of its pickle.
 
-    A pickle's bytes would not do: they list a set in an order that depends on the process.
+    The bytes of a pickle are not comparable: they list a set in an order that depends on the process.
     """
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", value[key]) for key in sorted(value, key=repr)]
     if isinstance(value, list | tuple):
         return [(f"[{number}]", each) for number, each in enumerate(value)]
     if isinstance(value, set | frozenset):
-        return [(" (members)", each) for each in sorted(str(parts_of(each)) for each in value)]
+        return [(" (members)", each) for each in sorted(str(batch_values(each)) for each in value)]
     try:
         reduced = value.__reduce_ex__(2)
-    except Exception:  # of any type; then the class alone is compared
+    except Exception:  # of any type; then only the class is compared
         return []
     if isinstance(reduced, str):
         return [(" (global)", reduced)]

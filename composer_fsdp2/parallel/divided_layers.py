@@ -1,9 +1,10 @@
 """Layers that compute this rank's part of every sequence, in a model whose other modules compute whole rows.
 
-[Note: divided layers] Embeddings, positions and masks are the model's own, of whole rows. The first layer's input is
-cut, and so are the rotary angles that each layer gets; the last layer's output is gathered. Attention sees all places
-of some heads, and takes the model's mask unchanged: windows, both directions, packed rows. Hooks do this outside
-of recomputed blocks, and a layer that runs anywhere else raises: its attention would take a part for the whole.
+[Note: divided layers] Embeddings, positions and masks are computed by the model, for whole rows. The input of the
+first layer is divided, and so are the rotary angles of each layer; the output of the last layer is gathered.
+Attention sees all positions of some heads and uses the model's mask unchanged, so windows, bidirectional attention
+and packed rows work. Hooks outside of recomputed blocks do this. A layer that runs anywhere else raises, because its
+attention would treat a part as the whole sequence.
 """
 
 import inspect
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2._torch.private_names import is_in_backward, untraced
+from composer_fsdp2._torch.tensor_tree import map_tensors, tensors_in
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.adapters import KEY
 from composer_fsdp2.parallel.padding import Padding, is_order
@@ -26,24 +27,25 @@ from composer_fsdp2.training.context import ContextGroup
 
 @dataclass(kw_only=True, eq=False)
 class DividedLayers:
-    """The layers of a model that run one after the other, and where they are in a forward.
+    """The layers of a model that run in sequence, and their state within a forward.
 
     Args:
-        name: Of the list of layers, in messages.
-        layers: The path of each, in order. The first parameter of a layer is its input, (rows, places, features), and
-            the first of its outputs is the next one's.
-        angles: Parameters with this beginning are tensors (..., places, features) for each place of whole rows.
-        caches: Parameters that a layer gets None for: keys and values of a part are of no use to others.
-        takes_whole: Whether a layer takes tensors of whole rows, or of none, under this name.
-        full_mask: Makes a mask of whole rows without padding, from a layer's input and their length: where the ranks
-            cannot divide the length, attention must not see the places that fill it up. None if it is causal.
-        keeps_whole: Whether the output is gathered in each forward, since the model reshapes it to whole rows.
+        name: The name of the list of layers, in messages.
+        layers: The path of each layer, in order. The first parameter of a layer's forward is its input, (rows,
+            positions, features), and its first output is the input of the next layer.
+        angles: Parameters whose names start with this are tensors (..., positions, features) for each position of whole
+            rows.
+        caches: Parameters that are set to None: the keys and values of a part are not usable elsewhere.
+        takes_whole: Whether a layer accepts tensors of whole rows, or without rows, under this name.
+        full_mask: Creates a mask of whole rows without padding, from a layer's input and their length. If the ranks
+            cannot divide the length, attention must not see the padding positions. None if attention is causal.
+        keeps_whole: Whether the output is gathered in each forward, because the model reshapes it to whole rows.
         is_open: Whether a forward is between the first layer and the last one.
-        length: Of the whole rows of that forward, or of the one before.
-        padding: Of the batch, while a forward runs that returns the loss of a part.
-        order: What layers get as ``attention_mask``, of ``order_of_rows``, in the place of a mask of the model's.
-        num_passes: How often the first layer has run in the forward of the model that owns the layers; None where that
-            is not known.
+        length: The length of whole rows in that forward, or in the one before.
+        padding: The padding of the batch, during a forward that returns the loss of a part.
+        order: The ``attention_mask`` that layers get instead of the model's, from ``order_of_rows``.
+        num_passes: How often the first layer has run in the forward of the model that owns the layers; None if
+            unknown.
     """
 
     name: str
@@ -63,10 +65,10 @@ class DividedLayers:
     num_passes: int | None = None
 
     def connect(self, model: nn.Module) -> None:
-        """Put the hooks on the layers, or on their wrappers.
+        """Register the hooks on the layers, or on their wrappers.
 
         Args:
-            model: In which ``layers`` are paths.
+            model: The module to which the paths in ``layers`` are relative.
         """
         for path in self.layers:
             layer = at_path(model, path)
@@ -75,10 +77,10 @@ class DividedLayers:
         layer.register_forward_hook(untraced(partial(self._leave)))
 
     def note_exchange(self) -> None:
-        """Called by attention before it exchanges.
+        """Called by attention before its exchange.
 
         Raises:
-            UnsupportedError: its layer does not run between the first and the last one.
+            UnsupportedError: its layer does not run between the first and the last layer.
         """
         if not self.is_open and not is_in_backward():
             raise self._outside()
@@ -94,33 +96,34 @@ class DividedLayers:
         *,
         dim: int,
     ) -> torch.Tensor:
-        """What ``attend(query, key, value, mask)`` returns for whole rows of some heads, of all heads of a part.
+        """Run ``attend(query, key, value, mask)`` on whole rows of some heads; return all heads of a part.
 
         Args:
-            attend: Gets tensors (rows, heads, places, features), in the same layout.
-            mask: Of whole rows, the model's own, or what ``order_of_rows`` returned; its last dimension is places.
-            dim: Of the places in what ``attend`` returns, 1 or 2; the other one is of heads.
+            attend: Gets tensors (rows, heads, positions, features), in the same layout.
+            mask: The model's mask of whole rows, or the result of ``order_of_rows``. Its last dimension is positions.
+            dim: The dimension of positions in the output of ``attend``, 1 or 2; the other one is heads.
+
         Called on all ranks; two all-to-alls.
         """
         self.note_exchange()
         query, key, value = self.group.to_heads((query, key, value), 1, 2)
         padded = query.shape[2]
-        length = padded if mask is None else _places_of(mask)
+        length = padded if mask is None else _num_positions(mask)
         query, key, value = (each.narrow(2, 0, length) for each in (query, key, value))
         if mask is None or not is_order(mask):
             output = attend(query, key, value, mask)
         else:
-            places = mask.transpose(2, 3)  # (rows, 1, places, 1)
+            places = mask.transpose(2, 3)  # (rows, 1, positions, 1)
             output = attend(*(each.take_along_dim(places, 2) for each in (query, key, value)), None)
             output = output.take_along_dim(mask.argsort(dim=-1).transpose(dim, 3), dim)
         return self.group.to_sequence(self.group.padded(output, dim, 0), 3 - dim, dim)
 
     def whole(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """What these layers computed of a part, of whole rows; as it is if it is of these already."""
+        """All-gather the output of these layers to whole rows; returned as it is if it already has whole rows."""
         return tensor if tensor.shape[dim] == self.length else self.group.to_whole(tensor, self.length, dim)
 
     def part(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's part of a tensor of whole rows; as it is if it is one already."""
+        """This rank's part of a tensor of whole rows; returned as it is if it already is a part."""
         is_whole = tensor.shape[dim] == self.length
         return self.group.part(self.group.padded(tensor, dim, 0), dim) if is_whole else tensor
 
@@ -140,7 +143,7 @@ class DividedLayers:
         changed = {parameters[0]: hidden}
         for name, value in given.items():
             if name.startswith(self.angles):
-                changed[name] = with_tensors(value, self._angles_of_part)
+                changed[name] = map_tensors(value, self._angles_of_part)
             elif name in self.caches:
                 changed[name] = None
             elif name != parameters[0] and tensors_in(value) and not self.takes_whole(name):
@@ -160,7 +163,7 @@ class DividedLayers:
         }
 
     def _note_pass(self) -> None:
-        """Raise where the first layer would cut a part of rows, as if it were rows."""
+        """Raise if the first layer would divide a part again."""
         if self.num_passes is None:
             return
         if self.num_passes and (self.is_open or not self.gathers):
@@ -175,7 +178,7 @@ class DividedLayers:
         return self.group.part(self.group.padded(tensor, tensor.dim() - 2, 0), tensor.dim() - 2)
 
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
-        """Behind the last layer."""
+        """Runs after the last layer."""
         hidden = output[0] if isinstance(output, tuple) else output
         if not is_in_backward() and self.num_exchanges != len(self.layers):
             raise UnsupportedError(
@@ -197,14 +200,14 @@ class DividedLayers:
         )
 
 
-def _places_of(mask: torch.Tensor) -> int:
-    """transformers 4.51 may add one to the last dimension of a causal mask."""
+def _num_positions(mask: torch.Tensor) -> int:
+    """The number of positions in a mask. transformers 4.51 may add one to the last dimension of a causal mask."""
     is_square = mask.dim() == 4 and mask.shape[-2] > 1
     return mask.shape[-2 if is_square else -1]
 
 
 def _parameters_of(layer: nn.Module) -> tuple[str, ...]:
-    """Of the forward of a layer, or of what is wrapped in it."""
+    """The parameter names of a layer's forward, or of the forward of the module that it wraps."""
     parameters = inspect.signature(layer.forward).parameters.values()
     names = tuple(each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return names or _parameters_of(next(layer.children()))

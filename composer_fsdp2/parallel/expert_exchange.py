@@ -1,4 +1,4 @@
-"""Exchange of tokens between the ranks that split experts."""
+"""All-to-all of tokens between the ranks of an expert-parallel group."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from composer_fsdp2.parallel.expert_products import Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The experts of a layer, which the ranks of a group split evenly, in order.
+    """The experts of a layer. The ranks of a group divide them evenly, in order.
 
     Args:
-        is_even: Each is taken to get as many rows as the others, on ranks whose tensors have no values to count.
+        is_even: Assume that each expert gets an equal number of rows, for tensors without values (fake tensors).
     """
 
     num_experts: int
@@ -25,7 +25,7 @@ class Experts:
 
     @property
     def own(self) -> range:
-        """The numbers of this rank's."""
+        """The indices of this rank's experts."""
         num_own = self.num_experts // dist.get_world_size(self.group)
         first = dist.get_rank(self.group) * num_own
         return range(first, first + num_own)
@@ -40,22 +40,22 @@ def exchange(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Apply the experts of all ranks to this rank's rows and sum the outputs by weight, as a layer's own loop does.
+    """Apply the experts of all ranks to this rank's rows and sum the outputs by weight, as the layer's own loop does.
 
     Args:
         rows: [tokens, width].
-        weights, chosen: [tokens, choices], of the router: by how much each expert counts, and which it is.
-        compute: Applies this rank's experts to rows, also to none.
-        dtype: Of the sums; None: that of ``rows``.
+        weights, chosen: [tokens, choices], of the router: the weight and the index of each chosen expert.
+        compute: Applies this rank's experts to rows. Must accept zero rows.
+        dtype: The dtype of the sums; None means that of ``rows``.
     Returns:
         [tokens, width].
 
-    Called on all ranks; three exchanges, two more in backward. The host reads the device once.
+    Called on all ranks; three all-to-alls, and two more in backward. The host synchronizes once with the device.
     """
     num_choices, chosen = chosen.shape[-1], chosen.flatten()
     order = chosen.argsort(stable=True)
     tokens = order // num_choices
-    # bincount would have the host wait for its largest number.
+    # bincount would synchronize with the device to read the largest number.
     counts = chosen.new_zeros(experts.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
     arriving, sent, received, of_own = _agree(counts, len(tokens), experts)
     arrived = _Exchange.apply(rows[tokens], sent, received, experts.group)
@@ -69,9 +69,9 @@ def exchange(
 def _by_expert(
     arrived: torch.Tensor, arriving: torch.Tensor, of_own: list[int], compute: Callable[[Rows], torch.Tensor]
 ) -> torch.Tensor:
-    """Rows arrive ordered by the rank that sent them, and then by expert.
+    """Sort the received rows by expert and compute them. They arrive ordered by source rank, and then by expert.
 
-    An expert without rows is computed on none. The gradients of all ranks are then exchanged in the same order.
+    An expert without rows is computed on zero rows. All ranks then exchange the gradients in the same order.
     """
     num_ranks, num_own = arriving.shape
     numbers = torch.arange(num_own, device=arrived.device).repeat(num_ranks)
@@ -83,16 +83,16 @@ def _by_expert(
 def _agree(
     counts: torch.Tensor, num_rows: int, experts: Experts
 ) -> tuple[torch.Tensor, list[int], list[int], list[int]]:
-    """Exchange how many rows will be exchanged.
+    """Exchange the numbers of rows that will be exchanged.
 
     Args:
-        counts: How many rows each expert of all ranks gets from this rank.
+        counts: The number of this rank's rows for each expert of all ranks.
         num_rows: Their sum.
     Returns:
-        How many rows arrive, [ranks, own experts], on the device; and on the host how many this rank sends to each
-        rank, receives from each, and computes with each of its experts.
+        The numbers of rows that arrive, [ranks, own experts], on the device; and on the host the numbers of rows that
+        this rank sends to each rank, receives from each rank, and computes with each of its experts.
 
-    Waits for the device once.
+    Synchronizes once with the device.
     """
     num_ranks, arriving = dist.get_world_size(experts.group), torch.empty_like(counts)
     launch(dist.all_to_all_single, arriving, counts, group=experts.group)
@@ -107,12 +107,12 @@ def _agree(
 
 
 def _even(number: int, num_parts: int) -> list[int]:
-    """In parts, the larger ones first."""
+    """``number`` divided into ``num_parts`` integers, the larger ones first."""
     return [-(-(number - place) // num_parts) for place in range(num_parts)]
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends rows to the ranks of a group, so many to each, and their gradients back."""
+    """All-to-all of rows, with the given counts per rank. Backward returns their gradients."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Layers of experts that are known: LLM Foundry's ``torch_dmoe``, and those of Hugging Face's mixtures.
+"""The supported expert layers: LLM Foundry's ``torch_dmoe``, and those of Hugging Face's mixtures.
 
 Each keeps its own router; only the loop over experts is replaced.
 """
@@ -24,17 +24,17 @@ ALL_EXPERTS = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of layer.
+    """A kind of expert layer.
 
     Args:
-        number_of: How many experts a module of this kind has; 0 for any other module.
-        expert_of: The number of the expert that a parameter belongs to, by its name in the module; ``ALL_EXPERTS``, or
-            None where it belongs to no expert.
+        number_of: The number of experts in a module of this kind; 0 for any other module.
+        expert_of: The index of the expert that owns a parameter, by the parameter's name in the module;
+            ``ALL_EXPERTS``, or None for a parameter outside of the experts.
         method: The name of the method that calls the experts.
-        compute: Replaces it; called with the module, its experts, and the method's arguments.
+        compute: Replaces that method. Called with the module, its experts, and the method's arguments.
     """
 
-    number_of: Callable[[nn.Module], int]
+    num_experts_of: Callable[[nn.Module], int]
     expert_of: Callable[[str], int | None]
     method: str
     compute: Callable[..., Any]
@@ -50,35 +50,35 @@ def _takes(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _is_of_transformers(method: Any) -> bool:
-    """Whether the code of a method is in transformers: a script's own may compute something else.
+    """Whether the code of a method is in transformers; a script's own may compute something else.
 
-    Its globals tell: a wrapper takes over the name and the module of what it wraps.
+    Checks its globals, because a wrapper copies the name and the module of the wrapped function.
     """
     written_in: str = getattr(method, "__globals__", {}).get("__name__", "")
     return written_in.startswith("transformers.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Hugging Face, transformers 4: a list of modules. Their blocks route with a `gate`, and loop.
+# Hugging Face, transformers 4: a list of modules. The block has a router `gate` and a loop.
 
 _ROUTED = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock", "OlmoeSparseMoeBlock")
 
 
-def _number_in_list(block: Any, classes: Collection[str], loop: str, takes: tuple[str, ...]) -> int:
-    """For a block of one of these classes whose method ``loop`` calls a list of experts."""
+def _num_in_list(block: Any, classes: Collection[str], loop: str, takes: tuple[str, ...]) -> int:
+    """The number of experts in a block of one of these classes whose method ``loop`` calls a list of experts."""
     experts, method = getattr(block, "experts", None), getattr(block, loop, None)
     is_known = type(block).__name__ in classes and isinstance(experts, nn.ModuleList) and _is_of_transformers(method)
     return len(block.experts) if is_known and _takes(getattr(block, loop)) == takes else 0
 
 
-def _of_block(block: nn.Module) -> int:
-    """``transformers/models/mixtral/modeling_mixtral.py`` and others, 4.51: the block's own forward loops."""
+def _num_in_block(block: nn.Module) -> int:
+    """The block's own forward loops: ``transformers/models/mixtral/modeling_mixtral.py`` and others, 4.51."""
     has_router = isinstance(getattr(block, "gate", None), nn.Linear)
-    return _number_in_list(block, _ROUTED, "forward", ("hidden_states",)) if has_router else 0
+    return _num_in_list(block, _ROUTED, "forward", ("hidden_states",)) if has_router else 0
 
 
 def _compute_block(block: Any, experts: Experts, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the block computes, with its own router and shared expert; and the router's logits."""
+    """The block's output, with its own router and shared expert; and the router's logits."""
     shape = hidden_states.shape
     if block.training and (noise := getattr(block, "jitter_noise", 0)) > 0:
         hidden_states = hidden_states * torch.empty_like(hidden_states).uniform_(1.0 - noise, 1.0 + noise)
@@ -87,21 +87,21 @@ def _compute_block(block: Any, experts: Experts, hidden_states: torch.Tensor) ->
     weights, chosen = torch.topk(F.softmax(logits, dim=1, dtype=torch.float), block.top_k, dim=-1)
     if getattr(block, "norm_topk_prob", True):
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    out = exchange(rows, weights.to(rows.dtype), chosen, experts, partial(_of_modules, block.experts, experts))
+    out = exchange(rows, weights.to(rows.dtype), chosen, experts, partial(_compute_modules, block.experts, experts))
     if hasattr(block, "shared_expert"):
         out = out + torch.sigmoid(block.shared_expert_gate(rows)) * block.shared_expert(rows)
     return out.view(shape), logits
 
 
-def _of_method(block: nn.Module) -> int:
-    """``transformers/models/deepseek_v3/modeling_deepseek_v3.py``, 4.51: the loop is a separate method."""
-    return _number_in_list(block, ("DeepseekV3MoE",), "moe", ("hidden_states", "topk_indices", "topk_weights"))
+def _num_in_method_block(block: nn.Module) -> int:
+    """The loop is a separate method: ``transformers/models/deepseek_v3/modeling_deepseek_v3.py``, 4.51."""
+    return _num_in_list(block, ("DeepseekV3MoE",), "moe", ("hidden_states", "topk_indices", "topk_weights"))
 
 
 def _compute_method(
     block: Any, experts: Experts, hidden_states: torch.Tensor, topk_indices: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
-    compute = partial(_of_modules, block.experts, experts)
+    compute = partial(_compute_modules, block.experts, experts)
     out = exchange(hidden_states, topk_weights, topk_indices, experts, compute, dtype=topk_weights.dtype)
     return out.type(hidden_states.dtype)
 
@@ -110,8 +110,8 @@ def _compute_method(
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
-def _of_modules(modules: nn.ModuleList, experts: Experts, rows: Rows) -> torch.Tensor:
-    """What this rank's own modules compute: together, where each is three plain matrices around an activation."""
+def _compute_modules(modules: nn.ModuleList, experts: Experts, rows: Rows) -> torch.Tensor:
+    """Apply this rank's expert modules: in one product if each consists of three plain matrices and an activation."""
     own: list[Any] = [modules[number] for number in experts.own]
     names = next((names for names in _GATED if all(_has_plain(each, names) for each in own)), None)
     if names is None:
@@ -121,12 +121,12 @@ def _of_modules(modules: nn.ModuleList, experts: Experts, rows: Rows) -> torch.T
     return gated_mlp(rows, (gate, up), down, lambda gate, up: own[0].act_fn(gate) * up)
 
 
-# What a script adds to a single module.
+# Attributes by which a script may customize a single module.
 _ADDED = ("forward", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _has_plain(expert: nn.Module, names: tuple[str, ...]) -> bool:
-    """Adapters, biases, hooks, and whatever is not as transformers has it are computed with the module itself."""
+    """Whether an expert is as transformers defines it. Adapters, biases and hooks require calling the module itself."""
     layers = [getattr(expert, name, None) for name in names]
     return (
         hasattr(expert, "act_fn")
@@ -137,11 +137,11 @@ def _has_plain(expert: nn.Module, names: tuple[str, ...]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Hugging Face, transformers 5: all experts in two weights. The block stays as it is.
+# Hugging Face, transformers 5: all experts in two weights. The block is not changed.
 
 
-def _of_weights(module: nn.Module) -> int:
-    """``transformers/integrations/moe.py``, 5.x: gated experts without biases, which share one activation."""
+def _num_in_weights(module: nn.Module) -> int:
+    """Gated experts without biases that share one activation: ``transformers/integrations/moe.py``, 5.x."""
     shapes = {name: tuple(each.shape) for name, each in module.named_parameters()}
     has_gate = hasattr(module, "_apply_gate") or hasattr(module, "act_fn")
     is_known = shapes.keys() == {"gate_up_proj", "down_proj"} and has_gate and _is_of_transformers(module.forward)
@@ -160,7 +160,7 @@ def _compute_weights(
         return module.act_fn(gate) * up
 
     def compute(rows: Rows) -> torch.Tensor:
-        # A method of its own, as of models that limit the values, may be between the two weights.
+        # Models that limit the values define their own method between the two weights.
         return gated_mlp(rows, (module.gate_up_proj,), module.down_proj, getattr(module, "_apply_gate", activate))
 
     return exchange(hidden_states, top_k_weights, top_k_index, experts, compute)
@@ -170,10 +170,11 @@ def _compute_weights(
 # LLM Foundry
 
 
-def _of_torch_dmoe(module: nn.Module) -> int:
+def _num_in_dmoe(module: nn.Module) -> int:
     """``llmfoundry/models/layers/dmoe.py``, 0.22.0.
 
-    Its ``mlp`` has the weights of all experts and takes rows and the number of one; the layer loops over the experts.
+    Its ``mlp`` has the weights of all experts, and takes rows and the index of one expert. The layer loops over
+    experts.
     """
     weights = getattr(module, "mlp", None)
     if not isinstance(weights, nn.Module):
@@ -191,24 +192,24 @@ def _compute_torch_dmoe(
     top_experts: torch.Tensor,
 ) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    return exchange(rows, expert_weights, top_experts, experts, partial(_of_numbers, layer.mlp, experts)).view(x.shape)
+    return exchange(rows, expert_weights, top_experts, experts, partial(_compute_mlp, layer.mlp, experts)).view(x.shape)
 
 
-def _of_numbers(mlp: nn.Module, experts: Experts, rows: Rows) -> torch.Tensor:
-    # It divides its weights, of which a rank gathers a part, by its number of experts.
+def _compute_mlp(mlp: nn.Module, experts: Experts, rows: Rows) -> torch.Tensor:
+    # It reshapes its weights, of which a rank all-gathers only a part, by its number of experts.
     with replaced(mlp, _NUMBER, len(experts.own)):
         return torch.cat([mlp(part, number) for number, part in enumerate(rows.values.split(rows.counts))])
 
 
 KINDS: Mapping[str, Kind] = {
     "torch_dmoe": Kind(
-        number_of=_of_torch_dmoe, expert_of=lambda name: ALL_EXPERTS, method="forward", compute=_compute_torch_dmoe
+        num_experts_of=_num_in_dmoe, expert_of=lambda name: ALL_EXPERTS, method="forward", compute=_compute_torch_dmoe
     ),
-    "modules": Kind(number_of=_of_block, expert_of=_expert_of_list, method="forward", compute=_compute_block),
+    "modules": Kind(num_experts_of=_num_in_block, expert_of=_expert_of_list, method="forward", compute=_compute_block),
     "modules, in a method": Kind(
-        number_of=_of_method, expert_of=_expert_of_list, method="moe", compute=_compute_method
+        num_experts_of=_num_in_method_block, expert_of=_expert_of_list, method="moe", compute=_compute_method
     ),
     "weights": Kind(
-        number_of=_of_weights, expert_of=lambda name: ALL_EXPERTS, method="forward", compute=_compute_weights
+        num_experts_of=_num_in_weights, expert_of=lambda name: ALL_EXPERTS, method="forward", compute=_compute_weights
     ),
 }

@@ -1,4 +1,4 @@
-"""Products of rows with the weight of their expert: one kernel for all experts of a rank, or as few as there can be."""
+"""Products of rows with the weights of their experts: one kernel for all experts of a rank, or as few as possible."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,32 +10,32 @@ from torch.nn import functional as F
 
 from composer_fsdp2._torch.grouped_products import grouped_product, has_grouped_product
 
-# Of all experts of a rank, in one tensor or one each: [experts, out, in].
+# The weights of a rank's experts, as one tensor [experts, out, in] or one tensor each.
 Weights = torch.Tensor | Sequence[torch.Tensor]
-# Padding at most doubles the rows that are computed; beyond that, experts are computed one after the other.
+# Padding at most doubles the number of computed rows; beyond that, experts are computed in sequence.
 _MOST_PADDING = 2
 
 
 def gated_mlp(
     rows: "Rows", gate_up: Sequence[Weights], down: Weights, apply_gate: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """``down(apply_gate(...))``, each row with the weights of its expert.
+    """``down(apply_gate(...))`` for each row, with the weights of its expert.
 
     Args:
-        gate_up: One weight or several, as the gate's and the others'.
-        apply_gate: Of the rows times each of these.
+        gate_up: One weight or several, such as those of the gate and the up projection.
+        apply_gate: Takes the product of the rows with each of these weights.
     """
     return _linear(apply_gate(*(_linear(rows.values, weights, rows) for weights in gate_up)), down, rows)
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows by expert, one expert's after the other's.
+    """Rows sorted by expert.
 
     Args:
         values: [rows, width].
-        counts: How many rows each expert has; on the host.
-        numbers: The expert of each row; on the device.
+        counts: The number of rows of each expert, on the host.
+        numbers: The expert of each row, on the device.
     """
 
     values: torch.Tensor
@@ -53,21 +53,21 @@ class Rows:
 
     @functools.cached_property
     def places(self) -> torch.Tensor:
-        """Of each row among those that are padded to as many for each expert."""
+        """The index of each row in the padded layout, which has an equal number of rows for each expert."""
         starts = F.pad(self.ends, (1, 0))[:-1]
         return torch.arange(len(self.numbers), device=self.numbers.device) + (
             self.numbers * max(self.counts) - starts[self.numbers]
         )
 
     def padded(self, values: torch.Tensor) -> torch.Tensor:
-        """[rows, width] as [experts, rows of the largest, width]."""
+        """[rows, width] as [experts, maximum number of rows, width]."""
         size = len(self.counts), max(self.counts)
         flat = values.new_zeros(size[0] * size[1], values.shape[1])
         return flat.index_copy_(0, self.places, values).view(*size, values.shape[1])
 
 
 def _linear(values: torch.Tensor, weights: Weights, rows: Rows) -> torch.Tensor:
-    """What ``F.linear`` computes, also under autocast."""
+    """``F.linear``, including its behaviour under autocast."""
     kind, dtype = values.device.type, values.dtype
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
@@ -77,9 +77,9 @@ def _linear(values: torch.Tensor, weights: Weights, rows: Rows) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Saves the weights as they are: ``fully_shard`` frees them after the forward, and gathers them for the backward.
+    """Saves the original weights for backward: ``fully_shard`` frees them after the forward and all-gathers them again.
 
-    A stack of them, or what autograd saves of one, would be kept in between.
+    A stack of the weights, or the tensors that autograd saves for one, would stay in memory in between.
     """
 
     @staticmethod
@@ -103,7 +103,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _times(values: torch.Tensor, weights: Sequence[torch.Tensor], rows: Rows, *, transpose: bool) -> torch.Tensor:
-    """Each row times the weight of its expert, [in, out], or [out, in] if it is to be transposed."""
+    """The product of each row with the weight of its expert, [in, out], or [out, in] with ``transpose``."""
     weights = [each.to(values.dtype) for each in weights]
     turned = [each.mT if transpose else each for each in weights]
     is_grouped = _is_grouped(values, turned[0].shape[-1])
@@ -118,7 +118,7 @@ def _times(values: torch.Tensor, weights: Sequence[torch.Tensor], rows: Rows, *,
 
 
 def _outer(left: torch.Tensor, right: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Of each expert the sum over its rows of their outer products, [experts, width of left, width of right]."""
+    """For each expert, the sum of its rows' outer products, [experts, width of left, width of right]."""
     if _is_grouped(left, right.shape[1]):
         return grouped_product(left.mT, right, rows.ends)
     if rows.is_padded:
@@ -128,6 +128,6 @@ def _outer(left: torch.Tensor, right: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def _is_grouped(values: torch.Tensor, width: int) -> bool:
-    """Whether one kernel computes it; each row must begin at a multiple of 16 bytes."""
+    """Whether one kernel can compute it. Each row must start at a multiple of 16 bytes."""
     is_aligned = all(size * values.element_size() % 16 == 0 for size in (values.shape[1], width))
     return is_aligned and len(values) > 0 and has_grouped_product(values.device, values.dtype)

@@ -1,10 +1,11 @@
-"""Expert parallelism: ranks compute different experts of a layer, and tokens travel to them and back.
+"""Expert parallelism: ranks compute different experts of a layer and exchange tokens by all-to-all.
 
-[Note: split experts] Each ``expert_parallel_degree`` consecutive ranks of the shard axis split the experts of a layer.
-Parameters are sharded over the whole axis, as without expert parallelism; a rank gathers only the experts that it
-computes ([Note: gathered parts]). So optimizers, clipping and checkpoints see the same parameters under the same names,
-and replicas are averaged as before. LLM Foundry splits MegaBlocks' weights itself, as DTensors along a mesh axis of
-experts. ``fully_shard`` shards these over the other ranks of that mesh, and the layer exchanges tokens itself.
+[Note: split experts] Each group of ``expert_parallel_degree`` consecutive ranks of the shard axis divides the
+experts of a layer. Parameters are sharded over the whole axis, as without expert parallelism; a rank all-gathers
+only the experts that it computes ([Note: gathered parts]). Optimizers, clipping and checkpoints therefore see the
+same parameters under the same names, and replicas are averaged as before. LLM Foundry divides MegaBlocks' weights
+itself, as DTensors along a mesh axis of experts. ``fully_shard`` shards these over the other ranks of that mesh, and
+the layer exchanges tokens itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from composer_fsdp2._torch.part_gather import Rows, gather_parts
+from composer_fsdp2._torch.partial_all_gather import Rows, all_gather_rows
 from composer_fsdp2._torch.private_names import parent_mesh
 from composer_fsdp2.config.choices import Choice, ModelChoices, UnitOverrides
 from composer_fsdp2.config.mesh import EXPERT_AXIS, MeshSpec, divisors_text
@@ -38,18 +39,18 @@ from composer_fsdp2.sharding.ties import join, parameter_uses
 _KEY = "expert_parallel_degree"
 _MESH_KEYS = ("device_mesh", "mesh")
 _UNIT_FOR_EXPERTS = Choice(chosen_by=_KEY)
-# From a module's own settings and its path to the overrides of its unit.
+# Maps a module's own settings and its path to the overrides of its unit.
 _Read = Callable[[Mapping[str, Any], str], UnitOverrides]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan:
-    """The layers that are split by experts.
+    """The expert-parallel layers.
 
     Args:
-        layers: Each is a unit of its own.
-        choices: Of the model, with these modules chosen as units.
-        placements: Of the weights that a script split, along the expert axis.
+        layers: Each of them is a separate unit.
+        choices: The model's choices, with these modules chosen as units.
+        placements: The placements along the expert axis of weights that a script has divided.
     """
 
     layers: tuple[SplitExperts, ...]
@@ -58,21 +59,21 @@ class ExpertPlan:
 
 
 def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices, read: _Read) -> ExpertPlan:
-    """Decide which layers are split by experts, without touching ``model``.
+    """Decide which layers are expert-parallel, without modifying ``model``.
 
-    Every layer of a known kind if the degree is above 1, and every module whose weights a script split along a mesh
-    axis named ``expert_parallel``, as LLM Foundry does for MegaBlocks.
+    These are all layers of a known kind if the degree is above 1, and all modules whose weights a script has sharded
+    along a mesh axis named ``expert_parallel``, as LLM Foundry does for MegaBlocks.
 
     Args:
-        config: Of the whole model.
-        choices: Of the model's hooks.
+        config: The configuration of the whole model.
+        choices: The choices of the model's hooks.
         read: Reads a module's own settings.
     Raises:
-        UnsupportedError: groups of ranks beside split experts; replicas or tensor parallelism beside experts that a
-            script split.
-        PlanError: no such layer, a number of experts that the degree does not divide, or another mesh than described.
+        UnsupportedError: groups of ranks with expert parallelism; replicas or tensor parallelism with experts that a
+            script divided.
+        PlanError: no such layer, a number of experts that the degree does not divide, or an unsupported mesh.
 
-    Every rank must call this with the same model; it does not communicate.
+    Call this on all ranks with the same model. Does not communicate.
     """
     split = _split_by_script(model, config.mesh)
     degrees = sorted(({config.expert_parallel_degree} - {1}).union(mesh.size() for mesh in split.values()))
@@ -101,7 +102,7 @@ def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices
 
 
 def paths_of_experts(model: nn.Module) -> frozenset[str]:
-    """The modules of experts in layers that are known, which no layer plan may split beside expert parallelism."""
+    """The modules of experts in known layers. With expert parallelism, no layer plan may parallelize them."""
     return frozenset(
         join(path, name)
         for path, module, kind, _ in _known_layers(model)
@@ -113,8 +114,8 @@ def paths_of_experts(model: nn.Module) -> frozenset[str]:
 def with_experts(plan: ShardingPlan, layers: tuple[SplitExperts, ...]) -> ShardingPlan:
     """The plan with these layers.
 
-    A unit that was added for its experts comes directly before the unit around it, and is initialised with it. A model
-    on the meta device then gets the same values as without split experts.
+    A unit that was added for its experts is placed directly before the enclosing unit, and is initialized with it. A
+    model on the meta device then gets the same values as without expert parallelism.
     """
     added = {each.module for each in layers if each.is_added}
     gathered_in_part = {each.module: each for each in layers if not each.is_split}
@@ -136,17 +137,17 @@ def with_experts(plan: ShardingPlan, layers: tuple[SplitExperts, ...]) -> Shardi
 
 
 def start_experts(model: nn.Module, plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> list[dist.ProcessGroup]:
-    """Exchange tokens in the layers of a sharded model whose experts this package splits.
+    """Make the expert layers of a sharded model exchange tokens, if this package divides their experts.
 
-    Instances get another ``forward``, or another method; no class is modified.
+    Replaces ``forward``, or another method, of instances. Classes are not modified.
 
     Args:
-        plan: Of the model, resolved.
-        modules: By path, from before sharding.
+        plan: The resolved plan of the model.
+        modules: The modules by path, from before sharding.
     Returns:
         The process groups along which tokens are exchanged.
 
-    Called on all ranks; makes process groups.
+    Called on all ranks; creates process groups.
     """
     meshes = {unit.name: unit.mesh for unit in plan.units}
     groups: dict[dist.ProcessGroup, None] = {}
@@ -155,7 +156,7 @@ def start_experts(model: nn.Module, plan: ShardingPlan, modules: Mapping[str, nn
             continue
         module, unit, mesh = modules[each.module], at_path(model, each.module), meshes[each.module]
         assert isinstance(unit, FSDPModule), "planned as a unit"
-        gather_parts(unit, each.degree, needed_rows(each, module))
+        all_gather_rows(unit, each.degree, needed_rows(each, module))
         # Consecutive ranks of the shard axis, which is the last axis or the one before the tensor axis.
         shape = (mesh.replicate_degree, mesh.shard_degree // each.degree, each.degree, mesh.tensor_degree)
         group = group_along(shape, 2, "experts")
@@ -166,7 +167,7 @@ def start_experts(model: nn.Module, plan: ShardingPlan, modules: Mapping[str, nn
 
 
 def needed_rows(layer: SplitExperts, module: nn.Module) -> dict[nn.Parameter, Rows]:
-    """For each parameter of experts, the rows that each of the ranks needs that split them."""
+    """For each parameter of experts, the rows that each rank of the group needs."""
     needed: dict[nn.Parameter, Rows] = {}
     for name, parameter in module.named_parameters():
         expert, size, ranks = KINDS[layer.kind].expert_of(name), parameter.shape[0], range(layer.degree)
@@ -180,7 +181,7 @@ def needed_rows(layer: SplitExperts, module: nn.Module) -> dict[nn.Parameter, Ro
 
 
 def problems_of_experts(plan: ShardingPlan) -> Iterator[str]:
-    """For each layer of a plan, what cannot be carried out or would train on wrong numbers."""
+    """The problems of each expert layer in a plan: unsupported, or training on wrong numbers."""
     units = {path: unit for unit in plan.units for path in unit.modules}
     specs = (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated))
     names = plan.unsharded_names.union(name for spec in specs for name in spec.names)
@@ -200,14 +201,14 @@ def problems_of_experts(plan: ShardingPlan) -> Iterator[str]:
                 f"{and_more(outside)}: of the experts of {each.module}, and not sharded with it; let no expert be a "
                 "unit, ignored, or of another dtype than the rest of the module"
             )
-        yield from _of_unlike_experts(each, unit)
+        yield from _unlike_expert_problems(each, unit)
         shards = unit.mesh.shard_degree
         if not each.is_split and (unit.mesh.is_grouped or (shards != -1 and shards % each.degree)):
             yield f"{each.module} is sharded over {unit.mesh.text}, which {_KEY} {each.degree} does not divide"
 
 
-def _of_unlike_experts(layer: SplitExperts, unit: ShardUnit) -> Iterator[str]:
-    """Ranks reduce gradients together, so each must train what the others train of their experts."""
+def _unlike_expert_problems(layer: SplitExperts, unit: ShardUnit) -> Iterator[str]:
+    """Ranks reduce the gradients of their experts together, so all experts must train the same parameters."""
     trained: dict[str, dict[bool, str]] = {}
     for spec in unit.parameters:
         expert = _expert_of(layer, spec.name)
@@ -225,7 +226,7 @@ def _of_unlike_experts(layer: SplitExperts, unit: ShardUnit) -> Iterator[str]:
 
 
 def _expert_of(layer: SplitExperts, name: str) -> int | None:
-    """As ``Kind.expert_of``, of a parameter or module by its path in the model; None outside of the layer."""
+    """``Kind.expert_of`` of a parameter or module by its path in the model; None outside of the layer."""
     if not is_at_or_under(name, layer.module):
         return None
     return KINDS[layer.kind].expert_of(name.removeprefix(f"{layer.module}.")) if layer.kind else ALL_EXPERTS
@@ -236,7 +237,7 @@ def _expert_of(layer: SplitExperts, name: str) -> int | None:
 
 
 def _split_by_script(model: nn.Module, of_model: MeshSpec) -> dict[nn.Parameter, DeviceMesh]:
-    """The weights that a script split by experts, with the mesh axis along which they are split."""
+    """The weights that a script divided by experts, with the mesh axis."""
     split: dict[nn.Parameter, DeviceMesh] = {}
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor) or not is_of_experts(parameter):
@@ -263,17 +264,17 @@ def _split_by_script(model: nn.Module, of_model: MeshSpec) -> dict[nn.Parameter,
 
 
 def _known_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]:
-    """The path of each layer of a known kind, the module, its kind, and how many experts it has."""
+    """The path, the module, the kind and the number of experts of each known layer."""
     for path, module in model.named_modules():
         for kind, known in KINDS.items():
-            if number := known.number_of(module):
+            if number := known.num_experts_of(module):
                 yield path, module, kind, number
 
 
 def _layers(
     model: nn.Module, choices: ModelChoices, split: Mapping[nn.Parameter, DeviceMesh], degree: int
 ) -> tuple[SplitExperts, ...]:
-    """The layers of known kinds, and the modules with weights that a script split."""
+    """The layers of known kinds, and the modules with weights that a script divided."""
     found = {
         path: SplitExperts(
             module=path, kind=kind, num_experts=number, degree=degree, is_added=path not in choices.chosen
@@ -331,6 +332,6 @@ def _problems_of_layer(module: nn.Module, layer: SplitExperts, settings: Mapping
 
 
 def _is_rest_of(mesh: Any, degree: int) -> bool:
-    """Whether it is a mesh of the ranks that have the same experts, which each ``degree`` consecutive ranks split."""
+    """Whether the mesh contains the ranks with the same experts, which each ``degree`` consecutive ranks divide."""
     ranks = range(dist.get_rank() % degree, dist.get_world_size(), degree)
     return isinstance(mesh, DeviceMesh) and mesh.mesh.flatten().tolist() == list(ranks)

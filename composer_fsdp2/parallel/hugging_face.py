@@ -1,7 +1,7 @@
-"""Hugging Face's models whose attention uses transformers' interface, on a part of their sequences.
+"""Context parallelism for Hugging Face models whose attention uses transformers' attention interface.
 
-Nothing of transformers is imported or replaced: a model that is there has imported it, the interface takes functions by
-name, and only the forwards of the one model change. See [Note: divided layers].
+transformers is neither imported nor patched: an existing model has imported it, the interface accepts functions by
+name, and only the forwards of this model are replaced. See [Note: divided layers].
 """
 
 import copy
@@ -35,18 +35,18 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Facts of a model
+# Properties of a model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stack:
-    """Layers that run one after the other.
+    """Layers that run in sequence.
 
     Args:
-        path: Of the list.
-        owner: The model of transformers that runs them.
+        path: The path of the list.
+        owner: The transformers model that runs them.
         layers: By path.
-        attentions: The attention modules in them, by path.
+        attentions: Their attention modules, by path.
     """
 
     path: str
@@ -60,13 +60,13 @@ class _Stack:
 
     @property
     def has_windows(self) -> bool:
-        """Whether a place may not see all those before it."""
+        """Whether attention is limited to a window, so that a position does not see all previous ones."""
         configs = [each.config for each in self.attentions.values() if getattr(each.config, "use_sliding_window", True)]
         kinds = ("sliding_window", "attention_chunk_size")
         return any(getattr(config, kind, None) for config in configs for kind in kinds)
 
     def why_whole(self) -> str | None:
-        """Why each rank computes these layers on whole rows."""
+        """The reason why each rank computes these layers on whole rows; None if they can be divided."""
         if not {"input_ids", "inputs_embeds"} & _parameters_of(self.owner.forward):
             return "its rows are not those of a text"
         if any(len(_attention_modules(layer)) > 1 for layer in self.layers.values()):
@@ -94,7 +94,7 @@ def _divided(model: nn.Module) -> list[_Stack]:
 
 
 def _attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Those that look an attention function up by the name in their configuration."""
+    """The modules that look up an attention function by the name in their configuration."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -135,7 +135,7 @@ def _problems_of_attention(module: Any) -> Iterator[str]:
 
 
 def _counts_places(module: Any) -> bool:
-    """Whether an attention module computes with positions itself, beside rotary angles."""
+    """Whether an attention module uses positions itself, other than by rotary angles."""
     forward = inspect.unwrap(type(module).forward)
     if hasattr(module, "attn_temperature_tuning"):  # Llama 4, in layers without rotary angles
         return bool(module.attn_temperature_tuning) and not getattr(module, "use_rope", False)
@@ -148,7 +148,7 @@ _NO_CODE = (lambda: None).__code__
 def _parameters_of(function: Callable[..., Any]) -> set[str]:
     try:
         return set(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # of another language
+    except (TypeError, ValueError):  # not implemented in Python
         return set()
 
 
@@ -161,7 +161,10 @@ def _problems(model: nn.Module) -> Iterator[str]:
 
 
 def _other_mixers(stack: _Stack) -> Iterator[str]:
-    """What mixes places beside attention, as state-space models and convolutions do: on a part, in silence."""
+    """Modules other than attention that mix positions, such as state-space models and convolutions.
+
+    They would silently mix only the positions of a part.
+    """
     for path, layer in stack.layers.items():
         if not any(path in ancestors_or_self(attention) for attention in stack.attentions):
             yield f"{path} has no attention, and may mix places in another way"
@@ -181,9 +184,10 @@ def _notes(model: Any) -> Iterator[str]:
 
 
 def _why_undivided(model: Any) -> str | None:
-    """Why the loss of a model is not known to be a sum over a number that it is given, to which a part can add its own.
+    """The reason why the loss of a model cannot be divided; None if it can.
 
-    Of a part it may take the mean, or compare places with labels of others.
+    A loss can be divided if it is a sum over a count that the model is passed. Other losses may compute the mean of
+    a part, or compare positions with labels of other parts.
     """
     forward = inspect.unwrap(type(model).forward)
     name = type(model).__name__
@@ -205,12 +209,12 @@ def _why_undivided(model: Any) -> str | None:
 # Attention
 
 
-# How an attention module attended before, and the layers that it exchanges heads for sequence in.
+# The previous attention function of each attention module, and the layers in which it exchanges heads for sequence.
 _EXCHANGING: WeakKeyDictionary[nn.Module, tuple[Attend, DividedLayers]] = WeakKeyDictionary()
 
 
 class _WithFewerHeads:
-    """An attention module as its function may see it, where key and value heads were repeated."""
+    """An attention module with another number of groups, after key and value heads were repeated."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self._module, self.num_key_value_groups = module, groups
@@ -227,18 +231,18 @@ def _attend_exchanged(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """A function of the interface: tensors are (batch, heads, places, features), the mask is of whole rows."""
+    """An attention function of the interface: tensors (batch, heads, positions, features), a mask of whole rows."""
     former, layers = _EXCHANGING[module]
     if options.get("dropout"):
         raise UnsupportedError(f"{KEY}: attention dropout of {options['dropout']:g}; set it to 0", keys=(KEY,))
-    bias = options.get("position_bias")  # (1, heads, places, places)
+    bias = options.get("position_bias")  # (1, heads, positions, positions)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         length = query.shape[2]
         seen = _WithFewerHeads(module, query.shape[1] // key.shape[1])
         if bias is not None:
             options["position_bias"] = layers.group.part(bias, 1)[..., :length, :length]
-        if "is_causal" in options:  # decided by the places of a part
+        if "is_causal" in options:  # was computed from the number of positions of a part
             options["is_causal"] = mask is None and bool(module.is_causal)
         return former(seen, query, key, value, mask, **options)[0]
 
@@ -246,8 +250,8 @@ def _attend_exchanged(
 
 
 def _attend_of(module: nn.Module, name: str) -> Attend | None:
-    """The function that a module attends with under this name."""
-    if name == "eager":  # the one of the model's own file
+    """The module's attention function of this name."""
+    if name == "eager":  # defined in the model's own module
         found = (getattr(file, "eager_attention_forward", None) for file in _files_of(module))
         return next((attend for attend in found if attend is not None), None)
     return _functions().get(name)
@@ -262,7 +266,7 @@ def _functions() -> Any:
 
 
 def _mask_of_all(attention: str, hidden: torch.Tensor, length: int) -> torch.Tensor:
-    """A mask in which all places see each other, for an attention by its name."""
+    """A mask in which all positions see each other, in the format of an attention implementation."""
     if attention == "flash_attention_2":
         return hidden.new_ones(len(hidden), length, dtype=torch.int64)
     if attention == "sdpa":
@@ -273,7 +277,7 @@ def _mask_of_all(attention: str, hidden: torch.Tensor, length: int) -> torch.Ten
 # ---------------------------------------------------------------------------------------------------------------------
 # The model
 
-# What layers may get of whole rows, or of no rows: attention takes it as it is.
+# Arguments of whole rows, or without rows, that layers may get: attention uses them as they are.
 _OF_WHOLE_ROWS = {
     "attention_mask", "position_ids", "cache_position", "last_cache_position", "labels", "shift_labels",
     "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_bias", "kwargs",
@@ -314,11 +318,11 @@ def _start_stack(stack: _Stack, model: nn.Module, group: ContextGroup) -> Divide
         attend = _attend_of(module, module.config._attn_implementation)
         assert attend is not None
         _EXCHANGING[module] = attend, layers
-        # A copy: by its own the model makes masks, of the form that the former attention takes.
+        # A copy: the model creates masks from its own configuration, in the format of the previous attention.
         config = configs.setdefault(id(module.config), copy.deepcopy(module.config))
         config._attn_implementation = _OURS
         module.config = config
-        if hasattr(module, "compute_bias"):  # T5's, by the lengths of the tensors that attention gets
+        if hasattr(module, "compute_bias"):  # T5 computes it from the lengths of attention's tensors
             module.compute_bias = functools.partial(_bias_of_whole_rows, module.compute_bias, group)
     stack.owner.forward = _forward_of_owner(stack, layers, name)
     return layers
@@ -331,7 +335,7 @@ def _bias_of_whole_rows(
 
 
 def _forward_of_owner(stack: _Stack, layers: DividedLayers, name: str) -> Callable[..., Any]:
-    """The forward of the model that runs the layers; what it returns is of whole rows, or of parts."""
+    """The forward of the model that runs the layers. Its outputs are of whole rows, or of parts."""
     forward, signature = stack.owner.forward, inspect.signature(stack.owner.forward)
 
     @functools.wraps(forward)
@@ -348,13 +352,13 @@ def _forward_of_owner(stack: _Stack, layers: DividedLayers, name: str) -> Callab
 
 
 def _has_states(given: Mapping[str, Any], config: Any) -> bool:
-    """Whether the states of all layers are among the outputs."""
+    """Whether the outputs include the hidden states of all layers."""
     asked = given.get("output_hidden_states")
     return bool(getattr(config, "output_hidden_states", False) if asked is None else asked)
 
 
 def _placed(output: Any, layers: DividedLayers, has_states: bool) -> Any:
-    """Outputs for places, all of them of whole rows or all of parts."""
+    """Convert all outputs per position to whole rows, or all to parts."""
     place = layers.part if layers.group.in_parts else layers.whole
     if isinstance(output, tuple):
         if has_states:
@@ -365,7 +369,7 @@ def _placed(output: Any, layers: DividedLayers, has_states: bool) -> Any:
     for name in _OF_PLACES:
         if (value := output.get(name)) is not None:
             output[name] = place(value) if isinstance(value, torch.Tensor) else tuple(map(place, value))
-    if (logits := output.get("router_logits")) is not None:  # (rows x places, experts); the loss is of whole rows
+    if (logits := output.get("router_logits")) is not None:  # (rows x positions, experts); the loss is of whole rows
         num_rows = len(output[0])
         output["router_logits"] = tuple(
             layers.whole(each.unflatten(0, (num_rows, -1))).flatten(0, 1) for each in logits
@@ -374,7 +378,7 @@ def _placed(output: Any, layers: DividedLayers, has_states: bool) -> Any:
 
 
 def _forward_of_rows(model: nn.Module, layers: DividedLayers) -> Callable[..., Any]:
-    """The model's forward; with labels its loss and logits are of this rank's part, if its loss can be divided."""
+    """The model's forward. With labels, its loss and logits are of this rank's part, if the loss can be divided."""
     group = layers.group
     forward, signature = model.forward, inspect.signature(model.forward)
     dtype = next((p.dtype for p in model.parameters() if p.dtype == torch.float64), torch.float32)
@@ -387,7 +391,7 @@ def _forward_of_rows(model: nn.Module, layers: DividedLayers) -> Callable[..., A
             return forward(**given)
         _refuse_of_part(given)
         mask = _mask_of_rows(given)
-        padding = None if mask is None else Padding.of(mask, given["labels"])  # layers see no labels
+        padding = None if mask is None else Padding.of(mask, given["labels"])  # layers do not get the labels
         labels = group.shifted_labels(given["labels"])
         given |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": group.items(labels, dtype)}
         with group.returning_parts(), replaced(layers, "padding", padding):
@@ -397,20 +401,20 @@ def _forward_of_rows(model: nn.Module, layers: DividedLayers) -> Callable[..., A
 
 
 def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """As a dict, with those of ``**kwargs``."""
+    """The arguments as a dict, including those of ``**kwargs``."""
     given = dict(signature.bind(*args, **kwargs).arguments)
     more = [each.name for each in signature.parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
     return given | given.pop(more[0], {}) if more else given
 
 
 def _mask_of_rows(given: Mapping[str, Any]) -> torch.Tensor | None:
-    """The mask of padding, (rows, places), if there is one."""
+    """The padding mask, (rows, positions); None if there is none."""
     mask = given.get("attention_mask")
     return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
 
 def _without_padding(given: dict[str, Any], layers: DividedLayers, stack: _Stack, name: str) -> dict[str, Any]:
-    """Arguments without a mask where no place whose label counts sees the difference. See [Note: padding]."""
+    """Remove the mask from the arguments if no counted position depends on it. See [Note: padding]."""
     mask, padding = _mask_of_rows(given), layers.padding
     if padding is None or mask is None:
         return given
@@ -420,12 +424,12 @@ def _without_padding(given: dict[str, Any], layers: DividedLayers, stack: _Stack
             "length elements, and kernels without one (flash attention) are not used; set the labels of padding to "
             "-100, and with padding on the left those of first tokens, too, or pad on the right"
         )
-    # Without a mask transformers 5 takes positions that begin anew for packed rows.
+    # Without a mask, transformers 5 would take positions that restart at zero for packed rows.
     if padding.counts or not stack.is_causal or given.get("position_ids") is not None:
         return given
     if not padding.is_right:
-        # Models without rotary angles may compute positions from the mask; a checkpoint of transformers' own may run
-        # the layers' hooks again, when the order is gone.
+        # Models without rotary angles may compute positions from the mask. transformers' own checkpointing may run the
+        # layers' hooks again, when the order is no longer set.
         checkpointed = any(
             getattr(each, "gradient_checkpointing", False) for each in (stack.owner, *stack.layers.values())
         )
@@ -436,7 +440,7 @@ def _without_padding(given: dict[str, Any], layers: DividedLayers, stack: _Stack
 
 
 def refuse_arguments(given: Mapping[str, Any], *names: str) -> None:
-    """Raise for an argument of one of these names: on all ranks, as they have the same batch."""
+    """Raise for an argument with one of these names. All ranks raise, as they have the same batch."""
     for name in names:
         value = given.get(name)
         if name.startswith("output_") and value:

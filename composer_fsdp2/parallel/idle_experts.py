@@ -1,18 +1,18 @@
-"""``idle_experts``: run experts without tokens on zero rows, to all-gather them in one order on all ranks.
+"""``idle_experts``: run experts without tokens on zero rows, to all-gather all experts in one order on all ranks.
 
-[Note: idle experts] Where experts are separate FSDP units, a rank all-gathers those that its tokens chose. Experts are
-of equal size, so the all-gathers of different experts on different ranks match: no error, and wrong gradients. Here
-every rank runs each expert of a block once, in the order of registration. One without tokens runs on zero rows: no
-floating point work, gradients of exactly zero, never NaN. Its output is connected to the block's output, and so
-backward, in the reversed order of forward, reaches it on every rank.
+[Note: idle experts] If experts are separate FSDP units, a rank all-gathers only those that its tokens chose. All
+experts have the same size, so the all-gathers of different experts on different ranks match: no error, but wrong
+gradients. With idle experts, every rank runs each expert of a block once, in registration order. An expert without
+tokens runs on zero rows: no floating point work, gradients of exactly zero, never NaN. Its output is connected to the
+block's output, so backward, in the reverse order of forward, reaches it on every rank.
 
-Another unit of the block, such as an expert shared by all tokens, is all-gathered before all experts on every rank or
-after all of them. A rank that reaches it without having called an expert does not know which: if another rank is at an
-expert, it is after. This is found out in the first forward in which a token chose an expert.
+Another unit of the block, such as a shared expert, is all-gathered on every rank either before all experts or after
+them. A rank that reaches it without having called an expert does not know which. If another rank is at an expert, the
+unit comes after them. The ranks compare this in the first forward in which a token chose an expert.
 
-The order of hooks matters. An expert's pre-hook must run before the one with which ``fully_shard`` all-gathers it. The
-block's hooks must run inside FSDP's own, if the block is a unit: in backward that unit is all-gathered once the
-gradient of its output is known. So register them *after* ``fully_shard``.
+The order of hooks matters. An expert's pre-hook must run before the hook with which ``fully_shard`` all-gathers it.
+If the block is a unit, its hooks must run inside FSDP's: in backward that unit is all-gathered once the gradient of
+its output is computed. Register them *after* ``fully_shard``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,16 +27,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from composer_fsdp2._torch.collectives import is_announced
-from composer_fsdp2._torch.passing import tensors_in
 from composer_fsdp2._torch.private_names import BatchNorm, untraced
 from composer_fsdp2._torch.replaced import replaced
+from composer_fsdp2._torch.tensor_tree import tensors_in
 from composer_fsdp2.config.parallel import ExpertBlock
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
-from composer_fsdp2.parallel.connecting import Arguments, connect_first, kept_without_rows, without_rows
+from composer_fsdp2.parallel.connecting import Arguments, connect_first, detached_without_rows, without_rows
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.training.control import Operation
-from composer_fsdp2.training.out_of_memory import Ask, asking, is_out_of_memory
+from composer_fsdp2.training.out_of_memory import AllReduceMax, forward_all_reduce_max, is_out_of_memory
 
 _WAY_OUT = (
     "Leave the experts in the unit of their layer, which is exact too; or, if every rank calls all of them in one "
@@ -56,7 +56,7 @@ _IS_NOT_TOKEN_WISE = (
 
 
 def refuse_experts_of_batches(model: nn.Module, blocks: Sequence[ExpertBlock]) -> None:
-    """Raise for experts with batch norms, whose statistics no rows would make NaN.
+    """Raise for experts that contain batch norms: zero rows would make their statistics NaN.
 
     Raises:
         PlanError: names the batch norm.
@@ -73,25 +73,25 @@ def start_idle_experts(
     before: Mapping[str, nn.Module],
     limit_s: float | None = None,
 ) -> None:
-    """Run the idle experts of a model that was just sharded, from now on. Called on all ranks.
+    """Run the idle experts of a sharded model from now on. Called on all ranks.
 
-    In the first forward of each block, ranks compare before each expert whether all of them are in order.
+    In the first forward of each block, ranks compare before each expert whether all of them call experts in order.
 
     Args:
-        before: The modules by their paths, without checkpoint wrappers: recomputing a block must run its hooks again,
-            recomputing a single expert must not.
-        limit_s: The timeout of these comparisons in seconds; None: that of other votes.
+        before: The modules by path, without checkpoint wrappers. The recomputation of a block must run its hooks again;
+            the recomputation of a single expert must not.
+        limit_s: The timeout of these comparisons in seconds; None means that of other votes.
     """
     for block in blocks:
         outer, experts = before[block.block], {path: at_path(model, path) for path in block.experts}
         beside = _units_beside(outer, experts.values())
-        _Order(block.block, experts, beside, asking(outer, _OPERATION, limit_s)).start(outer)
+        _IdleExperts(block.block, experts, beside, forward_all_reduce_max(outer, _OPERATION, limit_s)).start(outer)
 
 
 def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[RemovableHandle]:
-    """Have every rank run each of ``experts`` once in a forward of ``block``, those without tokens on no rows.
+    """Make every rank run each of ``experts`` once in a forward of ``block``, those without tokens on zero rows.
 
-    Where the experts are units of their own, call it for each block after ``fully_shard``::
+    If the experts are separate units, call it for each block after ``fully_shard``::
 
         for layer in model.layers:
             for expert in layer.moe.experts:
@@ -107,11 +107,11 @@ def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[Rem
         block: Calls the experts in its forward, in this order; it may skip any of them.
         experts: Each takes tokens as rows of its first argument, and computes every row independently.
     Returns:
-        The hooks' handles; without the hooks all is as before.
+        The hooks' handles; removing the hooks undoes it.
     Raises:
-        PlanError: the block has other units beside the experts.
+        PlanError: the block contains units other than the experts.
 
-    On all ranks alike; does not communicate.
+    Called on all ranks alike; does not communicate.
     """
     kind = type(block).__name__
     if beside := _units_beside(block, experts):
@@ -121,7 +121,7 @@ def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[Rem
             "prepare_fully_shard start idle_experts: in_order"
         )
     named = {f"{kind}'s expert {number}": expert for number, expert in enumerate(experts)}
-    return _Order(kind, named, {}, None).start(block)
+    return _IdleExperts(kind, named, {}, None).start(block)
 
 
 def _units_beside(block: nn.Module, experts: Iterable[nn.Module]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _units_beside(block: nn.Module, experts: Iterable[nn.Module]) -> dict[str, A
     return {path: module for path, module in below if isinstance(module, FSDPModule)}
 
 
-class _Order:
+class _IdleExperts:
     """The forwards of one block: which experts have run, and what the next idle ones run on.
 
     Args:
@@ -142,9 +142,13 @@ class _Order:
     """
 
     def __init__(
-        self, block: str, experts: Mapping[str, nn.Module], beside: Mapping[str, nn.Module], ask: Ask | None
+        self,
+        block: str,
+        experts: Mapping[str, nn.Module],
+        beside: Mapping[str, nn.Module],
+        all_reduce_max: AllReduceMax | None,
     ) -> None:
-        self._block, self._beside, self._ask = block, beside, ask
+        self._block, self._beside, self._all_reduce_max = block, beside, all_reduce_max
         self._names, self._experts = [*experts], [*experts.values()]
         self._asked = (
             f"idle_experts: in_order runs each expert of {block} once in a forward, in the order of registration"
@@ -153,12 +157,12 @@ class _Order:
         # For each unit beside: whether it runs after the experts, once known.
         self._is_after: dict[str, bool | None] = dict.fromkeys(beside)
         self._is_any_chosen = False  # in this forward, by a token of any rank
-        self._passed: list[str] = []  # the units beside that ran before any expert in this forward
+        self._passed: list[str] = []  # other units that ran before any expert in this forward
         self._next: int | None = None  # None: outside of the block's forward
-        self._is_idle = False  # while an expert runs on no rows
+        self._is_idle = False  # while an expert runs on zero rows
         self._input: tuple[torch.Tensor, ...] = ()
-        self._call: Arguments | None = None  # the latest arguments with tokens in this forward
-        self._of_before: Arguments | None = None  # the same from the latest forward with some, without rows
+        self._call: Arguments | None = None  # this forward's latest arguments with tokens
+        self._previous_call: Arguments | None = None  # of the latest forward with tokens, without rows
         self._outputs: list[torch.Tensor] = []
         self._checked: set[int] = set()
 
@@ -215,7 +219,7 @@ class _Order:
             self._run_rest(is_asked=is_asked)
         elif self._next:
             last = self._names[self._next - 1]
-            self._run_rest()  # the other ranks do, too, before they come here
+            self._run_rest()  # the other ranks run them too, before they reach this unit
             raise ComposerFSDP2Error(
                 f"idle_experts: in_order gathers {path} of {self._block} before the experts, as in its first "
                 f"forward; now it was called after {last}. {_WAY_OUT}"
@@ -224,31 +228,33 @@ class _Order:
     @untraced
     def end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._call is not None:
-            self._of_before = kept_without_rows(self._call)
+            self._previous_call = detached_without_rows(self._call)
         self._run_rest()
         self._agree()
         if self._is_any_chosen:
             self._is_after |= dict.fromkeys(self._passed, False)
         if None not in self._is_after.values():
-            self._ask = None
+            self._all_reduce_max = None
         outputs = [each for each in self._outputs if each.requires_grad]
         self._next, self._call, self._outputs, self._input = None, None, [], ()
         # Also without idle experts: a checkpoint must recompute before backward all-gathers the last expert.
         return connect_first(output, outputs) if torch.is_grad_enabled() else None
 
-    def _without_call(self) -> Arguments:
-        """The arguments of experts if no token of this rank chose any: zero rows of the block's input, and the other
-        arguments of the latest forward."""
+    def _default_call(self) -> Arguments:
+        """The arguments of experts if no token of this rank chose any.
+
+        Zero rows of the block's input, and the other arguments of the latest forward.
+        """
         rows = tuple(each.reshape(-1, each.shape[-1])[:0] for each in self._input)
-        if self._of_before is None or not rows:
+        if self._previous_call is None or not rows:
             return rows, {}
-        args, kwargs = self._of_before
+        args, kwargs = self._previous_call
         if args:
             return (*rows, *args[1:]), kwargs
         return args, kwargs | dict(zip(kwargs, rows, strict=False))
 
     def _run_rest(self, *, is_asked: bool = False) -> None:
-        self._run_idle(len(self._experts), *(self._call or self._without_call()), is_asked=is_asked)
+        self._run_idle(len(self._experts), *(self._call or self._default_call()), is_asked=is_asked)
 
     def _run_idle(self, end: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_asked: bool = False) -> None:
         """Run the experts from the next one to that before ``end``, on these arguments without rows.
@@ -268,14 +274,14 @@ class _Order:
                 with replaced(self, "_is_idle", True):
                     self._outputs.extend(self._output_of(number, args, kwargs))
             except Exception as error:
-                # Where ranks vote, the next vote shows that a rank is out of memory. And in an expert that contains
-                # units, the others may wait for one of these.
+                # If ranks vote, the next vote reports a rank that is out of memory. And if the expert contains units,
+                # the other ranks may be waiting at one of these.
                 expert = self._experts[number]
                 has_units = any(isinstance(each, FSDPModule) for each in expert.modules() if each is not expert)
                 if not has_units and not (is_out_of_memory(error) and is_announced()):
                     self._agree(failed=number + 1)
                 note = f"idle_experts: in_order ran {self._names[number]} on no rows, as no token of this rank chose it"
-                if end == len(self._experts) and not (self._call or self._of_before):
+                if end == len(self._experts) and not (self._call or self._previous_call):
                     others = f"another expert of {self._block}"
                     note += f" or {others} yet, whose arguments would tell what it takes. {_LEAVE}"
                 error.add_note(note)
@@ -284,23 +290,23 @@ class _Order:
     def _agree(
         self, *, out_of_order: int = 0, failed: int = 0, is_at_expert: bool = True, is_chosen: bool = False
     ) -> bool:
-        """Compare with the other ranks, which are at the same place, whether one has a problem.
+        """Compare with the other ranks, which are at the same position, whether any has a problem.
 
         Args:
-            out_of_order: 1 + the number of an expert that this rank called out of order; 0 for none.
-            failed: The same for one that raised on no rows.
-            is_at_expert: Whether this rank is at an expert or at the end of the block, not at a unit beside them.
+            out_of_order: 1 + the index of an expert that this rank called out of order; 0 for none.
+            failed: 1 + the index of an expert that raised on zero rows; 0 for none.
+            is_at_expert: Whether this rank is at an expert or at the end of the block, not at another unit.
             is_chosen: Whether a token of this rank chose the expert.
         Returns:
             Whether any rank is at an expert.
         Raises:
             ComposerFSDP2Error: another rank has a problem, and this one has none.
         """
-        if self._ask is None:
+        if self._all_reduce_max is None:
             return is_at_expert
         assert self._next is not None
         place = (*self._names, f"the end of {self._block}")[self._next]
-        answers = self._ask(place, [out_of_order, failed, is_at_expert, is_chosen])
+        answers = self._all_reduce_max(place, [out_of_order, failed, is_at_expert, is_chosen])
         self._is_any_chosen |= bool(answers[3])
         if out_of_order or failed:
             return is_at_expert
@@ -316,7 +322,7 @@ class _Order:
 
     def _output_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         name = self._names[number]
-        with nullcontext() if number in self._checked else _NoRows(name):
+        with nullcontext() if number in self._checked else _FiniteOnZeroRows(name):
             outputs = tensors_in(self._experts[number](*args, **kwargs))
         if any(tensor.numel() for tensor in outputs):
             raise ComposerFSDP2Error(f"{name} gives more than no rows for no rows: {_IS_NOT_TOKEN_WISE}")
@@ -324,8 +330,8 @@ class _Order:
         return outputs
 
 
-class _NoRows(TorchFunctionMode):
-    """Raises for a number that is made of no rows and not finite, as a mean over rows: gradients would be NaN."""
+class _FiniteOnZeroRows(TorchFunctionMode):
+    """Raises for a non-finite number that is computed from zero rows, such as a mean: gradients would be NaN."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

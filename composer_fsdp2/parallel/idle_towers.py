@@ -1,17 +1,18 @@
 """``idle_towers``: run a part of the model that this rank's batch skips on an example, when another rank enters it.
 
 [Note: idle towers] The units in a vision tower are all-gathered by the ranks with an image in their batch, while the
-others would wait at the next unit. So before each tower, and before each part that all ranks run (a sync point), the
-ranks agree on the first tower that any rank is about to enter. All run that one next, a rank that is about to enter it
-on its image, the others on an example, until no rank is about to enter any. However often each rank enters a tower (an
-image, then a video), all ranks run the same towers in one order. A tower that no rank enters does not run.
+other ranks would wait at the next unit. Before each tower, and before each part that all ranks run (a sync point), the
+ranks therefore agree on the first tower that any rank is about to enter. All ranks run that tower next, a rank that is
+about to enter it on its image, the others on an example, until no rank is about to enter any. Regardless of how often
+each rank enters a tower (an image, then a video), all ranks run the same towers in one order. A tower that no rank
+enters does not run.
 
-A tower's output is connected to the input of the next sync point by an empty slice, on ranks with an image as well:
-backward then reaches all of the tower on all ranks, also a last layer whose output the model does not read. The
-example's gradient is exactly zero.
+The output of a tower is connected to the input of the next sync point by an empty slice, on ranks with an image as
+well. Backward then reaches all of the tower on all ranks, including a last layer whose output the model does not read.
+The gradient of the example is exactly zero.
 
-The example is ``example_inputs`` of the tower, or the smallest input that this rank saw, its floating point values
-replaced by zeros. A rank that saw none receives one from another rank.
+The example is ``example_inputs`` of the tower, or the smallest input that this rank has seen, with its floating
+point values replaced by zeros. A rank that has seen none receives one from another rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +25,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2._torch.private_names import BatchNorm, untraced
 from composer_fsdp2._torch.replaced import replaced
+from composer_fsdp2._torch.tensor_tree import map_tensors, tensors_in
 from composer_fsdp2.config.parallel import TowerModel
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.parallel.batches import Packed
 from composer_fsdp2.parallel.connecting import Arguments, connect
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.modules import at_path, is_at_or_under
 from composer_fsdp2.training.control import Operation
-from composer_fsdp2.training.out_of_memory import Ask, asking
+from composer_fsdp2.training.out_of_memory import AllReduceMax, forward_all_reduce_max
 
 EXAMPLE = "example_inputs"
 
@@ -72,15 +73,16 @@ def refuse_towers(model: nn.Module, models: Sequence[TowerModel], checkpointed: 
 def start_idle_towers(
     model: nn.Module, models: Sequence[TowerModel], before: Mapping[str, nn.Module], limit_s: float | None = None
 ) -> None:
-    """Run the idle towers of a model that was just sharded, from now on. Called on all ranks.
+    """Run the idle towers of a sharded model from now on. Called on all ranks.
 
     Args:
-        before: The modules by their paths, before wrappers of checkpointing were put around some.
-        limit_s: The timeout of these comparisons in seconds; None: that of other votes.
+        before: The modules by path, without checkpoint wrappers.
+        limit_s: The timeout of these comparisons in seconds; None means that of other votes.
     """
     for each in models:
         outer = before[each.model]
-        towers = _Towers(each, [at_path(model, path) for path in each.towers], asking(outer, _OPERATION, limit_s))
+        all_reduce_max = forward_all_reduce_max(outer, _OPERATION, limit_s)
+        towers = _Towers(each, [at_path(model, path) for path in each.towers], all_reduce_max)
         _wrap_forward(outer, towers)
         for number, tower in enumerate(towers.modules):
             # Before FSDP's own hooks: the pre-hook all-gathers, the forward hook registers the backward's hooks.
@@ -105,11 +107,11 @@ def _wrap_forward(outer: nn.Module, towers: "_Towers") -> None:
 
 
 class _Graph(Enum):
-    """What autograd records of a tower, which must be alike on all ranks."""
+    """The graph that autograd records for a tower, which must be the same on all ranks."""
 
     NONE = 0  # a model may call a tower that it does not train under ``torch.no_grad``
     PARAMETERS = 1
-    THROUGH = 2  # its inputs' gradients, too
+    THROUGH = 2  # also the gradients of its inputs
 
     @staticmethod
     def of(inputs: Sequence[torch.Tensor]) -> "_Graph":
@@ -125,8 +127,9 @@ class _Towers:
         modules: The towers.
     """
 
-    def __init__(self, plan: TowerModel, modules: Sequence[nn.Module], ask: Ask) -> None:
-        self._model, self._names, self._ask, self.modules = plan.model or "the model", plan.towers, ask, modules
+    def __init__(self, plan: TowerModel, modules: Sequence[nn.Module], all_reduce_max: AllReduceMax) -> None:
+        self._model, self._names, self.modules = plan.model or "the model", plan.towers, modules
+        self._all_reduce_max = all_reduce_max
         given = {number: getattr(tower, EXAMPLE, None) for number, tower in enumerate(modules)}
         self._examples = {number: _Example.given(inputs) for number, inputs in given.items() if inputs is not None}
         self._known_to_all: set[int] = set()  # the towers for which every rank has an example
@@ -152,7 +155,7 @@ class _Towers:
             self._examples[number] = _Example.seen(args, kwargs)
         graph = _Graph.of(inputs)
         of_all = self._run_towers_of_others(self._names[number], (number, graph))
-        return None if graph in (_Graph.NONE, of_all) else _with_main(args, kwargs, _as_trained)
+        return None if graph in (_Graph.NONE, of_all) else _map_main_input(args, kwargs, _require_grad)
 
     @untraced
     def after_tower(self, tower: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -166,9 +169,10 @@ class _Towers:
         if not self._is_asking:
             return None
         self._run_towers_of_others(path)
-        # To its main input, to make backward pass through it on all ranks: without an image it may need no gradient.
+        # To the sync point's main input: without an image it may not require grad, and backward must pass through it on
+        # all ranks.
         unconnected = self._unconnected
-        connected = _with_main(args, kwargs, lambda tensor: connect(tensor, unconnected)) if unconnected else None
+        connected = _map_main_input(args, kwargs, lambda tensor: connect(tensor, unconnected)) if unconnected else None
         if connected is not None:
             self._unconnected = []
         return connected
@@ -179,34 +183,34 @@ class _Towers:
         self._is_open, self._is_asking, unconnected, self._unconnected = False, False, self._unconnected, []
         if not unconnected:
             return output
-        # Any of its tensors may be the loss.
-        return with_tensors(output, lambda each: connect(each, unconnected) if each.is_floating_point() else each)
+        # Any of these tensors may be the loss.
+        return map_tensors(output, lambda each: connect(each, unconnected) if each.is_floating_point() else each)
 
     def _run_towers_of_others(self, where: str, own: tuple[int, _Graph] | None = None) -> _Graph | None:
-        """Run on examples what other ranks are about to enter, until that is ``own`` or nothing.
+        """Run the towers that other ranks are about to enter on examples, until that is ``own`` or none.
 
         Args:
-            where: The place in the model that this rank has reached.
-            own: The tower that it is about to enter, and what this adds to autograd's graph.
+            where: This rank's position in the model.
+            own: The tower that this rank is about to enter, and the graph that it adds.
         Returns:
-            The most that ``own`` adds to it on any rank.
+            The largest graph that ``own`` adds on any rank.
         """
         code = 0 if own is None else len(_Graph) * (len(self.modules) - own[0]) + own[1].value
-        while found := self._ask(where, [code])[0]:
+        while found := self._all_reduce_max(where, [code])[0]:
             number, graph = len(self.modules) - found // len(_Graph), _Graph(found % len(_Graph))
             if number not in self._known_to_all:
-                self._make_known(number, where)
+                self._share_example(number, where)
             if own is not None and own[0] == number:
                 return graph
             self._run_idle(number, graph)
         return None
 
-    def _make_known(self, number: int, where: str) -> None:
+    def _share_example(self, number: int, where: str) -> None:
         """Send an example of a tower to the ranks that have none: the rank that is about to enter it has one."""
-        [lacks] = self._ask(where, [number not in self._examples])
+        [lacks] = self._all_reduce_max(where, [number not in self._examples])
         if lacks:
             own = self._examples.get(number)
-            sent = [each for each in gather(own and Packed.of(own)) if each is not None]
+            sent = [each for each in all_gather_object(own and Packed.of(own)) if each is not None]
             if errors := [each.error for each in sent if each.error]:
                 raise PlanError(
                     f"idle_towers: what {self._names[number]} was called with cannot be sent to ranks that saw no "
@@ -219,7 +223,7 @@ class _Towers:
         tower, name = self.modules[number], self._names[number]
         args, kwargs = self._examples[number].arguments_on(self._device)
         if graph is _Graph.THROUGH:
-            args, kwargs = _with_main(args, kwargs, _as_trained) or (args, kwargs)
+            args, kwargs = _map_main_input(args, kwargs, _require_grad) or (args, kwargs)
         try:
             with ExitStack() as stack:
                 stack.enter_context(replaced(self, "_is_asking", False))
@@ -240,10 +244,10 @@ class _Towers:
             self._checked.add(number)
 
 
-def _with_main(
+def _map_main_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Arguments | None:
-    """The arguments with their main tensor changed: floating point, and no mask or positions. None without any."""
+    """The arguments with their main tensor changed: a floating point one, no mask or positions. None without any."""
     given: dict[Any, Any] = dict(enumerate(args)) | kwargs
     places = [
         key
@@ -257,9 +261,11 @@ def _with_main(
     return tuple(given[number] for number in range(len(args))), {key: given[key] for key in kwargs}
 
 
-def _as_trained(tensor: torch.Tensor) -> torch.Tensor:
-    """Requiring grad, as the output of a trained part on another rank: without inputs that require grad, a unit's
-    backward ends later than with them."""
+def _require_grad(tensor: torch.Tensor) -> torch.Tensor:
+    """Require grad, as for the output of a trained part on another rank.
+
+    A unit's backward ends later if an input requires grad.
+    """
     return tensor.detach().requires_grad_()
 
 
@@ -285,7 +291,7 @@ class _Example:
             return tensor.new_zeros(()).expand(tensor.shape) if tensor.is_floating_point() else tensor.detach().clone()
 
         num_elements = sum(each.numel() for each in tensors_in((args, kwargs)))
-        return _Example(with_tensors((args, kwargs), of), num_elements, stays_on_cpu=True)
+        return _Example(map_tensors((args, kwargs), of), num_elements, stays_on_cpu=True)
 
     @staticmethod
     def given(inputs: torch.Tensor | tuple[Any, ...] | Mapping[str, Any]) -> "_Example":
@@ -299,5 +305,5 @@ class _Example:
             to = tensor.device if self.stays_on_cpu and tensor.device.type == "cpu" else device
             return tensor.detach().to(to, copy=True, memory_format=torch.contiguous_format)
 
-        moved: Arguments = with_tensors(self.arguments, on)
+        moved: Arguments = map_tensors(self.arguments, on)
         return moved

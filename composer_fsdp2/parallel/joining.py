@@ -1,8 +1,8 @@
-"""Concatenation of several ranks' batches, for ``broadcast_batch: gather``.
+"""Concatenate the batches of several ranks, for ``broadcast_batch: gather``.
 
-Supported are the structures that Composer splits into microbatches: a tensor, a mapping, or a list or tuple of these.
-Inside of it a tensor has its rows along dimension 0, and a list has one value per row. Tokens are padded to the
-longest batch, as a collator pads them.
+Supports the structures that Composer splits into microbatches: a tensor, a mapping, or a list or tuple of these.
+Inside, a tensor has its rows along dimension 0, and a list has one value per row. Tokens are padded to the longest
+batch, as a collator pads them.
 """
 
 import re
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from composer_fsdp2._torch.passing import tensors_in
+from composer_fsdp2._torch.tensor_tree import tensors_in
 from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.contents import digest_of, parts_of
+from composer_fsdp2.parallel.contents import batch_values, digest_of
 
 # The padding values of Hugging Face's and LLM Foundry's collators. The pad token itself is read from the batch.
 _FILL = {
@@ -29,8 +29,8 @@ _FILL = {
 }
 _TOKENS, _MASK = "input_ids", "attention_mask"
 _BATCH = "batch"  # the path of the whole batch
-# Row or token offsets into one rank's batch, which would be wrong in the joined one: LLM Foundry's in-context learning
-# tasks, and flash attention on packed rows.
+# Row or token offsets into one rank's batch, which would be wrong in the concatenated one: those of LLM Foundry's
+# in-context learning tasks, and of flash attention on packed rows.
 _OFFSETS = ("choice_groupings", "cu_seq_lens_q", "cu_seq_lens_k")
 # Patches, frames and their sizes, in the order of rows, any number per row (Qwen2.5-VL, Qwen2-Audio).
 _OF_MEDIA = re.compile(r"(pixel|image|video|audio|patch|second_per_grid|input_feature|feature_attention)\w*('\])?$")
@@ -82,15 +82,16 @@ def _join_tensors(tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
 
 
 def _same_on_all(values: Sequence[Any], path: str) -> Any:
-    """A value that belongs to no row, such as a mask for all rows: kept once if it is equal on all ranks.
+    """A value that belongs to no row, such as a mask for all rows: returned once if it is equal on all ranks.
 
-    A vector of integers of another length is refused even then: it may hold offsets into one rank's rows.
+    A vector of integers with a different length is rejected even if it is equal: it may contain offsets into one
+    rank's rows.
     """
     first = values[0]
     is_vector = isinstance(first, torch.Tensor) and first.ndim == 1
     if is_vector and not first.is_floating_point() and first.dtype != torch.bool:
         raise _cannot(path, f"has {len(first)} numbers, not one per row, and may hold offsets into one rank's rows")
-    if len({digest_of(parts_of(value)) for value in values}) > 1:
+    if len({digest_of(batch_values(value)) for value in values}) > 1:
         shown = " and ".join(" ".join(short(value).split()) for value in values)
         raise _cannot(path, f"is not one value per row, and differs between ranks ({shown})")
     return first
@@ -105,7 +106,7 @@ def _join_mappings(values: Sequence[Mapping[Any, Any]], rows: Sequence[int | Non
         having = [rank for rank, value in enumerate(values) if value.get(key) is not None]
         if 0 < len(having) < len(values) and not _OF_MEDIA.search(str(key)):
             raise _cannot(path, f"has {key!r} on some ranks only")
-        taken = having or range(len(values))  # rows without pictures add nothing to pictures
+        taken = having or range(len(values))  # rows without images add nothing
         own = [values[rank].get(key) for rank in taken]
         joined[key] = _join(own, [rows[rank] for rank in taken], f"{path}[{key!r}]")
     return joined
@@ -116,7 +117,7 @@ def _join_mappings(values: Sequence[Mapping[Any, Any]], rows: Sequence[int | Non
 
 
 def _padded(values: Sequence[Mapping[Any, Any]], path: str) -> Sequence[Mapping[Any, Any]]:
-    """The batches, with tokens and what belongs to them padded to the longest."""
+    """The batches, with tokens and their masks and labels padded to the longest."""
     tokens = [value.get(_TOKENS) for value in values]
     if not all(isinstance(each, torch.Tensor) and each.ndim == 2 for each in tokens):
         return values
@@ -131,7 +132,7 @@ def _padded(values: Sequence[Mapping[Any, Any]], path: str) -> Sequence[Mapping[
     if pad_token is None and any(
         each is not None and not _is_of_tokens(each, value) for each, value in zip(labels, values, strict=True)
     ):
-        # A classifier finds the last token of a row by it.
+        # A classifier uses it to find the last token of a row.
         raise _cannot(f"{path}[{_TOKENS!r}]", "is not padded on any rank, so that nothing says which token pads it")
     is_left, fill = _is_padded_left(values), {**_FILL, _TOKENS: pad_token or 0}
     return [
@@ -141,7 +142,7 @@ def _padded(values: Sequence[Mapping[Any, Any]], path: str) -> Sequence[Mapping[
 
 
 def _pad(value: Any, length: int, longest: int, fill: int | None, is_left: bool, path: str) -> Any:
-    """``value`` with its dimension 1 padded, if it is a tensor whose dimension 1 is the sequence."""
+    """``value`` padded along dimension 1, if it is a tensor whose dimension 1 is the sequence."""
     if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != length:
         return value
     if fill is None or value.ndim > 2:
@@ -151,7 +152,7 @@ def _pad(value: Any, length: int, longest: int, fill: int | None, is_left: bool,
 
 
 def _is_padded_left(values: Iterable[Mapping[Any, Any]]) -> bool:
-    """Whether a row begins with padding and none ends with it."""
+    """Whether any row starts with padding and none ends with it."""
     masks = [value[_MASK].bool() for value in values if value[_MASK].numel()]
     return any(not mask[:, 0].all() for mask in masks) and all(bool(mask[:, -1].all()) for mask in masks)
 
@@ -167,7 +168,7 @@ def _is_of_tokens(tensor: Any, value: Mapping[Any, Any]) -> bool:
 
 
 def _pinned_like(tensor: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In pinned memory if a source is, to keep copies to the device asynchronous."""
+    """Pin the tensor's memory if a source is pinned, to keep copies to the device asynchronous."""
     return tensor.pin_memory() if any(each.is_pinned() for each in sources) else tensor
 
 

@@ -1,15 +1,15 @@
 """Layer plans of known models: ``layer_plan: auto``.
 
-Hugging Face's models name their split layers (``base_model_tp_plan`` of their configuration), LLM Foundry's are in a
-table here. What these plans leave out is added: norms between split layers, whose gradients must be summed ([Note:
-partial gradients]); embedding and head, split by rows of the vocabulary if all ranks get as many; experts that are
-modules. An attention whose heads the degree does not divide, or that is known to mix up columns ([Note: fused
-projections]), has split weights, and computes with all heads on every rank.
+Hugging Face's models name their TP-sharded layers (``base_model_tp_plan`` of their configuration); those of LLM Foundry
+are in a table here. This module adds what these plans omit: norms between TP-sharded layers, whose gradients must be
+summed ([Note: partial gradients]); embedding and head, sharded by rows of the vocabulary if all ranks get equal
+numbers; and experts that are modules. If the degree does not divide an attention's heads, or the attention is known to
+mix up columns ([Note: fused projections]), its weights are TP-sharded and it computes all heads on every rank.
 
-[Note: fused projections] ``ColwiseParallel`` leaves each rank consecutive columns. Of a layer that fuses two
-projections one behind the other, as Phi-3's ``gate_up_proj`` does, the first rank gets the gate and the second one what
-it is multiplied with. The model's forward then cuts each rank's columns in two, and computes something else, without an
-error. It is right where each head's columns are one behind the other, as in GPT-NeoX's ``query_key_value``.
+[Note: fused projections] ``ColwiseParallel`` gives each rank consecutive columns. If a layer concatenates two
+projections, as Phi-3's ``gate_up_proj`` does, the first rank gets the gate and the second the factor that the gate
+is multiplied with. The model's forward then splits each rank's columns in two and computes something else, without
+an error. The layout is correct if each head's columns are consecutive, as in GPT-NeoX's ``query_key_value``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -68,23 +68,23 @@ def automatic_plan(model: nn.Module, degree: int, num_shards: int) -> dict[str, 
     """The layer plan of a model, by the paths of its modules.
 
     Args:
-        model: One of transformers' or LLM Foundry's models, or a module with some inside.
-        degree: Over how many ranks layers are split.
-        num_shards: Over how many parts rows must be divided evenly beside that; 1 if they need not be.
+        model: A model of transformers or LLM Foundry, or a module that contains one.
+        degree: The tensor-parallel degree.
+        num_shards: The number of shards by which rows must be divisible in addition; 1 if they need not be.
     Raises:
         PlanError: no plan is known for it.
 
-    Every rank must call this with the same model; it does not communicate.
+    Call this on all ranks with the same model. Does not communicate.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     kinds: dict[str, str] = {}
     for path, module in modules.items():
-        for pattern, kind in _named_by(module).items():
+        for pattern, kind in _plan_of_base_model(module).items():
             matches = matching_paths(model, f"{path}.{pattern}" if path else pattern)
             kinds |= dict.fromkeys(matches, kind) if kind in _STYLES else {}
     plan: dict[str, ParallelStyle] = {}
-    for above in dict.fromkeys(map(_above, kinds)):
-        plan |= _styles_within(modules, {path: kinds[path] for path in kinds if _above(path) == above}, degree)
+    for above in dict.fromkeys(map(_parent_path, kinds)):
+        plan |= _styles_within(modules, {path: kinds[path] for path in kinds if _parent_path(path) == above}, degree)
     if not any(isinstance(style, RowwiseParallel) for style in plan.values()):
         names = dict.fromkeys(type(each).__name__ for each in modules.values() if is_pretrained(each))
         raise PlanError(
@@ -95,12 +95,12 @@ def automatic_plan(model: nn.Module, degree: int, num_shards: int) -> dict[str, 
     plan |= {path: SequenceParallel(use_local_output=True) for path in _norms_of_heads(modules, plan)}
     for module in modules.values():
         if is_pretrained(module):
-            plan |= _ends(module, first_paths(modules), degree * num_shards)
+            plan |= _embedding_and_head(module, first_paths(modules), degree * num_shards)
     return plan
 
 
 def matching_paths(model: nn.Module, pattern: str) -> list[str]:
-    """The paths of the modules that a path means, in which ``*`` stands for any child's name, as in torch."""
+    """The paths of the modules that match a path, in which ``*`` stands for the name of any child, as in torch."""
     found = [("", model)]
     for part in pattern.split(".") if pattern else ():
         found = [
@@ -112,7 +112,7 @@ def matching_paths(model: nn.Module, pattern: str) -> list[str]:
     return [path for path, _ in found]
 
 
-def _named_by(module: Any) -> Mapping[str, str]:
+def _plan_of_base_model(module: Any) -> Mapping[str, str]:
     """The plan of a base model; the models around it share its configuration, and are skipped."""
     if not is_pretrained(module) or module.base_model is not module:
         return {}
@@ -120,16 +120,19 @@ def _named_by(module: Any) -> Mapping[str, str]:
     return (getattr(config, "base_model_tp_plan", None) or {}) | _PLANS.get(getattr(config, "model_type", ""), {})
 
 
-def _above(path: str) -> str:
+def _parent_path(path: str) -> str:
     return path.rpartition(".")[0]
 
 
 def _styles_within(modules: Mapping[str, nn.Module], kinds: Mapping[str, str], degree: int) -> dict[str, ParallelStyle]:
-    """Of the layers of one module. If they cannot compute with a part of the columns, each takes and returns all."""
+    """The styles of one module's layers.
+
+    If they cannot compute with a part of the columns, each layer takes and returns all columns.
+    """
     linear = {path: module for path in kinds if isinstance(module := modules[path], nn.Linear)}
     fitting = {path for path, each in linear.items() if not (each.out_features % degree or each.in_features % degree)}
     styles = {path: _STYLES[kind]() for path, kind in kinds.items() if path in fitting}
-    leave, take = any(map(_leaves_columns, styles.values())), any(map(_takes_columns, styles.values()))
+    leave, take = any(map(_outputs_columns, styles.values())), any(map(_takes_columns, styles.values()))
     if len(styles) == len(kinds) and leave == take and not any(problems_of_projections(modules, styles, degree)):
         return styles
     alone = {ColwiseParallel: "colwise_rep", RowwiseParallel: "rowwise_rep"}
@@ -138,15 +141,15 @@ def _styles_within(modules: Mapping[str, nn.Module], kinds: Mapping[str, str], d
 
 def _norms_of_heads(modules: Mapping[str, nn.Module], plan: Mapping[str, ParallelStyle]) -> Iterator[str]:
     """Modules beside split projections that are applied to each head."""
-    for above in dict.fromkeys(_above(path) for path, style in plan.items() if _leaves_columns(style)):
+    for above in dict.fromkeys(_parent_path(path) for path, style in plan.items() if _outputs_columns(style)):
         for name, module in modules[above].named_children():
             shapes = {tuple(parameter.shape) for _, parameter in own_parameters(module)}
             if f"{above}.{name}" not in plan and shapes == {(_head_dim_of(modules[above]),)}:
                 yield f"{above}.{name}"
 
 
-def _ends(model: Any, paths: Mapping[nn.Module, str], num_parts: int) -> dict[str, ParallelStyle]:
-    """The embedding and the head of a model; of one weight, both by rows of the vocabulary."""
+def _embedding_and_head(model: Any, paths: Mapping[nn.Module, str], num_parts: int) -> dict[str, ParallelStyle]:
+    """The styles of a model's embedding and head. If they share a weight, both by rows of the vocabulary."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return {}
@@ -164,22 +167,22 @@ def _ends(model: Any, paths: Mapping[nn.Module, str], num_parts: int) -> dict[st
 def problems_of_projections(
     modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelStyle], degree: int
 ) -> Iterator[str]:
-    """Each column-wise layer whose columns the model's forward would misread on a rank, with what to do instead.
+    """Each column-wise layer whose columns the model's forward would misread on a rank, with an alternative.
 
     Args:
-        modules: Of the model, by path.
-        styles: Of the layer plan, by path.
-        degree: Over how many ranks.
+        modules: The model's modules by path.
+        styles: The styles of the layer plan by path.
+        degree: The tensor-parallel degree.
     """
     linear = {path: module for path in styles if isinstance(module := modules[path], nn.Linear)}
     rowwise = [path for path in linear if isinstance(styles[path], RowwiseParallel)]
     for path, module in linear.items():
-        if not _leaves_columns(styles[path]):
+        if not _outputs_columns(styles[path]):
             continue
-        parent = modules[_above(path)]
+        parent = modules[_parent_path(path)]
         num_projections = _PROJECTIONS_OF_HEAD.get(type(parent).__name__, 1)
         # A single projection is no wider than the input of the row-wise layers in the same module.
-        widths = [linear[other].in_features for other in rowwise if _above(other) == _above(path)]
+        widths = [linear[other].in_features for other in rowwise if _parent_path(other) == _parent_path(path)]
         is_wider = module.out_features > max(widths, default=module.out_features)
         if num_projections == 1 and (is_wider or path.rpartition(".")[2] in _FUSED):
             yield (
@@ -205,13 +208,13 @@ def _problems_of_heads(path: str, module: nn.Linear, parent: nn.Module, width: i
         )
 
 
-def _leaves_columns(style: ParallelStyle) -> bool:
+def _outputs_columns(style: ParallelStyle) -> bool:
     """Whether a rank computes only with the columns of its part."""
     return isinstance(style, ColwiseParallel) and isinstance(style.output_layouts[0], Shard)
 
 
 def _takes_columns(style: ParallelStyle) -> bool:
-    """Whether the layer takes the columns that ``_leaves_columns`` leaves."""
+    """Whether the layer takes the columns that ``_outputs_columns`` leaves."""
     return isinstance(style, RowwiseParallel) and isinstance(style.input_layouts[0], Shard)
 
 

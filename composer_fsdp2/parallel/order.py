@@ -1,17 +1,17 @@
-"""The combinations that are supported, checked on the plan, and the order in which the steps are carried out.
+"""The supported combinations, checked on the plan, and the order in which the steps of a plan are executed.
 
 [Note: legal order] Each step depends on the ones before it.
 
 1. ``rebinding`` records ties and the optimizer's parameters: later steps replace parameters.
-2. Sequences are divided and MLPs tiled: both replace the forward of instances, which a wrapper would hide.
+2. Context parallelism and tiled MLPs replace the forward of instances, which a wrapper would hide.
 3. Parameters are frozen, before checkpointing looks for trained ones.
-4. Checkpointing is wrapped around blocks: the unit's gather must surround the recomputation. A block that the script
+4. Activation checkpointing wraps blocks: the unit's all-gather must enclose the recomputation. A block that the script
    compiled stays inside of both.
-5. Each unit, bottom-up: initial values, layers split, weights tied again, ``fully_shard``. Splitting comes before
+5. Each unit, bottom-up: initial values, tensor parallelism, ties, ``fully_shard``. Tensor parallelism precedes
    sharding, and only one unit at a time is unsharded in memory.
-6. The optimizer follows.
-7. Hooks around recomputed blocks: sequences are divided and gathered. And hooks that must run before a unit gathers, as
-   ``fully_shard`` puts its own first: tokens are exchanged, idle experts and towers run.
+6. The optimizer is rebound.
+7. Hooks outside of recomputed blocks divide and gather sequences. Hooks that must run before a unit's all-gather are
+   registered last, because ``fully_shard`` prepends its own: token exchange, idle experts and towers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +23,13 @@ from torch.distributed.tensor import Shard
 from composer_fsdp2._torch.capabilities import needs_even_shards
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.batches import draw_alike, make_batch_group
+from composer_fsdp2.parallel.batches import make_batch_group, sync_random_states
 from composer_fsdp2.parallel.experts import problems_of_experts, start_experts
 from composer_fsdp2.parallel.idle_experts import start_idle_experts
 from composer_fsdp2.parallel.idle_towers import start_idle_towers
+from composer_fsdp2.parallel.replicated_gradients import compare_replicated_gradients
 from composer_fsdp2.parallel.sequences import start_context
 from composer_fsdp2.parallel.tiled_mlp import apply_tiling
-from composer_fsdp2.parallel.unsplit import compare_unsplit_gradients
 from composer_fsdp2.sharding.apply import apply_agreed_plan
 from composer_fsdp2.sharding.materialize import Initializers
 from composer_fsdp2.sharding.modules import ancestors_or_self
@@ -40,32 +40,33 @@ from composer_fsdp2.training.run import Run, start_run
 
 
 def refuse_illegal(plan: ShardingPlan) -> None:
-    """Raise for a plan that this torch cannot carry out, or that would train on wrong numbers.
+    """Raise for a plan that this torch cannot execute, or that would train on wrong numbers.
 
     Raises:
-        PlanError: every problem, with the module and the way out.
+        PlanError: every problem, with the module and an alternative.
 
-    Every rank must call this with the same plan; it does not communicate.
+    Call this on all ranks with the same plan. Does not communicate.
     """
-    checks = (_of_nesting, _of_pieces, _of_layers, problems_of_experts, _of_units)
+    checks = (_nesting_problems, _tiling_problems, _layer_problems, problems_of_experts, _unit_problems)
     if problems := [text for check in checks for text in check(plan)]:
         raise PlanError("\n".join(problems))
 
 
-def carry_out(
-    model: nn.Module, plan: ShardingPlan, initializers: Initializers, *, present: Sequence[DeviceMesh] = ()
+def execute_plan(
+    model: nn.Module, plan: ShardingPlan, initializers: Initializers, *, existing_meshes: Sequence[DeviceMesh] = ()
 ) -> Run:
-    """Carry out the plan on ``model``, in the one right order ([Note: legal order]).
+    """Execute the plan on ``model``, in the required order ([Note: legal order]).
 
     Args:
-        plan: Made or checked for this very model, compared across ranks, and not refused by ``refuse_illegal``.
-        initializers: How modules on the meta device get their values.
-        present: Meshes that are taken where they equal the plan's.
+        plan: Made or checked for this model, compared across ranks, and accepted by ``refuse_illegal``.
+        initializers: Return the initializer of a module on the meta device.
+        existing_meshes: Meshes to reuse if they equal the plan's.
 
     Returns:
         The state of the run, which is attached to the model.
 
-    Called on all ranks, by ``prepare_fully_shard`` and ``apply_plan``. Makes process groups; may broadcast parameters.
+    Called on all ranks, by ``prepare_fully_shard`` and ``apply_plan``. Creates process groups; may broadcast
+    parameters.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     context: ContextGroup | None = None
@@ -77,25 +78,25 @@ def carry_out(
         if plan.config.tiled_mlp is not None:
             apply_tiling(model, plan.tiled, plan.config.tiled_mlp.chunks)
 
-    meshes = apply_agreed_plan(model, plan, initializers, present=present, before_wrapping=divide)
+    meshes = apply_agreed_plan(model, plan, initializers, existing_meshes=existing_meshes, before_wrapping=divide)
     run = start_run(model, plan, meshes)
     run.context, run.batch = context, make_batch_group(plan.config)
     if run.batch is not None:
-        draw_alike(run.batch)
+        sync_random_states(run.batch)
     if plan.config.collective_guard is not None:
         start_guard(model, plan.config.collective_guard)
     connect_context()
-    # With check_data: false the ranks that split layers may read different batches.
+    # With check_data: false, the ranks of the tensor axis may read different batches.
     if plan.mesh.tensor_degree > 1 and plan.config.check_data is not False:
-        compare_unsplit_gradients(model, plan, run, meshes)
+        compare_replicated_gradients(model, plan, run, meshes)
     run.exchanging = tuple(start_experts(model, plan, modules))
     start_idle_experts(model, plan.expert_blocks, modules, plan.config.collective_guard)
     start_idle_towers(model, plan.tower_models, modules, plan.config.collective_guard)
     return run
 
 
-def _of_nesting(plan: ShardingPlan) -> Iterator[str]:
-    """A unit that came before those inside it would take their parameters, too."""
+def _nesting_problems(plan: ShardingPlan) -> Iterator[str]:
+    """A unit that precedes units inside it would shard their parameters too."""
     taken: dict[str, str] = {}
     for unit in plan.units:
         around = next((taken[each] for path in unit.modules for each in ancestors_or_self(path) if each in taken), None)
@@ -107,8 +108,8 @@ def _of_nesting(plan: ShardingPlan) -> Iterator[str]:
         taken |= dict.fromkeys(unit.modules, unit.name)
 
 
-def _of_pieces(plan: ShardingPlan) -> Iterator[str]:
-    """Each piece would gather a unit inside, and a rank with a short sequence has fewer pieces than the others."""
+def _tiling_problems(plan: ShardingPlan) -> Iterator[str]:
+    """Each chunk would all-gather a unit inside, and ranks with shorter sequences have fewer chunks than others."""
     for tiled in plan.tiled:
         if inside := [path for unit in plan.units for path in unit.modules if tiled in ancestors_or_self(path)[1:]]:
             yield (
@@ -118,8 +119,8 @@ def _of_pieces(plan: ShardingPlan) -> Iterator[str]:
             )
 
 
-def _of_layers(plan: ShardingPlan) -> Iterator[str]:
-    """The gradients of a split layer are averaged by the unit that shards it."""
+def _layer_problems(plan: ShardingPlan) -> Iterator[str]:
+    """The gradients of a TP-sharded layer are averaged by the unit that shards it."""
     unsharded = {*plan.unsharded_names, *(name for spec in plan.replicated for name in spec.names)}
     for module in plan.split:
         if inside := sorted(name for name in unsharded if name.rpartition(".")[0] == module.path):
@@ -129,8 +130,8 @@ def _of_layers(plan: ShardingPlan) -> Iterator[str]:
             )
 
 
-def _of_units(plan: ShardingPlan) -> Iterator[str]:
-    """What ``fully_shard`` cannot do with a unit whose parameters are split along another axis, too."""
+def _unit_problems(plan: ShardingPlan) -> Iterator[str]:
+    """Limits of ``fully_shard`` for a unit whose parameters are also sharded along another axis."""
     kind, way_out = "tensor", "pad them, leave the module out of the layer plan"
     if not plan.split:
         kind, way_out = "expert", "split over more ranks"

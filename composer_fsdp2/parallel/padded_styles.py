@@ -1,10 +1,10 @@
-"""torch's styles for a dimension that ranks divide between split layers, such as the sequence, at any length.
+"""torch's tensor-parallel styles for dimensions of any length, such as the sequence between TP-sharded layers.
 
-[Note: padded sequences] torch's styles take and return local tensors, and assume that these are equally large on all
-ranks. For a length that the degree does not divide they are not, and the ranks send buffers of different sizes, which
-aborts or hangs. So the input of a module that divides a dimension is padded with zeros, and the padding is removed from
-the output of a module that gathers it. Norms and dropouts in between compute the padding, too; nothing reads it, and
-its gradients are zero.
+[Note: padded sequences] torch's styles take and return local tensors, and assume that these have equal sizes on all
+ranks. If the degree does not divide the length, they have not: the ranks send buffers of different sizes, which
+aborts or hangs. The input of a module that divides a dimension is therefore padded with zeros, and the padding is
+removed from the output of a module that gathers it. Norms and dropouts in between also process the padding; nothing
+reads the result, and its gradients are zero.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,19 +24,19 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
-# By a dimension and its padded length, how many places were added. The styles of a model share it.
+# The number of padding positions by (dimension, padded length). Shared by the styles of a model.
 AddedPlaces = dict[tuple[int, int], int]
-# By the position or name of a tensor, its layouts before and after.
+# The layouts before and after, by the position or name of a tensor.
 _Changes = Mapping[int | str, tuple[Placement | None, Placement | None]]
 _Change = Callable[[torch.Tensor, Placement | None, Placement | None], torch.Tensor]
 
 
 class PaddedStyle(ParallelStyle):
-    """Another style, for tensors that it divides unevenly ([Note: padded sequences]).
+    """A style that pads tensors it would divide unevenly ([Note: padded sequences]).
 
     Args:
-        style: torch's.
-        added: Of the model.
+        style: torch's style.
+        added: The padding of the model's tensors.
     """
 
     def __init__(self, style: ParallelStyle, added: AddedPlaces) -> None:
@@ -50,7 +50,7 @@ class PaddedStyle(ParallelStyle):
         is_layer = isinstance(self.style, ColwiseParallel | RowwiseParallel)
 
         def pad(tensor: torch.Tensor, before: Placement | None, after: Placement | None) -> torch.Tensor:
-            dim = _newly_divided(before, after, tensor.ndim + num_more)
+            dim = _newly_sharded_dim(before, after, tensor.ndim + num_more)
             # A DTensor knows its full shape, and is divided unevenly as it is.
             if dim is None or isinstance(tensor, DTensor):
                 return tensor
@@ -59,7 +59,7 @@ class PaddedStyle(ParallelStyle):
             return F.pad(tensor, (*[0, 0] * (tensor.ndim - 1 - dim), 0, missing)) if missing else tensor
 
         def strip(tensor: torch.Tensor, before: Placement | None, after: Placement | None) -> torch.Tensor:
-            dim = _newly_divided(after, before, tensor.ndim)
+            dim = _newly_sharded_dim(after, before, tensor.ndim)
             if dim is None:
                 return tensor
             num_added = self.added.get((dim, tensor.shape[dim]), 0)
@@ -75,14 +75,14 @@ class PaddedStyle(ParallelStyle):
 
 
 def padded(style: ParallelStyle, added: AddedPlaces) -> ParallelStyle:
-    """The style, for any length of the dimension that it divides or gathers."""
+    """The style, padded if it divides or gathers a dimension other than the last."""
     layouts = [layout for changes in _changes(style) for change in changes.values() for layout in change]
     # The last dimension needs no padding: the plan has checked the widths of the layers.
     return PaddedStyle(style, added) if any(isinstance(each, Shard) and each.dim != -1 for each in layouts) else style
 
 
 def _changes(style: ParallelStyle) -> tuple[_Changes, _Changes]:
-    """Of a module's inputs and outputs; of a split layer from its input to its output, as inputs."""
+    """The layout changes of a module's inputs and outputs; for a TP-sharded layer, from its input to its output."""
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         return {0: (style.input_layouts[0], style.output_layouts[0])}, {}
     of_inputs = getattr(style, "prepare_module_input", style)  # of torch 2.13's style for both
@@ -98,8 +98,8 @@ def _changes(style: ParallelStyle) -> tuple[_Changes, _Changes]:
     return inputs, outputs
 
 
-def _newly_divided(before: Placement | None, after: Placement | None, num_dims: int) -> int | None:
-    """The dimension that the second layout divides and the first one does not, if it is not the last, of features."""
+def _newly_sharded_dim(before: Placement | None, after: Placement | None, num_dims: int) -> int | None:
+    """The dimension that the second layout divides and the first does not; None for the last dimension (features)."""
     old, new = (layout.dim % num_dims if isinstance(layout, Shard) else None for layout in (before, after))
     return None if new in (old, num_dims - 1) else new
 

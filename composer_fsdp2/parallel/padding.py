@@ -1,11 +1,12 @@
-"""Padding of sequences that several ranks share: read once, and masked only where necessary.
+"""Padding of sequences that several ranks share: read once, and masked only if necessary.
 
-[Note: padding] A mask has an element for each pair of places, 32 GiB in bf16 for a row of 131,072, and kernels such as
-flash attention take none. Under causal attention a token sees no place behind it. So with padding on the right tokens
-have the same outputs and gradients without a mask; padded places have others, which reach no loss where their labels do
-not count. With padding elsewhere attention gets the places of each row in another order, tokens first, and its output
-is put back. The model makes its mask only where the label of a padded place counts, as that of the first token behind
-padding on the left: the loss of one process includes it, with what such a place attends to under the mask.
+[Note: padding] A mask has one element per pair of positions: 32 GiB in bf16 for a row of 131,072. Kernels such as
+flash attention accept none. With causal attention, a token sees no later position. With padding on the right, tokens
+therefore have the same outputs and gradients without a mask. Padding positions have different outputs, which reach
+no loss if their labels do not count. With padding elsewhere, attention gets the positions of each row in a different
+order, tokens first, and its output is reordered back. The model creates its mask only if the label of a padding
+position counts, such as that of the first token after padding on the left: the loss of one process includes it,
+computed from what that position attends to under the mask.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,8 @@ class Padding:
     """How the padding of a batch is masked.
 
     Args:
-        is_right: Behind all tokens of its row, or none.
-        counts: Whether a padded place predicts a label that counts.
+        is_right: Whether all padding follows the tokens of its row, or the batch has none.
+        counts: Whether a padding position predicts a label that counts.
     """
 
     is_right: bool
@@ -34,28 +35,28 @@ class Padding:
 
     @classmethod
     def of(cls, mask: torch.Tensor, labels: torch.Tensor) -> "Padding":
-        """Of a batch: its mask, 1 for each token, and its labels, which are not shifted; (rows, places).
+        """The padding of a batch, from its mask (1 for each token) and its unshifted labels; (rows, positions).
 
-        The host reads the device once, and not at all for what ``note_copies`` saw in host memory.
+        Synchronizes once with the device, unless ``note_copies`` has recorded the tensors in host memory.
         """
         mask, labels = _in_host_memory(mask, labels)
         is_token = mask != 0
-        ends = ~is_token[:, :-1]  # places that predict a label, and are no tokens
+        ends = ~is_token[:, :-1]  # positions that predict a label, and are not tokens
         found = (is_token[:, 1:] & ends).any(), (ends & (labels[:, 1:] != IGNORED_LABEL)).any()
         begins_again, counts = torch.stack(found).tolist()
         return cls(is_right=not begins_again, counts=counts)
 
 
-# By a tensor on a device, the one in host memory that it is a copy of, and the copy's version then.
+# By a tensor on a device: its source in host memory, and the tensor's version at the time of the copy.
 _SOURCES = WeakTensorKeyDictionary()
 
 
 def note_copies(batch: Any, moved: Any) -> None:
-    """Remember where a batch on a device came from, so that ``Padding.of`` need not wait for the device.
+    """Record the source of a batch on a device, so that ``Padding.of`` need not synchronize.
 
     Args:
-        batch: In host memory; must not be modified in place.
-        moved: The same on the device.
+        batch: The batch in host memory; must not be modified in place.
+        moved: Its copy on the device.
     """
     if isinstance(batch, Mapping) and isinstance(moved, Mapping):
         for name in _FEATURES:
@@ -69,7 +70,7 @@ def _is_copy(source: torch.Tensor, copy: torch.Tensor) -> bool:
 
 
 def _in_host_memory(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Their sources; the tensors themselves where one is no copy, or was changed since."""
+    """The tensors' sources in host memory; the tensors themselves if one is no copy or was modified."""
     found = [(each, *_SOURCES[each]) for each in tensors if each in _SOURCES]
     sources = [source for copy, source, version in found if copy._version == version]
     return sources if len(sources) == len(tensors) else tensors
@@ -80,16 +81,16 @@ def _in_host_memory(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def order_of_rows(mask: torch.Tensor) -> torch.Tensor:
-    """The places of each row with tokens first, as ``DividedLayers.exchanged`` takes them.
+    """The positions of each row with tokens first, as ``DividedLayers.exchanged`` takes them.
 
     Args:
-        mask: 1 for each token, (batch, places).
+        mask: 1 for each token, (batch, positions).
     Returns:
-        int64, (batch, 1, 1, places): a form that layers hand on as if it were their mask.
+        int64, (batch, 1, 1, positions): layers pass this shape through like a mask.
     """
     return (mask != 0).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, None, None, :]
 
 
 def is_order(mask: torch.Tensor) -> bool:
-    """Whether ``order_of_rows`` made it, and not the model."""
+    """Whether this is the result of ``order_of_rows``, not a mask of the model."""
     return mask.dtype == torch.int64 and mask.dim() == 4 and mask.shape[2] == 1

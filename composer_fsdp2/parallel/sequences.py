@@ -1,4 +1,4 @@
-"""Which attention modules of a model exchange heads for sequence: planned, and started.
+"""Plan and start context parallelism: the attention modules that exchange heads for sequence.
 
 See [Note: context parallelism].
 """
@@ -25,13 +25,14 @@ register_model_adapter(QWEN_VL)
 
 
 def plan_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
-    """The plan with the attention modules that exchange heads for sequence; as it is without a context axis.
+    """The plan with the attention modules that exchange heads for sequence; unchanged without a context axis.
 
     Raises:
-        UnsupportedError: an attention that is not known, or cannot be divided; names each module and the way out.
+        UnsupportedError: an attention module that is unknown, or cannot be divided; names each module and an
+            alternative.
         ConfigError: units whose gradients are not averaged over all ranks.
 
-    Every rank must call this with the same model; it does not communicate.
+    Call this on all ranks with the same model. Does not communicate.
     """
     degree = plan.config.context_parallel_degree
     if degree == 1:
@@ -66,16 +67,17 @@ def plan_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
 
 
 def start_context(model: nn.Module, plan: ShardingPlan) -> tuple[ContextGroup | None, Callable[[], None]]:
-    """Make the model compute a part of its sequences, as the plan says; before it is wrapped or sharded.
+    """Make the model compute a part of its sequences according to the plan, before it is wrapped or sharded.
 
     Returns:
-        This rank's group, and what is to be called once the model is sharded.
-    Called on all ranks; makes the groups of ranks.
+        This rank's group, and a function to call after the model is sharded.
+
+    Called on all ranks; creates process groups.
     """
     degree = plan.config.context_parallel_degree
     if degree == 1:
         return None, lambda: None
-    # The ranks of the tensor axis are the innermost: with 2 of each, 0 and 1 split layers, 0 and 2 sequences.
+    # The tensor axis is the innermost: with degree 2 for both, ranks 0 and 1 share layers, ranks 0 and 2 sequences.
     group = group_along((-1, degree, plan.config.mesh.tensor_degree), 1, AxisRole.CONTEXT.value)
     found = _models(model)
     is_known = not any(any(_notes_of_losses(model, path)) for path in found)
@@ -104,12 +106,12 @@ def _models(model: nn.Module) -> dict[str, ModelAdapter]:
     return found
 
 
-# Whose ``loss`` is that of the model in it, or is replaced by one of a part.
+# Packages whose ``loss`` is the inner model's, or is replaced by one of a part.
 _KNOWN_LOSSES = ("composer.models.huggingface", "llmfoundry.")
 
 
 def _notes_of_losses(model: nn.Module, path: str) -> Iterator[str]:
-    """What is around the model, as a ComposerModel is, may compute with its outputs and with labels of whole rows."""
+    """Notes on modules around the model, such as a ComposerModel, whose loss may use labels of whole rows."""
     for above in ancestors_or_self(path)[1:]:
         around = type(at_path(model, above))
         written_in = getattr(getattr(around, "loss", None), "__module__", None)
@@ -121,7 +123,7 @@ def _notes_of_losses(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def _problems_of_attentions(facts: Mapping[str, AttentionFacts], heads_per: int) -> list[str]:
-    """Those that several modules have are told once, of the first."""
+    """The problems of all attention modules. A problem that several have in common is listed once."""
     found: dict[str, list[str]] = {}
     for path, each in facts.items():
         texts = [*each.problems]

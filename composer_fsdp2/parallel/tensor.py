@@ -1,8 +1,8 @@
-"""Tensor and sequence parallelism: a layer plan of torch's styles, checked on a model before it is changed.
+"""Tensor and sequence parallelism: a layer plan of torch's styles, checked on a model before it is modified.
 
-torch leaves some checks to its user; they are made here. A path that matches no module is an error, not a warning. A
-tied weight stays tied, and both of its sides are split alike. A dimension that the ranks cannot divide evenly is an
-error that names the module.
+These checks are missing in torch. A path that matches no module is an error, not a warning. A tied weight stays
+tied, and all of its modules must shard it alike. A dimension that the ranks cannot divide evenly is an error that
+names the module.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -29,14 +29,14 @@ from composer_fsdp2.sharding.agree import agree
 from composer_fsdp2.sharding.decide import refuse_sharded
 from composer_fsdp2.sharding.modules import first_paths
 from composer_fsdp2.sharding.optimizer import Optimizers, check_optimizers, rebinding, the_optimizer
-from composer_fsdp2.sharding.parallelize import parallelize, tie_again
+from composer_fsdp2.sharding.parallelize import parallelize, retie_parameters
 from composer_fsdp2.sharding.plan import SplitModule
 from composer_fsdp2.sharding.ties import ParameterUse, join, parameter_uses, tie_groups
 
-# By the path of a module its style, or AUTO.
+# The style of each module by its path, or AUTO.
 LayerPlan: TypeAlias = Mapping[str, ParallelStyle] | Literal["auto"]
 
-# From the names of a module's own parameters.
+# Placements by the names of a module's own parameters.
 _Placements = dict[str, Placement]
 
 _OF_WEIGHTS: dict[type[ParallelStyle], dict[type[nn.Module], _Placements]] = {
@@ -60,11 +60,11 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
-    """How a model is split along a tensor axis.
+    """How a model is parallelized along a tensor axis.
 
     Args:
-        modules: Those with a style, in the order of the model's modules.
-        placements: Along the axis, of the parameters that are laid out along it; the others are the same on each rank.
+        modules: The modules with a style, in the order of the model's modules.
+        placements: The placements along the axis of parameters with a style. Other parameters are replicated.
     """
 
     modules: tuple[SplitModule, ...] = ()
@@ -79,20 +79,21 @@ def plan_parallelize(
     *,
     not_automatic: Collection[str] = (),
 ) -> TensorPlan:
-    """Decide what each style of a layer plan does to ``model``, without touching it.
+    """Decide what each style of a layer plan does to ``model``, without modifying it.
 
     Args:
-        model: Not split or sharded yet; parameters may be on the meta device.
-        layer_plan: By the path of a module in the model, its style. A ``*`` stands for any child's name, as in
-            torch's ``parallelize_module``. "auto": that of a known model.
-        degree: Over how many ranks.
-        num_shards: Over how many others the model will be sharded, where that is known.
-        not_automatic: Paths that "auto" leaves out: of what is split otherwise.
+        model: Not yet parallelized or sharded; parameters may be on the meta device.
+        layer_plan: The style of each module by its path in the model. A ``*`` stands for the name of any child, as in
+            torch's ``parallelize_module``. "auto" means that of a known model.
+        degree: The tensor-parallel degree.
+        num_shards: The number of ranks over which the model will be sharded, if known.
+        not_automatic: Paths that "auto" must leave out, because they are parallelized otherwise.
     Raises:
         PlanError: names every path that matches nothing, with the nearest one; styles that do not fit their module;
-            dimensions that ``degree`` does not divide; and tied weights with one side split, or both differently.
+            dimensions that ``degree`` does not divide; and tied weights that are sharded in one module only, or
+            differently.
 
-    Every rank must call this with the same arguments; it does not communicate.
+    Call this on all ranks with the same arguments. Does not communicate.
     """
     if isinstance(layer_plan, str):
         automatic = automatic_plan(model, degree, num_shards if needs_even_shards() else 1)
@@ -106,17 +107,17 @@ def plan_parallelize(
         raise PlanError("the layer plan of tensor parallelism does not fit the model:\n" + "\n".join(problems))
     added: AddedPlaces = {}
     split = tuple(
-        SplitModule(path=path, style=_text_of(style), parallelize=padded(style, added))
+        SplitModule(path=path, style=_style_text(style), parallelize=padded(style, added))
         for path, style in styles.items()
     )
     return TensorPlan(modules=split, placements=placements)
 
 
 def read_parallelized(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
-    """What a script has split already with ``parallelize_module``, and along which mesh; None if nothing.
+    """The modules that a script has parallelized with ``parallelize_module``, and the mesh; None if none.
 
     Raises:
-        PlanError: parameters are DTensors of another kind than tensor parallelism makes, or of several meshes.
+        PlanError: parameters are DTensors that tensor parallelism does not make, or of several meshes.
     """
     found = {use: use.parameter for use in parameter_uses(model) if isinstance(use.parameter, DTensor)}
     uses = {use: parameter for use, parameter in found.items() if not is_of_experts(parameter)}
@@ -140,20 +141,20 @@ def read_parallelized(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
 
 
 def is_of_experts(parameter: DTensor) -> bool:
-    """Whether a script has split it along an axis of experts, which it calls as LLM Foundry does."""
+    """Whether a script has sharded the parameter along an axis of experts, with LLM Foundry's name of the axis."""
     return parameter.device_mesh.mesh_dim_names == (EXPERT_AXIS,)
 
 
 def parallelize_model(model: nn.Module, optimizers: Optimizers, layer_plan: LayerPlan, mesh: DeviceMesh) -> None:
-    """Split a model in place by a layer plan, without sharding it; ``prepare_fully_shard`` takes the result.
+    """Parallelize a model in place by a layer plan, without sharding it; ``prepare_fully_shard`` accepts the result.
 
-    What ``torch.distributed.tensor.parallel.parallelize_module`` does; in addition tied weights stay tied, unknown
-    paths are errors, and the optimizer follows with its groups and state.
+    Does what ``torch.distributed.tensor.parallel.parallelize_module`` does. In addition tied weights stay tied, unknown
+    paths are errors, and the optimizer is rebound with its groups and state.
 
     Args:
-        mesh: The slice of a mesh of all ranks along which to split.
+        mesh: The slice of a mesh of all ranks along which to parallelize.
     Raises:
-        PlanError: as ``plan_parallelize``; nothing has been changed then.
+        PlanError: as ``plan_parallelize``; the model is unchanged.
 
     Called on all ranks.
     """
@@ -171,17 +172,18 @@ def parallelize_model(model: nn.Module, optimizers: Optimizers, layer_plan: Laye
         assert each.parallelize is not None, "plan_parallelize keeps the style"
         parallelize(modules[each.path], each.parallelize, mesh)
     for names in ties:
-        tie_again(modules, names)
+        retie_parameters(modules, names)
     if follow is not None:
         follow()
 
 
 def parallelized_along(model: nn.Module, world_size: int) -> DeviceMesh | None:
-    """The axis along which a script has split the model, if it has: the last of a mesh that leaves ``fully_shard`` one
-    axis, or two.
+    """The axis along which a script has parallelized the model, or None.
+
+    It must be the last axis of a mesh with one or two other axes for ``fully_shard``.
 
     Raises:
-        PlanError: it is another axis; the message names the mesh to make.
+        PlanError: it is a different axis; the message describes the required mesh.
     """
     mesh = read_parallelized(model)[1]
     if mesh is not None and (parent_mesh(mesh).ndim not in (2, 3) or not is_last_axis(mesh, world_size)):
@@ -194,7 +196,7 @@ def parallelized_along(model: nn.Module, world_size: int) -> DeviceMesh | None:
 
 
 def is_last_axis(mesh: DeviceMesh, world_size: int) -> bool:
-    """Whether it is a slice along the last axis of a mesh of all ranks in order."""
+    """Whether the mesh is a slice along the last axis of a mesh of all ranks in order."""
     parent = parent_mesh(mesh)
     names, own = parent.mesh_dim_names or ("",), mesh.mesh_dim_names or ("",)
     return parent.mesh.flatten().tolist() == list(range(world_size)) and names[-1] == own[0]
@@ -203,7 +205,7 @@ def is_last_axis(mesh: DeviceMesh, world_size: int) -> bool:
 def _styles_by_path(
     known: Mapping[str, nn.Module], layer_plan: Mapping[str, ParallelStyle], problems: list[str]
 ) -> dict[str, ParallelStyle]:
-    """Each module that the plan names, by its first path, in the model's order."""
+    """The style of each module in the plan, by the module's first path, in the order of the model's modules."""
     first_path = first_paths(known)
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for pattern, style in layer_plan.items():
@@ -218,7 +220,7 @@ def _styles_by_path(
 
 
 def _nearest(pattern: str, known: Collection[str]) -> str:
-    """As the end of a message: often a path was written as of the model's child."""
+    """A suggestion for the end of a message: often a path is relative to the model's child."""
     inside = next((path for path in known if fnmatch(path, f"*.{pattern}")), None)
     if inside is not None:
         return f"; did you mean {inside}?"
@@ -262,10 +264,10 @@ def _placements(
 
 
 def _placements_of(module: nn.Module, style: ParallelStyle) -> _Placements:
-    """What a style makes of a module's own parameters.
+    """The placements that a style gives to a module's own parameters.
 
     Raises:
-        PlanError: it does not fit; the message names the modules that do.
+        PlanError: the style does not fit; the message names the modules that do.
     """
     own = [name for name, _ in own_parameters(module)]
     for kind, by_class in _OF_WEIGHTS.items():
@@ -273,7 +275,7 @@ def _placements_of(module: nn.Module, style: ParallelStyle) -> _Placements:
             fitting = next((each for of_class, each in by_class.items() if isinstance(module, of_class)), None)
             if fitting is None:
                 raise PlanError("it splits nn.Linear and nn.Embedding; give the paths of such modules")
-            # A parametrization keeps its own in modules inside of this one.
+            # A parametrization registers its parameters in modules inside of this one.
             if others := [name for name, _ in module.named_parameters() if name not in fitting]:
                 raise PlanError(
                     f"beside weight and bias it has {', '.join(others)}, of which the style does not say how it is "
@@ -295,8 +297,8 @@ def _placements_of(module: nn.Module, style: ParallelStyle) -> _Placements:
     )
 
 
-def _text_of(style: ParallelStyle) -> str:
-    """A style as its constructor call, the same text on all ranks."""
+def _style_text(style: ParallelStyle) -> str:
+    """A style as its constructor call; the same text on all ranks."""
     settings = {name: repr(value) for name, value in sorted(vars(style).items()) if name != "src_data_rank"}
     told = ", ".join(f"{name}={text}" for name, text in settings.items() if " at 0x" not in text)
     return f"{type(style).__name__}({told})"

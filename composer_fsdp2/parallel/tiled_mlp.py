@@ -1,18 +1,19 @@
-"""MLPs that are computed in pieces of the sequence, to need the memory of one piece.
+"""Compute MLPs in chunks of the sequence, to reduce the peak of activation memory to that of one chunk.
 
-[Note: tiled MLP] An MLP computes each token independently, so the outputs of pieces are those of the whole.
-Each is checkpointed: backward recomputes and saves the wide activations of one piece at a time. A piece runs the
-instance's original ``forward``, not the module: hooks (all-gathers, a tensor parallel plan's layouts) run once, and the
-gradients of all pieces are summed before they are reduced.
+[Note: tiled MLP] An MLP computes each token independently, so the outputs of chunks are those of the whole sequence.
+Each chunk is checkpointed: backward recomputes and saves the wide activations of one chunk at a time. A chunk runs the
+instance's original ``forward``, not the module: hooks (all-gathers, a layer plan's layouts) run once, and the gradients
+of all chunks are summed before they are reduced.
 
 [Note: sequence parallelism] A ``RowwiseParallel`` whose output is sharded over the sequence returns one rank's part of
-every piece, where the model expects that rank's part of the whole sequence. So a piece takes tokens of every rank's
-part: the concatenated outputs are again one rank's part.
+every chunk, but the model expects that rank's part of the whole sequence. A chunk therefore takes tokens of every
+rank's part: the concatenated outputs are again one rank's part.
 
-[Note: trial] Modules that mix tokens are known by class and by name, except in other people's code;
-and a tensor parallel plan shows in the parameters, its output layout does not. So the first forward computes two pieces
-together and apart: the output's length is that of one rank's part or of the whole, and other numbers mean that tokens
-are mixed. They are compared to half of the dtype's digits, because matrix products of more rows round differently.
+[Note: trial] Modules that mix tokens are known by class and by name, except in third-party code. And a layer plan is
+visible in the parameters, but its output layout is not. The first forward therefore computes two chunks together and
+separately. The length of the output is that of one rank's part or of the whole sequence; different numbers mean that
+tokens are mixed. They are compared to half of the dtype's digits, because matrix products with more rows round
+differently.
 """
 
 import inspect
@@ -30,40 +31,54 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from composer_fsdp2._torch.collectives import announce
-from composer_fsdp2._torch.passing import with_tensors
 from composer_fsdp2._torch.private_names import BatchNorm, untraced, without_wrappers
 from composer_fsdp2._torch.replaced import replaced
+from composer_fsdp2._torch.tensor_tree import map_tensors
 from composer_fsdp2.config.parallel import TiledMLP
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.classes import classes_named
 from composer_fsdp2.sharding.modules import at_path, has_forward
 
-_SEQUENCE = -2  # the axis of tokens; the last one is that of features
+_SEQUENCE = -2  # the dimension of tokens; the last one is that of features
 _KEY = "tiled_mlp"
 _Run = Callable[[torch.Tensor], Any]
-_Setting = bool | int | float | str | None  # what may stand beside the tensor
+_Setting = bool | int | float | str | None  # allowed arguments besides the tensor
 
 
 def tile_mlp(model: nn.Module, *, classes: Sequence[str | type[nn.Module]], chunks: int) -> list[str]:
-    """Compute the MLPs of ``model`` in pieces of the sequence, in place: the same gradients in less memory.
+    """Compute the MLPs of ``model`` in chunks of the sequence, in place: the same gradients with less memory.
 
-    Any MLP whose ``forward`` takes one tensor and computes each token independently: Llama's, GPT's, MPT's. It replaces
-    ``forward`` of the instances, and of no class. Before or after sharding, checkpointing and ``parallelize_module``.
+    Supports any MLP whose ``forward`` takes one tensor and computes each token independently: those of Llama, GPT, MPT.
+    Replaces ``forward`` of the instances; classes are not modified. Call it before or after sharding, checkpointing and
+    ``parallelize_module``.
 
     Args:
-        classes: Those of the MLPs, or their names.
-        chunks: In how many pieces, from 2 on; the peak of an MLP's activations is divided by about as many, and each
-            piece is computed once more in backward. A sequence of fewer tokens has a piece for each.
+        classes: The classes of the MLPs, or their names.
+        chunks: The number of chunks, at least 2. The peak of an MLP's activations is divided by about this number, and
+            each chunk is computed once more in backward. A sequence with fewer tokens has one chunk per token.
     Returns:
         The paths of these MLPs.
     Raises:
         ConfigError: no class, or fewer than 2 chunks.
-        PlanError: no module is of such a class, or one is known to mix tokens; nothing has been
-            changed then. The first forward raises it for one that mixes tokens by another name: two pieces are
-            computed together and apart there, once.
+        PlanError: no module has such a class, or a module is known to mix tokens; the model is unchanged. The first
+            forward raises it for a module that mixes tokens otherwise: it computes two chunks together and separately,
+            once.
 
-    In each gradient the pieces' parts are added up in the dtype that the MLP computes in. Dropout draws its numbers
-    piece by piece: the same in forward and backward, but not those of the undivided MLP. Does not communicate.
+    Gradients of the chunks are accumulated in the dtype in which the MLP computes. Dropout uses separate random numbers
+    per chunk: the same in forward and backward, but not those of the MLP without chunks. Does not communicate.
+
+    Example:
+        >>> class MLP(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up, self.down = nn.Linear(4, 16), nn.Linear(16, 4)
+        ...     def forward(self, x):
+        ...         return self.down(self.up(x).relu())
+        >>> model = nn.Sequential(MLP())
+        >>> tile_mlp(model, classes=[MLP], chunks=4)
+        ['0']
+        >>> model(torch.ones(2, 8, 4)).shape
+        torch.Size([2, 8, 4])
     """
     names = tuple(each if isinstance(each, str) else each.__name__ for each in classes)
     paths = choose_tiled(model, TiledMLP(classes=names, chunks=chunks), place="tile_mlp")
@@ -72,12 +87,12 @@ def tile_mlp(model: nn.Module, *, classes: Sequence[str | type[nn.Module]], chun
 
 
 def choose_tiled(model: nn.Module, tiled: TiledMLP | None, *, place: str = f"fsdp_config.{_KEY}") -> tuple[str, ...]:
-    """The paths of the modules that are computed in pieces; only reads.
+    """The paths of the modules that are computed in chunks. Only reads.
 
     Args:
-        place: What the errors call the choice.
+        place: The name of the setting in errors.
     Raises:
-        PlanError: no module is of a class, or one cannot be computed so; names all of them.
+        PlanError: no module has such a class, or a module cannot be computed in chunks; names all of them.
     """
     if tiled is None:
         return ()
@@ -99,14 +114,14 @@ def choose_tiled(model: nn.Module, tiled: TiledMLP | None, *, place: str = f"fsd
 
 
 def apply_tiling(model: nn.Module, paths: Sequence[str], chunks: int) -> None:
-    """Replace the forward of the modules at these paths, from ``choose_tiled``, by one that runs on pieces."""
+    """Replace the forward of the modules at these paths, from ``choose_tiled``, by one that runs in chunks."""
     for path in paths:
         module = at_path(model, path)
-        module.forward = _InPieces(module, without_wrappers(path), chunks)
+        module.forward = _TiledForward(module, without_wrappers(path), chunks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which modules can be
+# Supported modules
 
 
 _ATTENTION = "attention between tokens"
@@ -117,13 +132,13 @@ _MIXING: dict[tuple[type[nn.Module], ...], str] = {
     (nn.RNNBase,): "a recurrent layer over tokens",
     (nn.MultiheadAttention,): _ATTENTION,
 }
-# The same, and blocks of experts, by the names of their parts in transformers' models, MPT and TorchTitan.
+# Attention and expert layers by the names of their parts in transformers' models, MPT and TorchTitan.
 _ATTENDING = re.compile(r"(\w*_)?(attn|attention)")
 _ROUTED = re.compile(r"(\w*_)?(experts?(_?\d+)?|router)")
 
 
 def _reasons_against(module: nn.Module) -> Iterator[str]:
-    """Why a module cannot be computed in pieces, as the end of a sentence about it."""
+    """Reasons why a module cannot be computed in chunks, as the end of a sentence about it."""
     if not has_forward(module):
         yield "has no forward; name the class of the MLPs in it"
     signature = inspect.signature(module.forward).parameters.values()
@@ -132,7 +147,7 @@ def _reasons_against(module: nn.Module) -> Iterator[str]:
         yield f"takes {', '.join(required) or 'nothing'}; only a module that takes one tensor can be cut by its tokens"
     for path, inner in module.named_modules():
         at, name = f" ({path})" if path else "", path.rpartition(".")[2]
-        if isinstance(vars(inner).get("forward"), _InPieces):
+        if isinstance(vars(inner).get("forward"), _TiledForward):
             yield f"is tiled already{at}"
         if _ROUTED.fullmatch(name):
             yield f"routes tokens to experts{at}, so it is no token-wise MLP; name the class of the experts instead"
@@ -145,16 +160,16 @@ def _reasons_against(module: nn.Module) -> Iterator[str]:
 # Their forward
 
 
-class _InPieces:
-    """The ``forward`` of one module: its original one, on pieces of the sequence ([Note: tiled MLP]).
+class _TiledForward:
+    """The ``forward`` of one module: runs the original one on chunks of the sequence ([Note: tiled MLP]).
 
-    An object rather than a function, to let the module be copied and pickled.
+    An object instead of a function, so that the module can be copied and pickled.
     """
 
     def __init__(self, module: nn.Module, path: str, chunks: int) -> None:
         self.module, self.path, self.chunks = module, path, chunks
         self.original: Callable[..., Any] = module.forward
-        self.num_parts: int | None = None  # the number of ranks that the output's sequence is sharded over, once known
+        self.num_parts: int | None = None  # the number of ranks over which the output's sequence is sharded, once known
         self.is_token_wise = False  # not known yet
         update_wrapper(self, self.original)
 
@@ -162,11 +177,11 @@ class _InPieces:
         hidden, run = self._read(args, kwargs)
         can_be_cut = hidden.dim() > 1 and hidden.shape[_SEQUENCE] > 1
         if can_be_cut and not self.is_token_wise:
-            self._try_pieces(hidden, run)
+            self._try_chunks(hidden, run)
         if not can_be_cut or self.num_parts is None:
             return self.original(*args, **kwargs)
-        pieces = self._cut(hidden, self.num_parts, self.chunks)
-        return _joined([checkpoint(run, piece, use_reentrant=False) for piece in pieces])
+        pieces = self._chunks(hidden, self.num_parts, self.chunks)
+        return _concatenate([checkpoint(run, piece, use_reentrant=False) for piece in pieces])
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, _Run]:
         """The tensor, and the original forward as a function of that tensor alone."""
@@ -177,20 +192,20 @@ class _InPieces:
             raise self._error(f"was called with ({shown}); only one tensor can be cut along its tokens")
 
         def run(piece: torch.Tensor) -> Any:
-            # Offloaded to the CPU in between, it comes back contiguous; some operators save other tensors then.
-            positional, by_name = with_tensors((args, kwargs), lambda _: piece.contiguous())
+            # If it was offloaded to the CPU, it comes back contiguous; some operators then save different tensors.
+            positional, by_name = map_tensors((args, kwargs), lambda _: piece.contiguous())
             return self.original(*positional, **by_name)
 
         return tensors[0], run
 
     @untraced
-    def _try_pieces(self, hidden: torch.Tensor, run: _Run) -> None:
-        """Compute two pieces together and apart, to set ``num_parts`` and ``is_token_wise``.
+    def _try_chunks(self, hidden: torch.Tensor, run: _Run) -> None:
+        """Compute two chunks together and separately, to set ``num_parts`` and ``is_token_wise``.
 
-        Does nothing where the sequence is too short for the ranks of a tensor parallel plan. See [Note: trial].
+        Does nothing if the sequence is too short for the ranks of a layer plan. See [Note: trial].
 
         Raises:
-            PlanError: an output has another number of tokens, or the two pieces together have other numbers.
+            PlanError: an output has a different number of tokens, or the results differ.
         """
         length, num_shards, num_ranks = hidden.shape[_SEQUENCE], _num_shards(hidden), self._num_ranks()
         smallest = 2 * max(num_shards, num_ranks)
@@ -198,11 +213,11 @@ class _InPieces:
             return
         tried = min(length, max(2 * math.ceil(length / self.chunks), smallest)) // smallest * smallest
         both = _like(hidden, _local(hidden).narrow(_SEQUENCE, 0, tried // num_shards))
-        with self._aside(hidden.device):
+        with self._without_side_effects(hidden.device):
             together, num_parts = run(both), 1
             if num_ranks > 1 and isinstance(together, torch.Tensor):
                 num_parts = max(tried // max(together.shape[_SEQUENCE], 1), 1)
-            halves = self._cut(both, num_parts, 2)
+            halves = self._chunks(both, num_parts, 2)
             apart = [run(half) for half in halves]
         for half, output in zip(halves, apart, strict=True):
             expected_shape = (*half.shape[:_SEQUENCE], half.shape[_SEQUENCE] // num_parts)
@@ -212,7 +227,7 @@ class _InPieces:
         self.num_parts = num_parts
         if hidden.is_meta:
             return
-        expected, found = _local(together), _local(_joined(apart))
+        expected, found = _local(together), _local(_concatenate(apart))
         scale, distance = expected.abs().max().item(), (expected - found).abs().max().item()
         if distance > math.sqrt(torch.finfo(expected.dtype).eps) * scale:
             raise self._error(
@@ -222,8 +237,8 @@ class _InPieces:
         self.is_token_wise = scale > 0  # zeros, as of a layer that is initialized to zero, prove nothing
 
     @contextmanager
-    def _aside(self, device: torch.device) -> Iterator[None]:
-        """Without gradients and dropout, and without a change to the random numbers that training draws."""
+    def _without_side_effects(self, device: torch.device) -> Iterator[None]:
+        """Disable gradients and dropout within the block, and preserve the RNG states."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(
@@ -232,16 +247,16 @@ class _InPieces:
             for module in self.module.modules():
                 stack.enter_context(replaced(module, "training", False))
             yield
-        torch.clear_autocast_cache()  # of weights that were cast without gradients
+        torch.clear_autocast_cache()  # weights that were cast without gradients
         if self._num_ranks() > 1:
-            announce("trial")  # a rank that failed in it tries again, and then the others must, too
+            announce("trial")  # a rank that failed here tries again, and then the others must too
 
     def _num_ranks(self) -> int:
-        """Over how many ranks a tensor parallel plan splits the module."""
+        """The number of ranks over which a layer plan shards the module."""
         return next((each.device_mesh.size() for each in self.module.parameters() if isinstance(each, DTensor)), 1)
 
-    def _cut(self, hidden: torch.Tensor, num_parts: int, chunks: int) -> list[torch.Tensor]:
-        """Pieces with the same number of tokens of each rank's part ([Note: sequence parallelism])."""
+    def _chunks(self, hidden: torch.Tensor, num_parts: int, chunks: int) -> list[torch.Tensor]:
+        """Chunks with an equal number of tokens of each rank's part ([Note: sequence parallelism])."""
         length, num_shards = hidden.shape[_SEQUENCE], _num_shards(hidden)
         if length % num_parts or length % num_shards:
             raise self._error(f"got {length} tokens, which {max(num_parts, num_shards)} ranks cannot share evenly")
@@ -254,12 +269,12 @@ class _InPieces:
 
 
 def _num_shards(tensor: torch.Tensor) -> int:
-    """Over how many ranks a DTensor's sequence is sharded; 1 for any other tensor."""
+    """The number of ranks over which a DTensor's sequence is sharded; 1 for any other tensor."""
     axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True) if isinstance(tensor, DTensor) else ()
     return math.prod(size for size, placement in axes if placement.is_shard(tensor.dim() + _SEQUENCE))
 
 
-def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenate(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return _like(pieces[0], torch.cat([_local(piece) for piece in pieces], _SEQUENCE))
 
 
@@ -268,7 +283,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``local`` as the local part of a DTensor that is placed as ``tensor``; itself if that is no DTensor."""
+    """``local`` as a DTensor with the placements of ``tensor``; ``local`` if ``tensor`` is a plain tensor."""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False)

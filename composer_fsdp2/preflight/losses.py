@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2._torch.passing import with_tensors
+from composer_fsdp2._torch.tensor_tree import map_tensors
 from composer_fsdp2.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ def composer_loss(
     """
     batch: Any = {name: _ids(model, rows, tokens) for name in ("input_ids", "labels", *keys)}
     if given is not None:
-        batch = with_tensors(given, lambda each: torch.zeros(each.shape, dtype=each.dtype))
+        batch = map_tensors(given, lambda each: torch.zeros(each.shape, dtype=each.dtype))
     outputs = model(batch)
     return _total(model.loss(outputs, batch)), outputs  # type: ignore[operator]
 

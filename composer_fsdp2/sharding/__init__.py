@@ -1,1 +1,1 @@
-"""From a model and a configuration to a sharded model: decide, agree, apply."""
+"""From a model and a configuration to a sharded model: plan, compare across ranks, apply."""

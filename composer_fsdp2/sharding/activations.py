@@ -1,4 +1,4 @@
-"""Recompute or offload the activations of some modules."""
+"""Activation checkpointing and offloading."""
 
 import importlib.util
 import inspect
@@ -21,7 +21,7 @@ from composer_fsdp2.sharding.modules import ancestors_or_self, at_path, is_pretr
 
 
 def require_checkpointing(mode: ActivationCheckpointing) -> None:
-    """Raise where this machine lacks what recomputes.
+    """Raise if the recomputation of ``mode`` needs a package that is not installed.
 
     Raises:
         ConfigError: Transformer Engine is not installed; names the key.
@@ -57,22 +57,22 @@ def wrap_activations(model: nn.Module, paths: list[str], mode: ActivationCheckpo
 
 
 def caching_modules(modules: Mapping[str, nn.Module], recomputed: Sequence[str]) -> tuple[str, ...]:
-    """The paths of transformers' models that would fill a cache in training around modules that are recomputed.
+    """The paths of transformers models that would fill a KV cache in training while their layers are recomputed.
 
-    A layer that runs again adds its keys and values to the cache once more, and attends to both: torch's non-reentrant
-    checkpointing raises then, the reentrant one gives wrong gradients under the right loss. transformers turns the
-    cache off for its own gradient checkpointing only.
+    A recomputed layer adds its keys and values to the cache again, and attends to both copies. torch's non-reentrant
+    checkpointing raises in this case; the reentrant one computes wrong gradients with a correct loss. transformers
+    turns the cache off only for its own gradient checkpointing.
 
     Args:
-        modules: Those of the model, by every path.
-        recomputed: Paths.
+        modules: All modules of the model, by every path.
+        recomputed: The paths of recomputed modules.
     """
     around = {above for path in recomputed for above in ancestors_or_self(path)}
     return tuple(path for path, module in modules.items() if path in around and _fills_a_cache(module))
 
 
 def _fills_a_cache(module: nn.Module) -> bool:
-    """Of those by transformers that take ``use_cache``, and go by ``config.use_cache`` where nobody gives it."""
+    """Whether this is a transformers model that takes ``use_cache``, and whose ``config.use_cache`` default is on."""
     config = getattr(module, "config", None)
     return is_pretrained(module) and bool(getattr(config, "use_cache", False)) and "use_cache" in _parameters(module)
 
@@ -82,7 +82,10 @@ def _parameters(module: nn.Module) -> list[str]:
 
 
 def turn_off_caches(model: nn.Module, paths: Sequence[str]) -> None:
-    """In forwards that need gradients. ``config.use_cache`` stays: ``generate`` and other models read it, too."""
+    """Turn ``use_cache`` off in forwards that need gradients.
+
+    ``config.use_cache`` is unchanged: ``generate`` and other models read it.
+    """
     for path in paths:
         module = at_path(model, path)
         hook = partial(_without_cache, _parameters(module).index("use_cache"))

@@ -1,4 +1,4 @@
-"""Ranks decide together: all go on, or all raise. The first collective after it finds every rank there."""
+"""Decisions that all ranks make together: either all continue, or all raise before the next collective."""
 
 import hashlib
 import itertools
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def require_process_group(caller: str) -> None:
-    """Raise unless torch.distributed is initialised.
+    """Raise unless torch.distributed is initialized.
 
     Raises:
-        ConfigError: says how to start one.
+        ConfigError: with instructions to start one.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
@@ -29,13 +29,15 @@ def require_process_group(caller: str) -> None:
         )
 
 
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """One small picklable value from every rank, in rank order; called on all ranks (alone without a process group).
+def all_gather_object(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """All-gather one small picklable value per rank, in rank order. Called on all ranks of the group.
+
+    Without a process group, returns this process's value only.
 
     Args:
-        group: Whose ranks; None is the default group.
+        group: None means the default group.
     Raises:
-        ComposerFSDP2Error: on all ranks, if one cannot pickle its value; names the rank and the type.
+        ComposerFSDP2Error: on all ranks, if a rank cannot pickle its value; names the rank and the type.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
@@ -47,7 +49,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def _pickled(value: Any) -> bytes | str:
-    """The value's bytes; or why it has none, which the other ranks would wait for in vain."""
+    """The pickled value, or an error message: the other ranks must receive something."""
     try:
         return pickle.dumps(value)
     except Exception as error:
@@ -55,12 +57,12 @@ def _pickled(value: Any) -> bytes | str:
 
 
 def sends_from_host(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the group's backend takes CPU tensors (gloo does, NCCL does not)."""
+    """Whether the group's backend supports CPU tensors (gloo does, NCCL does not)."""
     return "cpu:" in str(dist.get_backend_config(group))
 
 
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
-    """The device of the tensors that the group sends."""
+    """The device of the tensors that the group communicates."""
     if sends_from_host(group):
         return torch.device("cpu")
     return torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -69,17 +71,17 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
 def agree(
     decide: Callable[[], T], fingerprint: Callable[[T], str], error_type: type[ComposerFSDP2Error] = PlanError
 ) -> T:
-    """Run ``decide`` on every rank; return its value if it succeeded everywhere and its fingerprint is the same.
+    """Run ``decide`` on every rank. Return its result if it succeeded on all ranks with the same fingerprint.
 
     Args:
-        decide: Reads only, and does not communicate.
-        fingerprint: Of its value; equal on all ranks if they decided the same.
-        error_type: What to raise for another rank's failure.
+        decide: Only reads; does not communicate.
+        fingerprint: Maps the result to a string that is equal on all ranks if their decisions are equal.
+        error_type: The exception for the failure of another rank.
     Raises:
-        Whatever ``decide`` raised here; ``error_type`` if it raised on another rank, or the fingerprints differ.
+        The exception of ``decide`` on this rank; ``error_type`` if another rank raised, or if fingerprints differ.
 
-    Called on all ranks; one all-reduce of 64 bytes. Where they differ, each rank sends a digest or its error, rank 0
-    its fingerprint to the first rank that has another, and that rank an excerpt of both.
+    Called on all ranks; one all-reduce of 64 bytes. If the results differ, each rank all-gathers its digest or its
+    error. Rank 0 then sends its fingerprint to the first rank that differs, which sends an excerpt of both.
     """
     value: T
     error: Exception | None = None
@@ -88,11 +90,11 @@ def agree(
         text = fingerprint(value)
     except Exception as caught:
         error, text = caught, f"error {type(caught).__name__}: {caught}"
-    digest = hashlib.sha256(text.encode(errors="surrogatepass"))  # paths may be no text
-    is_same = _is_same_everywhere(digest.digest())
+    digest = hashlib.sha256(text.encode(errors="surrogatepass"))  # paths may contain surrogates
+    is_same = _is_equal_on_all_ranks(digest.digest())
     if is_same and error is None:
         return value
-    texts = [] if is_same else gather(text if error else digest.hexdigest())
+    texts = [] if is_same else all_gather_object(text if error else digest.hexdigest())
     if error is not None:
         raise error
     failed = [rank for rank, text in enumerate(texts) if text.startswith("error ")]
@@ -100,7 +102,7 @@ def agree(
         raise error_type(f"rank {failed[0]} could not go on: {texts[failed[0]].removeprefix('error ')}")
     other = next((rank for rank, digest in enumerate(texts) if digest != texts[0]), None)
     if other is not None:
-        of_first, of_other = gather(_excerpts(text, other))[other]
+        of_first, of_other = all_gather_object(_excerpts(text, other))[other]
         raise error_type(
             f"ranks 0 and {other} decided differently; build the same model and pass the same configuration on every "
             f"rank\n  rank 0: {of_first}\n  rank {other}: {of_other}"
@@ -112,24 +114,24 @@ _COMPARED = itertools.count()
 
 
 def _excerpts(text: str, other: int) -> tuple[str, str]:
-    """On rank ``other`` where rank 0's text and its own differ, nothing elsewhere. Called on all ranks.
+    """On rank ``other``, excerpts of both texts where they differ; empty on other ranks. Called on all ranks.
 
-    A plan of a large model has megabytes, so one alone is sent, to one rank, through the default store.
+    The plan of a large model has megabytes, so only rank 0's plan is sent, to one rank, through the default store.
     """
-    store, key = default_store(), f"composer_fsdp2/compared/{next(_COMPARED)}"  # ranks compare in one order
+    store, key = default_store(), f"composer_fsdp2/compared/{next(_COMPARED)}"  # all ranks compare in the same order
     if dist.get_rank() == 0:
         store.set(key, text.encode(errors="surrogatepass"))
     if dist.get_rank() != other:
         return "", ""
     of_first = store.get(key).decode(errors="surrogatepass")
-    return _around(of_first, text), _around(text, of_first)
+    return _excerpt(of_first, text), _excerpt(text, of_first)
 
 
-def _is_same_everywhere(digest: bytes) -> bool:
-    """Whether all ranks have this digest, of 32 bytes: then the largest x of any rank is also the smallest."""
+def _is_equal_on_all_ranks(digest: bytes) -> bool:
+    """Whether the 32-byte digest is equal on all ranks: the maximum over ranks must then equal the minimum."""
     if not (dist.is_available() and dist.is_initialized()):
         return True
-    # Of each 8 bytes 63 bits: the negative of the smallest number would be no int64.
+    # 63 bits of each 8 bytes: the negative of the smallest int64 would overflow.
     numbers = [int.from_bytes(digest[at : at + 8], "big", signed=True) >> 1 for at in range(0, 32, 8)]
     own = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64)
     largest = own.to(device_of_group(), copy=True)
@@ -140,8 +142,8 @@ def _is_same_everywhere(digest: bytes) -> bool:
 _WIDTH = 120
 
 
-def _around(text: str, other: str) -> str:
-    """The part of ``text`` where it first differs from ``other``."""
+def _excerpt(text: str, other: str) -> str:
+    """The part of ``text`` around its first difference from ``other``."""
     at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
     start = max(0, at - _WIDTH // 2)
     return ("..." if start else "") + text[start : start + _WIDTH]

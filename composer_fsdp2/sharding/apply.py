@@ -1,4 +1,4 @@
-"""Carry a ``ShardingPlan`` out: the only caller of ``fully_shard``."""
+"""Apply a ``ShardingPlan``: the only module that calls ``fully_shard``."""
 
 import contextlib
 import json
@@ -19,11 +19,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.api import KNOWN_VERSIONS, require_known_torch
-from composer_fsdp2._torch.capabilities import keeps_what_copies_read
+from composer_fsdp2._torch.capabilities import keeps_all_reduce_buffer
 from composer_fsdp2._torch.private_names import keep_class_name, own_buffers, parent_mesh
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
-from composer_fsdp2._torch.strided import keep_strides
-from composer_fsdp2._torch.unit import hooks_of, repair_unit
+from composer_fsdp2._torch.strided_shard import patch_strided_shard
+from composer_fsdp2._torch.unit import hooks_of, patch_unit
 from composer_fsdp2._torch.unit_parameters import owners_of_unit
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
@@ -32,12 +32,12 @@ from composer_fsdp2.sharding.buffers import cast_buffers
 from composer_fsdp2.sharding.decide import refuse_sharded
 from composer_fsdp2.sharding.dtypes import dtype_name, mixed_precision_policy, torch_dtype
 from composer_fsdp2.sharding.frozen import freeze
-from composer_fsdp2.sharding.full_values import accept_full_values
+from composer_fsdp2.sharding.full_values import accept_full_state_dicts
 from composer_fsdp2.sharding.materialize import (
     Initializers,
     Materializer,
     breadth_first,
-    decide_initialisation,
+    decide_initialization,
     rank_zero_rng,
 )
 from composer_fsdp2.sharding.meshes import UnitMesh, device_of, unit_meshes
@@ -47,8 +47,8 @@ from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit, units_by_root
 from composer_fsdp2.sharding.sharded import sharded_roots
 from composer_fsdp2.sharding.ties import parameter_uses
 
-# Methods beside forward through which Composer and Hugging Face enter a root, and which then may call parts of it: an
-# encoder first, or the model inside an adapter. Its hooks must gather its parameters there, too.
+# Methods other than forward by which Composer and Hugging Face call a root. They may then call its submodules directly:
+# an encoder, or the model inside an adapter. The root's hooks must all-gather its parameters there too.
 _ENTRY_POINTS = ("eval_forward", "generate")
 
 
@@ -57,44 +57,43 @@ def apply_agreed_plan(
     plan: ShardingPlan,
     initializers: Initializers,
     *,
-    present: Sequence[DeviceMesh] = (),
+    existing_meshes: Sequence[DeviceMesh] = (),
     before_wrapping: Callable[[], object] = lambda: None,
 ) -> dict[str, UnitMesh]:
-    """Shard ``model`` in place as ``plan`` says: checkpointing wrappers, values, ``fully_shard`` bottom-up, checks.
+    """Shard ``model`` in place according to ``plan``: checkpoint wrappers, values, ``fully_shard`` bottom-up, checks.
 
     Args:
-        plan: Made or checked for this very model, and compared across ranks.
-        initializers: How modules on the meta device get their values.
-        present: Meshes that are taken where they equal the plan's; see ``unit_meshes``.
-        before_wrapping: What is to be done to the modules before they are wrapped and sharded; called once nothing that
-            could be refused is left.
+        plan: Made or checked for this model, and compared across ranks.
+        initializers: Return the initializer of a module on the meta device.
+        existing_meshes: Meshes to reuse if they equal the plan's; see ``unit_meshes``.
+        before_wrapping: Called after all checks, before modules are wrapped and sharded.
     Returns:
-        The mesh of each unit by its name.
+        The mesh of each unit by the unit's name.
 
-    Called on all ranks. Makes the meshes' process groups, and broadcasts parameters and buffers if the plan says
-    ``sync_module_states``.
+    Called on all ranks. Creates the process groups of the meshes, and broadcasts parameters and buffers if
+    ``sync_module_states`` is set.
     """
     require_known_torch()
     plan = plan.resolve(dist.get_world_size())
     _refuse_offloaded_replicas(plan)
     modules = dict(model.named_modules(remove_duplicate=False))
-    initialisation = decide_initialisation(modules.values(), plan.config.sync_module_states)
+    initialization = decide_initialization(modules.values(), plan.config.sync_module_states)
     if plan.mesh.device_type == "cpu":
         repair_cpu_collectives()
     if plan.split or any(each.is_split for each in plan.split_experts):
-        keep_strides()
-        present = [*present, *_parent_meshes(model)]
-    made = unit_meshes([unit.mesh for unit in plan.units], present)
+        patch_strided_shard()
+        existing_meshes = [*existing_meshes, *_parent_meshes(model)]
+    made = unit_meshes([unit.mesh for unit in plan.units], existing_meshes)
     meshes = {unit.name: mesh for unit, mesh in zip(plan.units, made, strict=True)}
     unit_modules = _unit_modules(plan, modules)
-    drawn_together = _drawn_together(plan, modules)
+    initialized_with_unit = _initialized_with_enclosing_unit(plan, modules)
     replicated = _parameters_named(model, {spec.name for spec in plan.replicated})
-    left_alone = _parameters_named(model, plan.unsharded_names) - replicated
+    ignored = _parameters_named(model, plan.unsharded_names) - replicated
     device = device_of(made[0].whole)
-    materializer = Materializer(modules, device, initialisation, initializers, left_out=left_alone, kept=replicated)
+    materializer = Materializer(modules, device, initialization, initializers, ignored=ignored, in_place=replicated)
     agree(
         lambda: materializer.check({module for inside in unit_modules.values() for module in inside}),
-        lambda _: json.dumps(_describe_buffers(model, unit_modules) if initialisation.broadcast else []),
+        lambda _: json.dumps(_describe_buffers(model, unit_modules) if initialization.broadcast else []),
     )
 
     before_wrapping()
@@ -104,16 +103,16 @@ def apply_agreed_plan(
     styles = {modules[each.path]: each.parallelize for each in plan.split if each.parallelize is not None}
     sharded: dict[str, FSDPModule] = {}
     with (
-        rank_zero_rng() if initialisation.draw else contextlib.nullcontext(),
-        _put_back(_outside(modules, unit_modules)),
+        rank_zero_rng() if initialization.initialize else contextlib.nullcontext(),
+        _restore_buffers(_unmanaged_modules(modules, unit_modules)),
     ):
         for unit in plan.units:
             mesh = meshes[unit.name]
-            materializer.fill(drawn_together.get(unit.name, ()))
-            materializer.make_real(unit_modules[unit.name], mesh)
+            materializer.materialize(initialized_with_unit.get(unit.name, ()))
+            materializer.materialize_unit(unit_modules[unit.name], mesh)
             of_unit = {module: styles.get(module) for module in unit_modules[unit.name]}
-            parallelize_unit(unit, modules, of_unit, mesh.tensor, materializer.same_on_all_ranks(of_unit))
-            sharded[unit.name] = _shard(model, unit, mesh.fsdp, left_alone)
+            parallelize_unit(unit, modules, of_unit, mesh.tensor, materializer.equal_on_all_ranks(of_unit))
+            sharded[unit.name] = _shard(model, unit, mesh.fsdp, ignored)
     buffer_dtypes = {unit.name: torch_dtype(unit.mixed_precision.buffer_dtype) for unit in plan.units}
     cast_buffers({module: buffer_dtypes[name] for name, inside in unit_modules.items() for module in inside})
     _set_prefetch(plan, sharded)
@@ -124,13 +123,13 @@ def apply_agreed_plan(
 
 
 def _parent_meshes(model: nn.Module) -> list[DeviceMesh]:
-    """Of what a script split already: ``fully_shard`` takes another slice of the same mesh alone."""
+    """The parent meshes of parallelized parameters: ``fully_shard`` requires another slice of the same mesh."""
     slices = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
     return [parent_mesh(mesh) for mesh in dict.fromkeys(slices)]
 
 
 def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raise if the model is not the one that was planned, or the plan does not fit the world size.
+    """Raise if the model is not the planned one, or the plan does not fit the world size.
 
     Raises:
         PlanError, ConfigError: as ``apply_plan``.
@@ -138,7 +137,7 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     plan.resolve(dist.get_world_size())
     refuse_sharded(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    present = {use.names: use.parameter for use in parameter_uses(model)}
+    existing = {use.names: use.parameter for use in parameter_uses(model)}
     named = [path for unit in plan.units for path in unit.modules]
     named += [*map(str, plan.config.ignored_modules), *plan.checkpointed, *plan.caching, *plan.tiled, *plan.exchanging]
     named += [*(each.path for each in plan.split), *(each.module for each in plan.split_experts)]
@@ -147,7 +146,7 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     named += [path for each in plan.tower_models for path in (each.model, *each.towers, *each.sync_points)]
     problems = [f"no module {path!r}" for path in dict.fromkeys(named) if path not in modules]
     for spec in (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated)):
-        parameter = present.get(spec.names)
+        parameter = existing.get(spec.names)
         if parameter is None:
             problems.append(f"no parameter {' = '.join(spec.names)}")
         elif (tuple(parameter.shape), dtype_name(parameter.dtype)) != (spec.shape, spec.dtype):
@@ -157,23 +156,23 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
             )
         elif isinstance(parameter, DTensor) != (spec.tensor_placement is not None and not splits):
             problems.append(f"parameter {spec.name} is {'' if splits else 'not '}split already")
-    left_alone = {*plan.ignored}.union(*(left.names for left in plan.left_out))
-    problems.extend(f"no parameter {name}" for name in sorted(left_alone.difference(*present)))
-    names_present = {names[0] for names in present}
+    ignored = {*plan.ignored}.union(*(left.names for left in plan.left_out))
+    problems.extend(f"no parameter {name}" for name in sorted(ignored.difference(*existing)))
+    names_present = {names[0] for names in existing}
     problems.extend(f"no parameter {name}, to be frozen" for name in plan.frozen if name not in names_present)
     planned = {names for unit in plan.units for spec in unit.parameters for names in spec.names} | plan.unsharded_names
-    problems.extend(f"parameter {names[0]} is in no unit" for names in present if planned.isdisjoint(names))
+    problems.extend(f"parameter {names[0]} is in no unit" for names in existing if planned.isdisjoint(names))
     if problems:
         raise PlanError("the plan was made for another model: " + "; ".join(problems[:5]))
 
 
 def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
-    """Raise where gradients would be silently wrong: replicas with CPU offload, on GPUs, on a torch unknown to us.
+    """Raise if gradients would be silently wrong: replicas with CPU offload on GPUs, on an unknown torch version.
 
     Raises:
-        UnsupportedError: says what else to set.
+        UnsupportedError: names alternative settings.
     """
-    if plan.mesh.device_type == "cpu" or keeps_what_copies_read():
+    if plan.mesh.device_type == "cpu" or keeps_all_reduce_buffer():
         return
     raced = next((unit for unit in plan.units if unit.cpu_offload and unit.mesh.has_replicas), None)
     if raced is not None:
@@ -186,7 +185,7 @@ def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
 
 
 def _describe_buffers(model: nn.Module, unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[str]:
-    """What ranks must have alike for a broadcast of buffers, which the plan does not list; else one would wait."""
+    """Describe the buffers, which the plan does not list. If they differ between ranks, a broadcast hangs."""
     inside = {module for modules in unit_modules.values() for module in modules}
     return [
         f"buffer {name} is {tuple(buffer.shape)} {buffer.dtype}"
@@ -200,15 +199,17 @@ def _parameters_named(model: nn.Module, names: Collection[str]) -> set[nn.Parame
     return {parameter for name, parameter in model.named_parameters() if name in names} if names else set()
 
 
-def _outside(modules: Mapping[str, nn.Module], unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[nn.Module]:
+def _unmanaged_modules(
+    modules: Mapping[str, nn.Module], unit_modules: Mapping[str, Sequence[nn.Module]]
+) -> list[nn.Module]:
     """The modules whose own tensors no unit manages: ignored, left out, or the model itself."""
     inside = {module for of_unit in unit_modules.values() for module in of_unit}
     return [module for module in modules.values() if module not in inside]
 
 
 @contextlib.contextmanager
-def _put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave the buffers of ``modules`` where they were: ``fully_shard`` moves all below it to the mesh's device."""
+def _restore_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep the buffers of ``modules`` on their devices: ``fully_shard`` moves all buffers to the mesh's device."""
     buffers = {buffer: buffer.data for module in modules for _, buffer in own_buffers(module)}
     yield
     for buffer, data in buffers.items():
@@ -216,7 +217,7 @@ def _put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _unit_modules(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
-    """For each unit, the modules whose tensors it holds: those under it that no other unit takes, and none left out."""
+    """For each unit, the modules whose tensors it manages: those below it, without other units and modules left out."""
     heads = {modules[path] for unit in plan.units for path in unit.modules}
     children = {name.split(".")[0] for left in plan.left_out for name in left.names if "." in name}
     units_at = {path.split(".")[0] for unit in plan.units for path in unit.modules}
@@ -225,8 +226,10 @@ def _unit_modules(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[
     return {unit.name: breadth_first([modules[path] for path in unit.modules], heads | skipped) for unit in plan.units}
 
 
-def _drawn_together(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
-    """By each unit that was added for its experts alone, the modules of the unit around it, its own among them."""
+def _initialized_with_enclosing_unit(
+    plan: ShardingPlan, modules: Mapping[str, nn.Module]
+) -> dict[str, list[nn.Module]]:
+    """For each unit that was added for its experts only: the modules of the enclosing unit and its own."""
     added = {each.module for each in plan.split_experts if each.is_added}
     if not added:
         return {}
@@ -235,17 +238,17 @@ def _drawn_together(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dic
     return {name: next((each for each in around.values() if modules[name] in each), []) for name in added}
 
 
-def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[nn.Parameter]) -> FSDPModule:
-    # Looked up again: a checkpointing wrapper may stand at the path by now, and FSDP(AC(block)) is FSDP1's nesting.
+def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> FSDPModule:
+    # Looked up again: a checkpoint wrapper may have replaced the module, and FSDP(AC(block)) is FSDP1's nesting.
     targets = [at_path(model, path) for path in unit.modules]
-    unsharded = left_alone.union(parameter_at(model, spec.name) for spec in unit.replicated)
-    noted = {spec.name: vars(parameter_at(model, spec.name)) for spec in unit.parameters}
+    unsharded = ignored.union(parameter_at(model, spec.name) for spec in unit.replicated)
+    attributes_before = {spec.name: vars(parameter_at(model, spec.name)) for spec in unit.parameters}
     fully_shard(
         targets if len(targets) > 1 else targets[0],
         mesh=mesh,
         reshard_after_forward=unit.reshard_after_forward,
         mp_policy=mixed_precision_policy(unit.mixed_precision),
-        # For copies from and to a GPU; on a CPU's mesh there is nothing to pin for, also where the machine has GPUs.
+        # Pinning speeds up copies from and to a GPU. A CPU mesh needs none, even if the machine has GPUs.
         offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if unit.cpu_offload else OffloadPolicy(),
         ignored_params=unsharded or None,
     )
@@ -253,10 +256,10 @@ def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[
         keep_class_name(target)
     head = targets[0]
     assert isinstance(head, FSDPModule)
-    repair_unit(head)
-    accept_full_values(head, owners_of_unit(head))
-    for name, attributes in noted.items():
-        vars(parameter_at(model, name)).update(attributes)  # what a script noted on it
+    patch_unit(head)
+    accept_full_state_dicts(head, owners_of_unit(head))
+    for name, attributes in attributes_before.items():
+        vars(parameter_at(model, name)).update(attributes)  # attributes that a script set on it
     return head
 
 
@@ -271,7 +274,7 @@ def _set_prefetch(plan: ShardingPlan, sharded: Mapping[str, FSDPModule]) -> None
 def _average_replicated(
     model: nn.Module, plan: ShardingPlan, sharded: Mapping[str, FSDPModule], meshes: Mapping[str, UnitMesh]
 ) -> None:
-    """From here on the gradients of parameters that stay unsharded are averaged, where the backward of a root ends."""
+    """Average the gradients of replicated parameters at the end of each root's backward."""
     for units in units_by_root(plan.units).values():
         replicated: dict[DeviceMesh, list[nn.Parameter]] = {}
         for unit in units:
@@ -289,9 +292,9 @@ def _open_entry_points(model: nn.Module) -> None:
 
 
 def _verify(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
-    """Every tie that was planned still holds, and every planned parameter is sharded.
+    """Check that all planned ties still exist, and that every planned parameter is sharded.
 
-    ``modules`` are those from before, by path: sharding and checkpointing leave them where parameters are registered.
+    ``modules`` are those from before, by path: sharding and checkpointing do not move the parameters' registrations.
     """
 
     def registered_at(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Buffers in a lower dtype for computation, in their own dtype in a state dict: FSDP1's ``buffer_dtype``."""
+"""FSDP1's ``buffer_dtype``: buffers in a lower dtype for computation, in their original dtype in a state dict."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,15 +10,15 @@ from composer_fsdp2._torch.private_names import own_buffers
 
 
 def cast_buffers(dtypes: Mapping[nn.Module, torch.dtype | None]) -> None:
-    """Cast the floating point buffers that the modules themselves register, and restore the dtype in state dicts.
+    """Cast the floating point buffers that the modules themselves register, and restore their dtype in state dicts.
 
-    FSDP1 cast them before the first forward and gave them back in the dtype they were registered with
-    (torch/distributed/fsdp/_runtime_utils.py, 2.7); what is lost in the cast stays lost, then as now. Does not
+    FSDP1 cast them before the first forward, and returned them in their registered dtype
+    (torch/distributed/fsdp/_runtime_utils.py, 2.7). The rounding of the cast remains, as under FSDP1. Does not
     communicate.
 
     Args:
-        dtypes: For each module its buffers' dtype, None to leave them. Where modules share a buffer the first decides,
-            so give them in the plan's order, bottom-up: FSDP1 asked the innermost unit.
+        dtypes: The dtype of each module's buffers; None leaves them unchanged. If modules share a buffer, the first
+            one decides. Pass modules bottom-up: FSDP1 used the innermost unit.
     """
     decided: dict[torch.Tensor, torch.dtype | None] = {}
     for module, dtype in dtypes.items():

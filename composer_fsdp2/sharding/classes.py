@@ -1,4 +1,4 @@
-"""From names of classes, as a configuration gives them, to the classes of a model's modules."""
+"""Look up the classes of a model's modules."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -11,13 +11,13 @@ from composer_fsdp2.errors import PlanError
 def classes_named(
     model: nn.Module, names: Sequence[str], *, key: str, otherwise: Sequence[str] = ()
 ) -> tuple[type[nn.Module], ...]:
-    """The classes of these names that modules of ``model`` have; instances of them are chosen, of subclasses too.
+    """The classes with these names among the modules of ``model``. Instances of subclasses match too.
 
     Args:
-        names: Empty for ``auto``: those that the model itself names, or else ``otherwise``.
-        key: Which gave them, as the errors call it.
+        names: Empty for ``auto``: the classes that the model names, else ``otherwise``.
+        key: The configuration key, for error messages.
     Raises:
-        PlanError: no module is of such a class, or the model names none; lists the model's classes.
+        PlanError: no module has such a class, or the model names none; lists the model's classes.
 
     Only reads.
     """
@@ -26,7 +26,7 @@ def classes_named(
         of_model.setdefault(type(module).__name__, []).append(type(module))
     known = ", ".join(sorted(of_model))
     if not names:
-        own = set(own_names(model))  # in transformers 5 sets, too, each process's in another order
+        own = set(own_names(model))  # sets in transformers 5, in a different order in each process
         names = [name for name in of_model if name in own] or otherwise
         if not names:
             raise PlanError(
@@ -40,8 +40,10 @@ def classes_named(
 
 
 def own_names(model: nn.Module) -> Iterator[str]:
-    """What transformers' models must not cut: their layers. A model that is made of others has theirs as well, and
-    some name a class that another release has."""
+    """The classes in transformers' ``_no_split_modules``: the layers of a model, and those of the models it contains.
+
+    Some of these names belong to other releases.
+    """
     for module in model.modules():
         names = getattr(type(module), "_no_split_modules", None) or getattr(module, "_no_split_modules", None)
         if isinstance(names, str):

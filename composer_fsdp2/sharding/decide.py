@@ -1,4 +1,4 @@
-"""From a model, a configuration and its hooks' choices to a ``ShardingPlan``: all is decided before a change."""
+"""Build a ``ShardingPlan`` from a model, a configuration and the choices of its hooks, before anything is modified."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -44,22 +44,23 @@ def decide_sharding(
     split: tuple[SplitModule, ...] = (),
     placements: Mapping[nn.Parameter, Placement] | None = None,
 ) -> ShardingPlan:
-    """Choose the FSDP units of ``model`` without touching it.
+    """Choose the FSDP units of ``model`` without modifying it.
 
-    Units are ordered bottom-up, the order in which ``fully_shard`` must run. Modules tied by a parameter share one
-    unit, because one group only can all-gather it ([Note: tied parameters] in ``units.py``).
+    Units are ordered bottom-up, the order in which ``fully_shard`` must run. Modules that share a parameter belong to
+    one unit, because only one group can all-gather it ([Note: tied parameters] in ``units.py``).
 
     Args:
         model: Any module tree that is not sharded (``refuse_sharded``); parameters may be on the meta device.
-        config: The whole model's.
-        choices: What the model's hooks, or the policy of ``config``, chose.
-        split: The modules that tensor parallelism splits before.
-        placements: Of their parameters, along the tensor axis.
+        config: The configuration of the whole model.
+        choices: The choices of the model's hooks, or of the policy in ``config``.
+        split: The modules that are TP-sharded before.
+        placements: The placements of their parameters along the tensor axis.
     Raises:
-        PlanError: a parameter cannot be sharded, there is nothing to shard, or what is to be frozen is nothing or all.
-        ConfigError: the settings of a module that becomes a unit cannot be carried out.
+        PlanError: a parameter cannot be sharded, there is nothing to shard, or ``freeze`` matches nothing or
+            everything.
+        ConfigError: the settings of a unit's module are invalid.
 
-    Every rank must call this with the same model; it does not communicate and needs no process group.
+    Call this on all ranks with the same model. Does not communicate, and needs no process group.
     """
     ignored = ignored_modules(dict(model.named_modules(remove_duplicate=False)), config)
     low_precision = _has_low_precision(config.mixed_precision)
@@ -82,7 +83,7 @@ def plan_selected(
     split: tuple[SplitModule, ...] = (),
     placements: Mapping[nn.Parameter, Placement] | None = None,
 ) -> ShardingPlan:
-    """The plan of units that are selected already; the arguments and errors are those of ``decide_sharding``.
+    """The plan of selected units. Arguments and errors are those of ``decide_sharding``.
 
     Does not communicate.
     """
@@ -90,12 +91,12 @@ def plan_selected(
     ignored, frozen = ignored_modules(modules, config), choose_frozen(model, config.freeze, config.train_only)
     configs = _own_configs(selection.units, config)
     units = tuple(
-        _unit(unit, [selection.uses[i] for i in members], own, placements or {}, set(frozen.names))
+        _shard_unit(unit, [selection.uses[i] for i in members], own, placements or {}, set(frozen.names))
         for unit, members, own in zip(selection.units, selection.members, configs, strict=True)
     )
-    if problems := [problem for unit in units for problem in _cannot_replicate(unit)]:
+    if problems := [problem for unit in units for problem in _replication_problems(unit)]:
         raise PlanError("\n".join(problems))
-    recomputation = _recomputation(config.activation_checkpointing, choices, has_frozen=bool(frozen.names))
+    recomputation = _decide_checkpointing(config.activation_checkpointing, choices, has_frozen=bool(frozen.names))
     caching = caching_modules(modules, choices.checkpointed if recomputation.checkpoint else ())
     notes = (
         *choices.notes,
@@ -124,7 +125,7 @@ def plan_selected(
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise if some module is wrapped or sharded already.
+    """Raise if a module is already wrapped or sharded.
 
     Raises:
         PlanError: names the module and how it was sharded.
@@ -141,13 +142,13 @@ def _has_low_precision(precision: MixedPrecision) -> bool:
 
 
 def _own_configs(units: Sequence[UnitDraft], config: ShardingConfig) -> list[ShardingConfig]:
-    """For each unit the model's configuration as the unit's own settings change it."""
+    """The configuration of each unit: the model's, overridden by the unit's own settings."""
     own = {unit: _overridden(config, unit) for unit in units}
     at_path = {path: own[unit] for unit in units if not unit.full_precision for path in unit.paths}
     for unit in units:
         if unit.full_precision:
-            # FSDP1 ran batch norms in fp32, whatever was asked for them, and gave back what the modules around them
-            # work in (torch's MixedPrecision, _module_classes_to_ignore).
+            # FSDP1 ran batch norms in fp32 regardless of their settings, and cast their outputs to the dtype of the
+            # surrounding modules (torch's MixedPrecision, _module_classes_to_ignore).
             around = next((at_path[path] for path in ancestors_or_self(unit.paths[0]) if path in at_path), config)
             full = MixedPrecision(
                 param_dtype="float32",
@@ -171,31 +172,31 @@ def _overridden(config: ShardingConfig, unit: UnitDraft) -> ShardingConfig:
     return replace(config, **changes) if changes else config
 
 
-def _unit(
+def _shard_unit(
     unit: UnitDraft,
     uses: list[ParameterUse],
     config: ShardingConfig,
     placements: Mapping[nn.Parameter, Placement],
     frozen: Set[str],
 ) -> ShardUnit:
-    """``config`` is the unit's own."""
+    """``config`` is the unit's own configuration."""
     precision = config.mixed_precision
     if unit.is_root:
         precision = replace(precision, cast_forward_inputs=precision.cast_root_inputs)
     elif unit.of_other_dtype:
-        # What comes in has the dtype of the modules around, which this one would not have been given to compute with.
+        # Inputs have the dtype of the surrounding modules, which differs from this module's dtype.
         precision = replace(precision, cast_forward_inputs=precision.param_dtype is not None)
     dtype = main_dtype(uses)
     # torch shards a parameter without elements, and fails on its gradient.
     is_sharded = {use: use.parameter.dim() > 0 < use.parameter.numel() and use.parameter.dtype == dtype for use in uses}
     return ShardUnit(
         modules=unit.paths,
-        parameters=tuple(_spec(use, placements, frozen) for use in uses if is_sharded[use]),
-        replicated=tuple(_spec(use, placements, frozen) for use in uses if not is_sharded[use]),
+        parameters=tuple(_parameter_spec(use, placements, frozen) for use in uses if is_sharded[use]),
+        replicated=tuple(_parameter_spec(use, placements, frozen) for use in uses if not is_sharded[use]),
         mesh=config.mesh,
         is_root=unit.is_root,
-        # A root's parameters are used again at once when backward begins: FSDP1 kept them, torch 2.7 does, and later
-        # versions do unless told otherwise.
+        # Backward needs a root's parameters again immediately. FSDP1 did not reshard them, nor does torch 2.7; later
+        # versions reshard a root only if requested.
         reshard_after_forward=False if unit.is_root else config.reshard_after_forward,
         mixed_precision=precision,
         cpu_offload=config.cpu_offload,
@@ -203,7 +204,7 @@ def _unit(
     )
 
 
-def _spec(use: ParameterUse, placements: Mapping[nn.Parameter, Placement], frozen: Set[str]) -> ParameterSpec:
+def _parameter_spec(use: ParameterUse, placements: Mapping[nn.Parameter, Placement], frozen: Set[str]) -> ParameterSpec:
     return ParameterSpec(
         names=use.names,
         shape=tuple(use.parameter.shape),
@@ -214,7 +215,7 @@ def _spec(use: ParameterUse, placements: Mapping[nn.Parameter, Placement], froze
 
 
 def _notes_of_settings(units: Sequence[UnitDraft]) -> Iterator[str]:
-    """Group identical notes and list their modules."""
+    """Merge identical notes and list their modules."""
     modules: dict[str, list[str]] = {}
     for unit in units:
         for note in unit.overrides.notes:
@@ -235,12 +236,15 @@ def _notes_of_groups(units: Iterable[ShardUnit]) -> Iterator[str]:
         )
 
 
-def _recomputation(
+def _decide_checkpointing(
     given: ActivationCheckpointing, choices: ModelChoices, *, has_frozen: bool
 ) -> ActivationCheckpointing:
-    """Not reentrant where inputs may have no gradients: what runs again gets gradients only if they have some. Those of
-    the first layer after frozen embeddings have none, nor those of a class such as Embedding or the whole model, which
-    a policy may name and a model's own hooks do not; nothing in there would be trained, without an error."""
+    """Disable reentrant checkpointing where the inputs of a recomputed module may need no gradients.
+
+    Reentrant checkpointing computes gradients only if an input requires grad. The inputs of the first layer after
+    frozen embeddings do not. Nor do those of an Embedding or of the whole model, which a policy may name, whereas a
+    model's own hooks do not. Parameters in such modules would not be trained, without an error.
+    """
     is_at_risk = has_frozen or given.classes is not None
     is_reentrant = bool(choices.checkpointed) and given.checkpoint and given.reentrant
     return replace(given, reentrant=False) if is_at_risk and is_reentrant else given
@@ -272,7 +276,7 @@ def _notes_of_batches(config: ShardingConfig) -> Iterator[str]:
 
 
 def _notes_of_parameters(units: Sequence[ShardUnit], uses: Sequence[ParameterUse]) -> Iterator[str]:
-    """What is done with unusual parameters."""
+    """Notes about parameters that are handled differently."""
     parameters = {use.names: use.parameter for use in uses}
     unsharded = [spec.name for unit in units for spec in unit.replicated if spec.shape and spec.numel]
     if unsharded:
@@ -292,7 +296,7 @@ def _notes_of_parameters(units: Sequence[ShardUnit], uses: Sequence[ParameterUse
 
 
 def refuse_cast_gradients(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raise where gradients should keep the dtype of their reduction, and get that of their parameter.
+    """Raise if ``keep_low_precision_grads`` is set, but gradients would be cast to the dtype of their parameter.
 
     Raises:
         UnsupportedError: names the parameters.
@@ -309,8 +313,8 @@ def refuse_cast_gradients(model: nn.Module, plan: ShardingPlan) -> None:
         )
 
 
-def _cannot_replicate(unit: ShardUnit) -> Iterator[str]:
-    """Parameters whose dtype the unit would have to change for computation, which only sharded ones can."""
+def _replication_problems(unit: ShardUnit) -> Iterator[str]:
+    """Replicated parameters whose dtype the unit would have to cast for computation; only sharded ones can be cast."""
     dtype = unit.mixed_precision.param_dtype
     for spec in unit.replicated:
         if spec.shape and spec.numel and unit.parameters and dtype not in (None, spec.dtype):
@@ -332,10 +336,11 @@ def _casts_of(unit: ShardUnit, trained: Mapping[str, nn.Parameter]) -> Iterator[
 def _with_prefetch(
     modules: Mapping[str, nn.Module], units: tuple[ShardUnit, ...], asked: Sequence[Prefetch]
 ) -> tuple[ShardUnit, ...]:
-    """The units with their explicit prefetch lists: the next of the same root, in the order of registration.
+    """The units with their explicit prefetch lists: the next units of the same root, in execution order.
 
-    A unit is gathered where its forward begins, so forward takes the units in pre-order; its backward begins where its
-    forward ended, so backward takes them in reversed bottom-up order.
+    Execution order is estimated from registration order. A unit is all-gathered at the start of its forward, so
+    forward prefetch uses pre-order. Its backward starts where its forward ended, so backward prefetch uses reversed
+    bottom-up order.
     """
     if all(prefetch == Prefetch() for prefetch in asked):
         return units
@@ -346,9 +351,9 @@ def _with_prefetch(
     for below in units_by_root(units).values():
         names = [unit.name for unit in below]
         in_forward = sorted(names, key=registration.__getitem__)
-        forward |= _following(in_forward, {name: prefetch[name].forward for name in names})
-        following = _following(names[::-1], {name: prefetch[name].backward for name in names})
-        # Naming itself replaces FSDP2's own choice by none: the unit is gathered by then.
+        forward |= _next_names(in_forward, {name: prefetch[name].forward for name in names})
+        following = _next_names(names[::-1], {name: prefetch[name].backward for name in names})
+        # A unit that names itself replaces FSDP2's default prefetch by none, as it is already unsharded.
         backward |= {name: prefetched or (name,) for name, prefetched in following.items()}
     return tuple(
         replace(unit, forward_prefetch=forward.get(unit.name, ()), backward_prefetch=backward.get(unit.name))
@@ -356,8 +361,8 @@ def _with_prefetch(
     )
 
 
-def _following(names: list[str], counts: Mapping[str, int | None]) -> dict[str, tuple[str, ...]]:
-    """For each name with a count, so many of the names after it."""
+def _next_names(names: list[str], counts: Mapping[str, int | None]) -> dict[str, tuple[str, ...]]:
+    """For each name with a count, that number of following names."""
     return {
         name: tuple(names[i + 1 : i + 1 + count]) for i, name in enumerate(names) if (count := counts[name]) is not None
     }

@@ -1,4 +1,4 @@
-"""From names of dtypes to torch's dtypes and policies, and back."""
+"""Convert between dtype names and torch's dtypes and policies."""
 
 from functools import cache
 from typing import cast
@@ -11,7 +11,7 @@ from composer_fsdp2.config.sharding import MixedPrecision
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16``, without the module."""
+    """``bfloat16``, without the ``torch.`` prefix."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -26,7 +26,7 @@ def dtype_bytes(name: str) -> int:
 
 @cache
 def mixed_precision_policy(precision: MixedPrecision) -> MixedPrecisionPolicy:
-    """What ``fully_shard`` takes; buffers and the inputs of roots are not its own."""
+    """The ``mp_policy`` of ``fully_shard``. It has no setting for buffers, nor for the inputs of roots."""
     return MixedPrecisionPolicy(
         param_dtype=torch_dtype(precision.param_dtype),
         reduce_dtype=torch_dtype(precision.reduce_dtype),

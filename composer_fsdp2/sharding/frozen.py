@@ -1,4 +1,4 @@
-"""Which parameters are not trained, by the beginnings of their names, or by patterns of the others' names."""
+"""Choose the frozen parameters by prefixes of their names, or by patterns of the names of trained parameters."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -17,23 +17,25 @@ _NUM_NEAR = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """The parameters that are not to be trained, by the name of each, and what to tell of them."""
+    """The names of the parameters to freeze, and notes for the user."""
 
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def choose_frozen(model: nn.Module, prefixes: Sequence[str], train_only: Sequence[str] = ()) -> Frozen:
-    """The parameters at or under one of ``prefixes``, and those that ``train_only`` leaves, in order of registration.
+    """The parameters at or below one of ``prefixes``, and those that match no pattern of ``train_only``.
 
-    A prefix is the path of a module or a parameter: in ``model``, or else in the one direct child that has it, because
-    a ComposerModel keeps the model that its user knows in a child. A tied parameter is frozen under all of its names.
-    A pattern is matched from the beginning of a name, the first one of a tied parameter, as ``named_parameters`` lists
-    it; of a model whose parameters are all in one child, of the names in that child.
+    In registration order.
+
+    A prefix is the path of a module or parameter: in ``model``, or else in the only direct child that has it, because a
+    ComposerModel registers the user's model as a child. A tied parameter is frozen under all of its names. A pattern is
+    matched from the start of a name as ``named_parameters`` lists it (the first name of a tied parameter). If all
+    parameters are in one child, the child's name is removed first.
 
     Raises:
-        PlanError: nothing is under a prefix, or several children have it; with what it may stand for. A pattern matches
-            no name. Or no parameter would be left to train.
+        PlanError: a prefix matches nothing, or several children (the message lists candidates); a pattern matches no
+            name; or no parameter would remain to train.
 
     Only reads.
     """
@@ -45,7 +47,7 @@ def choose_frozen(model: nn.Module, prefixes: Sequence[str], train_only: Sequenc
     names = [name for use in uses for name in _own_names(use)]
     known = dict.fromkeys(path for name in names for path in reversed(ancestors_or_self(name)))  # outer ones first
     found = {prefix: _paths_of(without_wrappers(prefix), model, known) for prefix in prefixes}
-    problems = [_not_one(prefix, paths, known) for prefix, paths in found.items() if len(paths) != 1]
+    problems = [_prefix_problem(prefix, paths, known) for prefix, paths in found.items() if len(paths) != 1]
     first_names = _without_child(model, [without_wrappers(use.name) for use in uses])
     problems += [
         f"train_only: no parameter's name matches {pattern!r} from its beginning; names begin as {first_names[0]}"
@@ -78,7 +80,7 @@ def choose_frozen(model: nn.Module, prefixes: Sequence[str], train_only: Sequenc
 
 
 def freeze(parameters: Iterable[nn.Parameter]) -> None:
-    """No gradients from here on, and none that an optimizer would still apply."""
+    """Set ``requires_grad`` to False, and remove gradients that an optimizer would still apply."""
     for parameter in parameters:
         parameter.requires_grad_(False)
         parameter.grad = None
@@ -89,7 +91,7 @@ def _own_names(use: ParameterUse) -> list[str]:
 
 
 def _without_child(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Names without that of the only child with parameters, as a ComposerModel's."""
+    """The names without that of the only child with parameters, as in a ComposerModel."""
     is_only = sum(any(True for _ in child.parameters()) for child in model.children()) == 1
     inner = [name.partition(".")[2] for name in names]
     return inner if is_only and all(inner) else list(names)
@@ -100,14 +102,14 @@ def _is_under(name: str, paths: Set[str]) -> bool:
 
 
 def _paths_of(prefix: str, model: nn.Module, known: Mapping[str, None]) -> list[str]:
-    """Where parameters are under ``prefix``: as it stands, or in direct children."""
+    """The path ``prefix``, or the paths of direct children that have it."""
     if prefix in known:
         return [prefix]
     in_children = (join(child, prefix) for child, _ in model.named_children())
     return [path for path in in_children if path in known]
 
 
-def _not_one(prefix: str, paths: Sequence[str], known: Mapping[str, None]) -> str:
+def _prefix_problem(prefix: str, paths: Sequence[str], known: Mapping[str, None]) -> str:
     if paths:
         return f"freeze: {prefix!r} is in several parts of the model; give the whole name: {' or '.join(paths)}"
     inner = [path for path in known if path.endswith(f".{prefix}")]
@@ -126,7 +128,7 @@ def _notes_of_ties(frozen: Sequence[ParameterUse], paths: Set[str]) -> Iterator[
 
 
 def _notes_of_statistics(model: nn.Module, frozen: Sequence[ParameterUse], paths: Set[str]) -> Iterator[str]:
-    """Batch norms that are at or under one of ``paths``, or hold a frozen parameter: they learn without gradients."""
+    """Batch norms at or below one of ``paths``, or with a frozen parameter: their statistics still change."""
     holders = {path for use in frozen for path, _ in use.owners}
     changing = [
         without_wrappers(path)

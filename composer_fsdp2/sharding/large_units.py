@@ -1,4 +1,4 @@
-"""A note on a plan whose largest unit holds layers that could be units of their own."""
+"""A note if the largest unit of a plan contains layers that could be separate units."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 
 def notes_on_large_units(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:
-    """Say so where one unit holds more than half of the parameters, most of them in repeated layers.
+    """Yield a note if one unit has more than half of the parameters, most of them in repeated layers.
 
-    Such a plan shards, but a step gathers the unit as a whole. Only reads.
+    Such a plan works, but a step all-gathers the whole unit at once. Only reads.
 
     Args:
-        plan: Of ``model``, resolved.
+        plan: The resolved plan of ``model``.
     """
     if plan.mesh.shard_degree <= 1 or not plan.units:
         return
@@ -38,7 +38,7 @@ def notes_on_large_units(model: nn.Module, plan: ShardingPlan) -> Iterator[str]:
 
 
 def _repeated_layers(model: nn.Module, sizes: dict[str, int]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the class of layers that a ModuleList has several of, and the names of their parameters in ``sizes``."""
+    """Yield the class of each repeated layer in a ModuleList, and the names of its parameters in ``sizes``."""
     for path, layers in model.named_modules():
         if not isinstance(layers, nn.ModuleList):
             continue

@@ -1,13 +1,14 @@
-"""Give a unit's parameters and buffers their values on its device, just before it is sharded.
+"""Materialize a unit's parameters and buffers on its device, immediately before it is sharded.
 
-[Note: initialisation] FSDP1 filled meta parameters unit by unit, bottom-up, on full tensors: the direct child's
-``param_init_fn(module)``, else the module's ``reset_parameters()``, for each module that directly owns something on the
-meta device (composer/distributed/dist_strategy.py, 0.32.1). So do we, on every rank from rank 0's random state, so that
-all ranks draw the same values. Where rank 0 has values already and another rank has not, nothing is drawn: rank 0's
-values are sent.
+[Note: initialization] FSDP1 initialized meta parameters unit by unit, bottom-up, on full tensors. For each module that
+directly owns a meta tensor it called the direct child's ``param_init_fn(module)``, else the module's
+``reset_parameters()`` (composer/distributed/dist_strategy.py, 0.32.1). We do the same on every rank with rank 0's RNG
+state, so that all ranks compute equal values. If rank 0 has values and another rank does not, initializers do not run;
+rank 0's values are broadcast.
 
-[Note: drawn in full] A parameter that a script split already (tensor parallelism) is drawn in full and cut then. Drawn
-as it lies, each of the ranks that split it would have the same numbers in its part, because all draw as rank 0.
+[Note: initialized in full] A parameter that a script has already TP-sharded is initialized as a full tensor and then
+sharded. If its local tensors were initialized, all TP ranks would have equal shards, because they use rank 0's RNG
+state.
 """
 
 import contextlib
@@ -22,43 +23,46 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composer_fsdp2._torch.parts import with_local_tensor
+from composer_fsdp2._torch.local_tensors import with_local_tensor
 from composer_fsdp2._torch.private_names import own_buffers, own_parameters
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.meshes import UnitMesh
 from composer_fsdp2.sharding.modules import first_paths
 from composer_fsdp2.sharding.random_states import random_states, set_random_states
 from composer_fsdp2.sharding.ties import join
 
-# From a module and its path to what gives its own tensors their first values; None where nothing does.
+# Maps a module and its path to a function that initializes the module's own tensors; None if there is no such function.
 Initializers: TypeAlias = Callable[[nn.Module, str], Callable[[], object] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Initialisation:
-    """What a run does about values: drawn here, sent to other ranks, both or neither.
+class Initialization:
+    """How parameters get their values.
 
-    ``from_rank_zero``: rank 0 alone has any, so all get its; else those of the first rank of a unit's mesh go out.
+    Args:
+        initialize: Run the initializers.
+        broadcast: Broadcast the values, from the first rank of a unit's mesh.
+        from_rank_zero: Broadcast from rank 0 instead, because it is the only rank with values.
     """
 
-    draw: bool
+    initialize: bool
     broadcast: bool
     from_rank_zero: bool = False
 
 
-def decide_initialisation(modules: Iterable[nn.Module], sync_module_states: bool | None) -> Initialisation:
-    """Look at which ranks have real tensors in their ``modules``; called on all ranks, gathers one flag from each.
+def decide_initialization(modules: Iterable[nn.Module], sync_module_states: bool | None) -> Initialization:
+    """Determine which ranks have real tensors in ``modules``. Called on all ranks; all-gathers one flag per rank.
 
     Raises:
-        PlanError: some ranks have values and some have none, and nobody was told to send them (FSDP1's message), or
-            rank 0 is the one without.
+        PlanError: only some ranks have values and ``sync_module_states`` is False (FSDP1's message), or rank 0 has
+            none.
     """
-    on_meta: list[bool] = gather(any(map(_owns_meta, modules)))
+    on_meta: list[bool] = all_gather_object(any(map(_owns_meta, modules)))
     if not any(on_meta):
-        return Initialisation(draw=False, broadcast=bool(sync_module_states))
+        return Initialization(initialize=False, broadcast=bool(sync_module_states))
     if all(on_meta):
-        return Initialisation(draw=True, broadcast=bool(sync_module_states))
+        return Initialization(initialize=True, broadcast=bool(sync_module_states))
     if sync_module_states is False:
         raise PlanError(
             "Detected mixed initialization where some ranks have model on cpu or gpu and some ranks are on meta "
@@ -70,14 +74,14 @@ def decide_initialisation(modules: Iterable[nn.Module], sync_module_states: bool
             "rank 0's model is on the meta device while other ranks have values, and sync_module_states sends rank "
             "0's; build the model with values on rank 0, or on the meta device on every rank"
         )
-    return Initialisation(draw=False, broadcast=True, from_rank_zero=True)
+    return Initialization(initialize=False, broadcast=True, from_rank_zero=True)
 
 
 @contextlib.contextmanager
 def rank_zero_rng() -> Iterator[None]:
-    """Draw as rank 0 would; the random state of every rank is put back. Called on all ranks, broadcasts the states.
+    """Use rank 0's RNG states within the block, then restore this rank's. Called on all ranks; broadcasts the states.
 
-    Of all generators in use, since an initialisation may draw from any.
+    Covers all generators in use, since an initializer may use any of them.
     """
     own = random_states()
     sent = [own]
@@ -90,71 +94,71 @@ def rank_zero_rng() -> Iterator[None]:
 
 
 class Materializer:
-    """Makes units real, one at a time, bottom-up.
+    """Materializes units one at a time, bottom-up.
 
     Args:
-        modules: Those of the whole model, by every path; changed by ``make_real`` only.
-        device: Where values are to lie.
-        initialisation: Where they come from.
-        initializers: How they are drawn.
-        left_out: Parameters that stay as they are.
-        kept: Parameters that stay the same objects, but may move.
+        modules: All modules of the model, by every path. Only ``materialize_unit`` modifies them.
+        device: The device of the materialized tensors.
+        initialization: Whether to run initializers and to broadcast.
+        initializers: Return the initializer of a module.
+        ignored: Parameters that are not modified.
+        in_place: Parameters that may move to another device, but remain the same objects.
     """
 
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
         device: torch.device,
-        initialisation: Initialisation,
+        initialization: Initialization,
         initializers: Initializers,
-        left_out: Collection[nn.Parameter] = (),
-        kept: Collection[nn.Parameter] = (),
+        ignored: Collection[nn.Parameter] = (),
+        in_place: Collection[nn.Parameter] = (),
     ) -> None:
         self.device = device
-        self.initialisation = initialisation
+        self.initialization = initialization
         self.initializers = initializers
-        self.left_out = left_out
-        self.kept = kept
-        self.drawn: set[nn.Module] = set()
+        self.ignored = ignored
+        self.in_place = in_place
+        self.initialized: set[nn.Module] = set()
         self.path_of = first_paths(modules)
-        self.places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        self.registrations: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in self.path_of:
             for name, parameter in own_parameters(module):
-                self.places.setdefault(parameter, []).append((module, name))
+                self.registrations.setdefault(parameter, []).append((module, name))
 
     def check(self, inside: Collection[nn.Module]) -> None:
-        """Raise if a meta tensor will never get a value; reads only.
+        """Raise if a meta tensor would never get a value. Only reads.
 
         Args:
-            inside: The modules whose tensors units hold.
+            inside: The modules whose tensors belong to units.
         Raises:
-            PlanError: names the module that has neither ``param_init_fn`` nor ``reset_parameters``, or the parameter
-                or buffer that no unit holds.
+            PlanError: names the module without ``param_init_fn`` and ``reset_parameters``, or the parameter or
+                buffer outside of all units.
         """
         for module, path in self.path_of.items():
-            if self.initialisation.from_rank_zero:
-                self._refuse_split(module, path)
+            if self.initialization.from_rank_zero:
+                self._refuse_tensor_parallel(module, path)
             if not _owns_meta(module):
                 continue
             outside = [
                 f"{kind} {join(path, name)}"
                 for kind, own in (("parameter", own_parameters(module)), ("buffer", own_buffers(module)))
                 for name, tensor in own
-                if tensor.is_meta and (module not in inside or tensor in self.left_out)
+                if tensor.is_meta and (module not in inside or tensor in self.ignored)
             ]
             if outside:
                 raise PlanError(
                     f"{outside[0]} is on the meta device, and no unit holds it, so it would never get a value; build "
                     "that part of the model on a real device"
                 )
-            if self.initialisation.draw and self._initializer(module) is None:
+            if self.initialization.initialize and self._initializer(module) is None:
                 raise PlanError(
                     f"module {path!r} ({type(module).__name__}) has parameters or buffers on the meta device, but "
                     "it has no reset_parameters(), and the direct child above it no param_init_fn(module); add one "
                     "of them, or build the model on the CPU"
                 )
 
-    def _refuse_split(self, module: nn.Module, path: str) -> None:
+    def _refuse_tensor_parallel(self, module: nn.Module, path: str) -> None:
         for name, parameter in own_parameters(module):
             if isinstance(parameter, DTensor):
                 raise PlanError(
@@ -163,88 +167,91 @@ class Materializer:
                     "parallelize_module, and the layer plan as tensor_parallel"
                 )
 
-    def make_real(self, modules: Sequence[nn.Module], mesh: UnitMesh) -> None:
-        """Materialise, move and (if asked for) synchronise what the ``modules`` of one unit hold themselves.
+    def materialize_unit(self, modules: Sequence[nn.Module], mesh: UnitMesh) -> None:
+        """Materialize, move and (if requested) broadcast the tensors that the ``modules`` of one unit own.
 
-        Called on all ranks in the same order; broadcasts the unit's tensors over its ``mesh`` (those that are split
-        already over its ``data_parallel`` axes), or from rank 0, if the initialisation says so.
+        Called on all ranks in the same order. Broadcasts the unit's tensors over its mesh (TP-sharded ones over its
+        data-parallel axes), or from rank 0, depending on ``initialization``.
         """
-        self.fill(modules)
+        self.materialize(modules)
         for tensor in _own_tensors(modules):
-            if tensor not in self.left_out:
+            if tensor not in self.ignored:
                 self._move(tensor)
-        if self.initialisation.broadcast:
-            groups = [None] if self.initialisation.from_rank_zero else _groups_of(mesh.whole)
+        if self.initialization.broadcast:
+            groups = [None] if self.initialization.from_rank_zero else _groups_of(mesh.whole)
             of_split = groups if mesh.fsdp is mesh.whole else _groups_of(mesh.fsdp)
             for tensor in _own_tensors(modules):
-                if tensor not in self.left_out:
+                if tensor not in self.ignored:
                     _broadcast(tensor, of_split if isinstance(tensor, DTensor) else groups)
 
-    def fill(self, modules: Iterable[nn.Module]) -> None:
-        """Materialise what they hold themselves on the meta device, in this order; does not communicate."""
+    def materialize(self, modules: Iterable[nn.Module]) -> None:
+        """Materialize the meta tensors that the modules own, in this order. Does not communicate."""
         for module in modules:
             if _owns_meta(module):
-                self._fill(module)
+                self._initialize(module)
 
-    def same_on_all_ranks(self, modules: Iterable[nn.Module]) -> set[nn.Module]:
-        """Those that ``make_real`` gave equal parameters on every rank: drawn as rank 0 draws, or broadcast."""
-        return set(modules) if self.initialisation.broadcast else self.drawn.intersection(modules)
+    def equal_on_all_ranks(self, modules: Iterable[nn.Module]) -> set[nn.Module]:
+        """The modules whose parameters are equal on all ranks: initialized with rank 0's RNG state, or broadcast."""
+        return set(modules) if self.initialization.broadcast else self.initialized.intersection(modules)
 
     def _move(self, tensor: torch.Tensor) -> None:
-        """The tensor on the device, in the layout that ``fully_shard`` takes.
+        """Move the tensor to the device, with the contiguous layout that ``fully_shard`` requires.
 
-        A parameter that is to be sharded becomes a new one: the optimizer and others hold the old one until all units
-        are sharded, and with it would hold what is moved here.
+        A parameter that will be sharded is replaced by a new one. The optimizer and others reference the old
+        parameter until all units are sharded, and would otherwise keep the moved tensor alive.
         """
         if isinstance(tensor, DTensor):
-            self._move_split(tensor)
+            self._move_dtensor(tensor)
             return
         value = tensor.data.to(self.device).contiguous()
         if value.data_ptr() == tensor.data_ptr() and value.device == tensor.device:
             return
-        if isinstance(tensor, nn.Parameter) and tensor in self.places and tensor not in self.kept:
+        if isinstance(tensor, nn.Parameter) and tensor in self.registrations and tensor not in self.in_place:
             self._replace(tensor, value)
         else:
             tensor.data = value
 
-    def _move_split(self, tensor: DTensor) -> None:
+    def _move_dtensor(self, tensor: DTensor) -> None:
         local = tensor.to_local()
         if local.device != self.device and isinstance(tensor, nn.Parameter):
             self._replace(tensor, with_local_tensor(tensor, local.detach().to(self.device)))
 
     def _replace(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """At every place, so that ties hold."""
+        """Replace the parameter under each of its registrations, to preserve ties."""
         real = nn.Parameter(value, parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)
-        for owner, attribute in self.places[parameter]:
+        for owner, attribute in self.registrations[parameter]:
             setattr(owner, attribute, real)
 
-    def _fill(self, module: nn.Module) -> None:
+    def _initialize(self, module: nn.Module) -> None:
         named = {parameter: name for name, parameter in own_parameters(module) if parameter.is_meta}
-        initialize = self._initializer(module) if self.initialisation.draw else None
-        if isinstance(initialize, OnMeta):
-            self._fill_by(initialize, module, named)
+        initialize = self._initializer(module) if self.initialization.initialize else None
+        if isinstance(initialize, MetaInitializer):
+            self._initialize_meta(initialize, module, named)
             return
         for parameter in named:
-            if isinstance(parameter, DTensor):  # [Note: drawn in full]
+            if isinstance(parameter, DTensor):  # [Note: initialized in full]
                 self._replace(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device))
             else:
                 self._replace(parameter, torch.empty_like(parameter, device=self.device))
         for name, buffer in own_buffers(module):
             if buffer.is_meta:
                 setattr(module, name, torch.empty_like(buffer, device=self.device))
-        if self.initialisation.draw:
+        if self.initialization.initialize:
             assert initialize is not None, "check() ran before"
             initialize()
-            if len(named) == len(own_parameters(module)):  # what was not on the meta device is each rank's own
-                self.drawn.add(module)
+            # tensors that were not on the meta device may differ between ranks
+            if len(named) == len(own_parameters(module)):
+                self.initialized.add(module)
         for parameter, name in named.items():
-            if isinstance(parameter, DTensor):  # [Note: drawn in full]
+            if isinstance(parameter, DTensor):  # [Note: initialized in full]
                 full: torch.Tensor = getattr(module, name).data
                 mesh, placements = parameter.device_mesh, parameter.placements
                 self._replace(parameter, distribute_tensor(full, mesh, placements, src_data_rank=None))
 
-    def _fill_by(self, initialize: "OnMeta", module: nn.Module, named: dict[nn.Parameter, str]) -> None:
+    def _initialize_meta(
+        self, initialize: "MetaInitializer", module: nn.Module, named: dict[nn.Parameter, str]
+    ) -> None:
         initialize()
         for name, tensor in (*own_parameters(module), *own_buffers(module)):
             if tensor.is_meta:
@@ -255,15 +262,15 @@ class Materializer:
         for parameter, name in named.items():
             self._replace(parameter, getattr(module, name).data)
         if len(named) == len(own_parameters(module)):
-            self.drawn.add(module)
+            self.initialized.add(module)
 
     def _initializer(self, module: nn.Module) -> Callable[[], object] | None:
         return self.initializers(module, self.path_of[module])
 
 
 @dataclass(frozen=True, slots=True)
-class OnMeta:
-    """An initializer that materialises its module itself: FSDP1 called ``param_init_fn`` with meta tensors."""
+class MetaInitializer:
+    """An initializer that materializes its module itself: FSDP1 called ``param_init_fn`` with meta tensors."""
 
     function: Callable[[], object]
 
@@ -277,7 +284,7 @@ def _owns_meta(module: nn.Module) -> bool:
 
 
 def breadth_first(roots: Sequence[nn.Module], nested: Collection[nn.Module]) -> list[nn.Module]:
-    """The modules of one unit, without what lies in ``nested`` ones, in the order in which FSDP1 initialised them."""
+    """The modules of one unit, without those in ``nested`` units, in the order in which FSDP1 initialized them."""
     waiting, seen = deque(roots), set(roots)
     found = []
     while waiting:
@@ -299,14 +306,14 @@ def _own_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
-    """Over which groups to broadcast so that the whole mesh has its first rank's values; None is all ranks."""
+    """Groups over which successive broadcasts reach the whole mesh from its first rank; None: the default group."""
     if mesh.size() == dist.get_world_size():
         return [None]
     return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
 
 
 def _broadcast(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> None:
-    """From the first rank of each group, one group after the other; as bytes: gloo knows fewer dtypes than torch."""
+    """Broadcast from the first rank of each group in turn, as bytes: gloo supports fewer dtypes than torch."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.numel():
         for group in groups:

@@ -1,4 +1,4 @@
-"""From ``MeshSpec``s to torch's ``DeviceMesh``es."""
+"""Create ``DeviceMesh``es from ``MeshSpec``s."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composer_fsdp2._torch.groups import new_group_of
 from composer_fsdp2.config.mesh import DATA_PARALLEL, GROUPS_KEY, AxisRole, MeshSpec
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 
 Ranks: TypeAlias = tuple[int, ...]
-# For one mesh and each axis, outermost first, the group of every rank.
+# For each axis of a mesh, outermost first, the group of every rank.
 GroupTable: TypeAlias = tuple[tuple[Ranks, ...], ...]
 
 
@@ -50,31 +50,33 @@ def _slice(mesh: DeviceMesh, spec: MeshSpec, *roles: AxisRole) -> DeviceMesh | N
     return mesh[tuple(names[axis] for axis in axes)]
 
 
-def unit_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ()) -> list[UnitMesh]:
-    """The mesh of each resolved spec; where it divides the ranks into groups, the mesh of this rank's group.
+def unit_meshes(specs: Sequence[MeshSpec], existing_meshes: Sequence[DeviceMesh] = ()) -> list[UnitMesh]:
+    """The mesh of each resolved spec. If a spec partitions the ranks into groups, the mesh of this rank's group.
 
-    Without groups a mesh holds the ranks 0, 1, ... in order, replicas outermost. It is equal, to torch, to the one that
-    Composer's State makes of the same spec.
+    Without groups a mesh contains the ranks 0, 1, ... in order, with replicas outermost. It compares equal to the mesh
+    that Composer's State creates from the same spec.
 
     Args:
-        present: Meshes that are there already. One that has a spec's ranks in the same places on the same type of
-            device is taken, under its own axis names, if every rank has such a one: another mesh would be other
-            process groups, whose communicators take device memory beside those of the first.
+        existing_meshes: Meshes that the caller has already made. A mesh whose ranks, shape and device type equal a
+            spec's is reused, with its own axis names, if every rank passes such a mesh. A second mesh would create
+            process groups whose communicators take additional device memory.
     Raises:
-        ConfigError: the groups that the ranks named do not fit together; on every rank.
+        ConfigError: the groups that the ranks specify are inconsistent; on all ranks.
 
-    Called on all ranks with the specs in the same order. Gathers the groups that ranks know only for themselves, and
-    whether each rank has the meshes; makes the process groups that are missing.
+    Called on all ranks with the specs in the same order. All-gathers the groups that only their members know, and
+    whether each rank has the meshes; creates the missing process groups.
     """
     tables = iter(_group_tables([spec for spec in specs if spec.is_grouped]))
-    # What ranks give for themselves may be alike on some and not on others: their tables tell.
+    # Ranks specify only their own groups, which may be equal on some ranks and differ on others; the tables show it.
     keys: list[MeshSpec | GroupTable] = [next(tables) if spec.is_grouped else spec for spec in specs]
     wanted = dict(zip(keys, specs, strict=True))
     layouts = [_layout(spec, None if isinstance(key, MeshSpec) else key) for key, spec in wanted.items()]
     made: dict[object, UnitMesh] = {}
-    for (key, spec), layout, mesh in zip(wanted.items(), layouts, _taken(wanted, layouts, present), strict=True):
+    for (key, spec), layout, mesh in zip(
+        wanted.items(), layouts, _reusable_meshes(wanted, layouts, existing_meshes), strict=True
+    ):
         if mesh is None:
-            mesh = _make_mesh(spec, layout, _lines(spec.shape) if isinstance(key, MeshSpec) else key)
+            mesh = _make_mesh(spec, layout, _groups_along_axes(spec.shape) if isinstance(key, MeshSpec) else key)
         made[key] = UnitMesh.of(mesh, spec)
     return [made[key] for key in keys]
 
@@ -95,10 +97,10 @@ def _make_mesh(spec: MeshSpec, layout: list[Any], table: GroupTable) -> DeviceMe
 
 def group_along(shape: Sequence[int], axis: int, use: str, **options: Any) -> dist.ProcessGroup:
     """``group_of`` along one axis of ``arange(world_size).view(shape)``. Called on all ranks."""
-    return group_of(_lines(shape)[axis], use, **options)
+    return group_of(_groups_along_axes(shape)[axis], use, **options)
 
 
-def _lines(shape: Sequence[int]) -> GroupTable:
+def _groups_along_axes(shape: Sequence[int]) -> GroupTable:
     """For each axis of ``arange(world_size).view(shape)`` and each rank, the ranks along that axis."""
     ranks = torch.arange(dist.get_world_size()).view(*shape)
     table = []
@@ -117,15 +119,15 @@ _world: dist.ProcessGroup | None = None
 def group_of(
     of_ranks: Sequence[Ranks], use: str, *, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
-    """The process group of this rank in a partition of the world, created once per world. Called on all ranks.
+    """This rank's process group in a partition of the world, created once per world. Called on all ranks.
 
     Args:
-        of_ranks: For each global rank the ranks of its group, in the same order on all members.
-        use: Groups for different uses have communicators of their own, even over the same ranks: NCCL runs the
-            collectives of a communicator one after the other, and an exchange would wait for prefetched parameters.
+        of_ranks: For each global rank, the ranks of its group, in the same order on all members.
+        use: Groups for different uses have separate communicators, even over the same ranks. NCCL serializes the
+            collectives of a communicator, so an exchange would wait for prefetched parameters.
         backend, timeout: None means those of the default group.
     """
-    _forget_other_worlds()
+    _clear_stale_groups()
     rank = dist.get_rank()
     missing = [ranks for ranks in dict.fromkeys(of_ranks) if (ranks, use) not in _groups]
     if missing:
@@ -137,11 +139,11 @@ def group_of(
 
 
 def _world_group(device_type: str) -> dist.ProcessGroup:
-    """The process group of all ranks that torch's meshes use; a rank without a GPU of its own takes one here.
+    """The process group of all ranks that torch's meshes use. A rank without a current GPU selects one here.
 
-    It is the default group, except on torch 2.7 where that is gloo's and there are GPUs: a new one, with NCCL.
+    This is the default group, except on torch 2.7 if that group uses gloo and there are GPUs: then a new NCCL group.
     """
-    _forget_other_worlds()
+    _clear_stale_groups()
     key = tuple(range(dist.get_world_size())), f"world, {device_type}"
     if key not in _groups:
         _groups[key] = init_device_mesh(device_type, (dist.get_world_size(),)).get_group()
@@ -150,7 +152,7 @@ def _world_group(device_type: str) -> dist.ProcessGroup:
     return group
 
 
-def _forget_other_worlds() -> None:
+def _clear_stale_groups() -> None:
     global _world
     if _world is not dist.group.WORLD:
         _world = dist.group.WORLD
@@ -158,19 +160,21 @@ def _forget_other_worlds() -> None:
 
 
 def training_groups(mesh: DeviceMesh, of_units: Iterable[DeviceMesh]) -> tuple[dist.ProcessGroup | None, ...]:
-    """The process groups that together reach all ranks which train parts of one root; None is the default group.
+    """Process groups that together contain all ranks that train parts of one root; None is the default group.
 
-    A root on groups of ranks trains in each group alone, unless a unit below it lies on ranks of several.
+    A root on groups of ranks is trained within each group only, unless a unit below it spans several groups.
 
     Args:
-        mesh: The root's, with all axes.
-        of_units: Of all of its units.
+        mesh: The root's mesh, with all axes.
+        of_units: The meshes of all its units.
 
-    Called on all ranks; gathers a bit if the root's mesh is not the whole world.
+    Called on all ranks; all-gathers a flag if the root's mesh is not the whole world.
     """
     if mesh.size() < dist.get_world_size():
         own = set(mesh.mesh.flatten().tolist())
-        if all(gather(all(own.issuperset(each.mesh.flatten().tolist()) for each in dict.fromkeys(of_units)))):
+        if all(
+            all_gather_object(all(own.issuperset(each.mesh.flatten().tolist()) for each in dict.fromkeys(of_units)))
+        ):
             return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
     return (None,)
 
@@ -182,22 +186,24 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _has(mesh: DeviceMesh, device_type: str, layout: list[Any]) -> bool:
-    """Whether it is this one; ``fully_shard`` wants two axes to have names."""
+def _matches(mesh: DeviceMesh, device_type: str, layout: list[Any]) -> bool:
+    """Whether the mesh has this device type and layout. ``fully_shard`` requires names for two axes."""
     is_named = mesh.ndim == 1 or mesh.mesh_dim_names is not None
     return is_named and mesh.device_type == device_type and mesh.mesh.tolist() == layout
 
 
-def _taken(
-    wanted: Mapping[MeshSpec | GroupTable, MeshSpec], layouts: Sequence[list[Any]], present: Sequence[DeviceMesh]
+def _reusable_meshes(
+    wanted: Mapping[MeshSpec | GroupTable, MeshSpec],
+    layouts: Sequence[list[Any]],
+    existing_meshes: Sequence[DeviceMesh],
 ) -> list[DeviceMesh | None]:
-    """For each mesh that is wanted, the one that is there; None on all ranks, where a rank has none."""
+    """For each wanted mesh, the existing one; None on all ranks if a rank has none."""
     own = [
-        next((mesh for mesh in present if _has(mesh, spec.device_type, layout)), None)
+        next((mesh for mesh in existing_meshes if _matches(mesh, spec.device_type, layout)), None)
         for spec, layout in zip(wanted.values(), layouts, strict=True)
     ]
-    # Groups are made by all ranks together, so none may go its own way.
-    of_ranks = gather([mesh is not None for mesh in own])
+    # All ranks create groups together, so they must make the same choice.
+    of_ranks = all_gather_object([mesh is not None for mesh in own])
     return [mesh if all(has[number] for has in of_ranks) else None for number, mesh in enumerate(own)]
 
 
@@ -219,10 +225,12 @@ def _group_tables(specs: Sequence[MeshSpec]) -> list[GroupTable]:
         return []
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = [tuple(groups.members(rank, world_size) for groups in spec.groups) for spec in specs]
-    # Units by the dozen have the same groups: those are sent once, and looked at once.
+    # Dozens of units may have the same groups; these are sent and checked once.
     distinct = {groups: number for number, groups in enumerate(dict.fromkeys(own))}
     of_ranks: list[tuple[list[tuple[range | Ranks, ...]], list[int]]]
-    of_ranks = gather(([tuple(map(_packed, groups)) for groups in distinct], [distinct[groups] for groups in own]))
+    of_ranks = all_gather_object(
+        ([tuple(map(_as_range, groups)) for groups in distinct], [distinct[groups] for groups in own])
+    )
     members = [[tuple(map(tuple, groups)) for groups in of_rank] for of_rank, _ in of_ranks]
     tables: dict[Ranks, GroupTable] = {}
     chosen = []
@@ -238,8 +246,8 @@ def _group_tables(specs: Sequence[MeshSpec]) -> list[GroupTable]:
     return chosen
 
 
-def _packed(ranks: Ranks) -> range | Ranks:
-    """What is sent of a group: a thousand ranks in a row are three numbers."""
+def _as_range(ranks: Ranks) -> range | Ranks:
+    """A compact form of a group for sending: a thousand consecutive ranks become three numbers."""
     if len(ranks) > 2:
         even = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
         if tuple(even) == ranks:
@@ -248,7 +256,7 @@ def _packed(ranks: Ranks) -> range | Ranks:
 
 
 def _problem_of(table: GroupTable) -> str:
-    """What is wrong with a table of groups, or ""."""
+    """The inconsistency in a table of groups, or ""."""
     for of_ranks in table:
         for rank, members in enumerate(of_ranks):
             if rank not in members:
@@ -259,7 +267,7 @@ def _problem_of(table: GroupTable) -> str:
                     f"{GROUPS_KEY} of rank {rank} is {list(members)}, but rank {other} says "
                     f"{list(of_ranks[other])}; all ranks of a group must name the same ranks"
                 )
-    # Who is in one group along an axis stands at the same place along those inside of it.
+    # The ranks of a group along one axis must have equal positions within their groups along the inner axes.
     for outer, inner in combinations(table, 2):
         for rank, members in enumerate(outer):
             for member in members:

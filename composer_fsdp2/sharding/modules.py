@@ -1,4 +1,4 @@
-"""Small questions about a tree of modules and its paths."""
+"""Helpers for module trees and paths."""
 
 from collections.abc import Mapping
 
@@ -10,19 +10,21 @@ from composer_fsdp2.errors import PlanError
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module can be called: containers such as ModuleList have no forward, and so no hooks to gather in."""
+    """Whether the module can be called. Containers such as ModuleList have no forward, and so run no hooks."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether this is a model of transformers, which is not imported for it."""
+    """Whether this is a transformers model. Does not import transformers."""
     kinds = type(module).__mro__
     return any(cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in kinds)
 
 
 def outside_compilation(modules: Mapping[str, nn.Module], path: str) -> tuple[str, nn.Module]:
-    """The module at ``path``, or what ``torch.compile`` put around it: that calls the module itself, past whatever
-    would be put between the two."""
+    """The module at ``path``, or the ``torch.compile`` wrapper around it.
+
+    The compiled wrapper calls the module directly and would bypass any wrapper in between.
+    """
     parent = path.rpartition(".")[0]
     if path and is_compiled(modules[parent]):
         return parent, modules[parent]
@@ -30,33 +32,33 @@ def outside_compilation(modules: Mapping[str, nn.Module], path: str) -> tuple[st
 
 
 def at_path(model: nn.Module, path: str) -> nn.Module:
-    """The module registered at ``path``, seen through checkpointing wrappers (but not through the last one)."""
+    """The module registered at ``path``. Checkpoint wrappers on the path are skipped, except at its end."""
     module = model
     for name in path.split(".") if path else []:
-        module = getattr(module, name)  # wrappers hand on attributes that they have not
+        module = getattr(module, name)  # wrappers forward missing attributes to their module
     return module
 
 
 def parameter_at(model: nn.Module, name: str) -> nn.Parameter:
-    """By its name before sharding and wrapping."""
+    """A parameter by its name before sharding and wrapping."""
     path, _, attribute = name.rpartition(".")
     parameter: nn.Parameter = getattr(at_path(model, path), attribute)
     return parameter
 
 
 def is_at_or_under(path: str, ancestor: str) -> bool:
-    """Whether a module path lies at or below another; everything lies below the model's, ''."""
+    """Whether a module path equals ``ancestor`` or is below it. Every path is below the model's, ''."""
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 
 def ancestors_or_self(path: str) -> list[str]:
-    """``a.b`` gives ``a.b``, ``a`` and the model's own, ''."""
+    """``a.b`` yields ``a.b``, ``a`` and the model's path ''."""
     parts = path.split(".") if path else []
     return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
 
 
 def first_paths(modules: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
-    """The path of each module as ``named_modules`` gives it, from those by every path, in registration order."""
+    """The path of each module in ``named_modules``, from the modules by every path in registration order."""
     found: dict[nn.Module, str] = {}
     for path, module in modules.items():
         found.setdefault(module, path)
@@ -64,12 +66,12 @@ def first_paths(modules: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
 
 
 def ignored_modules(modules: Mapping[str, nn.Module], config: ShardingConfig) -> dict[str, nn.Module]:
-    """The ignored modules by path, each given as itself or as its path.
+    """The ignored modules by path. Each is specified as a module or as a path.
 
     Args:
-        modules: Those of the model, by every path.
+        modules: All modules of the model, by every path.
     Raises:
-        PlanError: one is not part of the model, or the model itself.
+        PlanError: a module is not part of the model, or is the model itself.
     """
     found = {}
     paths = first_paths(modules) if config.ignored_modules else {}

@@ -1,4 +1,4 @@
-"""An optimizer that was built before sharding follows the model's new parameters: same object, same groups."""
+"""Rebind an optimizer that was created before sharding to the sharded parameters: same object, same groups."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias, cast
@@ -7,20 +7,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.parts import with_local_tensor
+from composer_fsdp2._torch.local_tensors import with_local_tensor
 from composer_fsdp2._torch.private_names import own_parameters
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError, UnsupportedError
-from composer_fsdp2.sharding.placements import split_dimension
+from composer_fsdp2.sharding.placements import sharded_dim
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 def the_optimizer(optimizers: Optimizers) -> torch.optim.Optimizer | None:
-    """The one optimizer, or None.
+    """The only optimizer, or None.
 
     Raises:
-        UnsupportedError: there are several.
+        UnsupportedError: several optimizers.
     """
     if optimizers is None or isinstance(optimizers, torch.optim.Optimizer):
         return optimizers
@@ -36,10 +36,10 @@ def the_optimizer(optimizers: Optimizers) -> torch.optim.Optimizer | None:
 
 
 def check_optimizers(model: nn.Module, optimizers: Optimizers) -> None:
-    """Raise unless every parameter of the optimizer is one of the model's.
+    """Raise unless every parameter of the optimizer belongs to the model.
 
     Raises:
-        PlanError: FSDP1's message, and how many parameters are foreign.
+        PlanError: FSDP1's message, and the number of foreign parameters.
         UnsupportedError: more than one optimizer.
     """
     optimizer = the_optimizer(optimizers)
@@ -62,10 +62,10 @@ def check_optimizers(model: nn.Module, optimizers: Optimizers) -> None:
 
 
 def refuse_frozen(model: nn.Module, optimizers: Optimizers, frozen: Collection[str]) -> None:
-    """Raise if freezing leaves an optimizer of the model's parameters nothing to train.
+    """Raise if freezing leaves the optimizer without trainable parameters.
 
     Args:
-        frozen: The names of the parameters that are to be frozen.
+        frozen: The names of the parameters to freeze.
     Raises:
         PlanError: names them.
     """
@@ -83,13 +83,11 @@ def refuse_frozen(model: nn.Module, optimizers: Optimizers, frozen: Collection[s
 
 
 def rebinding(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """A function to call after sharding: the optimizer follows to what is registered where its parameters are now.
+    """Record the optimizer's parameters; return a function that rebinds it to the sharded parameters after sharding.
 
-    Parameters of other models stay.
-
-    Group objects, their order and their options stay: schedulers hold them. State that the optimizer already has is
-    cut to this rank's shard (FSDP1 cleared it without a word). The function is called on all ranks, and does not
-    communicate.
+    Parameters of other models are unchanged. Group objects, their order and their options are preserved, because
+    schedulers reference them. Existing optimizer state is sharded (FSDP1 cleared it without a warning). Call the
+    function on all ranks; it does not communicate.
     """
     places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     for module in model.modules():
@@ -109,21 +107,21 @@ def rebinding(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[]
 
 
 def _shard_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
-    """A state tensor of the parameter's shape becomes a shard of it; counters and the like stay."""
+    """Shard a state tensor that has the parameter's shape; return counters and other values as they are."""
     if not (isinstance(value, torch.Tensor) and isinstance(new, DTensor) and value.shape == old.shape and value.dim()):
         return value
     mesh, local = new.device_mesh, new.to_local()
-    # Every rank holds the full state already (of what the script split: its part of it), so each keeps its part of
-    # that and nothing is sent.
+    # Every rank has the full state (for a TP-sharded parameter: the state of its TP shard), so each takes its shard
+    # without communication.
     shard, num_axes = value, mesh.ndim
     if isinstance(value, DTensor):
         shard, num_axes = value.to_local(), mesh.ndim - value.device_mesh.ndim
-    # Innermost first: a tensor axis split the parameter before it was sharded.
+    # Innermost axis first: the parameter was TP-sharded before it was sharded.
     for axis in reversed(range(num_axes)):
-        dimension = split_dimension(new.placements[axis])
+        dimension = sharded_dim(new.placements[axis])
         if dimension is not None:
             parts = shard.chunk(mesh.size(axis), dimension)
             place = mesh.get_local_rank(axis)
-            # As torch has it: of few rows the last ranks get none.
+            # As in torch, the last ranks get empty shards of a tensor with few rows.
             shard = parts[place] if place < len(parts) else shard.narrow(dimension, 0, 0)
     return with_local_tensor(new, shard.to(local.device, copy=True).contiguous())

@@ -1,8 +1,7 @@
-"""Split the modules of a unit over the ranks of a tensor axis, just before the unit is sharded.
+"""TP-shard the modules of a unit, immediately before the unit is sharded.
 
-[Note: split parameters] torch's styles put new parameters where the old ones stood. What was noted on the old ones is
-carried over: whether they are trained (torch 2.7 trains what was frozen), attributes, and ties, of which each side
-gets a parameter of its own, without an error.
+[Note: TP-sharded parameters] torch's styles replace a module's parameters. We copy over ``requires_grad`` (torch 2.7
+sets it for frozen parameters), attributes, and ties, which torch breaks without an error.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,16 +21,17 @@ def parallelize_unit(
     mesh: DeviceMesh | None,
     same: Collection[nn.Module],
 ) -> None:
-    """Carry out the styles of a unit's modules, whose values are full.
+    """Apply the styles of a unit's modules, whose parameters are full tensors.
 
     Args:
-        unit: As planned.
-        modules: Those of the whole model, by every path.
-        styles: Of the modules that the unit holds.
-        mesh: The tensor axis, if there is one.
-        same: Those of the modules whose values are known to be equal on all ranks that split them.
+        unit: The planned unit.
+        modules: All modules of the model, by every path.
+        styles: The styles of the unit's modules.
+        mesh: The tensor axis, or None.
+        same: The modules whose values are known to be equal on all TP ranks.
 
-    Called on all ranks; rank 0 of each group along the tensor axis sends the others their parts of all but ``same``.
+    Called on all ranks. The first rank along the tensor axis sends the others their shards, except for modules in
+    ``same``.
     """
     if mesh is None:
         return
@@ -40,14 +40,14 @@ def parallelize_unit(
             parallelize(module, style, mesh, source=None if module in same else 0)
     for spec in unit.parameters:
         if len(spec.names) > 1 and spec.tensor_placement is not None:
-            tie_again(modules, spec.names)
+            retie_parameters(modules, spec.names)
 
 
 def parallelize(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, *, source: int | None = 0) -> None:
-    """Carry out one style, and keep what was noted on the parameters ([Note: split parameters]).
+    """Apply one style, and preserve the parameters' attributes ([Note: TP-sharded parameters]).
 
     Args:
-        source: The rank along ``mesh`` that sends the values; None where every rank has them.
+        source: The rank along ``mesh`` that sends the values; None if all ranks have them.
     """
     before = own_parameters(module)
     parallelize_module(module, mesh, style, src_data_rank=source)
@@ -58,10 +58,10 @@ def parallelize(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, *, so
             vars(new).update(vars(old))
 
 
-def tie_again(modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> None:
-    """Have one parameter under all of its names, the first one's ([Note: split parameters]).
+def retie_parameters(modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> None:
+    """Register the first name's parameter under all ``names`` ([Note: TP-sharded parameters]).
 
-    The plan knows that all of its sides are placed alike.
+    The plan guarantees that all of them have equal placements.
     """
     (first, attribute), *others = ((modules[path], name) for path, _, name in (each.rpartition(".") for each in names))
     for module, name in others:

@@ -1,4 +1,4 @@
-"""Along which axes of its mesh a tensor is split, and what a rank has of it."""
+"""The mesh axes along which a tensor is sharded or replicated."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -7,23 +7,23 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 
-def split_dimension(placement: Placement) -> int | None:
-    """Which dimension of a tensor a placement splits, if it splits it.
+def sharded_dim(placement: Placement) -> int | None:
+    """The tensor dimension that a placement shards; None if it does not shard.
 
-    A parameter that is split by tensor parallelism and then sharded has a placement of its own for the two, which is a
-    ``Shard`` on torch 2.7, and none on 2.13.
+    A parameter that is TP-sharded and then sharded along the same dimension has a ``_StridedShard``, which is a
+    ``Shard`` in torch 2.7, but not in 2.13.
     """
     dimension: int | None = getattr(placement, "dim", None)
     return dimension
 
 
-def splitting_axes(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The axes of its mesh along which ranks hold different parts of a tensor; one rank, or replicas, split nothing."""
-    return _axes_with(lambda placement: split_dimension(placement) is not None, tensor)
+def shard_axes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The axes of its mesh along which a tensor is sharded. Axes of size 1 and replicas are excluded."""
+    return _axes_with(lambda placement: sharded_dim(placement) is not None, tensor)
 
 
-def replicating_axes(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The axes of its mesh along which ranks hold the same part of a tensor."""
+def replicate_axes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The axes of its mesh along which a tensor is replicated. Axes of size 1 are excluded."""
     return _axes_with(lambda placement: placement.is_replicate(), tensor)
 
 
@@ -34,13 +34,13 @@ def _axes_with(has: Callable[[Placement], bool], tensor: torch.Tensor) -> tuple[
     return tuple([axis for axis, placement in enumerate(tensor.placements) if has(placement) and sizes[axis] > 1])
 
 
-def splitting_axes_of_all(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, ...]]:
-    """``splitting_axes`` of each of many, most of which lie as the one before."""
+def shard_axes_of_all(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, ...]]:
+    """``shard_axes`` of each tensor. Fast if most tensors have the same placements as the previous one."""
     mesh, placements, axes = None, None, tuple[int, ...]()
     for tensor in tensors:
         if not isinstance(tensor, DTensor):
             yield ()
             continue
         if tensor.device_mesh is not mesh or tensor.placements != placements:
-            mesh, placements, axes = tensor.device_mesh, tensor.placements, splitting_axes(tensor)
+            mesh, placements, axes = tensor.device_mesh, tensor.placements, shard_axes(tensor)
         yield axes

@@ -1,4 +1,4 @@
-"""The sharding plan as a value: which units, with which parameters, and what is done with them."""
+"""The sharding plan as a value: the units, their parameters, and what is done with them."""
 
 import hashlib
 import math
@@ -25,14 +25,16 @@ from composer_fsdp2.sharding.select import LeftOut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec(Value):
-    """One parameter under all of its names (more than one if it is tied), with its full shape and its dtype's name.
+    """One parameter under all of its names (several if it is tied), with its full shape and dtype.
 
-    ``is_trained``: whether it requires gradients, once the plan's ``freeze`` has been applied. Without it a plan of
-    adapters (LoRA) would promise gradients and optimizer state of the whole base model, and ranks that train different
-    parameters would agree on one plan, and then wait for different reductions.
-    ``tensor_placement``: how it lies along the mesh's tensor or expert axis; None where it is no DTensor there, and the
-    same on each of these ranks.
-    ``expert_degree``: how many ranks split the experts that it belongs to, and gather their own part of them alone.
+    Args:
+        tensor_placement: Its placement along the mesh's tensor or expert axis. None if it is not a DTensor there, but
+            replicated.
+        expert_degree: The number of ranks that divide the experts it belongs to. Each of them all-gathers only its own
+            experts.
+        is_trained: Whether it requires gradients after the plan's ``freeze``. Otherwise a plan with adapters (LoRA)
+            would include gradients and optimizer state of the whole base model, and ranks that train different
+            parameters would accept the same plan, and then wait for different reductions.
     """
 
     names: tuple[str, ...]
@@ -51,16 +53,17 @@ class ParameterSpec(Value):
         return math.prod(self.shape)
 
     def numel_of(self, split_degree: int) -> int:
-        """How many elements a rank gathers where so many ranks split it; of experts the mean of ranks."""
+        """The number of elements that a rank all-gathers at this TP degree; for experts, the mean over ranks."""
         numel = self.numel // split_degree if isinstance(self.tensor_placement, Shard) else self.numel
         return numel // self.expert_degree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitModule(Value):
-    """A module whose parameters, inputs or outputs tensor parallelism lays out, and how, in torch's words.
+    """A module whose parameters, inputs or outputs tensor parallelism lays out, and torch's name of the style.
 
-    ``parallelize``: the style itself; None where the script has carried it out already.
+    Args:
+        parallelize: The style; None if the script has already applied it.
     """
 
     path: str
@@ -70,12 +73,29 @@ class SplitModule(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardUnit(Value):
-    """The arguments of one ``fully_shard`` call, and the parameters that it will hold.
+    """The arguments of one ``fully_shard`` call, and the parameters of its unit.
 
-    ``modules`` has one path, or several for a group. ``backward_prefetch`` None leaves the choice to FSDP2; a unit
-    that names itself prefetches nothing. ``replicated`` are the unit's parameters that cannot be sharded with the
-    others, because they are scalars, have no elements or another dtype: unsharded on every rank, with gradients
-    averaged over ``mesh``.
+    Args:
+        modules: The path of one module, or of several for a grouped unit.
+        parameters: The parameters that are sharded.
+        replicated: The unit's parameters that cannot be sharded with the others, because they are scalars, have no
+            elements or have another dtype. They are replicated on every rank, and their gradients are averaged over
+            ``mesh``.
+        mesh: The device mesh, with all axes.
+        is_root: Whether this is a root of ``fully_shard``.
+        reshard_after_forward: As in ``fully_shard``.
+        mixed_precision: The dtypes of the unit.
+        cpu_offload: Whether shards and gradients are in host memory.
+        forward_prefetch: The names of the units that its forward prefetches.
+        backward_prefetch: The names of the units that its backward prefetches. None uses FSDP2's default; a unit that
+            names itself prefetches nothing.
+        reason: Why this is a unit.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 2))
+        >>> [unit] = plan_sharding(model, translate({}, device="cpu").config).units
+        >>> unit.name, unit.is_root, unit.numel, unit.unsharded_bytes
+        ('0', True, 10, 40)
     """
 
     modules: tuple[str, ...]
@@ -100,7 +120,7 @@ class ShardUnit(Value):
 
     @property
     def unsharded_bytes(self) -> int:
-        """The size of its parameters on every rank while they are unsharded."""
+        """The number of bytes of its unsharded parameters on a rank."""
         dtype = self.mixed_precision.param_dtype
         degree = self.mesh.split_degree
         return sum(each.numel_of(degree) * dtype_bytes(dtype or each.dtype) for each in self.parameters)
@@ -108,21 +128,32 @@ class ShardUnit(Value):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlan(Value):
-    """What ``apply_plan`` will do: units bottom-up (the order of the calls), and everything that goes with them.
+    """The plan that ``apply_plan`` applies: units in the order of the ``fully_shard`` calls, and other changes.
 
     Args:
-        config: The model's, with the paths of ignored modules.
-        ignored: The names of their parameters.
+        config: The model's configuration, with ignored modules as paths.
+        units: The units, bottom-up.
+        tie_groups: The names of each tied parameter.
+        ignored: The names of the parameters of ignored modules.
+        left_out: Parameters that belong to no unit, with the reasons.
         checkpointed: The modules whose activations are recomputed or offloaded, children before parents.
-        caching: The modules that fill no cache in forwards that need gradients.
-        frozen: The names of the parameters that are not to be trained, from now on.
+        caching: The modules whose KV cache is turned off in forwards that need gradients.
+        frozen: The names of the parameters to freeze.
         sharded_before: The outermost modules that earlier calls sharded; they keep their units.
-        split: The modules that tensor parallelism splits.
-        split_experts: The modules whose experts lie on different ranks.
-        exchanging: The attention modules that exchange heads for sequence within the groups of a context axis.
-        tiled: The MLPs that are computed in pieces of the sequence.
-        expert_blocks: Where every rank runs each expert once, without tokens on no rows.
-        tower_models: Where a rank whose batch does not enter a tower runs it on an example, if another rank enters it.
+        split: The TP-sharded modules.
+        split_experts: The modules whose experts are on different ranks.
+        exchanging: The attention modules that exchange heads for sequence within a context-parallel group.
+        tiled: The MLPs that are computed in chunks of the sequence.
+        expert_blocks: Blocks in which every rank runs each expert once, on zero rows if it has no tokens for it.
+        tower_models: Models in which a rank whose batch does not enter a tower runs it on an example, if another rank
+            enters it.
+        notes: Messages for the user.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> plan = plan_sharding(model, translate({}, device="cpu").config)
+        >>> plan.resolve(world_size=8).summary
+        '2 units on FSDP2 (8 ranks, FULL_SHARD)'
     """
 
     config: ShardingConfig
@@ -156,19 +187,19 @@ class ShardingPlan(Value):
 
     @property
     def unsharded_names(self) -> set[str]:
-        """The names of all parameters that stay unsharded on every rank."""
+        """The names of all parameters that are replicated on every rank."""
         names = {name for spec in self.replicated for name in spec.names} | set(self.ignored)
         return names.union(*(left.names for left in self.left_out))
 
     def resolve(self, world_size: int) -> "ShardingPlan":
-        """The plan with every mesh's open degrees filled in.
+        """The plan with all open mesh degrees filled in.
 
         Raises:
-            ConfigError: a mesh does not fit ``world_size``, or what ranks share a batch does not.
+            ConfigError: a mesh, or the number of ranks that share a batch, does not fit ``world_size``.
         """
         self.config.check_data_blocks(world_size)
         every = (self.mesh, *(unit.mesh for unit in self.units))
-        meshes = {id(mesh): mesh for mesh in every}  # few, of many units
+        meshes = {id(mesh): mesh for mesh in every}  # few distinct meshes in many units
         resolved = {number: mesh.resolve(world_size) for number, mesh in meshes.items()}
         if all(mesh == meshes[number] for number, mesh in resolved.items()):
             return self
@@ -177,8 +208,8 @@ class ShardingPlan(Value):
 
     @cached_property
     def fingerprint(self) -> str:
-        """The whole plan as lines of JSON, alike on ranks that will do the same; they compare it before they begin."""
-        # Line by line: the objects of a large plan all at once would set off the garbage collector.
+        """The whole plan as lines of JSON. Equal on ranks that will do the same; ranks compare it before they start."""
+        # Line by line: creating all objects of a large plan at once would trigger the garbage collector.
         units = "\n".join(map(json_text, self.units))
         return f"{units}\n{json_text(replace(self, units=()))}"
 
@@ -189,7 +220,7 @@ class ShardingPlan(Value):
 
     @property
     def summary(self) -> str:
-        """One line with FSDP1's word for the strategy: "37 units on FSDP2 (8 ranks, FULL_SHARD)"."""
+        """One line with FSDP1's name of the strategy: "37 units on FSDP2 (8 ranks, FULL_SHARD)"."""
         return summary_line(len(self.units), self.mesh.size, self.strategy)
 
     @property
@@ -203,7 +234,7 @@ class ShardingPlan(Value):
         return "_HYBRID_SHARD_ZERO2" if is_hybrid else "SHARD_GRAD_OP"
 
     def explain(self) -> str:
-        """The plan as text: the mesh, one line a unit, ties, what is left out and why."""
+        """The plan as text: the mesh, one line per unit, ties, and the parameters that are left out, with reasons."""
         return "\n".join(_explain(self))
 
     def __str__(self) -> str:
@@ -211,7 +242,7 @@ class ShardingPlan(Value):
 
 
 def units_by_root(units: Sequence[ShardUnit]) -> dict[str, list[ShardUnit]]:
-    """By the name of each root the units below it, bottom-up, and the root itself as the last."""
+    """The units of each root by its name, bottom-up, with the root last."""
     found: dict[str, list[ShardUnit]] = {unit.name: [] for unit in units if unit.is_root}
     for unit in units:
         found[next(path for path in ancestors_or_self(unit.name) if path in found)].append(unit)
@@ -283,12 +314,12 @@ _BATCH_WORDS = {
 def _batches_line(config: ShardingConfig) -> Iterator[str]:
     if config.data_block_size > 1:
         compared = "not compared" if config.check_data is False else "compared at first batches"
-        how = _BATCH_WORDS[config.batches_are]
+        how = _BATCH_WORDS[config.effective_broadcast_batch]
         yield f"  batches: each {config.data_block_size} ranks share one, {how}; {compared}"
 
 
 def _split_lines(plan: ShardingPlan) -> Iterator[str]:
-    """Modules that differ in the numbers of their layers alone are one line, and so are their parameters."""
+    """One line for modules that differ only in the numbers of their layers."""
     placements = {name: spec.tensor_placement for unit in plan.units for spec in unit.parameters for name in spec.names}
     alike = Counter[tuple[str, str, str]]()
     for module in plan.split:

@@ -1,4 +1,4 @@
-"""The states of the random generators in use, which ranks send each other and go back to."""
+"""The states of all RNGs in use, to send them to other ranks and to restore them."""
 
 import random
 import sys
@@ -14,9 +14,9 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Set the generators to ``states``, those of another rank or of an earlier moment."""
+    """Set the generators to ``states``, which come from another rank or an earlier point."""
     for name, (_, write) in _generators().items():
-        if name in states:  # one rank may have imported what another has not
+        if name in states:  # ranks may have imported different packages
             write(states[name])
 
 

@@ -1,4 +1,4 @@
-"""Which modules become units: what the model's hooks chose, as far as its structure allows it."""
+"""Select the modules that become units: the choices of the model's hooks, as far as its structure allows them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from composer_fsdp2.sharding.units import UnitDraft, UnitTree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut(Value):
-    """Parameters that no unit holds: they stay unsharded on every rank, and nobody averages their gradients."""
+    """Parameters outside of all units. They are replicated on every rank, and their gradients are not averaged."""
 
     names: tuple[str, ...]
     reason: str
@@ -25,7 +25,7 @@ class LeftOut(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The units bottom-up, the parameters of each by index into ``uses``, and what stays outside."""
+    """The units bottom-up, the parameters of each as indices into ``uses``, and the parameters outside."""
 
     units: tuple[UnitDraft, ...]
     uses: tuple[ParameterUse, ...]
@@ -42,14 +42,14 @@ def select_units(
     low_precision: bool = False,
     ignored_modules: Iterable[nn.Module] = (),
 ) -> Selection:
-    """Choose the units of ``model``, bottom-up, without touching it.
+    """Choose the units of ``model``, bottom-up, without modifying it.
 
     Args:
         model: Any module tree; parameters may be on the meta device.
-        choices: Of the model.
-        low_precision: Whether parameters, gradients or buffers are in a lower dtype, so that batch norms get units of
-            their own; those in a module whose settings decide on dtypes or ranks do anyway.
-        ignored_modules: Modules that stay as they are with all below them, and with every parameter that they share.
+        choices: The choices of the model's hooks.
+        low_precision: Whether parameters, gradients or buffers use a lower dtype. Batch norms are then separate units.
+            Batch norms in a module whose settings change dtypes or ranks always are.
+        ignored_modules: Modules that are not modified, nor their descendants, nor any parameter that they share.
 
     Does not communicate.
     """
@@ -73,15 +73,15 @@ def select_units(
             walk.add_root(UnitDraft((name,), "direct child of the model"))
         elif name in choices.searched:
             walk.add_roots_below(name, child)
-    tree.join()
+    tree.merge_tied_units()
     if _separate_dtypes(tree):
-        tree.join()
+        tree.merge_tied_units()
     outside = tuple(use for use in uses if use.parameter in ignored_parameters)
     return _selection(tree, choices.excluded, low_precision, outside)
 
 
 def main_dtype(uses: Iterable[ParameterUse]) -> torch.dtype | None:
-    """The dtype of most of the elements, which a unit shards; None without any that can be sharded."""
+    """The dtype of most elements, which a unit shards; None if no parameter can be sharded."""
     numbers: dict[torch.dtype, int] = {}
     for use in uses:
         if use.parameter.dim():
@@ -100,12 +100,12 @@ def _candidates(tree: UnitTree, choices: Mapping[str, Choice]) -> dict[str, list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Walk:
-    """Puts units on the modules that were chosen.
+    """Adds a unit for each chosen module.
 
     Args:
         choices: By path.
-        candidates: By path of any module above them, the paths of what was chosen and of batch norms.
-        ignored: Modules that are passed over.
+        candidates: For the path of any module, the paths of chosen modules and batch norms below it.
+        ignored: Modules that are skipped.
     """
 
     tree: UnitTree
@@ -115,24 +115,24 @@ class _Walk:
     ignored: frozenset[nn.Module]
 
     def add_root(self, root: UnitDraft) -> None:
-        """A unit as a root, with those below it; of a container its members."""
+        """Add a root and the units below it. For a container, add its members as roots."""
         tree, (path,) = self.tree, root.paths
         module = tree.modules[path]
         if tree.unit_at(module) is not None or module in self.ignored:
-            return  # registered under two direct children: the first has it
+            return  # registered under two direct children; the first one owns it
         if has_forward(module):
             root.is_root = True
             tree.add(root)
             self._add_below(path)
             return
         if next(module.parameters(recurse=False), None) is not None:
-            tree.need_model_unit(f"{path} has parameters and no forward to gather them in")
+            tree.make_model_root(f"{path} has parameters and no forward to gather them in")
         tree.notes.append(f"{path} ({type(module).__name__}) has no forward: its members are the roots")
         for name, _ in module.named_children():
             self.add_root(UnitDraft((join(path, name),), "member of a container", overrides=root.overrides))
 
     def add_roots_below(self, path: str, module: nn.Module) -> None:
-        """The outermost chosen modules below one that is not a unit."""
+        """Add the outermost chosen modules below a module that is not a unit."""
         for name, inner in module.named_children():
             inner_path = join(path, name)
             choice = None if inner in self.ignored else self.choices.get(inner_path)
@@ -143,7 +143,7 @@ class _Walk:
                 self.add_root(UnitDraft((outer,), choice.chosen_by, overrides=choice.overrides))
 
     def _add_below(self, root_path: str) -> None:
-        """The chosen modules below a root, and batch norms that cannot be computed in their unit's dtypes or ranks."""
+        """Add the chosen modules below a root, and batch norms that need other dtypes or ranks than their unit."""
         own_dtypes: list[str] = []
         own_ranks: list[str] = []
         seen = {self.tree.modules[root_path]}
@@ -166,7 +166,7 @@ class _Walk:
                 self._add_chosen(path, module, choice)
 
     def _add_batch_norm(self, path: str, choice: Choice | None, own_dtypes: list[str], own_ranks: list[str]) -> bool:
-        """Whether a batch norm needs a unit of its own; adds it."""
+        """Add a batch norm as a unit if it needs one; return whether it does."""
         is_low = self.low_precision or any(is_at_or_under(path, above) for above in own_dtypes)
         is_elsewhere = any(is_at_or_under(path, above) for above in own_ranks)
         if not (is_low or is_elsewhere):
@@ -189,18 +189,19 @@ class _Walk:
 
 
 def _separate_dtypes(tree: UnitTree) -> bool:
-    """Give parameters of another dtype than most of their unit's own units, since a unit gathers one dtype.
+    """Make separate units for parameters of another dtype than most of their unit: a unit all-gathers one dtype.
 
-    FSDP1 refused such a unit. What cannot be separated, because its module holds both dtypes or has no forward, stays
-    unsharded on every rank; see ``ShardUnit.replicated``. Returns whether there were two dtypes.
+    FSDP1 rejected such a unit. Parameters that cannot be separated, because their module has both dtypes or no
+    forward, are replicated on every rank; see ``ShardUnit.replicated``. Returns whether the model has several
+    dtypes.
     """
     if len({use.parameter.dtype for use in tree.uses}) <= 1:
         return False
-    held: dict[UnitDraft | None, list[ParameterUse]] = {}
+    uses_by_unit: dict[UnitDraft | None, list[ParameterUse]] = {}
     for use in tree.uses:
         (owner,) = tree.owners(use)
-        held.setdefault(owner, []).append(use)
-    for unit, mine in held.items():
+        uses_by_unit.setdefault(owner, []).append(use)
+    for unit, mine in uses_by_unit.items():
         main = main_dtype(mine)
         dtypes = {use.parameter.dtype for use in mine if use.parameter.dim()}
         if unit is not None and main is not None and dtypes != {main}:
@@ -214,7 +215,7 @@ def _separate_dtypes(tree: UnitTree) -> bool:
 def _modules_of_other_dtypes(
     tree: UnitTree, unit: UnitDraft, uses: list[ParameterUse], main: torch.dtype | None
 ) -> Iterator[tuple[str, torch.dtype]]:
-    """The outermost modules of ``unit`` all of whose parameters have one dtype, another than ``main``."""
+    """The outermost modules of ``unit`` whose parameters all have one dtype other than ``main``."""
     below: dict[str, list[ParameterUse]] = {}
     for use in uses:
         for path, _ in use.owners:
@@ -225,7 +226,7 @@ def _modules_of_other_dtypes(
         path = waiting.pop(0)
         module = tree.modules[path]
         if path not in unit.paths and tree.unit_at(module) is not None:
-            continue  # registered in two places
+            continue  # registered twice
         dtypes = {use.parameter.dtype for use in below[path] if use.parameter.dim()}
         if path not in unit.paths and len(dtypes) == 1 and main not in dtypes and has_forward(module):
             yield path, dtypes.pop()
@@ -236,11 +237,11 @@ def _modules_of_other_dtypes(
 def _selection(
     tree: UnitTree, excluded: Mapping[str, str], low_precision: bool, ignored: tuple[ParameterUse, ...]
 ) -> Selection:
-    """What the tree holds, without empty units.
+    """The selection of the tree, without empty units.
 
-    A root without parameters of its own stays where units lie below it, which share their streams and their clipping
-    through it, and where inputs are cast, which FSDP1's root did; so does a batch norm without weights, and a direct
-    child above units where the model is the root: scripts ask it for its full parameters.
+    An empty root remains if it has units below it, which share streams and clipping through it, or if it casts
+    inputs, as FSDP1's root did. Batch norms without weights remain too, and direct children with units below them
+    when the model is the root: scripts summon their full parameters.
     """
     ordered = tree.bottom_up()
     members: dict[UnitDraft, list[int]] = {unit: [] for unit in ordered}
@@ -248,7 +249,7 @@ def _selection(
     for index, use in enumerate(tree.uses):
         (unit,) = tree.owners(use)
         if unit is None:
-            outside.setdefault(_why_outside(use, excluded), []).append(use.name)
+            outside.setdefault(_reason_left_out(use, excluded), []).append(use.name)
         else:
             members[unit].append(index)
     kept = [
@@ -269,7 +270,7 @@ def _selection(
     )
 
 
-def _why_outside(use: ParameterUse, excluded: Mapping[str, str]) -> str:
+def _reason_left_out(use: ParameterUse, excluded: Mapping[str, str]) -> str:
     path = use.owners[0][0]
     if path == "":
         return "the model's own parameter: only its children are sharded, as under FSDP1"

@@ -1,4 +1,4 @@
-"""A sharded model: where ``fully_shard`` was applied, and its parameters' resting state."""
+"""Queries on a sharded model, and resharding of its parameters."""
 
 from typing import cast
 
@@ -9,11 +9,11 @@ from composer_fsdp2._torch.unit_parameters import distinct_units
 
 
 class Unit(FSDPModule, nn.Module):
-    """What ``fully_shard`` makes of a module, for type checkers alone."""
+    """The type that ``fully_shard`` makes of a module; for type checkers only."""
 
 
 def sharded_roots(model: nn.Module) -> list[tuple[str, Unit]]:
-    """The outermost sharded modules with their paths; the model itself has the path ''."""
+    """The outermost sharded modules with their paths. The path of the model itself is ''."""
     if isinstance(model, FSDPModule):
         return [("", cast(Unit, model))]
     found: list[tuple[str, Unit]] = []
@@ -23,37 +23,44 @@ def sharded_roots(model: nn.Module) -> list[tuple[str, Unit]]:
 
 
 def units(model: nn.Module) -> dict[str, Unit]:
-    """Every module that is one unit, or the first of one, by its path."""
+    """The modules that are units by path; for a unit of several modules, the first one."""
     paths = {module: path for path, module in model.named_modules()}
     return {paths[unit]: unit for unit in cast(list[Unit], distinct_units(paths))}
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether some module of ``model`` was sharded by ``fully_shard``."""
+    """Whether ``fully_shard`` was applied to any module of ``model``."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters everywhere.
+    """Reshard all units: free the unsharded parameters.
 
-    After a forward without gradients a root keeps its parameters gathered for the next one, though its modules show the
-    shards. Whoever writes to shards by other means than an optimizer or a tensor's own operators calls this first; the
-    next forward then gathers what was written. Call it between forward passes only; does not communicate.
+    After a forward without gradients a root stays unsharded for the next forward, although its modules register the
+    shards. Call this before you write to shards by means other than an optimizer or a tensor's own operators; the next
+    forward then all-gathers the new values. Call it between forwards only. Does not communicate.
 
+    Args:
+        model: Any module; modules that are not units are skipped.
     Raises:
-        PlanError: gradients of gathered parameters were never reduced.
+        PlanError: gradients of unsharded parameters were never reduced.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 2))
+        >>> _ = prepare_fully_shard(model, None, {}, precision="fp32", device="cpu")
+        >>> reshard(model)
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def resting_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """``reshard``, and every parameter once, in ``module.parameters()``'s order, in one walk through the modules."""
+def resharded_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Reshard all units, and return every parameter once in the order of ``module.parameters()``, in one traversal."""
     modules = list(module.modules())
     for each in modules:
         if isinstance(each, FSDPModule):
             each.reshard()
-    # By their identity, which is what their hash is, without a call for each.
+    # By id, which is what their hash computes, but without a Python call per parameter.
     found = {id(parameter): parameter for each in modules for parameter in each._parameters.values()}
     return [parameter for parameter in found.values() if parameter is not None]

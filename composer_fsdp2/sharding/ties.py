@@ -1,4 +1,4 @@
-"""Which parameters a model shares between modules, under all of their names."""
+"""The parameters of a model with all their names, including those that modules share."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from composer_fsdp2._torch.private_names import own_parameters
 
 @dataclass(frozen=True, slots=True)
 class ParameterUse:
-    """One parameter with every place that registers it; the first name is the one ``named_parameters`` gives."""
+    """One parameter with all its registrations. The first name is that of ``named_parameters``."""
 
     parameter: nn.Parameter
     owners: tuple[tuple[str, str], ...]  # (module path, attribute)
@@ -29,7 +29,7 @@ def join(path: str, name: str) -> str:
 
 
 def parameter_uses(model: nn.Module) -> list[ParameterUse]:
-    """Every parameter of ``model`` once, in registration order, with all of its owners."""
+    """Every parameter of ``model`` once, in registration order, with all its owners."""
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for path, module in _all_modules(model):
         for attribute, parameter in own_parameters(module):
@@ -38,10 +38,10 @@ def parameter_uses(model: nn.Module) -> list[ParameterUse]:
 
 
 def tie_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The names of each parameter that has more than one."""
+    """The names of each parameter with several names."""
     return tuple(use.names for use in parameter_uses(model) if len(use.owners) > 1)
 
 
 def _all_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module under every path: a module that is registered twice appears twice."""
+    """Every module under every path. A module that is registered twice appears twice."""
     return model.named_modules(remove_duplicate=False)

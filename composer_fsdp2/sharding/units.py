@@ -1,12 +1,12 @@
-"""Units in the making on a module tree: who contains whom, who holds which parameter, and how ties join them.
+"""Build the units of a module tree: nesting, ownership of parameters, and merging of units that share parameters.
 
-[Note: tied parameters] ``fully_shard`` gathers a parameter for one unit. Two units that hold the same parameter would
-each shard a copy: torch 2.7 unties them in silence, later versions raise. So units that share a parameter become one:
-the outer one if one contains the other; else one group of both modules, if that gathers less than their lowest common
-ancestor would; else that ancestor.
+[Note: tied parameters] ``fully_shard`` all-gathers a parameter for one unit. Two units with the same parameter would
+each shard a copy: torch 2.7 unties them silently, later versions raise. Units that share a parameter are therefore
+merged: into the outer one if one contains the other; else into one group of both modules, if that all-gathers less than
+their lowest common ancestor; else into that ancestor.
 
-[Note: one root] torch makes the first unit that runs forward the root of all units below it, and a unit has one root.
-A module that is registered below two roots therefore makes the model itself the root of everything.
+[Note: one root] torch makes the first unit that runs forward the root of all units below it, and a unit has one
+root. If a module is registered below two roots, the model itself becomes the only root.
 """
 
 import heapq
@@ -22,7 +22,7 @@ from composer_fsdp2.sharding.ties import ParameterUse
 
 @dataclass(slots=True, eq=False)
 class UnitDraft:
-    """One unit in the making: the modules that one ``fully_shard`` call takes, and why."""
+    """A unit under construction: the modules of one ``fully_shard`` call, and the reason."""
 
     paths: tuple[str, ...]
     reason: str
@@ -33,12 +33,12 @@ class UnitDraft:
 
 
 class UnitTree:
-    """The units of one model, by the modules that they take; it reads the model and changes nothing but itself.
+    """The units of one model by their modules. Does not modify the model.
 
     Args:
-        model: Any module tree; a module may be registered in several places.
+        model: Any module tree; a module may be registered several times.
         uses: Its parameters with their owners.
-        excluded: The direct children that stay outside, by name.
+        excluded: The names of direct children that are left out.
     """
 
     def __init__(self, model: nn.Module, uses: Iterable[ParameterUse], excluded: Iterable[str]) -> None:
@@ -54,14 +54,14 @@ class UnitTree:
         for path, module in self.modules.items():
             self._paths_of.setdefault(module, []).append(path)
 
-    # Reading
+    # Queries
 
     def unit_at(self, module: nn.Module) -> UnitDraft | None:
-        """The unit that takes this very module."""
+        """The unit of exactly this module."""
         return self._unit_of.get(module)
 
     def owners(self, use: ParameterUse) -> list[UnitDraft | None]:
-        """The innermost unit at each place that registers the parameter, without repetition; None is outside."""
+        """The innermost unit of each registration of the parameter, without duplicates. None: outside of all units."""
         if all(self._is_outside(path) for path, _ in use.owners):
             return [None]
         return list(dict.fromkeys(self._innermost(path) for path, _ in use.owners))
@@ -71,11 +71,11 @@ class UnitTree:
         return any(child is self.modules[path] for path in unit.paths for child in self.model.children())
 
     def has_inside(self, unit: UnitDraft) -> bool:
-        """Whether other units lie below this one."""
+        """Whether other units are nested in this one."""
         return any(unit in self._containers(other) for other in self.units)
 
     def bottom_up(self) -> list[UnitDraft]:
-        """The units in an order in which each comes before those that contain it; post-order, where that is free."""
+        """The units ordered bottom-up: each before the units that contain it, otherwise in post-order."""
         containers = {unit: set(self._containers(unit)) for unit in self.units}
         num_inside = dict.fromkeys(self.units, 0)
         for above in containers.values():
@@ -95,10 +95,10 @@ class UnitTree:
         assert len(ordered) == len(self.units), "no group is made that would lie inside itself"
         return ordered
 
-    # Changing
+    # Changes
 
     def add(self, unit: UnitDraft) -> UnitDraft:
-        """Put a unit on its modules; below a model that is a unit itself it is not a root."""
+        """Add a unit. It is not a root if the model itself is a unit."""
         if self.model in self._unit_of:
             unit.is_root = False
         self.units.append(unit)
@@ -106,49 +106,49 @@ class UnitTree:
             self._unit_of[self.modules[path]] = unit
         return unit
 
-    def need_model_unit(self, reason: str) -> UnitDraft:
-        """Make the model itself the unit that holds the rest, and the only root."""
+    def make_model_root(self, reason: str) -> UnitDraft:
+        """Make the model itself a unit for the remaining parameters, and the only root."""
         unit = self._unit_of.get(self.model) or self.add(UnitDraft(("",), reason, is_root=True))
         for other in self.units:
             other.is_root = other is unit
         return unit
 
-    def join(self) -> None:
-        """Until every parameter lies in one unit and every unit below one root.
+    def merge_tied_units(self) -> None:
+        """Merge units until every parameter belongs to one unit, and every unit to one root.
 
-        Each step removes a unit, or adds the one that takes two over; so it ends.
+        Each step removes a unit, or adds one that replaces two, so it terminates.
         """
         tied = [use for use in self.uses if len(use.owners) > 1]
-        is_settled = False
-        while not is_settled:  # what joins one tie may put another apart
-            is_settled = True
+        is_done = False
+        while not is_done:  # merging for one tie may separate another
+            is_done = True
             for use in tied:
                 while len(owners := self.owners(use)) > 1:
-                    self._join(owners, use)
-                    is_settled = False
+                    self._merge(owners, use)
+                    is_done = False
         for unit in self.units:
             roots = {above for above in (unit, *self._containers(unit)) if above.is_root}
             if len(roots) > 1:
-                self.need_model_unit(f"{unit.paths[0]} is registered below more than one direct child")
+                self.make_model_root(f"{unit.paths[0]} is registered below more than one direct child")
                 return
             places = [place for path in unit.paths for place in self._paths_of[self.modules[path]]]
-            lonely = next((place for place in places if not self._has_root_above(place)), None)
-            if lonely is not None:
-                self.need_model_unit(f"{unit.paths[0]} is registered outside of its root as well, as {lonely}")
+            rootless = next((place for place in places if not self._has_root_above(place)), None)
+            if rootless is not None:
+                self.make_model_root(f"{unit.paths[0]} is registered outside of its root as well, as {rootless}")
                 return
 
-    def _join(self, owners: list[UnitDraft | None], use: ParameterUse) -> None:
+    def _merge(self, owners: list[UnitDraft | None], use: ParameterUse) -> None:
         first, second = owners[:2]
         if first is None or second is None:
-            self.need_model_unit(f"{use.name} is shared with a part of the model that FSDP1 left out")
+            self.make_model_root(f"{use.name} is shared with a part of the model that FSDP1 left out")
         elif first in self._containers(second):
-            self._dissolve(second, first, use)
+            self._merge_into(second, first, use)
         elif second in self._containers(first):
-            self._dissolve(first, second, use)
+            self._merge_into(first, second, use)
         else:
-            self._join_disjoint(first, second, use)
+            self._merge_disjoint(first, second, use)
 
-    def _join_disjoint(self, first: UnitDraft, second: UnitDraft, use: ParameterUse) -> None:
+    def _merge_disjoint(self, first: UnitDraft, second: UnitDraft, use: ParameterUse) -> None:
         ancestor = _common_ancestor(first.paths + second.paths)
         while ancestor and not has_forward(self.modules[ancestor]):
             ancestor = ancestor.rpartition(".")[0]
@@ -159,9 +159,9 @@ class UnitTree:
             reason = f"lowest common ancestor of modules that share {use.name}"
             target = self._unit_of.get(self.modules[ancestor]) or self.add(UnitDraft((ancestor,), reason))
         else:
-            target = self.need_model_unit(f"{use.name} is shared across direct children of the model")
-        self._dissolve(first, target, use)
-        self._dissolve(second, target, use)
+            target = self.make_model_root(f"{use.name} is shared across direct children of the model")
+        self._merge_into(first, target, use)
+        self._merge_into(second, target, use)
 
     def _group(self, first: UnitDraft, second: UnitDraft, use: ParameterUse) -> None:
         self._remove(first)
@@ -175,7 +175,7 @@ class UnitTree:
         is_other = first.of_other_dtype and second.of_other_dtype
         self.add(UnitDraft(paths, reason, overrides=overrides, of_other_dtype=is_other))
 
-    def _dissolve(self, unit: UnitDraft, into: UnitDraft, use: ParameterUse) -> None:
+    def _merge_into(self, unit: UnitDraft, into: UnitDraft, use: ParameterUse) -> None:
         self._remove(unit)
         where = into.paths[0] or "the model itself"
         given = unit.overrides.given
@@ -190,7 +190,10 @@ class UnitTree:
             del self._unit_of[self.modules[path]]
 
     def _can_group(self, first: UnitDraft, second: UnitDraft) -> bool:
-        """Not for roots, which torch wants to be one module, nor if some group would then lie inside itself."""
+        """Whether the two units can be grouped.
+
+        Neither may be a root, which torch requires to be one module, and no group may contain itself.
+        """
         if first.is_root or second.is_root:
             return False
         above = {first, second}
@@ -205,7 +208,7 @@ class UnitTree:
         return True
 
     def _gathers_more(self, ancestor: str) -> bool:
-        """Whether the ancestor, as a unit, would hold parameters beside those of the units below it."""
+        """Whether the ancestor, as a unit, would own parameters in addition to those of the units below it."""
         for use in self.uses:
             for path, _ in use.owners:
                 if is_at_or_under(path, ancestor):
@@ -217,10 +220,10 @@ class UnitTree:
                         return True
         return False
 
-    # Where things lie
+    # Locations
 
     def _is_outside(self, path: str) -> bool:
-        """The model's own parameters, and those of excluded children."""
+        """Whether the path is the model itself or in an excluded child."""
         return path == "" or path.split(".")[0] in self.excluded
 
     def _innermost(self, path: str) -> UnitDraft | None:
@@ -235,7 +238,7 @@ class UnitTree:
         return any(unit is not None and unit.is_root for unit in units)
 
     def _containers(self, unit: UnitDraft) -> Iterator[UnitDraft]:
-        """The units above ``unit``, nearest first, under any of its modules' paths."""
+        """The units above ``unit``, nearest first, for all paths of its modules."""
         for module_path in unit.paths:
             for path in self._paths_of[self.modules[module_path]]:
                 for ancestor in ancestors_or_self(path)[1:]:
@@ -244,12 +247,12 @@ class UnitTree:
                         yield container
 
     def _last_position(self, unit: UnitDraft) -> int:
-        """The place of the unit's last module in post-order (a module's first place counts, if it has several)."""
+        """The post-order position of the unit's last module. For a module with several paths, the first counts."""
         return max(min(self._position[p] for p in self._paths_of[self.modules[path]]) for path in unit.paths)
 
 
 def _post_order(pre_order: Iterable[str]) -> list[str]:
-    """The paths sorted, children before their parents."""
+    """The paths sorted with children before their parents."""
     paths: list[str] = []
     open_paths: list[str] = []
     for path in pre_order:

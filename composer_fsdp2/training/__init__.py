@@ -1,1 +1,1 @@
-"""What happens around a step of a sharded model."""
+"""What happens around the steps of a sharded model: microbatches, clipping, full parameters, guards and votes."""

@@ -1,4 +1,4 @@
-"""Gradient clipping of a sharded model: by norm with FSDP1's result, one for each root; adaptive, as unsharded."""
+"""Gradient clipping of a sharded model: by norm as FSDP1, per root; and adaptive, as in the unsharded model."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,36 +9,44 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.parts import by_kind, local_tensor, multiply_each_, norm_of_each
+from composer_fsdp2._torch.local_tensors import foreach_mul_, foreach_norm, group_by_device_and_dtype, local_tensor
 from composer_fsdp2.errors import CallError, PlanError
-from composer_fsdp2.sharding.placements import split_dimension, splitting_axes, splitting_axes_of_all
-from composer_fsdp2.sharding.sharded import reshard, resting_parameters, sharded_roots
+from composer_fsdp2.sharding.placements import shard_axes, shard_axes_of_all, sharded_dim
+from composer_fsdp2.sharding.sharded import reshard, resharded_parameters, sharded_roots
 from composer_fsdp2.training.guard import check_guard
-from composer_fsdp2.training.reductions import LocalValues, reduce_parts
+from composer_fsdp2.training.reductions import LocalValues, all_reduce_values
 from composer_fsdp2.training.run import run_of
 
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 2.0) -> dict[str, torch.Tensor]:
-    """Scale the gradients below each root so that their norm is at most ``max_norm``; return the norms before.
+    """Scale the gradients of each root so that their norm is at most ``max_norm``. Return the norms before scaling.
 
-    FSDP1 clipped each of its roots by itself, and Composer called it for each, so a model with several roots has
-    several norms. Parameters that lie under no root are not touched, as under FSDP1.
-
-    Nothing in it waits for a GPU: the norms stay tensors on the device, and so does the scale.
+    FSDP1 clipped each of its roots separately, and Composer called it for each root, so a model with several roots has
+    several norms. Parameters outside of all roots are not scaled, as under FSDP1. The norms and the scale stay on the
+    device; nothing synchronizes with a GPU.
 
     Args:
-        model: A model after ``prepare_fully_shard``; gradients may be sharded, empty on some ranks, offloaded to the
+        model: A model after ``prepare_fully_shard``. Gradients may be sharded, empty on some ranks, offloaded to the
             CPU or plain tensors.
-        max_norm: The largest norm allowed.
-        norm_type: The order p of the norm, above 0; ``math.inf`` or ``"inf"`` for the largest absolute value.
+        max_norm: The maximum norm.
+        norm_type: The order p of the norm, above 0; ``math.inf`` or ``"inf"`` for the maximum absolute value.
     Returns:
         The total norm of each root's gradients by the root's path, a scalar on the mesh's device.
     Raises:
-        CallError: ``norm_type`` is not above 0. FSDP1 divided by zero, or returned a number that is no norm.
+        CallError: ``norm_type`` is not above 0. FSDP1 divided by zero, or returned a meaningless number.
+        PlanError: the script called ``fully_shard`` directly.
 
-    Called on all ranks; one all-reduce of one number for each root, of which none is launched where every rank has all
-    averaged gradients (NO_SHARD). Two for a root whose ranks are a 2-D mesh of some of the world's.
+    Called on all ranks. One all-reduce of one number per root; none if every rank has all averaged gradients
+    (NO_SHARD). Two for a root whose mesh is a 2-D part of the world.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 2))
+        >>> _ = prepare_fully_shard(model, None, {}, precision="fp32", device="cpu")
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> norms = clip_grad_norm_(model, 1.0)
+        >>> {path: round(float(norm), 3) for path, norm in norms.items()}
+        {'0': 9.487}
     """
     order = float(norm_type)
     if not order > 0:
@@ -53,7 +61,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 
                 f"a {type(root).__name__} was sharded by fully_shard itself; shard the model with prepare_fully_shard "
                 "or apply_plan, or use torch's own functions for it"
             )
-        trainable = (parameter for parameter in resting_parameters(root) if parameter.requires_grad)
+        trainable = (parameter for parameter in resharded_parameters(root) if parameter.requires_grad)
         grads = _grads_of(trainable)
         total = _total_norm(grads, order, groups, torch.device(run.plan.mesh.device_type))
         _scale(grads, total, float(max_norm))
@@ -61,58 +69,72 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 
     return norms
 
 
-# What one fused operation can take.
+# Tensors that one fused operation can process.
 _ByKind = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
-# This rank's parts of gradients, by the mesh of their parameters (None: unsharded) and the axes that split them.
+# This rank's local gradients, by the mesh of their parameters (None: unsharded) and the axes that shard them.
 _Grads = dict[tuple[DeviceMesh | None, tuple[int, ...]], _ByKind]
 
 
 def _grads_of(parameters: Iterable[nn.Parameter]) -> _Grads:
-    """Of all ``parameters``; those without a gradient have a place too, because all ranks must communicate alike."""
+    """The local gradients of all ``parameters``.
+
+    Parameters without a gradient get an entry too: all ranks must communicate alike.
+    """
     parameters = list(parameters)
     places: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
-    for parameter, axes in zip(parameters, splitting_axes_of_all(parameters), strict=True):
+    for parameter, axes in zip(parameters, shard_axes_of_all(parameters), strict=True):
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         tensors = places.setdefault((mesh, axes), [])
         if (grad := parameter.grad) is not None:
             tensors.append(local_tensor(grad))
-    return {place: by_kind(tensors) for place, tensors in places.items()}
+    return {place: group_by_device_and_dtype(tensors) for place, tensors in places.items()}
 
 
 @torch.no_grad()
 def clip_grad_adaptive_(model: nn.Module, threshold: float) -> None:
     """Scale each row of each gradient so that its norm is at most ``threshold`` times the norm of the weights' row.
 
-    Adaptive gradient clipping (Brock et al. 2021, https://arxiv.org/abs/2102.06171), as Composer's ``GradientClipping``
-    has it: the norms are those of slices along the first dimension (a linear layer's output, a convolution's filter);
-    of vectors and scalars the norm of all of them. Where it divides 0 by 0 or meets NaN, nothing is scaled.
+    Adaptive gradient clipping (Brock et al. 2021, https://arxiv.org/abs/2102.06171), as in Composer's
+    ``GradientClipping``: norms are computed per slice along the first dimension (an output of a linear layer, a filter
+    of a convolution), and over all elements of vectors and scalars. Rows for which it divides 0 by 0 or meets NaN are
+    not scaled.
 
-    All parameters with a gradient are clipped, also those under no root and those that are not sharded, as in an
-    unsharded model. FSDP1 refused it.
+    All parameters with a gradient are clipped, as in an unsharded model, including those outside of all roots and those
+    that are not sharded. FSDP1 rejected it.
 
     Args:
-        model: A model after ``prepare_fully_shard``; parameters and gradients may be sharded, empty on some ranks,
+        model: A model after ``prepare_fully_shard``. Parameters and gradients may be sharded, empty on some ranks,
             offloaded to the CPU or plain tensors.
-        threshold: The largest ratio of a gradient's norm to the weights' that is let through.
+        threshold: The maximum ratio of a gradient's norm to the weights' norm.
 
-    Called on all ranks. Each row lies on one rank, so only vectors communicate: one all-reduce for each mesh, of two
-    numbers for each vector.
+    Called on all ranks. Each row is on one rank, so only vectors communicate: one all-reduce per mesh, of two numbers
+    per vector.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 2, bias=False))
+        >>> _ = prepare_fully_shard(model, None, {}, precision="fp32", device="cpu")
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> clip_grad_adaptive_(model, 0.01)
+        >>> reshard(model)
+        >>> ratio = model[0].weight.grad.full_tensor().norm(dim=1) / model[0].weight.full_tensor().norm(dim=1)
+        >>> bool((ratio <= 0.0101).all())
+        True
     """
     check_guard(model, "clip_grad_adaptive_")
     reshard(model)
-    divided: dict[nn.Parameter, tuple[int, ...]] = {}
+    sharded_rows: dict[nn.Parameter, tuple[int, ...]] = {}
     for parameter in model.parameters():
-        axes = _axes_that_divide_units(parameter)
+        axes = _axes_that_shard_rows(parameter)
         if axes:
-            divided[parameter] = axes  # also without a gradient here: all ranks must communicate alike
+            sharded_rows[parameter] = axes  # also without a gradient here: all ranks must communicate alike
         elif parameter.grad is not None:
             weights, grad = local_tensor(parameter), local_tensor(parameter.grad)
-            grad.mul_(_adaptive_scale(_unit_norms(weights), _unit_norms(grad), threshold))
-    squares = reduce_parts([_squared_norms(parameter, axes) for parameter, axes in divided.items()])
-    for parameter, (weights_squared, grad_squared) in zip(divided, squares, strict=True):
+            grad.mul_(_adaptive_scale(_row_norms(weights), _row_norms(grad), threshold))
+    squares = all_reduce_values([_squared_norms(parameter, axes) for parameter, axes in sharded_rows.items()])
+    for parameter, (weights_squared, grad_squared) in zip(sharded_rows, squares, strict=True):
         if parameter.grad is not None:
             grad = local_tensor(parameter.grad)
-            # In the gradient's own dtype from here on, as in the unsharded model.
+            # From here in the gradient's dtype, as in the unsharded model.
             weights_norm, grad_norm = (
                 square.sqrt().to(grad.device, grad.dtype) for square in (weights_squared, grad_squared)
             )
@@ -121,43 +143,42 @@ def clip_grad_adaptive_(model: nn.Module, threshold: float) -> None:
 
 @torch.no_grad()
 def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """The 2-norm of the full gradients of all ``parameters`` together, for what divides by it itself, as SAM does.
+    """The 2-norm of the full gradients of all ``parameters`` together, for algorithms such as SAM.
 
-    A plain scalar, the same on all ranks, whatever meshes the parameters lie on ([Note: shares]).
+    A plain scalar, equal on all ranks, for any mix of meshes ([Note: shares]).
 
-    Called on all ranks with the same parameters, some of which are sharded; at most one all-reduce of one number.
+    Called on all ranks with the same parameters, of which at least one is sharded. At most one all-reduce of one
+    number.
     """
     grads = _grads_of(parameters)
     device = torch.device(next(mesh.device_type for mesh, _ in grads if mesh is not None))
     return _total_norm(grads, 2.0, (None,), device)
 
 
-def _axes_that_divide_units(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Along which axes of its mesh the rows (or the vector) whose norm is asked for are spread over ranks."""
+def _axes_that_shard_rows(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The mesh axes that divide the elements of a norm: of a row, or of a vector."""
     if not isinstance(parameter, DTensor):
         return ()
     return tuple(
         axis
-        for axis in splitting_axes(parameter)
-        if parameter.dim() <= 1 or (split_dimension(parameter.placements[axis]) or 0) % parameter.dim() != 0
+        for axis in shard_axes(parameter)
+        if parameter.dim() <= 1 or (sharded_dim(parameter.placements[axis]) or 0) % parameter.dim() != 0
     )
 
 
-def _unit_norms(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """One norm for each row, in a shape that multiplies the tensor; a scalar for vectors and scalars."""
+def _row_norms(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """One norm per row, in a shape that broadcasts to the tensor; a scalar for vectors and scalars."""
     if tensor.dim() <= 1:
         return torch.linalg.vector_norm(tensor, dtype=dtype)
     return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.dim())), keepdim=True, dtype=dtype)
 
 
 def _squared_norms(parameter: nn.Parameter, axes: tuple[int, ...]) -> LocalValues:
-    """This rank's part of the squares of weights' and gradient's norms, stacked."""
+    """This rank's contribution to the squared norms of weights and gradient, stacked."""
     assert isinstance(parameter, DTensor)
-    weights = _unit_norms(local_tensor(parameter), torch.float64)
+    weights = _row_norms(local_tensor(parameter), torch.float64)
     grad = (
-        torch.zeros_like(weights)
-        if parameter.grad is None
-        else _unit_norms(local_tensor(parameter.grad), torch.float64)
+        torch.zeros_like(weights) if parameter.grad is None else _row_norms(local_tensor(parameter.grad), torch.float64)
     )
     return LocalValues(
         values=torch.stack([weights, grad.to(weights.device)]) ** 2, mesh=parameter.device_mesh, axes=axes
@@ -173,36 +194,37 @@ def _scale(grads: _Grads, total: torch.Tensor, max_norm: float) -> None:
     # FSDP1's formula (torch/distributed/fsdp/fully_sharded_data_parallel.py, clip_grad_norm_).
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for (device, dtype), tensors in (kind for kinds in grads.values() for kind in kinds.items()):
-        # It travels once for all of them, and is rounded to their dtype, as FSDP1 rounded it.
-        multiply_each_(tensors, scale.to(device, dtype))
+        # One copy of the scale per device and dtype, rounded to the gradients' dtype as under FSDP1.
+        foreach_mul_(tensors, scale.to(device, dtype))
 
 
 def _total_norm(
     grads: _Grads, norm_type: float, groups: Sequence[dist.ProcessGroup | None], device: torch.device
 ) -> torch.Tensor:
-    """One number for all ranks of ``groups``, or they would scale the parts of one parameter differently.
+    """The total norm, equal on all ranks of ``groups``; else the shards of a parameter would be scaled differently.
 
-    [Note: shares] A rank's part of a gradient counts by the number of parts over the number of ranks, which is one over
-    the number of ranks that have the same part: each element counts once, whatever its mesh. Where ranks have different
-    gradients of a parameter, as of unsharded ones that are not averaged, or in a unit on groups of its own, the mean of
-    their powers counts; FSDP1 took each rank's own for the former, and thereby another scale on each, and each group's
-    for the latter (torch/distributed/fsdp/fully_sharded_data_parallel.py, 2.7).
+    [Note: shares] The contribution of a rank's shard is weighted by the number of shards over the number of ranks. This
+    is one over the number of ranks with the same shard, so each element counts once on any mesh. If ranks have
+    different gradients of a parameter (unsharded parameters whose gradients are not averaged, or a unit on its own
+    groups of ranks), the mean of their powers counts. For the former, FSDP1 used each rank's own gradients, and
+    therefore a different scale per rank; for the latter, each group's
+    (torch/distributed/fsdp/fully_sharded_data_parallel.py, 2.7).
 
     Args:
-        groups: An all-reduce over each in turn reaches all ranks that need one number.
-        device: Of the group's tensors: gradients may lie on the CPU while it is NCCL's.
+        groups: An all-reduce over each in turn reaches all ranks that need the same norm.
+        device: The device of the groups' tensors. Gradients may be on the CPU while the groups use NCCL.
     """
     num_ranks = math.prod(map(dist.get_world_size, groups))
     is_largest = math.isinf(norm_type)
     total, dtype = torch.zeros((), dtype=torch.float64, device=device), torch.float32
-    for (mesh, axes), kinds in grads.items():  # as many as there are meshes and placements
+    for (mesh, axes), kinds in grads.items():  # one iteration per mesh and placement
         norm = _norm(kinds, norm_type, device)
         dtype = torch.promote_types(dtype, norm.dtype)
-        # In float64, which has room for the squares of all that fp32 has room for, and which all ranks send alike.
+        # float64 can represent the squares of all fp32 numbers, and all ranks must send the same dtype.
         value = norm.to(torch.float64)
         num_parts = 1 if mesh is None else math.prod(map(mesh.size, axes))
         total = torch.maximum(total, value) if is_largest else total + value**norm_type * (num_parts / num_ranks)
-    # Where every rank has all averaged gradients, the sum over ranks is known.
+    # If every rank has all averaged gradients, the sum over ranks is known.
     if all(mesh is not None and not axes and mesh.size() == num_ranks for mesh, axes in grads):
         total = total if is_largest else total * num_ranks
     elif num_ranks > 1:
@@ -212,19 +234,20 @@ def _total_norm(
 
 
 def _norm(tensors: _ByKind, norm_type: float, device: torch.device) -> torch.Tensor:
-    """The p-norm of all elements together, at least in fp32, on ``device``; nothing at all has the norm zero."""
+    """The p-norm of all elements together, at least in fp32, on ``device``. The norm of no elements is zero."""
     norms: dict[torch.device, list[torch.Tensor]] = {}
     widest = torch.float32
     for (place, dtype), alike in tensors.items():
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        widest = torch.promote_types(widest, wide)  # also of what is empty here: all ranks return alike
-        # An infinity norm of no elements raises.
+        # also for tensors that are empty here: all ranks return the same dtype
+        widest = torch.promote_types(widest, wide)
+        # The infinity norm of an empty tensor raises.
         filled = [tensor for tensor in alike if tensor.numel()] if math.isinf(norm_type) else alike
         if filled:
-            norms.setdefault(place, []).extend(norm_of_each(filled, norm_type, wide))
+            norms.setdefault(place, []).extend(foreach_norm(filled, norm_type, wide))
     of_devices = [torch.linalg.vector_norm(torch.stack(of_device), norm_type) for of_device in norms.values()]
     if not of_devices:
-        # Made there: to copy one from the CPU would wait for the GPU.
+        # Created on the device: a copy from the CPU would synchronize with the GPU.
         return torch.zeros((), dtype=widest, device=device)
     if len(of_devices) == 1:
         return of_devices[0].to(device, widest)

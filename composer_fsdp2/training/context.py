@@ -1,17 +1,17 @@
-"""Sequences that several ranks compute together: the ranks, the part that each has, and what they exchange.
+"""Context parallelism: the ranks that share sequences, the part of each rank, and what they exchange.
 
-[Note: context parallelism] Ranks of a context group have the same rows, and each the same number of consecutive places
-of them. Embeddings, norms, MLPs and the head work on a place at a time, so on a part as on the whole. Attention alone
-does not: there the ranks exchange, by all-to-all, their places of all heads for all places of some heads, attend, and
-exchange back (Ulysses, arXiv 2309.14509). Parameters are sharded over all ranks, and their gradients averaged, as
-without it.
+[Note: context parallelism] The ranks of a context group have the same rows, and each has an equal number of consecutive
+positions. Embeddings, norms, MLPs and the head process each position independently, so they need no change. Attention
+exchanges heads for sequence: by all-to-all, each rank sends its positions of all heads and receives all positions of
+some heads, attends, and exchanges back (Ulysses, arXiv 2309.14509). Parameters are sharded over all ranks and their
+gradients averaged, as without context parallelism.
 
-The objective is the mean over ranks of their losses. Before the first layer a rank takes its part of the rows
-(``part``); behind the last it gathers those of all ranks (``to_whole``). Any head and any loss then computes whole
-rows, the same on each rank of a group, and autograd sums the ranks' gradients of each part. A causal language
-model's loss need not gather: each rank's is the sum over its own places, divided by the number of all places that are
-counted, times the number of ranks. Labels are shifted before they are cut, since the last place of a part is to predict
-the first of the next one.
+The objective is the mean of the ranks' losses. Before the first layer a rank takes its part of the rows (``part``).
+After the last layer it gathers the parts of all ranks (``to_whole``). Any head and any loss then processes whole
+rows, with equal results on each rank of a group, and autograd sums the ranks' gradients of each part. The loss of a
+causal language model needs no gather: each rank's loss is the sum over its own positions, divided by the number of
+all counted positions, times the number of ranks. Labels are shifted before they are divided, because the last
+position of a part predicts the first of the next.
 """
 
 import contextlib
@@ -32,16 +32,24 @@ IGNORED_LABEL = -100  # torch's, Hugging Face's and LLM Foundry's
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ContextGroup:
-    """The ranks that share this rank's sequences.
+    """The ranks that share this rank's sequences. Model adapters receive one, see ``ModelAdapter.start``.
 
     Args:
-        size: How many they are.
-        index: Which of the parts of a sequence this rank has.
-        weight: What the mean of the batch that comes next will be multiplied by before its gradients are averaged over
-            ranks, such as its number of rows; the same on all ranks of the group. A tensor is on the batch's device.
-        divides_losses: Whether a model that gets labels returns the loss and logits of this rank's part. Otherwise all
-            that a model returns is of whole rows.
-        in_parts: Whether the forward that runs now returns parts.
+        group: The process group of these ranks.
+        size: The number of ranks.
+        index: The index of this rank's part of a sequence.
+        weight: The factor by which the next batch's mean loss is weighted before gradients are averaged over ranks,
+            such as its number of rows. Equal on all ranks of the group. A tensor must be on the batch's device.
+        divides_losses: Whether a model with labels returns the loss and logits of this rank's part. Otherwise all
+            outputs are of whole rows.
+        in_parts: Whether the current forward returns parts.
+
+    Example:
+        >>> context = ContextGroup(group=torch.distributed.group.WORLD, size=1, index=0)
+        >>> context.part(torch.arange(4)[None])
+        tensor([[0, 1, 2, 3]])
+        >>> context.shifted_labels(torch.tensor([[5, 6, 7]]))
+        tensor([[   6,    7, -100]])
     """
 
     group: dist.ProcessGroup
@@ -53,7 +61,7 @@ class ContextGroup:
 
     @contextlib.contextmanager
     def returning_parts(self) -> Iterator[None]:
-        """In the block forwards return this rank's part of whole rows, with the places that fill them up."""
+        """Within the block, forwards return this rank's part of whole rows, including padding positions."""
         before, self.in_parts = self.in_parts, True
         try:
             yield
@@ -61,7 +69,7 @@ class ContextGroup:
             self.in_parts = before
 
     def padded(self, tensor: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
-        """``tensor`` with so many more places at the end of ``dim`` that the ranks can divide it evenly."""
+        """Pad ``dim`` at its end so that the ranks can divide it evenly. Does not communicate."""
         missing = -tensor.shape[dim] % self.size
         if not missing:
             return tensor
@@ -69,34 +77,44 @@ class ContextGroup:
         return torch.cat([tensor, tensor.new_full(shape, fill)], dim)
 
     def part(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's part of a tensor whose ``dim`` the ranks can divide evenly."""
+        """This rank's part of a tensor whose ``dim`` is divisible by the number of ranks. Does not communicate."""
         length = tensor.shape[dim] // self.size
         return tensor.narrow(dim, self.index * length, length)
 
     def to_whole(self, tensor: torch.Tensor, length: int, dim: int = 1) -> torch.Tensor:
-        """The first ``length`` places of ``dim``, of the parts of all ranks in order. One all-gather, and an all-to-all
-        in backward, whose gradients are the sums of those of all ranks."""
+        """All-gather the parts of all ranks along ``dim``; return the first ``length`` positions.
+
+        Called on all ranks of the group. One all-gather; in backward an all-to-all, which sums the gradients of all
+        ranks.
+        """
         whole: torch.Tensor = _Gather.apply(self, dim, tensor)
         return whole.narrow(dim, 0, length)
 
     def shifted_labels(self, labels: torch.Tensor, *, is_shifted: bool = False) -> torch.Tensor:
-        """For each place of this rank's part the label that it is to predict, from the labels of whole rows.
+        """The label that each position of this rank's part predicts, from the labels of whole rows.
 
         Args:
-            is_shifted: Whether each label stands already at the place that is to predict it.
+            labels: int64, (rows, positions).
+            is_shifted: Whether each label is already at the position that predicts it.
+        Returns:
+            int64, (rows, positions of this rank's part).
         """
         if not is_shifted:
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         return self.part(self.padded(labels, 1, IGNORED_LABEL)).contiguous()
 
     def items(self, labels: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """By what the sum of this rank's losses is to be divided, so that averaging over ranks gives the mean's.
+        """The divisor of this rank's summed loss. With it, averaging over ranks yields the mean loss.
 
-        Over all ranks of the world, whose batches may count different numbers of places, and have other weights.
+        Counts over all ranks of the world, whose batches may have different numbers of counted positions and different
+        weights.
 
         Args:
-            labels: For each place of this rank's part, ``IGNORED_LABEL`` where it does not count.
-        Called on all ranks; one all-reduce of two numbers, for which the host does not wait.
+            labels: The label of each position of this rank's part; ``IGNORED_LABEL`` if it does not count.
+        Returns:
+            A scalar on the labels' device.
+
+        Called on all ranks of the world. One all-reduce of two numbers; the host does not wait for it.
         """
         numbers = torch.zeros(2, dtype=torch.float64, device=labels.device)
         numbers[0] = (labels != IGNORED_LABEL).sum()
@@ -106,23 +124,26 @@ class ContextGroup:
         return torch.where(items > 0, items, torch.ones_like(items)).to(dtype)
 
     def to_heads(self, tensors: Sequence[torch.Tensor], heads: int, sequence: int) -> tuple[torch.Tensor, ...]:
-        """From all heads of this rank's places to all places of some heads; ``heads`` and ``sequence`` are dims.
+        """Exchange all heads of this rank's positions for all positions of some heads.
 
-        Heads of keys or values that are too few to be divided are repeated: every rank gets those of its query heads,
-        as these are consecutive, too. One exchange for all tensors of a dtype, and one in backward.
+        ``heads`` and ``sequence`` are dims.
+
+        Key and value heads are repeated if there are too few to divide. Every rank then gets those of its query
+        heads, because these are consecutive too. Called on all ranks of the group; one all-to-all for all tensors of
+        a dtype, and one in backward.
         """
         repeated = [_repeated_heads(each, self.size, heads) for each in tensors]
         exchanged: tuple[torch.Tensor, ...] = _Exchange.apply(self, heads, sequence, *repeated)
         return exchanged
 
     def to_sequence(self, tensor: torch.Tensor, heads: int, sequence: int) -> torch.Tensor:
-        """Back, from all places of some heads to all heads of this rank's places."""
+        """Exchange all positions of some heads for all heads of this rank's positions. One all-to-all each way."""
         [exchanged] = _Exchange.apply(self, sequence, heads, tensor)
         return exchanged
 
 
 class _Exchange(torch.autograd.Function):
-    """One dimension is divided over the ranks, and the parts of another joined; in backward the other way round."""
+    """All-to-all that divides one dimension over the ranks and concatenates another. Backward does the inverse."""
 
     @staticmethod
     def forward(
@@ -140,7 +161,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The parts of all ranks along one dimension; in backward each rank gets all ranks' gradients of its own."""
+    """All-gather along one dimension. In backward, each rank receives all ranks' gradients of its own part."""
 
     @staticmethod
     def forward(ctx: Any, group: ContextGroup, dim: int, part: torch.Tensor) -> torch.Tensor:
@@ -161,7 +182,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _exchange(tensors: Sequence[torch.Tensor], group: ContextGroup, divided: int, joined: int) -> list[torch.Tensor]:
-    """All tensors of a dtype in one all-to-all: what a rank gets of each stands in one row."""
+    """One all-to-all for all tensors of a dtype; each rank's data is one row of the buffer."""
     parts = [each.unflatten(divided, (group.size, -1)).movedim(divided, 0) for each in tensors]  # (ranks, ...)
     exchanged = list(parts)
     for dtype in dict.fromkeys(part.dtype for part in parts):
@@ -178,6 +199,6 @@ def _exchange(tensors: Sequence[torch.Tensor], group: ContextGroup, divided: int
 
 
 def _repeated_heads(tensor: torch.Tensor, degree: int, dim: int) -> torch.Tensor:
-    """In such a number that the ranks can divide them evenly: of too few heads each one several times."""
+    """Repeat each head until the ranks can divide the heads evenly."""
     num_heads = tensor.shape[dim]
     return tensor.repeat_interleave(math.lcm(num_heads, degree) // num_heads, dim) if num_heads % degree else tensor

@@ -1,4 +1,4 @@
-"""``summon_full_params``: the full parameters of a sharded model for the length of a with block."""
+"""``summon_full_params``: the full parameters of a sharded model within a with block."""
 
 import contextlib
 import functools
@@ -15,22 +15,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from composer_fsdp2._torch.parts import with_local_tensor
-from composer_fsdp2._torch.unit import Shown, hooks_of
+from composer_fsdp2._torch.local_tensors import with_local_tensor
+from composer_fsdp2._torch.unit import ParameterOverride, hooks_of
 from composer_fsdp2._torch.unit_parameters import (
     UnitParameter,
     distinct_units,
     has_unreduced_gradients,
-    is_in_pass,
+    is_in_forward_or_backward,
     is_inside_unit,
+    override_parameters,
     owners_of_unit,
     parameters_of_unit,
-    show_instead_of_shards,
 )
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
-from composer_fsdp2.sharding.full_values import gather_full, own_part
-from composer_fsdp2.sharding.placements import splitting_axes
+from composer_fsdp2.sharding.full_values import gather_full_tensor, local_shard
+from composer_fsdp2.sharding.placements import shard_axes
 from composer_fsdp2.training.guard import check_guard
 
 log = logging.getLogger(__name__)
@@ -45,45 +45,52 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Within the block, parameters of ``module`` are ordinary full tensors in full precision, under their own names.
+    """Within the block, parameters of ``module`` are full tensors in full precision, under their original names.
 
-    The arguments are those of ``FullyShardedDataParallel.summon_full_params``. As there, what each rank writes into the
-    rows of its own shard persists, so ranks write alike; and on a mesh that shards nothing (``NO_SHARD``, one rank) the
-    full parameter is the model's own, and what is written into it stays, whatever ``writeback`` says. Afterwards, and
-    also if the block raises, the parameters are the very objects from before, which the optimizer holds.
+    The arguments are those of ``FullyShardedDataParallel.summon_full_params``. As there, a rank's writes persist for
+    the rows of its own shard only, so all ranks should write the same values. On a mesh that does not shard
+    (``NO_SHARD``, one rank), the full parameter shares the model's memory, and writes persist regardless of
+    ``writeback``. After the block, also if it raises, the same parameter objects as before are registered, which the
+    optimizer references.
 
-    Whether a parameter is trained (``requires_grad``) may be changed in the block, too. It is another object there than
-    the one that the optimizer holds (FSDP1's was that one), so look up ``optimizer.state`` outside of the block.
+    ``requires_grad`` may be changed in the block. A parameter in the block is a different object from the optimizer's
+    (under FSDP1 it was the same), so read ``optimizer.state`` outside of the block.
 
-    Beyond FSDP1: a forward inside the block (it runs on what was written so far, in the unit's own precision), a
-    parameter that is replaced or loaded, gradients that are replaced or set to None, ``with_grads`` together with
-    ``offload_to_cpu``, ``offload_to_cpu`` on a mesh that shards nothing, and a block inside the block with the same
-    options. Parameters that no unit shards, and buffers, are full anyhow and left as they are.
+    In addition to FSDP1, these are supported: a forward inside the block (with the values written so far, in the unit's
+    precision), parameters that are replaced or loaded, gradients that are replaced or set to None, ``with_grads`` with
+    ``offload_to_cpu``, ``offload_to_cpu`` on a mesh that does not shard, and nested blocks with the same options.
+    Buffers, and parameters that no unit shards, are full already and unchanged.
 
     Args:
-        module: A sharded model, any part that was sharded as a unit, or something around such; else there is nothing to
-            do.
-        recurse: Also the units below ``module``; without, only what ``module`` itself shards, if it is a unit.
-        writeback: Keep what the block writes into parameters, and with ``with_grads`` into gradients.
-        rank0_only: Full parameters on the first rank of each group of shards only; the others keep their shards. Needs
-            ``writeback=False``.
-        offload_to_cpu: Full parameters on the CPU; else on the device of the mesh.
-        with_grads: Their gradients are unsharded, too; else they have none in the block.
+        module: A sharded model, a unit of it, or a module that contains units. Does nothing for other modules.
+        recurse: Include the units below ``module``. If False, only the parameters of ``module``'s own unit.
+        writeback: Keep the values that the block writes into parameters, and with ``with_grads`` into gradients.
+        rank0_only: Full parameters on the first rank of each shard group only; the other ranks keep their shards.
+            Requires ``writeback=False``.
+        offload_to_cpu: Full parameters on the CPU instead of the mesh's device.
+        with_grads: Unshard the gradients too. If False, ``.grad`` is None in the block.
     Raises:
-        UnsupportedError: ``rank0_only`` with ``writeback``, which FSDP1 refused as well.
-        ComposerFSDP2Error: during a forward or backward; for a part of a unit; for a block inside a block with other
-            options; with ``with_grads``, while gradients wait for the last microbatch (``gradient_sync``). Within the
-            block, for an optimizer's step, a forward with ``rank0_only``, a backward with ``with_grads``. After it, if
-            something that it wrote cannot be kept; names the parameters.
+        UnsupportedError: ``rank0_only`` with ``writeback``, which FSDP1 rejected as well.
+        ComposerFSDP2Error: during a forward or backward; for a part of a unit; for a nested block with different
+            options; with ``with_grads``, while gradients are not yet reduced (``gradient_sync``). Within the block: for
+            an optimizer step, a forward with ``rank0_only``, or a backward with ``with_grads``. After the block: if
+            written values cannot be kept; names the parameters.
 
-    Called on all ranks with the same arguments: each parameter (and gradient) is an all-gather over its shards, and
-    ``with_grads`` adds an all-reduce for each unit. The end of the block does not communicate.
+    Called on all ranks with the same arguments. One all-gather per parameter (and gradient); ``with_grads`` adds one
+    all-reduce per unit. The end of the block does not communicate.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 2))
+        >>> _ = prepare_fully_shard(model, None, {}, precision="fp32", device="cpu")
+        >>> with summon_full_params(model):
+        ...     type(model[0].weight).__name__, tuple(model[0].weight.shape)
+        ('Parameter', (2, 4))
     """
     options = _Options(writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
     units = _units_to_summon(module, recurse, options)
     check_guard(module, "summon_full_params")
     for unit in units:
-        unit.reshard()  # it may stand gathered after a forward without gradients, and in low precision
+        unit.reshard()  # may be unsharded after a forward without gradients, in low precision
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     problems: list[str] = []
     with contextlib.ExitStack() as stack:
@@ -92,7 +99,7 @@ def summon_full_params(
         for unit in units:
             stack.enter_context(_unsharded(unit, options, names, problems))
         yield
-    if problems:  # not if the block raised, whose error is the one to see
+    if problems:  # not if the block raised; its own error takes precedence
         raise ComposerFSDP2Error(f"after summon_full_params: {and_more(problems, 5, '; ')}")
 
 
@@ -108,15 +115,15 @@ class _Options:
 
 
 def _refuse_step(summoned: Sequence[UnitParameter], optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """It would update the shards, and the end of the block overwrite them with the full parameters from before."""
-    split = {id(each.sharded) for each in summoned if splitting_axes(each.sharded)}
+    """Reject an optimizer step: it would update the shards, which the end of the block overwrites."""
+    split = {id(each.sharded) for each in summoned if shard_axes(each.sharded)}
     if any(id(parameter) in split for group in optimizer.param_groups for parameter in group["params"]):
         name = type(optimizer).__name__
         raise ComposerFSDP2Error(f"{name}.step within summon_full_params of its parameters; leave the block")
 
 
 def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> list[FSDPModule]:
-    """The units that are sharded now. Every refusal is here, before anything communicates."""
+    """The units to unshard. All rejections happen here, before any communication."""
     if options.rank0_only and options.writeback:
         raise UnsupportedError(
             "summon_full_params(writeback=True, rank0_only=True): one rank alone would hold what is written (FSDP1 "
@@ -127,10 +134,10 @@ def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> lis
     paths = {id(each): path for path, each in module.named_modules()}
     units = []
     for unit in distinct_units(module.modules() if recurse else [module]):
-        _refuse_now(unit, paths[id(unit)], options)
+        _refuse_during_step(unit, paths[id(unit)], options)
         if not owners_of_unit(unit):
-            continue  # nothing of its own
-        outer = hooks_of(unit).shown
+            continue  # without own parameters
+        outer = hooks_of(unit).override
         if outer is None:
             units.append(unit)
         elif outer.options != options:
@@ -143,9 +150,9 @@ def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> lis
     return units
 
 
-def _refuse_now(unit: FSDPModule, path: str, options: _Options) -> None:
-    """Raise in the midst of a step."""
-    if is_in_pass(unit):
+def _refuse_during_step(unit: FSDPModule, path: str, options: _Options) -> None:
+    """Raise during a step."""
+    if is_in_forward_or_backward(unit):
         where = f" of {path!r}" if path else ""
         raise ComposerFSDP2Error(
             f"summon_full_params during a forward or backward{where}; call it between steps. After one that an "
@@ -178,25 +185,25 @@ def _warn_of_copies() -> None:
 
 @contextlib.contextmanager
 def _unsharded(unit: FSDPModule, options: _Options, names: Mapping[int, str], problems: list[str]) -> Iterator[None]:
-    """One unit, unsharded. Called on all ranks of its mesh."""
+    """Unshard one unit within the block. Called on all ranks of its mesh."""
     parameters = parameters_of_unit(unit)
     grads = _gradients(parameters) if options.with_grads else [None] * len(parameters)
     full = [
-        _FullParameter(parameter, names.get(id(parameter.sharded), parameter.places[0][1]), grad, options)
+        _FullParameter(parameter, names.get(id(parameter.sharded), parameter.registrations[0][1]), grad, options)
         for parameter, grad in zip(parameters, grads, strict=True)
     ]
 
     def before_gather(is_backward: bool) -> None:
         _check_pass(options, is_backward)
         for each in full:
-            each.lend()
+            each.write_for_forward()
 
     def after_reshard() -> None:
         for each in full:
-            each.show()
+            each.register()
 
-    shown = Shown(options=options, before_gather=before_gather, after_reshard=after_reshard)
-    end = show_instead_of_shards(unit, shown)
+    override = ParameterOverride(options=options, before_gather=before_gather, after_reshard=after_reshard)
+    end = override_parameters(unit, override)
     try:
         after_reshard()
         yield
@@ -204,14 +211,14 @@ def _unsharded(unit: FSDPModule, options: _Options, names: Mapping[int, str], pr
         end()
         try:
             for each in full:
-                problems.extend(each.keep())
+                problems.extend(each.write_back())
         finally:
             for each in full:
-                each.parameter.place(each.parameter.sharded)
+                each.parameter.register(each.parameter.sharded)
 
 
 def _check_pass(options: _Options, is_backward: bool) -> None:
-    """Refuse a forward or backward within the block that its options do not allow."""
+    """Reject a forward or backward within the block that the options do not allow."""
     if options.rank0_only:
         raise ComposerFSDP2Error(
             "a forward within summon_full_params(rank0_only=True): the other ranks lack what the first may have "
@@ -225,7 +232,7 @@ def _check_pass(options: _Options, is_backward: bool) -> None:
 
 
 def _gradients(parameters: list[UnitParameter]) -> list[DTensor | None]:
-    """The sharded gradients of a unit; zeros where only other ranks have one, since all of them gather it.
+    """The sharded gradients of a unit. Zeros if only other ranks have a gradient, since all of them all-gather it.
 
     Called on all ranks of the unit's mesh.
     """
@@ -233,7 +240,7 @@ def _gradients(parameters: list[UnitParameter]) -> list[DTensor | None]:
         return []
     grads = [cast(DTensor | None, each.sharded.grad) for each in parameters]
     shard = cast(DTensor, parameters[0].sharded)
-    if axes := splitting_axes(shard):
+    if axes := shard_axes(shard):
         mesh = shard.device_mesh
         is_there = torch.tensor([grad is not None for grad in grads], dtype=torch.int32, device=mesh.device_type)
         for axis in axes:
@@ -246,12 +253,12 @@ def _gradients(parameters: list[UnitParameter]) -> list[DTensor | None]:
 
 @torch.no_grad()
 def _gather(tensor: DTensor, options: _Options) -> torch.Tensor | None:
-    """The full tensor, or None on a rank that is not to have it. Called on all ranks of its mesh.
+    """The full tensor; None on a rank that should not get it. Called on all ranks of its mesh.
 
-    A tensor that is not a DTensor is not copied.
+    On a mesh that does not shard, the full tensor is not a copy, except with ``offload_to_cpu``.
     """
-    mesh, axes = tensor.device_mesh, splitting_axes(tensor)
-    full = gather_full(tensor)
+    mesh, axes = tensor.device_mesh, shard_axes(tensor)
+    full = gather_full_tensor(tensor)
     if not axes:
         return full.to("cpu", copy=True) if options.offload_to_cpu else full
     if options.rank0_only and any(mesh.get_local_rank(axis) for axis in axes):
@@ -260,37 +267,39 @@ def _gather(tensor: DTensor, options: _Options) -> torch.Tensor | None:
 
 
 class _FullParameter:
-    """One parameter that is unsharded, where the options say so, while its shard waits for the end of the block."""
+    """The full parameter of one shard within the block, on ranks that have it."""
 
     @torch.no_grad()
     def __init__(self, parameter: UnitParameter, name: str, grad: DTensor | None, options: _Options) -> None:
         self.parameter, self.name, self.options = parameter, name, options
         self.shard = cast(DTensor, parameter.sharded)
         self.local = self.shard.to_local().detach()
-        self.before: torch.Tensor | None = None  # of the shard, once a forward needed what is not to be kept
+        # the shard's values from before, once a forward needed values that are not to be kept
+        self.before: torch.Tensor | None = None
         self.full: nn.Parameter | None = None
         full, full_grad = _gather(self.shard, options), None if grad is None else _gather(grad, options)
         if full is not None:
             self.full = nn.Parameter(full, requires_grad=self.shard.requires_grad)
-            vars(self.full).update(vars(self.shard))  # what a script or an optimizer noted on it
+            vars(self.full).update(vars(self.shard))  # attributes that a script or an optimizer set
             self.full.grad = full_grad
 
-    def show(self) -> None:
+    def register(self) -> None:
         if self.full is not None:
-            self.parameter.place(self.full)
+            self.parameter.register(self.full)
 
-    def lend(self) -> None:
-        """Write into the shard what the block wrote so far, for a forward to gather."""
-        if not self.options.writeback and self.before is None and not self._is_shard(self._standing()):
+    def write_for_forward(self) -> None:
+        """Write the block's values into the shard, for a forward to all-gather."""
+        if not self.options.writeback and self.before is None and not self._is_shard(self._registered()):
             self.before = self.local.clone()
         if problem := self._write():
             raise ComposerFSDP2Error(f"a forward within summon_full_params: {problem}")
-        self.full = self._standing()  # what replaced it is shown again afterwards
+        self.full = self._registered()  # a replacement is registered again afterwards
 
-    def keep(self) -> list[str]:
-        """Leave in the shard what is to stay after the block; returns what was written and is lost."""
-        if self.full is not None and self._standing() is self.full:
-            self.parameter.sharded.requires_grad_(self.full.requires_grad)  # frozen in the block: with any options
+    def write_back(self) -> list[str]:
+        """Write the values that persist into the shard. Return the problems: written values that are lost."""
+        if self.full is not None and self._registered() is self.full:
+            # changes of requires_grad persist with any options
+            self.parameter.sharded.requires_grad_(self.full.requires_grad)
         if self.options.writeback:
             problem = self._write() or self._write_grad()
             return [problem] if problem else []
@@ -300,41 +309,41 @@ class _FullParameter:
 
     @torch.no_grad()
     def _write(self) -> str:
-        """Bring the shard up to date; returns what prevents it."""
-        written = self._standing()
+        """Write the block's values into the shard. Return the problem that prevents it, or ""."""
+        written = self._registered()
         if written is None:
             return f"{self.name} was replaced by different parameters in the places that share it"
         if written.shape != self.shard.shape:
             return f"{self.name} was replaced by one of shape {tuple(written.shape)}; it has {tuple(self.shard.shape)}"
         if self._is_shard(written):
             return ""
-        self.local.copy_(own_part(self.shard, written))
+        self.local.copy_(local_shard(self.shard, written))
         return ""
 
     @torch.no_grad()
     def _write_grad(self) -> str:
-        written = self._standing()
+        written = self._registered()
         grad = None if written is None else written.grad
         if not self.options.with_grads:
             return f"{self.name} was given a gradient, which with_grads=True would keep" if grad is not None else ""
         shard = self.parameter.sharded
         if grad is None:
-            if written is self.full:  # a parameter that replaced it says nothing about its gradient
+            if written is self.full:  # a replacement does not define a gradient
                 shard.grad = None
         elif shard.grad is None:
-            shard.grad = with_local_tensor(self.shard, own_part(self.shard, grad).to(self.local.device, copy=True))
+            shard.grad = with_local_tensor(self.shard, local_shard(self.shard, grad).to(self.local.device, copy=True))
         else:
-            cast(DTensor, shard.grad).to_local().copy_(own_part(self.shard, grad))
+            cast(DTensor, shard.grad).to_local().copy_(local_shard(self.shard, grad))
         return ""
 
-    def _standing(self) -> nn.Parameter | None:
-        """What the block left registered: the full parameter, or what replaced it; None if that is ambiguous."""
+    def _registered(self) -> nn.Parameter | None:
+        """The parameter that the block left registered: the full parameter or a replacement; None if several."""
         own = (id(self.full), id(self.parameter.sharded))
-        others = {id(each): each for each in self.parameter.standing() if id(each) not in own}
+        others = {id(each): each for each in self.parameter.registered() if id(each) not in own}
         if len(others) > 1:
             return None
         return next(iter(others.values()), self.full)
 
     def _is_shard(self, full: torch.Tensor | None) -> bool:
-        """Whether it lies in the shard's own memory, as it does where nothing is split."""
+        """Whether the full parameter shares the shard's memory, as on a mesh that does not shard."""
         return full is not None and full.untyped_storage().data_ptr() == self.local.untyped_storage().data_ptr()

@@ -1,8 +1,8 @@
-"""``collective_guard``: ranks that have diverged are told where, instead of waiting for each other.
+"""``collective_guard``: raise an error with the positions of ranks that have diverged, instead of hanging.
 
-A rank that takes another branch, has a batch less or evaluates alone launches another collective than the others, or
-none. That hangs until a process group times out, or mixes up data of one size. With the guard ranks compare where they
-stand before each collective, over the control group.
+A rank that takes a different branch, has one batch less or evaluates alone launches a different collective than the
+others, or none. The others hang until a process group times out, or data of the same size is mixed up. With the
+guard, ranks compare their positions before each collective, over the control group.
 """
 
 import itertools
@@ -12,10 +12,10 @@ from datetime import timedelta
 
 from torch import nn
 
-from composer_fsdp2._torch.collectives import InFlight
+from composer_fsdp2._torch.collectives import PendingCollective
 from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.sharding.sharded import units
-from composer_fsdp2.training.control import Operation, control
+from composer_fsdp2.training.control import Operation, control_group
 from composer_fsdp2.training.run import find_run, run_of
 
 _OPERATION = Operation(
@@ -25,29 +25,30 @@ _OPERATION = Operation(
 )
 
 
-def collective_guard(limit: timedelta) -> Callable[[InFlight | str], None]:
-    """A function that meets the other ranks where they call it, and compares two numbers.
+def collective_guard(limit: timedelta) -> Callable[[PendingCollective | str], None]:
+    """A barrier over the control group that also compares the ranks' positions.
 
-    It raises RanksDivergedError, on all ranks that come, with where each stands and where all were together last.
+    It raises RanksDivergedError on all ranks that arrive, with the position of each, and the last position at which all
+    agreed.
 
     Args:
-        limit: How long the ranks that have come wait for the others.
+        limit: The timeout of each barrier.
 
-    Called on all ranks together, as ``control``.
+    Called on all ranks together, as ``control_group``.
     """
-    connected, numbers = control(), itertools.count()
+    connected, numbers = control_group(), itertools.count()
 
-    def check(where: InFlight | str) -> None:
-        connected.meet(_OPERATION, where, [next(numbers), zlib.crc32(str(where).encode())], limit)
+    def check(where: PendingCollective | str) -> None:
+        connected.barrier(_OPERATION, where, [next(numbers), zlib.crc32(str(where).encode())], limit)
 
     return check
 
 
 def start_guard(model: nn.Module, limit_s: float) -> None:
-    """Guard a model that was just sharded, for as long as it lives. Called on all ranks.
+    """Guard all collectives of a sharded model, for as long as it exists. Called on all ranks.
 
     Args:
-        limit_s: How long ranks wait for each other.
+        limit_s: The timeout of each barrier, in seconds.
     """
     check = collective_guard(timedelta(seconds=limit_s))
     run_of(model).guard = check
@@ -55,7 +56,7 @@ def start_guard(model: nn.Module, limit_s: float) -> None:
 
 
 def check_guard(model: nn.Module, where: str) -> None:
-    """A place beside the collectives of a model, or of a part of it, where ranks must meet, if it is guarded."""
+    """A barrier at another point than the collectives of a model or submodule, if guarded. Called on all ranks."""
     run = find_run(model)
     if run is not None and run.guard is not None:
         run.guard(where)

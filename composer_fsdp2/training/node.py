@@ -1,4 +1,4 @@
-"""The ranks of one host: the first of them hears the others through local sockets, and answers them."""
+"""Local sockets between the ranks of one host: the first rank receives from the others, and replies to them."""
 
 import contextlib
 import math
@@ -15,92 +15,92 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from composer_fsdp2.errors import ControlGroupError
-from composer_fsdp2.sharding.agree import agree, gather
+from composer_fsdp2.sharding.agree import agree, all_gather_object
 
 T = TypeVar("T")
 
 
 class Node:
-    """The ranks that reach each other through local sockets, as one of them sees them.
+    """The ranks that are connected by local sockets, from the view of one of them.
 
-    A rank that closes its node, or ends, is seen by those that it is linked to as soon as they receive or send again.
+    If a rank closes its node or ends, the ranks that are linked to it notice it at their next receive or send.
 
     Attributes:
-        firsts: Of all nodes, the rank that answers.
-        is_first: Whether that is this rank.
+        first_ranks: The first rank of each node, which replies to the others.
+        is_first: Whether this rank is the first of its node.
     """
 
-    def __init__(self, firsts: Sequence[int], is_first: bool, links: Sequence[socket.socket]) -> None:
-        self.firsts, self.is_first = firsts, is_first
+    def __init__(self, first_ranks: Sequence[int], is_first: bool, links: Sequence[socket.socket]) -> None:
+        self.first_ranks, self.is_first = first_ranks, is_first
         self._links = {link.fileno(): link for link in links}
         self._poll = select.poll()
         for descriptor in self._links:
             self._poll.register(descriptor, select.POLLIN)
 
     @classmethod
-    def of_this_rank(cls, host: str, within: timedelta) -> "Node":
-        """Connect the ranks of each host. Called on all ranks: three gathers of a few bytes, and as many agreements.
+    def connect(cls, host: str, timeout: timedelta) -> "Node":
+        """Connect the ranks of each host. Called on all ranks: three all-gathers of a few bytes, and three agreements.
 
         Raises:
-            ControlGroupError: on all ranks: one has no more files to open.
+            ControlGroupError: on all ranks, if one cannot open more files.
         """
-        rank, hosts = dist.get_rank(), gather(host)
+        rank, hosts = dist.get_rank(), all_gather_object(host)
         first = hosts.index(host)
         with contextlib.ExitStack() as at_end, contextlib.ExitStack() as at_error:
-            listener = _agreed(lambda: _listener(hosts.count(host) - 1, within) if rank == first else None)
+            listener = _open_on_all_ranks(lambda: _listen(hosts.count(host) - 1, timeout) if rank == first else None)
             if listener is not None:
                 at_end.enter_context(listener)
-            address = gather(listener and listener.getsockname())[first]
-            to_first = _agreed(lambda: _connected(address) if rank != first else None)
+            address = all_gather_object(listener and listener.getsockname())[first]
+            to_first = _open_on_all_ranks(lambda: _connect(address) if rank != first else None)
             if to_first is not None:
                 at_error.enter_context(to_first)
-            answering = gather(rank if to_first is None else first)
-            others = _agreed(lambda: _accepted(listener, answering.count(rank) - 1))
+            first_rank_of = all_gather_object(rank if to_first is None else first)
+            others = _open_on_all_ranks(lambda: _accept(listener, first_rank_of.count(rank) - 1))
             at_error.pop_all()
-        return cls(sorted(set(answering)), to_first is None, others if to_first is None else [to_first])
+        return cls(sorted(set(first_rank_of)), to_first is None, others if to_first is None else [to_first])
 
-    def recv(self, until: float) -> list[list[int]]:
-        """One message from each rank that this one is linked to: the first from all others, they from it alone.
+    def recv(self, deadline: float) -> list[list[int]]:
+        """Receive one message from each linked rank: the first rank from all others, each other rank from the first.
 
         Args:
-            until: When to give up, on ``time.monotonic``'s clock.
+            deadline: In seconds of ``time.monotonic``.
         Raises:
-            OSError: one has ended or gave up, or has not come.
+            OSError: a rank has ended, closed its links, or did not send in time.
         """
-        heard: dict[int, list[int]] = {}
-        while len(heard) < len(self._links):
-            left_ms = math.ceil((until - time.monotonic()) * 1000)
+        received: dict[int, list[int]] = {}
+        while len(received) < len(self._links):
+            left_ms = math.ceil((deadline - time.monotonic()) * 1000)
             ready = self._poll.poll(min(max(0, left_ms), _LONGEST_POLL_MS))
-            if not ready and time.monotonic() >= until:
+            if not ready and time.monotonic() >= deadline:
                 raise TimeoutError("a rank of this node has not come within the time-out")
             for descriptor, _ in ready:
                 data = self._links[descriptor].recv(_MAX_BYTES)
                 if not data:
                     raise ConnectionError(_IS_GONE)
-                heard[descriptor] = list(struct.unpack(f"{len(data) // 8}q", data))
-        return list(heard.values())
+                received[descriptor] = list(struct.unpack(f"{len(data) // 8}q", data))
+        return list(received.values())
 
     def send(self, numbers: Sequence[int]) -> None:
-        """One message to each rank that this one is linked to.
+        """Send one message to each linked rank.
 
         Raises:
-            OSError: one has ended or gave up; none was told then, unless it did so right now.
+            OSError: a rank has ended or closed its links. No message was sent, unless it did so at this moment.
         """
-        if self._poll.poll(0):  # who waits says nothing
+        if self._poll.poll(0):  # a waiting rank does not send
             raise ConnectionError(_IS_GONE)
         data = struct.pack(f"{len(numbers)}q", *numbers)
         for link in self._links.values():
             link.send(data)
 
     def close(self) -> None:
-        """The others see it at once, also where a child of this process still has the sockets open."""
+        """Close the links. The others notice immediately, even if a child of this process has the sockets open."""
         for link in self._links.values():
-            with contextlib.suppress(OSError):  # the other end was closed before
+            with contextlib.suppress(OSError):  # the other end was already closed
                 link.shutdown(socket.SHUT_RDWR)
-        self.let_go()
+        self.close_in_child()
 
-    def let_go(self) -> None:
-        """Close this process's sockets, and nobody else's: what a forked child does with those it inherited."""
+    def close_in_child(self) -> None:
+        """Close this process's sockets only. A forked child calls it for the sockets that it inherited."""
         for link in self._links.values():
             link.close()
 
@@ -110,8 +110,8 @@ _LONGEST_POLL_MS = 2**31 - 1  # a C int: 24 days
 _IS_GONE = "a rank of this node has ended, or gave up"
 
 
-def _agreed(open_: Callable[[], T]) -> T:
-    """What it opens, if all ranks could open theirs. Called on all ranks."""
+def _open_on_all_ranks(open_: Callable[[], T]) -> T:
+    """Open a socket on every rank; return it if all ranks succeeded. Called on all ranks."""
 
     def decide() -> T:
         try:
@@ -126,23 +126,23 @@ def _agreed(open_: Callable[[], T]) -> T:
     return agree(decide, lambda _: "", ControlGroupError)
 
 
-def _listener(backlog: int, within: timedelta) -> socket.socket | None:
-    """A socket that listens at an abstract address, which ends with it and belongs to one network namespace."""
+def _listen(backlog: int, timeout: timedelta) -> socket.socket | None:
+    """A listening socket at an abstract address, which ends with the socket and belongs to one network namespace."""
     if not backlog or not hasattr(socket, "SOCK_SEQPACKET"):
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(b"\0composer_fsdp2 " + uuid.uuid4().hex.encode())
         listener.listen(backlog)
-        listener.settimeout(within.total_seconds())
-    except OSError:  # an operating system without such addresses
+        listener.settimeout(timeout.total_seconds())
+    except OSError:  # the operating system has no abstract addresses
         listener.close()
         return None
     return listener
 
 
-def _connected(address: bytes | None) -> socket.socket | None:
-    """A connection; None where nobody listens, or where the host of this name is another container."""
+def _connect(address: bytes | None) -> socket.socket | None:
+    """A connection. None if there is no listener, or if the host of this name is another container."""
     if address is None:
         return None
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -154,7 +154,7 @@ def _connected(address: bytes | None) -> socket.socket | None:
     return link
 
 
-def _accepted(listener: socket.socket | None, number: int) -> list[socket.socket]:
+def _accept(listener: socket.socket | None, number: int) -> list[socket.socket]:
     with contextlib.ExitStack() as at_error:
         links = [] if listener is None else [at_error.enter_context(listener.accept()[0]) for _ in range(number)]
         at_error.pop_all()

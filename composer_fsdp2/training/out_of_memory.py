@@ -1,11 +1,11 @@
-"""Ranks that run out of memory together: a vote before each collective, and the way back to before the batch.
+"""Coordinated out-of-memory handling: a vote before each collective, and a reset to the state before the batch.
 
-[Note: votes] A rank that is out of memory raises where it stands, while the others wait for it in a collective, for
-ever. So each rank votes before it launches one: between the allocation of a unit's buffers, which may fail, and the
-launch. A rank that failed votes once more from where the error is caught, which is the vote that the others are
-waiting in, or the next that they come to; then all know, and all go back. Every rank votes the same number of times,
-as long as the ranks run the same units in the same order. What fails inside a collective that others have entered
-cannot be voted on: there the process group's time-out ends all of them.
+[Note: votes] A rank that is out of memory raises while the other ranks wait for it in a collective, forever. Each
+rank therefore votes before it launches a collective, after the allocation of the unit's buffers, which may fail. A
+rank that failed votes once more where the error is caught: this is the vote in which the others are waiting, or the
+next one that they reach. Then all ranks know, and all reset. Every rank votes the same number of times, as long as
+all ranks run the same units in the same order. A failure inside a collective that other ranks have entered cannot be
+voted on; the process group's timeout then ends all of them.
 """
 
 import traceback
@@ -18,41 +18,42 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.collectives import InFlight, all_gather_single, reduce_scatter_single
+from composer_fsdp2._torch.collectives import PendingCollective, all_gather_single, reduce_scatter_single
 from composer_fsdp2._torch.private_names import dtensor_random_states, own_buffers
-from composer_fsdp2._torch.reset import forget_masks, reset_after_error
+from composer_fsdp2._torch.reset import reset_after_error, reset_mask_buffers
 from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.sharding.agree import device_of_group
 from composer_fsdp2.sharding.random_states import random_states, set_random_states
-from composer_fsdp2.sharding.sharded import resting_parameters, units
-from composer_fsdp2.training.control import ANSWER_WITHIN, Operation, control
+from composer_fsdp2.sharding.sharded import resharded_parameters, units
+from composer_fsdp2.training.control import DEFAULT_TIMEOUT, Operation, control_group
 from composer_fsdp2.training.microbatches import begin_microbatch
 from composer_fsdp2.training.run import find_run, run_of
 
 
 class PeerOutOfMemoryError(RuntimeError):
-    """Another rank is out of memory. The text begins as CUDA's own error, by which Composer knows it."""
+    """Another rank is out of memory. The message starts like CUDA's own error, which Composer checks for."""
 
 
 class OutOfMemoryVote:
-    """The votes of one model's ranks, over the control group, so that no vote stands between collectives.
+    """Votes of a model's ranks over the control group, separate from its collectives.
 
-    Made on all ranks together, as the control is, and sends a few small collectives over the model's axes. NCCL takes
-    memory of its own, outside of torch's allocator, when an axis is first used; where that is not there in the midst of
-    a batch, it fails inside a collective, about which nobody can vote.
+    Created on all ranks together, as the control group is. Sends a few small collectives over the model's mesh axes:
+    NCCL allocates memory outside of torch's allocator when an axis is first used. If that failed within a batch, it
+    would fail inside a collective, which cannot be voted on.
 
     Args:
-        timeout: How long a rank waits for the others' votes.
+        timeout: How long a rank waits for the other ranks' votes.
     """
 
-    def __init__(self, model: nn.Module, timeout: timedelta = ANSWER_WITHIN) -> None:
-        self._model = weakref.ref(model)  # votes are kept with the model, which would live for ever
+    def __init__(self, model: nn.Module, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self._model = weakref.ref(model)  # weak, because the votes are attached to the model
         self._timeout = timeout
-        self._control = control()
+        self._control = control_group()
         _warm_up(model)
         self._stop: Callable[[], None] | None = None
-        self._where: InFlight | str = "the first forward"
-        run_of(model).latest_vote = weakref.ref(self)  # while it is on, it reaches the units, by which the run is kept
+        self._where: PendingCollective | str = "the first forward"
+        # while voting is on, the units reference the vote, and the run is attached to them
+        run_of(model).latest_vote = weakref.ref(self)
 
     def _voting_model(self) -> nn.Module:
         model = self._model()
@@ -65,44 +66,46 @@ class OutOfMemoryVote:
         return self._stop is not None
 
     def start(self) -> None:
-        """From here on each collective of the model is voted on. Call it on all ranks; it communicates nothing."""
+        """Vote before each collective of the model from now on. Called on all ranks; does not communicate."""
         if self._stop is None:
-            # Ahead of a guard, at which a rank that is out of memory would be missed.
+            # Before a guard, which would miss a rank that is out of memory.
             self._stop = watch_collectives(units(self._voting_model()), self.check, first=True, between_units=True)
 
     def stop(self) -> None:
-        """No more votes, and nothing left of them in a step."""
+        """Stop voting. Steps have no overhead afterwards."""
         if self._stop is not None:
             self._stop()
             self._stop = None
 
-    def check(self, where: InFlight | str) -> None:
-        """Vote that all is well here.
+    def check(self, where: PendingCollective | str) -> None:
+        """Vote that this rank is not out of memory.
 
         Raises:
-            PeerOutOfMemoryError: a rank voted otherwise.
-            RanksDivergedError: not all ranks voted; says where each stands.
+            PeerOutOfMemoryError: a rank is out of memory.
+            RanksDivergedError: not all ranks voted; lists the position of each.
+
+        Called on all ranks.
         """
         self._where = where
-        if self._cast(where, False):
+        if self._vote(where, False):
             raise PeerOutOfMemoryError(f"CUDA out of memory on another rank, seen before {where}")
 
     def report(self) -> None:
-        """Tell the others that this rank is out of memory: the vote that they are waiting in, or come to next.
+        """Report that this rank is out of memory, in the current or next vote of the other ranks.
 
         Raises:
             RanksDivergedError: as in ``check``.
         """
-        self._cast(f"its vote that it ran out of memory after {self._where}", True)
+        self._vote(f"its vote that it ran out of memory after {self._where}", True)
 
     def succeeded(self, run: Callable[[], object]) -> bool:
-        """Whether ``run`` ended on all ranks; False on all of them, and the model is reset, if one is out of memory.
+        """Run ``run``; return True if it succeeded on all ranks, or False on all ranks if one is out of memory.
 
-        Called on all ranks; votes once more after ``run``, if votes are on. Gradients, buffers and random states are
-        the caller's.
+        In the latter case the model is reset. The caller restores gradients, buffers and RNG states. Called on all
+        ranks; votes once more after ``run``, if voting is on.
 
         Raises:
-            Whatever else ``run`` raised.
+            Any other exception of ``run``.
         """
         try:
             run()
@@ -115,33 +118,34 @@ class OutOfMemoryVote:
                 raise
             if not isinstance(error, PeerOutOfMemoryError):
                 self.report()
-            # The frames of the error hold the activations.
+            # The frames of the error reference the activations.
             traceback.clear_frames(error.__traceback__)
         else:
             return True
         reset(self._voting_model())
         return False
 
-    def _cast(self, where: object, is_out: bool) -> bool:
+    def _vote(self, where: object, is_out: bool) -> bool:
         [anybody_is_out] = self._control.all_reduce_max(_OPERATION, where, [int(is_out)], self._timeout)
         return bool(anybody_is_out)
 
 
-# From where this rank is and its numbers to the largest of all ranks'. Called on all ranks together.
-Ask = Callable[[str, Sequence[int]], list[int]]
+# Maps (this rank's position, its numbers) to the element-wise maximum over ranks. Called on all ranks together.
+AllReduceMax = Callable[[str, Sequence[int]], list[int]]
 
 
-def asking(model: nn.Module, operation: Operation, limit_s: float | None) -> Ask:
-    """How ranks compare numbers in the midst of a forward, before they run parts of the model that may differ.
+def forward_all_reduce_max(model: nn.Module, operation: Operation, limit_s: float | None) -> AllReduceMax:
+    """An all-reduce over the control group within a forward, before ranks run parts of the model that may differ.
 
-    They vote before, if votes are on. Called on all ranks.
+    If voting is on, ranks vote first. Called on all ranks.
 
     Args:
-        model: The module inside which they ask.
-        limit_s: For how many seconds they wait for each other's answers; None: for as long as for other votes.
+        model: The module whose forward uses it.
+        limit_s: The timeout in seconds; None means that of other votes.
     """
-    limit = ANSWER_WITHIN if limit_s is None else timedelta(seconds=limit_s)
-    all_reduce_max, this = control().all_reduce_max, weakref.ref(model)  # its hooks hold what is returned
+    limit = DEFAULT_TIMEOUT if limit_s is None else timedelta(seconds=limit_s)
+    # weak, because the model's hooks reference the returned function
+    all_reduce_max, this = control_group().all_reduce_max, weakref.ref(model)
 
     def ask(where: str, numbers: Sequence[int]) -> list[int]:
         run = None if (found := this()) is None else find_run(found)
@@ -160,16 +164,16 @@ _OPERATION = Operation(
 )
 
 
-# NCCL uses other algorithms for large tensors than for small ones, with other buffers.
+# NCCL uses different algorithms and buffers for large and small tensors.
 _WARM_UP_ELEMENTS = (1, 1 << 20)
 
 
 def _warm_up(model: nn.Module) -> None:
-    """Use each axis of the model once, with all kinds of collectives that it sends. Called on all ranks."""
-    meshes = dict.fromkeys(each.device_mesh for each in resting_parameters(model) if isinstance(each, DTensor))
-    of_all = [group for mesh in meshes for group in mesh.get_all_groups()]  # of the axes that split layers, too
+    """Use each mesh axis of the model once, with every kind of collective that it will use. Called on all ranks."""
+    meshes = dict.fromkeys(each.device_mesh for each in resharded_parameters(model) if isinstance(each, DTensor))
+    of_all = [group for mesh in meshes for group in mesh.get_all_groups()]  # including the axes of TP-sharded layers
     run = run_of(model)
-    exchanging = [*run.exchanging, *(of_all if run.exchanging else ())]  # shards of experts travel, too
+    exchanging = [*run.exchanging, *(of_all if run.exchanging else ())]  # shards of experts are exchanged too
     if (context := run.context) is not None:
         exchanging.append(context.group)
     for group in dict.fromkeys([*of_all, *exchanging]):
@@ -187,21 +191,21 @@ def _warm_up(model: nn.Module) -> None:
 _TEXTS = (
     "CUDA out of memory",
     "CUDA error: out of memory",
-    # What batch norms of large batches get of cuDNN (composer/trainer/trainer.py, 0.32.1, _is_cuda_oom).
+    # cuDNN's error for batch norms of large batches (composer/trainer/trainer.py, 0.32.1, _is_cuda_oom).
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
-    # A matrix product's workspace, or a kernel of torch.compile, outside of torch's allocator.
+    # The workspace of a matrix product, or a kernel of torch.compile, outside of torch's allocator.
     "CUBLAS_STATUS_ALLOC_FAILED",
     "Triton Error [CUDA]: out of memory",
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device of this rank, or another rank, was out of memory, where a smaller microbatch may help."""
+    """Whether a device of this or another rank was out of memory, so that a smaller microbatch may help."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _TEXTS)
 
 
 def _is_inside_a_collective(error: BaseException) -> bool:
-    """Whether it was NCCL that got no memory for itself."""
+    """Whether NCCL could not allocate its own memory."""
     return isinstance(error, dist.DistBackendError) and "out of memory" in str(error)
 
 
@@ -214,21 +218,21 @@ _NO_VOTE = (
 
 
 def reset(model: nn.Module) -> None:
-    """Bring a sharded model from wherever an error ended its forward or backward to where it stands between batches.
+    """Reset a sharded model after an error in its forward or backward to its state between batches.
 
-    Gradients of the sharded parameters stay; those of microbatches that were not communicated go. Call it on all ranks
-    that raised; does not communicate.
+    Gradients of the sharded parameters are kept; unreduced gradients of microbatches are discarded. Called on all
+    ranks that raised; does not communicate.
     """
     for unit in units(model).values():
         reset_after_error(unit)
-    forget_masks()
+    reset_mask_buffers()
     begin_microbatch(model, is_last=True)
 
 
 def batch_snapshot(model: nn.Module) -> Callable[[], None]:
-    """A function that restores what a batch changes beside gradients: the random states of this rank and the buffers.
+    """A function that restores what a batch changes besides gradients: this rank's RNG states, and the buffers.
 
-    Copies; neither it nor the function communicates.
+    Copies them. Neither this function nor the returned one communicates.
     """
     states = random_states()
     of_dtensors = {name: state.clone() for name, state in dtensor_random_states().items()}
@@ -243,6 +247,6 @@ def batch_snapshot(model: nn.Module) -> Callable[[], None]:
         set_random_states(states)
         dtensor_random_states().update({name: state.clone() for name, state in of_dtensors.items()})
         for module, name, buffer, before in buffers:
-            module._buffers[name] = buffer.copy_(before)  # the forward may have registered another one, of another size
+            module._buffers[name] = buffer.copy_(before)  # the forward may have registered a buffer of a different size
 
     return restore

@@ -1,7 +1,7 @@
-"""Parameters that a script uses outside of their unit's forward: in a loss, a penalty, a metric.
+"""Parameters that a script uses outside of their unit's forward: in a loss, a penalty or a metric.
 
-They are DTensors there; torch raises for an operator on DTensors and plain tensors; for the sum of a loss and a penalty
-not until the backward.
+There they are DTensors, and torch raises for operators on a mix of DTensors and plain tensors. For the sum of a loss
+and a penalty it raises in the backward only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,22 +17,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.overrides import TorchFunctionMode
 
-from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2._torch.private_names import own_parameters
+from composer_fsdp2._torch.tensor_tree import map_tensors, tensors_in
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.ties import join
 
 
-class InFull(TorchFunctionMode):
-    """Within the block, operators get full tensors for DTensors, which torch refuses beside plain ones.
+class FullTensorMode(TorchFunctionMode):
+    """Within the block, operators get full tensors for DTensors, which torch does not mix with plain tensors.
 
-    Each rank computes a loss of its own from a full tensor, so its gradient is averaged over the ranks of its mesh, as
-    ``fully_shard`` averages those of a forward: the numbers are those of one process. The sum of an elementwise penalty
-    stays sharded, also over all parameters; one number is all-reduced in the end. Writes into a DTensor
-    are torch's own.
+    Each rank computes its own loss from a full tensor, so its gradient is averaged over the ranks of its mesh, as
+    ``fully_shard`` averages those of a forward. The results equal those of one process. The sum of an elementwise
+    penalty stays sharded, also over all parameters; one number is all-reduced at the end. Writes to a DTensor are left
+    to torch.
 
-    An operator on a full tensor is one collective, and another in backward: all ranks run the same operators.
+    An operator on a full tensor costs one collective, and another one in backward. All ranks must run the same
+    operators.
     """
 
     def __torch_function__(
@@ -44,7 +45,7 @@ class InFull(TorchFunctionMode):
         num_written = int(_writes(name))
         if (num_written and isinstance(args[0], DTensor)) or _stays_sharded(name, args, options):
             return func(*args, **options)
-        rest, options = full((tuple(args[num_written:]), options))
+        rest, options = full_tensors((tuple(args[num_written:]), options))
         return func(*args[:num_written], *rest, **options)
 
 
@@ -58,7 +59,7 @@ _NO_OPERATORS = {
 
 
 def _writes(name: str) -> bool:
-    """Whether an operator changes its first argument: ``add_``, ``+=``, ``x[0] = y``, ``x.grad = y``."""
+    """Whether an operator modifies its first argument: ``add_``, ``+=``, ``x[0] = y``, ``x.grad = y``."""
     if name.startswith("__"):
         return name in ("__set__", "__setitem__", *_IN_PLACE)
     return name.endswith("_")
@@ -77,42 +78,42 @@ def _stays_sharded(name: str, args: Sequence[Any], options: Mapping[str, Any]) -
     if not any(placement.is_partial() for each in shards for placement in each.placements):
         return name.strip("_") in _ELEMENTWISE or (name == "sum" and len(operands) == 1)
     if name.strip("_") in ("add", "radd"):
-        return all(each == 0 for each in others)  # a number would be added on each rank
+        return all(each == 0 for each in others)  # a nonzero number would be added on each rank
     return name.strip("_") in ("mul", "rmul", "div", "truediv") and len(shards) == 1 and shards[0] is args[0]
 
 
 _ELEMENTWISE = {"pow", "square", "abs", "neg", "mul", "rmul", "float", "double", "to", "clone", "detach"}
 
 
-def full(value: Any) -> Any:
-    """The same nested value with each DTensor in full, and its gradient averaged. Called on all ranks of the meshes."""
-    return with_tensors(value, _full, kind=DTensor)
+def full_tensors(value: Any) -> Any:
+    """The same nested value with full tensors for DTensors; averages their gradients. Called on all ranks."""
+    return map_tensors(value, _full_tensor, kind=DTensor)
 
 
-def _full(tensor: DTensor) -> torch.Tensor:
+def _full_tensor(tensor: DTensor) -> torch.Tensor:
     mesh = tensor.device_mesh
-    on_mesh: Any = tensor.to(mesh.device_type)  # NCCL knows no CPU tensors, as of offloaded parameters
-    whole: torch.Tensor = on_mesh.full_tensor()
-    if whole.requires_grad:
-        whole.register_hook(partial(_averaged, mesh))
-    return whole
+    on_mesh: Any = tensor.to(mesh.device_type)  # NCCL does not support CPU tensors, such as offloaded parameters
+    full_tensor: torch.Tensor = on_mesh.full_tensor()
+    if full_tensor.requires_grad:
+        full_tensor.register_hook(partial(_average_gradient, mesh))
+    return full_tensor
 
 
-def _averaged(mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:
-    """Over the ranks of the mesh; those that share a batch, along a tensor axis, have equal gradients."""
+def _average_gradient(mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:
+    """The mean over the ranks of the mesh. Ranks that share a batch, along a tensor axis, have equal gradients."""
     return DTensor.from_local(gradient, mesh, [Partial()] * mesh.ndim).full_tensor() / mesh.size()
 
 
 def explain_mixed(model: nn.Module, error: RuntimeError) -> None:
-    """Add to torch's error about mixed tensors where the script used which parameter, and what to write.
+    """Add a note to torch's error about mixed tensors: the parameter, where it was used, and what to write instead.
 
-    Only reads; other errors stay as they are.
+    Only reads; other errors are not changed.
     """
     if _MIXED in str(error):
         error.add_note(f"composer_fsdp2: {_where_mixed(model, error)}. {_IN_FULL}")
 
 
-_MIXED = "got mixed torch.Tensor and DTensor"  # of no class of its own, and in torch 2.13 raised outside of Python
+_MIXED = "got mixed torch.Tensor and DTensor"  # no specific class; torch 2.13 raises it outside of Python
 
 
 def _where_mixed(model: nn.Module, error: BaseException) -> str:
@@ -141,7 +142,7 @@ def _where_mixed(model: nn.Module, error: BaseException) -> str:
     )
 
 
-# Entered with the hooks of fully_shard, or by a call of the module.
+# Methods that run with the hooks of fully_shard, or are entered through a module call.
 _HOOKED = ("forward", "eval_forward", "generate", "_call_impl", "_wrapped_call_impl", "wrapped_method", "__call__")
 _IN_FULL = (
     "Or write parameter.full_tensor(), where every rank computes the same of it: a penalty, whose sum over all "
@@ -150,7 +151,7 @@ _IN_FULL = (
 
 
 def _methods_in(model: nn.Module, traceback: TracebackType | None) -> Iterator[tuple[str, str, nn.Module]]:
-    """The methods of parts of the model in a traceback, outermost first: path, method and module."""
+    """The methods of submodules in a traceback, outermost first: path, method and module."""
     paths = {id(module): path for path, module in model.named_modules()}
     for frame in _frames(traceback):
         owner = frame.f_locals.get("self")
@@ -165,7 +166,7 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
 
 
 def _last_line(error: BaseException) -> str:
-    """Of the traceback, the last line that is not torch's."""
+    """The last line of the traceback outside of torch."""
     lines = extract_tb(error.__traceback__)
     line = next((line for line in reversed(lines) if "/torch/" not in line.filename), lines[-1])
     return f"{line.filename}:{line.lineno}, in {line.name}"

@@ -1,4 +1,4 @@
-"""Many small reductions in one: numbers that each rank has its part of, packed for each axis of each mesh."""
+"""Pack many small reductions into one all-reduce per mesh axis."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -19,12 +19,12 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalValues:
-    """This rank's part of some numbers.
+    """This rank's contribution to some numbers.
 
     Args:
-        values: A tensor of any shape (the same on all ranks of ``mesh``) and device.
-        mesh: Over whose ranks they are reduced.
-        axes: Along which axes of it, ascending.
+        values: A tensor of any shape (equal on all ranks of ``mesh``) and device.
+        mesh: The mesh over whose ranks they are reduced.
+        axes: The mesh axes of the reduction, ascending.
         op: ``sum``, ``avg``, ``max`` or ``min``.
     """
 
@@ -34,15 +34,16 @@ class LocalValues:
     op: str = "sum"
 
 
-def reduce_parts(parts: Sequence[LocalValues]) -> list[torch.Tensor]:
-    """The reduced numbers, each as a float64 tensor on its mesh's device.
+def all_reduce_values(parts: Sequence[LocalValues]) -> list[torch.Tensor]:
+    """All-reduce the numbers; return each as a float64 tensor on its mesh's device.
 
-    In float64, because these are mostly squares, whose sum over ranks may not fit into fp32 where its root does.
+    float64, because these are mostly squares, whose sum over ranks may overflow in fp32 although its square root does
+    not.
 
-    Called on all ranks, with parts of the same meshes, axes, reductions and shapes in the same order. One all-reduce
-    for each axis of each mesh and each kind of reduction (average is a sum); none along an axis of one rank.
+    Called on all ranks, with equal meshes, axes, reductions and shapes in the same order. One all-reduce per mesh
+    axis and reduction (an average is a sum); none along an axis of size 1.
     """
-    # Values of parameters that are offloaded lie on the CPU while the group is NCCL's.
+    # Values of offloaded parameters are on the CPU, while the group uses NCCL.
     reduced = [part.values.detach().to(torch.device(part.mesh.device_type), torch.float64) for part in parts]
     for axis in range(max((axis + 1 for part in parts for axis in part.axes), default=0)):
         together: dict[tuple[DeviceMesh, dist.ReduceOp.RedOpType], list[int]] = {}
@@ -59,34 +60,34 @@ def reduce_parts(parts: Sequence[LocalValues]) -> list[torch.Tensor]:
     return reduced
 
 
-def settle(values: Mapping[K, torch.Tensor]) -> dict[K, float]:
-    """The numbers that one-element tensors stand for; those of DTensors are the full tensors', not this rank's part.
+def reduce_to_floats(values: Mapping[K, torch.Tensor]) -> dict[K, float]:
+    """Convert one-element tensors to floats; a DTensor to the value of its full tensor, not of this rank's shard.
 
-    A norm or sum of a sharded tensor is a DTensor that holds each rank's part and knows how to put them together.
-    ``full_tensor()`` does that for one, with a collective; ``item()`` gives this rank's part, without a word.
+    A norm or sum of a sharded tensor is a DTensor with a pending reduction. ``full_tensor()`` reduces one of them with
+    a collective; ``item()`` silently returns this rank's local value.
 
-    Called on all ranks with the same DTensors in the same order, see ``reduce_parts``; plain tensors are each rank's
-    own. Waits once for the device.
+    Called on all ranks with the same DTensors in the same order, see ``all_reduce_values``. A plain tensor is each
+    rank's own. Synchronizes once with the device.
     """
     parts: dict[K, LocalValues] = {}
     powers: dict[K, float] = {}
-    settled: dict[K, torch.Tensor] = {}
+    reduced_values: dict[K, torch.Tensor] = {}
     for key, value in values.items():
-        part = _part_of(value) if isinstance(value, DTensor) else None
+        part = _pending_reduction(value) if isinstance(value, DTensor) else None
         if part is not None:
             parts[key], powers[key] = part
         else:
             full = value.full_tensor() if isinstance(value, DTensor) else value
-            settled[key] = full.detach()
-    settled |= {
+            reduced_values[key] = full.detach()
+    reduced_values |= {
         key: reduced if powers[key] == 1.0 else reduced ** (1.0 / powers[key])
-        for key, reduced in zip(parts, reduce_parts(list(parts.values())), strict=True)
+        for key, reduced in zip(parts, all_reduce_values(list(parts.values())), strict=True)
     }
-    return dict(zip(values, _to_floats([settled[key] for key in values]), strict=True))
+    return dict(zip(values, _to_floats([reduced_values[key] for key in values]), strict=True))
 
 
-def _part_of(value: DTensor) -> tuple[LocalValues, float] | None:
-    """The pending reduction of a DTensor, and the power in which it is a sum; None if torch must do it."""
+def _pending_reduction(value: DTensor) -> tuple[LocalValues, float] | None:
+    """The pending reduction of a DTensor, and the power in which it is a sum; None if torch must reduce it."""
     pending = [pending_reduction(placement) for placement in value.placements]
     kinds = {kind for kind in pending if kind is not None}
     if len(kinds) > 1 or not all(placement.is_replicate() or placement.is_partial() for placement in value.placements):
@@ -102,7 +103,7 @@ def _part_of(value: DTensor) -> tuple[LocalValues, float] | None:
 
 
 def _to_floats(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """One transfer for each device that some of them lie on."""
+    """Copy the tensors to the host, with one transfer per device."""
     numbers: list[float] = [math.nan] * len(tensors)
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):

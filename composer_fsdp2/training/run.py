@@ -1,4 +1,4 @@
-"""The state of a sharded model beside its parameters: plan, process groups, guard and votes."""
+"""The state of a sharded model besides its parameters: plan, process groups, guard and votes."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,14 +20,14 @@ from composer_fsdp2.training.context import ContextGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchGroup:
-    """The ranks that compute one batch together, and how each of them gets it.
+    """The ranks that share a batch, and how each of them gets it.
 
     Args:
         ranks: Global ranks in ascending order.
         group: Their gloo process group: batches are in host memory.
-        how: Whether a batch is broadcast, gathered, or left as the loader gave it.
+        how: Whether a batch is broadcast, gathered, or left as the loader returned it.
         check: Whether batches are compared, once per loader and epoch.
-        tensor_degree: Number of consecutive ranks that split layers.
+        tensor_degree: The number of consecutive ranks that TP-shard layers.
     """
 
     ranks: tuple[int, ...]
@@ -50,7 +50,7 @@ class Run:
         latest_vote: Weak reference to the last ``OutOfMemoryVote``, which may be stopped.
         context: The ranks that share this rank's sequences, under context parallelism.
         batch: The ranks that share this rank's batch, under tensor or context parallelism.
-        exchanging: Process groups along which tokens travel to their experts.
+        exchanging: Process groups of the all-to-alls that send tokens to their experts.
     """
 
     plan: ShardingPlan | None = None

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from composer_fsdp2._torch.repairs import REPAIRS, Repair, repair_cpu_collectives
-from composer_fsdp2._torch.unit import repair_unit
+from composer_fsdp2._torch.unit import patch_unit
 
 VERSION = torch.__version__.partition("+")[0]
 
@@ -142,7 +142,7 @@ def test_unread_parameters_were_left_out_of_the_sum(folder: str) -> None:
         model = Reader()
         fully_shard(model, mesh=mesh)
         if fills:
-            repair_unit(model)
+            patch_unit(model)
         model(dist.get_rank()).backward()
         found.append([None if weight.grad is None else weight.grad.to_local().item() for weight in model.weights])
     torch_alone = [1.5, None] if dist.get_rank() == 0 else [None, 1.5]

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import register_pytree_node
 
 from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
-from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2._torch.reset import reset_after_error
+from composer_fsdp2._torch.tensor_tree import map_tensors, tensors_in
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.estimate._torch.counting import Collectives
 
@@ -599,8 +599,8 @@ def test_values_without_a_change_are_the_same_objects():
     """A cache that a model passes along would be a new object after each block."""
     for pack, _ in FORMS.values():
         value = pack(torch.ones(2, 3, WIDTH))
-        assert with_tensors(value, lambda each: each) is value
-        assert with_tensors(value, lambda each: each + 1) is not value
+        assert map_tensors(value, lambda each: each) is value
+        assert map_tensors(value, lambda each: each + 1) is not value
         assert [each.dtype for each in tensors_in(value)].count(torch.float32) == 1
 
 

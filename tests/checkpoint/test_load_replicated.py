@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint import save as save_directory
 
 from composer_fsdp2 import CheckpointError, load_checkpoint
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 from composer_fsdp2.checkpoint.load import content, staging
 from tests.checkpoint.test_load import (
     composer_state,

@@ -27,7 +27,7 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from composer_fsdp2._torch.parts import with_local_tensor
+from composer_fsdp2._torch.local_tensors import with_local_tensor
 from composer_fsdp2.checkpoint.save import monolithic, rounds
 from composer_fsdp2.checkpoint.save.monolithic import save_monolithic
 from composer_fsdp2.errors import CheckpointError

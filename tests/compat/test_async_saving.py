@@ -323,13 +323,13 @@ def test_a_rank_with_a_slow_disk():
     which ended the job after dist_timeout with a partially uploaded checkpoint."""
     # Rank 1 writes and uploads for longer than the collectives' timeout.
     from composer_fsdp2.compat import async_saving, checkpoint_saver
-    from composer_fsdp2.training.control import control
+    from composer_fsdp2.training.control import control_group
 
     def slow(*args: Any) -> None:
         time.sleep(1.5 * dist.get_rank())
 
     done = mock.Mock()
-    pending = async_saving._Pending(mock.Mock(), control(), slow, mock.Mock(), done)
+    pending = async_saving._Pending(mock.Mock(), control_group(), slow, mock.Mock(), done)
     saver = mock.Mock(latest_filename=None, num_checkpoints_to_keep=0)
     with impatient(1.0):
         pending.start()

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import ShardingConfig, UnsupportedError, plan_sharding, prepare_fully_shard
-from composer_fsdp2._torch.passing import tensors_in
+from composer_fsdp2._torch.tensor_tree import tensors_in
 
 pytestmark = pytest.mark.composer
 

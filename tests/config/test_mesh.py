@@ -114,7 +114,7 @@ def tables_as_rank(rank: int, specs: list[MeshSpec], gather: Any) -> Any:
     with (
         mock.patch.object(meshes.dist, "get_rank", return_value=rank),
         mock.patch.object(meshes.dist, "get_world_size", return_value=NUM_RANKS),
-        mock.patch.object(meshes, "gather", gather),
+        mock.patch.object(meshes, "all_gather_object", gather),
     ):
         return meshes._group_tables(specs)
 
@@ -164,7 +164,7 @@ def test_groups_that_are_alike_on_one_rank_alone():
 def lines(*shape: int) -> meshes.GroupTable:
     """For each axis of a mesh of all ranks in order, the group of every rank."""
     with mock.patch.object(meshes.dist, "get_world_size", return_value=math.prod(shape)):
-        return meshes._lines(shape)
+        return meshes._groups_along_axes(shape)
 
 
 def test_groups_along_any_number_of_axes():

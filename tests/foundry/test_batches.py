@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 from support.trainers import largest_difference
 
 from composer_fsdp2 import ConfigError
-from composer_fsdp2.parallel.contents import digest_of, parts_of
+from composer_fsdp2.parallel.contents import batch_values, digest_of
 from composer_fsdp2.parallel.joining import join_rows
 
 pytestmark = pytest.mark.foundry
@@ -98,5 +98,5 @@ def test_finetuning_batches_of_different_lengths_are_those_of_one_collator(folde
         joined = join_rows([collated(examples, tokenizer) for examples in of_ranks])
         expected = collated([each for examples in of_ranks for each in examples], tokenizer)
         assert len({collated(examples, tokenizer)["input_ids"].shape[1] for examples in of_ranks}) > 1
-        same = {key: digest_of(parts_of(joined[key])) == digest_of(parts_of(expected[key])) for key in expected}
+        same = {key: digest_of(batch_values(joined[key])) == digest_of(batch_values(expected[key])) for key in expected}
         assert all(same.values()) and joined.keys() == expected.keys(), f"{side}: {same}\n{joined}\n{expected}"

@@ -34,13 +34,13 @@ class _HaveCompared(Exception):
 def compared_digests() -> Iterator[list[str]]:
     """All digests that ranks compare within the block, as they send them."""
     found: list[str] = []
-    compare = agree._is_same_everywhere
+    compare = agree._is_equal_on_all_ranks
 
     def watched(digest: bytes) -> bool:
         found.append(digest.hex())
         return compare(digest)
 
-    with mock.patch.object(agree, "_is_same_everywhere", watched):
+    with mock.patch.object(agree, "_is_equal_on_all_ranks", watched):
         yield found
 
 
@@ -78,7 +78,7 @@ def compared_by_a_rank(file: Path, ranks: int, config: Path | None) -> list[str]
     try:
         with (
             compared_digests() as digests,
-            mock.patch("composer_fsdp2.prepare.carry_out", side_effect=_HaveCompared),
+            mock.patch("composer_fsdp2.prepare.execute_plan", side_effect=_HaveCompared),
             pytest.raises(_HaveCompared),
         ):
             prepare_fully_shard(model, optimizer, read.fsdp, read.precision, "cpu")

@@ -20,7 +20,7 @@ from support.training import FULL, assert_close
 from torch import nn
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
-from composer_fsdp2._torch.collectives import InFlight
+from composer_fsdp2._torch.collectives import PendingCollective
 from composer_fsdp2._torch.unit import watch_collectives
 from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote, batch_snapshot
@@ -42,8 +42,8 @@ def in_backward(model: nn.Module, fail: Callable[[], None]) -> None:
 
 
 def in_reduction(model: nn.Module, fail: Callable[[], None]) -> None:
-    def before(where: InFlight | str) -> None:
-        if isinstance(where, InFlight) and where.kind == "reduce-scatter":
+    def before(where: PendingCollective | str) -> None:
+        if isinstance(where, PendingCollective) and where.kind == "reduce-scatter":
             fail()
 
     watch_collectives(units(model), before, first=True)  # before the vote, which would report success

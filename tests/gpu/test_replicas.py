@@ -15,7 +15,7 @@ from support.training import HSDP_2X2, adamw, train_alike
 from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 
 OFFLOADED = HSDP_2X2 | {"cpu_offload": True}
 # Large enough on a GPU that a copy to the host is still running when the backward returns: 8 MiB a matrix.

@@ -12,7 +12,7 @@ from support.models import ModelWithScalar, tokens
 from support.training import adamw
 
 from composer_fsdp2 import begin_microbatch, clip_grad_norm_, prepare_fully_shard
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 
 NUM_STEPS, NUM_MICROBATCHES = 3, 2
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -26,7 +26,7 @@ from composer_fsdp2 import (
 )
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.parallel.batches import check_batch, share_batch
-from composer_fsdp2.parallel.contents import digest_of, parts_of
+from composer_fsdp2.parallel.contents import batch_values, digest_of
 from composer_fsdp2.parallel.joining import join_rows
 from composer_fsdp2.training.run import find_batch_group
 
@@ -72,7 +72,7 @@ def batches(number: int) -> dict[str, Any]:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    return digest_of(parts_of(a)) == digest_of(parts_of(b))
+    return digest_of(batch_values(a)) == digest_of(batch_values(b))
 
 
 def groups_of_two() -> dist.ProcessGroup:
@@ -89,7 +89,7 @@ def test_the_same_batch_is_the_same_in_every_process(folder: str) -> None:
     """Different hash seeds, addresses and NaN do not make ranks with equal batches raise."""
     torch.manual_seed(dist.get_rank())  # a batch's digest does not depend on it
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, {name: parts_of(batch) for name, batch in batches(0).items()})
+    dist.all_gather_object(everywhere, {name: batch_values(batch) for name, batch in batches(0).items()})
     assert everywhere[0] == everywhere[1], "the same batch has other contents in another process"
 
 
@@ -100,12 +100,12 @@ def test_a_batch_that_differs_anywhere_is_another_one():
         assert not is_same(ours, theirs), name
     ids = torch.arange(6)
     others = (ids.reshape(2, 3), ids.int(), ids.double(), ids.tolist(), {"x": ids}, (ids,), ids[:5], ids.flip(0), None)
-    assert len({digest_of(parts_of(each)) for each in (ids, *others)}) == 1 + len(others)
+    assert len({digest_of(batch_values(each)) for each in (ids, *others)}) == 1 + len(others)
     assert is_same({"a": 1, "b": 2}, {"b": 2, "a": 1}), "no more than the order of keys"
     assert not is_same(["a", "b"], ["ab"]) and not is_same({"a": 1}, {"a": True})
     itself: list[Any] = [1]
     itself.append(itself)
-    assert parts_of(itself), "one that contains itself ends"
+    assert batch_values(itself), "one that contains itself ends"
 
 
 # --- broadcasting the first rank's batch
@@ -121,7 +121,7 @@ def test_the_first_ranks_batch_goes_to_its_group_whatever_its_structure(folder: 
         own, expected = batches(rank)[name], batches(first)[name]
         received = share_batch(own, group, "first")
         assert type(received) is type(own)
-        assert is_same(received, expected), f"{parts_of(received)}\n{parts_of(expected)}"
+        assert is_same(received, expected), f"{batch_values(received)}\n{batch_values(expected)}"
         assert (received is own) == (rank == first), "the first rank keeps its own"
 
     for_each(check, {name: (name,) for name in batches(0)})
@@ -390,7 +390,7 @@ def test_gathering_is_the_default_where_sequences_are_divided_and_only_there():
         ),
     ):
         config = translate(keys, device="cpu").config
-        assert (config.data_block_size, config.batches_are, config.check_data) == (size, how, check), keys
+        assert (config.data_block_size, config.effective_broadcast_batch, config.check_data) == (size, how, check), keys
 
 
 def split_layers() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from composer_fsdp2 import (
     prepare_fully_shard,
     translate,
 )
-from composer_fsdp2.training.control import Control
+from composer_fsdp2.training.control import ControlGroup
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
 WIDTH = 6
@@ -380,7 +380,9 @@ def test_text_alone_costs_two_messages() -> None:
     """One message before the text's part and one at the end, because decoding exchanges them at every token."""
     model, _ = sharded(TOWERS)
     batch = batch_of(0, dist.get_rank(), {})
-    with patch.object(Control, "_answer", autospec=True, side_effect=Control._answer) as asked:
+    with patch.object(
+        ControlGroup, "_all_reduce_max", autospec=True, side_effect=ControlGroup._all_reduce_max
+    ) as asked:
         model(*batch)["loss"].backward()
     assert sum(call.args[1].name == "idle_towers" for call in asked.call_args_list) == 2
 

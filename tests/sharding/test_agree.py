@@ -13,7 +13,7 @@ from support.on_ranks import on_ranks
 from support.ranks import run_ranks
 
 from composer_fsdp2 import ComposerFSDP2Error, ConfigError, PlanError
-from composer_fsdp2.sharding.agree import agree, gather, require_process_group
+from composer_fsdp2.sharding.agree import agree, all_gather_object, require_process_group
 
 
 def error_of(*values: str) -> str:
@@ -58,10 +58,10 @@ def check_gather() -> None:
     """Values are in rank order, so that errors name the right ranks. A value that cannot be pickled used to raise on
     its own rank only, while the others waited until the timeout."""
     rank = dist.get_rank()
-    assert gather((rank, "a")) == [(0, "a"), (1, "a")]
+    assert all_gather_object((rank, "a")) == [(0, "a"), (1, "a")]
     with pytest.raises(ComposerFSDP2Error, match="rank 1 cannot send a function to the other ranks"):
-        gather((lambda: 1) if rank == 1 else 1)
-    assert gather(rank) == [0, 1], "no more messages after an error"
+        all_gather_object((lambda: 1) if rank == 1 else 1)
+    assert all_gather_object(rank) == [0, 1], "no more messages after an error"
 
 
 @on_ranks(2)

@@ -215,7 +215,7 @@ def test_the_last_working_rank_is_watched():
     def work(rank: int, calls: list[Any]) -> None:
         if rank == 40:
             time.sleep(3)
-            watched.extend(call._watched() for call in calls)
+            watched.extend(call._watched_rank() for call in calls)
 
     stores = stores_of_many_ranks(64, work)
     assert watched == [None if rank == 40 else 40 for rank in range(64)]

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
 TOO_MUCH_BYTES = 2**45  # 32 TiB
-ANSWER_WITHIN = timedelta(seconds=60)  # longer is a hang
+DEFAULT_TIMEOUT = timedelta(seconds=60)  # longer is a hang
 
 
 def run_out_of_memory(device: str) -> None:
@@ -40,7 +40,7 @@ def gradients_of_halved(
 
     Called on all ranks.
     """
-    votes = OutOfMemoryVote(model, ANSWER_WITHIN)
+    votes = OutOfMemoryVote(model, DEFAULT_TIMEOUT)
     votes.start()
 
     def run() -> None:

@@ -22,7 +22,7 @@ FULL = {"mixed_precision": "FULL"}
 # On four ranks.
 HSDP_2X2 = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
 # A decorator. Ranks that time out wait for other ranks' reports; on one machine these arrive soon.
-reports_soon = mock.patch.object(control, "_REPORT_WITHIN_S", 1.0)
+reports_soon = mock.patch.object(control, "_REPORT_TIMEOUT_S", 1.0)
 
 
 def assert_close(what: str, actual: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol: float) -> None:

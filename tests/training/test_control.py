@@ -28,14 +28,14 @@ from composer_fsdp2.errors import ControlGroupError, RanksDivergedError
 from composer_fsdp2.sharding.meshes import unit_meshes
 from composer_fsdp2.training import control as control_module
 from composer_fsdp2.training import node as node_module
-from composer_fsdp2.training.control import Control, Operation, connect, control
+from composer_fsdp2.training.control import ControlGroup, Operation, connect, control_group
 from composer_fsdp2.training.guard import collective_guard
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
 SOON = timedelta(seconds=60)
 
 
-def on_nodes_of(size: int) -> Control:
+def on_nodes_of(size: int) -> ControlGroup:
     """Connected as if each ``size`` ranks were on a host of their own."""
     return connect(f"host {dist.get_rank() // size}")
 
@@ -43,7 +43,7 @@ def on_nodes_of(size: int) -> Control:
 OPERATION = Operation("the test", "Look at the test")
 
 
-def largest(connected: Control, numbers: list[int], timeout: timedelta = SOON) -> list[int]:
+def largest(connected: ControlGroup, numbers: list[int], timeout: timedelta = SOON) -> list[int]:
     return connected.all_reduce_max(OPERATION, "a place", numbers, timeout)
 
 
@@ -77,7 +77,7 @@ def test_the_largest_of_all_ranks(num_ranks: int):
 
 def check_one_group(ranks_a_node: int) -> int:
     model = torch.nn.Linear(2, 2)
-    control_module._control = None
+    control_module._control_group = None
     host = f"host {dist.get_rank() // ranks_a_node}"
     with (
         mock.patch.object(control_module, "this_host", return_value=host),
@@ -138,9 +138,9 @@ class CountingStore:
 def test_a_report_takes_a_few_requests_of_each_rank(num_ranks: int, monkeypatch: pytest.MonkeyPatch):
     """Without a limit, 2,048 keys of each of 1,024 ranks are two million requests to one store before the error is
     printed."""
-    store, given_up = CountingStore(), Control(mock.MagicMock(), mock.MagicMock())
+    store, given_up = CountingStore(), ControlGroup(mock.MagicMock(), mock.MagicMock())
     monkeypatch.setattr(control_module, "default_store", lambda: store)
-    monkeypatch.setattr(control_module, "_REPORT_WITHIN_S", 0.0)
+    monkeypatch.setattr(control_module, "_REPORT_TIMEOUT_S", 0.0)
     monkeypatch.setattr(dist, "get_world_size", lambda: num_ranks)
     counts = []
     for rank in range(num_ranks):
@@ -159,7 +159,7 @@ def error_of(ask: Any) -> tuple[str, float]:
     return str(error.value), time.monotonic() - start
 
 
-Wait = Callable[[Control], Any]
+Wait = Callable[[ControlGroup], Any]
 
 
 @reports_soon
@@ -176,7 +176,7 @@ def side_by_side(cases: dict[str, tuple[int, Wait]]) -> dict[str, Any]:
     return found
 
 
-def comes_late(late: int, connected: Control) -> tuple[str, float]:
+def comes_late(late: int, connected: ControlGroup) -> tuple[str, float]:
     """One rank arrives after the others timed out; the group itself would wait two minutes for it."""
     if dist.get_rank() == late:
         time.sleep(2.5)  # longer than the others collect reports
@@ -187,7 +187,7 @@ def comes_late(late: int, connected: Control) -> tuple[str, float]:
     return message
 
 
-def ends(connected: Control) -> float:
+def ends(connected: ControlGroup) -> float:
     if dist.get_rank() == 3:
         connected.close()  # as the kernel does for a process that ends
         return 0
@@ -223,7 +223,7 @@ def test_a_rank_that_comes_late_or_ends():
                 assert f"  rank {other} {expected}" in text, f"{name}: rank {rank} says {text}"
 
 
-def comes_half_way(connected: Control) -> tuple[str, float]:
+def comes_half_way(connected: ControlGroup) -> tuple[str, float]:
     """Rank 3 never arrives; rank 2 arrives after half of the others' limit."""
     if dist.get_rank() == 2:
         time.sleep(1)
@@ -232,7 +232,7 @@ def comes_half_way(connected: Control) -> tuple[str, float]:
     return error_of(lambda: largest(connected, [0], timedelta(seconds=2)))
 
 
-def gives_up(which: int, connected: Control) -> list[int] | str:
+def gives_up(which: int, connected: ControlGroup) -> list[int] | str:
     """Ranks 0 to 2 are a node. One of them times out while the first still waits for rank 3 on the other node."""
     time.sleep(2 if dist.get_rank() == 3 else 0)
     try:
@@ -271,7 +271,7 @@ def check_different(ranks_a_node: int) -> tuple[str, float]:
         message = error_of(lambda: connected.all_reduce_max(vote, "an all-gather", [0], SOON))
     else:
         guard = Operation("a guard", "")
-        message = error_of(lambda: connected.meet(guard, "clipping", [1, 2], SOON))
+        message = error_of(lambda: connected.barrier(guard, "clipping", [1, 2], SOON))
     # All ranks raised, so they are still in step.
     assert connected.is_open and largest(connected, [dist.get_rank()]) == [3]
     return message
@@ -291,11 +291,11 @@ def test_different_questions(folder: str) -> None:
 
 def check_made_anew() -> None:
     """A script that catches the error and builds another model gets a working connection."""
-    first, rank = control(), dist.get_rank()
+    first, rank = control_group(), dist.get_rank()
     if rank == 1:
         first.close()
-    second = control()
-    assert second is not first and largest(second, [rank]) == [1] and largest(control(), [-rank]) == [0]
+    second = control_group()
+    assert second is not first and largest(second, [rank]) == [1] and largest(control_group(), [-rank]) == [0]
 
 
 def check_interrupted() -> None:
@@ -320,7 +320,7 @@ def test_after_an_error():
 @reports_soon
 def check_forked() -> None:
     """A dead rank is detected even if a child that it forked (a loader's worker) inherited its sockets and lives on."""
-    connected = control()
+    connected = control_group()
     if dist.get_rank() == 1:
         child = os.fork()
         if not child:
@@ -329,7 +329,7 @@ def check_forked() -> None:
             time.sleep(8)
             os._exit(0)
         os.waitpid(child, 0)
-        connected.let_go()  # as the kernel does for a killed process: closed without a shutdown
+        connected.close_in_child()  # as the kernel does for a killed process: closed without a shutdown
     else:
         assert error_of(lambda: largest(connected, [0], timedelta(seconds=30)))[1] < 6
 
@@ -342,12 +342,12 @@ def check_forked() -> None:
 def test_ranks_of_one_name_that_do_not_reach_each_other(folder: str) -> None:
     """Containers on one machine often share a host name, and each has its own network. A rank that cannot connect
     counts as a separate node."""
-    real = node_module._connected
+    real = node_module._connect
 
     def connected(address: bytes | None) -> Any:
         return real(address if dist.get_rank() == 1 else b"\0nobody listens here")
 
-    with mock.patch.object(node_module, "_connected", connected):
+    with mock.patch.object(node_module, "_connect", connected):
         question = on_nodes_of(3)
     assert largest(question, [dist.get_rank(), -dist.get_rank()]) == [2, 0]
 
@@ -360,7 +360,7 @@ def check_no_group(fails_on: tuple[int, ...]) -> None:
         raise RuntimeError("Gloo connectFullMesh failed with [...] Too many open files")
 
     with (
-        mock.patch.object(control_module, "CONNECT_WITHIN", timedelta(seconds=1)),
+        mock.patch.object(control_module, "CONNECT_TIMEOUT", timedelta(seconds=1)),
         mock.patch.object(dist, "new_group", failing) if dist.get_rank() in fails_on else mock.MagicMock(),
         pytest.raises(ControlGroupError) as error,
     ):

@@ -12,7 +12,7 @@ from support.training import FULL
 
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.estimate._torch.counting import Collectives
-from composer_fsdp2.training.control import Control
+from composer_fsdp2.training.control import ControlGroup
 from composer_fsdp2.training.guard import start_guard
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
@@ -28,14 +28,17 @@ def counted_step(watch: str) -> tuple[dict[str, dict[str, int]], int, float]:
         start_guard(model, 60.0)
     x = tokens(dist.get_rank())
     model(x).square().mean().backward()
-    methods = [mock.patch.object(Control, name, autospec=True, side_effect=getattr(Control, name)) for name in METHODS]
-    with methods[0] as largest, methods[1] as meet, Collectives() as sent:
+    methods = [
+        mock.patch.object(ControlGroup, name, autospec=True, side_effect=getattr(ControlGroup, name))
+        for name in METHODS
+    ]
+    with methods[0] as largest, methods[1] as barrier, Collectives() as sent:
         loss = model(x).square().mean()
         loss.backward()
-    return sent.counts, largest.call_count + meet.call_count, loss.item()
+    return sent.counts, largest.call_count + barrier.call_count, loss.item()
 
 
-METHODS = ("all_reduce_max", "meet")
+METHODS = ("all_reduce_max", "barrier")
 
 
 @on_ranks(2)

@@ -38,7 +38,7 @@ from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2._torch import collectives
 from composer_fsdp2._torch.private_names import random_of_dtensors
 from composer_fsdp2._torch.unit import hooks_of, watch_collectives
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training import guard
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote, batch_snapshot, is_out_of_memory, reset
@@ -86,9 +86,9 @@ def in_host_memory() -> Iterator[None]:
 
 
 class Vote(OutOfMemoryVote):
-    def _cast(self, where: object, is_out: bool) -> bool:
+    def _vote(self, where: object, is_out: bool) -> bool:
         with in_host_memory():
-            return super()._cast(where, is_out)
+            return super()._vote(where, is_out)
 
 
 class Counted(nn.Module):
@@ -175,7 +175,7 @@ def check(build: Build, size: int, num_points: int, number: int, num_warm: int) 
     _, _, _, expected = attempt(build, size // 2)
     for _ in range(num_warm):
         _, _, total, _ = attempt(build, size)
-    for rank, point in points_of(gather(total), num_points, number):
+    for rank, point in points_of(all_gather_object(total), num_points, number):
         found, failing, _, state = attempt(build, size, point if dist.get_rank() == rank else None)
         where = f"rank {rank}, operation {point}"
         assert failing.raised == (dist.get_rank() == rank), where

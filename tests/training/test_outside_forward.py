@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import begin_microbatch, clip_grad_norm_, prepare_fully_shard, summon_full_params
-from composer_fsdp2.training.outside_forward import InFull, explain_mixed
+from composer_fsdp2.training.outside_forward import FullTensorMode, explain_mixed
 from composer_fsdp2.training.run import run_of
 
 Term = Callable[[nn.Module, torch.Tensor], Any]  # of the loss, from the model and its output
@@ -95,7 +95,7 @@ def check_term(
             seed = 2 * step + number
             begin_microbatch(model, is_last=number == 1)
             output = model(tokens(ranks * seed + dist.get_rank()))
-            with InFull():
+            with FullTensorMode():
                 loss = output.pow(2).mean() + 0.1 * term(model, output)
             assert not isinstance(loss, DTensor), type(loss)
             loss.backward()

@@ -17,7 +17,7 @@ from support.training import FULL
 from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2.training.reductions import settle
+from composer_fsdp2.training.reductions import reduce_to_floats
 
 METRICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "norm": torch.linalg.vector_norm,
@@ -52,7 +52,7 @@ def check_settle(config: dict[str, Any]) -> None:
             expected[path, name] = metric(full(parameter.detach())).item()
     values["plain", ""] = torch.tensor(0.25)
     expected["plain", ""] = 0.25
-    settled = settle(values)
+    settled = reduce_to_floats(values)
     assert list(settled) == list(values)
     for key, value in expected.items():
         assert settled[key] == pytest.approx(value, rel=1e-6), key
@@ -77,7 +77,7 @@ def check_few_collectives() -> None:
     prepare_fully_shard(model, None, FULL, device="cpu")
     values = {path: torch.linalg.vector_norm(p.detach()) for path, p in model.named_parameters()}
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
-        settle(values)
+        reduce_to_floats(values)
     assert all_reduce.call_count == 1
 
 
@@ -90,7 +90,7 @@ def check_large() -> None:
         model.net.weight.to_local()[0, 0] = 1.5e19
     norm = torch.linalg.vector_norm(model.net.weight.detach())
     assert norm.full_tensor().isinf()
-    assert settle({"norm": norm})["norm"] == pytest.approx(2**0.5 * 1.5e19)
+    assert reduce_to_floats({"norm": norm})["norm"] == pytest.approx(2**0.5 * 1.5e19)
 
 
 def test_one_collective_and_squares_that_fit_no_fp32():

@@ -26,7 +26,7 @@ from composer_fsdp2.checkpoint.convert.unfinished import Unfinished, writing
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.open import Located, expanded, find, inventory_of, long_together, unpacked
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.agree import all_gather_object
 
 Progress: TypeAlias = Callable[[int, int], None]
 _Time: TypeAlias = tuple[int, int]
@@ -44,6 +44,12 @@ class ConversionReport:
         kept_bytes: Tensor data that an earlier call wrote.
         unchecked_bytes: Tensor data from sources without CRC32s (safetensors).
         dropped, renamed, remarks: As in the plan.
+
+    Example:
+        >>> save_monolithic({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
+        >>> report = convert_checkpoint("ep1.pt", "weights", to="safetensors")
+        >>> report.num_tensors
+        2
     """
 
     source: str
@@ -105,6 +111,12 @@ def convert_checkpoint(
             written, the disk has too little space; nothing was published.
     With a process group: called on all ranks. Rank 0 converts, and the others wait for it outside of collectives; of a
     dry run each rank makes the plan itself.
+
+    Example:
+        >>> save_monolithic({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
+        >>> _ = convert_checkpoint("ep1.pt", "weights", to="safetensors")
+        >>> list(inspect_checkpoint("weights").tensors)
+        [('state', 'model', 'weight'), ('state', 'model', 'bias')]
     """
     start = time.monotonic()
     check_options(to, files, dtype)
@@ -124,7 +136,7 @@ def convert_checkpoint(
     report = long_together(
         lambda: _convert(source, target, plan_from, trust, progress, start), "converting a checkpoint", ranks=[0]
     )
-    of_first: ConversionReport = gather(report)[0]
+    of_first: ConversionReport = all_gather_object(report)[0]
     return of_first
 
 

@@ -34,6 +34,12 @@ class ConversionPlan:
         num_tensors: Tensors written; one that is split counts once.
         read_bytes: Tensor data to read.
         fingerprint: Of the source, its files' sizes and times, and of every byte to write but the tensors'.
+
+    Example:
+        >>> save_monolithic({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
+        >>> plan = convert_checkpoint("ep1.pt", "weights", to="safetensors", dry_run=True)
+        >>> plan.num_tensors, plan.read_bytes
+        (2, 40)
     """
 
     source: Path

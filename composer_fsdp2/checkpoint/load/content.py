@@ -13,7 +13,7 @@ from composer_fsdp2.checkpoint.read import Reader
 from composer_fsdp2.checkpoint.records import Range, damage_of, ranges_by_record, shifted
 from composer_fsdp2.config.text import lines_and_more
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import device_of_group, gather
+from composer_fsdp2.sharding.agree import all_gather_object, device_of_group
 
 # What all ranks sum at once.
 _ROUND_BYTES = 16 << 20
@@ -72,7 +72,7 @@ def check_content(reader: Reader, records: Iterable[TensorRecord], checkpoint: P
     unchecked, num_problems = totals.tolist()
     if num_problems:
         damaged |= _read_again(parts, mismatched, checkpoint)
-        _raise_if({name: what for of_rank in gather(damaged) for name, what in of_rank.items()}, checkpoint)
+        _raise_if({name: what for of_rank in all_gather_object(damaged) for name, what in of_rank.items()}, checkpoint)
     return int(unchecked)
 
 
@@ -144,7 +144,7 @@ def _read_again(parts: Mapping[int, _Part], numbers: set[int], checkpoint: Path)
 
     Called on all ranks; gathers the ranges that they have read of these records.
     """
-    gathered = gather({number: parts[number].ranges for number in numbers})
+    gathered = all_gather_object({number: parts[number].ranges for number in numbers})
     damaged: dict[str, str] = {}
     for number in numbers:
         readers = [rank for rank, of_rank in enumerate(gathered) if number in of_rank]

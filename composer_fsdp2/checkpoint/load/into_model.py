@@ -36,6 +36,12 @@ class LoadReport:
         cast: Tensors whose dtype differed (``strict=False``).
         num_bytes: Tensor data that this rank read.
         unchecked_bytes: Read by any rank, without a CRC32 to check it against.
+
+    Example:
+        >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
+        >>> report = load_checkpoint("ep1.pt", nn.Linear(4, 2))
+        >>> report.loaded, report.num_bytes
+        (('weight', 'bias'), 40)
     """
 
     inventory: CheckpointInventory
@@ -105,6 +111,13 @@ def load_checkpoint(
 
     Called on all ranks of the default process group, or in one process without a group. It compares plans, sums CRC32s
     and broadcasts replicas.
+
+    Example:
+        >>> torch.save({"state": {"model": nn.Sequential(nn.Linear(4, 2)).state_dict()}}, "ep1.pt")
+        >>> model = nn.Sequential(nn.Linear(4, 2))
+        >>> _ = prepare_fully_shard(model, None, {}, precision="fp32", device="cpu")
+        >>> load_checkpoint("ep1.pt", model).loaded
+        ('0.weight', '0.bias')
     """
     started = time.perf_counter()
     optimizer = the_optimizer(optimizers)

@@ -52,6 +52,13 @@ class LoadPlan:
         left_out: Entries of the file that nothing takes, as text.
         kept: Values that model and optimizer keep, as text.
         differences: Everything that ``strict`` would refuse, and fatal differences.
+
+    Example:
+        >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
+        >>> from composer_fsdp2.checkpoint.load.load_plan import plan_load
+        >>> plan = plan_load(inspect_checkpoint("ep1.pt"), nn.Linear(4, 2))
+        >>> len(plan.tensors), plan.left_out, plan.differences
+        (2, (), ())
     """
 
     inventory: CheckpointInventory

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 from composer_fsdp2._torch.private_names import has_custom_load_state_dict, state_dict_of
 from composer_fsdp2.checkpoint.inventory import ObjectRecord, TensorRecord
 from composer_fsdp2.checkpoint.load.load_plan import LoadPlan
@@ -20,7 +20,7 @@ from composer_fsdp2.checkpoint.read import Reader, bytes_of, materialized
 from composer_fsdp2.checkpoint.target import LocalBox, TensorTarget
 from composer_fsdp2.checkpoint.trees import fitted
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import device_of_group, gather
+from composer_fsdp2.sharding.agree import all_gather_object, device_of_group
 
 # Below this many bytes a collective costs more than the read that it saves. Only tensors that are not split: replicas
 # that each read a part of a record would count it several times (``check_content``).
@@ -137,8 +137,10 @@ class Staging:
         self._others: dict[str, Any] = {}
         self._undo: list[Callable[[], object]] = []  # in the order of the changes
         optimizer = plan.optimizer.optimizer if plan.optimizer else None
-        self._runs_own_loading: bool = any(gather(bool(plan.target.custom_loading)))
-        self._loads_early: bool = any(gather(optimizer is not None and has_custom_load_state_dict(optimizer)))
+        self._runs_own_loading: bool = any(all_gather_object(bool(plan.target.custom_loading)))
+        self._loads_early: bool = any(
+            all_gather_object(optimizer is not None and has_custom_load_state_dict(optimizer))
+        )
         used = {_address(planned.target.local) for planned in plan.tensors}
         for state in plan.optimizer.states if plan.optimizer else ():
             own = optimizer.state.get(state.parameter, {}) if optimizer else {}

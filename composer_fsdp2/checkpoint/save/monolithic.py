@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.collectives import all_gather_single
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 from composer_fsdp2.checkpoint.archive.disk import sync, sync_folder, write_all
 from composer_fsdp2.checkpoint.archive.writer import Slot, plan_archive
 from composer_fsdp2.checkpoint.boxes import Box
@@ -34,7 +34,7 @@ from composer_fsdp2.checkpoint.save.rounds import Piece, Routes, Timetable, cut
 from composer_fsdp2.checkpoint.target import LocalBox
 from composer_fsdp2.checkpoint.trees import dotted, leaves
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import device_of_group, gather, sends_from_host
+from composer_fsdp2.sharding.agree import all_gather_object, device_of_group, sends_from_host
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +168,13 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
 
     Called on all ranks. Gathers the ranks' boxes of each tensor; then a gather (an all-gather, if the group cannot send
     from the host's memory) for each round, and one of the CRC32s; and four times the ranks' errors.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 2))
+        >>> _ = prepare_fully_shard(model, None, {}, precision="fp32", device="cpu")
+        >>> save_monolithic({"state": {"model": model.state_dict()}}, "ep1.pt")
+        >>> torch.load("ep1.pt")["state"]["model"]["0.weight"].shape
+        torch.Size([2, 4])
     """
     named = _dtensors(state)
     shards = [shard for _, shard in named]
@@ -176,7 +183,7 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
     is_writer = dist.get_rank(group) == 0
     file = errors.attempt(lambda: StagedFile(Path(path), state, shards)) if is_writer else None
     try:
-        [plain_bytes, *_] = gather(file.plain_bytes if file is not None else None, group)
+        [plain_bytes, *_] = all_gather_object(file.plain_bytes if file is not None else None, group)
         _require_none(errors, path, group)
         timetable = Timetable(routes, plain_bytes)
         source = _ShardReader(shards, file.plain if file is not None else [])
@@ -218,9 +225,9 @@ def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.
         "\n".join(described).encode(errors="backslashreplace")
     ).digest()  # the names themselves are long
     parts = _own_parts([shard for _, shard in named], 0 if group is None else dist.get_global_rank(group, 0))
-    gathered = gather((digest, parts), group)
+    gathered = all_gather_object((digest, parts), group)
     if any(of_rank != digest for of_rank, _ in gathered):
-        raise CheckpointError(f"{path}: not written: {_first_difference(gather(described, group))}")
+        raise CheckpointError(f"{path}: not written: {_first_difference(all_gather_object(described, group))}")
     routes = Routes([parts for _, parts in gathered], [shard.element_size() for _, shard in named])
     if (number := routes.incomplete([shard.shape for _, shard in named])) is not None:
         raise CheckpointError(
@@ -412,7 +419,7 @@ def _all_crcs(source: _ShardReader, num_shards: int, group: dist.ProcessGroup | 
 
 def _require_none(errors: FirstError, path: str | Path, group: dist.ProcessGroup | None) -> None:
     """Raise on all ranks what one could not do. Called on all ranks; gathers a few bytes from each."""
-    for rank, text in enumerate(gather(errors.text, group)):
+    for rank, text in enumerate(all_gather_object(errors.text, group)):
         if text is not None:
             who = f"rank {rank}: " if rank else ""
             raise CheckpointError(f"{path}: cannot be written: {who}{text}; an existing file is unchanged")

@@ -39,6 +39,12 @@ class VerifyReport(Value):
         unchecked: Parts that could not be checked, as text; they do not count against ``ok``.
         num_records: Records whose CRC32 was computed, and their bytes.
         is_content_checked: Whether some content was checked: by a CRC32, or against the other one.
+
+    Example:
+        >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
+        >>> report = verify_checkpoint("ep1.pt")
+        >>> report.ok, report.faults
+        (True, ())
     """
 
     path: Path
@@ -117,6 +123,11 @@ def verify_checkpoint(
         CheckpointError: nothing to verify: no checkpoint of a known layout, not trusted, or flat parameters to be
             compared with named ones. Damage is not an error but a fault in the report.
     Every process that calls it works alone; it does not communicate.
+
+    Example:
+        >>> torch.save({"state": {"model": nn.Linear(4, 2).state_dict()}}, "ep1.pt")
+        >>> verify_checkpoint("ep1.pt", against="ep1.pt").ok
+        True
     """
     started = time.perf_counter()
     located = find(path)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.groups import groups_of, state_of
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 from composer_fsdp2._torch.private_names import TorchDispatchMode, own_parameters
 from composer_fsdp2.estimate._torch.sent import Sent, is_collective, sent_by, tensors_of
 

@@ -1,4 +1,4 @@
-"""This rank's parts of DTensors, as the plain tensors that they are kept in, and fused operations on many of them."""
+"""Local tensors of DTensors, and ``foreach`` operations on many of them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,15 +12,16 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor, which is not part of any graph; a plain tensor as it is."""
+    """The local tensor of a DTensor, outside of any autograd graph; a plain tensor is returned as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def with_local_tensor(tensor: Tensor, part: Tensor) -> Any:
-    """``part`` as the local tensor of one that is placed as ``tensor`` is, if that is a DTensor; does not communicate.
+    """A DTensor with the placements of ``tensor`` and the local tensor ``part``. Does not communicate.
 
-    ``part`` has the shape of this rank's shard, and any dtype; it stays on its device, while ``DTensor.from_local``
-    moves it to the mesh's. The result is part of no graph.
+    ``part`` has the shape of this rank's shard, in any dtype. It stays on its device, whereas ``DTensor.from_local``
+    moves it to the mesh's device. The result is outside of any autograd graph. If ``tensor`` is a plain tensor, returns
+    ``part``.
     """
     if not isinstance(tensor, DTensor):
         return part
@@ -32,9 +33,9 @@ def with_local_tensor(tensor: Tensor, part: Tensor) -> Any:
 
 
 def local_tensors(first: Tensor, *others: Tensor) -> Sequence[Tensor] | None:
-    """The local tensors of tensors that lie alike, so that elementwise operations can run on them; else None.
+    """The local tensors of tensors with equal placements, for elementwise operations; None if the placements differ.
 
-    In a step this is called for each parameter, so it is short: DTensor's own methods are dispatched in Python.
+    Called for each parameter of a step, hence short: DTensor's own methods dispatch in Python.
     """
     if not isinstance(first, DTensor):
         return None if any(isinstance(other, DTensor) for other in others) else (first, *others)
@@ -43,18 +44,18 @@ def local_tensors(first: Tensor, *others: Tensor) -> Sequence[Tensor] | None:
         if not isinstance(other, DTensor):
             return None
         its = other._spec
-        if its is not spec and not _lie_alike(its, spec):  # fully_shard gives gradients their parameter's own
+        if its is not spec and not _same_placements(its, spec):  # fully_shard assigns a gradient its parameter's spec
             return None
         parts.append(other._local_tensor)
     return parts
 
 
-def _lie_alike(spec: DTensorSpec, other: DTensorSpec) -> bool:
+def _same_placements(spec: DTensorSpec, other: DTensorSpec) -> bool:
     return spec.placements == other.placements and (spec.mesh is other.mesh or spec.mesh == other.mesh)
 
 
-def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """The tensors by device and dtype, each list for one fused operation, in the tensors' order."""
+def group_by_device_and_dtype(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Group tensors by device and dtype, for one ``foreach`` operation each. Keeps the order."""
     if not tensors:
         return {}
     lists: list[list[Tensor | None]] = [list(tensors)]
@@ -62,12 +63,12 @@ def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], lis
     return {kind: alike for kind, ([alike], _) in groups.items()}
 
 
-def norm_of_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
-    """The norm of each tensor, as a scalar of ``dtype``; the tensors have one device and dtype, and none is empty."""
+def foreach_norm(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each tensor as a scalar of ``dtype``. The tensors have one device and dtype, and none is empty."""
     return list(torch._foreach_norm(tensors, order, dtype))
 
 
-def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
+def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply the tensors in place by ``factor``, a scalar of their device and dtype."""
     torch._foreach_mul_(tensors, factor)
 
@@ -81,10 +82,12 @@ def lion_(
     keep: float,
     betas: Sequence[float],
 ) -> None:
-    """Lion's update of each tensor (Chen et al. 2023, arXiv:2302.06675), in place, from a few kernels for all.
+    """Lion's update of each tensor in place (Chen et al. 2023, arXiv:2302.06675), by ``foreach`` kernels.
+
+    Needs memory for one copy of the tensors.
 
     Args:
-        keep: What is left of a tensor after its weight decay. Needs memory for a copy of the tensors.
+        keep: The factor of the weight decay: each tensor is multiplied by it first.
     """
     if keep != 1:
         torch._foreach_mul_(tensors, keep)

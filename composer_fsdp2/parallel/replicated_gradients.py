@@ -1,14 +1,14 @@
-"""Whether parameters that the ranks of a tensor axis do not split get the same gradient on all of these ranks.
+"""Check that parameters outside of the layer plan get equal gradients on all ranks of the tensor axis.
 
-[Note: partial gradients] Between a column-wise and a row-wise layer each rank computes with its own heads or features,
-and between modules of sequence parallelism with its own part of the sequence. A parameter that is not in the layer plan
-and is applied there, such as the weight of a norm over each head's query, gets this rank's part of its gradient alone.
-torch does not sum the parts, and the copies of the parameter diverge. Whether that is so depends on the forward, so the
-gradients themselves are compared, where the first backward ends.
+[Note: partial gradients] Between a column-wise and a row-wise layer each rank computes its own heads or features, and
+between modules of sequence parallelism its own part of the sequence. A parameter that is used there but is not in the
+layer plan, such as the weight of a norm over each head's query, gets this rank's part of its gradient only. torch does
+not sum the parts, and the copies of the parameter diverge. Whether this happens depends on the forward, so the
+gradients are compared at the end of the first backward.
 
-The opposite mistake, ``SequenceParallel`` on a module whose input each rank has in full, makes the gradient of its
-parameters degree times too large, on all ranks alike. So the inputs of these modules are compared as well. Parts of a
-sequence differ, unless all of its places are equal; then the comparison is repeated.
+The opposite mistake is ``SequenceParallel`` on a module whose input each rank has in full. It makes the gradients of
+its parameters degree times too large, equally on all ranks. The inputs of these modules are therefore compared as
+well. Parts of a sequence differ, unless all of its positions are equal; in that case the comparison is repeated.
 """
 
 import math
@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.utils.hooks import RemovableHandle
 
-from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.local_tensors import local_tensor
 from composer_fsdp2._torch.unit import hooks_of
 from composer_fsdp2._torch.unit_parameters import distinct_units
 from composer_fsdp2.config.text import and_more
@@ -34,28 +34,29 @@ from composer_fsdp2.sharding.modules import at_path, is_at_or_under, parameter_a
 from composer_fsdp2.sharding.plan import ShardingPlan, units_by_root
 from composer_fsdp2.training.run import Run
 
-# Numbers that are sent of each gradient: its sums over every so many elements.
+# The number of values that are sent per gradient: each is the sum of every 256th element.
 _WIDTH = 256
-# By dtype, of what two copies' gradients may differ: as a share of the gradient's norm, by which equal computations
-# differ where kernels add in no fixed order; and as a share of the largest gradient's root mean square, since a smaller
-# gradient may be all rounding, as that of a bias of keys is.
+# By dtype, the tolerated difference between two copies' gradients. First, relative to the gradient's norm: equal
+# computations differ by this much if kernels add in no fixed order. Second, relative to the root mean square of the
+# largest gradient: a smaller gradient may consist of rounding errors only, such as that of a bias of keys.
 _TOLERANCES = {torch.float64: (1e-6, 1e-12)}
 _TOLERANCES_OF_OTHERS = (3e-2, 1e-6)
-_ROUNDING = 1e-24  # of the square of equal sums' distance from their mean
-_INPUTS: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # of ``_note_input``
+_ROUNDING = 1e-24  # squared distance of equal sums from their mean, relative to their squared norm
+_INPUTS: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # written by ``_note_input``
 
 
-def compare_unsplit_gradients(model: nn.Module, plan: ShardingPlan, run: Run, meshes: Mapping[str, UnitMesh]) -> None:
-    """Have the first backward raise on all ranks if copies of a parameter along the tensor axis would diverge.
+def compare_replicated_gradients(
+    model: nn.Module, plan: ShardingPlan, run: Run, meshes: Mapping[str, UnitMesh]
+) -> None:
+    """Make the first backward raise on all ranks if copies of a parameter along the tensor axis would diverge.
 
-    A parameter whose gradient is zero then, or not finite, is compared again, in backwards that are twice as far apart
-    each time. After that nothing is left to do, and nothing is sent. It raises as well if ``SequenceParallel`` gets
-    inputs that are not divided.
+    A parameter whose gradient is zero, or not finite, is compared again in later backwards, at intervals that double
+    each time. Afterwards nothing is sent. Also raises if ``SequenceParallel`` gets inputs that are not divided.
 
     Args:
-        model: Sharded.
-        plan: Whose mesh has a tensor axis.
-        meshes: Of each unit by its name.
+        model: The sharded model.
+        plan: Its plan; the mesh has a tensor axis.
+        meshes: The mesh of each unit by its name.
 
     Called on all ranks; does not communicate.
     """
@@ -80,14 +81,14 @@ def compare_unsplit_gradients(model: nn.Module, plan: ShardingPlan, run: Run, me
 
 @dataclass(slots=True, eq=False)
 class _Comparison:
-    """Called where a backward ends that reduced gradients.
+    """Runs at the end of a backward that reduced gradients. Called on all ranks.
 
     Args:
-        pending: By name, the parameters that were not compared yet.
-        inputs: By path, the modules of sequence parallelism whose inputs were not compared yet.
-        hooks: Of these modules.
-        along: The ranks with copies of them.
-        groups: Together they reach all ranks of the model.
+        pending: The parameters that have not been compared, by name.
+        inputs: The modules of sequence parallelism whose inputs have not been compared, by path.
+        hooks: The hooks of these modules.
+        along: The ranks with copies of the parameters.
+        groups: Together they contain all ranks of the model.
     """
 
     pending: dict[str, nn.Parameter]
@@ -116,7 +117,7 @@ class _Comparison:
             if difference > max(of_norm**2 * norm, of_largest**2 * largest * parameter.numel()):
                 wrong.append(name)
         if wrong:
-            raise PlanError("\n".join(_told(wrong, is_all=len(wrong) == len(parameters))))
+            raise PlanError("\n".join(_message(wrong, is_all=len(wrong) == len(parameters))))
 
     def _compare_inputs(self, differences: Sequence[float], norms: Sequence[float]) -> None:
         of_inputs = zip(list(self.inputs), differences[len(self.pending) :], norms[len(self.pending) :], strict=True)
@@ -132,10 +133,9 @@ class _Comparison:
             )
 
     def _squares(self) -> list[list[float]]:
-        """Of each gradient, and then of each input, the square of its distance from the mean along the axis, and of
-        its norm.
+        """The squared distance from the mean along the axis, and the squared norm, per gradient and then per input.
 
-        Over all ranks of the model: two all-reduces, of 2 KiB and of 16 bytes for each parameter or input.
+        Over all ranks of the model: two all-reduces, of 2 KiB and of 16 bytes per parameter or input.
         """
         device = device_of_group(self.along)
         gradients = [parameter.grad for parameter in self.pending.values()]
@@ -154,21 +154,21 @@ class _Comparison:
 
 
 def _note_input(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """A forward pre-hook: keep this rank's part of the input that a forward in training gets, folded.
+    """A forward pre-hook: store this rank's part of the input of a forward in training, folded.
 
-    Not in a compiled model: torch 2.7 can end no graph at what a collective returns. A function of this file rather
-    than a method or a closure, whose cells Dynamo would guard.
+    Disabled in a compiled model: torch 2.7 cannot break the graph at the result of a collective. A module-level
+    function instead of a method or a closure, whose cells Dynamo would guard.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
     given = local_tensor(args[0].detach()) if args else torch.zeros(1)
     if given.dim() > 1:
-        # Zero where all places are equal: parts of such a sequence are equal, too.
+        # Zero if all positions are equal: parts of such a sequence are equal too.
         _INPUTS[module] = _folded(given) * (given != given.narrow(1, 0, 1)).any()
 
 
 def _folded(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as rows of ``_WIDTH``, the last one filled up with zeros, added up."""
+    """Reshape the elements to rows of ``_WIDTH``, the last one padded with zeros, and sum the rows."""
     flat = tensor.flatten()
     whole = len(flat) // _WIDTH * _WIDTH
     folded = flat[:whole].view(-1, _WIDTH).sum(0, dtype=torch.float64)
@@ -176,14 +176,14 @@ def _folded(tensor: torch.Tensor) -> torch.Tensor:
     return folded
 
 
-def _told(names: Sequence[str], *, is_all: bool) -> Iterator[str]:
+def _message(names: Sequence[str], *, is_all: bool) -> Iterator[str]:
     yield (
         f"{and_more(names, 3)}: the ranks of the tensor axis do not split these parameters, and got different "
         "gradients for them, each of its own heads or part of the sequence, so that their copies would diverge. "
         "layer_plan: auto places those of known models. In a layer plan of your own add, for each norm or other module "
         "that holds them and no modules,"
     )
-    # ``layers.0.norm`` is named as ``layers.*.norm``.
+    # ``layers.0.norm`` is shown as ``layers.*.norm``.
     patterns = dict.fromkeys(
         ".".join("*" if each.isdigit() else each for each in name.split(".")[:-1]) for name in names
     )

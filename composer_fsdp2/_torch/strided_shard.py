@@ -1,10 +1,10 @@
-"""What torch forgets of a parameter that is split by tensor parallelism and then sharded along the same dimension.
+"""Preserve ``_StridedShard`` placements in operations on parameters that TP and FSDP shard along the same dimension.
 
-Its parts lie in another order than those of a plain ``Shard``: torch calls it ``_StridedShard``. On torch 2.7 that is a
-subclass of ``Shard``, equal to one of the same dimension, and the rules of pointwise operations and reductions answer
-with a plain ``Shard``: the values of ``parameter * 2`` are right on each rank, and in another order for whoever puts
-them together. So an optimizer with weight decay had its momentum saved with rows exchanged, without an error. On 2.13
-it is a class of its own, which the rules keep.
+The shards of such a parameter have a different order than those of a plain ``Shard``. In torch 2.7 ``_StridedShard`` is
+a subclass of ``Shard`` and equals a ``Shard`` of the same dimension, so the rules of pointwise operations and
+reductions return a plain ``Shard``. The local values of ``parameter * 2`` are then correct, but the full tensor has
+permuted rows. For example, an optimizer with weight decay saved its momentum with permuted rows, without an error. In
+torch 2.13 it is a separate class, which the rules preserve.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 _MARK = "_composer_fsdp2_repair"
 
 
-def forgets_strides() -> bool:
-    """Whether rules that ask for a ``Shard`` get a strided one, too, and nobody has mended them here."""
+def drops_strided_shard() -> bool:
+    """Whether rules for ``Shard`` also match ``_StridedShard``, and are not patched yet."""
     return issubclass(_StridedShard, Shard) and not hasattr(_rules()[0], _MARK)
 
 
-def keep_strides() -> None:
-    """Have the result of an operation on such a tensor laid out as the tensor is; idempotent, and local."""
-    if not forgets_strides():
+def patch_strided_shard() -> None:
+    """Make the result of an operation on such a tensor keep its placement. Idempotent; does not communicate."""
+    if not drops_strided_shard():
         return
     from torch.distributed.tensor._ops import _math_ops, _pointwise_ops
 
@@ -33,7 +33,7 @@ def keep_strides() -> None:
     def common_pointwise_strategy(args_schema: Any, followed_strategy: Any, linearity: bool) -> Any:
         made = pointwise(args_schema, followed_strategy, linearity)
         for each, like in zip(made.strategies, followed_strategy.strategies, strict=True):
-            spec = each.output_specs  # not `output_spec`, which is looked up once
+            spec = each.output_specs  # not `output_spec`, which is cached
             each.output_specs = replace(spec, placements=_strided_as(like.output_spec.placements, spec.placements))
         return made
 

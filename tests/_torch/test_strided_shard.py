@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from composer_fsdp2._torch.strided import forgets_strides, keep_strides
+from composer_fsdp2._torch.strided_shard import drops_strided_shard, patch_strided_shard
 
 
 @on_ranks(4, fresh=True)
@@ -33,9 +33,9 @@ def test_what_is_computed_of_a_strided_tensor_is_put_together_in_its_order(folde
         }
         return [name for name, (got, wanted) in found.items() if not torch.allclose(got.full_tensor(), wanted)]
 
-    is_needed, before = forgets_strides(), wrong()
-    keep_strides()
-    keep_strides()
+    is_needed, before = drops_strided_shard(), wrong()
+    patch_strided_shard()
+    patch_strided_shard()
     # torch caches its decision for an operation on such tensors; training applies the workaround before the first one.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear() if is_needed else None
     assert is_needed == torch.__version__.startswith("2.7.")
