@@ -3,8 +3,9 @@ whether they are current.
 
 ``make docs`` runs it. Each table stands between two markers in its file, and comes from the dialects' tables of keys
 (Composer's is ``composer_fsdp2/fsdp1/keys.py``, the others are in ``migration/dialects``) by way of
-``migration/explain.py``, or from the rows that a test measures (``tests/support/trainer_parts.py``). The right side of
-each pair in ``yamls/`` is what ``composer-fsdp2 migrate --force`` writes of the left one, byte for byte.
+``migration/explain.py``, or from the rows that a test measures (``tests/support/trainer_parts.py``). The drawing in
+CONTRIBUTING.md comes from ``tools/rooms.py``. The right side of each pair in ``yamls/`` is what ``composer-fsdp2
+migrate --force`` writes of the left one, byte for byte.
 """
 
 import sys
@@ -19,8 +20,9 @@ from composer_fsdp2.migration.explain import Explanation, all_keys, implicit_set
 from composer_fsdp2.migration.migrate import migrate_text
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))
+sys.path += [str(ROOT / "tests"), str(ROOT / "tools")]
 
+from rooms import drawing  # noqa: E402
 from support import trainer_parts  # type: ignore[import-not-found]  # noqa: E402
 
 
@@ -115,6 +117,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "migration_docs/keys.md:composer values": partial(values_table, "composer"),
     "migration_docs/keys.md:composer implicit": partial(implicit_table, "composer"),
 }
+TABLES["CONTRIBUTING.md:rooms"] = drawing
 TABLES["migration_docs/fsdp-class.md:fsdp"] = partial(keys_table, "fsdp")
 for _group in dict.fromkeys(row.group for row in DIALECTS["huggingface"].rows):
     TABLES[f"migration_docs/keys.md:huggingface {_group}"] = partial(keys_table, "huggingface", _group)
