@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_changelog_and_citation_name_the_version_and_its_date():
-    """A user who cites a release or reads its changes finds the version that pip installed, and the same date."""
+    """A user who cites a release or reads its changes finds the version that pip installed and one date."""
     text = (ROOT / "CHANGELOG.md").read_text()
     assert len(text.split()) <= 900  # details are in migration_docs
     version, date = re.findall(r"^## \[([\d.]+)\] - (\d{4}-\d\d-\d\d)$", text, flags=re.MULTILINE)[0]
@@ -81,7 +81,7 @@ def copy_project(destination: Path) -> None:
 
 
 def wheel_of(source: Path, folder: Path) -> dict[str, bytes]:
-    """Build a wheel from ``source``, unpack it into ``folder / "site"``, and return its files by name."""
+    """Build a wheel from ``source``, unpack it into ``folder / "site"``, and return the content of each file."""
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", folder, source], cwd=source)
     [wheel] = folder.glob("*.whl")

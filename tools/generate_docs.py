@@ -1,11 +1,10 @@
-"""Write the tables that the documents share with the code, and the migrated runs in ``yamls/``; ``--check`` only says
-whether they are current.
+"""Regenerate the tables of the pages and the migrated runs in ``yamls/``. ``--check`` compares and writes nothing.
 
-``make docs`` runs it. Each table stands between two markers in its file, and comes from the dialects' tables of keys
-(Composer's is ``composer_fsdp2/fsdp1/keys.py``, the others are in ``migration/dialects``) by way of
-``migration/explain.py``, or from the rows that a test measures (``tests/support/trainer_parts.py``). The drawing in
-CONTRIBUTING.md comes from ``tools/rooms.py``. The right side of each pair in ``yamls/`` is what ``composer-fsdp2
-migrate --force`` writes of the left one, byte for byte.
+``make docs`` runs it. Each table is between two markers in its file. It is made by ``migration/explain.py`` from the
+dialects' tables of keys (``composer_fsdp2/fsdp1/keys.py`` for Composer, ``migration/dialects`` for the others), or from
+the rows that a test measures (``tests/support/trainer_parts.py``). ``tools/rooms.py`` makes the drawing in
+CONTRIBUTING.md. The right-hand file of each pair in ``yamls/`` is the output of ``composer-fsdp2 migrate --force`` for
+the left-hand file, byte for byte.
 """
 
 import sys
@@ -27,7 +26,7 @@ from support import trainer_parts  # type: ignore[import-not-found]  # noqa: E40
 
 
 def keys_table(dialect: str, *groups: str) -> Iterator[str]:
-    """One row per key: what it meant, what becomes of it. Without groups all of the dialect's."""
+    """One row per key: its meaning and its outcome. Without ``groups``, all keys of the dialect."""
     found = [each for each in all_keys(dialect) if each.row.group in groups or not groups]
     reads = any(each.read_by for each in found)
     elsewhere = ["without composer_fsdp2"] if any(each.row.elsewhere for each in found) else []
@@ -43,7 +42,7 @@ def keys_table(dialect: str, *groups: str) -> Iterator[str]:
 
 
 def values_table(dialect: str) -> Iterator[str]:
-    """The values with another outcome than their key, but those that ask for nothing."""
+    """The values whose outcome differs from their key's, except ``UNNEEDED`` ones."""
     yield from _table("key", "value", "under FSDP2", "where it goes")
     for each in all_keys(dialect):
         for fate in each.fates:
@@ -55,7 +54,7 @@ def values_table(dialect: str) -> Iterator[str]:
 
 
 def implicit_table(dialect: str) -> Iterator[str]:
-    """What a run of the dialect does that no key asks for."""
+    """The settings of a dialect's runs that have no key."""
     yield from _table("what", "under FSDP2", "where it goes")
     for finding in implicit_settings(dialect)[dialect]:
         yield _line(finding.key, _fate(finding.outcome, finding.reason, finding.hint), finding.target)
@@ -130,12 +129,12 @@ for _name in ("algorithms", "callbacks", "foundry", "optimizers"):
     TABLES[f"migration_docs/algorithms.md:{_name}"] = partial(parts_table, getattr(trainer_parts, _name.upper()))
 
 
-# How the two files of a run in yamls/ end: as people have it, and as migrate writes it.
+# The suffixes of a pair in yamls/: the original file, and the output of migrate.
 SIDES = {"-fsdp1.yaml": "-fsdp2.yaml", "-roll.yaml": "-composer.yaml", "-torchtitan.toml": "-composer.yaml"}
 
 
 def migrated_runs() -> Iterator[tuple[str, bytes]]:
-    """The right sides by their paths."""
+    """Yield the path and the content of each right-hand file."""
     for left in sorted((ROOT / "yamls").glob("*/*")):
         for end, right in SIDES.items():
             if left.name.endswith(end):
