@@ -612,6 +612,7 @@ def test_what_changed_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
     for name in ("migration_docs", "yamls/t5", "yamls/torchtitan"):
         shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "CONTRIBUTING.md", tmp_path)
     words = []
     for name, dialect in DIALECTS.items():
         row, *others = dialect.rows
