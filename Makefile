@@ -84,7 +84,7 @@ bench: venv ## what sharding, checkpoints, migrating and starting cost, against 
 gpu: venv venv-engine ## all GPU tests and benchmarks on the GPUs that there are, and their tables in benchmarks/README.md
 	$(PY) tools/gpu.py $(ARGS)
 
-release: venv ## wheel and source distribution into dist/, checked, and the wheel tried in an empty environment
+release: venv ## wheel and source distribution into dist/, checked, and the wheel run in empty environments with three releases of torch
 	$(PY) $(PYTEST) tests/test_distributions.py
 	$(PY) -m pip install --quiet --no-input --disable-pip-version-check --editable ".[release]"
 	$(PY) tools/release.py

@@ -100,7 +100,7 @@ def test_mypy_sees_the_real_types(tmp_path: Path):
         "import composer_fsdp2 as c\n"
         "from composer_fsdp2 import ShardingConfig, translate\n"
         "assert_type(translate({}), c.Translation)\n"
-        "assert_type(translate({}).config, ShardingConfig | None)\n"
+        "assert_type(translate({}).config, ShardingConfig)\n"
         "assert_type(c.__version__, str)\n"
         "c.prepare_fuly_shard\n"
     )

@@ -28,9 +28,10 @@ TORCHES = ("2.7.0", ENGINE_TORCH, "newest")
 
 # Commands whose optional package is not installed, and the pip command that their error must contain.
 NEED_AN_EXTRA = (
-    (("plan", "mpt-tiny-fsdp1.yaml", "--world-size", "8"), "pip install composer-fsdp2[foundry]"),
+    (("plan", "mpt-tiny-fsdp1.yaml", "--world-size", "8"), "pip install 'composer-fsdp2[foundry]'"),
     (("plan", "gpt2-script-fsdp1.yaml", "--world-size", "8", "--model-config", "."), "pip install transformers"),
     (("train", "mpt-tiny-fsdp1.yaml"), "pip install 'composer-fsdp2[foundry]'"),
+    (("compare", "mpt-tiny-fsdp1.yaml"), "pip install 'composer-fsdp2[foundry]'"),
 )
 
 

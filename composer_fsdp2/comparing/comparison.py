@@ -1,6 +1,7 @@
 """A comparison from its first run to its report: runs in turn, the verdict, and a folder with the report."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -89,6 +90,9 @@ def _write(outcome: Outcome, folder: Path) -> None:
 
 def _check(options: Options, output: Path | None) -> None:
     problems = []
+    package, extra = ("llmfoundry", "foundry") if options.is_yaml else ("composer", "composer")
+    if importlib.util.find_spec(package) is None:
+        problems.append(f"{options.file}: {package} is not installed: pip install 'composer-fsdp2[{extra}]'")
     if options.is_yaml:
         problems += [f"{each}: a YAML takes key=value" for each in options.arguments if "=" not in each]
     if options.load_path and "://" not in options.load_path and not Path(options.load_path).exists():

@@ -34,7 +34,7 @@ def read_foundry_yaml(file: RunFile, request: Request) -> tuple[nn.Module, Train
     except ImportError as error:
         raise ConfigError(
             f"{file.path}: LLM Foundry reads its own files, and it is not installed ({error}): pip install "
-            "composer-fsdp2[foundry]"
+            "'composer-fsdp2[foundry]'"
         ) from error
     foundry = _read(foundry_run.read_foundry, file, request.world_size)
     if foundry.fsdp is None:
