@@ -17,7 +17,8 @@ what a block is:
 what it needs (GPUs, nodes, another torch), and ``MAX_SKIPPED`` limits how many there are. A fence without a language
 fails.
 
-The folder begins with what ``START`` says: old checkpoints, and ``net.py``, whose ``build_model`` is the model in them.
+The folder begins with the files of ``START``: old checkpoints, ``net.py``, whose ``build_model`` is the model in them,
+two scripts and a YAML.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ FIXTURES = TESTS / "fixtures"
 # Path in a page's folder -> what is copied there.
 START = {
     "net.py": FIXTURES / "migration-docs" / "net.py",
+    "train.py": FIXTURES / "migration-docs" / "train.py",
+    "wraps.py": FIXTURES / "migration-docs" / "wraps.py",
+    "mpt-1b.yaml": TESTS.parent / "yamls" / "mpt" / "mpt-1b-fsdp1.yaml",
     "full": FIXTURES / "legacy-checkpoints" / "c172" / "full",  # Composer 0.17.2, torch 2.1
     "sharded": FIXTURES / "legacy-checkpoints" / "c172" / "sharded",
     "sharded-mesh": FIXTURES / "legacy-checkpoints" / "c220" / "sharded-mesh",  # Composer 0.22.0, torch 2.3
