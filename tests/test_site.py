@@ -85,6 +85,7 @@ def test_links_of_the_site(page: str, link: str, wanted: str):
     [
         ("```python file=net.py", '```python title="net.py"'),
         ("```text output", "```text"),
+        ("```text error=unknown-key", "``` { .text .error }"),
         ('```yaml migrated="a.yaml --to roll" exit=1', '```yaml title="composer-fsdp2 migrate a.yaml --to roll"'),
         ('```console skip="needs 8 GPUs"', "```console"),
         ("```console", "```console"),

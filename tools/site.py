@@ -33,8 +33,12 @@ PROJECT_PAGES = (
     "tests/fsdp/upstream.md",
     "yamls/README.md",
 )
-# Lines of 120 characters fit, and names of keys stay on one line.
-CSS = ".md-grid { max-width: 80rem } .md-typeset td:first-child code { word-break: normal; overflow-wrap: normal }"
+# Lines of 120 characters fit, names of keys stay on one line, and texts of errors wrap.
+CSS = """
+.md-grid { max-width: 80rem }
+.md-typeset td:first-child code { word-break: normal; overflow-wrap: normal }
+.error pre > code { white-space: pre-wrap }
+"""
 FENCED = re.compile(r"^( *)(`{3,}).*?^\1\2$", flags=re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^( *`{3,})(\S+) (.+)$", flags=re.MULTILINE)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
@@ -128,14 +132,16 @@ def outside_fences(markdown: str, change: Any) -> str:
 
 def titled_fences(markdown: str) -> str:
     """The info strings of executed blocks as titles: ``python file=net.py`` is a block with the title net.py."""
-    return FENCE.sub(lambda match: f"{match[1]}{match[2]}{title_of(match[3])}", markdown)
+    return FENCE.sub(lambda match: match[1] + info_of(match[2], match[3]), markdown)
 
 
-def title_of(options: str) -> str:
+def info_of(language: str, options: str) -> str:
     found = dict(word.partition("=")[::2] for word in shlex.split(options))
     if "file" in found:
-        return f' title="{found["file"]}"'
-    return f' title="composer-fsdp2 migrate {found["migrated"]}"' if "migrated" in found else ""
+        return f'{language} title="{found["file"]}"'
+    if "migrated" in found:
+        return f'{language} title="composer-fsdp2 migrate {found["migrated"]}"'
+    return f" {{ .{language} .error }}" if "error" in found else language
 
 
 # --- anchors
