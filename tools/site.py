@@ -11,9 +11,9 @@ import posixpath
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -119,7 +119,8 @@ def site_links(markdown: str, page: str) -> str:
     return outside_fences(markdown, lambda text: LINK.sub(rewritten, text))
 
 
-def outside_fences(markdown: str, change: Any) -> str:
+def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
+    """The text with ``change`` applied to all but fenced blocks."""
     parts, end = [], 0
     for fenced in FENCED.finditer(markdown):
         parts += [change(markdown[end : fenced.start()]), fenced[0]]
