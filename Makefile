@@ -25,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-others test-newest test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench gpu release check docs venv venv-engine venv-newest clean
+.PHONY: help demo test test-others test-newest test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench gpu release check docs site venv venv-engine venv-newest venv-site clean
 # The two environments install the same folder and would write the same metadata at once.
 .NOTPARALLEL:
 
@@ -100,6 +100,10 @@ check: venv ## lint, format, types, generated tables, and that every test can be
 docs: venv ## write the generated tables again
 	$(PY) tools/generate_docs.py
 
+site: venv-site ## the pages with a search in build/site; a dead link or anchor fails
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/python -m mkdocs build --strict --clean
+	@echo "open build/site/index.html, or for the search: python3 -m http.server -d build/site"
+
 venv: ## .venv: Composer 0.32.1, LLM Foundry 0.22.0, torch 2.7.0
 	@$(PYTHON) tools/make_venv.py official
 
@@ -109,7 +113,10 @@ venv-engine: ## .venv-engine: torch 2.13.0, no Composer
 venv-newest: ## .venv-newest: the newest torch that pip finds, no Composer
 	@$(PYTHON) tools/make_venv.py newest
 
+venv-site: ## .venv-site: mkdocs-material alone
+	@$(PYTHON) tools/make_venv.py site
+
 clean: ## remove the environments, builds and caches
-	rm -rf .venv .venv-engine .venv-newest .venv.log .venv-engine.log .venv-newest.log .others build dist composer_fsdp2.egg-info
+	rm -rf .venv .venv-engine .venv-newest .venv-site .venv*.log .others build dist composer_fsdp2.egg-info
 	rm -rf .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

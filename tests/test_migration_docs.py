@@ -17,8 +17,8 @@ show it (``...; echo $?``), and a python block that raises must catch the error.
 reason names its requirement (GPUs, nodes, another torch), and ``MAX_SKIPPED`` limits their number. A fence without a
 language fails.
 
-The folder initially contains the files of ``START``: old checkpoints, and ``net.py``, whose ``build_model`` is their
-model.
+The folder initially contains the files of ``START``: old checkpoints, ``net.py``, whose ``build_model`` is their
+model, two scripts and a YAML.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ FIXTURES = TESTS / "fixtures"
 # Path in a page's folder -> its source.
 START = {
     "net.py": FIXTURES / "migration-docs" / "net.py",
+    "train.py": FIXTURES / "migration-docs" / "train.py",
+    "wraps.py": FIXTURES / "migration-docs" / "wraps.py",
+    "mpt-1b.yaml": TESTS.parent / "yamls" / "mpt" / "mpt-1b-fsdp1.yaml",
     "full": FIXTURES / "legacy-checkpoints" / "c172" / "full",  # Composer 0.17.2, torch 2.1
     "sharded": FIXTURES / "legacy-checkpoints" / "c172" / "sharded",
     "sharded-mesh": FIXTURES / "legacy-checkpoints" / "c220" / "sharded-mesh",  # Composer 0.22.0, torch 2.3

@@ -3,6 +3,7 @@
     python3.11 tools/make_venv.py official
     python3.11 tools/make_venv.py engine
     python3.11 tools/make_venv.py newest
+    python3.11 tools/make_venv.py site
 
 An environment is current if its stamp, which is written last, was made from this pyproject.toml, in this folder, by
 this version of Python, and its interpreter still starts. Any other one, an interrupted install included, is removed and
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -36,6 +38,7 @@ class Stack:
     contents: str
     cost: str
     upgraded: tuple[str, ...] = ()  # upgraded each time
+    modules: tuple[str, ...] = ("torch", "pytest")  # of a complete install
 
     @property
     def python(self) -> Path:
@@ -51,6 +54,7 @@ class Stack:
         return hashlib.sha256(repr(made_from).encode() + (ROOT / "pyproject.toml").read_bytes()).hexdigest()
 
 
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 STACKS = {
     "official": Stack(
         folder=ROOT / ".venv",
@@ -70,6 +74,13 @@ STACKS = {
         contents="the newest torch that pip finds, transformers 5.24.0 and the engine's test tools, without Composer",
         cost="2 to 10 minutes and up to 8 GB",
         upgraded=("torch",),
+    ),
+    "site": Stack(
+        folder=ROOT / ".venv-site",
+        requirements=tuple(EXTRAS["site"]),  # without this package, which would bring torch
+        contents="mkdocs-material",
+        cost="half a minute and 170 MB",
+        modules=("material",),
     ),
 }
 PYTHONS = ((3, 11), (3, 12))
@@ -98,7 +109,7 @@ def is_current(stack: Stack) -> bool:
     if not stamp.is_file() or stamp.read_text() != stack.fingerprint():
         return False
     # Looked up instead of imported: importing torch would add seconds to every make target.
-    probe = "import sys, importlib.util as u; sys.exit(not (u.find_spec('torch') and u.find_spec('pytest')))"
+    probe = f"import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, {stack.modules})))"
     try:
         return subprocess.run([stack.python, "-c", probe], capture_output=True, timeout=60).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
