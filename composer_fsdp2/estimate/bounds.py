@@ -241,7 +241,9 @@ class Timed(Value):
 
 
 class _Streams:
-    """When each of ``fully_shard``'s streams is free, with the waits of torch/distributed/fsdp/_fully_shard between them.
+    """When each of ``fully_shard``'s streams is free, with the waits between them.
+
+    The sources are functions in torch/distributed/fsdp/_fully_shard.
 
     - The all-gather stream waits for the computation where a root's forward begins
       (``FSDPState._root_pre_forward``). In forward it waits for the copy-out before the last one, because the buffer of

@@ -91,12 +91,15 @@ def _lines(table: Table) -> Iterator[str]:
 
 
 def units_table(step: PlannedStep) -> Table:
-    """One row for units that differ only in the layer indices of their names, largest parameter count first."""
+    """One row for units that differ only in the layer indices of their names, largest parameter count first.
+
+    Units without parameters of their own, such as a root, have one row together: their hooks run, and send nothing.
+    """
     alike: dict[tuple[str, int, str], list[ShardUnit]] = {}
     for unit in step.plan.units:
-        if unit.numel:
-            name = ".".join("*" if part.isdecimal() else part for part in unit.name.split("."))
-            alike.setdefault((name, unit.numel, str(unit.reshard_after_forward)), []).append(unit)
+        name = ".".join("*" if part.isdecimal() else part for part in unit.name.split("."))
+        kind = (name, unit.numel, str(unit.reshard_after_forward)) if unit.numel else ("without parameters", 0, "")
+        alike.setdefault(kind, []).append(unit)
     sent = sent_by_unit(step.estimate.calls)
     rows = [
         (
@@ -116,7 +119,8 @@ def _units(step: PlannedStep) -> Iterator[str]:
     shown = [(_short(name), *others) for name, *others in table.rows[:_SHOWN_KINDS]]
     yield from _lines(Table(table.header, tuple(shown)))
     if len(table.rows) > len(shown):
-        yield f"  and {len(table.rows) - len(shown)} more kinds; --json has them all"
+        units = sum(int(number) for _, number, *_ in table.rows[_SHOWN_KINDS:])
+        yield f"  and {len(table.rows) - len(shown)} more kinds ({units} units); --json has them all"
 
 
 def _short(name: str, length: int = 34) -> str:

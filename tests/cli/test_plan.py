@@ -6,6 +6,7 @@ import datetime
 import json
 import multiprocessing
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import jsonschema
 import pytest
 import yaml
 from support.commands import Ended, run_here
+from support.known_runs import FOLDER, configs
 
 import composer_fsdp2
 from composer_fsdp2.estimate.planned_step import SCHEMA
@@ -87,6 +89,35 @@ def test_settings_are_suggested(folder: Path):
     of_own = [*words, "--gpu", "h100", "--json"]
     assert "assumed" not in str(json.loads(run_here(folder, *of_own).out)["suggestions"]["speeds"])
     assert yaml.safe_load((folder / "run.yaml").read_text()) == FILE
+
+
+@pytest.mark.foundry
+@pytest.mark.parametrize(
+    ("file", "config"),
+    [
+        ("mpt/mpt-7b-fsdp1.yaml", None),  # tied embeddings
+        ("llama/llama2-70b-full-fsdp1.yaml", "llama 2 70b"),
+        ("dbrx/dbrx-like-experts-fsdp1.yaml", None),  # experts, and two modules without parameters of their own
+        (None, "llama 2 7b"),  # its config.json alone
+    ],
+)
+def test_as_many_units_are_listed_as_are_counted(file: str | None, config: str | None, folder: Path):
+    """A summary of 85 units over a table of 83 makes a reader look for two that were lost."""
+    path = folder / "model.json"
+    if config is not None:
+        configs()[config].to_json_file(path)
+    of_config = ["--model-config", path] if file and config else []
+    words = [FOLDER / file if file else path, "--world-size", 32, "--no-activations", *of_config]
+    done = run_here(folder, "plan", *words, "--html", "plan.html")
+    number = int(re.search(r"parameters in (\d+) units", done.out)[1])  # type: ignore[index]
+    lines = done.out.split("units of a kind")[1].split("collectives of a step")[0].splitlines()[1:]
+    counts = [re.search(r"  (\d+)  |\((\d+) units?\)", line) for line in lines]
+    assert sum(int(each[1] or each[2]) for each in counts if each) == number, done.out
+    page = (folder / "plan.html").read_text()
+    [table] = re.findall(r"<h2>Units</h2>(.*?)</table>", page, re.DOTALL)
+    assert sum(map(int, re.findall(r"<tr><td>[^<]*</td><td>(\d+)</td>", table))) == number
+    assert f"parameters in {number} units" in page
+    assert len(json.loads(run_here(folder, "plan", *words, "--json").out)["units"]) == number
 
 
 # By what is wrong: the words behind ``plan``, what is written into the folder before, and what is said.
