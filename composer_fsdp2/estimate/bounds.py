@@ -329,7 +329,7 @@ def timed_step(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: M
         event = events[sample.event] if 0 <= sample.event < len(events) else None
         calls = by_sample[place]
         num_of_hook = len(calls) - (len(event.sent) if event else 0)
-        streams.begin(event and event.hook, sample.unit)
+        streams.begin(event.hook if event else None, sample.unit)
         for number, call in enumerate(calls):
             seconds, is_of_hook = call_s(call, machine), number < num_of_hook
             yield Timed(

@@ -74,14 +74,15 @@ def _memory(step: PlannedStep) -> Iterator[str]:
     peak = step.estimate.peak
     yield f"memory of a rank, at its peak: {human_bytes(peak.total_bytes)}"
     yield f"  in {where(peak)}"
-    yield from _lines(memory_table(step))
+    yield from table_lines(memory_table(step))
     if step.trace is None:
         yield "  activations are not counted"
     if step.estimate.host_bytes:
         yield f"  and in the host's memory, for each rank: {human_bytes(step.estimate.host_bytes)}"
 
 
-def _lines(table: Table) -> Iterator[str]:
+def table_lines(table: Table) -> Iterator[str]:
+    """Render a table with aligned columns; rows are indented below the header."""
     widths = [max(len(row[column]) for row in (table.header, *table.rows)) for column in range(len(table.header))]
     for row in (table.header, *table.rows):
         first, *others = row
@@ -116,14 +117,15 @@ def units_table(step: PlannedStep) -> Table:
 
 def _units(step: PlannedStep) -> Iterator[str]:
     table = units_table(step)
-    shown = [(_short(name), *others) for name, *others in table.rows[:_SHOWN_KINDS]]
-    yield from _lines(Table(table.header, tuple(shown)))
+    shown = [(shortened(name), *others) for name, *others in table.rows[:_SHOWN_KINDS]]
+    yield from table_lines(Table(table.header, tuple(shown)))
     if len(table.rows) > len(shown):
         units = sum(int(number) for _, number, *_ in table.rows[_SHOWN_KINDS:])
         yield f"  and {len(table.rows) - len(shown)} more kinds ({units} units); --json has them all"
 
 
-def _short(name: str, length: int = 34) -> str:
+def shortened(name: str, length: int = 34) -> str:
+    """Cut the beginning of a longer name, because paths of modules differ at their ends."""
     return name if len(name) <= length else f"…{name[1 - length :]}"
 
 
@@ -145,7 +147,7 @@ def collectives_table(step: PlannedStep) -> Table:
 
 
 def _collectives(step: PlannedStep) -> Iterator[str]:
-    yield from _lines(collectives_table(step))
+    yield from table_lines(collectives_table(step))
 
 
 def bounds_table(step: PlannedStep) -> Table:
@@ -163,16 +165,15 @@ def bounds_table(step: PlannedStep) -> Table:
         rows.append(("exposed communication", f"at least {human_seconds(bounds.exposed_s)}"))
     if bounds.mfu_at_most is not None:
         rows.append(("MFU", f"at most {bounds.mfu_at_most:.1%}"))
-    if bounds.lower_s and step.num_tokens:
-        rows.append(("tokens a second, all ranks", f"at most {human_count(step.num_tokens / bounds.lower_s)}"))
-        hours = bounds.lower_s * step.world_size / step.num_tokens * 1e9 / 3600
-        rows.append(("GPU hours for 1 B tokens", f"at least {hours:.3g}"))
+    if step.tokens_per_s is not None:
+        rows.append(("tokens a second, all ranks", f"at most {human_count(step.tokens_per_s)}"))
+        rows.append(("GPU hours for 1 B tokens", f"at least {step.gpu_hours_per_billion_tokens:.3g}"))
     return Table(("a step", f"at least {human_seconds(bounds.lower_s)}"), tuple(rows))
 
 
 def _bounds(step: PlannedStep) -> Iterator[str]:
     if step.bounds is not None:
-        yield from _lines(bounds_table(step))
+        yield from table_lines(bounds_table(step))
         if step.bounds.machine.sources:
             yield from wrapped("; ".join(step.bounds.machine.sources))
         yield from wrapped(
@@ -212,9 +213,9 @@ def _verdict(step: PlannedStep) -> Iterator[str]:
     if memory is None:
         yield "verdict: no memory was given to compare with; --memory 80GiB does"
         return
-    left = memory.usable_bytes - peak
     reserve = (
         f"{human_bytes(memory.given_bytes)} less a reserve of {memory.reserve} is {human_bytes(memory.usable_bytes)}"
     )
+    left = memory.usable_bytes - peak
     how = f"fits, with {human_bytes(left)} to spare" if left >= 0 else f"does not fit, by {human_bytes(-left)}"
     yield f"verdict: {how}: {reserve}"

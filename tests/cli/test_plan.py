@@ -18,6 +18,7 @@ from support.commands import Ended, run_here
 from support.known_runs import FOLDER, configs
 
 import composer_fsdp2
+from composer_fsdp2.config.text import human_bytes
 from composer_fsdp2.estimate.planned_step import SCHEMA
 
 CONFIG = {
@@ -91,6 +92,63 @@ def test_settings_are_suggested(folder: Path):
     assert yaml.safe_load((folder / "run.yaml").read_text()) == FILE
 
 
+def test_several_world_sizes_are_rows(folder: Path):
+    """A cluster's size is chosen by a table, not by ten pages; one size that cannot be is no reason to have none."""
+    sizes, words = [4, 0, 8, 16], ["plan", "run.yaml", *SIZES[2:], "--reserve", 0]
+    each = {
+        size: json.loads(run_here(folder, *words, "--memory", "1GiB", "--world-size", size, "--json").out)
+        for size in sizes
+        if size
+    }
+    peaks = {size: found["per_rank"]["peak_bytes"] for size, found in each.items()}
+    assert peaks[4] > peaks[8] > peaks[16]
+    asked = [*words, "--world-size", "4,0,8,16", "--gpu", "h100"]
+
+    done = run_here(folder, *asked, "--memory", f"{peaks[8] / 1024}KiB")
+    header, *rows = done.out.splitlines()[1:6]
+    assert done.code == 0 and " ".join(header.split()) == "ranks fits peak to spare exposed ≥ step ≥ tokens/s ≤ GPU h ≥"
+    assert [row.split()[:2] for row in rows] == [["4", "no"], ["0", "-"], ["8", "yes"], ["16", "yes"]]
+    assert max(map(len, done.out.splitlines())) <= 96
+    assert "4 ranks: does not fit, by " in done.out and "0 ranks: world size 0; give the number of" in done.out
+    assert done.out.endswith("verdict: does not fit on 4 ranks; cannot run on 0 ranks; fits on 8, 16 ranks\n")
+
+    done = run_here(folder, *asked, "--memory", f"{(peaks[16] - 1) / 1024}KiB", "--json")
+    found = json.loads(done.out)
+    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+    assert done.code == 1
+    assert [plan.get("fits", plan.get("error", "")[:12]) for plan in found] == [False, "world size 0", False, False]
+    assert [plan["per_rank"]["peak_bytes"] for plan in found if "per_rank" in plan] == list(peaks.values())
+
+    done = run_here(folder, *words[:-2], "--world-size", "4,8")  # neither memory nor speeds are made up
+    assert done.code == 0 and done.out.splitlines()[1].split() == ["ranks", "peak"]
+    done = run_here(folder, *words[:-2], "--world-size", "0,-1")  # nothing is left of the table
+    assert done.code == 2 and done.err.count("\n") == 1 and "world size 0" in done.err
+
+
+def test_two_plans_stand_side_by_side(folder: Path):
+    """What another strategy changes is read from one table, with the settings that make the difference."""
+    fsdp = FILE["fsdp_config"] | {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}  # type: ignore[operator]
+    (folder / "other.yaml").write_text(yaml.safe_dump(FILE | {"fsdp_config": fsdp}))
+    words = ["plan", "run.yaml", *SIZES, "--gpu", "h100"]
+    alone = [
+        json.loads(run_here(folder, "plan", name, *words[2:], "--json").out) for name in ("run.yaml", "other.yaml")
+    ]
+    done = run_here(folder, *words, "--against", "other.yaml")
+    rows = {name: cells for name, *cells in (re.split(r" {2,}", line.strip()) for line in done.out.splitlines())}
+    assert done.code == 0 and rows["figures"] == ["run.yaml", "other.yaml"]
+    calls = [f"{sum(call['calls'] for call in plan['collectives'])}" for plan in alone]
+    assert calls[0] != calls[1] and rows["collectives"] == calls
+    assert rows["peak of a rank"] == [human_bytes(plan["per_rank"]["peak_bytes"]) for plan in alone]
+    assert rows["reshard_after_forward"] == ["True", "False"]
+    assert "mixed_precision" not in done.out.split("settings that differ")[1]
+
+    done = run_here(folder, *words, "mixed_precision=fp16", "--against", "run.yaml", "--json")
+    found = json.loads(done.out)
+    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+    assert found["against"]["plan"]["per_rank"] == alone[0]["per_rank"]  # the change is FILE's alone
+    assert found["against"]["settings"]["precision"] == ["amp_fp16", "amp_bf16"]
+
+
 @pytest.mark.foundry
 @pytest.mark.parametrize(
     ("file", "config"),
@@ -137,6 +195,24 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
         {},
         "with --model-config config.json",
     ),
+    "no world sizes": (["run.yaml", "--world-size", "4,many"], {}, "--world-size 4,many: give the number of ranks, or"),
+    "a page of several": (
+        ["run.yaml", *SIZES, "--world-size", "4,8", "--html", "plan.html"],
+        {},
+        "--html is of one plan",
+    ),
+    "a diff of several": (
+        ["run.yaml", *SIZES, "--against", "run.yaml", "--memory", "1GiB", "--suggest"],
+        {},
+        "is of one plan",
+    ),
+    "two files at several": (
+        ["run.yaml", *SIZES, "--world-size", "4,8", "--against", "run.yaml"],
+        {},
+        "one --world-size",
+    ),
+    "two files": (["run.yaml", "config.json", *SIZES], {}, "--against config.json plans it beside run.yaml"),
+    "against nothing": (["run.yaml", *SIZES, "--against", "none.yaml"], {}, "no such file: none.yaml"),
     "nowhere": (["run.yaml", *SIZES, "--html", "nowhere/plan.html"], {}, "there is no folder nowhere"),
     # the file
     "a folder": ([".", *SIZES], {}, "no such file: ."),
@@ -271,7 +347,7 @@ def test_whatever_is_given_is_answered_in_one_line(case: str, folder: Path):
     for name, text in files.items():
         (folder / name).write_text(text)
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    html = [] if "--html" in words else ["--html", "plan.html"]
+    html = [] if {"--html", "--against"}.intersection(map(str, words)) else ["--html", "plan.html"]
     done = run_here(folder, "plan", *words, *html)
     assert done.code == 2 and not done.out, done
     assert done.err.count("\n") == 1 and done.err.startswith("composer-fsdp2: ") and said in done.err, done.err
