@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -121,13 +122,14 @@ class Plan(Command):
         try:
             with interruptible(), quietly():
                 text, exit_code = _answer(self)
+            answer = text()  # wrapped for standard output, which is redirected above
         except ComposerFSDP2Error as error:
             _refuse(str(error))
         except OSError as error:
             _refuse(f"{error.filename or self.file}: {error.strerror or error}")
         except KeyboardInterrupt:
             refuse("interrupted; nothing was written")
-        print(text, flush=True)
+        print(answer, flush=True)
         sys.exit(exit_code)
 
     def machine(self) -> Machine | None:
@@ -177,8 +179,8 @@ def _refuse(why: str) -> NoReturn:
 PlanFile = Callable[[str, Mapping[str, Any]], "tuple[PreflightRun, PlannedStep]"]
 
 
-def _answer(options: Plan) -> tuple[str, int]:
-    """What is printed, and the exit code; the files that were asked for are there by then, all or none."""
+def _answer(options: Plan) -> tuple[Callable[[], str], int]:
+    """What makes the printed text, and the exit code; all files that were asked for are written by then, or none."""
     memory = parse_bytes(options.memory, "--memory") if options.memory is not None else None
     if options.reserve is not None and memory is None:
         raise ConfigError("--reserve is a part of the memory; give that as well, as in --memory 80GiB")
@@ -226,7 +228,7 @@ def _refuse_several(options: Plan, num_world_sizes: int) -> None:
         raise ConfigError(f"{asked[0]} is of one plan; give one --world-size, and no --against")
 
 
-def _several(options: Plan, plan: PlanFile, hows: Mapping[int, Mapping[str, Any]]) -> tuple[str, int]:
+def _several(options: Plan, plan: PlanFile, hows: Mapping[int, Mapping[str, Any]]) -> tuple[Callable[[], str], int]:
     """A row for each world size; one that the file cannot be used at has its error."""
     from composer_fsdp2.estimate.side_by_side import several_exit_code, several_json, several_text
 
@@ -240,38 +242,39 @@ def _several(options: Plan, plan: PlanFile, hows: Mapping[int, Mapping[str, Any]
             steps[world_size] = " ".join(str(error).split())
     if len(errors) == len(steps):
         raise errors[0]
-    text = json.dumps(several_json(steps), indent=2) if options.as_json else several_text(steps)
+    text = partial(json.dumps, several_json(steps), indent=2) if options.as_json else partial(several_text, steps)
     return text, several_exit_code(steps)
 
 
-def _one(options: Plan, plan: PlanFile, how: Mapping[str, Any], machine: Machine | None) -> tuple[str, int]:
+def _one(
+    options: Plan, plan: PlanFile, how: Mapping[str, Any], machine: Machine | None
+) -> tuple[Callable[[], str], int]:
     with contextlib.ExitStack() as files:  # that they can be written is seen before any work is done
         html, trace = (path and files.enter_context(_file(path)) for path in (options.html, options.trace))
         run, step = plan(options.file, how)
         edits = (
             _suggested(run, step, step.memory, options.file, how, machine) if options.suggest and step.memory else None
         )
-        said = edits.explain() if edits is not None else ""
         if html is not None:
             from composer_fsdp2.estimate.html import plan_page
 
+            said = edits.explain() if edits is not None else ""
             html.write_text(plan_page(step, said, _made_by()), encoding="utf-8")
         if trace is not None:
             from composer_fsdp2.estimate.chrome_trace import chrome_trace
 
             trace.write_text(json.dumps(chrome_trace(step)), encoding="utf-8")
-    answer = step.to_json() | {"suggestions": edits and edits.to_json()}
-    if options.against is not None:
-        from composer_fsdp2.estimate.side_by_side import against_json, against_text
-
-        _, other = plan(options.against, {**how, "overrides": ()})
-        answer, said = answer | {"against": against_json(step, other)}, against_text(step, other)
-        if not options.as_json:
-            return said, step.exit_code
     from composer_fsdp2.estimate.plan_text import plan_text
+    from composer_fsdp2.estimate.side_by_side import against_json, against_text
 
-    text = json.dumps(answer, indent=2) if options.as_json else "\n".join(filter(None, (plan_text(step), said)))
-    return text, step.exit_code
+    other = plan(options.against, {**how, "overrides": ()})[1] if options.against is not None else None
+    if options.as_json:
+        beside = {"against": against_json(step, other)} if other is not None else {}
+        answer = step.to_json() | {"suggestions": edits and edits.to_json()} | beside
+        return partial(json.dumps, answer, indent=2), step.exit_code
+    if other is not None:
+        return partial(against_text, step, other), step.exit_code
+    return lambda: "\n".join([plan_text(step), *([edits.explain()] if edits else [])]), step.exit_code
 
 
 def _made_by() -> str:

@@ -1,7 +1,8 @@
 """Render a planned step as text that fits a screen."""
 
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from composer_fsdp2.config.findings import Finding, Outcome
@@ -13,6 +14,7 @@ from composer_fsdp2.sharding.plan import ShardUnit
 
 _SHOWN_KINDS = 6
 _SHOWN_FINDINGS = 4
+_SHORTEST = 12  # name of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,17 @@ class Table:
 def plan_text(step: PlannedStep) -> str:
     """Render the run, its memory, units, collectives, bounds and findings, then the verdict."""
     parts = (_run, _memory, _units, _collectives, _bounds, _findings, _verdict)
-    return "\n".join(printable(line) for part in parts for line in part(step))
+    return joined(line for part in parts for line in part(step))
+
+
+def joined(lines: Iterable[str]) -> str:
+    """Printable text; on a terminal, lines that are too wide for it are wrapped."""
+    width = text_width(sys.maxsize)
+    return "\n".join(
+        each
+        for line in map(printable, lines)
+        for each in ([line] if len(line) <= width else textwrap.wrap(line, width, subsequent_indent=" " * 4))
+    )
 
 
 def human_count(number: float) -> str:
@@ -82,13 +94,15 @@ def _memory(step: PlannedStep) -> Iterator[str]:
 
 
 def table_lines(table: Table) -> Iterator[str]:
-    """Render a table with aligned columns; rows are indented below the header."""
+    """Render a table with aligned columns, rows indented below the header, names as short as a terminal needs."""
     widths = [max(len(row[column]) for row in (table.header, *table.rows)) for column in range(len(table.header))]
+    excess = sum(widths) + 2 * len(widths) - text_width(sys.maxsize)
+    widths[0] -= max(0, min(excess, widths[0] - _SHORTEST))
     for row in (table.header, *table.rows):
         first, *others = row
         cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         indent = "" if row is table.header else "  "
-        yield f"{indent}{first:<{widths[0] + 2 - len(indent)}}  {'  '.join(cells)}".rstrip()
+        yield f"{indent}{shortened(first, widths[0]):<{widths[0] + 2 - len(indent)}}  {'  '.join(cells)}".rstrip()
 
 
 def units_table(step: PlannedStep) -> Table:

@@ -3,9 +3,18 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from composer_fsdp2.config.text import human_bytes, printable
+from composer_fsdp2.config.text import human_bytes
 from composer_fsdp2.config.value import plain
-from composer_fsdp2.estimate.plan_text import Table, human_count, human_seconds, shortened, table_lines, where, wrapped
+from composer_fsdp2.estimate.plan_text import (
+    Table,
+    human_count,
+    human_seconds,
+    joined,
+    shortened,
+    table_lines,
+    where,
+    wrapped,
+)
 from composer_fsdp2.estimate.planned_step import VERSION, PlannedStep
 
 Shown = Callable[[PlannedStep], str | None]
@@ -83,7 +92,7 @@ def several_text(steps: Mapping[int, PlannedStep | str]) -> str:
     Args:
         steps: By world size; a string is the error that refuses it. At least one is a plan.
     """
-    return "\n".join(map(printable, _several_lines(steps)))
+    return joined(_several_lines(steps))
 
 
 def _several_lines(steps: Mapping[int, PlannedStep | str]) -> Iterator[str]:
@@ -152,7 +161,7 @@ def against_text(step: PlannedStep, other: PlannedStep) -> str:
     settings = settings_table(step, other)
     lines = [*table_lines(figures_table(step, other))]
     lines += table_lines(settings) if settings.rows else ["the settings do not differ"]
-    return "\n".join(map(printable, lines))
+    return joined(lines)
 
 
 def against_json(step: PlannedStep, other: PlannedStep) -> dict[str, Any]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
+import io
 import json
 import multiprocessing
 import os
+import pty
 import re
 import signal
+import struct
+import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +25,7 @@ from support.commands import Ended, run_here
 from support.known_runs import FOLDER, configs
 
 import composer_fsdp2
+from composer_fsdp2.cli.main import main
 from composer_fsdp2.config.text import human_bytes
 from composer_fsdp2.estimate.planned_step import SCHEMA
 
@@ -147,6 +155,67 @@ def test_two_plans_stand_side_by_side(folder: Path):
     jsonschema.validate(found, json.loads(SCHEMA.read_text()))
     assert found["against"]["plan"]["per_rank"] == alone[0]["per_rank"]  # the change is FILE's alone
     assert found["against"]["settings"]["precision"] == ["amp_fp16", "amp_bf16"]
+
+
+def with_terminal(folder: Path, stream: str, *words: Any) -> str:
+    """What the command prints, in a fork, with one of its streams on a terminal of 80 columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    path = folder / "printed"
+
+    def answer() -> None:
+        os.environ.pop("COLUMNS", None)
+        os.dup2(slave, sys.__stdout__.fileno())  # type: ignore[union-attr]
+        with open(slave, "w", closefd=False) as terminal, path.open("w") as printed, contextlib.chdir(folder):
+            streams = (terminal, io.StringIO()) if stream == "stdout" else (printed, terminal)
+            with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+                sys.argv = ["composer-fsdp2", *map(str, words)]
+                with contextlib.suppress(SystemExit):
+                    main()
+
+    process = multiprocessing.get_context("fork").Process(target=answer)
+    process.start()
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # of a terminal that nobody holds any more
+        while read := os.read(master, 4096):
+            shown += read
+    os.close(master)
+    process.join()
+    return shown.decode().replace("\r\n", "\n") if stream == "stdout" else path.read_text()
+
+
+def test_lines_fit_the_terminal(folder: Path):
+    """A line that a terminal breaks in two tears its table apart; a file gets the same lines on any terminal."""
+    name = "of-a-team-whose-names-are-long/the-large-run-on-all-of-the-nodes-that-there-are.yaml"
+    (folder / name).parent.mkdir()
+    (folder / name).write_text(yaml.safe_dump(FILE))
+    (folder / "m.py").write_text(LONG_NAMES)
+    model = ["--model", "m.py:model", "--no-activations"]
+    bare = "fsdp_config: {sharding_strategy: FULL_SHARD}"
+    (folder / "bare.yaml").write_text(bare)
+    for words in (
+        [name, *SIZES, "--memory", "80GiB", "--gpu", "h100"],
+        [name, *SIZES, "--memory", "170KiB", "--reserve", 0, "--suggest"],
+        [name, *SIZES[2:], "--world-size", "4,0,8", "--memory", "80KiB", "--gpu", "h100"],
+        [name, *SIZES, "--against", "run.yaml"],
+        ["bare.yaml", "--world-size", 16, "--gpus-per-node", 8, *model],
+    ):
+        shown = with_terminal(folder, "stdout", "plan", *words).splitlines()
+        lines = [line for line in shown if not re.match(r"     [-+ @]", line)]  # but of a diff, which is the file's
+        assert len(lines) > 5 and max(map(len, lines)) <= 80, (words, max(lines, key=len))
+    words = [name, *SIZES, "--memory", "170KiB", "--reserve", 0, "--suggest"]
+    assert with_terminal(folder, "stderr", "plan", *words) == run_here(folder, "plan", *words).out
+
+
+LONG_NAMES = """
+from torch import nn
+
+def model():
+    block = nn.ModuleDict({"a_layer_whose_name_is_long_enough_for_any_table": nn.Linear(4, 4)})
+    block._fsdp_wrap = True
+    return nn.ModuleDict({"blocks_of_the_decoder_of_the_language_model": nn.ModuleList([block])})
+"""
 
 
 @pytest.mark.foundry
