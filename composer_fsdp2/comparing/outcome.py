@@ -252,11 +252,13 @@ def _table(rows: Iterator[list[str]] | Sequence[list[str]]) -> str:
 
 
 def _aligned(rows: Iterator[list[str]], width: int) -> list[str]:
-    """Aligned columns; where they are too wide together, the cells of the widest are wrapped."""
+    """Aligned columns; if they are too wide together, headers are wrapped first, then the cells of the widest."""
     cells = list(rows)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    unwrapped = [max(map(len, (*head.split(), *body))) for head, *body in zip(*cells, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > max(width, len(widths) * 3):
-        widths[widths.index(max(widths))] -= 1
+        spare = [size - least for size, least in zip(widths, unwrapped, strict=True)]
+        widths[spare.index(max(spare)) if max(spare) > 0 else widths.index(max(widths))] -= 1
     lines = []
     for row in cells:
         wrapped = (_wrapped(cell, size) for cell, size in zip(row, widths, strict=True))
