@@ -13,6 +13,7 @@ import pty
 import re
 import signal
 import struct
+import subprocess
 import sys
 import termios
 from pathlib import Path
@@ -22,6 +23,7 @@ import jsonschema
 import pytest
 import yaml
 from support.commands import Ended, run_here
+from support.hub import REFUSED, hub
 from support.known_runs import FOLDER, configs
 
 import composer_fsdp2
@@ -498,6 +500,80 @@ def test_what_a_model_prints_is_not_in_the_answer(folder: Path):
     done = run_here(folder, "plan", "bare.yaml", *words)
     assert json.loads(done.out)["run"]["parameters"] == 20
     assert done.err == "loading\n"
+
+
+ASKS_THE_HUB = """
+import functools, os, sys
+from transformers import AutoConfig, LlamaForCausalLM
+
+def load(name):
+    return LlamaForCausalLM(AutoConfig.from_pretrained(name))
+
+def __getattr__(name):  # a function for each model
+    return functools.partial(load, name)
+"""
+PLANS = """
+import contextlib, os, sys, urllib.error, urllib.request
+import huggingface_hub.constants
+from huggingface_hub.utils._http import reset_sessions
+from composer_fsdp2.cli.main import main
+
+for name, how in (each.split("=") for each in sys.argv[1:]):
+    huggingface_hub.constants.HF_HUB_OFFLINE = how == "offline"
+    reset_sessions()
+    if how == "unreachable":
+        with contextlib.suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/close")
+    sys.argv = ["composer-fsdp2", "plan", "run.yaml", *SIZES, "--model", f"m.py:{name}"]
+    try:
+        main()
+    except SystemExit as ended:
+        assert ended.code == 2
+"""
+
+
+@pytest.mark.foundry
+def test_a_model_that_the_hub_refuses(folder: Path):
+    """Who is told of a traceback's last line does not know that a licence has to be accepted, or where."""
+    (folder / "m.py").write_text(ASKS_THE_HUB)
+    sizes = ["--world-size", "4", "--microbatch", "2", "--sequence", "16"]
+    names = [*(f"{name}=online" for name in REFUSED), "some/model=offline", "no/such/folder=online", "a/b=unreachable"]
+    with hub(folder / "hub") as environment:
+        command = [sys.executable, "-c", f"SIZES = {sizes}\n{PLANS}", *names]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    told = [line for line in done.stderr.splitlines() if line.startswith("composer-fsdp2: ")]
+    expected = [
+        ("https://huggingface.co/meta-llama/Llama-2-70b-hf", "accept its licence", "huggingface-cli login", "HF_TOKEN"),
+        ("https://huggingface.co/meta-llama/Llama-3-8b", "accept its licence", "huggingface-cli login", "HF_TOKEN"),
+        ("nobody/nothing", "correct the name", "https://huggingface.co/nobody/nothing", "huggingface-cli login"),
+        ("some/model is not in the cache", "HF_HUB_OFFLINE"),
+        ("there is no folder no/such/folder",),
+        ("a/b is not in the cache", "the Hub cannot be reached", "huggingface-cli download a/b"),
+    ]
+    assert len(told) == len(expected), done.stderr
+    for line, words in zip(told, expected, strict=True):
+        assert all(word in line for word in (*words, "--model-config")), (line, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "meta-llama/Llama-2-70b-hf",
+            ("huggingface-cli download", "https://huggingface.co/meta-llama/Llama-2-70b-hf", "huggingface-cli login"),
+        ),
+        ("./gone", ("there is no folder ./gone",)),
+        ("no/such/folder", ("there is no folder no/such/folder",)),
+        (".", ("the folder . has no config.json",)),
+    ],
+)
+def test_a_file_whose_model_is_not_here(name: str, said: tuple[str, ...], folder: Path):
+    """Planning asks no Hub, so that the line names both the download and what a gated model needs for it."""
+    (folder / "config.json").unlink()
+    (folder / "other.yaml").write_text(yaml.safe_dump({"base_model": name, "fsdp": ["full_shard"]}))
+    done = run_here(folder, "plan", "other.yaml", *SIZES[:2], *SIZES[4:])
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert all(word in done.err for word in (*said, "--model-config")), done.err
 
 
 # By what is odd and still a run: the words, what is written before, and what is said.
