@@ -263,17 +263,19 @@ class _Streams:
         self._num_ranks: dict[str, int] = {}  # of a unit's first all-gather
         self._forward_root: str | None = None
         self._hook: Hook | None = None
+        self._is_unshard = False
         self._unit = ""
 
     def begin(self, hook: Hook | None, unit: str) -> None:
         self._hook, self._unit = hook, unit
+        self._is_unshard = hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD)
         if hook is Hook.PRE_FORWARD and self._forward_root is None:
             self._forward_root = unit
             self._wait(ALL_GATHER, self.free_s[COMPUTE])
 
     def send(self, call: CollectiveCall, seconds: float) -> float:
         """Start a collective of the current hook; returns when."""
-        if call.op == ALL_GATHER:
+        if call.op == ALL_GATHER or self._is_unshard:  # gathered parts of experts are sent by an all-to-all
             if call.unit != self._unit:  # a prefetch, after the hook's own unit
                 self._copy_out()
             is_of_part = call.ranks < self._num_ranks.setdefault(call.unit, call.ranks)
@@ -282,7 +284,8 @@ class _Streams:
             return start_s
         if call.op == REDUCE_SCATTER:
             self._wait(COMPUTE, self.free_s[REDUCE_SCATTER])
-        return self.run(call.op, seconds, self.free_s[REDUCE_SCATTER if call.op == ALL_REDUCE else COMPUTE])
+        reduced_s = self.free_s[REDUCE_SCATTER] if call.op == ALL_REDUCE else 0.0
+        return self.run(call.op, seconds, max(self.free_s[COMPUTE], reduced_s))
 
     def end(self) -> None:
         self._copy_out()
@@ -303,7 +306,7 @@ class _Streams:
         self.free_s[stream] = max(self.free_s[stream], until_s)
 
     def _copy_out(self) -> None:
-        if self._hook not in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD) or self._unit not in self._gathered_s:
+        if not self._is_unshard or self._unit not in self._gathered_s:
             return
         before_s = self._copied_out_s
         self._wait(COMPUTE, self._gathered_s.pop(self._unit))

@@ -115,10 +115,11 @@ def both(case: Case, bytes_per_s: float) -> tuple[Starts, Starts]:
     with clocks(bytes_per_s) as theirs:
         apply_plan(model, plan)
         theirs.clear()
+        begin_s = torch.cpu.current_stream().time  # apply_plan communicates, too
         for number in range(case.microbatches):
             begin_microbatch(model, is_last=number == case.microbatches - 1)
             model(tokens()).square().sum().backward()
-    return [(op, start_s - theirs[0][1]) for op, start_s in theirs], ours  # apply_plan communicates, too
+    return [(op, start_s - begin_s) for op, start_s in theirs], ours
 
 
 CASES = {
@@ -126,6 +127,8 @@ CASES = {
     "grad op": Case(config={"sharding_strategy": "SHARD_GRAD_OP"}, microbatches=2),
     "int": Case(config={"reshard_after_forward": 2}, microbatches=2),
     "hsdp": Case(config=HSDP, microbatches=2),
+    "none": Case(config={"sharding_strategy": "NO_SHARD"}, microbatches=2),
+    "scalar, hsdp": Case(scalar=True, config=HSDP),
     "last": Case(config={"gradient_sync": "last"}, microbatches=3),
     "prefetch": Case(config={"forward_prefetch": True, "forward_prefetch_limit": 2, "backward_prefetch_limit": 2}),
     "no prefetch": Case(config={"backward_prefetch": "NONE"}),
