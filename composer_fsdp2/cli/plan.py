@@ -49,7 +49,8 @@ class Plan(Command):
 
     0: the step fits, or no --memory was given. Of several world sizes, it fits one of them at least.
 
-    1: it does not fit, or a finding asks for a decision. Of several world sizes, that is so for all of them.
+    1: it does not fit, or a finding asks for a decision. Of several world sizes, that is so for all of them; with
+    --against it is so for FILE.
 
     2: the file cannot be used, or an option is wrong; nothing is written then.
     """
@@ -70,8 +71,8 @@ class Plan(Command):
         str | None,
         typer.Option(
             "--against",
-            metavar="FILE",
-            help="Plan this file beside FILE, without its KEY=VALUE.",
+            metavar="OTHER",
+            help="Plan this file beside FILE; KEY=VALUE changes FILE alone.",
         ),
     ] = None
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="How many of them share a node.")] = 8

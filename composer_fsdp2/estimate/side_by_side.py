@@ -26,29 +26,36 @@ def _left(step: PlannedStep) -> str | None:
     return f"{'-' if step.left_bytes < 0 else ''}{human_bytes(abs(step.left_bytes))}"
 
 
-def _bound(name: str, show: Callable[[float], str]) -> Shown:
+def _fits(step: PlannedStep) -> str | None:
+    return None if step.fits is None else "yes" if step.fits else "no"
+
+
+def _figure(name: str, show: Callable[[float], str]) -> Shown:
+    """A number of the step or of its bounds; None if memory or speeds are unknown."""
+
     def shown(step: PlannedStep) -> str | None:
-        value = getattr(step.bounds, name, None)
+        value = getattr(step, name, getattr(step.bounds, name, None))
         return None if value is None else show(value)
 
     return shown
 
 
-def _or_none(value: float | None, show: Callable[[float], str]) -> str | None:
-    return None if value is None else show(value)
+_EXPOSED, _LOWER = _figure("exposed_s", human_seconds), _figure("lower_s", human_seconds)
+_TOKENS, _HOURS = _figure("tokens_per_s", human_count), _figure("gpu_hours_per_billion_tokens", "{:.3g}".format)
 
-
-# By column; a column whose cells are all None is omitted: memory or speeds were not given.
+# By column; a column without any cell is omitted.
 _BY_WORLD_SIZE: Mapping[str, Shown] = {
-    "fits": lambda step: None if step.fits is None else "yes" if step.fits else "no",
+    "fits": _fits,
     "peak": lambda step: human_bytes(step.estimate.peak_bytes),
     "to spare": _left,
-    "exposed ≥": _bound("exposed_s", human_seconds),
-    "step ≥": _bound("lower_s", human_seconds),
-    "tokens/s ≤": lambda step: _or_none(step.tokens_per_s, human_count),
-    "GPU h ≥": lambda step: _or_none(step.gpu_hours_per_billion_tokens, "{:.3g}".format),
+    "exposed ≥": _EXPOSED,
+    "step ≥": _LOWER,
+    "tokens/s ≤": _TOKENS,
+    "GPU h ≥": _HOURS,
 }
 _OF_TWO: Mapping[str, Shown] = {
+    "fits": _fits,
+    "findings that need a decision": lambda step: f"{len(step.blocking)}" if step.blocking else None,
     "units": lambda step: f"{len(step.plan.units)}",
     "parameters": lambda step: human_count(step.num_parameters),
     "peak of a rank": lambda step: human_bytes(step.estimate.peak_bytes),
@@ -59,11 +66,11 @@ _OF_TWO: Mapping[str, Shown] = {
     "collectives": lambda step: f"{len(step.estimate.calls)}",
     "sent by a rank": lambda step: human_bytes(sum(each.ring_bytes for each in step.traffic)),
     "of it to other nodes": lambda step: human_bytes(sum(each.node_bytes for each in step.traffic)),
-    "computing": _bound("compute_s", human_seconds),
-    "exposed communication, at least": _bound("exposed_s", human_seconds),
-    "a step, at least": _bound("lower_s", human_seconds),
-    "tokens a second, at most": lambda step: _or_none(step.tokens_per_s, human_count),
-    "GPU hours for 1 B tokens, at least": lambda step: _or_none(step.gpu_hours_per_billion_tokens, "{:.3g}".format),
+    "computing": _figure("compute_s", human_seconds),
+    "exposed communication, at least": _EXPOSED,
+    "a step, at least": _LOWER,
+    "tokens a second, at most": _TOKENS,
+    "GPU hours for 1 B tokens, at least": _HOURS,
 }
 
 
@@ -147,11 +154,9 @@ def figures_table(step: PlannedStep, other: PlannedStep) -> Table:
 
 def settings_table(step: PlannedStep, other: PlannedStep) -> Table:
     """One row per setting that differs, by its name in ``ShardingConfig`` or in the plan's ``run``."""
-    ours, theirs = _settings(step), _settings(other)
     rows = [
-        (shortened(name), *(_cell(str(each.get(name, "-"))) for each in (ours, theirs)))
-        for name in dict.fromkeys((*ours, *theirs))
-        if ours.get(name) != theirs.get(name)
+        (shortened(name), *("-" if each is None else _cell(str(each)) for each in values))
+        for name, values in _differing(step, other).items()
     ]
     return Table(("settings that differ", *_names(step, other)), tuple(rows))
 
@@ -166,12 +171,7 @@ def against_text(step: PlannedStep, other: PlannedStep) -> str:
 
 def against_json(step: PlannedStep, other: PlannedStep) -> dict[str, Any]:
     """``other``'s plan, and the settings that differ, as (this, other) by name."""
-    ours, theirs = _settings(step), _settings(other)
-    names = dict.fromkeys((*ours, *theirs))
-    return {
-        "plan": other.to_json(),
-        "settings": {name: [ours.get(name), theirs.get(name)] for name in names if ours.get(name) != theirs.get(name)},
-    }
+    return {"plan": other.to_json(), "settings": _differing(step, other)}
 
 
 def _names(step: PlannedStep, other: PlannedStep) -> tuple[str, str]:
@@ -182,6 +182,13 @@ def _names(step: PlannedStep, other: PlannedStep) -> tuple[str, str]:
 def _cell(text: str) -> str:
     """Short enough for two of them, and a name, to fit 80 columns."""
     return shortened(text, 20)
+
+
+def _differing(step: PlannedStep, other: PlannedStep) -> dict[str, list[Any]]:
+    """By name, the value of each; None if one has none."""
+    ours, theirs = _settings(step), _settings(other)
+    names = dict.fromkeys((*ours, *theirs))
+    return {name: [ours.get(name), theirs.get(name)] for name in names if ours.get(name) != theirs.get(name)}
 
 
 def _settings(step: PlannedStep) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def test_settings_are_suggested(folder: Path):
 
 
 def test_several_world_sizes_are_rows(folder: Path):
-    """A cluster's size is chosen by a table, not by ten pages; one size that cannot be is no reason to have none."""
+    """One table replaces a command per world size, and an impossible world size does not hide the others."""
     sizes, words = [4, 0, 8, 16], ["plan", "run.yaml", *SIZES[2:], "--reserve", 0]
     each = {
         size: json.loads(run_here(folder, *words, "--memory", "1GiB", "--world-size", size, "--json").out)
@@ -136,7 +136,7 @@ def test_several_world_sizes_are_rows(folder: Path):
 
 
 def test_two_plans_stand_side_by_side(folder: Path):
-    """What another strategy changes is read from one table, with the settings that make the difference."""
+    """The figures of two strategies stand in one table, with the settings that cause the difference."""
     fsdp = FILE["fsdp_config"] | {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}  # type: ignore[operator]
     (folder / "other.yaml").write_text(yaml.safe_dump(FILE | {"fsdp_config": fsdp}))
     words = ["plan", "run.yaml", *SIZES, "--gpu", "h100"]
@@ -188,7 +188,7 @@ def with_terminal(folder: Path, stream: str, *words: Any) -> str:
 
 
 def test_lines_fit_the_terminal(folder: Path):
-    """A line that a terminal breaks in two tears its table apart; a file gets the same lines on any terminal."""
+    """A terminal breaks wider lines in the middle of a table; a redirected report does not depend on the terminal."""
     name = "of-a-team-whose-names-are-long/the-large-run-on-all-of-the-nodes-that-there-are.yaml"
     (folder / name).parent.mkdir()
     (folder / name).write_text(yaml.safe_dump(FILE))
@@ -231,7 +231,7 @@ def model():
     ],
 )
 def test_as_many_units_are_listed_as_are_counted(file: str | None, config: str | None, folder: Path):
-    """A summary of 85 units over a table of 83 makes a reader look for two that were lost."""
+    """A summary of 85 units above a table of 83 looks as if two were lost."""
     path = folder / "model.json"
     if config is not None:
         configs()[config].to_json_file(path)
@@ -534,7 +534,7 @@ for name, how in (each.split("=") for each in sys.argv[1:]):
 
 @pytest.mark.foundry
 def test_a_model_that_the_hub_refuses(folder: Path):
-    """Who is told of a traceback's last line does not know that a licence has to be accepted, or where."""
+    """The last line of a traceback names neither the licence to accept nor the login."""
     (folder / "m.py").write_text(ASKS_THE_HUB)
     sizes = ["--world-size", "4", "--microbatch", "2", "--sequence", "16"]
     names = [*(f"{name}=online" for name in REFUSED), "some/model=offline", "no/such/folder=online", "a/b=unreachable"]
@@ -568,7 +568,7 @@ def test_a_model_that_the_hub_refuses(folder: Path):
     ],
 )
 def test_a_file_whose_model_is_not_here(name: str, said: tuple[str, ...], folder: Path):
-    """Planning asks no Hub, so that the line names both the download and what a gated model needs for it."""
+    """Planning does not contact the Hub, so the error names the download and the login that a gated model needs."""
     (folder / "config.json").unlink()
     (folder / "other.yaml").write_text(yaml.safe_dump({"base_model": name, "fsdp": ["full_shard"]}))
     done = run_here(folder, "plan", "other.yaml", *SIZES[:2], *SIZES[4:])

@@ -87,7 +87,7 @@ class Terminal(io.StringIO):
 def test_the_verdict_fits_a_terminal(
     columns: int, options: Callable[..., Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A terminal breaks wider rows where it likes; a file keeps them whole, for programs that read lines."""
+    """A terminal breaks wider rows anywhere; a file keeps one row per line."""
     apart = with_distances("FSDP2", **{"model.transformer.blocks.0.attention.Wqkv.weight": 0.5, "b": 0.25})
     outcome = compare(options(fsdp2=replace(apart, engine="FSDP2")), tmp_path / "report", quiet)
     in_file = outcome.summary()

@@ -140,7 +140,7 @@ SPEEDS = {"fast links": 1e6, "about as fast": 300.0, "slow links": 20.0}
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT:FutureWarning")  # torch 2.7
 def test_no_collective_starts_before_fully_shard_could(name: str):
-    """A trace with gathers that FSDP2 cannot make so early promises overlap that no run has."""
+    """A trace with earlier all-gathers shows overlap that no run has."""
     for speed, bytes_per_s in SPEEDS.items():
         with world_of(CASES[name].ranks):
             theirs, ours = both(CASES[name], bytes_per_s)
@@ -151,7 +151,7 @@ def test_no_collective_starts_before_fully_shard_could(name: str):
 
 @on_ranks(2)
 def test_ranks_that_communicate_have_the_same_order():
-    """The group above sends nothing; over gloo each start is the same."""
+    """The fake group above sends nothing; over gloo, each collective starts at the same time."""
     theirs, ours = both(Case(ranks=2, microbatches=2), 300.0)
     assert [op for op, _ in ours] == [op for op, _ in theirs]
     assert all(our == pytest.approx(their, rel=1e-3) for (_, our), (_, their) in zip(ours, theirs, strict=True))

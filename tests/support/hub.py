@@ -1,7 +1,7 @@
 """The Hugging Face Hub's refusals, from a server on this machine: ``from support.hub import hub, REFUSED``.
 
-The client is the real ``huggingface_hub``, in a process whose HF_ENDPOINT is the server; only the server is made up. It
-answers with the status and the ``X-Error-Code`` of the Hub, by which the client chooses its error
+The client is the real ``huggingface_hub``, in a process whose HF_ENDPOINT is this server. Only the server is fake: it
+answers with the Hub's status and ``X-Error-Code``, from which the client chooses its error
 (huggingface_hub/utils/_http.py, hf_raise_for_status).
 """
 
