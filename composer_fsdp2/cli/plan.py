@@ -9,8 +9,9 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -46,9 +47,10 @@ class Plan(Command):
 
     Exit code:
 
-    0: the step fits, or no --memory was given.
+    0: the step fits, or no --memory was given. Of several world sizes, it fits one of them at least.
 
-    1: it does not fit, or a finding asks for a decision.
+    1: it does not fit, or a finding asks for a decision. Of several world sizes, that is so for all of them; with
+    --against it is so for FILE.
 
     2: the file cannot be used, or an option is wrong; nothing is written then.
     """
@@ -58,7 +60,20 @@ class Plan(Command):
         list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="Values in place of the file's.")
     ] = None
     world_size: Annotated[
-        int | None, typer.Option("--world-size", help="The number of ranks; by default accelerate's num_processes.")
+        str | None,
+        typer.Option(
+            "--world-size",
+            metavar="N[,N...]",
+            help="The number of ranks; by default accelerate's num_processes. Several, as 64,128,256: a row for each.",
+        ),
+    ] = None
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="OTHER",
+            help="Plan this file beside FILE; KEY=VALUE changes FILE alone.",
+        ),
     ] = None
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="How many of them share a node.")] = 8
     microbatch: Annotated[int | None, typer.Option("--microbatch", help="Rows of a microbatch of one rank.")] = None
@@ -108,13 +123,14 @@ class Plan(Command):
         try:
             with interruptible(), quietly():
                 text, exit_code = _answer(self)
+            answer = text()  # wrapped for standard output, which is redirected above
         except ComposerFSDP2Error as error:
             _refuse(str(error))
         except OSError as error:
             _refuse(f"{error.filename or self.file}: {error.strerror or error}")
         except KeyboardInterrupt:
             refuse("interrupted; nothing was written")
-        print(text, flush=True)
+        print(answer, flush=True)
         sys.exit(exit_code)
 
     def machine(self) -> Machine | None:
@@ -133,10 +149,19 @@ class Plan(Command):
         )
         return machine if machine.says_anything else None
 
+    def world_sizes(self) -> tuple[int | None, ...]:
+        if self.world_size is None:
+            return (None,)
+        try:
+            return tuple(dict.fromkeys(int(each) for each in self.world_size.split(",")))
+        except ValueError as error:
+            raise ConfigError(
+                f"--world-size {self.world_size}: give the number of ranks, or several, as in 64,128,256"
+            ) from error
+
     def reading(self) -> dict[str, Any]:
-        """How the file is read, as ``read_run`` takes it."""
+        """How the file is read, as ``read_run`` takes it, for any world size."""
         return {
-            "world_size": self.world_size,
             "gpus_per_node": self.gpus_per_node,
             "model_config": self.model_config,
             "model": function_from(self.model) if self.model is not None else None,
@@ -151,8 +176,12 @@ def _refuse(why: str) -> NoReturn:
     refuse(printable(" ".join(why.split())))
 
 
-def _answer(options: Plan) -> tuple[str, int]:
-    """What is printed, and the exit code; the files that were asked for are there by then, all or none."""
+# How a file is read -> its run and its step
+PlanFile = Callable[[str, Mapping[str, Any]], "tuple[PreflightRun, PlannedStep]"]
+
+
+def _answer(options: Plan) -> tuple[Callable[[], str], int]:
+    """What makes the printed text, and the exit code; all files that were asked for are written by then, or none."""
     memory = parse_bytes(options.memory, "--memory") if options.memory is not None else None
     if options.reserve is not None and memory is None:
         raise ConfigError("--reserve is a part of the memory; give that as well, as in --memory 80GiB")
@@ -163,39 +192,90 @@ def _answer(options: Plan) -> tuple[str, int]:
         raise ConfigError("--suggest needs --memory: for which memory is a run to fit?")
     if options.suggest and options.no_activations:
         raise ConfigError("--suggest cannot choose without activations; leave out --no-activations")
+    world_sizes = options.world_sizes()
+    _refuse_several(options, len(world_sizes))
     machine = options.machine()
     _keep_what_is_read(options)
-    with contextlib.ExitStack() as files:  # that they can be written is seen before any work is done
-        html, trace = (path and files.enter_context(_file(path)) for path in (options.html, options.trace))
+    how = options.reading()
+
+    def plan(file: str, how: Mapping[str, Any]) -> tuple[PreflightRun, PlannedStep]:
         # Here and not above: a wrong option is answered before torch is there.
-        from composer_fsdp2.estimate.plan_text import plan_text
         from composer_fsdp2.estimate.planned_step import Memory
         from composer_fsdp2.preflight.planned import Questions, plan_step
         from composer_fsdp2.preflight.read_run import read_run
 
-        how = options.reading()
-        run = read_run(options.file, **how)
+        run = read_run(file, **how)
         questions = Questions(
             memory=Memory(given_bytes=memory, reserve=reserve) if memory is not None else None,
             machine=machine,
             counts_activations=not options.no_activations,
         )
-        step = plan_step(run, options.file, questions)
+        return run, plan_step(run, file, questions)
+
+    if len(world_sizes) > 1:
+        return _several(options, plan, {size: how | {"world_size": size} for size in world_sizes if size is not None})
+    return _one(options, plan, how | {"world_size": world_sizes[0]}, machine)
+
+
+def _refuse_several(options: Plan, num_world_sizes: int) -> None:
+    """Refuse what several plans cannot be asked for, and a second file in the place of an override."""
+    if files := [each for each in options.overrides or () if "=" not in each and Path(each).is_file()]:
+        raise ConfigError(f"{files[0]} is a file; --against {files[0]} plans it beside {options.file}")
+    if num_world_sizes > 1 and options.against is not None:
+        raise ConfigError("--against compares two plans; give one --world-size")
+    of_one = {"--html": options.html, "--trace": options.trace, "--suggest": options.suggest}
+    asked = [name for name, value in of_one.items() if value]
+    if asked and (num_world_sizes > 1 or options.against is not None):
+        raise ConfigError(f"{asked[0]} is of one plan; give one --world-size, and no --against")
+
+
+def _several(options: Plan, plan: PlanFile, hows: Mapping[int, Mapping[str, Any]]) -> tuple[Callable[[], str], int]:
+    """A row for each world size; one that the file cannot be used at has its error."""
+    from composer_fsdp2.estimate.side_by_side import several_exit_code, several_json, several_text
+
+    steps: dict[int, PlannedStep | str] = {}
+    errors: list[ComposerFSDP2Error] = []
+    for world_size, how in hows.items():
+        try:
+            steps[world_size] = plan(options.file, how)[1]
+        except ComposerFSDP2Error as error:
+            errors.append(error)
+            steps[world_size] = " ".join(str(error).split())
+    if len(errors) == len(steps):
+        raise errors[0]
+    text = partial(json.dumps, several_json(steps), indent=2) if options.as_json else partial(several_text, steps)
+    return text, several_exit_code(steps)
+
+
+def _one(
+    options: Plan, plan: PlanFile, how: Mapping[str, Any], machine: Machine | None
+) -> tuple[Callable[[], str], int]:
+    with contextlib.ExitStack() as files:  # that they can be written is seen before any work is done
+        html, trace = (path and files.enter_context(_file(path)) for path in (options.html, options.trace))
+        run, step = plan(options.file, how)
         edits = (
             _suggested(run, step, step.memory, options.file, how, machine) if options.suggest and step.memory else None
         )
-        said = edits.explain() if edits is not None else ""
         if html is not None:
             from composer_fsdp2.estimate.html import plan_page
 
+            said = edits.explain() if edits is not None else ""
             html.write_text(plan_page(step, said, _made_by()), encoding="utf-8")
         if trace is not None:
             from composer_fsdp2.estimate.chrome_trace import chrome_trace
 
             trace.write_text(json.dumps(chrome_trace(step)), encoding="utf-8")
-        answer = step.to_json() | {"suggestions": edits and edits.to_json()}
-        text = json.dumps(answer, indent=2) if options.as_json else "\n".join(filter(None, (plan_text(step), said)))
-    return text, step.exit_code
+    from composer_fsdp2.estimate.plan_text import plan_text
+    from composer_fsdp2.estimate.side_by_side import against_json, against_text
+
+    other = plan(options.against, {**how, "overrides": ()})[1] if options.against is not None else None
+    if options.as_json:
+        beside = {"against": against_json(step, other)} if other is not None else {}
+        answer = step.to_json() | {"suggestions": edits and edits.to_json()} | beside
+        return partial(json.dumps, answer, indent=2), step.exit_code
+    if other is not None:
+        return partial(against_text, step, other), step.exit_code
+    return lambda: "\n".join([plan_text(step), *([edits.explain()] if edits else [])]), step.exit_code
 
 
 def _made_by() -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from composer_fsdp2.comparing.job import Job
 from composer_fsdp2.comparing.run_record import RunRecord
+from composer_fsdp2.config.hub_errors import hub_advice
 from composer_fsdp2.config.value import from_json, json_text
 from composer_fsdp2.errors import ConfigError
 
@@ -142,10 +143,13 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 def _failure(job: Job, rank: int, code: int) -> str:
     log = job.log_path(rank)
-    lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    text = log.read_text(errors="replace")
+    lines = text.splitlines()[-_LAST_LINES:]
     how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
     if code == -signal.SIGKILL:
         how += ", as the system does when memory is used up"
+    if advice := hub_advice(text):
+        how += f": {advice}"
     if not lines:
         return f"{job.title}: rank {rank} ended {how}, without output in {log}"
     return "\n".join(

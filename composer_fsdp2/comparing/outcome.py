@@ -3,6 +3,8 @@
 import json
 import math
 import shlex
+import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -12,7 +14,7 @@ from typing import Any
 from composer_fsdp2.comparing.job import TOLERANCE, Options
 from composer_fsdp2.comparing.judging import BATCHES_OF_TOLERANCE, Quantity, Verdict
 from composer_fsdp2.comparing.run_record import BUFFER, PARAMETER, Prediction, RunRecord
-from composer_fsdp2.config.text import and_more, human_bytes
+from composer_fsdp2.config.text import and_more, human_bytes, text_width
 from composer_fsdp2.config.value import Value, json_text, plain
 
 # Of the object in report.json; a program has to be changed for another one. SCHEMA describes it.
@@ -71,10 +73,12 @@ class Outcome(Value):
         }
 
     def summary(self) -> str:
-        """A few lines."""
-        causes = [f"  {each}" for each in self.causes]
+        """A few lines; on a terminal, as wide as that."""
+        width = text_width(sys.maxsize)
+        told = [self.headline, *(f"  {each}" for each in self.causes)]
+        lines = [line for each in told for line in _wrapped(each, width, indent=4)]
         tables = (self._quantity_rows(), self._throughput_rows())
-        return "\n".join([self.headline, *causes, *(line for rows in tables for line in ("", *_aligned(rows)))])
+        return "\n".join([*lines, *(line for rows in tables for line in ("", *_aligned(rows, width)))])
 
     def markdown(self) -> str:
         return "\n\n".join(filter(None, self._paragraphs())) + "\n"
@@ -247,7 +251,21 @@ def _table(rows: Iterator[list[str]] | Sequence[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
 
 
-def _aligned(rows: Iterator[list[str]]) -> list[str]:
+def _aligned(rows: Iterator[list[str]], width: int) -> list[str]:
+    """Aligned columns; if they are too wide together, headers are wrapped first, then the cells of the widest."""
     cells = list(rows)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    unwrapped = [max(map(len, (*head.split(), *body))) for head, *body in zip(*cells, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > max(width, len(widths) * 3):
+        spare = [size - least for size, least in zip(widths, unwrapped, strict=True)]
+        widths[spare.index(max(spare)) if max(spare) > 0 else widths.index(max(widths))] -= 1
+    lines = []
+    for row in cells:
+        wrapped = (_wrapped(cell, size) for cell, size in zip(row, widths, strict=True))
+        for line in zip_longest(*wrapped, fillvalue=""):
+            lines.append("  ".join(map(str.ljust, line, widths)).rstrip())
+    return lines
+
+
+def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:
+    return [text] if len(text) <= width else textwrap.wrap(text, width, subsequent_indent=" " * indent)

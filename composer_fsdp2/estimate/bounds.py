@@ -215,6 +215,7 @@ def inter_node_s(call: CollectiveCall, machine: Machine) -> float:
 # A schedule that no step can beat
 
 COMPUTE = "compute"
+MODEL = "the model's collectives"  # of its own computation, such as those of TP-sharded layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +223,7 @@ class Timed(Value):
     """A scheduled computation or collective.
 
     Args:
-        track: ``COMPUTE``, or a collective's operator.
+        track: ``COMPUTE``, ``MODEL``, or the operator of one of ``fully_shard``'s collectives.
         sample: Index into the estimate's timeline.
     """
 
@@ -239,48 +240,119 @@ class Timed(Value):
         return self.start_s + self.seconds
 
 
-def timed_step(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: Machine) -> Iterator[Timed]:
-    """Schedule a step in issue order, as early as its dependencies allow.
+class _Streams:
+    """When each of ``fully_shard``'s streams is free, with the waits between them.
 
-    All-gathers run on one stream with unlimited prefetching; reduce-scatters and all-reduces have a stream each. A unit
-    computes after its all-gather, and its gradients are reduced after they are computed. Other dependencies of a real
-    step are ignored, which keeps this a lower bound.
+    The sources are functions in torch/distributed/fsdp/_fully_shard.
+
+    - The all-gather stream waits for the computation where a root's forward begins
+      (``FSDPState._root_pre_forward``). In forward it waits for the copy-out before the last one, because the buffer of
+      that unit is freed then; in backward for the last one (``FSDPParamGroup.wait_for_unshard``). A unit that was
+      resharded to fewer ranks is gathered after its forward (``FSDPParamGroup.reshard``).
+    - The computation waits for its unit's all-gather (``foreach_all_gather_copy_out``), before a reduction for the
+      previous reduce-scatter (``FSDPParamGroup.post_backward``), and at the end of backward for all reductions
+      (``FSDPState._root_post_backward_final_callback``).
+    - A reduce-scatter waits for the computation, an all-reduce for its reduce-scatter (``foreach_reduce``).
+    """
+
+    def __init__(self) -> None:
+        self.free_s: defaultdict[str, float] = defaultdict(float)  # by operator, and of COMPUTE
+        self._gathered_s: dict[str, float] = {}  # ends of all-gathers before their copy-out, by unit
+        self._copied_out_s = 0.0  # FSDPCommContext.all_gather_state
+        self._resharded_s: defaultdict[str, float] = defaultdict(float)  # when its last forward ended, by unit
+        self._num_ranks: dict[str, int] = {}  # of a unit's first all-gather
+        self._forward_root: str | None = None
+        self._hook: Hook | None = None
+        self._is_unshard = False
+        self._unit = ""
+
+    def begin(self, hook: Hook | None, unit: str) -> None:
+        self._hook, self._unit = hook, unit
+        self._is_unshard = hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD)
+        if hook is Hook.PRE_FORWARD and self._forward_root is None:
+            self._forward_root = unit
+            self._wait(ALL_GATHER, self.free_s[COMPUTE])
+
+    def send(self, call: CollectiveCall, seconds: float) -> float:
+        """Start a collective of the current hook; returns when."""
+        if call.op == ALL_GATHER or self._is_unshard:  # gathered parts of experts are sent by an all-to-all
+            if call.unit != self._unit:  # a prefetch, after the hook's own unit
+                self._copy_out()
+            is_of_part = call.ranks < self._num_ranks.setdefault(call.unit, call.ranks)
+            start_s = self.run(ALL_GATHER, seconds, self._resharded_s[call.unit] if is_of_part else 0.0)
+            self._gathered_s[call.unit] = start_s + seconds
+            return start_s
+        if call.op == REDUCE_SCATTER:
+            self._wait(COMPUTE, self.free_s[REDUCE_SCATTER])
+        reduced_s = self.free_s[REDUCE_SCATTER] if call.op == ALL_REDUCE else 0.0
+        return self.run(call.op, seconds, max(self.free_s[COMPUTE], reduced_s))
+
+    def end(self) -> None:
+        self._copy_out()
+        if self._hook is Hook.END:
+            self._wait(COMPUTE, max(self.free_s[op] for op in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)))
+        if self._hook is Hook.POST_FORWARD:
+            self._resharded_s[self._unit] = self.free_s[COMPUTE]
+        if self._hook is Hook.POST_FORWARD and self._unit == self._forward_root:
+            self._wait(ALL_GATHER, self._copied_out_s)
+            self._forward_root = None
+
+    def run(self, stream: str, seconds: float, not_before_s: float = 0.0) -> float:
+        start_s = max(self.free_s[stream], not_before_s)
+        self.free_s[stream] = start_s + seconds
+        return start_s
+
+    def _wait(self, stream: str, until_s: float) -> None:
+        self.free_s[stream] = max(self.free_s[stream], until_s)
+
+    def _copy_out(self) -> None:
+        if not self._is_unshard or self._unit not in self._gathered_s:
+            return
+        before_s = self._copied_out_s
+        self._wait(COMPUTE, self._gathered_s.pop(self._unit))
+        self._copied_out_s = self.free_s[COMPUTE]
+        self._wait(ALL_GATHER, before_s if self._hook is Hook.PRE_FORWARD else self._copied_out_s)
+
+
+def timed_step(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: Machine) -> Iterator[Timed]:
+    """Schedule a step in issue order, each kernel as early as the streams and events of ``fully_shard`` allow.
+
+    The CPU is assumed to issue every kernel in time. Nothing waits for the collectives of the model's own computation,
+    which keeps this a lower bound.
+
+    Args:
+        trace: The trace of ``estimate``; None: the computation is unknown, and only the order of each stream is kept.
     """
     by_sample: defaultdict[int, list[CollectiveCall]] = defaultdict(list)
     for call in estimate.calls:
         by_sample[call.sample].append(call)
     events = trace.events if trace is not None else ()
-    computed_s = 0.0
-    free_s: dict[str, float] = {}  # when an operator's stream is free
-    done_s: dict[tuple[str, str], float] = {}  # when an operator has run for a unit
+    streams = _Streams()
     for place, sample in enumerate(estimate.timeline):
-        for call in by_sample[place]:
-            start_s = free_s.get(call.op, 0.0)
-            if call.op != ALL_GATHER:
-                start_s = max(start_s, computed_s)
-            if call.op == ALL_REDUCE:
-                start_s = max(start_s, done_s.get((REDUCE_SCATTER, call.unit), 0.0))
-            seconds = call_s(call, machine)
-            free_s[call.op] = done_s[call.op, call.unit] = start_s + seconds
+        event = events[sample.event] if 0 <= sample.event < len(events) else None
+        calls = by_sample[place]
+        num_of_hook = len(calls) - (len(event.sent) if event else 0)
+        streams.begin(event.hook if event else None, sample.unit)
+        for number, call in enumerate(calls):
+            seconds, is_of_hook = call_s(call, machine), number < num_of_hook
             yield Timed(
-                track=call.op,
-                label=call.unit,
+                track=call.op if is_of_hook else MODEL,
+                label=call.unit if is_of_hook else f"{call.op} in {call.unit}",
                 sample=place,
-                start_s=start_s,
+                start_s=streams.send(call, seconds)
+                if is_of_hook
+                else streams.run(MODEL, seconds, streams.free_s[COMPUTE]),
                 seconds=seconds,
                 num_bytes=call.num_bytes,
             )
-        if 0 <= sample.event < len(events):
-            event = events[sample.event]
-            if event.hook in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
-                computed_s = max(computed_s, done_s.get((ALL_GATHER, event.unit), 0.0))
+        streams.end()
+        if event is not None:
             seconds = event.flops / machine.flops if machine.flops else 0.0
             yield Timed(
                 track=COMPUTE,
                 label=sample.label,
                 sample=place,
-                start_s=computed_s,
+                start_s=streams.run(COMPUTE, seconds),
                 seconds=seconds,
                 flops=event.flops,
             )
-            computed_s += seconds

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from composer_fsdp2.estimate.bounds import COMPUTE, Machine, Timed, timed_step
+from composer_fsdp2.estimate.bounds import COMPUTE, MODEL, Machine, Timed, timed_step
 from composer_fsdp2.estimate.planned_step import PlannedStep
 from composer_fsdp2.estimate.replay import assumed_trace
 from composer_fsdp2.estimate.step import Kind
 
-_TRACKS = (COMPUTE, "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+_TRACKS = (COMPUTE, "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", MODEL)
 _PROCESS = 1
 _MICROSECONDS = 1e6
 

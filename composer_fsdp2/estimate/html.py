@@ -78,9 +78,10 @@ _RULES = (
     "font:15px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,sans-serif}"
     "main{max-width:1020px;margin:0 auto;padding:24px 16px 64px}h1{font-size:1.5rem;margin:0;overflow-wrap:anywhere}"
     "h2{font-size:1.1rem;margin:36px 0 8px}p{margin:6px 0}.soft,figcaption{color:var(--soft)}"
-    "figure{margin:0}svg{display:block;width:100%;height:auto}.scroll{overflow-x:auto}.scroll svg{min-width:720px}"
+    "figure{margin:0}svg{display:block;width:100%;height:auto}.scroll{overflow-x:auto}.scroll svg{min-width:640px}"
     "figcaption{margin:4px 0 10px}text{fill:var(--soft);font-size:13px}.axis{stroke:var(--line);stroke-width:1}"
     ".limit{stroke:var(--bad);stroke-width:1.5;stroke-dasharray:6 4}.limit-text{fill:var(--bad)}"
+    ".limit-text,.peak-text{paint-order:stroke;stroke:var(--paper);stroke-width:4px}"
     ".peak{stroke:var(--ink);stroke-width:1}.peak-text{fill:var(--ink);font-weight:600}"
     "td i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:8px}"
     ".cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:18px 0 0}"
@@ -92,17 +93,20 @@ _RULES = (
     "ul{padding-left:20px;margin:6px 0}li{overflow-wrap:anywhere}"
     "pre{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px;overflow-x:auto;"
     "font:12.5px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}"
+    "@media(max-width:760px){th,td{padding:5px 6px}th:first-child,td:first-child{overflow-wrap:anywhere}}"
     "summary{cursor:pointer;color:var(--soft);margin-top:36px}"
 )
 
 
 def _head(step: PlannedStep) -> Iterator[str]:
     ranks = f"{step.world_size} ranks, {step.gpus_per_node} a node; {step.plan.mesh}"
-    rows = f"{step.num_microbatches} × {step.microbatch_size} × {step.sequence_length} tokens on each rank"
+    number = f"{step.num_microbatches} {'microbatches' if step.num_microbatches > 1 else 'microbatch'}"
+    size = f"{step.microbatch_size} {'rows' if step.microbatch_size > 1 else 'row'} of {step.sequence_length} tokens"
     yield f"<h1>{escape(step.source)}</h1>"
     yield (
         f'<p class="soft">{human_count(step.num_parameters)} parameters in {len(step.plan.units)} units · '
-        f"{escape(ranks)} · {escape(step.precision)} · {escape(step.optimizer)} · {rows} a step</p>"
+        f"{escape(ranks)} · {escape(step.precision)} · {escape(step.optimizer)} · on each rank "
+        f"{number} of {size} a step</p>"
     )
 
 
@@ -163,8 +167,8 @@ def _timeline(step: PlannedStep) -> Iterator[str]:
     yield from _peak_mark(peak, samples, scale)
     assumed = " Activations are not counted." if step.trace is None else ""
     yield (
-        f"</svg></div><figcaption>Largest in {escape(where(peak))}. From left to right: the order of events, not time."
-        f"{assumed}</figcaption></figure>"
+        f"</svg></div><figcaption>Largest in {escape(where(peak))}. From left to right: the order of events, not time; "
+        f"a line begins each microbatch.{assumed}</figcaption></figure>"
     )
     colours = [f'<i class="k{place}"></i>' for place, kind in enumerate(Kind) if step.most_of(kind)]
     yield from _table(memory_table(step), colours)
@@ -213,7 +217,7 @@ def _stair(number: int, value: float, scale: _Scale) -> tuple[str, str]:
 
 
 def _phases(samples: Sequence[MemorySample], scale: _Scale) -> Iterator[str]:
-    """Mark the start of each microbatch, and label its phases where the labels fit."""
+    """Mark the start of each microbatch, and label its phases, or the microbatch if those labels do not fit."""
     starts = [
         number
         for number, sample in enumerate(samples)
@@ -228,6 +232,8 @@ def _phases(samples: Sequence[MemorySample], scale: _Scale) -> Iterator[str]:
         word = sample.phase.value
         if scale.x(end) - x > 7 * len(word):
             yield f'<text x="{(x + scale.x(end)) / 2:.1f}" y="{y + 18:g}" text-anchor="middle">{word}</text>'
+        elif sample.phase is Phase.FORWARD and scale.x(end) - x > 7:
+            yield f'<text x="{x + 3:.1f}" y="{y + 18:g}">{sample.microbatch + 1}</text>'
 
 
 def _peak_mark(peak: MemorySample, samples: Sequence[MemorySample], scale: _Scale) -> Iterator[str]:

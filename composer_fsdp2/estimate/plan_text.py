@@ -1,7 +1,8 @@
 """Render a planned step as text that fits a screen."""
 
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from composer_fsdp2.config.findings import Finding, Outcome
@@ -13,6 +14,7 @@ from composer_fsdp2.sharding.plan import ShardUnit
 
 _SHOWN_KINDS = 6
 _SHOWN_FINDINGS = 4
+_SHORTEST = 12  # name of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,17 @@ class Table:
 def plan_text(step: PlannedStep) -> str:
     """Render the run, its memory, units, collectives, bounds and findings, then the verdict."""
     parts = (_run, _memory, _units, _collectives, _bounds, _findings, _verdict)
-    return "\n".join(printable(line) for part in parts for line in part(step))
+    return joined(line for part in parts for line in part(step))
+
+
+def joined(lines: Iterable[str]) -> str:
+    """Printable text; on a terminal, lines that are too wide for it are wrapped."""
+    width = text_width(sys.maxsize)
+    return "\n".join(
+        each
+        for line in map(printable, lines)
+        for each in ([line] if len(line) <= width else textwrap.wrap(line, width, subsequent_indent=" " * 4))
+    )
 
 
 def human_count(number: float) -> str:
@@ -74,29 +86,35 @@ def _memory(step: PlannedStep) -> Iterator[str]:
     peak = step.estimate.peak
     yield f"memory of a rank, at its peak: {human_bytes(peak.total_bytes)}"
     yield f"  in {where(peak)}"
-    yield from _lines(memory_table(step))
+    yield from table_lines(memory_table(step))
     if step.trace is None:
         yield "  activations are not counted"
     if step.estimate.host_bytes:
         yield f"  and in the host's memory, for each rank: {human_bytes(step.estimate.host_bytes)}"
 
 
-def _lines(table: Table) -> Iterator[str]:
+def table_lines(table: Table) -> Iterator[str]:
+    """Render a table with aligned columns, rows indented below the header, names as short as a terminal needs."""
     widths = [max(len(row[column]) for row in (table.header, *table.rows)) for column in range(len(table.header))]
+    excess = sum(widths) + 2 * len(widths) - text_width(sys.maxsize)
+    widths[0] -= max(0, min(excess, widths[0] - _SHORTEST))
     for row in (table.header, *table.rows):
         first, *others = row
         cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         indent = "" if row is table.header else "  "
-        yield f"{indent}{first:<{widths[0] + 2 - len(indent)}}  {'  '.join(cells)}".rstrip()
+        yield f"{indent}{shortened(first, widths[0]):<{widths[0] + 2 - len(indent)}}  {'  '.join(cells)}".rstrip()
 
 
 def units_table(step: PlannedStep) -> Table:
-    """One row for units that differ only in the layer indices of their names, largest parameter count first."""
+    """One row for units that differ only in the layer indices of their names, largest parameter count first.
+
+    Units without parameters of their own, such as a root, have one row together: their hooks run, and send nothing.
+    """
     alike: dict[tuple[str, int, str], list[ShardUnit]] = {}
     for unit in step.plan.units:
-        if unit.numel:
-            name = ".".join("*" if part.isdecimal() else part for part in unit.name.split("."))
-            alike.setdefault((name, unit.numel, str(unit.reshard_after_forward)), []).append(unit)
+        name = ".".join("*" if part.isdecimal() else part for part in unit.name.split("."))
+        kind = (name, unit.numel, str(unit.reshard_after_forward)) if unit.numel else ("without parameters", 0, "")
+        alike.setdefault(kind, []).append(unit)
     sent = sent_by_unit(step.estimate.calls)
     rows = [
         (
@@ -113,13 +131,15 @@ def units_table(step: PlannedStep) -> Table:
 
 def _units(step: PlannedStep) -> Iterator[str]:
     table = units_table(step)
-    shown = [(_short(name), *others) for name, *others in table.rows[:_SHOWN_KINDS]]
-    yield from _lines(Table(table.header, tuple(shown)))
+    shown = [(shortened(name), *others) for name, *others in table.rows[:_SHOWN_KINDS]]
+    yield from table_lines(Table(table.header, tuple(shown)))
     if len(table.rows) > len(shown):
-        yield f"  and {len(table.rows) - len(shown)} more kinds; --json has them all"
+        units = sum(int(number) for _, number, *_ in table.rows[_SHOWN_KINDS:])
+        yield f"  and {len(table.rows) - len(shown)} more kinds ({units} units); --json has them all"
 
 
-def _short(name: str, length: int = 34) -> str:
+def shortened(name: str, length: int = 34) -> str:
+    """Cut the beginning of a longer name, because paths of modules differ at their ends."""
     return name if len(name) <= length else f"…{name[1 - length :]}"
 
 
@@ -141,7 +161,7 @@ def collectives_table(step: PlannedStep) -> Table:
 
 
 def _collectives(step: PlannedStep) -> Iterator[str]:
-    yield from _lines(collectives_table(step))
+    yield from table_lines(collectives_table(step))
 
 
 def bounds_table(step: PlannedStep) -> Table:
@@ -159,16 +179,15 @@ def bounds_table(step: PlannedStep) -> Table:
         rows.append(("exposed communication", f"at least {human_seconds(bounds.exposed_s)}"))
     if bounds.mfu_at_most is not None:
         rows.append(("MFU", f"at most {bounds.mfu_at_most:.1%}"))
-    if bounds.lower_s and step.num_tokens:
-        rows.append(("tokens a second, all ranks", f"at most {human_count(step.num_tokens / bounds.lower_s)}"))
-        hours = bounds.lower_s * step.world_size / step.num_tokens * 1e9 / 3600
-        rows.append(("GPU hours for 1 B tokens", f"at least {hours:.3g}"))
+    if step.tokens_per_s is not None:
+        rows.append(("tokens a second, all ranks", f"at most {human_count(step.tokens_per_s)}"))
+        rows.append(("GPU hours for 1 B tokens", f"at least {step.gpu_hours_per_billion_tokens:.3g}"))
     return Table(("a step", f"at least {human_seconds(bounds.lower_s)}"), tuple(rows))
 
 
 def _bounds(step: PlannedStep) -> Iterator[str]:
     if step.bounds is not None:
-        yield from _lines(bounds_table(step))
+        yield from table_lines(bounds_table(step))
         if step.bounds.machine.sources:
             yield from wrapped("; ".join(step.bounds.machine.sources))
         yield from wrapped(
@@ -208,9 +227,9 @@ def _verdict(step: PlannedStep) -> Iterator[str]:
     if memory is None:
         yield "verdict: no memory was given to compare with; --memory 80GiB does"
         return
-    left = memory.usable_bytes - peak
     reserve = (
         f"{human_bytes(memory.given_bytes)} less a reserve of {memory.reserve} is {human_bytes(memory.usable_bytes)}"
     )
+    left = memory.usable_bytes - peak
     how = f"fits, with {human_bytes(left)} to spare" if left >= 0 else f"does not fit, by {human_bytes(-left)}"
     yield f"verdict: {how}: {reserve}"

@@ -69,6 +69,11 @@ class PlannedStep(Value):
         return None if self.memory is None else self.estimate.peak_bytes <= self.memory.usable_bytes
 
     @property
+    def left_bytes(self) -> int | None:
+        """The usable memory that the peak leaves, negative if it does not fit; None if ``memory`` is None."""
+        return None if self.memory is None else self.memory.usable_bytes - self.estimate.peak_bytes
+
+    @property
     def blocking(self) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.outcome.blocks)
 
@@ -87,6 +92,18 @@ class PlannedStep(Value):
         readers = 1 if config.effective_broadcast_batch is BroadcastBatch.GATHER else config.data_block_size
         of_rank = self.num_microbatches * self.microbatch_size * self.sequence_length
         return of_rank * self.world_size // readers
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """An upper bound, of all ranks; None without bounds."""
+        return (
+            self.num_tokens / self.bounds.lower_s if self.bounds and self.bounds.lower_s and self.num_tokens else None
+        )
+
+    @property
+    def gpu_hours_per_billion_tokens(self) -> float | None:
+        """A lower bound; None without bounds."""
+        return None if self.tokens_per_s is None else self.world_size / self.tokens_per_s * 1e9 / 3600
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:

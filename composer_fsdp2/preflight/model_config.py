@@ -37,11 +37,22 @@ def find_model_config(path: str | Path | None, name: str | None = None) -> Path:
     in_folder = Path(name).expanduser() / FILE
     found = in_folder if in_folder.is_file() else _cached(name)
     if found is None:
-        raise ConfigError(
-            f"the model {name} has no {FILE} here, and nothing is downloaded while planning; give it with "
-            f"--model-config FILE, or run: huggingface-cli download {name} {FILE}"
-        )
+        raise ConfigError(f"{_missing(name)}; or give a local one with --model-config FILE")
     return found
+
+
+def _missing(name: str) -> str:
+    """Why a model has no ``config.json`` here, and the way to get it."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return f"the folder {name} has no {FILE}"
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        return f"there is no folder {name}"
+    return (
+        f"the model {name} has no {FILE} in the cache, and nothing is downloaded while planning; run: huggingface-cli "
+        f"download {name} {FILE} (if https://huggingface.co/{name} asks for it, accept its licence there and run "
+        "huggingface-cli login, or set HF_TOKEN, before)"
+    )
 
 
 def _cached(name: str) -> Path | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.estimate.bounds import Machine, step_bounds
 from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
+from composer_fsdp2.estimate.replay import assumed_trace
 from composer_fsdp2.preflight.preflight_run import PreflightRun, counted_optimizer
 from composer_fsdp2.preflight.run_file import as_config_error
 
@@ -57,5 +58,5 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
         sequence_length=run.sequence_length,
         findings=(*run.translation.findings, *run.findings, *findings),
         memory=questions.memory,
-        bounds=step_bounds(estimate, trace, machine.computing_in(peak)) if machine else None,
+        bounds=step_bounds(estimate, trace or assumed_trace(run.plan), machine.computing_in(peak)) if machine else None,
     )

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.hub_errors import hub_advice_of
 from composer_fsdp2.config.text import one_line, short
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.migration.dialects.huggingface.deepspeed_file import WithSettings, with_settings
@@ -134,13 +135,18 @@ def _overridden(values: Mapping[str, Any], overrides: tuple[str, ...]) -> Mappin
 
 @contextlib.contextmanager
 def as_config_error(what: str) -> Iterator[None]:
-    """Around code of other packages, which raises anything: a ConfigError with ``what`` and the error on one line."""
+    """Around code of other packages, which raises anything: a ConfigError with ``what`` and the error on one line.
+
+    An error of the Hugging Face Hub's client is replaced by the next step.
+    """
     try:
         yield
     except ComposerFSDP2Error:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what}: {one_line(error)}") from error
+        advice = hub_advice_of(error)
+        why = f"{advice}; or plan from a local config.json (--model-config)" if advice else one_line(error)
+        raise ConfigError(f"{what}: {why}") from error
 
 
 def assumed(key: str, value: object, reason: str, hint: str = "") -> Finding:

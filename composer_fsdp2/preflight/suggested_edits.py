@@ -155,6 +155,12 @@ _CACHE = (
 )
 
 
+def _first_problem(error: ComposerFSDP2Error) -> str:
+    """One of an error's lines, which has one for each unit that is refused for the same reason."""
+    first, *others = str(error).splitlines() or [""]
+    return " ".join(f"{first} (and {len(others)} more)".split()) if others else " ".join(first.split())
+
+
 @dataclass(kw_only=True, slots=True)
 class _Editor:
     """Writes settings into the file, and plans the changed file.
@@ -191,7 +197,7 @@ class _Editor:
                 raise ConfigError(f"its microbatch cannot be traced: {one_line(error)}") from error
         except ComposerFSDP2Error as error:
             changed = settings.changed_from(self.present)
-            refused = self.unsaid.setdefault(" ".join(str(error).split()), [])
+            refused = self.unsaid.setdefault(_first_problem(error), [])
             refused.append(", ".join(f"{name} = {getattr(settings, name)}" for name in changed))
             return None
         self.files[settings] = file

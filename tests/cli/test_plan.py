@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
+import io
 import json
 import multiprocessing
 import os
+import pty
+import re
 import signal
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +23,12 @@ import jsonschema
 import pytest
 import yaml
 from support.commands import Ended, run_here
+from support.hub import REFUSED, hub
+from support.known_runs import FOLDER, configs
 
 import composer_fsdp2
+from composer_fsdp2.cli.main import main
+from composer_fsdp2.config.text import human_bytes
 from composer_fsdp2.estimate.planned_step import SCHEMA
 
 CONFIG = {
@@ -89,7 +102,154 @@ def test_settings_are_suggested(folder: Path):
     assert yaml.safe_load((folder / "run.yaml").read_text()) == FILE
 
 
-# For each case, the arguments after ``plan``, the files written before, and the expected message.
+def test_several_world_sizes_are_rows(folder: Path):
+    """One table replaces a command per world size, and an impossible world size does not hide the others."""
+    sizes, words = [4, 0, 8, 16], ["plan", "run.yaml", *SIZES[2:], "--reserve", 0]
+    each = {
+        size: json.loads(run_here(folder, *words, "--memory", "1GiB", "--world-size", size, "--json").out)
+        for size in sizes
+        if size
+    }
+    peaks = {size: found["per_rank"]["peak_bytes"] for size, found in each.items()}
+    assert peaks[4] > peaks[8] > peaks[16]
+    asked = [*words, "--world-size", "4,0,8,16", "--gpu", "h100"]
+
+    done = run_here(folder, *asked, "--memory", f"{peaks[8] / 1024}KiB")
+    header, *rows = done.out.splitlines()[1:6]
+    assert done.code == 0 and " ".join(header.split()) == "ranks fits peak to spare exposed ≥ step ≥ tokens/s ≤ GPU h ≥"
+    assert [row.split()[:2] for row in rows] == [["4", "no"], ["0", "-"], ["8", "yes"], ["16", "yes"]]
+    assert max(map(len, done.out.splitlines())) <= 96
+    assert "4 ranks: does not fit, by " in done.out and "0 ranks: world size 0; give the number of" in done.out
+    assert done.out.endswith("verdict: does not fit on 4 ranks; cannot run on 0 ranks; fits on 8, 16 ranks\n")
+
+    done = run_here(folder, *asked, "--memory", f"{(peaks[16] - 1) / 1024}KiB", "--json")
+    found = json.loads(done.out)
+    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+    assert done.code == 1
+    assert [plan.get("fits", plan.get("error", "")[:12]) for plan in found] == [False, "world size 0", False, False]
+    assert [plan["per_rank"]["peak_bytes"] for plan in found if "per_rank" in plan] == list(peaks.values())
+
+    done = run_here(folder, *words[:-2], "--world-size", "4,8")  # neither memory nor speeds are made up
+    assert done.code == 0 and done.out.splitlines()[1].split() == ["ranks", "peak"]
+    done = run_here(folder, *words[:-2], "--world-size", "0,-1")  # nothing is left of the table
+    assert done.code == 2 and done.err.count("\n") == 1 and "world size 0" in done.err
+
+
+def test_two_plans_stand_side_by_side(folder: Path):
+    """The figures of two strategies stand in one table, with the settings that cause the difference."""
+    fsdp = FILE["fsdp_config"] | {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}  # type: ignore[operator]
+    (folder / "other.yaml").write_text(yaml.safe_dump(FILE | {"fsdp_config": fsdp}))
+    words = ["plan", "run.yaml", *SIZES, "--gpu", "h100"]
+    alone = [
+        json.loads(run_here(folder, "plan", name, *words[2:], "--json").out) for name in ("run.yaml", "other.yaml")
+    ]
+    done = run_here(folder, *words, "--against", "other.yaml")
+    rows = {name: cells for name, *cells in (re.split(r" {2,}", line.strip()) for line in done.out.splitlines())}
+    assert done.code == 0 and rows["figures"] == ["run.yaml", "other.yaml"]
+    calls = [f"{sum(call['calls'] for call in plan['collectives'])}" for plan in alone]
+    assert calls[0] != calls[1] and rows["collectives"] == calls
+    assert rows["peak of a rank"] == [human_bytes(plan["per_rank"]["peak_bytes"]) for plan in alone]
+    assert rows["reshard_after_forward"] == ["True", "False"]
+    assert "mixed_precision" not in done.out.split("settings that differ")[1]
+
+    done = run_here(folder, *words, "mixed_precision=fp16", "--against", "run.yaml", "--json")
+    found = json.loads(done.out)
+    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+    assert found["against"]["plan"]["per_rank"] == alone[0]["per_rank"]  # the change is FILE's alone
+    assert found["against"]["settings"]["precision"] == ["amp_fp16", "amp_bf16"]
+
+
+def with_terminal(folder: Path, stream: str, *words: Any) -> str:
+    """What the command prints, in a fork, with one of its streams on a terminal of 80 columns."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    path = folder / "printed"
+
+    def answer() -> None:
+        os.environ.pop("COLUMNS", None)
+        os.dup2(slave, sys.__stdout__.fileno())  # type: ignore[union-attr]
+        with open(slave, "w", closefd=False) as terminal, path.open("w") as printed, contextlib.chdir(folder):
+            streams = (terminal, io.StringIO()) if stream == "stdout" else (printed, terminal)
+            with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+                sys.argv = ["composer-fsdp2", *map(str, words)]
+                with contextlib.suppress(SystemExit):
+                    main()
+
+    process = multiprocessing.get_context("fork").Process(target=answer)
+    process.start()
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # of a terminal that nobody holds any more
+        while read := os.read(master, 4096):
+            shown += read
+    os.close(master)
+    process.join()
+    return shown.decode().replace("\r\n", "\n") if stream == "stdout" else path.read_text()
+
+
+def test_lines_fit_the_terminal(folder: Path):
+    """A terminal breaks wider lines in the middle of a table; a redirected report does not depend on the terminal."""
+    name = "of-a-team-whose-names-are-long/the-large-run-on-all-of-the-nodes-that-there-are.yaml"
+    (folder / name).parent.mkdir()
+    (folder / name).write_text(yaml.safe_dump(FILE))
+    (folder / "m.py").write_text(LONG_NAMES)
+    model = ["--model", "m.py:model", "--no-activations"]
+    bare = "fsdp_config: {sharding_strategy: FULL_SHARD}"
+    (folder / "bare.yaml").write_text(bare)
+    for words in (
+        [name, *SIZES, "--memory", "80GiB", "--gpu", "h100"],
+        [name, *SIZES, "--memory", "170KiB", "--reserve", 0, "--suggest"],
+        [name, *SIZES[2:], "--world-size", "4,0,8", "--memory", "80KiB", "--gpu", "h100"],
+        [name, *SIZES, "--against", "run.yaml"],
+        ["bare.yaml", "--world-size", 16, "--gpus-per-node", 8, *model],
+    ):
+        shown = with_terminal(folder, "stdout", "plan", *words).splitlines()
+        lines = [line for line in shown if not re.match(r"     [-+ @]", line)]  # but of a diff, which is the file's
+        assert len(lines) > 5 and max(map(len, lines)) <= 80, (words, max(lines, key=len))
+    words = [name, *SIZES, "--memory", "170KiB", "--reserve", 0, "--suggest"]
+    assert with_terminal(folder, "stderr", "plan", *words) == run_here(folder, "plan", *words).out
+
+
+LONG_NAMES = """
+from torch import nn
+
+def model():
+    block = nn.ModuleDict({"a_layer_whose_name_is_long_enough_for_any_table": nn.Linear(4, 4)})
+    block._fsdp_wrap = True
+    return nn.ModuleDict({"blocks_of_the_decoder_of_the_language_model": nn.ModuleList([block])})
+"""
+
+
+@pytest.mark.foundry
+@pytest.mark.parametrize(
+    ("file", "config"),
+    [
+        ("mpt/mpt-7b-fsdp1.yaml", None),  # tied embeddings
+        ("llama/llama2-70b-full-fsdp1.yaml", "llama 2 70b"),
+        ("dbrx/dbrx-like-experts-fsdp1.yaml", None),  # experts, and two modules without parameters of their own
+        (None, "llama 2 7b"),  # its config.json alone
+    ],
+)
+def test_as_many_units_are_listed_as_are_counted(file: str | None, config: str | None, folder: Path):
+    """A summary of 85 units above a table of 83 looks as if two were lost."""
+    path = folder / "model.json"
+    if config is not None:
+        configs()[config].to_json_file(path)
+    of_config = ["--model-config", path] if file and config else []
+    words = [FOLDER / file if file else path, "--world-size", 32, "--no-activations", *of_config]
+    done = run_here(folder, "plan", *words, "--html", "plan.html")
+    number = int(re.search(r"parameters in (\d+) units", done.out)[1])  # type: ignore[index]
+    lines = done.out.split("units of a kind")[1].split("collectives of a step")[0].splitlines()[1:]
+    counts = [re.search(r"  (\d+)  |\((\d+) units?\)", line) for line in lines]
+    assert sum(int(each[1] or each[2]) for each in counts if each) == number, done.out
+    page = (folder / "plan.html").read_text()
+    [table] = re.findall(r"<h2>Units</h2>(.*?)</table>", page, re.DOTALL)
+    assert sum(map(int, re.findall(r"<tr><td>[^<]*</td><td>(\d+)</td>", table))) == number
+    assert f"parameters in {number} units" in page
+    assert len(json.loads(run_here(folder, "plan", *words, "--json").out)["units"]) == number
+
+
+# By what is wrong: the words behind ``plan``, what is written into the folder before, and what is said.
 ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
     # a one-line message with the next step
     "no file": (["none.yaml", *SIZES], {}, "none.yaml"),
@@ -106,6 +266,24 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
         {},
         "with --model-config config.json",
     ),
+    "no world sizes": (["run.yaml", "--world-size", "4,many"], {}, "--world-size 4,many: give the number of ranks, or"),
+    "a page of several": (
+        ["run.yaml", *SIZES, "--world-size", "4,8", "--html", "plan.html"],
+        {},
+        "--html is of one plan",
+    ),
+    "a diff of several": (
+        ["run.yaml", *SIZES, "--against", "run.yaml", "--memory", "1GiB", "--suggest"],
+        {},
+        "is of one plan",
+    ),
+    "two files at several": (
+        ["run.yaml", *SIZES, "--world-size", "4,8", "--against", "run.yaml"],
+        {},
+        "one --world-size",
+    ),
+    "two files": (["run.yaml", "config.json", *SIZES], {}, "--against config.json plans it beside run.yaml"),
+    "against nothing": (["run.yaml", *SIZES, "--against", "none.yaml"], {}, "no such file: none.yaml"),
     "nowhere": (["run.yaml", *SIZES, "--html", "nowhere/plan.html"], {}, "there is no folder nowhere"),
     # the file
     "a folder": ([".", *SIZES], {}, "no such file: ."),
@@ -240,7 +418,7 @@ def test_whatever_is_given_is_answered_in_one_line(case: str, folder: Path):
     for name, text in files.items():
         (folder / name).write_text(text)
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    html = [] if "--html" in words else ["--html", "plan.html"]
+    html = [] if {"--html", "--against"}.intersection(map(str, words)) else ["--html", "plan.html"]
     done = run_here(folder, "plan", *words, *html)
     assert done.code == 2 and not done.out, done
     assert done.err.count("\n") == 1 and done.err.startswith("composer-fsdp2: ") and said in done.err, done.err
@@ -325,7 +503,81 @@ def test_what_a_model_prints_is_not_in_the_answer(folder: Path):
     assert done.err == "loading\n"
 
 
-# Unusual but valid runs: the arguments, the files written before, and the expected text.
+ASKS_THE_HUB = """
+import functools, os, sys
+from transformers import AutoConfig, LlamaForCausalLM
+
+def load(name):
+    return LlamaForCausalLM(AutoConfig.from_pretrained(name))
+
+def __getattr__(name):  # a function for each model
+    return functools.partial(load, name)
+"""
+PLANS = """
+import contextlib, os, sys, urllib.error, urllib.request
+import huggingface_hub.constants
+from huggingface_hub.utils._http import reset_sessions
+from composer_fsdp2.cli.main import main
+
+for name, how in (each.split("=") for each in sys.argv[1:]):
+    huggingface_hub.constants.HF_HUB_OFFLINE = how == "offline"
+    reset_sessions()
+    if how == "unreachable":
+        with contextlib.suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/close")
+    sys.argv = ["composer-fsdp2", "plan", "run.yaml", *SIZES, "--model", f"m.py:{name}"]
+    try:
+        main()
+    except SystemExit as ended:
+        assert ended.code == 2
+"""
+
+
+@pytest.mark.foundry
+def test_a_model_that_the_hub_refuses(folder: Path):
+    """The last line of a traceback names neither the licence to accept nor the login."""
+    (folder / "m.py").write_text(ASKS_THE_HUB)
+    sizes = ["--world-size", "4", "--microbatch", "2", "--sequence", "16"]
+    names = [*(f"{name}=online" for name in REFUSED), "some/model=offline", "no/such/folder=online", "a/b=unreachable"]
+    with hub(folder / "hub") as environment:
+        command = [sys.executable, "-c", f"SIZES = {sizes}\n{PLANS}", *names]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    told = [line for line in done.stderr.splitlines() if line.startswith("composer-fsdp2: ")]
+    expected = [
+        ("https://huggingface.co/meta-llama/Llama-2-70b-hf", "accept its licence", "huggingface-cli login", "HF_TOKEN"),
+        ("https://huggingface.co/meta-llama/Llama-3-8b", "accept its licence", "huggingface-cli login", "HF_TOKEN"),
+        ("nobody/nothing", "correct the name", "https://huggingface.co/nobody/nothing", "huggingface-cli login"),
+        ("some/model is not in the cache", "HF_HUB_OFFLINE"),
+        ("there is no folder no/such/folder",),
+        ("a/b is not in the cache", "the Hub cannot be reached", "huggingface-cli download a/b"),
+    ]
+    assert len(told) == len(expected), done.stderr
+    for line, words in zip(told, expected, strict=True):
+        assert all(word in line for word in (*words, "--model-config")), (line, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "meta-llama/Llama-2-70b-hf",
+            ("huggingface-cli download", "https://huggingface.co/meta-llama/Llama-2-70b-hf", "huggingface-cli login"),
+        ),
+        ("./gone", ("there is no folder ./gone",)),
+        ("no/such/folder", ("there is no folder no/such/folder",)),
+        (".", ("the folder . has no config.json",)),
+    ],
+)
+def test_a_file_whose_model_is_not_here(name: str, said: tuple[str, ...], folder: Path):
+    """Planning does not contact the Hub, so the error names the download and the login that a gated model needs."""
+    (folder / "config.json").unlink()
+    (folder / "other.yaml").write_text(yaml.safe_dump({"base_model": name, "fsdp": ["full_shard"]}))
+    done = run_here(folder, "plan", "other.yaml", *SIZES[:2], *SIZES[4:])
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert all(word in done.err for word in (*said, "--model-config")), done.err
+
+
+# By what is odd and still a run: the words, what is written before, and what is said.
 LEGAL: dict[str, tuple[list[Any], dict[str, str], str]] = {
     "one rank": (["run.yaml", *SIZES, "--world-size", 1], {}, "on 1 rank,"),
     "a million ranks": (["config.json", "--world-size", 2**20], {}, "on 1048576 ranks"),

@@ -6,16 +6,19 @@ The ranks are a stand-in that returns synthetic records; tests/compat/test_compa
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import signal
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
-from comparing.test_judging import made_run
+from comparing.test_judging import made_run, with_distances
 
 from composer_fsdp2.comparing import comparison, provenance
 from composer_fsdp2.comparing.comparison import compare
@@ -73,6 +76,30 @@ def test_three_runs_of_which_one_diverged_are_reported(options: Callable[..., Op
     assert len(report["runs"]) == 3 and "FSDP1 does not repeat" in report["causes"][0]
     assert report["runs"][2]["batches"][1]["loss"] is None
     assert "FSDP1 does not repeat" in (tmp_path / "report" / "report.md").read_text()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [60, 80, 132])
+def test_the_verdict_fits_a_terminal(
+    columns: int, options: Callable[..., Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A terminal breaks wider rows anywhere; a file keeps one row per line."""
+    apart = with_distances("FSDP2", **{"model.transformer.blocks.0.attention.Wqkv.weight": 0.5, "b": 0.25})
+    outcome = compare(options(fsdp2=replace(apart, engine="FSDP2")), tmp_path / "report", quiet)
+    in_file = outcome.summary()
+    assert outcome.verdict is Verdict.DIFFERENT and max(map(len, in_file.splitlines())) > 80
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    shown = outcome.summary()
+    assert max(map(len, shown.splitlines())) <= columns
+    for word in ("DIFFERENT", "5.0e-01", "quantity", "samples/s"):
+        assert shown.count(word) == in_file.count(word), word
+    # Each character of the file's text is on the terminal, too.
+    assert Counter("".join(shown.split())) == Counter("".join(in_file.split()))
 
 
 def test_a_fault_in_the_verdict_does_not_cost_the_runs(

@@ -13,7 +13,10 @@ from pathlib import Path
 import jsonschema
 import pytest
 from support.commands import Ended, environment, run_here
+from support.hub import hub
 
+from composer_fsdp2.comparing import launching
+from composer_fsdp2.comparing.job import Engine, Job, Options
 from composer_fsdp2.comparing.outcome import SCHEMA
 
 
@@ -92,3 +95,28 @@ def test_what_cannot_be_compared_is_said_before_anything_runs(tmp_path: Path, ar
     assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "mine", "signed"}
     assert (tmp_path / "signed" / "report.md").read_text() == "accepted by: me"
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+RANK = """
+import sys
+from huggingface_hub import hf_hub_download
+hf_hub_download(sys.argv[1], "config.json")
+"""
+
+
+def test_a_rank_that_the_hub_refuses_says_what_to_do(tmp_path: Path):
+    """The last lines of a traceback through three packages name neither the licence nor the login."""
+    engine, options = Engine.FSDP1, Options(file="a.yaml")
+    job = Job(title="FSDP1", engine=engine, options=options, folder=str(tmp_path), reference="", writes_reference=True)
+    with hub(tmp_path / "hub") as environment:
+        for name, words in {
+            "meta-llama/Llama-2-70b-hf": ("https://huggingface.co/meta-llama/Llama-2-70b-hf", "accept its licence"),
+            "nobody/nothing": ("nobody/nothing", "correct the name"),
+        }.items():
+            with job.log_path(0).open("wb") as log:  # as a rank's own
+                command = [sys.executable, "-c", RANK, name]
+                assert subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=400).returncode == 1
+            first = launching._failure(job, 0, 1).splitlines()[0]
+            assert all(word in first for word in (*words, "huggingface-cli login", str(job.log_path(0)))), first
+    job.log_path(0).write_text("RuntimeError: GatedRepo")
+    assert "huggingface" not in launching._failure(job, 0, 1)

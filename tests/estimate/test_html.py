@@ -103,6 +103,9 @@ def test_the_page_says_what_the_plan_says():
         assert unknown in text
     assert "Activations are not counted" in text
     assert "decoder.blocks.*" in text
+    of_many = plan_page(planned(num_microbatches=12))
+    assert "on each rank 12 microbatches of 1 row of 32 tokens a step" in of_many
+    assert all(f">{number}</text>" in of_many for number in range(1, 13))  # where no phase's name has the space
     assert "does not fit" in plan_page(planned(memory_bytes=2**31)) and "to spare" in page
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.foundry_runs import YAML
 
-from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.estimate.bounds import GPUS
 from composer_fsdp2.estimate.planned_step import PlannedStep
 from composer_fsdp2.estimate.seconds import step_seconds
@@ -203,6 +203,22 @@ def test_no_file_by_hand_is_faster(tmp_path: Path):
     assert any("replicas" in what for what in said)
     with pytest.raises(ConfigError, match="says nothing of sharding"):
         suggested(tmp_path / "config.json", given, now, peaks[0])
+
+
+def test_a_setting_that_all_units_refuse_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A reason for each of 40 units was a page of one sentence."""
+    file = tmp_path / "run.yaml"
+    file.write_text(TRAINER)
+    given = how(tmp_path, file.name)
+    now = read_and_planned(file, given)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PlanError("\n".join(f"layers.{number} reshards to 8 ranks; use true or false" for number in range(40)))
+
+    monkeypatch.setattr("composer_fsdp2.preflight.suggested_edits.read_run", refuse)
+    found = suggested(file, given, now, 1000)
+    assert {each.reason for each in found.unsaid} >= {"layers.0 reshards to 8 ranks; use true or false (and 39 more)"}
+    assert "layers.1 " not in found.explain()
 
 
 def test_a_run_that_fits_is_not_offloaded(tmp_path: Path):
