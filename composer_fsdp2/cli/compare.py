@@ -1,4 +1,4 @@
-"""``composer-fsdp2 compare FILE|SCRIPT``: the same run on FSDP1 and on FSDP2, side by side, with a verdict."""
+"""``composer-fsdp2 compare FILE|SCRIPT``: trains the same run on FSDP1 and on FSDP2, and compares them."""
 
 from __future__ import annotations
 
@@ -18,46 +18,48 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compare(Command):
-    """Train a file, as it is, on FSDP1, on FSDP2 and on FSDP1 again, and decide whether it is the same run.
+    """Train an unchanged file on FSDP1, on FSDP2 and on FSDP1 again, and decide whether the runs are the same.
 
-    Compares the data, losses, gradient norms before clipping, parameters and optimizer state; the second run on FSDP1
-    shows how far the run is from itself. Nothing is saved or logged but the report.
+    Compares data, losses, gradient norms before clipping, parameters and optimizer state; the second FSDP1 run measures
+    the run's own noise. Only the report is written: no checkpoints, no logs.
 
     Exit code:
 
     0: same.
 
-    1: different; the report names what and where.
+    1: different; the report names the first difference.
 
     2: a run failed or was interrupted, or an option is wrong.
     """
 
-    # Named as the fields of ``comparing.job.Options``, which does without typer.
+    # Same names as the fields of ``comparing.job.Options``, which does not import typer.
     file: Annotated[
         str, typer.Argument(metavar="YAML|SCRIPT", help="An LLM Foundry training YAML, or a script with a Trainer.")
     ]
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...", help="What overrides the YAML's keys; after -- a script's own arguments."
+            metavar="[KEY=VALUE]...", help="Override keys of the YAML; after -- the script's own arguments."
         ),
     ] = None
     num_ranks: Annotated[int, typer.Option("-n", "--ranks", min=2, help="Ranks on this machine, one for each GPU.")] = 2
-    batches: Annotated[int, typer.Option("--batches", min=1, help="How many batches to train.")] = 10
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="How often FSDP1 is run again, for the noise.")] = 1
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of random numbers, where the file gives none.")] = 17
+    batches: Annotated[int, typer.Option("--batches", min=1, help="Number of batches to train.")] = 10
+    repeat: Annotated[
+        int, typer.Option("--repeat", min=1, help="Number of repeated FSDP1 runs, which measure the noise.")
+    ] = 1
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed, if the file has none.")] = 17
     tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0.0, help="The largest relative distance that is no difference.")
+        float, typer.Option("--tolerance", min=0.0, help="Largest relative distance that counts as equal.")
     ] = 1e-6
-    load_path: Annotated[str, typer.Option("--load-path", metavar="CHECKPOINT", help="Begin from this checkpoint.")] = (
+    load_path: Annotated[str, typer.Option("--load-path", metavar="CHECKPOINT", help="Start from this checkpoint.")] = (
         ""
     )
     is_deterministic: Annotated[
-        bool, typer.Option("--deterministic/--any-kernels", help="On GPUs, only kernels whose results repeat.")
+        bool, typer.Option("--deterministic/--any-kernels", help="On GPUs, use deterministic kernels only.")
     ] = True
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FOLDER", help="Write the reports and logs there: a new folder."),
+        typer.Option("-o", "--output", metavar="FOLDER", help="Write reports and logs to this new folder."),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False
     json_schema: Annotated[bool, schema_option("composer_fsdp2.comparing.outcome")] = False
@@ -88,13 +90,13 @@ class Compare(Command):
         if self.output is not None:
             print(f"report: {self.output / 'report.md'}", file=sys.stderr)
         elif outcome.error:
-            print("with -o FOLDER the logs are kept", file=sys.stderr)
+            print("-o FOLDER keeps the logs", file=sys.stderr)
         sys.exit(outcome.verdict.exit_code)
 
 
 @contextlib.contextmanager
 def _progress(options: Compare) -> Iterator[Callable[[str, int], None]]:
-    """Yields a function that shows a run's progress: a bar on a terminal, else a line when it begins."""
+    """Yield a function that shows a run's progress: a bar on a terminal, otherwise one line at its start."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""Options that several verbs have: a checkpoint, trust, and a model that a command line names."""
+"""Options of several commands: a checkpoint, trust, and the function that builds a model."""
 
 import importlib
 import importlib.util
@@ -27,10 +27,10 @@ Trust = Annotated[
 
 
 def model_from(name: str | None) -> Any:
-    """What ``module:function`` or ``path.py:function`` returns; None for None.
+    """Call ``module:function`` or ``path.py:function`` and return its result; None for None.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: the function does not exist.
     """
     if name is None:
         return None
@@ -41,10 +41,10 @@ def model_from(name: str | None) -> Any:
 
 
 def function_from(name: str) -> Callable[[], Any]:
-    """``module:function`` or ``path.py:function`` itself, not yet called.
+    """Return the function ``module:function`` or ``path.py:function`` without calling it.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: the function does not exist.
     """
     place, colon, function = name.rpartition(":")
     if not colon:
@@ -54,7 +54,7 @@ def function_from(name: str) -> Callable[[], Any]:
         return found
     except (ImportError, OSError, AttributeError) as error:
         raise ConfigError(f"--model {name}: {error}") from error
-    except (Exception, SystemExit) as error:  # what is no name of a module, and whatever the module's own code does
+    except (Exception, SystemExit) as error:  # an invalid module name, or any error of the module's own code
         raise ConfigError(f"--model {name}: {one_line(error)}") from error
 
 

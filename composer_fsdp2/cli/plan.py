@@ -1,4 +1,4 @@
-"""``composer-fsdp2 plan FILE --world-size N``: what a step takes of memory and sends, before there is a machine."""
+"""``composer-fsdp2 plan FILE --world-size N``: memory and communication of a step, predicted without a GPU."""
 
 from __future__ import annotations
 
@@ -40,31 +40,33 @@ Device = enum.StrEnum("Device", {name: name for name in ("cuda", "cpu")})  # typ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Command):
-    """Say what one training step takes of a rank's memory and what it sends, before there is a machine.
+    """Predict memory and communication of one training step of a rank, without a GPU.
 
-    Needs no GPU, no network, no weights and one process. State and collectives are those of real steps to the byte;
-    what is modelled, and what nobody knows, is said.
+    Needs one process, and no GPU, network or weights. Sharded state and collectives equal those of real steps to the
+    byte; the output marks modelled and unknown figures.
 
     Exit code:
 
-    0: the step fits, or no --memory was given. Of several world sizes, it fits one of them at least.
+    0: the step fits, or no --memory was given. With several world sizes: it fits at least one of them.
 
-    1: it does not fit, or a finding asks for a decision. Of several world sizes, that is so for all of them; with
-    --against it is so for FILE.
+    1: it does not fit, or a finding needs a decision. With several world sizes: for all of them; with --against: for
+    FILE.
 
-    2: the file cannot be used, or an option is wrong; nothing is written then.
+    2: the file cannot be used, or an option is wrong; nothing is written.
     """
 
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A training file of LLM Foundry, or of another system.")]
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="A training configuration of any system that migrate reads.")
+    ]
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="Values in place of the file's.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE ...]", help="Override keys of the file.")
     ] = None
     world_size: Annotated[
         str | None,
         typer.Option(
             "--world-size",
             metavar="N[,N...]",
-            help="The number of ranks; by default accelerate's num_processes. Several, as 64,128,256: a row for each.",
+            help="Number of ranks; default: num_processes of the file. 64,128,256 prints a row for each.",
         ),
     ] = None
     against: Annotated[
@@ -72,51 +74,54 @@ class Plan(Command):
         typer.Option(
             "--against",
             metavar="OTHER",
-            help="Plan this file beside FILE; KEY=VALUE changes FILE alone.",
+            help="Compare with the plan of this file; KEY=VALUE applies to FILE only.",
         ),
     ] = None
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="How many of them share a node.")] = 8
-    microbatch: Annotated[int | None, typer.Option("--microbatch", help="Rows of a microbatch of one rank.")] = None
-    sequence: Annotated[int | None, typer.Option("--sequence", help="Tokens of a row.")] = None
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", help="Number of ranks of a node.")] = 8
+    microbatch: Annotated[int | None, typer.Option("--microbatch", help="Rows of a rank's microbatch.")] = None
+    sequence: Annotated[int | None, typer.Option("--sequence", help="Tokens per row.")] = None
     model_config: Annotated[
         str | None,
-        typer.Option("--model-config", metavar="PATH", help="A model's config.json, or a folder that has one."),
+        typer.Option("--model-config", metavar="PATH", help="The model's config.json, or its folder."),
     ] = None
     model: Annotated[str | None, typer.Option("--model", metavar="MODULE:FUNCTION", help=MODEL_HELP)] = None
-    device: Annotated[Device, typer.Option("--device", help="The device that the run is for.")] = Device["cuda"]
+    device: Annotated[Device, typer.Option("--device", help="Device of the run.")] = Device["cuda"]
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="80GiB", help="Of each device; does the step fit?")
+        str | None, typer.Option("--memory", metavar="80GiB", help="Memory of each device, to compare with the peak.")
     ] = None
     reserve: Annotated[
         str | None,
         typer.Option(
-            "--reserve", metavar="5%+2GiB", help="What of it stays free for what is not modelled; default: 5%+2GiB."
+            "--reserve", metavar="5%+2GiB", help="Part of --memory for unmodelled allocations; default: 5%+2GiB."
         ),
     ] = None
     gpu: Annotated[
         Gpu | None,
-        typer.Option("--gpu", case_sensitive=False, help="Whose peak numbers bound the step's time."),
+        typer.Option("--gpu", case_sensitive=False, help="GPU whose peak rates bound the step's time."),
     ] = None
     intra: Annotated[
-        str | None, typer.Option("--intra-gbps", metavar="450GB/s", help="From a rank to others of its node.")
+        str | None, typer.Option("--intra-gbps", metavar="450GB/s", help="Bandwidth from a rank to others of its node.")
     ] = None
     inter: Annotated[
-        str | None, typer.Option("--inter-gbps", metavar="400Gb/s", help="From a rank to other nodes.")
+        str | None, typer.Option("--inter-gbps", metavar="400Gb/s", help="Bandwidth from a rank to other nodes.")
     ] = None
     flops: Annotated[
-        str | None, typer.Option("--flops", metavar="989TFLOPS", help="The most that a device computes.")
+        str | None, typer.Option("--flops", metavar="989TFLOPS", help="Peak compute rate of a device.")
     ] = None
-    no_activations: Annotated[bool, typer.Option("--no-activations", help="Leave out what the model computes.")] = False
-    suggest: Annotated[bool, typer.Option("--suggest", help="The fastest settings that fit, as diffs of the file.")] = (
-        False
-    )
+    no_activations: Annotated[
+        bool,
+        typer.Option("--no-activations", help="Leave out activations and FLOPs, for a model that cannot be traced."),
+    ] = False
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Print the fastest settings that fit, as diffs of the file.")
+    ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
     json_schema: Annotated[bool, schema_option("composer_fsdp2.estimate.planned_step")] = False
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page to look at, which needs no network.")
-    ] = None
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a self-contained HTML page.")] = (
+        None
+    )
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace that ui.perfetto.dev opens.")
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev.")
     ] = None
 
     def __call__(self) -> None:
@@ -134,7 +139,7 @@ class Plan(Command):
         sys.exit(exit_code)
 
     def machine(self) -> Machine | None:
-        """What is given of speeds; a number of one's own takes the place of the table's."""
+        """Return the speeds of --gpu, overridden by the other options; None without any."""
         of_gpu = GPUS[self.gpu.value] if self.gpu else Machine()
         machine = replace(
             of_gpu,
@@ -160,7 +165,7 @@ class Plan(Command):
             ) from error
 
     def reading(self) -> dict[str, Any]:
-        """How the file is read, as ``read_run`` takes it, for any world size."""
+        """Return the arguments of ``read_run``, except the world size."""
         return {
             "gpus_per_node": self.gpus_per_node,
             "model_config": self.model_config,
@@ -176,22 +181,22 @@ def _refuse(why: str) -> NoReturn:
     refuse(printable(" ".join(why.split())))
 
 
-# How a file is read -> its run and its step
+# A file and the arguments of read_run -> the run and its planned step.
 PlanFile = Callable[[str, Mapping[str, Any]], "tuple[PreflightRun, PlannedStep]"]
 
 
 def _answer(options: Plan) -> tuple[Callable[[], str], int]:
-    """What makes the printed text, and the exit code; all files that were asked for are written by then, or none."""
+    """Return a function that formats the output, and the exit code; on an error none of the files is written."""
     memory = parse_bytes(options.memory, "--memory") if options.memory is not None else None
     if options.reserve is not None and memory is None:
-        raise ConfigError("--reserve is a part of the memory; give that as well, as in --memory 80GiB")
+        raise ConfigError("--reserve is a part of --memory; give --memory 80GiB too")
     reserve = parse_reserve(options.reserve, "--reserve") if options.reserve is not None else Reserve()
     if options.reserve is not None and memory is not None and reserve.of(memory) >= memory:
         raise ConfigError(f"--reserve {options.reserve} reserves all of --memory {options.memory}; write 5%+2GiB")
     if options.suggest and memory is None:
-        raise ConfigError("--suggest needs --memory: for which memory is a run to fit?")
+        raise ConfigError("--suggest needs --memory, the memory that the run must fit")
     if options.suggest and options.no_activations:
-        raise ConfigError("--suggest cannot choose without activations; leave out --no-activations")
+        raise ConfigError("--suggest needs activations; leave out --no-activations")
     world_sizes = options.world_sizes()
     _refuse_several(options, len(world_sizes))
     machine = options.machine()
@@ -199,7 +204,7 @@ def _answer(options: Plan) -> tuple[Callable[[], str], int]:
     how = options.reading()
 
     def plan(file: str, how: Mapping[str, Any]) -> tuple[PreflightRun, PlannedStep]:
-        # Here and not above: a wrong option is answered before torch is there.
+        # Imported here: wrong options are refused before torch is imported.
         from composer_fsdp2.estimate.planned_step import Memory
         from composer_fsdp2.preflight.planned import Questions, plan_step
         from composer_fsdp2.preflight.read_run import read_run
@@ -218,7 +223,7 @@ def _answer(options: Plan) -> tuple[Callable[[], str], int]:
 
 
 def _refuse_several(options: Plan, num_world_sizes: int) -> None:
-    """Refuse what several plans cannot be asked for, and a second file in the place of an override."""
+    """Raise ConfigError for options of one plan among several, and for a second file among the overrides."""
     if files := [each for each in options.overrides or () if "=" not in each and Path(each).is_file()]:
         raise ConfigError(f"{files[0]} is a file; --against {files[0]} plans it beside {options.file}")
     if num_world_sizes > 1 and options.against is not None:
@@ -226,11 +231,11 @@ def _refuse_several(options: Plan, num_world_sizes: int) -> None:
     of_one = {"--html": options.html, "--trace": options.trace, "--suggest": options.suggest}
     asked = [name for name, value in of_one.items() if value]
     if asked and (num_world_sizes > 1 or options.against is not None):
-        raise ConfigError(f"{asked[0]} is of one plan; give one --world-size, and no --against")
+        raise ConfigError(f"{asked[0]} takes one plan; give one --world-size, and no --against")
 
 
 def _several(options: Plan, plan: PlanFile, hows: Mapping[int, Mapping[str, Any]]) -> tuple[Callable[[], str], int]:
-    """A row for each world size; one that the file cannot be used at has its error."""
+    """Plan each world size; one that the file does not allow has its error as its row."""
     from composer_fsdp2.estimate.side_by_side import several_exit_code, several_json, several_text
 
     steps: dict[int, PlannedStep | str] = {}
@@ -250,7 +255,7 @@ def _several(options: Plan, plan: PlanFile, hows: Mapping[int, Mapping[str, Any]
 def _one(
     options: Plan, plan: PlanFile, how: Mapping[str, Any], machine: Machine | None
 ) -> tuple[Callable[[], str], int]:
-    with contextlib.ExitStack() as files:  # that they can be written is seen before any work is done
+    with contextlib.ExitStack() as files:  # fails before any planning if they cannot be written
         html, trace = (path and files.enter_context(_file(path)) for path in (options.html, options.trace))
         run, step = plan(options.file, how)
         edits = (
@@ -279,7 +284,7 @@ def _one(
 
 
 def _made_by() -> str:
-    """The command, with its overrides, for who reads the page a month later."""
+    """Return the command with its overrides, the version and the date, for later readers of the page."""
     command = shlex.join(["composer-fsdp2", *sys.argv[1:]])
     return f"{command} (composer-fsdp2 {composer_fsdp2.__version__}, {datetime.date.today()})"
 
@@ -291,22 +296,22 @@ def _suggested(
 
     from composer_fsdp2.preflight.suggested_edits import replanning, suggest_edits
 
-    status = Console(stderr=True).status("looking for the fastest settings that fit")  # on a terminal alone
+    status = Console(stderr=True).status("looking for the fastest settings that fit")  # silent without a terminal
     with status, replanning(file, **how) as replan:
         return suggest_edits(
             run,
             step,
-            Path(file).read_bytes().decode(),  # the ends of its lines as they are
+            Path(file).read_bytes().decode(),  # line ends unchanged
             file,
             replan=replan,
             memory_bytes=memory.usable_bytes,
             machine=with_assumed_speeds(machine, memory.given_bytes),
-            decided={"microbatch_size": "--microbatch gives them"} if how["microbatch"] else None,
+            decided={"microbatch_size": "--microbatch sets them"} if how["microbatch"] else None,
         )
 
 
 def _keep_what_is_read(options: Plan) -> None:
-    """Refuse to write over a file that is read, or the page and the trace to one name."""
+    """Raise ConfigError if an output would overwrite an input or another output."""
     config = options.model_config
     read = (options.file, *((config, f"{config}/config.json") if config else ()))
     taken = {os.path.realpath(path): path for path in read}
@@ -314,20 +319,20 @@ def _keep_what_is_read(options: Plan) -> None:
         if path is None:
             continue
         if (real := os.path.realpath(path)) in taken:
-            raise ConfigError(f"{path} cannot be written, because it is {taken[real]} as well; give another name")
+            raise ConfigError(
+                f"{path} cannot be written: it is already an input or an output ({taken[real]}); use another name"
+            )
         taken[real] = str(path)
 
 
 @contextlib.contextmanager
 def _file(path: Path) -> Iterator[Path]:
     if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.parent}")
+        raise ConfigError(f"{path}: no such folder: {path.parent}")
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder; give the name of a file")
+        raise ConfigError(f"{path} is a folder; use a file name")
     if path.exists() and not path.is_file():
-        raise ConfigError(
-            f"{path} is a device or a pipe; give the name of a file, which is written when it is complete"
-        )
+        raise ConfigError(f"{path} is a device or a pipe; use a file name (a complete file is renamed to it)")
     with replacing(path) as beside:
         try:
             beside.touch()

@@ -270,12 +270,12 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
     "a page of several": (
         ["run.yaml", *SIZES, "--world-size", "4,8", "--html", "plan.html"],
         {},
-        "--html is of one plan",
+        "--html takes one plan",
     ),
     "a diff of several": (
         ["run.yaml", *SIZES, "--against", "run.yaml", "--memory", "1GiB", "--suggest"],
         {},
-        "is of one plan",
+        "takes one plan",
     ),
     "two files at several": (
         ["run.yaml", *SIZES, "--world-size", "4,8", "--against", "run.yaml"],
@@ -284,7 +284,7 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
     ),
     "two files": (["run.yaml", "config.json", *SIZES], {}, "--against config.json plans it beside run.yaml"),
     "against nothing": (["run.yaml", *SIZES, "--against", "none.yaml"], {}, "no such file: none.yaml"),
-    "nowhere": (["run.yaml", *SIZES, "--html", "nowhere/plan.html"], {}, "there is no folder nowhere"),
+    "nowhere": (["run.yaml", *SIZES, "--html", "nowhere/plan.html"], {}, "no such folder: nowhere"),
     # the file
     "a folder": ([".", *SIZES], {}, "no such file: ."),
     "empty": (["odd.yaml", *SIZES], {"odd.yaml": ""}, "odd.yaml:1:1: a mapping is expected"),
@@ -311,7 +311,7 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
         {},
         "more than a computer can count",
     ),
-    "a reserve of no memory": (["run.yaml", *SIZES, "--reserve", "6%"], {}, "give that as well"),
+    "a reserve of no memory": (["run.yaml", *SIZES, "--reserve", "6%"], {}, "--reserve is a part of --memory"),
     "a reserve above the memory": (
         ["run.yaml", *SIZES, "--memory", "1GiB", "--reserve", "5GiB"],
         {},
@@ -404,8 +404,12 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
     ),
     # the outputs
     "one name for two files": (["run.yaml", *SIZES, "--trace", "./plan.html"], {}, "plan.html cannot be written"),
-    "the run itself": (["run.yaml", *SIZES, "--html", "run.yaml"], {}, "run.yaml as well"),
-    "the model's file": (["run.yaml", *SIZES, "--trace", "./config.json"], {}, "config.json as well"),
+    "the run itself": (["run.yaml", *SIZES, "--html", "run.yaml"], {}, "already an input or an output (run.yaml)"),
+    "the model's file": (
+        ["run.yaml", *SIZES, "--trace", "./config.json"],
+        {},
+        "already an input or an output (config.json)",
+    ),
     "no file at all": (["run.yaml", *SIZES, "--html", "."], {}, "is a folder"),
     "a place for nobody": (["run.yaml", *SIZES, "--html", "/proc/plan.html"], {}, "/proc/plan.html cannot be written"),
 }
