@@ -314,15 +314,13 @@ def _keep_what_is_read(options: Plan) -> None:
     """Raise ConfigError if an output would overwrite an input or another output."""
     config = options.model_config
     read = (options.file, *((config, f"{config}/config.json") if config else ()))
-    taken = {os.path.realpath(path): path for path in read}
+    taken = set(map(os.path.realpath, read))
     for path in (options.html, options.trace):
         if path is None:
             continue
         if (real := os.path.realpath(path)) in taken:
-            raise ConfigError(
-                f"{path} cannot be written: it is already an input or an output ({taken[real]}); use another name"
-            )
-        taken[real] = str(path)
+            raise ConfigError(f"{path} cannot be written: it is an input or output already; use another name")
+        taken.add(real)
 
 
 @contextlib.contextmanager

@@ -404,11 +404,11 @@ ODD: dict[str, tuple[list[Any], dict[str, str], str]] = {
     ),
     # the outputs
     "one name for two files": (["run.yaml", *SIZES, "--trace", "./plan.html"], {}, "plan.html cannot be written"),
-    "the run itself": (["run.yaml", *SIZES, "--html", "run.yaml"], {}, "already an input or an output (run.yaml)"),
+    "the run itself": (["run.yaml", *SIZES, "--html", "run.yaml"], {}, "run.yaml cannot be written: it is an input"),
     "the model's file": (
         ["run.yaml", *SIZES, "--trace", "./config.json"],
         {},
-        "already an input or an output (config.json)",
+        "config.json cannot be written: it is",
     ),
     "no file at all": (["run.yaml", *SIZES, "--html", "."], {}, "is a folder"),
     "a place for nobody": (["run.yaml", *SIZES, "--html", "/proc/plan.html"], {}, "/proc/plan.html cannot be written"),
