@@ -10,7 +10,7 @@ from composer.utils import dist as composer_dist
 from composer_fsdp2.fsdp1.keys import KEYS, KeyGroup
 from composer_fsdp2.fsdp1.parsing import mesh_of
 from composer_fsdp2.fsdp1.read import FSDP2_DEFAULTS
-from composer_fsdp2.fsdp1.tensor_words import TensorParallel
+from composer_fsdp2.fsdp1.tensor_parallel import TensorParallel
 from composer_fsdp2.fsdp1.translate import translate
 
 from .seams import seam

@@ -17,7 +17,7 @@ from omegaconf.resolvers import oc
 from torch import nn
 
 from composer_fsdp2._torch.replaced import replaced
-from composer_fsdp2.fsdp1.tensor_words import TensorParallel
+from composer_fsdp2.fsdp1.tensor_parallel import TensorParallel
 
 from .configuration import EveryKeyFSDP2Config
 from .tensor import as_meant, layer_plan_of

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
-from composer_fsdp2.fsdp1.policy_words import AUTO
-from composer_fsdp2.fsdp1.tensor_words import TensorParallel
+from composer_fsdp2.fsdp1.policy_values import AUTO
+from composer_fsdp2.fsdp1.tensor_parallel import TensorParallel
 from composer_fsdp2.parallel.tensor import LayerPlan, parallelize_model
 
 from .seams import seam

@@ -22,7 +22,7 @@ from composer_fsdp2.fsdp1.hooks import initializers, read_hooks
 from composer_fsdp2.fsdp1.module_settings import read_overrides
 from composer_fsdp2.fsdp1.read import GivenConfig
 from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
-from composer_fsdp2.fsdp1.tensor_words import TensorParallel
+from composer_fsdp2.fsdp1.tensor_parallel import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.parallel.experts import paths_of_experts, plan_experts, with_experts
 from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches

@@ -16,7 +16,7 @@ from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.parallel import IdleExperts
 from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, Row, idle, takes_by, takes_if
 from composer_fsdp2.config.sharding import GradientDtype, GradientSync, MixedPrecision
-from composer_fsdp2.fsdp1.parallel_words import (
+from composer_fsdp2.fsdp1.parallel_values import (
     TILED_KEYS,
     parse_broadcast_batch,
     parse_check_data,
@@ -41,7 +41,7 @@ from composer_fsdp2.fsdp1.parsing import (
     parse_state_dict_type,
     parse_strategy,
 )
-from composer_fsdp2.fsdp1.policy_words import (
+from composer_fsdp2.fsdp1.policy_values import (
     AUTO,
     WRAP_KEYS,
     parse_checkpointed_classes,

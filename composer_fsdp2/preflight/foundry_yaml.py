@@ -10,7 +10,7 @@ from torch import nn
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.config.text import one_line
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.preflight.batch_words import Batches
+from composer_fsdp2.preflight.batch_keys import Batches
 from composer_fsdp2.preflight.model_config import find_model_config, folder_with
 from composer_fsdp2.preflight.planned_model import Training, built
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice

@@ -22,7 +22,7 @@ from composer_fsdp2.migration.dialects.composer.around import (
 from composer_fsdp2.migration.dialects.fingerprints import foreign_system
 from composer_fsdp2.migration.lens import decides
 from composer_fsdp2.migration.paths import find_at, has_path, value_at
-from composer_fsdp2.preflight.batch_words import read_batches
+from composer_fsdp2.preflight.batch_keys import read_batches
 from composer_fsdp2.preflight.model_config import (
     build_model,
     find_model_config,
@@ -195,7 +195,7 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
         blocking = [each for each in file.placed(reading.findings) if each.outcome.blocks]
         text = "\n".join(map(str, blocking)) or "no run can be read from it"
         raise ConfigError(f"{file.path}: {text}", keys=tuple(each.key for each in blocking))
-    run = reading.run.without_training()  # batches are read in batch_words.py
+    run = reading.run.without_training()  # batches are read in batch_keys.py
     # Recomputing a part of the layers is planned as that part, which no key of Composer's can say.
     fields: dict[str, Any] = {"selective_checkpointing": None}
     is_budgeted = find_at(section.around, _MODE) == "memory_budget"

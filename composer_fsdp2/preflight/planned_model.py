@@ -12,7 +12,7 @@ from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.trace import Loss
-from composer_fsdp2.preflight.batch_words import Batches
+from composer_fsdp2.preflight.batch_keys import Batches
 from composer_fsdp2.preflight.losses import composer_loss, labels_loss
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.run_file import ModelOrFunction, Request, as_config_error

@@ -23,7 +23,7 @@ from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.migrate import find_sections
 from composer_fsdp2.migration.patched_file import Patch, PatchedFile, apply_patch
 from composer_fsdp2.migration.paths import Path as KeyPath
-from composer_fsdp2.preflight.batch_words import batch_keys
+from composer_fsdp2.preflight.batch_keys import batch_keys
 from composer_fsdp2.preflight.left_alone import left_alone
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run

@@ -21,7 +21,7 @@ from composer_fsdp2.estimate.seconds import step_seconds
 from composer_fsdp2.estimate.suggest import MAX_TRIED
 from composer_fsdp2.migration.migrate import find_sections
 from composer_fsdp2.migration.patched_file import Patch, apply_patch
-from composer_fsdp2.preflight.batch_words import batch_keys
+from composer_fsdp2.preflight.batch_keys import batch_keys
 from composer_fsdp2.preflight.left_alone import left_alone
 from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun

@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2.estimate._torch.counting import Collectives, StateBytes
-from composer_fsdp2.preflight.batch_words import Batches
+from composer_fsdp2.preflight.batch_keys import Batches
 from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.planned_model import Training, built, planned_run
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice, PreflightRun

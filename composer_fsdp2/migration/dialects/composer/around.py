@@ -9,7 +9,7 @@ from typing import Any
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.rows import POSITIVE_INT, Row, idle, takes_if
 from composer_fsdp2.fsdp1.parsing import PRECISIONS
-from composer_fsdp2.fsdp1.policy_words import AUTO
+from composer_fsdp2.fsdp1.policy_values import AUTO
 from composer_fsdp2.migration.dialect import Section, implicit
 from composer_fsdp2.migration.effective import Effective
 from composer_fsdp2.migration.interpolated import has_interpolation

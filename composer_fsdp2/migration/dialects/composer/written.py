@@ -9,9 +9,9 @@ from typing import Any
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.sharding import ActivationCheckpointing, GradientDtype, MixedPrecision
 from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Key, KeyGroup
-from composer_fsdp2.fsdp1.parallel_words import idle_towers_words, tiled_words
+from composer_fsdp2.fsdp1.parallel_values import idle_towers_value, tiled_mlp_value
 from composer_fsdp2.fsdp1.parsing import BackwardPrefetch, GivenPrecision, mixed_precision_of
-from composer_fsdp2.fsdp1.policy_words import checkpointed_words, freeze_words, wrap_policy_words
+from composer_fsdp2.fsdp1.policy_values import checkpointed_value, freeze_value, wrap_policy_value
 from composer_fsdp2.migration.lens import Lens, Limitation, limits, unless
 from composer_fsdp2.migration.run import RunConfig
 
@@ -66,12 +66,12 @@ def _field_of(row: Key) -> Write:
 
 # Conversion of these keys' fields to their values in a file; other systems have keys for these fields, too.
 CONVERTED: Mapping[str, Callable[[Any], Any]] = {
-    "wrap_policy": wrap_policy_words,
-    "activation_checkpointing_policy": checkpointed_words,
-    "freeze": freeze_words,
-    "train_only": freeze_words,
-    "tiled_mlp": tiled_words,
-    "idle_towers": idle_towers_words,
+    "wrap_policy": wrap_policy_value,
+    "activation_checkpointing_policy": checkpointed_value,
+    "freeze": freeze_value,
+    "train_only": freeze_value,
+    "tiled_mlp": tiled_mlp_value,
+    "idle_towers": idle_towers_value,
 }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer_fsdp2.config.text import did_you_mean, short
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.policy_words import AUTO
+from composer_fsdp2.fsdp1.policy_values import AUTO
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -108,18 +108,18 @@ def class_names(value: object, key: str, what: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def wrap_policy_words(wrap: Wrap) -> dict[str, Any] | None:
+def wrap_policy_value(wrap: Wrap) -> dict[str, Any] | None:
     """The value of ``wrap_policy`` that means this; None for the hooks."""
     if wrap.kind is WrapKind.HOOKS:
         return None
     if wrap.kind is WrapKind.SIZE:
         return {_SIZE: wrap.min_num_params}
     classes = list(wrap.classes) or ([] if wrap.kind is WrapKind.ROOT else AUTO)
-    others = {"wrap_embeddings": wrap.embeddings, "wrap_lm_output": wrap.output, "moe_experts": _expert_words(wrap)}
+    others = {"wrap_embeddings": wrap.embeddings, "wrap_lm_output": wrap.output, "moe_experts": _experts_value(wrap)}
     return {_CLASSES: classes, **{key: value for key, value in others.items() if value}}
 
 
-def _expert_words(wrap: Wrap) -> list[str] | str:
+def _experts_value(wrap: Wrap) -> list[str] | str:
     return AUTO if wrap.experts == AUTO_EXPERTS else list(wrap.experts)
 
 
@@ -138,7 +138,7 @@ def parse_checkpointed_classes(value: object) -> tuple[str, ...] | None:
     return names
 
 
-def checkpointed_words(classes: tuple[str, ...] | None) -> list[str] | str | None:
+def checkpointed_value(classes: tuple[str, ...] | None) -> list[str] | str | None:
     """The value of ``activation_checkpointing_policy`` that means this."""
     return None if classes is None else list(classes) or AUTO
 
@@ -175,6 +175,6 @@ def parse_train_only(value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(patterns))
 
 
-def freeze_words(frozen: tuple[str, ...]) -> list[str] | None:
+def freeze_value(frozen: tuple[str, ...]) -> list[str] | None:
     """The value of ``freeze`` or ``train_only`` that means this."""
     return list(frozen) or None

@@ -6,7 +6,7 @@ from typing import Any
 from composer_fsdp2.config.parallel import BroadcastBatch, IdleExperts, TiledMLP
 from composer_fsdp2.config.text import did_you_mean, short
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.policy_words import AUTO, class_names
+from composer_fsdp2.fsdp1.policy_values import AUTO, class_names
 
 TILED_KEYS = _CLASSES, _CHUNKS = ("classes", "chunks")
 
@@ -50,7 +50,7 @@ def parse_tiled_mlp(value: object) -> TiledMLP | None:
         raise ConfigError(f"{short(given)}, in which {error}") from error
 
 
-def tiled_words(tiled: TiledMLP | None) -> dict[str, Any] | None:
+def tiled_mlp_value(tiled: TiledMLP | None) -> dict[str, Any] | None:
     """The value of ``tiled_mlp`` that means this."""
     return None if tiled is None else {_CLASSES: list(tiled.classes), _CHUNKS: tiled.chunks}
 
@@ -84,6 +84,6 @@ def parse_idle_towers(value: object) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(paths))
 
 
-def idle_towers_words(towers: tuple[str, ...] | None) -> list[str] | str | None:
+def idle_towers_value(towers: tuple[str, ...] | None) -> list[str] | str | None:
     """The value of ``idle_towers`` that means this."""
     return None if towers is None else list(towers) or AUTO

@@ -14,7 +14,7 @@ from composer_fsdp2.preflight.run_file import assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchWords:
+class BatchKeys:
     """A system's keys; the first one set applies, searched from the sharding section outwards.
 
     Args:
@@ -39,7 +39,7 @@ _LENGTHS = ("max_seq_length", "max_length", "sequence_length", "max_seq_len", "c
 _ADAM = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
 _OPTIONS = ("lr", "weight_decay", "eps", "betas", "momentum", "nesterov", "amsgrad", "foreach", "fused")
 _OF_COMPOSER = "device_train_microbatch_size"
-_TRAINER = BatchWords(
+_TRAINER = BatchKeys(
     microbatch=("per_device_train_batch_size",),
     accumulation=("gradient_accumulation_steps",),
     sequence=_LENGTHS,
@@ -47,9 +47,9 @@ _TRAINER = BatchWords(
     defaults={"microbatch": 8, "accumulation": 1, "optimizer": "adamw_torch"},
     options=_ADAM,
 )
-BATCH_WORDS: Mapping[str, BatchWords] = {
+BATCH_KEYS: Mapping[str, BatchKeys] = {
     # A migrated file has the original system's keys next to the migrated section.
-    "composer": BatchWords(
+    "composer": BatchKeys(
         microbatch=(
             _OF_COMPOSER,
             "per_device_train_batch_size",
@@ -64,7 +64,7 @@ BATCH_WORDS: Mapping[str, BatchWords] = {
         options={name: f"optimizer.{name}" for name in _OPTIONS},
     ),
     "huggingface": _TRAINER,
-    "axolotl": BatchWords(
+    "axolotl": BatchKeys(
         microbatch=("micro_batch_size",),
         accumulation=("gradient_accumulation_steps",),
         rank_batch=("batch_size",),
@@ -73,14 +73,14 @@ BATCH_WORDS: Mapping[str, BatchWords] = {
         defaults={"microbatch": 1, "accumulation": 1, "optimizer": "adamw_torch", "sequence": 2048},
         options=_ADAM,
     ),
-    "roll": BatchWords(
+    "roll": BatchKeys(
         microbatch=("training_args.per_device_train_batch_size",),
         accumulation=("training_args.gradient_accumulation_steps",),
         sequence=("sequence_length",),
         defaults={"microbatch": 8, "accumulation": 1, "optimizer": "adamw_torch"},
         options={name: f"training_args.{key}" for name, key in _ADAM.items()},
     ),
-    "torchtitan": BatchWords(
+    "torchtitan": BatchKeys(
         microbatch=("training.local_batch_size", "training.batch_size"),
         global_batch=("training.global_batch_size",),
         sequence=("training.seq_len",),
@@ -122,7 +122,7 @@ def read_batches(
     Raises:
         ConfigError: a value is not a positive integer, or the global batch is not divisible by ``num_data_ranks``.
     """
-    words, findings = BATCH_WORDS[dialect], list[Finding]()
+    words, findings = BATCH_KEYS[dialect], list[Finding]()
 
     def number(field: str, given: int | None = None) -> Any:
         path, value = _first(section, getattr(words, field)) if given is None else ((), given)
@@ -191,7 +191,7 @@ def batch_keys(dialect: str, section: Section, *, rows: int, number: int, global
         number: Microbatches per batch of a rank.
         global_rows: Rows of the global batch.
     """
-    words = BATCH_WORDS[dialect]
+    words = BATCH_KEYS[dialect]
     if dialect == "torchtitan":  # without global_batch_size, a rank's batch would be one microbatch
         keys = {"batch_size": None, "local_batch_size": rows, "global_batch_size": global_rows}
         return {("training", key): value for key, value in keys.items()}
