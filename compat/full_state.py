@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2.fsdp.installing import class_in_force
 from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
-from composer_fsdp2.fsdp1.attributes import say_what_replaces
+from composer_fsdp2.fsdp1.attributes import log_replacement
 from composer_fsdp2.fsdp1.state_dicts import STATIC_METHODS
 from composer_fsdp2.sharding.placements import splitting_axes
 from composer_fsdp2.sharding.sharded import is_sharded
@@ -97,7 +97,7 @@ def static_method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         return original(*args, **kwargs)
     ours, instead = STATIC_METHODS[name]
     if not any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
-        say_what_replaces(f"FullyShardedDataParallel.{name}", instead)
+        log_replacement(f"FullyShardedDataParallel.{name}", instead)
     return ours(*args, **kwargs)
 
 
@@ -111,7 +111,7 @@ def save(original: Callable[..., Any], obj: object, *args: Any, **kwargs: Any) -
     values = obj.values() if isinstance(obj, dict) else ()
     inner = (each for value in values for each in (value.values() if isinstance(value, dict) else (value,)))
     if any(isinstance(each, DTensor) and splitting_axes(each) for each in inner):
-        say_what_replaces("torch.save(model.state_dict())", f"it saves this rank's shards alone; {_SAVE_FULL}")
+        log_replacement("torch.save(model.state_dict())", f"it saves this rank's shards alone; {_SAVE_FULL}")
     original(obj, *args, **kwargs)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP
 from composer_fsdp2._torch.private_names import FSDP1Wrapper
 from composer_fsdp2._torch.scaler import ShardedGradScaler
 from composer_fsdp2.config.text import and_more
-from composer_fsdp2.fsdp1.attributes import say_what_replaces
+from composer_fsdp2.fsdp1.attributes import log_replacement
 from composer_fsdp2.prepare import prepare_fully_shard
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.sharded import is_sharded, reshard
@@ -149,7 +149,7 @@ def summon_full_params_of_fsdp1(
         under_fsdp1: AbstractContextManager[None] = original(module, *args, **kwargs)
         return under_fsdp1
     if is_sharded(module):
-        say_what_replaces(
+        log_replacement(
             "FullyShardedDataParallel.summon_full_params",
             "write `with composer_fsdp2.summon_full_params(module):`",
         )

@@ -30,18 +30,18 @@ log = logging.getLogger(__name__)
 _MISSING = object()
 
 # By class: the names that the modules of some instance have for themselves (a child called `module`).
-_TAKEN: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
+_NAMES_IN_USE: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
 _ROOTS: WeakSet[nn.Module] = WeakSet()
 
 
-def open_fsdp1_attributes(model: nn.Module) -> None:
+def add_fsdp1_attributes(model: nn.Module) -> None:
     """Let scripts written for FSDP1 use attributes and methods of its class on units; ``_TABLE`` lists them.
 
     Each logs once what replaces it. A name that the user's class, or a module of it, has for itself is left alone.
 
-    [Note: written out] ``unit.module`` is the unit, so whoever unwraps for as long as there is a ``module`` would never
-    end (transformers' ``unwrap_model``, accelerate's with ``recursive=True``, and many scripts). All of them ask first,
-    with ``hasattr`` or ``getattr``, and are told that there is none: ``module`` and ``_fsdp_wrapped_module`` are there
+    [Note: attribute access] ``unit.module`` is the unit, so a loop that unwraps for as long as there is a ``module``
+    would never end (transformers' ``unwrap_model``, accelerate's with ``recursive=True``, and many scripts). All of them
+    ask first, with ``hasattr`` or ``getattr``, and are told that there is none: ``module`` and ``_fsdp_wrapped_module`` are there
     only where the name is written out as an attribute.
 
     The names are entries of the class that ``fully_shard`` made, not of the modules: they are no child and no state,
@@ -53,23 +53,23 @@ def open_fsdp1_attributes(model: nn.Module) -> None:
             continue
         cls = type(unit)
         _refuse_saving_shards(cls)
-        taken = _TAKEN.setdefault(cls, set())
+        in_use = _NAMES_IN_USE.setdefault(cls, set())
         for name, attribute in _ATTRIBUTES.items():
             is_ours = vars(cls).get(name) is attribute
             if (not is_ours and inspect.getattr_static(cls, name, _MISSING) is not _MISSING) or _has(unit, name):
-                taken.add(name)
+                in_use.add(name)
                 if is_ours:  # torch.compile would meet it in the forward of this one
                     delattr(cls, name)
-            elif name not in taken:
+            elif name not in in_use:
                 setattr(cls, name, attribute)
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    return any(name in held for held in (vars(module), module._modules, module._parameters, module._buffers))
+    return any(name in names for names in (vars(module), module._modules, module._parameters, module._buffers))
 
 
 @functools.cache
-def say_what_replaces(name: str, instead: str) -> None:
+def log_replacement(name: str, instead: str) -> None:
     """Say once in this process what a script would write now."""
     log.warning("%s is FSDP1's: %s", name, instead)
 
@@ -77,8 +77,8 @@ def say_what_replaces(name: str, instead: str) -> None:
 class _FSDP1Attribute:
     """An entry of a class that is found only where a module has nothing else under the name."""
 
-    def __init__(self, name: str, value: Callable[[nn.Module], Any], instead: str, written_out: bool) -> None:
-        self.name, self.value, self.instead, self.written_out = name, value, instead, written_out
+    def __init__(self, name: str, value: Callable[[nn.Module], Any], instead: str, only_attribute_access: bool) -> None:
+        self.name, self.value, self.instead, self.only_attribute_access = name, value, instead, only_attribute_access
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
@@ -87,16 +87,16 @@ class _FSDP1Attribute:
             # A child, a parameter or a buffer, and what the user's class or a checkpointing wrapper hands on.
             return module.__getattr__(self.name)
         except AttributeError:
-            if self.written_out:
-                if not _is_written_out(sys._getframe(1)):
+            if self.only_attribute_access:
+                if not _is_attribute_access(sys._getframe(1)):
                     raise
                 _refuse_endless(sys._getframe(1), self.name)
-        say_what_replaces(f"module.{self.name}", self.instead)
+        log_replacement(f"module.{self.name}", self.instead)
         return self.value(module)
 
 
-def _is_written_out(caller: FrameType) -> bool:
-    """Whether the caller's source says ``x.name``, rather than ``hasattr(x, "name")``; see [Note: written out]."""
+def _is_attribute_access(caller: FrameType) -> bool:
+    """Whether the caller's source says ``x.name``, rather than ``hasattr(x, "name")``; see [Note: attribute access]."""
     return dis.opname[caller.f_code.co_code[caller.f_lasti]] in ("LOAD_ATTR", "LOAD_METHOD")
 
 
@@ -199,7 +199,7 @@ def _refuse_comm_hook(unit: nn.Module) -> Callable[..., None]:
 
 
 _IS_THE_MODULE = "fully_shard wraps nothing, so the module itself is what you hold"
-# By name: the value for a unit, what replaces it, and whether only `unit.name` finds it (see [Note: written out]).
+# By name: the value for a unit, what replaces it, and whether only `unit.name` finds it (see [Note: attribute access]).
 _TABLE: dict[str, tuple[Callable[[nn.Module], Any], str, bool]] = {
     "module": (_wrapped, _IS_THE_MODULE, True),
     "_fsdp_wrapped_module": (

@@ -21,7 +21,7 @@ def _as_key(name: str, default: Any, **changed: Any) -> Row:
     return replace(KEYS_BY_NAME[name], default=default, elsewhere="", **changed)
 
 
-def _in_words(name: str, text: str) -> Takes:
+def _enum_values(name: str, text: str) -> Takes:
     """The values of the key, which the class takes as an enum's members."""
     return replace(KEYS_BY_NAME[name].takes, text=text)
 
@@ -41,7 +41,7 @@ CLASS_ARGUMENTS: tuple[Row, ...] = (
     _as_key("process_group", None, takes=_no_text("a ProcessGroup, or a pair of these"),
             meaning="the ranks that shard; a pair (shard, replicate) for hybrid strategies",
             reason="gradients are averaged within a group; all ranks call the constructor, each with its own group"),
-    _as_key("sharding_strategy", None, takes=_in_words("sharding_strategy", "a ShardingStrategy, or None"),
+    _as_key("sharding_strategy", None, takes=_enum_values("sharding_strategy", "a ShardingStrategy, or None"),
             reason="None is FULL_SHARD, which frees parameters after forward; SHARD_GRAD_OP "
             "keeps them; hybrid strategies shard within a node and replicate across nodes, unless process_group or "
             "device_mesh says other ranks; NO_SHARD is a 2-D mesh with one rank on its shard axis"),
@@ -52,7 +52,7 @@ CLASS_ARGUMENTS: tuple[Row, ...] = (
         meaning="which modules below the wrapped one become FSDP instances",
         reason="torch's own walk by the policy: the same modules, each one unit"),
     _as_key("backward_prefetch", "BACKWARD_PRE",
-            takes=_in_words("backward_prefetch", "a BackwardPrefetch, or None"),
+            takes=_enum_values("backward_prefetch", "a BackwardPrefetch, or None"),
             meaning="when backward gathers the next unit: BACKWARD_PRE, BACKWARD_POST, or None for not at all"),
     _as_key("mixed_precision", None, takes=_no_text("a MixedPrecision, or None"), nested=_PRECISION,
             meaning="dtypes of parameters, reductions and buffers; None is full precision",

@@ -46,7 +46,7 @@ def refuse_experts(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable
         )
 
 
-def notes_of_siblings(modules: Mapping[str, nn.Module], units: Iterable[str]) -> Iterator[str]:
+def notes_on_siblings(modules: Mapping[str, nn.Module], units: Iterable[str]) -> Iterator[str]:
     """Units that may be experts by another name: several modules of one class in a list, which lies in a layer."""
     found = [path for path in units if _is_one_of_several(path, modules) and not _all_run(path, modules)]
     if found:
@@ -71,10 +71,10 @@ def notes_of_hooks(modules: Mapping[str, nn.Module], units: Iterable[str]) -> It
         )
 
 
-def called_experts(model: nn.Module) -> Iterator[nn.Module]:
+def experts_by_name(model: nn.Module) -> Iterator[nn.Module]:
     """The modules that a model calls experts, by their own or their list's name."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    yield from (module for path, module in modules.items() if path and _is_called_expert(path, modules))
+    yield from (module for path, module in modules.items() if path and _has_expert_name(path, modules))
 
 
 def expert_blocks(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable[str]) -> tuple[ExpertBlock, ...]:
@@ -84,7 +84,7 @@ def expert_blocks(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable[
         modules: Those of the model, by every path.
         units: The paths of what is chosen, by whomever.
     """
-    found = {expert for path in units for expert in _experts_around(path, modules, wrap)}
+    found = {expert for path in units for expert in _enclosing_experts(path, modules, wrap)}
     blocks: dict[str, list[str]] = {}
     for path in modules:
         if path in found:
@@ -92,12 +92,12 @@ def expert_blocks(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable[
     return tuple(ExpertBlock(block=block, experts=tuple(experts)) for block, experts in blocks.items())
 
 
-def _experts_around(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> Iterator[str]:
+def _enclosing_experts(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> Iterator[str]:
     """The expert that a unit is, or is a part of; several, where an expert is made of experts."""
     above = [each for each in ancestors_or_self(path)[-2::-1] if not _all_run(each, modules)]
     experts = [each for each in above if _is_named_expert(each, modules, wrap)]
     yield from experts[:1] or [each for each in above if _is_sibling(each, modules)][:1]
-    yield from (each for each in experts[1:] if _is_called_expert(each, modules))
+    yield from (each for each in experts[1:] if _has_expert_name(each, modules))
 
 
 def _caller(expert: str, modules: Mapping[str, nn.Module]) -> str:
@@ -114,17 +114,17 @@ def _is_expert(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> bool:
 
 def _is_named_expert(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> bool:
     is_shared = "shared" in path.rpartition(".")[2].casefold()  # runs on every rank, before the others or after them
-    return (type(modules[path]).__name__ in wrap.experts and not is_shared) or _is_called_expert(path, modules)
+    return (type(modules[path]).__name__ in wrap.experts and not is_shared) or _has_expert_name(path, modules)
 
 
-def _is_called_expert(path: str, modules: Mapping[str, nn.Module]) -> bool:
+def _has_expert_name(path: str, modules: Mapping[str, nn.Module]) -> bool:
     """``expert_0`` anywhere; members of ``experts``, of a list in there, and of any list that is called like it. Shared
     experts all run, and so does a module that holds all experts in one weight."""
-    *_, around, holder, name = ("", "", *path.casefold().split("."))
+    *_, list_name, holder, name = ("", "", *path.casefold().split("."))
     if _NUMBERED.fullmatch(name):
         return "shared" not in name
     is_member = name.isdecimal() or _is_in_list(path, modules)  # of nn.Sequential, too
-    return is_member and any("expert" in each and "shared" not in each for each in (holder, _plural(around)))
+    return is_member and any("expert" in each and "shared" not in each for each in (holder, _plural(list_name)))
 
 
 def _plural(name: str) -> str:

@@ -19,12 +19,12 @@ from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.wrap import WrapKind
 from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.fsdp1.checkpointed import choose_checkpointed
 from composer_fsdp2.fsdp1.children import hook_of, is_metric, wrapped_children
-from composer_fsdp2.fsdp1.experts import expert_blocks, notes_of_hooks, notes_of_siblings, refuse_experts
+from composer_fsdp2.fsdp1.experts import expert_blocks, notes_of_hooks, notes_on_siblings, refuse_experts
+from composer_fsdp2.fsdp1.modality_towers import notes_on_towers, notes_on_trained_towers, tower_models
 from composer_fsdp2.fsdp1.module_settings import read_overrides
 from composer_fsdp2.fsdp1.policies import Policy, read_policy
-from composer_fsdp2.fsdp1.recomputed import choose_recomputed
-from composer_fsdp2.fsdp1.towers import notes_of_towers, notes_of_trained_towers, tower_models
 from composer_fsdp2.sharding.frozen import choose_frozen
 from composer_fsdp2.sharding.materialize import Initializers
 from composer_fsdp2.sharding.modules import has_forward, ignored_modules
@@ -57,12 +57,12 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
     chosen, notes = _choose_units(model, modules, config, roots, searched, precision)
     blocks = () if config.idle_experts is None else expert_blocks(modules, config.wrap, chosen)
     units, frozen = {*chosen, *roots}, {*choose_frozen(model, config.freeze, config.train_only).names}
-    of_towers: tuple[TowerModel, ...] = ()
+    towers: tuple[TowerModel, ...] = ()
     if config.idle_towers is None:
-        notes = (*notes, *notes_of_trained_towers(modules, units, frozen))
+        notes = (*notes, *notes_on_trained_towers(modules, units, frozen))
     else:
-        of_towers = tower_models(modules, units, config.idle_towers, frozen)
-    checkpointed, more_notes = choose_recomputed(model, modules, config, roots)
+        towers = tower_models(modules, units, config.idle_towers, frozen)
+    checkpointed, more_notes = choose_checkpointed(model, modules, config, roots)
     return ModelChoices(
         roots=tuple(roots),
         excluded={name: _why_excluded(child) for name, child in others.items()},
@@ -70,8 +70,8 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
         chosen=chosen,
         checkpointed=checkpointed,
         expert_blocks=blocks,
-        tower_models=of_towers,
-        notes=(*notes, *_notes_of_idle(config, blocks, of_towers), *more_notes),
+        tower_models=towers,
+        notes=(*notes, *_notes_on_unused_keys(config, blocks, towers), *more_notes),
     )
 
 
@@ -104,39 +104,39 @@ def _choose_units(
             reader.read_below_unwrapped(name, child, child)
     if policy is None:
         return reader.choices, tuple(notes_of_hooks(modules, reader.choices)) if config.idle_experts is None else ()
-    units = [path for path in reader.meant if path in reader.choices]
-    notes = [*policy.in_vain(reader.meant.values()), *_notes_of_hooks(model, modules, reader.against_policy)]
+    units = [path for path in reader.policy_choices if path in reader.choices]
+    notes = [*policy.unmatched(reader.policy_choices.values()), *_notes_of_hooks(model, modules, reader.contradicting)]
     if config.idle_experts is None:
         refuse_experts(modules, config.wrap, units)
-        notes += notes_of_siblings(modules, units)
+        notes += notes_on_siblings(modules, units)
     if config.idle_towers is None:
-        notes += notes_of_towers(modules, config.wrap, units)
+        notes += notes_on_towers(modules, config.wrap, units)
     return reader.choices, tuple(notes)
 
 
-def _notes_of_idle(
-    config: ShardingConfig, blocks: Sequence[ExpertBlock], of_towers: Sequence[TowerModel]
+def _notes_on_unused_keys(
+    config: ShardingConfig, blocks: Sequence[ExpertBlock], towers: Sequence[TowerModel]
 ) -> Iterator[str]:
     if config.idle_experts is not None and not blocks:
         yield (
             "idle_experts is given, and no expert is a unit of its own, so it does nothing: every rank gathers a "
             "layer's experts with the layer"
         )
-    if config.idle_towers is not None and not of_towers:
+    if config.idle_towers is not None and not towers:
         yield (
             "idle_towers is given, and no unit lies in a part that a batch may not enter, so it does nothing: every "
             "rank gathers such a part with the unit around it"
         )
 
 
-def _notes_of_hooks(model: nn.Module, modules: Mapping[str, nn.Module], against: Sequence[str]) -> Iterator[str]:
+def _notes_of_hooks(model: nn.Module, modules: Mapping[str, nn.Module], contradicting: Sequence[str]) -> Iterator[str]:
     """What the model's own words are to a policy: not asked, or ahead of it."""
-    against = [path for path in against if next(modules[path].parameters(), None) is not None]
-    unasked = [name for name, child in model.named_children() if hook_of(child, "fsdp_wrap_fn") is not None]
-    if unasked:
-        yield f"wrap_policy is given, so the fsdp_wrap_fn of {and_more(unasked)} is not asked"
-    if against:
-        yield f"_fsdp_wrap on {and_more(against)} takes precedence over wrap_policy"
+    contradicting = [path for path in contradicting if next(modules[path].parameters(), None) is not None]
+    ignored_fns = [name for name, child in model.named_children() if hook_of(child, "fsdp_wrap_fn") is not None]
+    if ignored_fns:
+        yield f"wrap_policy is given, so the fsdp_wrap_fn of {and_more(ignored_fns)} is not asked"
+    if contradicting:
+        yield f"_fsdp_wrap on {and_more(contradicting)} takes precedence over wrap_policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +150,8 @@ class _Reader:
         policy: Asked instead of the functions, if there is one.
         units: Those that are units by now, roots among them; another child's function is not asked about them.
         choices: By path.
-        meant: What the policy chose, by path, whatever an attribute says.
-        against_policy: The paths of those whose attribute says otherwise than the policy.
+        policy_choices: What the policy chose, by path, whatever an attribute says.
+        contradicting: The paths of those whose attribute says otherwise than the policy.
     """
 
     read: Callable[[Mapping[str, Any], str], UnitOverrides]
@@ -159,8 +159,8 @@ class _Reader:
     policy: Policy | None = None
     units: set[nn.Module] = field(default_factory=set)
     choices: dict[str, Choice] = field(default_factory=dict)
-    meant: dict[str, nn.Module] = field(default_factory=dict)
-    against_policy: list[str] = field(default_factory=list)
+    policy_choices: dict[str, nn.Module] = field(default_factory=dict)
+    contradicting: list[str] = field(default_factory=list)
 
     def read_below_root(self, path: str, root: nn.Module, child: nn.Module) -> None:
         """Read the modules below a root; of a container the members are roots."""
@@ -199,7 +199,7 @@ class _Reader:
         if hasattr(module, "_fsdp_wrap"):
             choice = Choice(chosen_by="_fsdp_wrap") if module._fsdp_wrap else None
             if self.policy is not None and (choose(path, module) is None) is not (choice is None):
-                self.against_policy.append(path)
+                self.contradicting.append(path)
         else:
             choice = choose(path, module)
         if choice is not None:
@@ -209,14 +209,14 @@ class _Reader:
     def _by_policy(self, chosen: Mapping[nn.Module, str], path: str, module: nn.Module) -> Choice | None:
         if module not in chosen:
             return None
-        self.meant[path] = module
+        self.policy_choices[path] = module
         return Choice(chosen_by=chosen[module])
 
     def _by_function(self, child: nn.Module, path: str, module: nn.Module) -> Choice | None:
-        answer = _answer(path, module, child)
-        if not answer:  # an empty dict was False to FSDP1
+        returned = _call_wrap_fn(path, module, child)
+        if not returned:  # an empty dict was False to FSDP1
             return None
-        overrides = self._overrides(dict(answer), path) if isinstance(answer, dict) else UnitOverrides()
+        overrides = self._overrides(dict(returned), path) if isinstance(returned, dict) else UnitOverrides()
         return Choice(chosen_by="fsdp_wrap_fn", overrides=overrides)
 
     def _overrides(self, given: Mapping[str, Any], path: str) -> UnitOverrides:
@@ -226,23 +226,23 @@ class _Reader:
             return UnitOverrides(given=given, refused=error)
 
 
-def _answer(path: str, module: nn.Module, child: nn.Module) -> bool | dict[str, Any]:
+def _call_wrap_fn(path: str, module: nn.Module, child: nn.Module) -> bool | dict[str, Any]:
     """What the child's function says of a module."""
     wrap_fn = hook_of(child, "fsdp_wrap_fn")
     if wrap_fn is None:
         return False
     try:
-        answer = wrap_fn(module)
+        returned = wrap_fn(module)
     except Exception as error:
         raise PlanError(
             f"fsdp_wrap_fn raised {type(error).__name__} for module {path!r} ({type(module).__name__}): {error}"
         ) from error
-    if not isinstance(answer, bool | dict):
+    if not isinstance(returned, bool | dict):
         raise PlanError(
-            f"fsdp_wrap_fn returned {answer!r} ({type(answer).__name__}) for module {path!r}; "
+            f"fsdp_wrap_fn returned {returned!r} ({type(returned).__name__}) for module {path!r}; "
             "it must return True, False or a dict of settings for that unit"
         )
-    return answer
+    return returned
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -172,8 +172,8 @@ def _ignored_modules(finding: Finding, context: Context) -> Finding:
 
 def _low_precision_grads(finding: Finding, context: Context) -> Finding:
     """A MixedPrecision object carries the key as well, and was what FSDP1 read whatever stood beside it."""
-    is_asked = context.mixed_precision.gradients is not GradientDtype.OF_PARAMETER
-    return replace(finding, value=True) if is_asked else _neutral(finding)
+    is_requested = context.mixed_precision.gradients is not GradientDtype.OF_PARAMETER
+    return replace(finding, value=True) if is_requested else _neutral(finding)
 
 
 def _gradient_sync(finding: Finding, context: Context) -> Finding:
@@ -296,7 +296,7 @@ _PREFIXES = takes_by("a list of prefixes of parameters' names, or null", parse_f
 _PATTERNS = takes_by("a list of regular expressions of parameters' names, or null", parse_train_only)
 
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
-_KEPT = "Composer reads it from the same configuration object, as before"
+_READ_BY_COMPOSER = "Composer reads it from the same configuration object, as before"
 # FSDP2Config has few keys (composer/utils/parallelism.py); every other one is dropped.
 IGNORED_BY_COMPOSER = _IGNORED = "plain Composer 0.32.1 ignores it under FSDP2, with a warning"
 _READ = "plain Composer 0.32.1 reads it as well, under FSDP_VERSION=2"
@@ -320,7 +320,7 @@ _ROWS: tuple[Key, ...] = (
         reason="the same wrapper, around the checkpointing one", elsewhere=_READ),
     Key(name="auto_wrap", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_unless_default,
         meaning="only gates load_monolith_rank0_only; wrapping itself never read it",
-        reason=f"it decides nothing about sharding; {_KEPT}"),
+        reason=f"it decides nothing about sharding; {_READ_BY_COMPOSER}"),
     Key(name="backward_prefetch", fields=("prefetch.backward",), default="BACKWARD_POST", outcome=_APPROXIMATE,
         target="set_modules_to_backward_prefetch; BACKWARD_POST as BACKWARD_PRE", takes=_BACKWARD_PREFETCH,
         decide=_backward_prefetch, rewrite=_rewrite_backward_prefetch,
@@ -374,7 +374,7 @@ _ROWS: tuple[Key, ...] = (
         reason="each rank reads its own part of the file: no rank holds the whole model, and nothing is sent",
         elsewhere=_READ),
     Key(name="load_planner", default=None, outcome=_EXACT, target="", meaning="the DCP planner for loading",
-        reason=_KEPT),
+        reason=_READ_BY_COMPOSER),
     Key(name="mixed_precision", fields=("mixed_precision",), default="DEFAULT", outcome=_EXACT,
         target="MixedPrecisionPolicy, and casts of the buffers", takes=_MIXED_PRECISION,
         nested=(*DTYPE_KEYS, UNREAD_DTYPE_KEY), of_modules=_EXACT,
@@ -389,9 +389,9 @@ _ROWS: tuple[Key, ...] = (
         reason="gradients are averaged within a group only, as under FSDP1",
         elsewhere=f"{_IGNORED}: it shards over all ranks"),
     Key(name="save_planner", default=None, outcome=_EXACT, target="", meaning="the DCP planner for saving",
-        reason=_KEPT),
+        reason=_READ_BY_COMPOSER),
     Key(name="sharded_ckpt_prefix_dir", takes=_OPTIONAL_TEXT, default="ep{epoch}-ba{batch}", outcome=_EXACT, target="",
-        meaning="the folder of each sharded checkpoint", reason=_KEPT),
+        meaning="the folder of each sharded checkpoint", reason=_READ_BY_COMPOSER),
     Key(name="sharding_strategy", fields=("reshard_after_forward", "mesh"), default="FULL_SHARD", outcome=_EXACT,
         target="the mesh and reshard_after_forward", takes=_STRATEGY, decide=_strategy, rewrite=_rewrite_strategy,
         of_modules=_EXACT, meaning="FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or _HYBRID_SHARD_ZERO2",

@@ -15,7 +15,7 @@ from composer_fsdp2.fsdp1.keys import BACKWARD_POST_REASON, KEYS_OF_MODULES, UNR
 from composer_fsdp2.fsdp1.parsing import (
     UNREAD_DTYPE_KEY,
     BackwardPrefetch,
-    GivenPrecision,
+    NamedPrecision,
     ShardingStrategy,
     check_same_reshard,
     mesh_of,
@@ -52,7 +52,7 @@ def read_overrides(
     try:
         for first, second in _synonyms(given):
             raise ConfigError(f"{first} and {second} are both given; keep one", keys=(first, second))
-        values = {key: KEYS_OF_MODULES[key].parse(value) for key, value in _taken(given)}
+        values = {key: KEYS_OF_MODULES[key].parse(value) for key, value in _values_in_effect(given)}
         mesh, reshard = _unit_mesh(given, values, config.mesh), _unit_reshard(values)
         check_reshard_degree(config.reshard_after_forward if reshard is None else reshard, mesh or config.mesh)
         return UnitOverrides(
@@ -74,7 +74,7 @@ def _synonyms(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from combinations([key for key in _MESH_KEYS if key in given], 2)
 
 
-def _taken(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _values_in_effect(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What has an effect; torch's FSDP1 took None for no prefetch."""
     for key, value in given.items():
         if KEYS_OF_MODULES[key].of_modules is not Outcome.UNNEEDED:
@@ -120,11 +120,11 @@ def _unit_precision(
     casts = of_model.cast_root_inputs
     if (policy := values.get("mp_policy")) is not None:
         return replace(policy, cast_root_inputs=casts, buffer_dtype=of_model.buffer_dtype, gradients=of_model.gradients)
-    given: GivenPrecision | MixedPrecision | None = values.get("mixed_precision")
+    given: NamedPrecision | MixedPrecision | None = values.get("mixed_precision")
     if given is None:
         return None
-    if precision is None and isinstance(given, GivenPrecision) and given.word != "FULL":
-        text = f"mixed_precision {given.word} stands for dtypes of the precision; say which: precision=..."
+    if precision is None and isinstance(given, NamedPrecision) and given.name != "FULL":
+        text = f"mixed_precision {given.name} stands for dtypes of the precision; say which: precision=..."
         raise ConfigError(text, keys=("mixed_precision",))
     return replace(mixed_precision_of(given, precision or "fp32"), cast_root_inputs=casts)
 

@@ -67,7 +67,7 @@ STATE_DICT_TYPES = (None, "full", "sharded")
 _DEVICE_TYPES = {"gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
 
 
-def _torchs_own(reading: str, value: object, *args: Any) -> Any:
+def _read_torch_object(reading: str, value: object, *args: Any) -> Any:
     """What ``objects.py`` reads in a value of torch's; None of any other."""
     # None: a test, or a user, keeps torch from being imported.
     return None if sys.modules.get("torch") is None else getattr(_objects(), reading)(value, *args)
@@ -152,7 +152,7 @@ def parse_precision(precision: object, device: object) -> str:
 def mesh_of(mesh: object, device_type: str, key: str, tensor_degree: int = 1) -> MeshSpec:
     """The axes of a DeviceMesh, and of the tensor axis beside it; an error names ``key``."""
     try:
-        spec: MeshSpec | None = _torchs_own("device_mesh", mesh, device_type, tensor_degree)
+        spec: MeshSpec | None = _read_torch_object("device_mesh", mesh, device_type, tensor_degree)
     except ConfigError as error:
         raise ConfigError(f"{key} is {error}", keys=(key,)) from error
     if spec is None:
@@ -205,7 +205,7 @@ def without_shards(mesh: MeshSpec) -> MeshSpec:
 
 
 def _rank_groups(value: object) -> RankGroups:
-    given: RankGroups | None = _torchs_own("process_group", value)
+    given: RankGroups | None = _read_torch_object("process_group", value)
     if given is not None:
         return given
     if isinstance(value, list | tuple) and value and all(type(rank) is int for rank in value):
@@ -238,43 +238,43 @@ def check_same_reshard(of_strategy: bool | int | None, value: bool | int) -> Non
 
 
 @dataclass(frozen=True, slots=True)
-class GivenPrecision:
+class NamedPrecision:
     """A ``mixed_precision`` by Composer's word for it, which stands for dtypes at one of Composer's precisions."""
 
-    word: str
+    name: str
 
 
-_WORDS = {"FULL": (), "DEFAULT": ("param_dtype", "buffer_dtype"), "PURE": DTYPE_KEYS}
+_DTYPE_KEYS_BY_NAME = {"FULL": (), "DEFAULT": ("param_dtype", "buffer_dtype"), "PURE": DTYPE_KEYS}
 
 
-def parse_mixed_precision(value: object) -> GivenPrecision | MixedPrecision:
+def parse_mixed_precision(value: object) -> NamedPrecision | MixedPrecision:
     """A ``mixed_precision`` setting in any of its forms.
 
     FSDP1 cast inputs at roots only (torch's MixedPrecision: cast_root_forward_inputs); so do we.
     """
-    policy: MixedPrecision | None = _torchs_own("mixed_precision", value)
+    policy: MixedPrecision | None = _read_torch_object("mixed_precision", value)
     if policy is not None:
         return policy
     if isinstance(value, Mapping):
         return _dtypes_of(value)
     if isinstance(value, str):
-        return GivenPrecision(_choice(value, {word: word for word in _WORDS}))
+        return NamedPrecision(_choice(value, {name: name for name in _DTYPE_KEYS_BY_NAME}))
     raise ConfigError(
         f"{value!r}; it is FULL, DEFAULT, PURE, a dict of param_dtype, reduce_dtype and buffer_dtype, a MixedPrecision "
         "or a MixedPrecisionPolicy"
     )
 
 
-def mixed_precision_of(given: GivenPrecision | MixedPrecision, precision: str) -> MixedPrecision:
+def mixed_precision_of(given: NamedPrecision | MixedPrecision, precision: str) -> MixedPrecision:
     """The dtypes at one of Composer's precisions: DEFAULT reduces in float32, PURE in the low dtype, too."""
     if isinstance(given, MixedPrecision):
         return given
-    low = dict.fromkeys(_WORDS[given.word], PRECISIONS[precision])
+    low = dict.fromkeys(_DTYPE_KEYS_BY_NAME[given.name], PRECISIONS[precision])
     return MixedPrecision(**({"reduce_dtype": "float32"} | low if low else {}))  # type: ignore[arg-type]
 
 
 def parse_mp_policy(value: object) -> MixedPrecision | None:
-    policy: MixedPrecision | None = _torchs_own("mp_policy", value)
+    policy: MixedPrecision | None = _read_torch_object("mp_policy", value)
     if value is not None and policy is None:
         raise ConfigError(f"{value!r}; give a MixedPrecisionPolicy")
     return policy
@@ -294,7 +294,7 @@ def _dtype(given: Mapping[str, Any], key: str) -> str | None:
     if value is None:
         return None
     try:
-        name: str | None = _torchs_own("dtype", value)
+        name: str | None = _read_torch_object("dtype", value)
     except ConfigError as error:
         raise ConfigError(f"{dict(given)!r}, in which {key} is {error}") from error
     text = getattr(value, "value", value)
@@ -308,7 +308,7 @@ def _dtype(given: Mapping[str, Any], key: str) -> str | None:
 def parse_offload(value: object) -> bool:
     if value is None or isinstance(value, bool):
         return bool(value)
-    offloads: bool | None = _torchs_own("offloads", value)
+    offloads: bool | None = _read_torch_object("offloads", value)
     if offloads is None:
         raise ConfigError(f"{value!r}; it is true, false, a CPUOffload or an OffloadPolicy")
     return offloads
@@ -317,7 +317,7 @@ def parse_offload(value: object) -> bool:
 def parse_modules(value: object) -> tuple[Any, ...]:
     if value is None or (isinstance(value, list | tuple) and not value):
         return ()
-    modules: Iterable[Any] | None = _torchs_own("modules", value)
+    modules: Iterable[Any] | None = _read_torch_object("modules", value)
     if modules is None:
         raise ConfigError(f"{short(value)}; give a list of modules of the model (from a script)")
     return tuple(modules)

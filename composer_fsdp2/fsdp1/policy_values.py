@@ -29,15 +29,15 @@ def parse_wrap_policy(value: object) -> Wrap:
         if key not in WRAP_KEYS:
             way_out = did_you_mean(key, WRAP_KEYS, f"it takes {', '.join(WRAP_KEYS)}")
             raise ConfigError(f"{short(given)}, with the unknown key {key}{way_out}")
-    held = {key: each for key, each in given.items() if each is not None}
-    if (_CLASSES in held) == (_SIZE in held):
-        fault = "gives both" if _CLASSES in held else "gives neither"
+    present = {key: each for key, each in given.items() if each is not None}
+    if (_CLASSES in present) == (_SIZE in present):
+        fault = "gives both" if _CLASSES in present else "gives neither"
         raise ConfigError(
-            f"{short(given)}, which {fault} {_CLASSES} {'and' if _CLASSES in held else 'nor'} {_SIZE}; give one: "
+            f"{short(given)}, which {fault} {_CLASSES} {'and' if _CLASSES in present else 'nor'} {_SIZE}; give one: "
             f"{_CLASSES} is a list of classes, {AUTO} for those that the model names, or [] for none"
         )
     try:
-        return _wrap_of(held)
+        return _wrap_of(present)
     except ConfigError as error:
         raise ConfigError(f"{short(given)}, in which {error}") from error
 
@@ -46,8 +46,8 @@ def _wrap_of(given: Mapping[str, Any]) -> Wrap:
     embeddings, output = _flag(given, "wrap_embeddings"), _flag(given, "wrap_lm_output")
     experts = _experts(given.get("moe_experts", ()))
     if _SIZE in given:
-        asked = {"wrap_embeddings": embeddings, "wrap_lm_output": output, "moe_experts": experts}
-        beside = next((key for key, each in asked.items() if each), None)
+        others = {"wrap_embeddings": embeddings, "wrap_lm_output": output, "moe_experts": experts}
+        beside = next((key for key, each in others.items() if each), None)
         if beside is not None:
             raise ConfigError(f"{beside} stands beside {_SIZE}, which chooses by size alone; leave one of them out")
         return Wrap(kind=WrapKind.SIZE, min_num_params=_number(given[_SIZE]))

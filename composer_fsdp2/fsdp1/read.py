@@ -18,7 +18,7 @@ FSDP2_DEFAULTS: dict[str, Any] = {row.name: row.defaults[FSDP2_READER] for row i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenConfig:
+class UserConfig:
     """A mapping, or a configuration object read by its attributes.
 
     ``given`` holds only what was set; a default of the object's class was not, and lies in ``defaults`` where it
@@ -31,13 +31,13 @@ class GivenConfig:
     is_fsdp2: bool = False
 
     @classmethod
-    def read(cls, source: object) -> GivenConfig:
+    def read(cls, source: object) -> UserConfig:
         """Read a mapping (OmegaConf's too) or any object with FSDPConfig's or FSDP2Config's attributes.
 
         Raises:
             ConfigError: it is neither.
         """
-        if isinstance(source, GivenConfig):
+        if isinstance(source, UserConfig):
             return source
         source = _resolved(source)
         if isinstance(source, Mapping):
@@ -50,7 +50,7 @@ class GivenConfig:
         return cls._read_object(source)
 
     @classmethod
-    def _read_object(cls, source: object) -> GivenConfig:
+    def _read_object(cls, source: object) -> UserConfig:
         # Composer's State puts the mesh that it built from the degrees into device_mesh; it restates them.
         present = {key: value for key, value in vars(source).items() if key[0] != "_" and key != "device_mesh"}
         set_here: dict[str, Any] = _resolved(present)

@@ -45,7 +45,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 }
 
 
-class _InForce:
+class _ActiveType:
     """The state dict type of one unit, with the hook that carries it out.
 
     Args:
@@ -54,11 +54,11 @@ class _InForce:
 
     def __init__(self, unit: nn.Module, settings: StateDictSettings, keeps: bool) -> None:
         self.settings, self.keeps = settings, keeps
-        self.hook = unit.register_state_dict_post_hook(_present)
+        self.hook = unit.register_state_dict_post_hook(_convert_state_dict)
 
 
 # By unit. A unit without a type returns DTensors, which torch's own functions expect.
-_IN_FORCE: WeakKeyDictionary[nn.Module, _InForce] = WeakKeyDictionary()
+_ACTIVE_TYPES: WeakKeyDictionary[nn.Module, _ActiveType] = WeakKeyDictionary()
 
 
 def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
@@ -95,7 +95,7 @@ def set_state_dict_type(
     before = get_state_dict_type(module)
     keeps = _keeps_full_values(module, settings.state_dict_config)
     for unit in fsdp_modules(module):
-        _put(unit, settings, keeps)
+        _set_type(unit, settings, keeps)
     return before
 
 
@@ -106,7 +106,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         CallError: units have different settings.
     """
     default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
-    found = [_IN_FORCE[unit].settings if unit in _IN_FORCE else default for unit in fsdp_modules(module)]
+    found = [_ACTIVE_TYPES[unit].settings if unit in _ACTIVE_TYPES else default for unit in fsdp_modules(module)]
     if other := next((each for each in found if each != found[0]), None):
         raise CallError(f"units below one module have different state dict types: {found[0]} and {other}")
     return found[0] if found else default
@@ -120,28 +120,28 @@ def state_dict_type(
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
     """``set_state_dict_type`` for the length of a with block, also if the block raises."""
-    before = {unit: _IN_FORCE.get(unit) for unit in fsdp_modules(module)}
+    before = {unit: _ACTIVE_TYPES.get(unit) for unit in fsdp_modules(module)}
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
         for unit, earlier in before.items():
-            _put(unit, None if earlier is None else earlier.settings, earlier is None or earlier.keeps)
+            _set_type(unit, None if earlier is None else earlier.settings, earlier is None or earlier.keeps)
 
 
 def returns_full_values(unit: nn.Module) -> bool:
     """Whether a script set the type by which ``state_dict()`` of this unit is full on every rank."""
-    found = _IN_FORCE.get(unit)
+    found = _ACTIVE_TYPES.get(unit)
     return found is not None and found.settings.state_dict_config == FullStateDictConfig(
         offload_to_cpu=found.settings.state_dict_config.offload_to_cpu
     )
 
 
-def _put(unit: nn.Module, settings: StateDictSettings | None, keeps: bool) -> None:
-    if earlier := _IN_FORCE.pop(unit, None):
+def _set_type(unit: nn.Module, settings: StateDictSettings | None, keeps: bool) -> None:
+    if earlier := _ACTIVE_TYPES.pop(unit, None):
         earlier.hook.remove()
     if settings is not None:
-        _IN_FORCE[unit] = _InForce(unit, settings, keeps)
+        _ACTIVE_TYPES[unit] = _ActiveType(unit, settings, keeps)
 
 
 # These build on the DTensors of a state dict, whatever type a script has set.
@@ -157,12 +157,12 @@ def _called_for_shards() -> bool:
     return False
 
 
-def _present(unit: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def _convert_state_dict(unit: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """After ``state_dict`` of a unit and of all below it. Called on all ranks, for FULL; gathers one tensor at a time.
 
     As under FSDP1, a rank that keeps nothing keeps the entries of modules outside of all units.
     """
-    found = _IN_FORCE.get(unit)  # None for a copy of a unit, which has its hooks alone
+    found = _ACTIVE_TYPES.get(unit)  # None for a copy of a unit, which has its hooks alone
     if found is None or _called_for_shards():
         return
     config, is_full, keeps = found.settings.state_dict_config, found.settings.state_dict_type is FULL, found.keeps
@@ -424,7 +424,7 @@ def _state_by_position(
 ) -> dict[str, Any]:
     by_name = {without_wrappers(name): each for name, each in model.named_parameters(remove_duplicate=False)}
     places = {parameter: place for place, parameter in enumerate(parameters)}
-    groups, entries = _sent_by_rank_0(given) if rank0_only else _entries(given or {})
+    groups, entries = _broadcast_from_rank_0(given) if rank0_only else _entries(given or {})
     of_groups = [without_wrappers(name) for group in groups for name in group["params"]]
     if unknown := [name for name in of_groups if by_name.get(name) not in places]:
         raise CallError(f"optimizer state of parameters that this optimizer does not have: {and_more(unknown, 5)}")
@@ -462,12 +462,12 @@ def _entries(given: Mapping[str, Any]) -> _Entries:
     )
 
 
-def _sent_by_rank_0(given: Mapping[str, Any] | None) -> _Entries:
+def _broadcast_from_rank_0(given: Mapping[str, Any] | None) -> _Entries:
     """Rank 0's. Called on all ranks; a broadcast of the names and numbers, and one for each tensor as it is read."""
     is_first, device = dist.get_rank() == 0, device_of_group()
     groups, entries = _entries(given if is_first and given else {})
     own = list(entries)
-    sent: list[Any] = [groups, [(name, key, _described(value)) for name, key, value in own]]
+    sent: list[Any] = [groups, [(name, key, _metadata_of(value)) for name, key, value in own]]
     dist.broadcast_object_list(sent, src=0)
 
     def values() -> Iterator[tuple[str, str, Any]]:
@@ -491,7 +491,7 @@ class _Tensor(NamedTuple):
     dtype: torch.dtype
 
 
-def _described(value: Any) -> Any:
+def _metadata_of(value: Any) -> Any:
     return _Tensor(value.shape, value.dtype) if isinstance(value, torch.Tensor) and value.dim() else value
 
 

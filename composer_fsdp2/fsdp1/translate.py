@@ -34,7 +34,7 @@ from composer_fsdp2.fsdp1.parsing import (
     parse_precision,
     without_shards,
 )
-from composer_fsdp2.fsdp1.read import GivenConfig
+from composer_fsdp2.fsdp1.read import UserConfig
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def translate(
     resolved, a launcher has said how many ranks a node has. Imports torch only where the device is not given, or is
     torch's own object.
     """
-    given = GivenConfig.read(fsdp_config)
+    given = UserConfig.read(fsdp_config)
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise ConfigError(f"world_size is {short(world_size)}; give the number of ranks, or None")
     context, reshard, checkpointing = _read(given, precision, device, (world_size, tensor_parallel_degree))
@@ -112,7 +112,7 @@ def translate(
 
 
 def _read(
-    given: GivenConfig, precision: object, device: object, ranks: tuple[int | None, int]
+    given: UserConfig, precision: object, device: object, ranks: tuple[int | None, int]
 ) -> tuple[Context, bool | int, ActivationCheckpointing]:
     """What the keys mean, each and together; what is wrong with them is raised in one error.
 
@@ -130,7 +130,7 @@ def _read(
     checkpointing = problems.catch(_activation_checkpointing, values, name)
     if mesh is not None and reshard is not None:
         problems.catch(check_reshard_degree, reshard, mesh)
-        problems.catch(_refuse_beside_axes, values, mesh)
+        problems.catch(_check_parallel_degrees, values, mesh)
     problems.raise_all()
     assert mesh is not None and reshard is not None and checkpointing is not None
     mixed_precision = _mixed_precision(given, values, name)
@@ -139,14 +139,14 @@ def _read(
 
 
 def _config(
-    given: GivenConfig, context: Context, reshard: bool | int, checkpointing: ActivationCheckpointing
+    given: UserConfig, context: Context, reshard: bool | int, checkpointing: ActivationCheckpointing
 ) -> ShardingConfig:
     values = context.values
     config = ShardingConfig(
         mesh=context.mesh,
         reshard_after_forward=reshard,
         mixed_precision=context.mixed_precision,
-        cpu_offload=values[_given_of(given, "offload_policy", "cpu_offload")],
+        cpu_offload=values[_key_in_effect(given, "offload_policy", "cpu_offload")],
         activation_checkpointing=checkpointing,
         prefetch=_prefetch(values),
         sync_module_states=_sync_module_states(given, values),
@@ -180,7 +180,7 @@ class _Problems:
 class _Values(Mapping[str, Any]):
     """What each key means, given or not; whoever asks for one with a bad value gets its error again."""
 
-    def __init__(self, given: GivenConfig, problems: _Problems) -> None:
+    def __init__(self, given: UserConfig, problems: _Problems) -> None:
         for name in given.given:
             problems.catch(_known, name)
         self._given, self._found, self._errors = given, dict[str, Any](), dict[str, ConfigError]()
@@ -193,11 +193,11 @@ class _Values(Mapping[str, Any]):
 
     def _value(self, row: Key) -> Any:
         value = self._given[row.name]
-        if value is None and self._is_left_open(row) and not row.takes.fits(None):
+        if value is None and self._is_unset(row) and not row.takes.fits(None):
             return None
         return row.parse(value, "fsdp_config.")
 
-    def _is_left_open(self, row: Key) -> bool:
+    def _is_unset(self, row: Key) -> bool:
         """Whether None says nothing: as FSDP2Config's own default, or beside a key that says it instead."""
         others = (other.name for other in KEYS if row.name in other.instead_of)
         given = self._given.given
@@ -236,7 +236,7 @@ def _with_fields(config: ShardingConfig, values: Mapping[str, Any]) -> ShardingC
 
 
 def _mesh(
-    given: GivenConfig, values: Mapping[str, Any], device_type: str, world_size: int | None, tensor_degree: int
+    given: UserConfig, values: Mapping[str, Any], device_type: str, world_size: int | None, tensor_degree: int
 ) -> MeshSpec:
     is_implied = "reshard_after_forward" in given.given and "sharding_strategy" not in given.given
     strategy = None if is_implied else values["sharding_strategy"]  # a pair of groups is a hybrid in FSDP2's words
@@ -264,7 +264,7 @@ def _mesh(
     return without_shards(spec)
 
 
-def _refuse_beside_axes(values: Mapping[str, Any], mesh: MeshSpec) -> None:
+def _check_parallel_degrees(values: Mapping[str, Any], mesh: MeshSpec) -> None:
     """What sequences or experts cannot be divided beside; ``parallel/`` asks the same of each unit."""
     if values["context_parallel_degree"] > 1:
         check_split_sequences(mesh)
@@ -299,7 +299,7 @@ _BESIDE_TENSOR_AXIS = {
 }
 
 
-def _reshard_after_forward(given: GivenConfig, values: Mapping[str, Any]) -> bool | int:
+def _reshard_after_forward(given: UserConfig, values: Mapping[str, Any]) -> bool | int:
     strategy: ShardingStrategy = values["sharding_strategy"]
     if "reshard_after_forward" not in given.given:
         is_of_class = "reshard_after_forward" in given.defaults and "sharding_strategy" not in given.given
@@ -310,13 +310,13 @@ def _reshard_after_forward(given: GivenConfig, values: Mapping[str, Any]) -> boo
     return value
 
 
-def _given_of(given: GivenConfig, policy: str, key: str) -> str:
+def _key_in_effect(given: UserConfig, policy: str, key: str) -> str:
     """Which of two keys for one thing holds: the policy in FSDP2's words, where it is given, or FSDP1's key."""
     return policy if given.given.get(policy) is not None else key
 
 
-def _mixed_precision(given: GivenConfig, values: Mapping[str, Any], precision: str) -> MixedPrecision:
-    found = mixed_precision_of(values[_given_of(given, "mp_policy", "mixed_precision")], precision)
+def _mixed_precision(given: UserConfig, values: Mapping[str, Any], precision: str) -> MixedPrecision:
+    found = mixed_precision_of(values[_key_in_effect(given, "mp_policy", "mixed_precision")], precision)
     return replace(found, gradients=GradientDtype.AS_REDUCED) if values["keep_low_precision_grads"] else found
 
 
@@ -342,7 +342,7 @@ def _activation_checkpointing(values: Mapping[str, Any], precision: str) -> Acti
     return ActivationCheckpointing(transformer_engine=is_te)
 
 
-def _sync_module_states(given: GivenConfig, values: Mapping[str, Any]) -> bool | None:
+def _sync_module_states(given: UserConfig, values: Mapping[str, Any]) -> bool | None:
     """Rank 0 alone reads a monolithic checkpoint, so the others need what it read."""
     if "sync_module_states" not in given.given and values["load_monolith_rank0_only"]:
         return True
@@ -350,7 +350,7 @@ def _sync_module_states(given: GivenConfig, values: Mapping[str, Any]) -> bool |
     return value
 
 
-def _contradictions(given: GivenConfig, values: Mapping[str, Any]) -> None:
+def _contradictions(given: UserConfig, values: Mapping[str, Any]) -> None:
     problems = _Problems()
     for row in KEYS:
         for other in row.instead_of:
@@ -360,7 +360,7 @@ def _contradictions(given: GivenConfig, values: Mapping[str, Any]) -> None:
     problems.raise_all()
 
 
-def _synonyms(given: GivenConfig, pair: tuple[str, str]) -> None:
+def _synonyms(given: UserConfig, pair: tuple[str, str]) -> None:
     """Given together they would have to agree, and only one can be meant."""
     if all(given.given.get(name) is not None for name in pair):
         first, second = pair

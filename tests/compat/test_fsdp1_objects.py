@@ -417,7 +417,7 @@ def test_isinstance():
 
 def check_plain_save(folder: str) -> list[str]:
     from composer_fsdp2.compat import fsdp2
-    from composer_fsdp2.fsdp1.attributes import say_what_replaces
+    from composer_fsdp2.fsdp1.attributes import log_replacement
 
     lines: list[str] = []
     handler = logging.Handler()
@@ -425,7 +425,7 @@ def check_plain_save(folder: str) -> list[str]:
     model, _ = model_and_optimizer(by_us)
     log = logging.getLogger("composer_fsdp2")
     log.addHandler(handler)
-    say_what_replaces.cache_clear()  # an earlier test may have been told
+    log_replacement.cache_clear()  # an earlier test may have been told
     with fsdp2():  # torch.save is a name in a module that the oracle's FSDP2 passes over
         torch.save({"model": get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))}, io.BytesIO())
         torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder)

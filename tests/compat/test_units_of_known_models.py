@@ -12,7 +12,7 @@ from torch import nn
 
 from composer_fsdp2 import ShardingConfig, UnsupportedError, plan_sharding
 from composer_fsdp2.config.wrap import Wrap, WrapKind
-from composer_fsdp2.fsdp1.towers import towers
+from composer_fsdp2.fsdp1.modality_towers import find_towers
 
 pytestmark = [pytest.mark.composer, pytest.mark.foundry]
 
@@ -29,7 +29,7 @@ def test_units_in_a_tower_are_told(folder: str):
 
     def check(model_of: Any, tower: str, first: str, layer: str) -> None:
         model = model_of()
-        assert towers(dict(model.named_modules())) == [tower]
+        assert find_towers(dict(model.named_modules())) == [tower]
         ends = Wrap(kind=WrapKind.CLASSES, embeddings=True, output=True)
         for wrap in (AUTO, ends):
             [note] = notes_of(model, wrap)
@@ -64,7 +64,7 @@ def test_what_trains_in_a_tower_alone_is_told(folder: str):
 @on_ranks(1)
 def test_layers_that_attend_to_images_are_towers(folder: str):
     """Text without an image passes over them, as over the vision tower."""
-    found = towers(dict(mllama().named_modules()))
+    found = find_towers(dict(mllama().named_modules()))
     assert found == ["model.vision_model", "model.language_model.model.layers.1"]
 
 
@@ -101,7 +101,7 @@ HAVE_EXPERTS = {"qwen2-moe", "switch"}
 def test_models_that_each_batch_runs_whole_are_not_warned_of(folder: str):
     """A warning in every run of everybody's model is read by nobody, and the one that matters is lost in it."""
     for name, model in models_without_towers().items():
-        assert towers(dict(model.named_modules())) == [], name
+        assert find_towers(dict(model.named_modules())) == [], name
         policies = [Wrap(kind=WrapKind.SIZE, min_num_params=size) for size in (1000, 3000)]
         for wrap in policies if name == "mpt" else [AUTO, *policies]:  # MPT names no classes of its own
             told = warned_of(model, wrap)

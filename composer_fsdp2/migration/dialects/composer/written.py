@@ -10,7 +10,7 @@ from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.sharding import ActivationCheckpointing, GradientDtype, MixedPrecision
 from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Key, KeyGroup
 from composer_fsdp2.fsdp1.parallel_values import idle_towers_value, tiled_mlp_value
-from composer_fsdp2.fsdp1.parsing import BackwardPrefetch, GivenPrecision, mixed_precision_of
+from composer_fsdp2.fsdp1.parsing import BackwardPrefetch, NamedPrecision, mixed_precision_of
 from composer_fsdp2.fsdp1.policy_values import checkpointed_value, freeze_value, wrap_policy_value
 from composer_fsdp2.migration.lens import Lens, Limitation, limits, unless
 from composer_fsdp2.migration.run import RunConfig
@@ -36,7 +36,7 @@ def _mixed_precision(run: RunConfig) -> str | dict[str, str]:
     asked = run.config.mixed_precision
     dtypes = {name: getattr(asked, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
     for word in ("FULL", "DEFAULT", "PURE"):
-        if mixed_precision_of(GivenPrecision(word), run.precision) == MixedPrecision(**dtypes):
+        if mixed_precision_of(NamedPrecision(word), run.precision) == MixedPrecision(**dtypes):
             return word
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 

@@ -18,7 +18,7 @@ CheckFn = Callable[[nn.Module], Any]
 _POLICY = "activation_checkpointing_policy"
 
 
-def choose_recomputed(
+def choose_checkpointed(
     model: nn.Module, modules: Mapping[str, nn.Module], config: ShardingConfig, roots: Mapping[str, nn.Module]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The paths of what is recomputed or offloaded, and what the report says of the classes that choose it."""
@@ -62,9 +62,12 @@ def _notes_of_policy(
     checkpointed: Sequence[str],
 ) -> Iterator[str]:
     """Whom the configuration keeps from choosing, and what it chose in vain."""
-    unasked = [name for name, child in roots.items() if hook_of(child, "activation_checkpointing_fn")]
-    if unasked:
-        yield f"{_POLICY} takes the place of the activation_checkpointing_fn of {and_more(unasked)}, which is not asked"
+    ignored_fns = [name for name, child in roots.items() if hook_of(child, "activation_checkpointing_fn")]
+    if ignored_fns:
+        yield (
+            f"{_POLICY} takes the place of the activation_checkpointing_fn of {and_more(ignored_fns)}, which is not "
+            "asked"
+        )
     # A compiled module is wrapped from outside.
     chosen = [module for path in checkpointed for module in (modules[path], *modules[path].children())]
     for cls in types:

@@ -14,19 +14,19 @@ from composer_fsdp2.config.parallel import TowerModel
 from composer_fsdp2.config.text import and_more, did_you_mean
 from composer_fsdp2.config.wrap import Wrap, WrapKind
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.fsdp1.policies import given_by, input_embeddings, output_embeddings
+from composer_fsdp2.fsdp1.policies import call_getter, input_embeddings, output_embeddings
 from composer_fsdp2.sharding.modules import ancestors_or_self, first_paths, has_forward, is_at_or_under, is_pretrained
 from composer_fsdp2.sharding.ties import join
 
 
-def notes_of_towers(modules: Mapping[str, nn.Module], wrap: Wrap, units: Sequence[str]) -> Iterator[str]:
+def notes_on_towers(modules: Mapping[str, nn.Module], wrap: Wrap, units: Sequence[str]) -> Iterator[str]:
     """What units in such parts may lead to, and what to choose instead.
 
     Args:
         modules: Those of the model, by every path.
         units: The paths of what the policy chose.
     """
-    found = towers(modules)
+    found = find_towers(modules)
     inside = {tower: [path for path in units if is_at_or_under(path, tower)] for tower in found}
     elsewhere = [modules[path] for path in units if not any(is_at_or_under(path, tower) for tower in found)]
     for tower, paths in inside.items():
@@ -36,11 +36,11 @@ def notes_of_towers(modules: Mapping[str, nn.Module], wrap: Wrap, units: Sequenc
                 f"for it does not enter: {and_more(paths)}. Unless every batch of every rank enters it, ranks wait for "
                 "each other without end, or abort; set idle_towers: auto, with which a rank without anything for it "
                 "runs it on an example; or leave it in the unit around it, which is right for any batch, too: "
-                f"{_instead(modules[''], wrap, elsewhere)}"
+                f"{_way_out(modules[''], wrap, elsewhere)}"
             )
 
 
-def notes_of_trained_towers(
+def notes_on_trained_towers(
     modules: Mapping[str, nn.Module], units: Collection[str], frozen: Collection[str]
 ) -> Iterator[str]:
     """What a unit leads to of which nothing but such parts is trained.
@@ -51,7 +51,9 @@ def notes_of_trained_towers(
         frozen: The names of parameters that will not be trained.
     """
     parts = [
-        part for caller, found in _by_caller(modules, towers(modules)) for part in _optional(caller, modules, found)
+        part
+        for caller, found in _group_by_caller(modules, find_towers(modules))
+        for part in _optional(caller, modules, found)
     ]
     if alone := _trained_alone(modules, units, parts, frozen):
         yield (
@@ -80,7 +82,7 @@ def tower_models(
     _refuse_towers(modules, given)
     callers = [
         (caller, found if given else _optional(caller, modules, found))
-        for caller, found in _by_caller(modules, given or towers(modules))
+        for caller, found in _group_by_caller(modules, given or find_towers(modules))
     ]
     alone = _trained_alone(modules, units, [part for _, parts in callers for part in parts], frozen)
     models = (
@@ -90,7 +92,7 @@ def tower_models(
     return tuple(each for each in models if each.towers)
 
 
-def _by_caller(modules: Mapping[str, nn.Module], found: Sequence[str]) -> list[tuple[str, list[str]]]:
+def _group_by_caller(modules: Mapping[str, nn.Module], found: Sequence[str]) -> list[tuple[str, list[str]]]:
     callers: dict[str, list[str]] = {}
     for path in found:
         callers.setdefault(_caller(path, modules), []).append(path)
@@ -101,9 +103,9 @@ def _optional(caller: str, modules: Mapping[str, nn.Module], found: Sequence[str
     """What was found, and what lies between it and the text; of a text model, whose layers they are, nothing else."""
     if not {*_layers_for_other_inputs(modules)}.isdisjoint(found):
         return list(found)
-    ends = _ends(modules[caller])
+    embeddings = _embeddings(modules[caller])
     parts = _called_parts(caller, modules[caller])
-    return [path for path in parts if path in found or ends.isdisjoint(modules[path].modules())]
+    return [path for path in parts if path in found or embeddings.isdisjoint(modules[path].modules())]
 
 
 def _trained_alone(
@@ -123,15 +125,15 @@ def _trained_alone(
 def _tower_model(
     caller: str, modules: Mapping[str, nn.Module], units: Collection[str], own: Sequence[str]
 ) -> TowerModel:
-    ends = _ends(modules[caller])
+    embeddings = _embeddings(modules[caller])
     parts = [path for path in _called_parts(caller, modules[caller]) if _has_unit(path, units)]
     # Called directly by a model that holds them deeper down.
-    embeddings = [path for path in units if modules[path] in ends and is_at_or_under(path, caller)]
-    others = dict.fromkeys(path for path in (*parts, *embeddings) if path not in own)
+    embedding_units = [path for path in units if modules[path] in embeddings and is_at_or_under(path, caller)]
+    others = dict.fromkeys(path for path in (*parts, *embedding_units) if path not in own)
     return TowerModel(model=caller, towers=tuple(own), sync_points=tuple(others))
 
 
-def _ends(model: nn.Module) -> set[nn.Module]:
+def _embeddings(model: nn.Module) -> set[nn.Module]:
     return {*input_embeddings(model), *output_embeddings(model)}
 
 
@@ -168,7 +170,7 @@ def _refuse_towers(modules: Mapping[str, nn.Module], given: Sequence[str]) -> No
             raise PlanError(f"fsdp_config.idle_towers: {path} lies in {outer}; give the outer one alone")
 
 
-def towers(modules: Mapping[str, nn.Module]) -> list[str]:
+def find_towers(modules: Mapping[str, nn.Module]) -> list[str]:
     """The paths of what transformers' models hold beside their text model, with a configuration of its own, and of the
     text model's layers that read nothing else.
 
@@ -190,13 +192,13 @@ def _layers_for_other_inputs(modules: Mapping[str, nn.Module]) -> Iterator[str]:
 
 def _towers_of(model: nn.Module, path: str) -> Iterator[str]:
     types = _types_of_parts(model)
-    ends = _ends_of(model) if types else set()
+    embeddings = _own_embeddings(model) if types else set()
     parts: list[str] = []
-    for inner_path, inner in model.named_modules(prefix=path) if ends else ():
+    for inner_path, inner in model.named_modules(prefix=path) if embeddings else ():
         is_part = type(getattr(inner, "config", None)) in types
         if is_part and not any(is_at_or_under(inner_path, other) for other in parts):
             parts.append(inner_path)
-            if ends.isdisjoint(inner.modules()):
+            if embeddings.isdisjoint(inner.modules()):
                 yield inner_path
 
 
@@ -209,18 +211,18 @@ def _types_of_parts(module: nn.Module) -> set[type]:
     return {type(part) for part in parts if hasattr(part, "sub_configs")} - {type(config)}
 
 
-def _ends_of(model: nn.Module) -> set[nn.Module]:
+def _own_embeddings(model: nn.Module) -> set[nn.Module]:
     """Its input embeddings and its head; empty where it has none to give, as one that compares texts with images."""
     try:
-        ends = [given_by(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings")]
+        embeddings = [call_getter(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings")]
     except PlanError:  # nobody asked for them
         return set()
-    return {end for end in ends if end is not None} if ends[0] is not None else set()
+    return {end for end in embeddings if end is not None} if embeddings[0] is not None else set()
 
 
-def _instead(model: nn.Module, wrap: Wrap, elsewhere: Sequence[nn.Module]) -> str:
-    ends = _ends(model)
-    names = dict.fromkeys(type(module).__name__ for module in elsewhere if module not in ends)
+def _way_out(model: nn.Module, wrap: Wrap, elsewhere: Sequence[nn.Module]) -> str:
+    embeddings = _embeddings(model)
+    names = dict.fromkeys(type(module).__name__ for module in elsewhere if module not in embeddings)
     if wrap.kind is WrapKind.CLASSES and names:
         return f"transformer_layer_cls_to_wrap: [{', '.join(names)}]"
     return "the classes of the other layers in transformer_layer_cls_to_wrap"
