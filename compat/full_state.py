@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.private_names import FSDP1Wrapper
-from composer_fsdp2.fsdp.installing import class_in_force
+from composer_fsdp2.fsdp.installing import active_fsdp_class
 from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
 from composer_fsdp2.fsdp1.attributes import log_replacement
 from composer_fsdp2.fsdp1.state_dicts import STATIC_METHODS
@@ -50,7 +50,7 @@ class _SeesUnits(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Under ``install_fsdp`` our object; else FSDP1's own, which torch knows."""
-        return class_in_force()(*args, **kwargs) if cls is _of_scripts() else super().__call__(*args, **kwargs)
+        return active_fsdp_class()(*args, **kwargs) if cls is _of_scripts() else super().__call__(*args, **kwargs)
 
 
 @functools.cache

@@ -131,7 +131,7 @@ class Plan(Command):
             if self.inter is None
             else parse_bandwidth(self.inter, "--inter-gbps"),
         )
-        return machine if machine.says_anything else None
+        return machine if machine.has_any_speed else None
 
     def reading(self) -> dict[str, Any]:
         """How the file is read, as ``read_run`` takes it."""

@@ -107,7 +107,7 @@ class ShardingConfig(Value):
     ``expert_parallel_degree``: over how many ranks the experts of a layer are split.
     ``context_parallel_degree``: over how many ranks the sequences of a batch are divided.
     ``check_data``: whether ranks that share a batch compare it; None: yes.
-    ``broadcast_batch``: how they come to have the same one; None: as ``batches_are`` says.
+    ``broadcast_batch``: how they come to have the same one; None: as ``effective_broadcast_batch`` says.
     ``idle_towers``: the paths of parts that a batch may not enter; empty for those that transformers' models have, None
     where every batch enters all, or no unit lies in them.
     ``ignored_modules``: modules of the model, or their paths; a plan has the paths.
@@ -151,7 +151,7 @@ class ShardingConfig(Value):
         return self.mesh.degree(AxisRole.TENSOR) * self.context_parallel_degree
 
     @property
-    def batches_are(self) -> BroadcastBatch:
+    def effective_broadcast_batch(self) -> BroadcastBatch:
         """How these ranks come to have the same batch: by default gathered where sequences are divided.
 
         A kind of parallelism whose configurations read different data on every rank sets ``broadcast_batch`` where it

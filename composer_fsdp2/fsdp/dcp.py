@@ -9,7 +9,7 @@ from composer_fsdp2._torch.private_names import FSDP1Wrapper
 
 
 @functools.cache
-def open_dcp(ours: type[nn.Module]) -> None:
+def patch_dcp(ours: type[nn.Module]) -> None:
     """Have ``get_state_dict`` and its relatives leave the wrapper out of names, as they do for FSDP1's class.
 
     Its static methods stay torch's, which find no instance of FSDP1 and leave the model to what ``fully_shard`` needs.

@@ -16,7 +16,7 @@ _CLASSES: dict[type, type] = {FSDP1Wrapper: FullyShardedDataParallel, FSDP1GradS
 
 
 # Active installs; the bindings that the first one replaced, and the modules imported before it.
-_in_force: list["InstalledFSDP"] = []
+_active: list["InstalledFSDP"] = []
 _rebound: list[tuple[ModuleType, str]] = []
 _imported: set[str] = set()
 
@@ -26,20 +26,20 @@ class InstalledFSDP:
 
     def __init__(self) -> None:
         note_optimizers()
-        if not _in_force:
+        if not _active:
             _imported.update(sys.modules)
             _rebound.extend(_rebind(_CLASSES))
-        _in_force.append(self)
+        _active.append(self)
 
     def uninstall(self) -> None:
         """Put torch's classes back, also in modules that were imported in between. Models stay as they are.
 
         Within another ``install_fsdp`` the classes stay replaced until that ends.
         """
-        if self not in _in_force:
+        if self not in _active:
             return
-        _in_force.remove(self)
-        if _in_force:
+        _active.remove(self)
+        if _active:
             return
         back = {ours: theirs for theirs, ours in _CLASSES.items()}
         ours_by_id = {id(ours): theirs for ours, theirs in back.items()}
@@ -68,9 +68,9 @@ def install_fsdp() -> InstalledFSDP:
     return InstalledFSDP()
 
 
-def class_in_force() -> type:
+def active_fsdp_class() -> type:
     """FSDP1's class, as a script finds it now."""
-    return FullyShardedDataParallel if _in_force else FSDP1Wrapper
+    return FullyShardedDataParallel if _active else FSDP1Wrapper
 
 
 def _rebind(classes: dict[type, type], without: Collection[str] = ()) -> Iterator[tuple[ModuleType, str]]:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 
-def open_lightning(ours: type[nn.Module]) -> None:
+def patch_lightning(ours: type[nn.Module]) -> None:
     """Have Lightning load full checkpoints into ``ours`` as into FSDP1's class.
 
     Lightning takes any model with DTensors for one of its own FSDP2 strategy, and would look for checkpoint entries

@@ -48,21 +48,21 @@ def note_optimizers() -> None:
     def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         original_zero_grad(self, *args, **kwargs)
         if _ACCUMULATING:
-            clear_accumulated(_held(self))
+            clear_accumulated(_parameters_of(self))
 
     torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_check_step)
 
 
-def followers(model: nn.Module) -> list[Callable[[], None]]:
+def optimizer_rebindings(model: nn.Module) -> list[Callable[[], None]]:
     """Functions to call after sharding ``model``: each moves a noted optimizer to the new parameters.
 
     State that an optimizer already has is cut to this rank's shard. Neither this nor the functions communicate; call
     them on all ranks.
     """
     own = set(model.parameters())
-    return [rebinding(model, optimizer) for optimizer in list(_NOTED) if not own.isdisjoint(_held(optimizer))]
+    return [rebinding(model, optimizer) for optimizer in list(_NOTED) if not own.isdisjoint(_parameters_of(optimizer))]
 
 
 def note_accumulation(instance: nn.Module) -> None:
@@ -116,7 +116,7 @@ def sharded_name(parameter: nn.Parameter) -> str | None:
     return getattr(parameter, "__dict__", {}).get(_MARK)
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -126,11 +126,11 @@ def _check_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     if torch.compiler.is_compiling():  # a step that torch.compile traces: it cannot trace these weak references
         return
     if _ACCUMULATING:
-        refuse_accumulated(_held(optimizer), f"{type(optimizer).__name__}.step")
+        refuse_accumulated(_parameters_of(optimizer), f"{type(optimizer).__name__}.step")
     if optimizer in _CHECKED:
         return
     _refuse_unfit(optimizer)
-    if found := next((name for each in _held(optimizer) if (name := sharded_name(each))), None):
+    if found := next((name for each in _parameters_of(optimizer) if (name := sharded_name(each))), None):
         raise PlanError(
             f"this {type(optimizer).__name__} holds {found} as it was before FullyShardedDataParallel sharded it, and "
             "would train nothing; import the class from composer_fsdp2.fsdp before making the optimizer, or make it "
@@ -148,7 +148,7 @@ def _refuse_unfit(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if name not in ("Adafactor", "LBFGS", "Rprop"):  # of torch, and of transformers
         return
-    sharded = [each for each in _held(optimizer) if getattr(each, "_fsdp_flattened", False)]
+    sharded = [each for each in _parameters_of(optimizer) if getattr(each, "_fsdp_flattened", False)]
     if any(name != "LBFGS" or splitting_axes(each) for each in sharded):
         raise UnsupportedError(
             f"{name}: torch does not compute its step on DTensors, which sharded parameters are; choose another "

@@ -35,14 +35,14 @@ from composer_fsdp2._torch.wrappers import (
 from composer_fsdp2.errors import CallError, ConfigError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp.arguments import ignored_states as read_ignored
 from composer_fsdp2.fsdp.arguments import report, translate_arguments, warns_of_absent_ranks
-from composer_fsdp2.fsdp.dcp import open_dcp
+from composer_fsdp2.fsdp.dcp import patch_dcp
 from composer_fsdp2.fsdp.flat import REPLACEMENT, FlatView
-from composer_fsdp2.fsdp.lightning import open_lightning
+from composer_fsdp2.fsdp.lightning import patch_lightning
 from composer_fsdp2.fsdp.optimizers import (
     clear_accumulated,
-    followers,
     mark_replaced,
     note_accumulation,
+    optimizer_rebindings,
     refuse_accumulated,
 )
 from composer_fsdp2.fsdp.planning import initializers_of, plan_instances
@@ -389,11 +389,11 @@ def _plan(made: list[FullyShardedDataParallel]) -> ShardingPlan:
 def _shard(made: list[FullyShardedDataParallel], plan: ShardingPlan, mesh: DeviceMesh | None) -> None:
     """Apply the plan; then the optimizers follow. Called on all ranks, with plans that they compared."""
     root = made[0]
-    follow = followers(root)
+    follow = optimizer_rebindings(root)
     names = [spec.name for unit in plan.units for spec in unit.parameters]
     replaced = [(name, parameter_at(root, name)) for name in names]
-    open_dcp(FullyShardedDataParallel)
-    open_lightning(FullyShardedDataParallel)
+    patch_dcp(FullyShardedDataParallel)
+    patch_lightning(FullyShardedDataParallel)
     write_assigned_data()
     for cls in {type(each) for each in made}:
         is_own_unit(cls)

@@ -40,9 +40,9 @@ def add_fsdp1_attributes(model: nn.Module) -> None:
     Each logs once what replaces it. A name that the user's class, or a module of it, has for itself is left alone.
 
     [Note: attribute access] ``unit.module`` is the unit, so a loop that unwraps for as long as there is a ``module``
-    would never end (transformers' ``unwrap_model``, accelerate's with ``recursive=True``, and many scripts). All of them
-    ask first, with ``hasattr`` or ``getattr``, and are told that there is none: ``module`` and ``_fsdp_wrapped_module`` are there
-    only where the name is written out as an attribute.
+    would never end (transformers' ``unwrap_model``, accelerate's with ``recursive=True``, and many scripts). All of
+    them ask first, with ``hasattr`` or ``getattr``, and are told that there is none: ``module`` and
+    ``_fsdp_wrapped_module`` are there only where the name is written out as an attribute.
 
     The names are entries of the class that ``fully_shard`` made, not of the modules: they are no child and no state,
     and are not copied. Called by ``prepare_fully_shard`` on each rank; does not communicate.

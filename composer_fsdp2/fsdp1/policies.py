@@ -25,7 +25,7 @@ class Policy(Protocol):
         """The modules that it chooses, each with why; at least those below ``root``."""
 
     def unmatched(self, chosen: Collection[nn.Module]) -> Iterator[str]:
-        """A note for each of its settings that chose none of the modules ``chosen``, which are all of those in reach."""
+        """A note for each setting that matches none of ``chosen``, all modules that can be units."""
 
 
 def read_policy(model: nn.Module, wrap: Wrap, ignored: Iterable[nn.Module] = ()) -> Policy:

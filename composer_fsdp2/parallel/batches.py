@@ -45,7 +45,7 @@ def make_batch_group(config: ShardingConfig) -> BatchGroup | None:
     return BatchGroup(
         ranks=tuple(_ranks_of(group)),
         group=group,
-        how=config.batches_are,
+        how=config.effective_broadcast_batch,
         check=config.check_data is not False,
         tensor_degree=config.mesh.tensor_degree,
     )

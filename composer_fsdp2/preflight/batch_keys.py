@@ -122,25 +122,25 @@ def read_batches(
     Raises:
         ConfigError: a value is not a positive integer, or the global batch is not divisible by ``num_data_ranks``.
     """
-    words, findings = BATCH_KEYS[dialect], list[Finding]()
+    known, findings = BATCH_KEYS[dialect], list[Finding]()
 
     def number(field: str, given: int | None = None) -> Any:
-        path, value = _first(section, getattr(words, field)) if given is None else ((), given)
+        path, value = _first(section, getattr(known, field)) if given is None else ((), given)
         key = ".".join(map(str, path))
         if value == "auto":
             value = None
         if value is None:
-            key = (*getattr(words, field), field)[0]
-            value = words.defaults.get(field, _USUAL[field])
+            key = (*getattr(known, field), field)[0]
+            value = known.defaults.get(field, _USUAL[field])
             value = min(value, longest) if field == "sequence" and longest else value
-            why = "the system's own default" if field in words.defaults else "assumed"
+            why = "the system's own default" if field in known.defaults else "assumed"
             option = {"microbatch": "give --microbatch", "sequence": "give --sequence"}.get(field, "")
             findings.append(assumed(key, value, f"no key of the file says it; {why}", option))
         return value if field == "optimizer" else _whole(key, value)
 
     rows, tokens = number("microbatch", microbatch), number("sequence", _lengths(section, sequence))
-    path, batch = _first(section, words.global_batch)
-    of_rank, rank_batch = _first(section, words.rank_batch)
+    path, batch = _first(section, known.global_batch)
+    of_rank, rank_batch = _first(section, known.rank_batch)
     key = ".".join(map(str, path))
     if batch not in (None, "auto", -1):  # -1 is TorchTitan's default: all ranks' microbatches, without accumulation
         batch = _whole(key, batch)
@@ -154,10 +154,10 @@ def read_batches(
     elif of_rank:
         count = max(_whole(str(of_rank[-1]), rank_batch) // rows, 1)
     else:
-        count = number("accumulation") if words.accumulation else 1
+        count = number("accumulation") if known.accumulation else 1
     name = str(number("optimizer"))
-    found = {own: _first(section, [key])[1] for own, key in words.options.items()}
-    options = {own: words.defaults.get(own) if value is None else value for own, value in found.items()}
+    found = {own: _first(section, [key])[1] for own, key in known.options.items()}
+    options = {own: known.defaults.get(own) if value is None else value for own, value in found.items()}
     return Batches(
         microbatch=rows,
         num_microbatches=count,
@@ -191,17 +191,17 @@ def batch_keys(dialect: str, section: Section, *, rows: int, number: int, global
         number: Microbatches per batch of a rank.
         global_rows: Rows of the global batch.
     """
-    words = BATCH_KEYS[dialect]
+    known = BATCH_KEYS[dialect]
     if dialect == "torchtitan":  # without global_batch_size, a rank's batch would be one microbatch
         keys = {"batch_size": None, "local_batch_size": rows, "global_batch_size": global_rows}
         return {("training", key): value for key, value in keys.items()}
-    path, _ = _first(section, (*words.microbatch, *words.global_batch))
+    path, _ = _first(section, (*known.microbatch, *known.global_batch))
     if not path:
         return {}
     *above, key = path
-    if key == _OF_COMPOSER or key in words.global_batch:
+    if key == _OF_COMPOSER or key in known.global_batch:
         return {(*above, _OF_COMPOSER): rows}
-    of_rank, _ = _first(section, words.rank_batch)  # axolotl rejects both of rank_batch and accumulation
+    of_rank, _ = _first(section, known.rank_batch)  # axolotl rejects both of rank_batch and accumulation
     return {path: rows, (*above, "gradient_accumulation_steps"): number, **({of_rank: None} if of_rank else {})}
 
 

@@ -21,7 +21,7 @@ _BESIDE_MODEL = ("train_loader", "tokenizer", "scheduler")
 _MICROBATCH = "device_train_microbatch_size"
 
 
-def is_foundrys(values: Mapping[str, Any]) -> bool:
+def is_foundry_yaml(values: Mapping[str, Any]) -> bool:
     """Whether Foundry trains from a file with these values."""
     model = values.get("model")
     return isinstance(model, Mapping) and "name" in model and any(key in values for key in _BESIDE_MODEL)

@@ -69,19 +69,19 @@ class _Config:
 
 def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Training]:
     """The file's settings and a model from elsewhere; see ``read_run``."""
-    is_bare = is_model_config(file.document.values)
-    config = _bare(file) if is_bare else _first_section(file, request.world_size)
+    is_config_only = is_model_config(file.document.values)
+    config = _read_model_config(file) if is_config_only else _first_section(file, request.world_size)
     if request.model is not None:
         model = built(request.model)  # with FSDP1's hooks, which name the units
     else:
-        is_own = is_bare and request.model_config is None
+        is_own = is_config_only and request.model_config is None
         path = file.path if is_own else find_model_config(request.model_config, config.named)
         model = built(build_model(path, {key: file.values[key] for key in file.document.values} if is_own else {}))
         config = _with_layers(config, model)
     if config.selective is not None:
         if isinstance(request.model, nn.Module):  # the caller's own stays as it is
             model = copy.deepcopy(model)
-        config = replace(config, fsdp=_in_part(model, config.fsdp, config.selective))
+        config = replace(config, fsdp=_recompute_partly(model, config.fsdp, config.selective))
     context = config.fsdp.get("context_parallel_degree") or 1
     num_shared = config.tensor_degree * (context if isinstance(context, int) else 1)
     batches = read_batches(
@@ -110,14 +110,16 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
         precision=config.precision,
         tensor_parallel={"tensor_parallel_degree": config.tensor_degree, "layer_plan": _LAYERS},
         batches=batches,
-        keeps_outputs=config.dialect is _COMPOSER and not is_bare,
+        keeps_outputs=config.dialect is _COMPOSER and not is_config_only,
         has_fp8_layers=config.has_fp8_layers,
         # No line of a model's own file configures training.
-        findings=tuple(replace(each, where=str(file.path)) for each in findings) if is_bare else file.placed(findings),
+        findings=tuple(replace(each, where=str(file.path)) for each in findings)
+        if is_config_only
+        else file.placed(findings),
     )
 
 
-def _bare(file: RunFile) -> _Config:
+def _read_model_config(file: RunFile) -> _Config:
     """A model's own file; the command line's overrides configure the training, with Foundry's keys."""
     given = {key: value for key, value in file.values.items() if key not in file.document.values}
     fsdp = given.get("fsdp_config") or {}
@@ -260,7 +262,7 @@ def _with_layers(config: _Config, model: nn.Module) -> _Config:
     return replace(config, fsdp=fsdp, findings=(*config.findings, *findings))
 
 
-def _in_part(model: nn.Module, fsdp: Mapping[str, Any], selective: str) -> Mapping[str, Any]:
+def _recompute_partly(model: nn.Module, fsdp: Mapping[str, Any], selective: str) -> Mapping[str, Any]:
     """Have the model's layers recompute a part, as TorchTitan selects it; the keys for what is left."""
     named = fsdp.get(_RECOMPUTED)
     classes = no_split_classes(model) if named == _LAYERS else set(named or ())

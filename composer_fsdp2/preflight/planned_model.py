@@ -42,7 +42,7 @@ class Training:
     findings: tuple[Finding, ...] = ()
 
 
-class Holder(nn.Module):
+class ModelWrapper(nn.Module):
     """A module that is no ComposerModel, below one: its only child is the root, under the name that Composer's
     ``HuggingFaceModel`` has for it."""
 
@@ -67,7 +67,7 @@ def built(model: ModelOrFunction) -> nn.Module:
             raise ConfigError(f"the model's function returns a {type(made).__name__}, and no torch.nn.Module")
         model = made
     is_composers = callable(getattr(model, "loss", None)) and callable(getattr(model, "eval_forward", None))
-    return model.train() if is_composers else Holder(model).train()
+    return model.train() if is_composers else ModelWrapper(model).train()
 
 
 def planned_run(model: nn.Module, training: Training, request: Request) -> PreflightRun:
@@ -109,7 +109,7 @@ def planned_run(model: nn.Module, training: Training, request: Request) -> Prefl
 
 def _loss(model: nn.Module, *, keeps_outputs: bool) -> Loss:
     """Computes a microbatch as Composer's Trainer does, or as a Hugging Face Trainer."""
-    if isinstance(model, Holder):
+    if isinstance(model, ModelWrapper):
         return partial(labels_loss, keeps_outputs=keeps_outputs)
     # An MPT that separates joined documents reads another key of its batches.
     uses_ids = any(getattr(module, "attn_uses_sequence_id", False) for module in model.modules())

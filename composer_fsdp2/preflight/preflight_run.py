@@ -63,7 +63,8 @@ class PreflightRun:
     def computed_rows(self) -> int:
         """Rows of a microbatch that a rank computes: with those of the ranks whose batches are gathered."""
         config = self.plan.config
-        return self.microbatch_size * (config.data_block_size if config.batches_are is BroadcastBatch.GATHER else 1)
+        is_gathered = config.effective_broadcast_batch is BroadcastBatch.GATHER
+        return self.microbatch_size * (config.data_block_size if is_gathered else 1)
 
     def trace(self) -> MicrobatchTrace:
         """One microbatch; raises whatever the model's own code raises on tensors without data."""

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.preflight.foundry_yaml import is_foundrys, read_foundry_yaml
+from composer_fsdp2.preflight.foundry_yaml import is_foundry_yaml, read_foundry_yaml
 from composer_fsdp2.preflight.other_files import read_other_file
 from composer_fsdp2.preflight.planned_model import planned_run
 from composer_fsdp2.preflight.preflight_run import PreflightRun
@@ -25,7 +25,7 @@ def read_run(path: str | Path, **how: Any) -> PreflightRun:
     file = RunFile.read(Path(path), how.get("overrides", ()))
     world_size = how.get("world_size")
     request = Request(**{**how, "world_size": _num_processes(file) if world_size is None else world_size})
-    read = read_foundry_yaml if is_foundrys(file.values) else read_other_file
+    read = read_foundry_yaml if is_foundry_yaml(file.values) else read_other_file
     with as_config_error(f"{path}: no run can be made of it"):
         return planned_run(*read(file, request), request)
 

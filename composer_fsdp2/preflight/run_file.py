@@ -108,8 +108,8 @@ class RunFile:
         placed = (replace(each, where=self._place(each.key)) for each in findings)
         if self.deepspeed is None:
             return tuple(placed)
-        told = self.deepspeed.told(placed)
-        return tuple(each for each in told if each.outcome not in (Outcome.UNNEEDED, Outcome.EXACT))
+        completed = self.deepspeed.told(placed)
+        return tuple(each for each in completed if each.outcome not in (Outcome.UNNEEDED, Outcome.EXACT))
 
     def _place(self, key: str) -> str:
         if any(each.partition("=")[0] == key for each in self.overrides):

@@ -24,7 +24,7 @@ from composer_fsdp2.migration.migrate import find_sections
 from composer_fsdp2.migration.patched_file import Patch, PatchedFile, apply_patch
 from composer_fsdp2.migration.paths import Path as KeyPath
 from composer_fsdp2.preflight.batch_keys import batch_keys
-from composer_fsdp2.preflight.left_alone import left_alone
+from composer_fsdp2.preflight.fixed_settings import fixed_settings
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
 from composer_fsdp2.preflight.suggestion import NotProposed, SuggestedEdits, Suggestion
@@ -89,7 +89,7 @@ def suggest_edits(
         text=text,
         name=name,
         replan=replan,
-        decided=left_alone(run) | dict(decided or {}),
+        decided=fixed_settings(run) | dict(decided or {}),
         dialect=sections[0][0].name,
         section=sections[0][1],
     )
@@ -104,7 +104,7 @@ def suggest_edits(
         speeds=machine.sources,
         proposals=tuple(map(editor.suggestion, found.proposals)),
         nearest=None if nearest is None or nearest is present else editor.suggestion(nearest),
-        helps=() if nearest is None else tuple(_what_helps(nearest, run, memory_bytes)),
+        helps=() if nearest is None else tuple(_further_changes(nearest, run, memory_bytes)),
         num_tried=found.num_tried,
         unsaid=tuple(
             NotProposed(what=and_more(each, 3, "; "), reason=reason) for reason, each in editor.unsaid.items()
@@ -112,13 +112,13 @@ def suggest_edits(
     )
 
 
-def _what_helps(nearest: Candidate, run: PreflightRun, memory_bytes: int) -> Iterator[str]:
+def _further_changes(nearest: Candidate, run: PreflightRun, memory_bytes: int) -> Iterator[str]:
     """Changes beside settings that make a step smaller."""
 
-    def held(*kinds: Kind) -> int:
+    def bytes_of(*kinds: Kind) -> int:
         return sum(map(nearest.peak.bytes_of, kinds))
 
-    state = held(Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER)
+    state = bytes_of(Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER)
     left = memory_bytes - (nearest.peak_bytes - state)
     if state and left > 0:
         ranks = math.ceil(state * (run.world_size // nearest.settings.replicas) / left)
@@ -126,15 +126,16 @@ def _what_helps(nearest: Candidate, run: PreflightRun, memory_bytes: int) -> Ite
     if run.plan.config.accumulation.gradient_sync is GradientSync.LAST and run.num_microbatches > 1:
         yield (
             "gradients reduced in each microbatch (gradient_sync, accelerate's sync_each_batch; it rounds otherwise): "
-            f"{human_bytes(held(Kind.UNSHARDED_GRADIENTS))} are unsharded gradients that a batch adds up first"
+            f"{human_bytes(bytes_of(Kind.UNSHARDED_GRADIENTS))} are unsharded gradients that a batch adds up first"
         )
-    unsharded = held(Kind.GATHERED, Kind.UNSHARDED_GRADIENTS, Kind.COMMUNICATION)
+    unsharded = bytes_of(Kind.GATHERED, Kind.UNSHARDED_GRADIENTS, Kind.COMMUNICATION)
     yield (
         f"tensor parallelism: {human_bytes(unsharded)} are unsharded parameters and gradients and their buffers, which "
         "more ranks do not make smaller"
     )
+    activations = bytes_of(Kind.ACTIVATIONS, Kind.LOSS)
     yield (
-        f"context parallelism, shorter rows or a loss in pieces: {human_bytes(held(Kind.ACTIVATIONS, Kind.LOSS))} are "
+        f"context parallelism, shorter rows or a loss in pieces: {human_bytes(activations)} are "
         "activations, the output layer and the loss"
     )
 
@@ -184,7 +185,7 @@ class _Editor:
         """The plan of the changed file; None, and the reason in ``unsaid``, where there can be none."""
         try:
             file = self._patched(settings)
-            run = self._read_anew(settings, file)
+            run = self._replan(settings, file)
             try:
                 found = self.candidate(settings, run)
             except Exception as error:  # whatever a model's own code raises with other rows
@@ -197,7 +198,7 @@ class _Editor:
         self.files[settings] = file
         return found
 
-    def _read_anew(self, settings: Settings, file: PatchedFile) -> PreflightRun:
+    def _replan(self, settings: Settings, file: PatchedFile) -> PreflightRun:
         run = self.replan(file.after)
         if run.batch_rows != self.run.batch_rows:
             raise ConfigError(_OTHER_BATCH)

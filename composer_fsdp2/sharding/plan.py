@@ -282,7 +282,7 @@ _BATCH_WORDS = {
 def _batches_line(config: ShardingConfig) -> Iterator[str]:
     if config.data_block_size > 1:
         compared = "not compared" if config.check_data is False else "compared at first batches"
-        how = _BATCH_WORDS[config.batches_are]
+        how = _BATCH_WORDS[config.effective_broadcast_batch]
         yield f"  batches: each {config.data_block_size} ranks share one, {how}; {compared}"
 
 

@@ -389,7 +389,7 @@ def test_gathering_is_the_default_where_sequences_are_divided_and_only_there():
         ),
     ):
         config = translate(keys, device="cpu").config
-        assert (config.data_block_size, config.batches_are, config.check_data) == (size, how, check), keys
+        assert (config.data_block_size, config.effective_broadcast_batch, config.check_data) == (size, how, check), keys
 
 
 def split_layers() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from composer_fsdp2.estimate.suggest import MAX_TRIED
 from composer_fsdp2.migration.migrate import find_sections
 from composer_fsdp2.migration.patched_file import Patch, apply_patch
 from composer_fsdp2.preflight.batch_keys import batch_keys
-from composer_fsdp2.preflight.left_alone import left_alone
+from composer_fsdp2.preflight.fixed_settings import fixed_settings
 from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
@@ -298,7 +298,7 @@ def test_what_would_change_the_run_is_not_proposed(what: str, tmp_path: Path):
     file.write_text(text)
     given = how(tmp_path, name)
     if what in ASKED:
-        said = left_alone(read_run(file, **given))
+        said = fixed_settings(read_run(file, **given))
     else:
         run, now = read_and_planned(file, given)
         found = suggested(file, given, (run, now), round(0.8 * now.estimate.peak_bytes))

@@ -159,7 +159,7 @@ class ComposerDialect(Dialect):
 def _of_shared_batches(run: RunConfig) -> RunConfig:
     """Count once the rows of ranks that share a batch; Composer divides a global batch among all ranks."""
     shared = run.tensor_parallel * run.context_parallel
-    if shared == 1 or run.global_batch_size is None or run.config.batches_are is BroadcastBatch.GATHER:
+    if shared == 1 or run.global_batch_size is None or run.config.effective_broadcast_batch is BroadcastBatch.GATHER:
         return run
     whole, rest = divmod(run.global_batch_size, shared)
     return replace(run, global_batch_size=None if rest else whole)
