@@ -36,7 +36,7 @@ from .seams import seam
 _DDP = "module."
 
 # Where algorithms may replace modules; at later events they change the batch, the loss or the optimizer.
-_OF_SURGERY = frozenset({Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START})
+_SURGERY_EVENTS = frozenset({Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START})
 
 
 @seam(
@@ -47,7 +47,7 @@ _OF_SURGERY = frozenset({Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.
 def run_algorithms(original: Callable[..., Any], self: Any, event: Event) -> Any:
     """``Engine._run_algorithms``, see [Note: surgery]."""
     state: State = self.state
-    if event not in _OF_SURGERY:
+    if event not in _SURGERY_EVENTS:
         return original(self, event)
     if not is_sharded(state.model):
         with _surgery(state):
@@ -100,10 +100,10 @@ def _surgery(state: State) -> Iterator[None]:
     before = list(state.model.parameters())
     with reproducibility.seed_context(state.rank_zero_seed):
         yield
-    _follow(state.optimizers, before, list(state.model.parameters()))
+    _update_optimizers(state.optimizers, before, list(state.model.parameters()))
 
 
-def _follow(
+def _update_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]
 ) -> None:
     """Take parameters that the model lost out of the optimizer, and add its new ones, as FSDP1 did."""
@@ -143,12 +143,12 @@ def _refuse(algorithms: Sequence[str], way_out: str, cause: Exception | None = N
     "EMAParameters.move_params_to_device",
     why="averages from a checkpoint are full: a resumed run ended with 'mixed torch.Tensor and DTensor'",
 )
-def with_averages_laid_out(
+def with_sharded_averages(
     original: Callable[..., Any], self: EMAParameters, model: nn.Module | None = None, **by_name: nn.Module
 ) -> Any:
     """A method of ``EMAParameters`` that goes through a model's parameters."""
     [model] = [model] if model is not None else by_name.values()  # one method calls it destination_model
-    _lay_out(self, model)
+    _shard_averages(self, model)
     return original(self, model)
 
 
@@ -162,11 +162,11 @@ def compute_ema(
 ) -> None:
     """``composer.algorithms.ema.ema.compute_ema``."""
     if isinstance(ema_model, EMAParameters):
-        _lay_out(ema_model, model)
+        _shard_averages(ema_model, model)
     original(model, ema_model, smoothing)
 
 
-def _lay_out(ema: EMAParameters, model: nn.Module) -> None:
+def _shard_averages(ema: EMAParameters, model: nn.Module) -> None:
     """Averages that were loaded are full, under the names of the run that saved them; a sharded model's are not.
 
     Does not communicate.
@@ -174,14 +174,14 @@ def _lay_out(ema: EMAParameters, model: nn.Module) -> None:
     if not is_sharded(model):
         return
     reshard(model)
-    ema.named_parameters_dict = _laid_out(ema.named_parameters_dict, dict(model.named_parameters()))
-    ema.named_buffers_dict = _laid_out(ema.named_buffers_dict, dict(model.named_buffers()))
+    ema.named_parameters_dict = _sharded(ema.named_parameters_dict, dict(model.named_parameters()))
+    ema.named_buffers_dict = _sharded(ema.named_buffers_dict, dict(model.named_buffers()))
 
 
-def _laid_out(averages: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _sharded(averages: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The averages under the names, and in the layout, of what is averaged."""
     names = _names(averages, live)
-    return {names[saved]: _like(saved, average, live[names[saved]]) for saved, average in averages.items()}
+    return {names[saved]: _shard_like(saved, average, live[names[saved]]) for saved, average in averages.items()}
 
 
 def _names(averages: Iterable[str], live: Iterable[str]) -> dict[str, str]:
@@ -198,7 +198,7 @@ def _names(averages: Iterable[str], live: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _like(name: str, average: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+def _shard_like(name: str, average: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     if isinstance(average, DTensor) or not isinstance(live, DTensor):
         return average
     if average.shape != live.shape:

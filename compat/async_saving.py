@@ -23,8 +23,16 @@ from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.long_work import long_work
 from composer_fsdp2.training.control import Control, Operation, control
 
-from .pinned_copies import PinnedCopies, is_on_device, left_on_device
-from .saving import HOLDERS, sharded_state_dict, shards_in, tensors_in, write_full, write_sharded, writes_shards
+from .pinned_copies import PinnedCopies, is_on_device, keep_on_device
+from .saving import (
+    ENTRIES_WITH_SHARDS,
+    sharded_state_dict,
+    shards_in,
+    tensors_in,
+    write_full,
+    write_sharded,
+    writes_shards,
+)
 from .seams import seam
 
 
@@ -54,22 +62,22 @@ def save_checkpoint(original: Callable[..., Any], state: State | SavedState, *ar
     return path
 
 
-def start(saver: CheckpointSaver, state: State, filename: str, account_for: Callable[[SavedState], None]) -> None:
+def start(saver: CheckpointSaver, state: State, filename: str, finish_save: Callable[[SavedState], None]) -> None:
     """Take a copy of the state and begin to write it. Called on all ranks."""
     global _pending
     connected = control()  # while all are here
     group = _writing_group(state)
-    with left_on_device(state.model):
+    with keep_on_device(state.model):
         state_dict = sharded_state_dict(state, saver.weights_only, saver.ignore_keys)
     if (weights := state_dict["state"].get("model")) is not None:
         state_dict["state"]["model"] = dict(weights)  # as Composer's own copy to the host would leave it
-    state_dict = _copied(state, state_dict)
-    path, write, publish = _writing(state, state_dict, filename, group)
-    _pending = _Pending(saver, connected, write, publish, functools.partial(account_for, SavedState(state, path)))
+    state_dict = _copy(state, state_dict)
+    path, write, publish = _writer_of(state, state_dict, filename, group)
+    _pending = _Pending(saver, connected, write, publish, functools.partial(finish_save, SavedState(state, path)))
     _pending.start()
 
 
-def _writing(
+def _writer_of(
     state: State, state_dict: dict[str, Any], filename: str, group: dist.ProcessGroup | None
 ) -> tuple[str | None, Callable[[], None], Callable[[], None]]:
     """This rank's file, if it has one, how it is written, and how it is made known once all are written."""
@@ -133,14 +141,14 @@ def save_checkpoint_to_save_folder(original: Callable[..., Any], self: Any) -> N
 # The copy
 
 
-def _copied(state: State, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _copy(state: State, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A copy of the values in host memory, which training does not change; DTensors stay DTensors.
 
     What lies on a device is copied to pinned memory, which every save of this process uses again.
     """
     pinned = _pinned.of(tensor for tensor in tensors_in(state_dict) if is_on_device(tensor))
-    live = {_address(tensor) for tensor in _trained(state)}
-    for name in HOLDERS:
+    live = {_address(tensor) for tensor in _trained_tensors(state)}
+    for name in ENTRIES_WITH_SHARDS:
         live |= {_address(shard) for shard in shards_in(state_dict["state"].get(name))}
 
     def copied(value: Any, path: EntryPath) -> Any:
@@ -156,7 +164,7 @@ def _copied(state: State, state_dict: dict[str, Any]) -> dict[str, Any]:
     return everything
 
 
-def _trained(state: State) -> Iterator[torch.Tensor]:
+def _trained_tensors(state: State) -> Iterator[torch.Tensor]:
     """Everything sharded that a step changes."""
     yield from state.model.parameters()
     yield from state.model.buffers()
@@ -175,7 +183,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 # A rank whose shards are written waits in torch's writer for those with more, for as long as the disk takes.
-_LONGEST_WRITE = timedelta(days=1)
+_WRITE_TIMEOUT = timedelta(days=1)
 
 
 def _writing_group(state: State) -> dist.ProcessGroup | None:
@@ -189,7 +197,7 @@ def _writing_group(state: State) -> dist.ProcessGroup | None:
 
 @functools.lru_cache(maxsize=1)  # ranks of one job have one world
 def _gloo_group(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    return new_group_of([ranks], "gloo", _LONGEST_WRITE)
+    return new_group_of([ranks], "gloo", _WRITE_TIMEOUT)
 
 
 @dataclass(slots=True)
@@ -199,14 +207,14 @@ class _Pending:
     Args:
         write: Called in a thread of its own.
         publish: Gives it its name; called once this rank has written.
-        account_for: Composer's second part; called once all ranks have published.
+        finish_save: Composer's second part; called once all ranks have published.
     """
 
     saver: CheckpointSaver
     control: Control
     write: Callable[[], None]
     publish: Callable[[], None]
-    account_for: Callable[[], None]
+    finish_save: Callable[[], None]
     thread: threading.Thread = field(init=False)
     error: str | None = None
 
@@ -226,7 +234,7 @@ class _Pending:
         try:
             work()
         except BaseException as error:  # torch's CheckpointException is not an Exception
-            self.error = _words(error)
+            self.error = _error_text(error)
 
     def is_done_everywhere(self) -> bool:
         """Called on all ranks, after each batch."""
@@ -246,7 +254,7 @@ class _Pending:
                 "async_save could not write a checkpoint; the one before it is still the latest:\n  "
                 + "\n  ".join(failed)
             )
-        self.account_for()
+        self.finish_save()
 
     def _complete(self) -> None:
         self.thread.join()
@@ -261,9 +269,9 @@ _OPERATION = Operation(
 )
 
 
-def _words(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, CheckpointException):  # its own words are the stacks of all ranks
-        return "\n  ".join(f"rank {rank}: {_words(cause)}" for rank, (cause, _) in error.failures.items())
+        return "\n  ".join(f"rank {rank}: {_error_text(cause)}" for rank, (cause, _) in error.failures.items())
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 

@@ -35,7 +35,7 @@ from composer_fsdp2.training.out_of_memory import (
     reset,
 )
 
-from .outside_forward import parameters_at_hand
+from .outside_forward import allow_full_parameters
 from .seams import seam
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class _Recovery:
         if self._num_clean >= _CLEAN_BATCHES:
             self.votes.stop()
 
-    def expect_more(self) -> None:
+    def restart_count(self) -> None:
         """Memory may be used in another way from here on."""
         self._num_clean = 0
 
@@ -94,15 +94,15 @@ def init_trainer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    is_ours = given["device_train_microbatch_size"] == "auto" and _will_be_sharded(given["parallelism_config"])
-    if is_ours:
+    is_auto = given["device_train_microbatch_size"] == "auto" and _will_be_sharded(given["parallelism_config"])
+    if is_auto:
         _refuse_as_composer(given)
         given["device_train_microbatch_size"] = None
     original(*bound.args, **bound.kwargs)
     if is_sharded(self.state.model):
         _timeouts[self.state.model] = timedelta(seconds=given["dist_timeout"])
         _recoveries.pop(self.state.model, None)
-    if is_ours:
+    if is_auto:
         self.state.auto_microbatching = True
 
 
@@ -160,16 +160,16 @@ def _train_until_it_fits(
 ) -> dict[str, torch.Tensor]:
     state: State = trainer.state
     batch, first_size, retries = state.batch, state.device_train_microbatch_size, trainer.cumulative_alloc_retries
-    go_back = recovery.begin_batch(state.model, state.train_metrics or {})
+    restore_batch = recovery.begin_batch(state.model, state.train_metrics or {})
     results: list[dict[str, torch.Tensor]] = []
 
     def run() -> None:
         try:
             results.append(attempt())
         except RuntimeError as error:
-            if (go_back is None or recovery.is_committed) and is_out_of_memory(error):
+            if (restore_batch is None or recovery.is_committed) and is_out_of_memory(error):
                 # No vote: the others may be in a collective without one, which would not end.
-                why = _WITHOUT_VOTES if go_back is None else _TOO_LATE
+                why = _WITHOUT_VOTES if restore_batch is None else _TOO_LATE
                 raise RuntimeError(why.format(key="train", size=state.device_train_microbatch_size)) from error
             raise
 
@@ -179,11 +179,11 @@ def _train_until_it_fits(
             is_done = recovery.votes.succeeded(run)
         if is_done:
             break
-        assert go_back is not None, "raised above"
+        assert restore_batch is not None, "raised above"
         composer_trainer._adjust_device_train_microbatch_size(state)
-        go_back()
+        restore_batch()
         state.batch = batch
-        recovery.expect_more()
+        recovery.restart_count()
     if first_size == state.device_train_microbatch_size:
         recovery.note_clean()
         _watch_thrashing(trainer, recovery, retries)
@@ -230,7 +230,7 @@ def _watch_thrashing(trainer: Any, recovery: _Recovery, retries_before: int) -> 
             state.device_train_microbatch_size,
         )
         trainer.num_consecutive_thrashes = 0
-        recovery.expect_more()
+        recovery.restart_count()
 
 
 def _has_allocator() -> bool:
@@ -268,11 +268,11 @@ class _Evaluation:
     metrics: dict[str, Any]
     restore: Callable[[], None] | None = None
     is_in_batch: bool = False
-    is_known: bool = False
+    found_out_of_memory: bool = False
 
     def begin_batch(self) -> None:
         self.restore = self.recovery.begin_batch(self.state.model, self.metrics)
-        self.is_in_batch, self.is_known = True, False
+        self.is_in_batch, self.found_out_of_memory = True, False
 
     def end_batch(self) -> None:
         self.restore, self.is_in_batch = None, False
@@ -291,25 +291,25 @@ class _Evaluation:
             raise RuntimeError(_WITHOUT_VOTES.format(key="eval", size=size)) from error
         if not isinstance(error, PeerOutOfMemoryError):
             self.recovery.votes.report()
-        self.is_known = True
+        self.found_out_of_memory = True
         return True
 
-    def sum_up(self, found: torch.Tensor) -> None:
+    def vote_into(self, found: torch.Tensor) -> None:
         """Composer's sum over ranks of who was out of memory, as a vote: who failed has cast it already."""
-        if not self.is_known:
+        if not self.found_out_of_memory:
             try:
                 self.recovery.votes.check("the end of the batch")
             except PeerOutOfMemoryError:
-                self.is_known = True
-        found.fill_(int(self.is_known))
+                self.found_out_of_memory = True
+        found.fill_(int(self.found_out_of_memory))
 
-    def go_back(self) -> None:
+    def restore_batch(self) -> None:
         """Return to the state before the batch."""
         assert self.restore is not None, "noted"
         reset(self.state.model)
         self.restore()
-        self.is_known = False
-        self.recovery.expect_more()
+        self.found_out_of_memory = False
+        self.recovery.restart_count()
         self.recovery.votes.start()
 
 
@@ -351,7 +351,7 @@ def _eval_loop(
     original: Callable[..., Any], self: Any, evaluator: Evaluator, metrics: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
     """``Trainer._eval_loop``."""
-    with parameters_at_hand(self):
+    with allow_full_parameters(self):
         return _evaluate(original, self, evaluator, metrics, *args, **kwargs)
 
 
@@ -362,16 +362,16 @@ def _evaluate(
     if not is_sharded(self.state.model) or not (evaluator.auto_microbatching or self.state.auto_microbatching):
         return original(self, evaluator, metrics, *args, **kwargs)
     recovery = _recovery_of(self.state)
-    recovery.expect_more()
+    recovery.restart_count()
     if not evaluator.auto_microbatching:
         return original(self, evaluator, metrics, *args, **kwargs)
-    around, _evaluation = _evaluation, _Evaluation(self.state, recovery, evaluator, metrics)
+    outer, _evaluation = _evaluation, _Evaluation(self.state, recovery, evaluator, metrics)
     try:
         return original(self, evaluator, metrics, *args, **kwargs)
     finally:
-        _evaluation = around
+        _evaluation = outer
         recovery.votes.stop()
-        recovery.expect_more()  # training comes next
+        recovery.restart_count()  # training comes next
 
 
 @seam(
@@ -395,7 +395,7 @@ def _adjust_device_eval_microbatch_size(original: Callable[..., Any], evaluator:
     """``composer.trainer.trainer._adjust_device_eval_microbatch_size``: metrics would count the batch twice."""
     original(evaluator)
     if _evaluation is not None:
-        _evaluation.go_back()
+        _evaluation.restore_batch()
 
 
 @seam(
@@ -428,11 +428,11 @@ def vote_before_reduction() -> None:
         _training.votes.check("a reduction of composer.utils.dist")
 
 
-def answers(tensor: torch.Tensor, reduce_operation: str) -> bool:
+def replaced_by_vote(tensor: torch.Tensor, reduce_operation: str) -> bool:
     """Whether an all-reduce is the eval loop's question if a rank was out of memory; it is answered by a vote then."""
-    is_question = _evaluation is not None and _evaluation.is_in_batch
-    if is_question and tensor.dtype == torch.uint8 and tensor.shape == (1,) and reduce_operation == "MAX":
+    is_out_of_memory_check = _evaluation is not None and _evaluation.is_in_batch
+    if is_out_of_memory_check and tensor.dtype == torch.uint8 and tensor.shape == (1,) and reduce_operation == "MAX":
         assert _evaluation is not None
-        _evaluation.sum_up(tensor)
+        _evaluation.vote_into(tensor)
         return True
     return False

@@ -33,7 +33,7 @@ _BATCHES = {
     Event.PREDICT_BATCH_START: "the first batch of predict",
 }
 # After these, the next batch is a loader's first.
-_BEGINNINGS = {
+_FIRST_BATCH_AFTER = {
     Event.FIT_START: Event.AFTER_DATALOADER,
     Event.EPOCH_START: Event.AFTER_DATALOADER,
     Event.EVAL_START: Event.EVAL_BATCH_START,
@@ -68,12 +68,12 @@ def before_event(state: State, event: Event) -> None:
     if block is None:
         return
     compared = _compared(state)
-    if event in _BEGINNINGS:
-        compared.due.add(_BEGINNINGS[event])
+    if event in _FIRST_BATCH_AFTER:
+        compared.due.add(_FIRST_BATCH_AFTER[event])
     if event is Event.EVAL_START:
         _begin_evaluation(state, block)
     elif event in _BATCHES:
-        _take_batch(state, event, block, is_first=event in compared.due)
+        _replace_batch(state, event, block, is_first=event in compared.due)
     elif event is Event.BEFORE_TRAIN_BATCH and compared.microbatches is not None:
         compared.microbatches.clear()  # of an attempt that ran out of memory
     elif event is Event.AFTER_TRAIN_BATCH and compared.microbatches is not None:
@@ -104,7 +104,7 @@ def _compared(state: State) -> _Compared:
     return _compared_of.setdefault(state.model, _Compared())
 
 
-def _take_batch(state: State, event: Event, block: BatchGroup, *, is_first: bool) -> None:
+def _replace_batch(state: State, event: Event, block: BatchGroup, *, is_first: bool) -> None:
     """Put the block's batch in the place of this rank's."""
 
     def share() -> Any:
@@ -124,7 +124,7 @@ def _take_batch(state: State, event: Event, block: BatchGroup, *, is_first: bool
 # The padding of a sampler in evaluations
 
 
-class _SamplerOfBlocks(DistributedSampler[Any]):
+class _GroupSampler(DistributedSampler[Any]):
     """A DistributedSampler as an evaluation of Composer's asks it, in samples that all ranks together read.
 
     A sampler repeats samples until every rank has the same number. Composer takes such a one from the last batch of
@@ -135,9 +135,9 @@ class _SamplerOfBlocks(DistributedSampler[Any]):
     def __init__(self, sampler: DistributedSampler[Any], num_read: int, is_padded: bool) -> None:
         self._sampler = sampler
         self.dataset = range(num_read)  # type: ignore[assignment]
-        self.say(is_padded)
+        self.set_padded(is_padded)
 
-    def say(self, is_padded: bool) -> None:
+    def set_padded(self, is_padded: bool) -> None:
         """Composer drops a sample on the last ``total_size - len(dataset)`` ranks of the world: on all, or on none."""
         self.total_size = len(self.dataset) + (dist.get_world_size() if is_padded else 0)  # type: ignore[arg-type]
 
@@ -158,10 +158,10 @@ class _Evaluation:
     state: State
     block: BatchGroup
     spec: DataSpec
-    own: DistributedSampler[Any] | None = None
-    shown: _SamplerOfBlocks | None = None
+    sampler: DistributedSampler[Any] | None = None
+    wrapped: _GroupSampler | None = None
 
-    def show(self, sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
+    def wrap(self, sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
         """What Composer is to see of the loader's sampler."""
         num_samples, size = _length(sampler), len(self.block.ranks)
         if num_samples is None:
@@ -169,27 +169,27 @@ class _Evaluation:
         num_padded, world_size = sampler.total_size - num_samples, dist.get_world_size()
         if sampler.num_replicas * size == world_size:  # the ranks of a block read the same
             is_padded = sampler.rank >= sampler.num_replicas - num_padded
-            return _SamplerOfBlocks(sampler, num_samples * size, is_padded)
+            return _GroupSampler(sampler, num_samples * size, is_padded)
         if sampler.num_replicas != world_size or self.block.how is BroadcastBatch.OFF:
             return sampler
         is_padded = self.block.how is BroadcastBatch.FIRST and self.block.ranks[0] >= world_size - num_padded
-        self.own, self.shown = sampler, _SamplerOfBlocks(sampler, num_samples, is_padded)
-        return self.shown
+        self.sampler, self.wrapped = sampler, _GroupSampler(sampler, num_samples, is_padded)
+        return self.wrapped
 
     def share(self, batch: Any) -> Any:
         """The block's batch; of gathered ones without the samples that a sampler repeated."""
         counts = True
-        if self.block.how is BroadcastBatch.GATHER and self.own is not None and self._is_last(self.own):
-            assert self.shown is not None
-            num_samples = _length(self.own)
+        if self.block.how is BroadcastBatch.GATHER and self.sampler is not None and self._is_last(self.sampler):
+            assert self.wrapped is not None
+            num_samples = _length(self.sampler)
             assert num_samples is not None
-            first_padded = dist.get_world_size() - (self.own.total_size - num_samples)
+            first_padded = dist.get_world_size() - (self.sampler.total_size - num_samples)
             num_rows = int(self.spec.get_num_samples_in_batch(batch))
             if dist.get_global_rank() >= first_padded:
                 counts = num_rows > 1
                 batch = self.spec.split_batch(batch, num_rows - 1)[0] if counts else batch
             # Of a batch of padding alone Composer updates no metric.
-            self.shown.say(num_rows == 1 and self.block.ranks[0] >= first_padded)
+            self.wrapped.set_padded(num_rows == 1 and self.block.ranks[0] >= first_padded)
         return share_batch(batch, self.block.group, self.block.how, counts=counts)
 
     def _is_last(self, sampler: DistributedSampler[Any]) -> bool:
@@ -224,7 +224,7 @@ def get_distributed_sampler(
     sampler = original(dataloader)
     if sampler is None or _evaluation is None or _evaluation.spec.dataloader is not dataloader:
         return sampler
-    return _evaluation.show(sampler)
+    return _evaluation.wrap(sampler)
 
 
 def _length(sampler: DistributedSampler[Any]) -> int | None:

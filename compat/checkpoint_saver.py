@@ -49,30 +49,30 @@ def _save_checkpoint(original: Callable[..., Any], self: CheckpointSaver, state:
     # The checkpoint names itself among those that were saved, as Composer's do.
     self.all_saved_checkpoints_to_timestamp[filename] = state.timestamp
     if _is_async(self, state):
-        start(self, state, filename, functools.partial(_account_for, self, logger, original))
+        start(self, state, filename, functools.partial(_finish_save, self, logger, original))
         return
     path = checkpoint.save_checkpoint(state, placeholders, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
-    _account_for(self, logger, original, SavedState(state, path))
+    _finish_save(self, logger, original, SavedState(state, path))
 
 
 def _is_async(saver: CheckpointSaver, state: State) -> bool:
     if not getattr(state.fsdp_config, "async_save", False):
         return False
     if callable(saver.ignore_keys) and not state.fsdp_sharded_state_dict_enabled:
-        _say_not_async()
+        _warn_not_async()
         return False
     return True
 
 
 @functools.cache
-def _say_not_async() -> None:
+def _warn_not_async() -> None:
     log.warning(
         "async_save has no effect: save_ignore_keys is a function, which gets full tensors of a full checkpoint; "
         "give it as a list of names, or save with state_dict_type 'sharded'"
     )
 
 
-def _account_for(saver: CheckpointSaver, logger: Any, original: Callable[..., Any], written: SavedState) -> None:
+def _finish_save(saver: CheckpointSaver, logger: Any, original: Callable[..., Any], written: SavedState) -> None:
     """Composer's second part: the link, uploads, the list of saved checkpoints, the removal of old ones."""
     if saver.latest_filename is not None and saver.num_checkpoints_to_keep != 0:
         _link(Path(saver.latest_filename.format(written)), written)

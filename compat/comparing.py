@@ -38,7 +38,7 @@ from composer_fsdp2.training.run import run_of
 
 from .counted_batch import Counting
 from .scripts import run_file
-from .seams import Seam, put_back, replace
+from .seams import Seam, replace, restore
 
 _COUNTED_BATCH = 2  # of those that are compared; the first allocates what later ones reuse
 _NOT_ON_THE_CPU = (
@@ -140,14 +140,14 @@ class _Watch:
             ("composer.core.state", "State._apply_fsdp", self._apply_fsdp),
         )
         why = "a compared run is watched"
-        in_place = replace([Seam(module=module, name=name, replacement=own, why=why) for module, name, own in rows])
+        replacements = replace([Seam(module=module, name=name, replacement=own, why=why) for module, name, own in rows])
         try:
             yield
         finally:
-            put_back(in_place)
+            restore(replacements)
 
     def _init(self, original: Callable[..., Any], trainer: Trainer, **given: Any) -> None:
-        original(trainer, **{**given, **self._in_place_of(given)})
+        original(trainer, **{**given, **self._replacements(given)})
 
     def _apply_fsdp(self, original: Callable[..., Any], state: State) -> None:
         if self._counts_state:
@@ -192,7 +192,7 @@ class _Watch:
 
     # --- settings
 
-    def _in_place_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _replacements(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of Trainer that the comparison replaces."""
         used: dict[str, Any] = {}
 

@@ -20,7 +20,7 @@ from composer_fsdp2._torch.replaced import replaced
 from composer_fsdp2.fsdp1.tensor_parallel import TensorParallel
 
 from .configuration import EveryKeyFSDP2Config
-from .tensor import as_meant, layer_plan_of
+from .tensor_parallel import layer_plan_of, resolve_ffn_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class FoundryRun:
     init_context: contextlib.AbstractContextManager[Any]
 
 
-class _HasRead(BaseException):
+class _ConfigIsRead(BaseException):
     """Ends Foundry's ``train()``; nothing there may take it for a failure."""
 
 
@@ -56,7 +56,7 @@ def read_foundry(path: str, overrides: Sequence[str] = (), *, world_size: int) -
     def process_init_device(model: Any, fsdp: Any, tensor: Any) -> None:
         context = prepare(model, fsdp, tensor)
         read.update(model=model, fsdp=fsdp, tensor=tensor, init_context=context)
-        raise _HasRead
+        raise _ConfigIsRead
 
     def validate_config(config: Any) -> None:
         read.update(config=config)
@@ -72,7 +72,7 @@ def read_foundry(path: str, overrides: Sequence[str] = (), *, world_size: int) -
             (reproducibility, "seed_all", lambda seed: None),
         ):
             undone.enter_context(replaced(module, name, value))
-        with contextlib.suppress(_HasRead):
+        with contextlib.suppress(_ConfigIsRead):
             training.train_from_yaml(path, ["python_log_level=null", *overrides])
     return FoundryRun(**read)
 
@@ -89,11 +89,11 @@ def build_foundry(run: FoundryRun, model: Mapping[str, Any]) -> nn.Module:
     context = run.init_context if run.model.get("init_device") == "meta" else torch.device("meta")
     with _quiet_foundry(), replaced(composer_dist, "get_world_size", lambda: 1):
         built: nn.Module = builders.build_composer_model(name, given, None, context, dtype)
-    _open_configs(built)
+    _replace_closed_configs(built)
     return built
 
 
-def _open_configs(model: nn.Module) -> None:
+def _replace_closed_configs(model: nn.Module) -> None:
     """MPT's rotary embeddings have a configuration that answers few questions and cannot be copied: an ordinary one."""
     from llmfoundry.models.mpt.modeling_mpt import PartialLlamaConfig
     from transformers import LlamaConfig
@@ -126,7 +126,7 @@ def _quiet_foundry() -> Iterator[None]:
                 OmegaConf.register_new_resolver("oc.env", oc.env)
 
 
-def sharding_of(run: FoundryRun) -> Any:
+def fsdp_config_of(run: FoundryRun) -> Any:
     """The section as Composer's Trainer reads it; ``FSDP_VERSION`` in the environment says as which configuration."""
     return EveryKeyFSDP2Config(**(run.fsdp or {})) if os.environ.get("FSDP_VERSION", "1") == "2" else run.fsdp
 
@@ -140,4 +140,4 @@ def tensor_parallel_of(run: FoundryRun, model: nn.Module) -> TensorParallel | No
     strategy = given.pop("strategy")
     with _quiet_foundry():
         plan = layer_plan_of(builders.build_tp_strategies, strategy, model)
-    return as_meant(model, TensorParallel.read({**given, "layer_plan": plan}))
+    return resolve_ffn_plan(model, TensorParallel.read({**given, "layer_plan": plan}))

@@ -42,7 +42,7 @@ class Substitute:
 
 _MPT, _HF = ("mpt_causal_lm",), ("hf_causal_lm", "hf_t5")
 # Of the ``ffn_config`` of megablocks, what Foundry's own mixture of experts takes.
-_OWN_EXPERTS = (
+_FOUNDRY_MOE_KEYS = (
     *("ffn_hidden_size", "ffn_act_fn", "mlp_type", "moe_num_experts", "moe_top_k", "moe_jitter_eps"),
     *("moe_normalize_expert_weights", "uniform_expert_assignment"),
 )
@@ -93,21 +93,21 @@ def substituted(model: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]
     given: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in model.items()}
     findings, is_of_megablocks = [], (given.get("ffn_config") or {}).get("ffn_type") == "mb_dmoe"
     for row in (each for each in SUBSTITUTES if given["name"] in each.models):
-        holder, _, name = row.key.rpartition(".")
-        values = (given.get(holder) or {}) if holder else given
+        section, _, name = row.key.rpartition(".")
+        values = (given.get(section) or {}) if section else given
         value, is_given = values.get(name, row.default), name in values
         if value is _MISSING or not row.when(value):
             continue
-        if holder:
-            given[holder] = values
+        if section:
+            given[section] = values
         values[name] = row.instead
         if row.instead is None:
             del values[name]
         if is_given or row.outcome is not Outcome.EXACT:  # an exact default is nothing to tell of
             findings.append(_finding(row, value, is_given))
     if is_of_megablocks:
-        own = ("ffn_type", *_OWN_EXPERTS)
-        given["ffn_config"] = {key: value for key, value in given["ffn_config"].items() if key in own}
+        known = ("ffn_type", *_FOUNDRY_MOE_KEYS)
+        given["ffn_config"] = {key: value for key, value in given["ffn_config"].items() if key in known}
     return given, findings
 
 
@@ -123,7 +123,7 @@ def _finding(row: Substitute, value: Any, is_given: bool) -> Finding:
     return found if is_given else replace(found, origin=Origin.IMPLICIT)
 
 
-def stand_in(model: nn.Module, findings: Iterable[Finding]) -> None:
+def apply_substitutes(model: nn.Module, findings: Iterable[Finding]) -> None:
     """Have a built model take the memory of the kernels that ``substituted`` replaced."""
     replaced = {finding.key for finding in findings}
     if replaced & {"model.use_flash_attention_2", "model.attn_implementation"}:
@@ -131,7 +131,7 @@ def stand_in(model: nn.Module, findings: Iterable[Finding]) -> None:
             config._attn_implementation = "sdpa"  # Foundry has it "eager" without flash attention
     for module in model.modules():
         if "model.attn_config.attn_impl" in replaced and hasattr(module, "attn_fn") and hasattr(module, "kv_n_heads"):
-            module.attn_fn = _as_flash  # type: ignore[assignment]
+            module.attn_fn = _attention_like_flash  # type: ignore[assignment]
     if "model.loss_fn" in replaced:
         model.loss_fn = _FusedCrossEntropy()
 
@@ -166,7 +166,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.empty_like(ctx.saved_tensors[0]), None
 
 
-def _as_flash(
+def _attention_like_flash(
     query: Tensor, key: Tensor, value: Tensor, n_heads: int, kv_n_heads: int, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None, None]:
     """MPT's signature. Which scores are masked, or moved by ALiBi, is for a kernel to know, and costs no memory."""

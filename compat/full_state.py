@@ -26,47 +26,47 @@ from composer_fsdp2.sharding.sharded import is_sharded
 from .seams import seam
 
 # For these a module is FSDP1's only if it is: they unwrap it, or choose FSDP1's functions for it.
-_KNOW_FSDP1_ONLY = ("torch", "composer", "composer_fsdp2", "accelerate", "transformers", "peft")
+_FSDP1_ONLY_PACKAGES = ("torch", "composer", "composer_fsdp2", "accelerate", "transformers", "peft")
 
 
 def _is_script(caller: FrameType) -> bool:
-    return str(caller.f_globals.get("__name__")).partition(".")[0] not in _KNOW_FSDP1_ONLY
+    return str(caller.f_globals.get("__name__")).partition(".")[0] not in _FSDP1_ONLY_PACKAGES
 
 
-class _SeesUnits(type):
+class _UnitsAreInstances(type):
     """The type of the class that scripts see; ``isinstance`` in a script is true for modules that we sharded."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        if cls is not _of_scripts():
+        if cls is not _script_class():
             return type.__instancecheck__(cls, instance)
         is_unit = isinstance(instance, FSDPModule) and _is_script(sys._getframe(1))
         return is_unit or isinstance(instance, (FSDP1Wrapper, FullyShardedDataParallel))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        if cls is not _of_scripts():
+        if cls is not _script_class():
             return type.__subclasscheck__(cls, subclass)
         is_unit = issubclass(subclass, FSDPModule) and _is_script(sys._getframe(1))
         return is_unit or issubclass(subclass, (FSDP1Wrapper, FullyShardedDataParallel))
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Under ``install_fsdp`` our object; else FSDP1's own, which torch knows."""
-        return active_fsdp_class()(*args, **kwargs) if cls is _of_scripts() else super().__call__(*args, **kwargs)
+        return active_fsdp_class()(*args, **kwargs) if cls is _script_class() else super().__call__(*args, **kwargs)
 
 
 @functools.cache
-def _of_scripts() -> type:
+def _script_class() -> type:
     names = {name: getattr(FSDP1Wrapper, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return _SeesUnits(FSDP1Wrapper.__name__, (FSDP1Wrapper,), names)
+    return _UnitsAreInstances(FSDP1Wrapper.__name__, (FSDP1Wrapper,), names)
 
 
 def _by_name(cls: type) -> Any:
     """For pickle: the public name, or that of a script's subclass."""
-    if cls is _of_scripts():
+    if cls is _script_class():
         return pkgutil.resolve_name, ("torch.distributed.fsdp:FullyShardedDataParallel",)
     return cls.__qualname__
 
 
-copyreg.pickle(_SeesUnits, _by_name)
+copyreg.pickle(_UnitsAreInstances, _by_name)
 
 
 @seam(
@@ -75,9 +75,9 @@ copyreg.pickle(_SeesUnits, _by_name)
     why="isinstance(module, FullyShardedDataParallel) was false in scripts, which then left out clipping or saving",
     leaves=("torch", "composer", "composer_fsdp2"),
 )
-def class_of_scripts(original: type) -> type:
+def class_for_scripts(original: type) -> type:
     """FSDP1's class under its public name, and wherever a script has imported it before ``install``."""
-    return _of_scripts()
+    return _script_class()
 
 
 @seam(
@@ -123,7 +123,7 @@ keeps_shards = ContextVar("keeps_shards", default=False)
 
 
 @contextlib.contextmanager
-def shards_kept(keeps: bool) -> Iterator[None]:
+def keeping_shards(keeps: bool) -> Iterator[None]:
     """A full file is written shard by shard, algorithms' shards too; elsewhere they are pickled, and must be full."""
     token = keeps_shards.set(keeps)
     try:

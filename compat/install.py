@@ -11,8 +11,8 @@ from typing import Any
 
 from composer_fsdp2.errors import ConfigError, IncompatibleVersionError
 
-from .optimizers import update_own_parts_of_all
-from .seams import Seam, noted_seams, put_back, replace
+from .optimizers import update_local_shards_of_all
+from .seams import Seam, registered_seams, replace, restore
 
 # The releases of Composer (the distribution mosaicml) whose seams were read and tested.
 COMPOSER_VERSIONS = ("0.32.0", "0.32.1")
@@ -35,7 +35,7 @@ def install() -> None:
         return
     _check_version()
     replaced = replace(all_seams())
-    _undo.extend([functools.partial(put_back, replaced), update_own_parts_of_all().remove])
+    _undo.extend([functools.partial(restore, replaced), update_local_shards_of_all().remove])
 
 
 def all_seams() -> tuple[Seam, ...]:
@@ -43,7 +43,7 @@ def all_seams() -> tuple[Seam, ...]:
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if (name := f"{__package__}.{module.name}") != __name__:
             importlib.import_module(name)
-    return noted_seams()
+    return registered_seams()
 
 
 def uninstall() -> None:

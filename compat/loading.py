@@ -23,7 +23,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.sharded import is_sharded
 
-from .full_state import shards_kept
+from .full_state import keeping_shards
 from .remote import local_checkpoint
 from .seams import seam
 
@@ -107,7 +107,7 @@ class _Loading:
         """Everything but tensors, checked, before anything is changed."""
         entries = long_together(lambda: other_entries(inventory, wanted=self.wants), "reading a checkpoint's entries")
         if not self.weights_only:
-            together(lambda: _fit(entries["state"], self.state, inventory))
+            together(lambda: _restore_containers(entries["state"], self.state, inventory))
         _check_same_step(inventory, entries["state"].get("timestamp"))
         if self.ignore_keys:
             ignore = self.ignore_keys if callable(self.ignore_keys) else glob_filter(self.ignore_keys)
@@ -182,11 +182,11 @@ def _check_same_step(inventory: CheckpointInventory, timestamp: Any) -> None:
         )
 
 
-def _fit(entries: dict[str, Any], state: State, inventory: CheckpointInventory) -> None:
+def _restore_containers(entries: dict[str, Any], state: State, inventory: CheckpointInventory) -> None:
     """Put what DCP took apart into the containers of the Trainer's state, as its own load does; no communication."""
     in_pieces = {str(path[1]) for path in inventory.entries if path[0] == "state" and len(path) > 2} & entries.keys()
     attributes = [name for name in state.serialized_attributes if name in in_pieces]
-    with shards_kept(True), replaced(state, "serialized_attributes", attributes):
+    with keeping_shards(True), replaced(state, "serialized_attributes", attributes):
         live = state.state_dict() if attributes else {}
     entries.update((name, fitted(entries[name], live[name])) for name in in_pieces & live.keys())
 
@@ -207,11 +207,11 @@ def without_ignored(
     Tensors are shown as tensors without data (on the meta device): they can be looked at, renamed, moved and left out.
     One that ``ignore`` puts in itself is loaded instead.
     """
-    shown, records = _shown(inventory, entries)
-    before = _paths(shown)
-    ignore(shown)
-    shown.setdefault("state", {})
-    state: dict[str, Any] = shown["state"]
+    view, records = _composer_view(inventory, entries)
+    before = _paths(view)
+    ignore(view)
+    view.setdefault("state", {})
+    state: dict[str, Any] = view["state"]
     flattened = {(*MODEL, name) for name, record in inventory.model.items() if getattr(record, "is_flattened", False)}
     tensors: dict[EntryPath, TensorRecord] = {}
     objects: dict[EntryPath, ObjectRecord] = {}
@@ -235,17 +235,17 @@ def without_ignored(
             for key, value in values.items():
                 keep((*OPTIMIZERS, name, "state", parameter, key), value)
         keep((*OPTIMIZERS, name, "param_groups"), optimizer.get("param_groups", []))
-    left = {**shown, "state": {key: value for key, value in state.items() if key not in ("model", "optimizers")}}
-    return inventory.replaced(tensors=tensors, objects=objects), left, frozenset(before - _paths(shown))
+    left = {**view, "state": {key: value for key, value in state.items() if key not in ("model", "optimizers")}}
+    return inventory.replaced(tensors=tensors, objects=objects), left, frozenset(before - _paths(view))
 
 
-def _shown(
+def _composer_view(
     inventory: CheckpointInventory, entries: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[int, tuple[torch.Tensor, TensorRecord]]]:
     """The checkpoint in Composer's form, and the record behind each of its tensors (which are kept, so ids stay)."""
     records: dict[int, tuple[torch.Tensor, TensorRecord]] = {}
 
-    def show(record: TensorRecord | ObjectRecord) -> Any:
+    def shown_value(record: TensorRecord | ObjectRecord) -> Any:
         if not isinstance(record, TensorRecord):
             return record.value()
         tensor = torch.empty(record.shape, dtype=record.dtype, device="meta")
@@ -254,11 +254,11 @@ def _shown(
 
     state = dict(entries["state"])
     if inventory.model:
-        state["model"] = {name: show(record) for name, record in inventory.model.items()}
+        state["model"] = {name: shown_value(record) for name, record in inventory.model.items()}
     if inventory.optimizers:
         state["optimizers"] = {
             contents.name: {
-                "state": {p: {k: show(r) for k, r in values.items()} for p, values in contents.state.items()},
+                "state": {p: {k: shown_value(r) for k, r in values.items()} for p, values in contents.state.items()},
                 "param_groups": inventory.groups(contents.name),
             }
             for contents in inventory.optimizers
@@ -266,9 +266,9 @@ def _shown(
     return {**entries, "state": state}, records
 
 
-def _paths(shown: Mapping[str, Any]) -> set[EntryPath]:
+def _paths(view: Mapping[str, Any]) -> set[EntryPath]:
     """Which weights and which parameters' optimizer state are there."""
-    state = shown.get("state", {})
+    state = view.get("state", {})
     weights: set[EntryPath] = {(*MODEL, name) for name in state.get("model", {})}
     return weights | {
         (*OPTIMIZERS, name, "state", parameter)

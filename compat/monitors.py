@@ -126,13 +126,13 @@ def _optimizer_metrics(state: State, agreement: "_Agreement", *, with_optimizer:
     """
     reporter = _Reporter.of(state.optimizers[0]) if with_optimizer else None
     names = _logged_parameters(state.model, as_fsdp1=_as_fsdp1(state))
-    alone = _of_each_rank(state.model, names)
-    reported, norms = agreement.reached(lambda: _report(names, reporter, alone))
+    unreduced = _unreduced_parameters(state.model, names)
+    reported, norms = agreement.agree_on(lambda: _report(names, reporter, unreduced))
     metrics = reported.metrics
     metrics |= norms
     metrics |= settle({key: value for key, value in metrics.items() if isinstance(value, torch.Tensor)})
-    if alone:
-        metrics |= _over_ranks({key: metrics[key] for key in reported.of_each_rank})
+    if unreduced:
+        metrics |= _mean_over_ranks({key: metrics[key] for key in reported.rank_local})
     squares = [value * value for key, value in metrics.items() if key.startswith("l2_norm/grad")]
     metrics["l2_norm/grad/global"] = math.sqrt(sum(squares))
     return metrics
@@ -143,13 +143,13 @@ class _Reporter:
     """The optimizer's own function for a parameter's metrics.
 
     Args:
-        gives_norms: All of them are L2 norms of tensors that lie as the parameter does, so that they may be taken of
+        only_norms: All of them are L2 norms of tensors that lie as the parameter does, so that they may be taken of
             this rank's part of each. An optimizer that was not read is given the DTensors.
         part: The optimizer as its function sees it then, with the state of one part.
     """
 
     optimizer: Any  # a torch.optim.Optimizer that has report_per_parameter_metrics
-    gives_norms: bool
+    only_norms: bool
     part: Any
 
     @classmethod
@@ -157,13 +157,13 @@ class _Reporter:
         if not callable(getattr(optimizer, "report_per_parameter_metrics", None)):
             return None
         kind: Any = type(optimizer)
-        _say_what_is_not_called(kind)
-        gives_norms, part = reports_norms(optimizer), None
-        if gives_norms:
+        _warn_uncalled_methods(kind)
+        only_norms, part = reports_norms(optimizer), None
+        if only_norms:
             part = SimpleNamespace(
                 param_groups=optimizer.param_groups, metric_functions=optimizer.metric_functions, state={}
             )
-        return cls(optimizer, gives_norms, part)
+        return cls(optimizer, only_norms, part)
 
     def report(self, parameter: torch.Tensor, name: str, metrics: Metrics) -> Metrics:
         try:
@@ -176,13 +176,13 @@ class _Reporter:
             ) from error
         return reported
 
-    def report_own_part(self, parameter: DTensor, name: str, metrics: Metrics) -> bool:
+    def report_local(self, parameter: DTensor, name: str, metrics: Metrics) -> bool:
         """Add the same for this rank's part to ``metrics``: the optimizer's function, on an optimizer of that part.
 
         False, and nothing is added, where it cannot be asked so.
         """
         gradient = parameter.grad
-        if not self.gives_norms or gradient is None:
+        if not self.only_norms or gradient is None:
             return False
         state = dict(self.optimizer.state.get(parameter, {}))
         keys = [key for key in state if key != "step"]
@@ -198,7 +198,7 @@ class _Reporter:
 
 
 @functools.cache
-def _say_what_is_not_called(kind: type) -> None:
+def _warn_uncalled_methods(kind: type) -> None:
     for name in ("pre_reduce_metrics", "dist_reduce_metrics"):
         method = getattr(kind, name, None)
         if method is not None and method.__module__.split(".")[0] not in ("composer", "llmfoundry"):
@@ -215,41 +215,41 @@ class _Reported:
     """One rank's metrics by key, still in parts.
 
     Args:
-        norms_of_parts: Sharded parameters, each with the keys of what are norms of this rank's parts.
-        of_each_rank: The keys of what each rank has for itself.
+        local_norms: Sharded parameters, each with the keys of what are norms of this rank's parts.
+        rank_local: The keys of what each rank has for itself.
     """
 
     metrics: Metrics = field(default_factory=dict)
-    norms_of_parts: list[tuple[DTensor, list[str]]] = field(default_factory=list)
-    of_each_rank: set[str] = field(default_factory=set)
+    local_norms: list[tuple[DTensor, list[str]]] = field(default_factory=list)
+    rank_local: set[str] = field(default_factory=set)
 
 
-def _report(names: Mapping[nn.Parameter, str], reporter: _Reporter | None, alone: set[nn.Parameter]) -> _Reported:
+def _report(names: Mapping[nn.Parameter, str], reporter: _Reporter | None, unreduced: set[nn.Parameter]) -> _Reported:
     """Every parameter's metrics, see [Note: metrics of sharded parameters]."""
     reported = _Reported()
     metrics = reported.metrics
     for parameter, name in names.items():
         if parameter.grad is None or not parameter.requires_grad:
             continue
-        if isinstance(parameter, DTensor) and (norms := _norms_of_own_part(parameter, name, reporter)) is not None:
+        if isinstance(parameter, DTensor) and (norms := _local_norms(parameter, name, reporter)) is not None:
             metrics |= norms
-            reported.norms_of_parts.append((parameter, list(norms)))
+            reported.local_norms.append((parameter, list(norms)))
             continue
         num_before = len(metrics)
         if reporter is not None:
             metrics |= reporter.report(parameter, name, metrics)
         if (key := f"l2_norm/grad/{name}") not in metrics:
             metrics[key] = torch.linalg.vector_norm(parameter.grad)
-        if parameter in alone:
+        if parameter in unreduced:
             # From the end: each parameter would look through those of all before it.
-            reported.of_each_rank.update(itertools.islice(reversed(metrics), len(metrics) - num_before))
+            reported.rank_local.update(itertools.islice(reversed(metrics), len(metrics) - num_before))
     return reported
 
 
-def _norms_of_own_part(parameter: DTensor, name: str, reporter: _Reporter | None) -> Metrics | None:
+def _local_norms(parameter: DTensor, name: str, reporter: _Reporter | None) -> Metrics | None:
     """The norms of this rank's part by their keys in logs; None where they cannot be taken of a part."""
     metrics: Metrics = {}
-    if reporter is not None and not reporter.report_own_part(parameter, name, metrics):
+    if reporter is not None and not reporter.report_local(parameter, name, metrics):
         return None
     if (key := f"l2_norm/grad/{name}") not in metrics:
         assert parameter.grad is not None
@@ -257,7 +257,7 @@ def _norms_of_own_part(parameter: DTensor, name: str, reporter: _Reporter | None
     return metrics
 
 
-def _of_each_rank(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+def _unreduced_parameters(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
     """The parameters that are unsharded on every rank, with gradients that nobody averages: ignored, or in no unit."""
     unsharded = {each for each in parameters if not isinstance(each, DTensor) and each.requires_grad}
     if unsharded:
@@ -280,12 +280,12 @@ class _Layout:
 
     @classmethod
     def of(cls, reported: _Reported) -> "_Layout":
-        metrics, norms_of_parts = reported.metrics, reported.norms_of_parts
+        metrics, local_norms = reported.metrics, reported.local_norms
         norms: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[str]] = {}
-        axes_of_all = splitting_axes_of_all(parameter for parameter, _ in norms_of_parts)
-        for (parameter, keys), axes in zip(norms_of_parts, axes_of_all, strict=True):
+        axes_of_all = splitting_axes_of_all(parameter for parameter, _ in local_norms)
+        for (parameter, keys), axes in zip(local_norms, axes_of_all, strict=True):
             norms.setdefault((parameter.device_mesh, axes, metrics[keys[0]].device), []).extend(keys)
-        return cls([key for key in metrics if key not in reported.of_each_rank], norms)
+        return cls([key for key in metrics if key not in reported.rank_local], norms)
 
     def fingerprint(self) -> str:
         norms = [f"{len(keys)} norms along {axes}" for (_, axes, _), keys in self.norms.items()]
@@ -312,7 +312,7 @@ class _Layout:
             for key, norm in zip(keys, of_keys.sqrt().tolist(), strict=True)
         }
 
-    def mesh_of_all(self) -> DeviceMesh | None:
+    def world_mesh(self) -> DeviceMesh | None:
         """One of the meshes, if it has all ranks."""
         return next((mesh for mesh, _, _ in self.norms if mesh.size() == dist.get_world_size()), None)
 
@@ -330,7 +330,7 @@ class _Agreement:
         self._last: _Layout | None = None
         self._world: Any = None
 
-    def reached(self, report: Callable[[], _Reported]) -> tuple[_Reported, dict[str, float]]:
+    def agree_on(self, report: Callable[[], _Reported]) -> tuple[_Reported, dict[str, float]]:
         """What this rank reports, and the norms of full parameters in it. Called on all ranks.
 
         One all-reduce for each axis of each mesh; where metrics changed, one of 64 bytes and these again.
@@ -340,7 +340,7 @@ class _Agreement:
         """
         own, error = _attempted(report)
         last = self._last if self._world is dist.group.WORLD else None
-        mesh = None if last is None else last.mesh_of_all()
+        mesh = None if last is None else last.world_mesh()
         if last is not None and mesh is not None:
             is_new = own is None or _Layout.of(own) != last
             squares = _reduced_unless(is_new, last.parts(own.metrics if own and not is_new else None), mesh)
@@ -376,7 +376,7 @@ def _reduced_unless(is_new: bool, parts: Sequence[LocalValues], mesh: DeviceMesh
     return None if num_new.item() else reduced
 
 
-def _over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
+def _mean_over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
     """Means over the ranks that have a metric; of norms by their squares, as ``clip_grad_norm_`` counts them."""
     found: dict[str, list[float]] = {}
     for of_rank in gather(dict(metrics)):
@@ -425,13 +425,13 @@ def dist_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, opti
 def before_forward(original: Callable[..., Any], self: ActivationMonitor, state: State, logger: Logger) -> None:
     """``ActivationMonitor.before_forward``, which takes the modules' names from the model once."""
     if not self.module_names and is_sharded(state.model):
-        _refuse_parts_of_activations(state.model)
+        _refuse_split_activations(state.model)
         # Beside the callback's own names of modules: its hook below is told of the callback and a module, no model.
         self._composer_fsdp2_names = _logged_module_names(state.model, as_fsdp1=_as_fsdp1(state))
     original(self, state, logger)
 
 
-def _refuse_parts_of_activations(model: nn.Module) -> None:
+def _refuse_split_activations(model: nn.Module) -> None:
     """Raise, on all ranks, where layers are split: what a rank has of their outputs says nothing of the whole."""
     plan = run_of(model).plan
     if plan is not None and plan.split:

@@ -24,15 +24,15 @@ from composer_fsdp2._torch.parts import lion_, local_tensor, local_tensors, with
 _Update = Callable[..., None]
 
 
-def update_own_parts_of_all() -> RemovableHandle:
-    """Have all optimizers ``update_own_parts``, each where its next step begins; what is returned ends it.
+def update_local_shards_of_all() -> RemovableHandle:
+    """Have all optimizers ``update_local_shards``, each where its next step begins; what is returned ends it.
 
     Those that have made a step by then stay as they are. Call it on each rank; it communicates nothing.
     """
-    return register_optimizer_step_pre_hook(lambda optimizer, *unused: update_own_parts(optimizer))
+    return register_optimizer_step_pre_hook(lambda optimizer, *unused: update_local_shards(optimizer))
 
 
-def update_own_parts(optimizer: torch.optim.Optimizer) -> None:
+def update_local_shards(optimizer: torch.optim.Optimizer) -> None:
     """Have ``optimizer`` update this rank's parts of its parameters, if it is one whose updates we know.
 
     An optimizer of another class stays as it is, and so does one that inherits from a known one and overrides the
@@ -42,10 +42,10 @@ def update_own_parts(optimizer: torch.optim.Optimizer) -> None:
     # torch wraps a class's step when the first optimizer is made of it, a subclass's maybe before that of its base.
     if known is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(known.step):
         return
-    name, on_own_parts = _UPDATES[full_name(known)]
+    name, on_local_shards = _UPDATES[full_name(known)]
     if name not in vars(optimizer) and getattr(type(optimizer), name) is getattr(known, name):
-        setattr(optimizer, name, on_own_parts(getattr(known, name), optimizer))
-        optimizer.register_step_pre_hook(_bring_step_counts)
+        setattr(optimizer, name, on_local_shards(getattr(known, name), optimizer))
+        optimizer.register_step_pre_hook(_move_step_counts_to_host)
 
 
 def _known_class(optimizer: torch.optim.Optimizer) -> type | None:
@@ -75,8 +75,8 @@ def _adamw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
     @functools.wraps(update)
     def adamw(parameters: list[Any], *lists: list[Any], **settings: Any) -> None:
         *tensors, steps = lists
-        there = [each for each in tensors if each]  # without amsgrad there are no largest averages
-        if all(local_tensors(*alike) is not None for alike in zip(parameters, *there, strict=True)):
+        present = [each for each in tensors if each]  # without amsgrad there are no largest averages
+        if all(local_tensors(*alike) is not None for alike in zip(parameters, *present, strict=True)):
             parameters, *tensors = ([local_tensor(tensor) for tensor in each] for each in (parameters, *tensors))
         update(parameters, *tensors, steps, **settings)
 
@@ -88,10 +88,10 @@ def _sgdw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
 
     @functools.wraps(update)
     def sgdw(parameters: list[Any], gradients: list[Any], momenta: list[Any], **settings: Any) -> None:
-        there = [
+        present = [
             [each for each in alike if each is not None] for alike in zip(parameters, gradients, momenta, strict=True)
         ]
-        if any(local_tensors(*each) is None for each in there):
+        if any(local_tensors(*each) is None for each in present):
             update(parameters, gradients, momenta, **settings)
             return
         own = [momentum if momentum is None else local_tensor(momentum) for momentum in momenta]
@@ -108,20 +108,20 @@ def _lionw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
 
     At once only if it gives the bits of the fused operations.
     """
-    waiting = _Waiting() if _is_lion(update) else None
-    if waiting is not None:
-        optimizer.register_step_pre_hook(lambda *unused: waiting.forget())  # of a step that an error ended
-        optimizer.register_step_post_hook(lambda *unused: waiting.update())
+    pending = _PendingUpdates() if _is_lion(update) else None
+    if pending is not None:
+        optimizer.register_step_pre_hook(lambda *unused: pending.clear())  # of a step that an error ended
+        optimizer.register_step_post_hook(lambda *unused: pending.update())
 
     @functools.wraps(update)
     def lionw(parameter: Any, gradient: Any, average: Any, *settings: float) -> None:
         own = local_tensors(parameter, gradient, average)
         if own is None:
             update(parameter, gradient, average, *settings)
-        elif waiting is None:
+        elif pending is None:
             update(*own, *settings)
         else:
-            waiting.add(own, settings)
+            pending.add(own, settings)
 
     return lionw
 
@@ -135,16 +135,16 @@ _UPDATES: dict[str, tuple[str, Callable[[_Update, torch.optim.Optimizer], _Updat
 }
 
 
-class _Waiting:
+class _PendingUpdates:
     """Parameters of one step that Lion is to update, with their gradients and averages."""
 
     # What fused updates take of memory, about; for a moment, as an update of one parameter does.
     MAX_BYTES = 64 << 20
 
     def __init__(self) -> None:
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._parts: list[Sequence[torch.Tensor]] = []
         self._settings: tuple[float, ...] = ()
         self._num_bytes = 0
@@ -161,11 +161,11 @@ class _Waiting:
         """All that wait."""
         if self._parts:
             parameters, gradients, averages = (list(each) for each in zip(*self._parts, strict=True))
-            _lion_of_all(parameters, gradients, averages, *self._settings)
-        self.forget()
+            _foreach_lion(parameters, gradients, averages, *self._settings)
+        self.clear()
 
 
-def _lion_of_all(
+def _foreach_lion(
     parameters: list[torch.Tensor],
     gradients: list[torch.Tensor],
     averages: list[torch.Tensor],
@@ -185,24 +185,24 @@ def _is_lion(update: _Update) -> bool:
     generator = torch.Generator().manual_seed(0)
     for weight_decay in (0.0, 1e-4):
         settings = (0.1, 0.3, weight_decay, 0.9, 0.99)
-        drawn = [torch.randn(1000, generator=generator, device="cpu") for _ in range(3)]
-        one, all_ = ([tensor.clone() for tensor in drawn] for _ in range(2))
+        random = [torch.randn(1000, generator=generator, device="cpu") for _ in range(3)]
+        one, all_ = ([tensor.clone() for tensor in random] for _ in range(2))
         update(*one, *settings)
         parameters, gradients, averages = ([tensor] for tensor in all_)
-        _lion_of_all(parameters, gradients, averages, *settings)
+        _foreach_lion(parameters, gradients, averages, *settings)
         if not all(map(torch.equal, one, all_)):
             return False
     return True
 
 
-def _bring_step_counts(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+def _move_step_counts_to_host(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     """Move step counts to the host, where torch's AdamW keeps them: the update reads each, and would wait for a GPU."""
-    away: dict[torch.device, list[dict[str, Any]]] = {}
+    by_device: dict[torch.device, list[dict[str, Any]]] = {}
     for state in optimizer.state.values():
         step = state.get("step") if isinstance(state, dict) else None  # a subclass may keep numbers of its own there
         if isinstance(step, torch.Tensor) and not isinstance(step, DTensor) and step.device.type != "cpu":
-            away.setdefault(step.device, []).append(state)
-    for states in away.values():
+            by_device.setdefault(step.device, []).append(state)
+    for states in by_device.values():
         counts = torch.stack([state["step"] for state in states]).cpu()
         for state, count in zip(states, counts, strict=True):
             state["step"] = count.clone()  # apart from each other, as they were

@@ -13,7 +13,7 @@ from composer_fsdp2.training.outside_forward import InFull, explain_mixed, full
 
 
 @contextlib.contextmanager
-def parameters_at_hand(trainer: Any) -> Iterator[None]:
+def allow_full_parameters(trainer: Any) -> Iterator[None]:
     """Within the block, ``loss`` and ``update_metric`` of the Trainer's model may use any parameter of it, and an error
     of torch's for parameters that are used elsewhere names what to write."""
     model = trainer._original_model
@@ -22,7 +22,7 @@ def parameters_at_hand(trainer: Any) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         for name in ("loss", "update_metric"):
-            stack.enter_context(replaced(model, name, _in_full(getattr(model, name))))
+            stack.enter_context(replaced(model, name, _with_full_parameters(getattr(model, name))))
         try:
             yield
         except RuntimeError as error:
@@ -30,7 +30,7 @@ def parameters_at_hand(trainer: Any) -> Iterator[None]:
             raise
 
 
-def _in_full(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_full_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with InFull():

@@ -28,7 +28,7 @@ def is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def left_on_device(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+def keep_on_device(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """In the block, Composer's State collects what lies on a device as it is, and makes no pageable copy of it.
 
     Without effect for a model in host memory.
@@ -60,21 +60,21 @@ class PinnedCopies:
         """
         by_id = {id(tensor): tensor for tensor in tensors}
         parts = [local_tensor(tensor) for tensor in by_id.values()]
-        copies = self._rooms(parts)
+        copies = self._empty_copies(parts)
         for copied, part in zip(copies, parts, strict=True):
             copied.copy_(part, non_blocking=_is_on_cuda(part))
         for device in {part.device for part in parts if _is_on_cuda(part)}:
             torch.cuda.current_stream(device).synchronize()
         return {key: with_local_tensor(by_id[key], copied) for key, copied in zip(by_id, copies, strict=True)}
 
-    def _rooms(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _empty_copies(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Room in the memory for a copy of each."""
         starts = [0, *itertools.accumulate(-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts)]
         num_bytes = starts.pop()
         if num_bytes and (self._memory is None or self._memory.num_bytes < num_bytes):
             self._memory = None  # first, so that its pages are there for the new one
             self._memory = _HostMemory(num_bytes, pin=any(map(_is_on_cuda, parts)))
-        return [_room(self._memory, start, part) for start, part in zip(starts, parts, strict=True)]
+        return [_empty_copy(self._memory, start, part) for start, part in zip(starts, parts, strict=True)]
 
 
 # Where a tensor begins: torch's own allocator for the host aligns so, for any dtype and vectorised code.
@@ -85,7 +85,7 @@ def _is_on_cuda(part: torch.Tensor) -> bool:
     return part.is_cuda
 
 
-def _room(memory: "_HostMemory | None", start: int, part: torch.Tensor) -> torch.Tensor:
+def _empty_copy(memory: "_HostMemory | None", start: int, part: torch.Tensor) -> torch.Tensor:
     """An empty tensor with the strides of ``part.to("cpu")``: those of ``part`` where it is dense, to copy its bytes.
 
     It has a storage of its own, because ``torch.save`` writes all of a tensor's storage.

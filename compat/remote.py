@@ -57,7 +57,7 @@ def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterat
         object_store = maybe_create_object_store_from_uri(path)
         path = parse_uri(path)[2] if object_store is not None else path
     if object_store is None and not is_url:
-        local = _as_local_rank_0_finds_it(path)
+        local = _find_on_local_rank_0(path)
         located = together(lambda: local if isinstance(local, Located) else find(local))
         long_together(lambda: _validate_share(located), "validating a checkpoint")
         yield located
@@ -74,7 +74,7 @@ def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterat
             yield found.located or together(lambda: find(found.local))
 
 
-def _as_local_rank_0_finds_it(path: str) -> str | Located:
+def _find_on_local_rank_0(path: str) -> str | Located:
     """What all ranks of this machine read, as under Composer: what its first rank finds.
 
     Each rank may have named a folder of its own (``tempfile.mkdtemp()``), of which the first one's was written to.
@@ -243,10 +243,10 @@ def _link_target(source: _Store, name: str, folder: Path) -> str | None:
 
 
 def _object_or_folder(source: _Store, name: str, folder: Path, tried: list[str]) -> _Found | None:
-    own_name = PurePosixPath(name).name
-    file, local = (inside(folder / kind, own_name, named_by=f"{source}") for kind in ("file", "folder"))
+    basename = PurePosixPath(name).name
+    file, local = (inside(folder / kind, basename, named_by=f"{source}") for kind in ("file", "folder"))
 
-    def as_object() -> _Found | None:
+    def try_object() -> _Found | None:
         tried.append(name)
         if not source.download(name, file):
             return None
@@ -255,7 +255,7 @@ def _object_or_folder(source: _Store, name: str, folder: Path, tried: list[str])
         others = set(layout.files_beside(file)) - {file}
         return _Found(name=name, local=file, located=Located(file, layout), missing=tuple(sorted(others)))
 
-    def as_folder() -> _Found | None:
+    def try_folder() -> _Found | None:
         for layout in LAYOUTS:
             if layout.metadata is not None:
                 file, _ = layout.metadata
@@ -265,8 +265,8 @@ def _object_or_folder(source: _Store, name: str, folder: Path, tried: list[str])
         return _listed_folder(source, name, local)
 
     # A name with an ending is a file's most often, and each question to a store costs time.
-    ways = (as_object, as_folder) if PurePosixPath(name).suffix else (as_folder, as_object)
-    return ways[0]() or ways[1]()
+    attempts = (try_object, try_folder) if PurePosixPath(name).suffix else (try_folder, try_object)
+    return attempts[0]() or attempts[1]()
 
 
 def _listed_folder(source: _Store, name: str, local: Path) -> _Found | None:

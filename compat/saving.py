@@ -33,7 +33,7 @@ from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.long_work import long_work
 from composer_fsdp2.sharding.sharded import is_sharded
 
-from .full_state import keeps_shards, shards_kept
+from .full_state import keeping_shards, keeps_shards
 from .loading import IgnoreKeys
 from .seams import seam
 
@@ -44,7 +44,7 @@ from .seams import seam
 def sharded_state_dict(state: State, weights_only: bool, ignore_keys: IgnoreKeys) -> dict[str, Any]:
     """What Composer would save, with DTensors in place of full tensors. Called on all ranks."""
     as_sharded = replaced(state.fsdp_config, "state_dict_type", "sharded")
-    with shards_kept(not state.fsdp_sharded_state_dict_enabled), as_sharded:
+    with keeping_shards(not state.fsdp_sharded_state_dict_enabled), as_sharded:
         if weights_only:
             parts = {
                 "model": state.get_model_state_dict(),
@@ -75,11 +75,11 @@ def state_dict(original: Callable[..., Any], self: State) -> dict[str, Any]:
     if is_sharded(self.model) and not keeps_shards.get():
         # A planner that the user gave may have any rank write an object that all of them have.
         keeps = dist.get_rank() == 0 or getattr(self.fsdp_config, "save_planner", None) is not None
-        saved.update((name, _unsharded(saved[name], keeps)) for name in HOLDERS if name in saved)
+        saved.update((name, _unsharded(saved[name], keeps)) for name in ENTRIES_WITH_SHARDS if name in saved)
     return saved
 
 
-HOLDERS = ("algorithms", "callbacks")
+ENTRIES_WITH_SHARDS = ("algorithms", "callbacks")
 
 
 def _unsharded(value: Any, keeps: bool) -> Any:

@@ -66,7 +66,7 @@ def seam(module: str, *names: str, why: str, leaves: tuple[str, ...] = ()) -> Ca
     return note
 
 
-def noted_seams() -> tuple[Seam, ...]:
+def registered_seams() -> tuple[Seam, ...]:
     """The seams of the files that were imported by now."""
     return tuple(_SEAMS)
 
@@ -90,7 +90,7 @@ def replace(seams: Sequence[Seam]) -> list[Replacement]:
     return replacements
 
 
-def put_back(replacements: Sequence[Replacement]) -> None:
+def restore(replacements: Sequence[Replacement]) -> None:
     """Undo ``replace``, also in modules that were imported in between."""
     _rebind([(each.seam, each.new, each.original, ()) for each in replacements])
 

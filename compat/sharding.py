@@ -26,14 +26,14 @@ from composer_fsdp2.training.full_params import summon_full_params
 from composer_fsdp2.training.run import run_of
 
 from .seams import seam
-from .tensor import noted_config
+from .tensor_parallel import pop_tensor_config
 
 
 @seam("composer.distributed.dist_strategy", "prepare_fsdp_module", why="the drop-in itself")
 def prepare_fsdp_module(
     original: Callable[..., Any], model: nn.Module, optimizers: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[list[Any], dict[str, nn.Module]]:
-    prepared = prepare_fully_shard(model, optimizers, *args, **kwargs, tensor_parallel=noted_config(model))
+    prepared = prepare_fully_shard(model, optimizers, *args, **kwargs, tensor_parallel=pop_tensor_config(model))
     _confirm(model)
     return prepared
 
@@ -74,7 +74,7 @@ def parallelize(
     precision: Any = None,
 ) -> None:
     has_values = gather(not any(parameter.is_meta for parameter in composer_model.parameters()))
-    prepare_fully_shard(composer_model, optimizer, config, precision, tensor_parallel=noted_config(composer_model))
+    prepare_fully_shard(composer_model, optimizer, config, precision, tensor_parallel=pop_tensor_config(composer_model))
     _confirm(composer_model)
     if any(has_values) and not all(has_values):
         config.sync_module_states = True  # as Composer notes on it that rank 0's values went out

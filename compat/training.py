@@ -23,7 +23,7 @@ from composer_fsdp2.training.guard import check_guard
 from composer_fsdp2.training.microbatches import begin_microbatch
 
 from . import auto_microbatch, batches, monitors, outside_forward
-from .context import refuse_tasks, weighed_microbatch
+from .context_parallel import refuse_tasks, weighted_microbatch
 from .preflight import name_layers_to_freeze, refuse_copies
 from .seams import seam
 from .sharding import warn_of_fsdp1
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 # Before these, a Trainer's ranks are at one place, whatever the model is: a batch less on one of them shows here.
-_MEETINGS = {
+_SYNC_EVENTS = {
     Event.BEFORE_TRAIN_BATCH: "a training batch",
     Event.AFTER_TRAIN_BATCH: "the end of a training batch",
     Event.EVAL_BATCH_START: "an evaluation batch",
@@ -60,8 +60,8 @@ def run_event(original: Callable[..., Any], self: Any, event: Event | str) -> An
         name_layers_to_freeze(self.state)
         refuse_tasks(self.state)
     auto_microbatch.before_event(self.state, event)
-    if event in _MEETINGS:
-        check_guard(self.state.model, _MEETINGS[event])
+    if event in _SYNC_EVENTS:
+        check_guard(self.state.model, _SYNC_EVENTS[event])
     batches.before_event(self.state, event)
     with outside_forward.around_event(self.state, event):
         result = original(self, event)
@@ -72,7 +72,7 @@ def run_event(original: Callable[..., Any], self: Any, event: Event | str) -> An
 
 
 # The backward needs what the forward gathered; with reshard_after_backward: false, so does the next microbatch.
-_IN_A_STEP = frozenset(
+_WITHIN_STEP = frozenset(
     {
         Event.BEFORE_FORWARD,
         Event.AFTER_FORWARD,
@@ -84,7 +84,7 @@ _IN_A_STEP = frozenset(
 )
 # Only for somebody who may look: the next batch of an evaluation would gather again what it finds gathered, and going
 # through the modules of a large model takes a millisecond.
-_IF_HEARD = frozenset(
+_IF_OBSERVED = frozenset(
     {
         Event.EVAL_BATCH_START,
         Event.EVAL_BEFORE_FORWARD,
@@ -102,14 +102,14 @@ _IF_HEARD = frozenset(
     }
 )
 # Their callbacks and algorithms read no parameters there; of them Generate alone runs the model.
-_KNOWN = ("composer", "llmfoundry")
+_KNOWN_PACKAGES = ("composer", "llmfoundry")
 
 
 def _free_parameters(state: State, event: Event) -> None:
     """Free gathered parameters before ``event`` runs, where it is between steps. Does not communicate."""
-    if event in _IN_A_STEP:
+    if event in _WITHIN_STEP:
         return
-    if event in _IF_HEARD and not any(_listens(each, event) for each in (*state.callbacks, *state.algorithms)):
+    if event in _IF_OBSERVED and not any(_is_observer(each, event) for each in (*state.callbacks, *state.algorithms)):
         return
     reshard(state.model)
 
@@ -126,14 +126,14 @@ def _run_callbacks(
     event = Event(event)
     for callback in self.state.callbacks if callbacks is None else callbacks:
         original(self, event, [callback])
-        if isinstance(callback, Generate) or _listens(callback, event):
+        if isinstance(callback, Generate) or _is_observer(callback, event):
             _free_parameters(self.state, event)
 
 
-def _listens(listener: Callback | Algorithm, event: Event) -> bool:
+def _is_observer(listener: Callback | Algorithm, event: Event) -> bool:
     """Whether it comes from neither Composer nor Foundry, and may do something at ``event``."""
     kind: Any = type(listener)
-    if kind.__module__.split(".")[0] in _KNOWN:
+    if kind.__module__.split(".")[0] in _KNOWN_PACKAGES:
         return False
     if not isinstance(listener, Callback) or kind.run_event is not Callback.run_event:
         return True  # it chooses its events itself
@@ -158,7 +158,7 @@ def train_microbatch(
     is_final_microbatch: bool,
 ) -> dict[str, torch.Tensor]:
     begin_microbatch(self.state.model, is_last=is_final_microbatch)
-    with weighed_microbatch(self), outside_forward.parameters_at_hand(self):
+    with weighted_microbatch(self), outside_forward.allow_full_parameters(self):
         losses: dict[str, torch.Tensor] = original(self, use_grad_scaling, current_batch_size, is_final_microbatch)
     return losses
 
@@ -170,7 +170,7 @@ def train_microbatch(
     "such as the norms in the step of adaptive Lion",
 )
 def all_reduce(original: Callable[..., Any], tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
-    if not auto_microbatch.answers(tensor, reduce_operation) and not monitors.is_reduced(tensor):
+    if not auto_microbatch.replaced_by_vote(tensor, reduce_operation) and not monitors.is_reduced(tensor):
         auto_microbatch.vote_before_reduction()
         original(tensor, reduce_operation)
 
@@ -188,7 +188,7 @@ def apply_gradient_clipping(
     elif clipping_type == "norm":
         clip_grad_norm_(model, clipping_threshold)
     elif clipping_type == "value":
-        _say_value_clips_norm()
+        _warn_value_clips_norm()
         clip_grad_norm_(model, clipping_threshold, math.inf)
     elif clipping_type == "adaptive":
         clip_grad_adaptive_(model, clipping_threshold)
@@ -197,7 +197,7 @@ def apply_gradient_clipping(
 
 
 @functools.cache
-def _say_value_clips_norm() -> None:
+def _warn_value_clips_norm() -> None:
     log.warning(
         "clipping_type 'value' scales all gradients by their largest absolute value, as Composer did under FSDP1; "
         "it does not clip element by element"

@@ -47,11 +47,11 @@ def read_foundry_yaml(file: RunFile, request: Request) -> tuple[nn.Module, Train
     if model is None:
         given, findings = foundry_substitutes.substituted(foundry.model)
         model = _built(foundry_run.build_foundry, foundry, given, file, request)
-        foundry_substitutes.stand_in(model, findings)
+        foundry_substitutes.apply_substitutes(model, findings)
     model, config = built(model), foundry.config
     batches = _batches(config, request)
     return model, Training(
-        fsdp_config=foundry_run.sharding_of(foundry),
+        fsdp_config=foundry_run.fsdp_config_of(foundry),
         precision=config.precision,
         tensor_parallel=foundry_run.tensor_parallel_of(foundry, model),
         batches=batches,

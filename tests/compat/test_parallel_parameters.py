@@ -1,6 +1,6 @@
 """What reads and writes all parameters, where ranks hold different experts or tile MLPs: beside one process.
 
-Beside split layers: ``test_tensor.py``.
+Beside split layers: ``test_tensor_parallel.py``.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def qwen3_moe() -> nn.Module:
 def mpt(**options: Any) -> nn.Module:
     from llmfoundry.models import ComposerMPTCausalLM
 
-    import composer_fsdp2.compat.context  # noqa: F401  how its sequences are divided
+    import composer_fsdp2.compat.context_parallel  # noqa: F401  how its sequences are divided
 
     return ComposerMPTCausalLM(
         d_model=WIDTH, n_heads=4, n_layers=4, expansion_ratio=4, max_seq_len=TOKENS, vocab_size=VOCABULARY,

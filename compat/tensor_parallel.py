@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 _shards_next: ContextVar[bool] = ContextVar("_shards_next", default=False)
 # By model, what the Trainer is about to have it split by.
-_NOTED: WeakKeyDictionary[nn.Module, TensorParallel] = WeakKeyDictionary()
+_PENDING_CONFIGS: WeakKeyDictionary[nn.Module, TensorParallel] = WeakKeyDictionary()
 
 
-def noted_config(model: nn.Module) -> TensorParallel | None:
+def pop_tensor_config(model: nn.Module) -> TensorParallel | None:
     """What a Trainer asked for this model, once."""
-    return _NOTED.pop(model, None)
+    return _PENDING_CONFIGS.pop(model, None)
 
 
 @seam(
@@ -39,12 +39,12 @@ def noted_config(model: nn.Module) -> TensorParallel | None:
 )
 def wrap_model(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Composer splits layers and then shards; here one plan says both, and nothing is touched if either cannot be."""
-    with _sharding_next():
+    with _in_trainer():
         original(*args, **kwargs)
 
 
 @contextmanager
-def _sharding_next() -> Iterator[None]:
+def _in_trainer() -> Iterator[None]:
     token = _shards_next.set(True)
     try:
         yield
@@ -60,11 +60,11 @@ def _sharding_next() -> Iterator[None]:
 )
 def prepare_tp_module(original: Callable[..., None], model: nn.Module, optimizers: Any, tp_config: TPConfig) -> None:
     """In a Trainer the sharding that follows splits the layers; a script that calls it by itself has them split now."""
-    asked = as_meant(model, TensorParallel.read(tp_config))
+    config = resolve_ffn_plan(model, TensorParallel.read(tp_config))
     if _shards_next.get():
-        _NOTED[model] = asked
+        _PENDING_CONFIGS[model] = config
     else:
-        parallelize_model(model, optimizers, asked.layer_plan, tp_config.device_mesh)
+        parallelize_model(model, optimizers, config.layer_plan, tp_config.device_mesh)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -75,17 +75,17 @@ def prepare_tp_module(original: Callable[..., None], model: nn.Module, optimizer
 # the ranks of a group trained apart. MPTGLU's ``gate_proj`` it left whole, beside a part of ``up_proj``.
 
 
-def as_meant(model: nn.Module, asked: TensorParallel) -> TensorParallel:
+def resolve_ffn_plan(model: nn.Module, config: TensorParallel) -> TensorParallel:
     """The same, or what the strategy means: each feed-forward split, on one batch of all ranks of a group."""
-    if not _is_of_ffn(asked.layer_plan):
-        return asked
+    if not _is_of_ffn(config.layer_plan):
+        return config
     if dist.is_initialized() and dist.get_rank() == 0:
         log.warning(
             "tp_config.strategy ffn: approximate: FSDP1 trained the ranks of a tensor-parallel group apart, each on "
             "its own batch; here they train on all of their batches together (broadcast_batch: gather), as one process "
             "does, and gate_proj is split as well"
         )
-    return replace(asked, layer_plan=_ffn_plan(model), gathers_batches=True)
+    return replace(config, layer_plan=_ffn_plan(model), gathers_batches=True)
 
 
 @seam(

@@ -31,7 +31,7 @@ _COUNTED = "loss_generating"
 
 
 @contextlib.contextmanager
-def weighed_microbatch(trainer: Any) -> Iterator[None]:
+def weighted_microbatch(trainer: Any) -> Iterator[None]:
     """Note by what the Trainer multiplies the loss of its microbatch, which the block computes.
 
     It counts tokens again where we have: on the device, for which the host waits. There it gets our number.
@@ -172,15 +172,15 @@ def _start(whole: Any, model: Any, attentions: Sequence[Any], group: ContextGrou
     transformer.forward = _padded_forward(transformer.forward, group)
     model.generate = functools.partial(refuse_generation, "generate")
     if transformer.rope:
-        transformer.rotary_embedding.forward = _rotary_of_part(transformer.rotary_embedding.forward, group)
+        transformer.rotary_embedding.forward = _local_rotary(transformer.rotary_embedding.forward, group)
     for attention in attentions:
-        attention.attn_fn = _exchanged(attention.attn_fn, layers)
+        attention.attn_fn = _with_all_to_all(attention.attn_fn, layers)
     trainers = [each for each in whole.modules() if getattr(each, "model", None) is model and hasattr(each, "loss_fn")]
     group.divides_losses = group.divides_losses and bool(trainers)
     if group.divides_losses:
-        model.forward = _forward_of_part(model.forward, group)
+        model.forward = _local_forward(model.forward, group)
         for composer_model in trainers:
-            composer_model.loss = functools.partial(_loss_of_part, composer_model, group)
+            composer_model.loss = functools.partial(_local_loss, composer_model, group)
     return functools.partial(layers.connect, model)
 
 
@@ -191,7 +191,7 @@ def _padded_forward(forward: Callable[..., Any], group: ContextGroup) -> Callabl
     """The transformer's forward, on rows that the ranks can divide."""
 
     @functools.wraps(forward)
-    def of_part(input_ids: Any = None, **kwargs: Any) -> Any:
+    def local_forward(input_ids: Any = None, **kwargs: Any) -> Any:
         for name in ("past_key_values", "output_attentions", "output_hidden_states"):
             if kwargs.get(name):
                 refuse_generation(f"a forward with {name}")
@@ -203,29 +203,29 @@ def _padded_forward(forward: Callable[..., Any], group: ContextGroup) -> Callabl
             output.last_hidden_state = output.last_hidden_state[:, :length]
         return output
 
-    return of_part
+    return local_forward
 
 
-def _forward_of_part(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
+def _local_forward(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def of_part(*args: Any, **kwargs: Any) -> Any:
+    def local_forward(*args: Any, **kwargs: Any) -> Any:
         with group.returning_parts():
             return forward(*args, **kwargs)
 
-    return of_part
+    return local_forward
 
 
-def _rotary_of_part(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
+def _local_rotary(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
     """Angles of this rank's places, of the positions of whole rows."""
 
     @functools.wraps(forward)
-    def of_part(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    def local_forward(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         return forward(x=x, position_ids=group.part(position_ids))
 
-    return of_part
+    return local_forward
 
 
-def _exchanged(attend: Callable[..., Any], layers: DividedLayers) -> Callable[..., Any]:
+def _with_all_to_all(attend: Callable[..., Any], layers: DividedLayers) -> Callable[..., Any]:
     """An attention function of MPT: tensors are (batch, places, heads x features), masks and biases of whole rows."""
     group = layers.group
 
@@ -252,7 +252,7 @@ def _exchanged(attend: Callable[..., Any], layers: DividedLayers) -> Callable[..
     return exchanged
 
 
-def _loss_of_part(model: Any, group: ContextGroup, outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+def _local_loss(model: Any, group: ContextGroup, outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     """``ComposerMPTCausalLM.loss``: of the mean over all ranks' places, this rank's share."""
     logits = outputs.logits
     labels = group.shifted_labels(batch["labels"], is_shifted=not model.shift_labels)

@@ -185,7 +185,7 @@ class Reward(nn.Module):
 
 
 def check_reward(kind: str, degree: int) -> None:
-    import composer_fsdp2.compat.context  # what knows MPT, as install() would import
+    import composer_fsdp2.compat.context_parallel  # what knows MPT, as install() would import
 
     del composer_fsdp2
     torch.set_default_dtype(torch.float64)
@@ -213,7 +213,7 @@ def test_a_head_on_mpt_sees_whole_rows():
 
 
 def plan_of(model: nn.Module, degree: int = 2) -> Any:
-    import composer_fsdp2.compat.context  # what knows MPT, as install() would import
+    import composer_fsdp2.compat.context_parallel  # what knows MPT, as install() would import
 
     del composer_fsdp2
     holder = nn.Module()
