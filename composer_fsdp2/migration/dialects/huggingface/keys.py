@@ -29,6 +29,7 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
     DTYPES,
     FLAG,
     FSDP2,
+    FSDP_OPTIONS,
     LAUNCHERS,
     NAMES,
     NORM,
@@ -54,12 +55,11 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
     TRANSFORMERS,
     TRUTH,
     VERSION,
-    WORDS,
     X1,
     X2,
     Reader,
     everywhere,
-    is_word_for_false,
+    means_false,
 )
 from composer_fsdp2.migration.lens import Lens, as_is, case, cases
 from composer_fsdp2.migration.run import Wrap, WrapKind
@@ -98,7 +98,7 @@ class GivenKey:
     @property
     def is_off(self) -> bool:
         """Whether the value switches the feature off, in quotes or not."""
-        return self.row is not None and self.row.takes in SWITCHES and is_word_for_false(self.value)
+        return self.row is not None and self.row.takes in SWITCHES and means_false(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +343,7 @@ _OF_STRATEGY = (
 )
 # False in quotes, which a reader that treats any text as true takes for true.
 _IN_QUOTES = case(
-    lambda value, config: config.reader in TRANSFORMERS and isinstance(value, str) and is_word_for_false(value),
+    lambda value, config: config.reader in TRANSFORMERS and isinstance(value, str) and means_false(value),
     _NEEDS_DECISION,
     reason="transformers treats any text as true, so that this was on",
     hint="as trained: true; as written: false, without quotes",
@@ -448,13 +448,13 @@ def _instead(trainer: str, launcher: str = "") -> dict[Reader, str]:
 _LAUNCHER = "belongs to DeepSpeed's launcher; torchrun and composer have their own options for the nodes"
 # fmt: off
 ROWS: tuple[Key, ...] = (
-    Key(name="fsdp", takes=WORDS, group=BESIDE, outcome=Outcome.EXACT,
+    Key(name="fsdp", takes=FSDP_OPTIONS, group=BESIDE, outcome=Outcome.EXACT,
         target="reshard_after_forward, the mesh, cpu_offload, the wrapped modules", read_by=TRAINERS,
         fields=("reshard_after_forward", "mesh", "cpu_offload", "wrap"),
         decide=cases(
             case(lambda value, config: config["fsdp"].ignored, _NEEDS_DECISION,
                 reason=lambda config: "of a list, transformers passes over what is not an option: "
-                + ", ".join(config["fsdp"].ignored), hint=f"keep of {WORDS.text} those that you mean"),
+                + ", ".join(config["fsdp"].ignored), hint=f"keep of {FSDP_OPTIONS.text} those that you mean"),
             *_OF_STRATEGY,
             case(lambda value, config: config.reader is not X2 and value is not True and not config["fsdp"].auto_wrap
                 and not config.key_of("auto_wrap_policy"), _APPROXIMATE,
@@ -647,7 +647,7 @@ ROWS: tuple[Key, ...] = (
         defaults={**dict.fromkeys((T1, A1, X1, AD), True), **dict.fromkeys((T2, A2, X2), False)}, read_by=(T1, A1),
         instead=_instead(trainer=_UNPREFIXED, launcher="fsdp_cpu_ram_efficient_loading"),
         read={"sync_module_states": as_is}, decide=cases(
-            case(lambda value, config: config["sync_module_states"] and is_word_for_false(value),
+            case(lambda value, config: config["sync_module_states"] and means_false(value),
                 reason="accelerate set it to true, since cpu_ram_efficient_loading is on", hint=_LOADING),
             case(lambda value, config: config["sync_module_states"], hint=_LOADING),
             case(lambda value, config: True, asks=False, target="",
