@@ -1,6 +1,6 @@
-"""The constructor arguments of FSDP1's class, ``torch.distributed.fsdp.FullyShardedDataParallel``, as rows.
+"""The constructor arguments of ``torch.distributed.fsdp.FullyShardedDataParallel``, as rows of a table.
 
-Arguments that are keys of an ``fsdp_config`` too have the rows of ``keys.py``, with the defaults of the class.
+Arguments that are also keys of an ``fsdp_config`` reuse the rows of ``keys.py``, with the class's defaults.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from composer_fsdp2.config.rows import Row, Takes, takes_if
 from composer_fsdp2.fsdp1.keys import KEYS_BY_NAME
 from composer_fsdp2.fsdp1.parsing import DTYPE_KEYS
 
-# The groups of a hybrid strategy without process_group: shards within a node, replicas across nodes.
+# The default groups of a hybrid strategy without process_group: shard within a node, replicate across nodes.
 BY_NODE = ("node", "local_rank_across_nodes")
 
 _EXACT = Outcome.EXACT
@@ -22,7 +22,7 @@ def _as_key(name: str, default: Any, **changed: Any) -> Row:
 
 
 def _enum_values(name: str, text: str) -> Takes:
-    """The values of the key, which the class takes as an enum's members."""
+    """The values of the key, described as members of the enum that the class accepts."""
     return replace(KEYS_BY_NAME[name].takes, text=text)
 
 

@@ -1,9 +1,9 @@
-"""A model's own hooks, called once: which modules are to be units, and how one gets its values.
+"""Read a model's FSDP hooks once: which modules are units, and how modules are initialised.
 
-[Note: roots] Composer wrapped every direct child of the model, never the model itself, so that methods of the
-ComposerModel may call into its children freely (composer/distributed/dist_strategy.py, 0.32.1). A direct child is
-therefore a root of its own; the model becomes the root only when its children share something ([Note: tied parameters]
-and [Note: one root] in ``sharding/units.py``).
+[Note: roots] Composer wraps each direct child of a model, never the model itself, so methods of a ComposerModel can
+call its children directly (composer/distributed/dist_strategy.py, 0.32.1). Each direct child is therefore a root unit.
+The model is the root only if its children share parameters ([Note: tied parameters] and [Note: one root] in
+``sharding/units.py``).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,23 +30,22 @@ from composer_fsdp2.sharding.materialize import Initializers
 from composer_fsdp2.sharding.modules import has_forward, ignored_modules
 from composer_fsdp2.sharding.ties import join
 
-_Choose = Callable[[str, nn.Module], Choice | None]  # what is said of the module at a path
+_Choose = Callable[[str, nn.Module], Choice | None]  # (path, module) -> its choice
 
 
 def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | None = None) -> ModelChoices:
-    """What ``model``'s hooks and attributes, or a policy, choose; reads them as Composer's FSDP1 did, changes nothing.
+    """Read the units chosen by ``model``'s hooks and attributes, or by a policy, as Composer's FSDP1 does.
 
     Args:
-        model: Any module tree. The ``fsdp_wrap_fn`` and ``activation_checkpointing_fn`` of its direct children are
-            called with the modules below them, in which ``_fsdp_wrap`` and ``_activation_checkpointing`` take
-            precedence.
-        config: The model's, whose ``wrap`` may be asked instead of ``fsdp_wrap_fn``; what a module's own settings do
-            not name stays.
-        precision: Composer's, for settings that say DEFAULT or PURE.
+        model: Any module tree; it is not modified. ``fsdp_wrap_fn`` and ``activation_checkpointing_fn`` of its direct
+            children are called with the modules below them. ``_fsdp_wrap`` and ``_activation_checkpointing`` of these
+            modules take precedence.
+        config: The model's configuration. Its ``wrap`` may replace ``fsdp_wrap_fn``. Settings of a module override it.
+        precision: Composer's precision, for settings with DEFAULT or PURE.
     Raises:
-        PlanError: a hook raised, or returned something else than a bool or a dict; names the module. The policy names
-            a class that the model has not, or ``idle_towers`` a module.
-        UnsupportedError: the policy makes an expert a unit, which is not run by all ranks.
+        PlanError: a hook raised, or did not return a bool or a dict; names the module. Or the model has no class that
+            the policy names, or no module that ``idle_towers`` names.
+        UnsupportedError: the policy makes an expert a unit, although not all ranks run it.
 
     Does not communicate.
     """
@@ -91,7 +90,7 @@ def _choose_units(
     searched: Collection[str],
     precision: str | None,
 ) -> tuple[dict[str, Choice], tuple[str, ...]]:
-    """The modules below direct children that are to be units, by path, and what the report says of a policy."""
+    """The modules below direct children that are units, by path, and notes on the policy."""
     ignored = {below for module in ignored_modules(modules, config).values() for below in module.modules()}
     policy = None if config.wrap.kind is WrapKind.HOOKS else read_policy(model, config.wrap, ignored)
     reader = _Reader(
@@ -130,7 +129,7 @@ def _notes_on_unused_keys(
 
 
 def _notes_of_hooks(model: nn.Module, modules: Mapping[str, nn.Module], contradicting: Sequence[str]) -> Iterator[str]:
-    """What the model's own words are to a policy: not asked, or ahead of it."""
+    """Note which hooks the policy replaces, and which attributes take precedence over it."""
     contradicting = [path for path in contradicting if next(modules[path].parameters(), None) is not None]
     ignored_fns = [name for name, child in model.named_children() if hook_of(child, "fsdp_wrap_fn") is not None]
     if ignored_fns:
@@ -141,17 +140,16 @@ def _notes_of_hooks(model: nn.Module, modules: Mapping[str, nn.Module], contradi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """Asks the hooks of direct children about the modules that may become units, and about no others: a function may
-    fail for those.
+    """Calls the hooks of direct children with modules that may be units, and no others: a hook may raise for those.
 
     Args:
-        read: From a module's own settings and its path to what they change.
-        ignored: Modules that are passed over.
-        policy: Asked instead of the functions, if there is one.
-        units: Those that are units by now, roots among them; another child's function is not asked about them.
+        read: (settings of a module, its path) -> overrides.
+        ignored: Modules to skip.
+        policy: Replaces the hooks if it is not None.
+        units: Units found so far, including roots; hooks of other children are not called with them.
         choices: By path.
-        policy_choices: What the policy chose, by path, whatever an attribute says.
-        contradicting: The paths of those whose attribute says otherwise than the policy.
+        policy_choices: Modules that the policy chose, by path, regardless of attributes.
+        contradicting: Paths of modules whose attribute contradicts the policy.
     """
 
     read: Callable[[Mapping[str, Any], str], UnitOverrides]
@@ -163,7 +161,7 @@ class _Reader:
     contradicting: list[str] = field(default_factory=list)
 
     def read_below_root(self, path: str, root: nn.Module, child: nn.Module) -> None:
-        """Read the modules below a root; of a container the members are roots."""
+        """Read the modules below a root; if it is a container, its members are roots."""
         if root in self.units or root in self.ignored:
             return
         if not has_forward(root):
@@ -179,7 +177,7 @@ class _Reader:
                 self.units.add(inner)
 
     def read_below_unwrapped(self, path: str, module: nn.Module, child: nn.Module) -> None:
-        """Read the modules below one that is no unit: the outermost chosen ones are roots."""
+        """Read the modules below a module that is not a unit: the outermost chosen ones are roots."""
         choose = self._chooser(module, child)
         for name, inner in module.named_children():
             inner_path = join(path, name)
@@ -189,13 +187,13 @@ class _Reader:
                 self.read_below_unwrapped(inner_path, inner, child)
 
     def _chooser(self, root: nn.Module, child: nn.Module) -> _Choose:
-        """Who says which modules below ``root`` are units: the policy, else the child's function."""
+        """The function that chooses units below ``root``: the policy's, else the child's."""
         if self.policy is None:
             return partial(self._by_function, child)
         return partial(self._by_policy, self.policy.below(root))
 
     def _is_chosen(self, path: str, module: nn.Module, choose: _Choose) -> bool:
-        """Whether ``module`` is to be a unit. The attribute takes precedence over function and policy."""
+        """Whether ``module`` is a unit. Its ``_fsdp_wrap`` takes precedence over function and policy."""
         if hasattr(module, "_fsdp_wrap"):
             choice = Choice(chosen_by="_fsdp_wrap") if module._fsdp_wrap else None
             if self.policy is not None and (choose(path, module) is None) is not (choice is None):
@@ -214,7 +212,7 @@ class _Reader:
 
     def _by_function(self, child: nn.Module, path: str, module: nn.Module) -> Choice | None:
         returned = _call_wrap_fn(path, module, child)
-        if not returned:  # an empty dict was False to FSDP1
+        if not returned:  # FSDP1 treats an empty dict as False
             return None
         overrides = self._overrides(dict(returned), path) if isinstance(returned, dict) else UnitOverrides()
         return Choice(chosen_by="fsdp_wrap_fn", overrides=overrides)
@@ -227,7 +225,7 @@ class _Reader:
 
 
 def _call_wrap_fn(path: str, module: nn.Module, child: nn.Module) -> bool | dict[str, Any]:
-    """What the child's function says of a module."""
+    """The return value of the child's ``fsdp_wrap_fn`` for a module; False without the hook."""
     wrap_fn = hook_of(child, "fsdp_wrap_fn")
     if wrap_fn is None:
         return False
@@ -250,10 +248,11 @@ def _call_wrap_fn(path: str, module: nn.Module, child: nn.Module) -> bool | dict
 
 
 def initializers(model: nn.Module) -> Initializers:
-    """How FSDP1 would have given a module its values: the direct child's ``param_init_fn``, else ``reset_parameters``.
+    """FSDP1's initialisation of a module: ``param_init_fn`` of the direct child, else the module's
+    ``reset_parameters``.
 
     Returns:
-        From a module and its path to a function that fills it, or None.
+        A function that maps a module and its path to a function that initialises it, or None.
     """
     children = dict(model.named_children())
 

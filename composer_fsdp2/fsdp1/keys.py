@@ -1,9 +1,9 @@
-"""THE TABLE: one row per key that an ``fsdp_config`` may hold: how it is read, and what becomes of it under FSDP2.
+"""THE TABLE: one row per key of an ``fsdp_config``: how its value is parsed, and its outcome under FSDP2.
 
-The translation, the documentation and the tests read this table. A new key is a new row here; one that decides a field
-of the configuration by itself says in ``fields`` which. Meanings and defaults: Composer 0.32.1
-(``composer/utils/parallelism.py``, ``composer/distributed/dist_strategy.py``), and Composer's history for the legacy
-keys.
+The translation, the documentation and the tests read this table. A new key is a new row here; ``fields`` names the
+configuration field that the key sets. Meanings and defaults are those of Composer 0.32.1
+(``composer/utils/parallelism.py``, ``composer/distributed/dist_strategy.py``), and of earlier Composer releases for
+legacy keys.
 """
 
 import enum
@@ -52,7 +52,7 @@ from composer_fsdp2.fsdp1.policy_values import (
 
 
 class KeyGroup(enum.StrEnum):
-    """Who gave a key its meaning."""
+    """The origin of a key."""
 
     FSDP1 = "Composer's FSDPConfig"
     FSDP2 = "Composer's FSDP2Config, or fully_shard itself"
@@ -65,12 +65,11 @@ class Key(Row):
     """A key of an ``fsdp_config``.
 
     Args:
-        defaults: The default of readers for which it is another one.
-        sets: Whether the parsed value is the value of its field of a ``ShardingConfig``.
-        instead_of: Keys that say the same in other words; one only can be given.
-        of_modules: What becomes of the key in the settings of a single module; None where it is not known there.
-        rewrite: From the row, the value and the whole section to the entries of FSDP2's keys that replace it; None
-            keeps it as it is.
+        defaults: The default by reader, where it differs.
+        sets: Whether the parsed value is assigned to the ``ShardingConfig`` field.
+        instead_of: Synonyms; only one of them may be set.
+        of_modules: The outcome in the settings of a single module; None if the key is unknown there.
+        rewrite: (row, value, section) -> entries with FSDP2's keys that replace the key; None copies it unchanged.
     """
 
     defaults: Mapping[Any, Any] = field(default_factory=dict)
@@ -82,11 +81,11 @@ class Key(Row):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a row may go by that decides about its value.
+    """The input of ``Row.decide``.
 
     Args:
-        values: What every key means, given or not.
-        given: What the user gave.
+        values: The parsed value of every key, including defaults.
+        given: The user's settings.
     """
 
     values: Mapping[str, Any]
@@ -96,13 +95,13 @@ class Context:
     mixed_precision: MixedPrecision
 
 
-# Who reads ``Row.defaults``. Without being told Composer's FSDP2 sent rank 0's values where some ranks had none, and
-# its checkpointing was not reentrant (composer/distributed, 0.32.1).
+# A reader in ``Row.defaults``. By default, Composer's FSDP2 broadcasts rank 0's values if some ranks have none, and its
+# activation checkpointing is not reentrant (composer/distributed, 0.32.1).
 FSDP2_READER = "FSDP2Config"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where the value decides
+# Outcomes that depend on the value
 
 BACKWARD_POST_REASON = (
     "FSDP2 gathers the next unit before a unit's gradients, not after: one more unit in memory at the peak"
@@ -111,7 +110,7 @@ UNREAD_DTYPE_REASON = "Composer never read it inside this dict; beside mixed_pre
 
 
 def _neutral(finding: Finding) -> Finding:
-    """A value that asks FSDP2 for what it does by itself."""
+    """A value that requests FSDP2's default behavior."""
     return replace(idle(finding, "FSDP2 does the same by itself"), outcome=Outcome.EXACT)
 
 
@@ -171,7 +170,7 @@ def _ignored_modules(finding: Finding, context: Context) -> Finding:
 
 
 def _low_precision_grads(finding: Finding, context: Context) -> Finding:
-    """A MixedPrecision object carries the key as well, and was what FSDP1 read whatever stood beside it."""
+    """A MixedPrecision object also has this option, and FSDP1 read it there, ignoring the key."""
     is_requested = context.mixed_precision.gradients is not GradientDtype.OF_PARAMETER
     return replace(finding, value=True) if is_requested else _neutral(finding)
 
@@ -224,7 +223,7 @@ def _te_weight(finding: Finding, context: Context) -> Finding:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In FSDP2's words
+# Rewriting to FSDP2's keys
 
 Entries = list[tuple[str, Any]]
 
@@ -258,7 +257,7 @@ def _rewrite_degree(row: Row, value: Any, given: Mapping[str, Any]) -> Entries:
 
 
 def _rewrite_sync(row: Row, value: Any, given: Mapping[str, Any]) -> Entries:
-    # Without the key load_monolith_rank0_only asks for it.
+    # Without this key, load_monolith_rank0_only implies it.
     return [(row.name, value)] if value or given.get("load_monolith_rank0_only") else []
 
 
@@ -297,7 +296,7 @@ _PATTERNS = takes_by("a list of regular expressions of parameters' names, or nul
 
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 _READ_BY_COMPOSER = "Composer reads it from the same configuration object, as before"
-# FSDP2Config has few keys (composer/utils/parallelism.py); every other one is dropped.
+# Composer's FSDP2Config has few keys (composer/utils/parallelism.py), and drops all others.
 IGNORED_BY_COMPOSER = _IGNORED = "plain Composer 0.32.1 ignores it under FSDP2, with a warning"
 _READ = "plain Composer 0.32.1 reads it as well, under FSDP_VERSION=2"
 
@@ -420,7 +419,7 @@ _ROWS: tuple[Key, ...] = (
         reason="fully_shard always keeps the parameters apart; what false forbade (parameter groups, subsets) works"),
     Key(name="verbose", fields=("verbose",), takes=BOOL, default=False, outcome=_EXACT, target="",
         meaning="log what was done", reason="logs the translation and the plan", elsewhere=_READ),
-    # FSDP2's own words.
+    # FSDP2's own keys.
     Key(name="reshard_after_forward", fields=("reshard_after_forward",), takes=_RESHARD, default=True,
         group=KeyGroup.FSDP2, outcome=_EXACT, target="reshard_after_forward", of_modules=_EXACT,
         meaning="free a unit's parameters after forward: true, false, or the size of the group to keep them in",
@@ -434,7 +433,7 @@ _ROWS: tuple[Key, ...] = (
     Key(name="offload_policy", fields=("cpu_offload",), default=None, group=KeyGroup.FSDP2, outcome=_EXACT,
         target="offload_policy", takes=_OFFLOAD, of_modules=_EXACT, instead_of=("cpu_offload",),
         meaning="an OffloadPolicy", reason="the same argument; memory is pinned only where there is an accelerator"),
-    # What older Composer releases accepted.
+    # Keys of older Composer releases.
     Key(name="min_params", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="", rewrite=_removed,
         meaning="wrap modules above this size (until 0.15)", reason="Composer has ignored it since 0.16"),
     Key(name="flatten_parameters", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="", rewrite=_removed,
@@ -443,7 +442,7 @@ _ROWS: tuple[Key, ...] = (
     Key(name="load_fsdp_monolith_rank0_only", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="",
         rewrite=_removed, meaning="the old name of load_monolith_rank0_only",
         reason="Composer ignores it since 0.24; set load_monolith_rank0_only instead"),
-    # Ours.
+    # Keys of composer_fsdp2.
     Key(name="activation_checkpointing_policy", default=None, group=KeyGroup.OURS,
         outcome=_EXACT, target="checkpoint_wrapper on each module of these classes", takes=_CHECKPOINTED,
         neutral=(None,), fields=("activation_checkpointing.classes",), sets=True,
@@ -555,7 +554,7 @@ KEYS: tuple[Key, ...] = tuple(
     for row in (replace(row, group=row.group or KeyGroup.FSDP1) for row in _ROWS)
 )
 KEYS_BY_NAME: dict[str, Key] = {row.name: row for row in KEYS}
-# What a module's own settings may hold: FSDP1's and fully_shard's arguments, of which three are no keys of a model.
+# Keys in the settings of a single module: arguments of FSDP1 and fully_shard, three of which are not model keys.
 KEYS_OF_MODULES: dict[str, Key] = {
     row.name: row
     for row in (

@@ -1,7 +1,7 @@
-"""Parts of a model that a batch may not enter: the towers of transformers' models of text and something else.
+"""Towers: submodules that only some batches use, such as the vision encoder of a multimodal transformers model.
 
-A unit in such a part is gathered by the ranks that have an image, or a sound, in their batch. The others stand at the
-next unit meanwhile: gloo aborts the process, NCCL waits. With ``idle_towers`` they run the part on an example
+Only ranks whose batch contains an image, or audio, all-gather the units of such a tower. The other ranks wait at the
+next unit: gloo aborts the process, NCCL hangs. With ``idle_towers`` the other ranks run the tower on an example input
 (``parallel/idle_towers.py``).
 """
 
@@ -20,11 +20,11 @@ from composer_fsdp2.sharding.ties import join
 
 
 def notes_on_towers(modules: Mapping[str, nn.Module], wrap: Wrap, units: Sequence[str]) -> Iterator[str]:
-    """What units in such parts may lead to, and what to choose instead.
+    """Warn of units in towers, and suggest alternatives.
 
     Args:
-        modules: Those of the model, by every path.
-        units: The paths of what the policy chose.
+        modules: All modules of the model, by every path.
+        units: Paths of the units chosen by the policy.
     """
     found = find_towers(modules)
     inside = {tower: [path for path in units if is_at_or_under(path, tower)] for tower in found}
@@ -43,12 +43,12 @@ def notes_on_towers(modules: Mapping[str, nn.Module], wrap: Wrap, units: Sequenc
 def notes_on_trained_towers(
     modules: Mapping[str, nn.Module], units: Collection[str], frozen: Collection[str]
 ) -> Iterator[str]:
-    """What a unit leads to of which nothing but such parts is trained.
+    """Warn of units whose trained parameters are all in towers.
 
     Args:
-        modules: Those of the model, by every path.
-        units: The paths of all units.
-        frozen: The names of parameters that will not be trained.
+        modules: All modules of the model, by every path.
+        units: Paths of all units.
+        frozen: Names of parameters that are not trained.
     """
     parts = [
         part
@@ -66,18 +66,19 @@ def notes_on_trained_towers(
 def tower_models(
     modules: Mapping[str, nn.Module], units: Collection[str], given: Sequence[str], frozen: Collection[str]
 ) -> tuple[TowerModel, ...]:
-    """The modules around towers that only some ranks would gather or reduce, and what else in there is gathered.
+    """The modules with towers that only some ranks would all-gather or reduce, and their other gathered submodules.
 
-    A tower has units in it, or all that is trained of the unit around it: a unit without gradients reduces none.
+    A tower counts if it contains units, or all trained parameters of the enclosing unit: a unit without gradients is
+    not reduced.
 
     Args:
-        modules: Those of the model, by every path.
-        units: The paths of all that will be units, by whomever they are chosen.
-        given: The paths of towers; empty for what transformers' models have beside their text model, and for what lies
-            between the two (projectors), which such a batch passes over as well.
-        frozen: The names of parameters that will not be trained.
+        modules: All modules of the model, by every path.
+        units: Paths of all units, chosen by hooks or by a policy.
+        given: Paths of towers; empty for the submodules of transformers models beside the text model, and for the
+            projectors between the two, which are not used without an input either.
+        frozen: Names of parameters that are not trained.
     Raises:
-        PlanError: one of those given is no part of the model, cannot be called, or lies in another.
+        PlanError: a path in ``given`` does not exist, has no forward, or is below another.
     """
     _refuse_towers(modules, given)
     callers = [
@@ -100,7 +101,8 @@ def _group_by_caller(modules: Mapping[str, nn.Module], found: Sequence[str]) -> 
 
 
 def _optional(caller: str, modules: Mapping[str, nn.Module], found: Sequence[str]) -> list[str]:
-    """What was found, and what lies between it and the text; of a text model, whose layers they are, nothing else."""
+    """The towers in ``found`` and the projectors between them and the text model; for layers of a text model, only
+    ``found``."""
     if not {*_layers_for_other_inputs(modules)}.isdisjoint(found):
         return list(found)
     embeddings = _embeddings(modules[caller])
@@ -111,8 +113,8 @@ def _optional(caller: str, modules: Mapping[str, nn.Module], found: Sequence[str
 def _trained_alone(
     modules: Mapping[str, nn.Module], units: Collection[str], parts: Sequence[str], frozen: Collection[str]
 ) -> list[str]:
-    """The parts that have all the trained parameters of the unit around them."""
-    trained: dict[str, set[str | None]] = {}  # by unit, the parts; None: elsewhere
+    """The towers that contain all trained parameters of the enclosing unit."""
+    trained: dict[str, set[str | None]] = {}  # unit -> towers; None: outside of towers
     for path, module in modules.items():
         if any(p.requires_grad and join(path, name) not in frozen for name, p in own_parameters(module)):
             around = ancestors_or_self(path)
@@ -127,7 +129,7 @@ def _tower_model(
 ) -> TowerModel:
     embeddings = _embeddings(modules[caller])
     parts = [path for path in _called_parts(caller, modules[caller]) if _has_unit(path, units)]
-    # Called directly by a model that holds them deeper down.
+    # Called directly by a model that contains them at a deeper level.
     embedding_units = [path for path in units if modules[path] in embeddings and is_at_or_under(path, caller)]
     others = dict.fromkeys(path for path in (*parts, *embedding_units) if path not in own)
     return TowerModel(model=caller, towers=tuple(own), sync_points=tuple(others))
@@ -138,7 +140,7 @@ def _embeddings(model: nn.Module) -> set[nn.Module]:
 
 
 def _called_parts(path: str, module: nn.Module) -> Iterator[str]:
-    """What a module calls: its children, or of one that cannot be called, such as a list, what that holds."""
+    """The submodules that a module calls: its children, or the children of containers without a forward."""
     for name, child in module.named_children():
         inner = join(path, name)
         if has_forward(child):
@@ -171,11 +173,11 @@ def _refuse_towers(modules: Mapping[str, nn.Module], given: Sequence[str]) -> No
 
 
 def find_towers(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The paths of what transformers' models hold beside their text model, with a configuration of its own, and of the
-    text model's layers that read nothing else.
+    """The paths of transformers submodules beside the text model that have a configuration, and of the text model's
+    cross-attention layers.
 
-    A model whose main input is text takes its other inputs where there are any; one that embeds or writes the text is
-    not optional.
+    A model whose main input is text uses its other inputs only if they are present. A submodule with the text's
+    embeddings or output head is always used.
     """
     outer_ones = first_paths(modules).items()
     parts = (path for outer, path in outer_ones for path in _towers_of(outer, path))
@@ -183,7 +185,7 @@ def find_towers(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _layers_for_other_inputs(modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Mllama's: text without an image passes over the layers that attend to one."""
+    """Mllama's cross-attention layers, which are skipped for text without an image."""
     for path, module in modules.items():
         if isinstance(getattr(module, "layers", None), nn.ModuleList) and is_pretrained(module):
             numbers = getattr(module.config, "cross_attention_layers", None) or ()
@@ -203,7 +205,7 @@ def _towers_of(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def _types_of_parts(module: nn.Module) -> set[type]:
-    """The classes of the configurations that a model's own one is made of."""
+    """The classes of the sub-configurations in a model's configuration."""
     config = getattr(module, "config", None)
     if getattr(module, "main_input_name", None) != "input_ids":
         return set()
@@ -212,10 +214,11 @@ def _types_of_parts(module: nn.Module) -> set[type]:
 
 
 def _own_embeddings(model: nn.Module) -> set[nn.Module]:
-    """Its input embeddings and its head; empty where it has none to give, as one that compares texts with images."""
+    """The input embeddings and the output head; empty for models without them, such as those that compare texts with
+    images."""
     try:
         embeddings = [call_getter(model, getter) for getter in ("get_input_embeddings", "get_output_embeddings")]
-    except PlanError:  # nobody asked for them
+    except PlanError:  # these embeddings were not requested
         return set()
     return {end for end in embeddings if end is not None} if embeddings[0] is not None else set()
 

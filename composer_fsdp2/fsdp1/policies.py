@@ -1,4 +1,4 @@
-"""Which modules a wrap policy chooses, in the place of a model's ``fsdp_wrap_fn``: by class, by what they are, by size.
+"""The modules that a ``wrap_policy`` selects: by class, by role (embeddings, output head, experts), or by size.
 
 The size rule is that of FSDP1's ``size_based_auto_wrap_policy`` (``torch/distributed/fsdp/wrap.py``).
 """
@@ -14,25 +14,25 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.fsdp1.experts import experts_by_name
 from composer_fsdp2.sharding.classes import classes_named
 
-# Attributes that hold the two ends of a language model: Llama's and its relatives', and TorchTitan's.
+# Attribute names of a language model's input embeddings and output head, in Llama-like models and in TorchTitan.
 _EMBEDDINGS, _OUTPUTS = ("embed_tokens", "tok_embeddings"), ("lm_head", "output")
 
 
 class Policy(Protocol):
-    """What a ``Wrap`` means in a model."""
+    """A ``Wrap``, applied to a model."""
 
     def below(self, root: nn.Module) -> Mapping[nn.Module, str]:
-        """The modules that it chooses, each with why; at least those below ``root``."""
+        """Map the selected modules to reasons; includes at least those below ``root``."""
 
     def unmatched(self, chosen: Collection[nn.Module]) -> Iterator[str]:
-        """A note for each setting that matches none of ``chosen``, all modules that can be units."""
+        """Yield a note for each setting that selects none of ``chosen``, the modules that can be units."""
 
 
 def read_policy(model: nn.Module, wrap: Wrap, ignored: Iterable[nn.Module] = ()) -> Policy:
-    """What ``wrap``, which is not left to the hooks, means in ``model``; reads only.
+    """Apply ``wrap``, whose kind is not HOOKS, to ``model``, which is not modified.
 
     Raises:
-        PlanError: no module is of a class that it names; the message has the classes that there are.
+        PlanError: no module is of a class in ``wrap``; the message lists the model's classes.
     """
     if wrap.kind is WrapKind.SIZE:
         return _BySize(min_num_params=wrap.min_num_params, ignored=frozenset(ignored))
@@ -45,12 +45,17 @@ def read_policy(model: nn.Module, wrap: Wrap, ignored: Iterable[nn.Module] = ())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By class, and by what they are
+# By class and by role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ByKind:
-    """``reasons`` has the modules, ``requested`` the same by the policy's settings."""
+    """Selected modules.
+
+    Args:
+        reasons: Module -> reason.
+        requested: Setting of the policy -> modules.
+    """
 
     reasons: Mapping[nn.Module, str]
     requested: Mapping[str, Collection[nn.Module]]
@@ -69,7 +74,7 @@ class _ByKind:
                 )
 
 
-_Requested = tuple[str, str, list[nn.Module]]  # the policy's setting, their name in a unit's reason, the modules
+_Requested = tuple[str, str, list[nn.Module]]  # (setting of the policy, its name in a unit's reason, modules)
 
 
 def _requested_embeddings(model: nn.Module, wrap: Wrap) -> Iterator[_Requested]:
@@ -93,17 +98,17 @@ def _requested_classes(model: nn.Module, wrap: Wrap) -> Iterator[_Requested]:
 
 
 def input_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    """The input embeddings of the models in ``model``: as they give them, else by their usual name."""
+    """The input embeddings of the models in ``model``: returned by their getters, else found by the usual names."""
     yield from _embeddings_of(model, "get_input_embeddings", _EMBEDDINGS)
 
 
 def output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    """The output heads of the models in ``model``: as they give them, else by their usual name."""
+    """The output heads of the models in ``model``: returned by their getters, else found by the usual names."""
     yield from _embeddings_of(model, "get_output_embeddings", _OUTPUTS)
 
 
 def _embeddings_of(module: nn.Module, getter: str, names: tuple[str, ...]) -> Iterator[nn.Module]:
-    """Of the outermost models that have one; a model within a model, such as a vision tower, has ends of its own."""
+    """Search the outermost models; a nested model, such as a vision tower, has separate embeddings."""
     found = call_getter(module, getter) or next(
         (end for name in names if isinstance(end := getattr(module, name, None), nn.Module) and _is_model(module)), None
     )
@@ -115,22 +120,22 @@ def _embeddings_of(module: nn.Module, getter: str, names: tuple[str, ...]) -> It
 
 
 def _is_model(module: nn.Module) -> bool:
-    """Whether it has embeddings and layers, or a head: blocks have an ``output``, too."""
+    """Whether the module has embeddings, or a head: blocks may have an attribute ``output``, too."""
     return any(hasattr(module, name) for name in (*_EMBEDDINGS, "lm_head"))
 
 
 def call_getter(module: nn.Module, getter: str) -> nn.Module | None:
-    """What a model's own method says, transformers' ``get_input_embeddings`` or another; None without one.
+    """Call a model's getter, such as transformers' ``get_input_embeddings``; None without the method.
 
     Raises:
-        PlanError: the method failed; names it.
+        PlanError: the getter raised; names it.
     """
     give: Callable[[], object] | None = getattr(module, getter, None)
     if not callable(give):
         return None
     try:
         end = give()
-    except NotImplementedError:  # transformers' way to say that there is none
+    except NotImplementedError:  # transformers raises it if the model has none
         return None
     except Exception as error:
         raise PlanError(f"{getter} of {type(module).__name__} raised {type(error).__name__}: {error}") from error
@@ -161,12 +166,12 @@ class _BySize:
 
 
 def _large_modules(root: nn.Module, min_num_params: int, ignored: frozenset[nn.Module]) -> list[nn.Module]:
-    """The modules below ``root`` with at least so many elements that no chosen module below them holds."""
+    """The modules below ``root`` with at least ``min_num_params`` elements outside of selected submodules."""
     ignored_parameters = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
     chosen: list[nn.Module] = []
 
     def numel_in_units(module: nn.Module) -> int:
-        """How many elements units hold, at or below ``module``; those of a shared parameter at each place."""
+        """The number of elements in units at or below ``module``; a shared parameter counts at each place."""
         numel = sum(parameter.numel() for parameter in module.parameters() if parameter not in ignored_parameters)
         if numel < min_num_params or isinstance(module, _NOT_SEARCHED):
             return 0

@@ -1,6 +1,6 @@
-"""The keys that choose modules: ``wrap_policy``, ``activation_checkpointing_policy`` and ``freeze``, and back to words.
+"""Parse and format ``wrap_policy``, ``activation_checkpointing_policy``, ``freeze`` and ``train_only``.
 
-The words of ``wrap_policy`` are ROLL's (``strategy_config.wrap_policy``), and ``min_num_params`` FSDP1's.
+The keys of ``wrap_policy`` are those of ROLL (``strategy_config.wrap_policy``), plus FSDP1's ``min_num_params``.
 """
 
 import math
@@ -12,14 +12,13 @@ from composer_fsdp2.config.text import did_you_mean, short
 from composer_fsdp2.config.wrap import AUTO_EXPERTS, Wrap, WrapKind
 from composer_fsdp2.errors import ConfigError
 
-AUTO = "auto"  # the classes that the model itself names
+AUTO = "auto"  # the classes in the model's _no_split_modules
 _CLASSES, _SIZE = "transformer_layer_cls_to_wrap", "min_num_params"
 WRAP_KEYS = (_CLASSES, "wrap_embeddings", "wrap_lm_output", "moe_experts", _SIZE)
 
 
 def parse_wrap_policy(value: object) -> Wrap:
-    """Layers by class or modules by size, and what else is to be a unit; None leaves it to the model's hooks, and a key
-    that is None was not given."""
+    """Parse the rule that selects units; None: the model's hooks. A key with value None counts as absent."""
     if value is None:
         return Wrap()
     if not isinstance(value, Mapping):
@@ -62,7 +61,7 @@ def _wrap_of(given: Mapping[str, Any]) -> Wrap:
 
 
 def _experts(value: object) -> tuple[str, ...]:
-    """True is what a person writes beside ``wrap_embeddings: true``: those that the model calls experts."""
+    """True, as in ``wrap_embeddings: true``, means all modules named as experts."""
     if isinstance(value, bool):
         return AUTO_EXPERTS if value else ()
     return AUTO_EXPERTS if _is_auto(value) else class_names(value, "moe_experts", f"class names, or {AUTO}")
@@ -80,7 +79,7 @@ def _flag(given: Mapping[str, Any], key: str) -> bool:
 
 
 def _number(value: object) -> int:
-    """1e8 is a string to PyYAML, and a float to OmegaConf."""
+    """1e8 is a string in PyYAML, and a float in OmegaConf."""
     number: object = value
     if isinstance(value, str):
         try:
@@ -95,7 +94,7 @@ def _number(value: object) -> int:
 
 
 def class_names(value: object, key: str, what: str) -> tuple[str, ...]:
-    """One name, or a list of them, each once."""
+    """Parse one name or a list of names, without duplicates."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, Sequence) or isinstance(names, bytes):
         raise ConfigError(f"{key} is {value!r}; give a list of {what}")
@@ -109,7 +108,7 @@ def class_names(value: object, key: str, what: str) -> tuple[str, ...]:
 
 
 def wrap_policy_value(wrap: Wrap) -> dict[str, Any] | None:
-    """The value of ``wrap_policy`` that means this; None for the hooks."""
+    """Inverse of ``parse_wrap_policy``; None for the hooks."""
     if wrap.kind is WrapKind.HOOKS:
         return None
     if wrap.kind is WrapKind.SIZE:
@@ -124,7 +123,7 @@ def _experts_value(wrap: Wrap) -> list[str] | str:
 
 
 def parse_checkpointed_classes(value: object) -> tuple[str, ...] | None:
-    """The classes whose modules are recomputed; empty for those that the model names, None for the hooks'."""
+    """Parse the classes of recomputed modules; empty for the model's ``_no_split_modules``, None for the hooks."""
     if value is None:
         return None
     if _is_auto(value):
@@ -139,12 +138,12 @@ def parse_checkpointed_classes(value: object) -> tuple[str, ...] | None:
 
 
 def checkpointed_value(classes: tuple[str, ...] | None) -> list[str] | str | None:
-    """The value of ``activation_checkpointing_policy`` that means this."""
+    """Inverse of ``parse_checkpointed_classes``."""
     return None if classes is None else list(classes) or AUTO
 
 
 def parse_freeze(value: object) -> tuple[str, ...]:
-    """Paths of modules or parameters, without the dot that may end them, each once."""
+    """Parse paths of modules or parameters, without a trailing dot and without duplicates."""
     if value is None:
         return ()
     paths = [value] if isinstance(value, str) else value
@@ -160,7 +159,7 @@ def parse_freeze(value: object) -> tuple[str, ...]:
 
 
 def parse_train_only(value: object) -> tuple[str, ...]:
-    """Regular expressions of names of parameters, each once."""
+    """Parse regular expressions of parameter names, without duplicates."""
     if value is None:
         return ()
     patterns = [value] if isinstance(value, str) else value
@@ -176,5 +175,5 @@ def parse_train_only(value: object) -> tuple[str, ...]:
 
 
 def freeze_value(frozen: tuple[str, ...]) -> list[str] | None:
-    """The value of ``freeze`` or ``train_only`` that means this."""
+    """Inverse of ``parse_freeze`` and ``parse_train_only``."""
     return list(frozen) or None

@@ -1,4 +1,4 @@
-"""From an FSDP1 configuration to a ``ShardingConfig``: pure, total, and with a finding for every key that was given."""
+"""Translate an FSDP1 configuration to a ``ShardingConfig``, with a finding for each key. Has no side effects."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -41,12 +41,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation(Value):
-    """The FSDP2 configuration, to be carried out where no finding blocks, and what became of each key.
+    """The FSDP2 configuration and the outcome of each key.
 
     Args:
-        precision: Composer's; a module's own DEFAULT or PURE stands for its dtypes.
-        tensor_parallel_degree: Over how many consecutive ranks layers are split, on each of which this model is sharded
-            less; Composer's ``TPConfig`` says it.
+        config: Valid only if ``blocking`` is empty.
+        precision: Composer's; defines the dtypes of a module's DEFAULT or PURE.
         verbose: Whether the report is logged.
     """
 
@@ -56,7 +55,7 @@ class Translation(Value):
     verbose: bool = False
 
     def explain(self) -> str:
-        """The report that a user reads."""
+        """The report for users."""
         head = f"fsdp_config -> fully_shard{': not possible as it stands' if self.blocking else ''}"
         config, precision = self.config, self.config.mixed_precision
         result = (
@@ -85,19 +84,20 @@ def translate(
     world_size: int | None = None,
     tensor_parallel_degree: int = 1,
 ) -> Translation:
-    """What an FSDP1 (or FSDP2, or mixed) configuration asks of ``fully_shard``.
+    """Translate an FSDP1, FSDP2 or mixed configuration.
 
     Args:
         fsdp_config: A mapping, or an object with the attributes of Composer's FSDPConfig or FSDP2Config.
-        precision: Composer's Precision or its string; None is Composer's default for the device.
-        device: Composer's Device, a torch.device or a string; None is the mesh's, or CUDA where there is one.
-        world_size: Number of ranks; None leaves a degree of -1 open.
+        precision: Composer's Precision or its string; None: Composer's default for the device.
+        device: Composer's Device, a torch.device or a string; None: the mesh's, or CUDA if available.
+        world_size: The number of ranks; None does not resolve a degree of -1.
+        tensor_parallel_degree: The number of consecutive ranks over which layers are TP-sharded, from Composer's
+            ``TPConfig``.
     Raises:
-        ConfigError: unknown keys, wrong types, values that contradict each other; all of them in one message.
+        ConfigError: unknown keys, wrong types and contradictory values, all in one message.
 
-    It reads its arguments only, and does not communicate. A process_group by nodes stays open: where the plan is
-    resolved, a launcher has said how many ranks a node has. Imports torch only where the device is not given, or is
-    torch's own object.
+    Reads only its arguments, and does not communicate. A process_group by nodes is not resolved here, because the
+    number of ranks per node is known only under a launcher. Imports torch only if ``device`` is None or a torch object.
     """
     given = UserConfig.read(fsdp_config)
     if world_size is not None and (type(world_size) is not int or world_size < 1):
@@ -114,10 +114,10 @@ def translate(
 def _read(
     given: UserConfig, precision: object, device: object, ranks: tuple[int | None, int]
 ) -> tuple[Context, bool | int, ActivationCheckpointing]:
-    """What the keys mean, each and together; what is wrong with them is raised in one error.
+    """Parse all keys and their combinations; all errors are raised as one.
 
     Args:
-        ranks: How many there are, if that is known, and how many of them split layers.
+        ranks: The world size, if known, and the tensor parallel degree.
     """
     problems = _Problems()
     values = _Values(given, problems)
@@ -156,7 +156,7 @@ def _config(
 
 
 class _Problems:
-    """Collects what is wrong, so that one error names all of it."""
+    """Collects errors, to raise them as one."""
 
     def __init__(self) -> None:
         self.errors: list[ConfigError] = []
@@ -178,7 +178,7 @@ class _Problems:
 
 
 class _Values(Mapping[str, Any]):
-    """What each key means, given or not; whoever asks for one with a bad value gets its error again."""
+    """The parsed value of each key, including defaults; reading a key with an invalid value raises its error again."""
 
     def __init__(self, given: UserConfig, problems: _Problems) -> None:
         for name in given.given:
@@ -198,7 +198,7 @@ class _Values(Mapping[str, Any]):
         return row.parse(value, "fsdp_config.")
 
     def _is_unset(self, row: Key) -> bool:
-        """Whether None says nothing: as FSDP2Config's own default, or beside a key that says it instead."""
+        """Whether None means unset: it is the default of FSDP2Config, or a synonym of the key is set."""
         others = (other.name for other in KEYS if row.name in other.instead_of)
         given = self._given.given
         is_own_default = row.name not in given and row.defaults.get(FSDP2_READER, row.default) is None
@@ -223,7 +223,7 @@ def _known(name: str) -> None:
 
 
 def _with_fields(config: ShardingConfig, values: Mapping[str, Any]) -> ShardingConfig:
-    """The configuration with the values of the keys that decide one field by themselves."""
+    """Set the fields that a single key determines."""
     for row in KEYS:
         if row.sets:
             (field,) = row.fields
@@ -232,17 +232,17 @@ def _with_fields(config: ShardingConfig, values: Mapping[str, Any]) -> ShardingC
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What several keys decide together
+# Settings that depend on several keys
 
 
 def _mesh(
     given: UserConfig, values: Mapping[str, Any], device_type: str, world_size: int | None, tensor_degree: int
 ) -> MeshSpec:
     is_implied = "reshard_after_forward" in given.given and "sharding_strategy" not in given.given
-    strategy = None if is_implied else values["sharding_strategy"]  # a pair of groups is a hybrid in FSDP2's words
+    strategy = None if is_implied else values["sharding_strategy"]  # FSDP2 has no strategy: a pair of groups is hybrid
     if tensor_degree > 1:
         _refuse_beside_tensor_axis(values)
-    if values["process_group"] is not None:  # Composer then ignored the mesh (dist_strategy.py)
+    if values["process_group"] is not None:  # Composer then ignores the mesh (dist_strategy.py)
         spec = mesh_of_groups(values["process_group"], strategy, device_type)
     elif given.mesh is not None:
         spec = mesh_of(given.mesh, device_type, "fsdp_config.device_mesh", tensor_degree)
@@ -265,7 +265,7 @@ def _mesh(
 
 
 def _check_parallel_degrees(values: Mapping[str, Any], mesh: MeshSpec) -> None:
-    """What sequences or experts cannot be divided beside; ``parallel/`` asks the same of each unit."""
+    """Check context and expert parallelism against the model's mesh; ``parallel/`` checks each unit."""
     if values["context_parallel_degree"] > 1:
         check_split_sequences(mesh)
     if values["expert_parallel_degree"] > 1:
@@ -274,7 +274,7 @@ def _check_parallel_degrees(values: Mapping[str, Any], mesh: MeshSpec) -> None:
 
 
 def _refuse_beside_tensor_axis(values: Mapping[str, Any]) -> None:
-    """What no slice of a mesh with a tensor axis can do, or Composer refused beside it."""
+    """Reject settings that are impossible with a tensor axis, or that Composer rejects with it."""
     given = {
         "process_group": values["process_group"] is not None,
         "sharding_strategy": values["sharding_strategy"] is ShardingStrategy.NO_SHARD,
@@ -311,7 +311,7 @@ def _reshard_after_forward(given: UserConfig, values: Mapping[str, Any]) -> bool
 
 
 def _key_in_effect(given: UserConfig, policy: str, key: str) -> str:
-    """Which of two keys for one thing holds: the policy in FSDP2's words, where it is given, or FSDP1's key."""
+    """The key that takes effect: FSDP2's policy if it is set, else FSDP1's key."""
     return policy if given.given.get(policy) is not None else key
 
 
@@ -325,12 +325,12 @@ def _prefetch(values: Mapping[str, Any]) -> Prefetch:
     if values["backward_prefetch"] is BackwardPrefetch.NONE:
         backward = 0
     elif backward == 1:
-        backward = None  # FSDP2's own: one unit, in the order that forward ran in
+        backward = None  # FSDP2's default: one unit, in reverse forward order
     return Prefetch(forward=values["forward_prefetch_limit"] if values["forward_prefetch"] else None, backward=backward)
 
 
 def _activation_checkpointing(values: Mapping[str, Any], precision: str) -> ActivationCheckpointing:
-    """The checkpointing that the keys ask for, by Transformer Engine's implementation where they say so."""
+    """Activation checkpointing, with Transformer Engine's implementation if requested."""
     is_te = values["te_checkpoint_wrapper"] and precision == "amp_fp8"
     is_on = values["activation_checkpointing"] or values["activation_cpu_offload"]
     if is_te and is_on and values["activation_checkpointing_reentrant"]:
@@ -343,7 +343,7 @@ def _activation_checkpointing(values: Mapping[str, Any], precision: str) -> Acti
 
 
 def _sync_module_states(given: UserConfig, values: Mapping[str, Any]) -> bool | None:
-    """Rank 0 alone reads a monolithic checkpoint, so the others need what it read."""
+    """Under load_monolith_rank0_only, only rank 0 reads the checkpoint, so its values must be broadcast."""
     if "sync_module_states" not in given.given and values["load_monolith_rank0_only"]:
         return True
     value: bool | None = values["sync_module_states"]
@@ -361,7 +361,7 @@ def _contradictions(given: UserConfig, values: Mapping[str, Any]) -> None:
 
 
 def _synonyms(given: UserConfig, pair: tuple[str, str]) -> None:
-    """Given together they would have to agree, and only one can be meant."""
+    """Reject two keys with the same meaning."""
     if all(given.given.get(name) is not None for name in pair):
         first, second = pair
         raise ConfigError(
@@ -370,7 +370,7 @@ def _synonyms(given: UserConfig, pair: tuple[str, str]) -> None:
 
 
 def _offloaded_activations(values: Mapping[str, Any]) -> None:
-    # Composer's State refuses it as well (composer/core/state.py); kept, so that both paths say the same.
+    # Composer's State rejects this, too (composer/core/state.py); repeated here for the same message in both cases.
     if values["activation_cpu_offload"] and not values["use_orig_params"]:
         raise ConfigError(
             "activation_cpu_offload: true contradicts use_orig_params: false; leave use_orig_params out",
@@ -393,7 +393,7 @@ def _policy_without_checkpointing(values: Mapping[str, Any]) -> None:
 
 
 def _findings(context: Context) -> Iterator[Finding]:
-    """One finding for each key that was given, and for what FSDP1 read within another key."""
+    """One finding for each key of the user, and for options that FSDP1 read within another key."""
     for name in context.given:
         yield _finding(KEYS_BY_NAME[name], context)
     grads = "keep_low_precision_grads"
