@@ -1,10 +1,10 @@
 """``device_train_microbatch_size: auto`` (and an evaluator's) for a model sharded by ``fully_shard``.
 
-Composer halves the microbatch and repeats the batch where a rank is out of memory; its hooks know FSDP1's modules only.
-Here ranks vote ([Note: votes] in ``training/out_of_memory.py``), and everything that the batch changed is as before it.
+Composer halves the microbatch and repeats the batch if a rank runs out of memory; its hooks support only FSDP1 modules.
+Here ranks vote ([Note: votes] in ``training/out_of_memory.py``), and everything that the batch changed is restored.
 
-A batch cannot be repeated any more once its gradients are clipped or stepped with (``_Recovery.is_committed``): a rank
-that is out of memory there raises at once, and the others end with it.
+A batch cannot be repeated after its gradients are clipped or used in a step (``_Recovery.is_committed``). A rank that
+runs out of memory there raises at once, and the other ranks exit with it.
 """
 
 import copy
@@ -40,12 +40,12 @@ from .seams import seam
 
 log = logging.getLogger(__name__)
 
-# After so many batches in a row without an error votes end, as Composer's hooks did.
+# Votes end after this number of consecutive batches without an error, as Composer's hooks do.
 _CLEAN_BATCHES = 3
 
 
 class _Recovery:
-    """What lets one run repeat a batch: its votes, and where in a batch it is."""
+    """The state that lets a run repeat a batch: its votes, and the progress within a batch."""
 
     def __init__(self, state: State, timeout: timedelta) -> None:
         self.votes = OutOfMemoryVote(state.model, timeout)
@@ -54,14 +54,14 @@ class _Recovery:
         self._num_clean = 0
 
     def begin_batch(self, model: torch.nn.Module, metrics: Mapping[str, Metric]) -> Callable[[], None] | None:
-        """How to go back where a rank is out of memory; None, and nothing copied, once votes have ended."""
+        """Start votes and return a function that restores the state; None, without a copy, once votes have ended."""
         if self._num_clean >= _CLEAN_BATCHES:
             return None
         self.votes.start()
         return _snapshot(model, metrics)
 
     def commit(self) -> None:
-        """Vote, once in a batch: the ranks communicate about its gradients next, and it cannot be repeated any more."""
+        """Vote once per batch: gradients are communicated next, after which the batch cannot be repeated."""
         if self.votes.is_on and not self.is_committed:
             self.votes.check("the end of the last microbatch")
         self.is_committed = True
@@ -72,17 +72,17 @@ class _Recovery:
             self.votes.stop()
 
     def restart_count(self) -> None:
-        """Memory may be used in another way from here on."""
+        """Called when memory use may change."""
         self._num_clean = 0
 
 
-# By model: its Trainer's dist_timeout; and its recovery, once it was needed.
+# By model: the Trainer's dist_timeout, and the recovery once it is needed.
 _timeouts: WeakKeyDictionary[torch.nn.Module, timedelta] = WeakKeyDictionary()
 _recoveries: WeakKeyDictionary[torch.nn.Module, _Recovery] = WeakKeyDictionary()
 
 
 def _recovery_of(state: State) -> _Recovery:
-    """Called on all ranks; the first time makes a process group."""
+    """Called on all ranks; the first call creates a process group."""
     if state.model not in _recoveries:
         _recoveries[state.model] = _Recovery(state, _timeouts.get(state.model, ANSWER_WITHIN))
     return _recoveries[state.model]
@@ -90,7 +90,7 @@ def _recovery_of(state: State) -> _Recovery:
 
 @seam("composer.trainer.trainer", "Trainer.__init__", why="device_train_microbatch_size 'auto' was refused with FSDP2")
 def init_trainer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """``Trainer.__init__``, which refuses 'auto' with FSDP2: there it begins as with None, which is the same size."""
+    """Replaces ``Trainer.__init__``, which rejects 'auto' with FSDP2; None starts with the same microbatch size."""
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -113,7 +113,7 @@ def _will_be_sharded(config: Any) -> bool:
 
 
 def _refuse_as_composer(given: Mapping[str, Any]) -> None:
-    """Raise what ``Trainer.__init__`` raises where 'auto' is not possible."""
+    """Raise the errors of ``Trainer.__init__`` where 'auto' is not possible."""
     device = given["device"]
     composer_trainer._is_auto_microbatching("auto", device if isinstance(device, Device) else get_device(device))
     if given["profiler"] is not None:
@@ -130,7 +130,8 @@ def _refuse_as_composer(given: Mapping[str, Any]) -> None:
     why="after an error that a script caught, gradients that had not been communicated were trained on next",
 )
 def run(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.fit``, ``eval`` and ``predict``: an error that a script catches leaves the model as between batches."""
+    """Replaces ``Trainer.fit``, ``eval`` and ``predict``: after an error that a script catches, the model is as between
+    batches."""
     try:
         return original(self, *args, **kwargs)
     except BaseException:
@@ -147,7 +148,7 @@ def run(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> A
     why="with 'auto', a rank out of memory left the others waiting, and the model in the midst of a forward",
 )
 def _train_batch(original: Callable[..., Any], self: Any, use_grad_scaling: bool) -> dict[str, torch.Tensor]:
-    """``Trainer._train_batch``: without Composer's own retries inside, and with ours around it."""
+    """Replaces ``Trainer._train_batch``: disables Composer's retries, and repeats the batch here."""
     state: State = self.state
     if not state.auto_microbatching or not is_sharded(state.model):
         losses: dict[str, torch.Tensor] = original(self, use_grad_scaling)
@@ -168,7 +169,7 @@ def _train_until_it_fits(
             results.append(attempt())
         except RuntimeError as error:
             if (restore_batch is None or recovery.is_committed) and is_out_of_memory(error):
-                # No vote: the others may be in a collective without one, which would not end.
+                # No vote: the other ranks may be in a collective without a vote, and would hang.
                 why = _WITHOUT_VOTES if restore_batch is None else _TOO_LATE
                 raise RuntimeError(why.format(key="train", size=state.device_train_microbatch_size)) from error
             raise
@@ -203,7 +204,7 @@ _WITHOUT_VOTES = (
 def _without_composer_retries(state: State, recovery: _Recovery) -> Iterator[None]:
     global _training
     state.auto_microbatching, recovery.is_training, _training = False, True, recovery
-    scaler = state.scaler  # of fp16: it asks all ranks for overflows before the event that ends a batch
+    scaler = state.scaler  # fp16: all-reduces overflows before the event that ends a batch
     try:
         with nullcontext() if scaler is None else after_unscaling(scaler, recovery.commit):
             yield
@@ -212,9 +213,9 @@ def _without_composer_retries(state: State, recovery: _Recovery) -> Iterator[Non
 
 
 def _watch_thrashing(trainer: Any, recovery: _Recovery, retries_before: int) -> None:
-    """Halve the next batch's microbatch where the allocator had to free and try again in two batches in a row.
+    """Halve the next microbatch if the allocator freed memory and retried in two consecutive batches.
 
-    Composer repeats the batch then, which the optimizer has stepped for already.
+    Composer instead repeats the batch, although the optimizer has already stepped.
     """
     if not _has_allocator():
         return
@@ -222,7 +223,7 @@ def _watch_thrashing(trainer: Any, recovery: _Recovery, retries_before: int) -> 
     count = composer_trainer._update_num_consecutive_thrashes(state, trainer.num_consecutive_thrashes, retries_before)
     trainer.num_consecutive_thrashes = count
     if count >= 2 and state.device_train_microbatch_size > 1:
-        # Not Composer's function for it, which clears the gradients and the loss that callbacks read next.
+        # Not Composer's function, which clears the gradients and the loss that callbacks read next.
         state.device_train_microbatch_size = max(state.device_train_microbatch_size // 2, 1)
         log.warning(
             "the allocator freed its memory and tried again in two batches in a row; from the next batch on "
@@ -238,7 +239,7 @@ def _has_allocator() -> bool:
 
 
 def after_event(state: State, event: Event) -> None:
-    """Votes that no collective of the model makes. Called on all ranks after each event."""
+    """Votes outside of the model's collectives. Called on all ranks after each event."""
     recovery = _recoveries.get(state.model)
     if recovery is None:
         return
@@ -252,7 +253,7 @@ def after_event(state: State, event: Event) -> None:
 
 
 def before_event(state: State, event: Event) -> None:
-    """The last vote of a batch: algorithms clip next, and then the optimizer steps."""
+    """The last vote of a batch, before algorithms clip and the optimizer steps."""
     recovery = _recoveries.get(state.model)
     if recovery is not None and recovery.is_training and event is Event.AFTER_TRAIN_BATCH:
         recovery.commit()
@@ -260,7 +261,7 @@ def before_event(state: State, event: Event) -> None:
 
 @dataclass(slots=True)
 class _Evaluation:
-    """One evaluation with device_eval_microbatch_size 'auto'."""
+    """An evaluation with device_eval_microbatch_size 'auto'."""
 
     state: State
     recovery: _Recovery
@@ -279,10 +280,10 @@ class _Evaluation:
         self.recovery.note_clean()
 
     def note(self, error: BaseException) -> bool:
-        """Whether the error is one to repeat the batch for; tells the others.
+        """Whether to repeat the batch after this error; notifies the other ranks.
 
         Raises:
-            RuntimeError: it was, and the votes have ended.
+            RuntimeError: out of memory after the votes have ended.
         """
         if not is_out_of_memory(error):
             return False
@@ -295,7 +296,7 @@ class _Evaluation:
         return True
 
     def vote_into(self, found: torch.Tensor) -> None:
-        """Composer's sum over ranks of who was out of memory, as a vote: who failed has cast it already."""
+        """Replace Composer's all-reduce of out-of-memory flags by a vote; a rank that failed has already voted."""
         if not self.found_out_of_memory:
             try:
                 self.recovery.votes.check("the end of the batch")
@@ -304,7 +305,7 @@ class _Evaluation:
         found.fill_(int(self.found_out_of_memory))
 
     def restore_batch(self) -> None:
-        """Return to the state before the batch."""
+        """Restore the state before the batch."""
         assert self.restore is not None, "noted"
         reset(self.state.model)
         self.restore()
@@ -314,7 +315,7 @@ class _Evaluation:
 
 
 def _snapshot(model: torch.nn.Module, metrics: Mapping[str, Metric]) -> Callable[[], None]:
-    """A function that restores what a batch changes, ``metrics`` and those inside of them too."""
+    """A function that restores what a batch changes, including ``metrics`` and nested metrics."""
     restore_model = batch_snapshot(model)
     every = [metric for outer in metrics.values() for metric in outer.modules() if isinstance(metric, Metric)]
     before = [(metric, copy.deepcopy(_values(metric))) for metric in every]
@@ -329,16 +330,16 @@ def _snapshot(model: torch.nn.Module, metrics: Mapping[str, Metric]) -> Callable
 
 
 def _values(metric: Metric) -> dict[str, Any]:
-    """What updates change in a metric: its state, and what it keeps beside in attributes of its own."""
+    """The attributes that an update changes: a metric's state, and plain attributes beside it."""
     own = {name: value for name, value in vars(metric).items() if name[0] != "_" and isinstance(value, _PLAIN)}
     return {**own, **metric.metric_state, "_update_count": metric._update_count, "_computed": metric._computed}
 
 
 _PLAIN = (int, float, str, list, dict, set, torch.Tensor)
 
-# The one that this process is in. Not kept with its model: Composer's functions below are told of no model.
+# The evaluation in progress. A global, because Composer's functions below do not receive the model.
 _evaluation: _Evaluation | None = None
-# Of the batch that this process trains on.
+# The recovery of the batch in training.
 _training: _Recovery | None = None
 
 
@@ -350,7 +351,7 @@ _training: _Recovery | None = None
 def _eval_loop(
     original: Callable[..., Any], self: Any, evaluator: Evaluator, metrics: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``Trainer._eval_loop``."""
+    """Replaces ``Trainer._eval_loop``."""
     with allow_full_parameters(self):
         return _evaluate(original, self, evaluator, metrics, *args, **kwargs)
 
@@ -371,7 +372,7 @@ def _evaluate(
     finally:
         _evaluation = outer
         recovery.votes.stop()
-        recovery.restart_count()  # training comes next
+        recovery.restart_count()  # training follows
 
 
 @seam(
@@ -380,7 +381,7 @@ def _evaluate(
     why="where Composer catches the error of one rank, the others must hear of it",
 )
 def _is_cuda_oom(original: Callable[..., Any], error: RuntimeError) -> bool:
-    """``composer.trainer.trainer._is_cuda_oom``: where a rank's error is caught, the others must hear of it."""
+    """Replaces ``composer.trainer.trainer._is_cuda_oom``: notifies the other ranks of an error that Composer catches."""
     if _evaluation is not None:
         return _evaluation.note(error)
     return bool(original(error))
@@ -392,7 +393,7 @@ def _is_cuda_oom(original: Callable[..., Any], error: RuntimeError) -> bool:
     why="the batch is evaluated again: metrics, buffers and random states as before it",
 )
 def _adjust_device_eval_microbatch_size(original: Callable[..., Any], evaluator: Evaluator) -> None:
-    """``composer.trainer.trainer._adjust_device_eval_microbatch_size``: metrics would count the batch twice."""
+    """Replaces the function of ``composer.trainer.trainer``: restores metrics, which would count the batch twice."""
     original(evaluator)
     if _evaluation is not None:
         _evaluation.restore_batch()
@@ -404,7 +405,7 @@ def _adjust_device_eval_microbatch_size(original: Callable[..., Any], evaluator:
     why="after an error that a script caught, it looked for FSDP1's modules, and left ours in their pass",
 )
 def _fsdp_reshard_and_cleanup(original: Callable[..., Any], model: torch.nn.Module) -> None:
-    """``composer.trainer.trainer._fsdp_reshard_and_cleanup``: the way back after an error that a script caught."""
+    """Replaces the function of ``composer.trainer.trainer``: restores the model after an error that a script catches."""
     original(model)
     if is_sharded(model):
         reset(model)
@@ -418,18 +419,18 @@ def _fsdp_reshard_and_cleanup(original: Callable[..., Any], model: torch.nn.Modu
 def _readd_fsdp_sync_hooks(
     original: Callable[..., Any], fsdp_modules: dict[str, torch.nn.Module], sync_hook: Any
 ) -> list[Any]:
-    """``composer.trainer.trainer._readd_fsdp_sync_hooks``: a run without FSDP1's modules needs no patch of FSDP1."""
+    """Replaces the function of ``composer.trainer.trainer``: does not patch FSDP1 in a run without FSDP1 modules."""
     return list(original(fsdp_modules, sync_hook)) if fsdp_modules else []
 
 
 def vote_before_reduction() -> None:
-    """Vote before a reduction of the Trainer's or of a script's in the midst of a batch, as of the batch's size."""
+    """Vote before an all-reduce of the Trainer or a script within a batch, such as that of the batch size."""
     if _training is not None and _training.votes.is_on and not _training.is_committed:
         _training.votes.check("a reduction of composer.utils.dist")
 
 
 def replaced_by_vote(tensor: torch.Tensor, reduce_operation: str) -> bool:
-    """Whether an all-reduce is the eval loop's question if a rank was out of memory; it is answered by a vote then."""
+    """Replace the eval loop's all-reduce of out-of-memory flags by a vote; whether this was one."""
     is_out_of_memory_check = _evaluation is not None and _evaluation.is_in_batch
     if is_out_of_memory_check and tensor.dtype == torch.uint8 and tensor.shape == (1,) and reduce_operation == "MAX":
         assert _evaluation is not None

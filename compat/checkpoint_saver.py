@@ -1,8 +1,8 @@
-"""Composer's CheckpointSaver: the new link takes the old one's place at once, and ``async_save`` puts off what follows.
+"""Composer's CheckpointSaver: replaces the latest link atomically, and supports ``async_save``.
 
-[Note: a saver's work in two parts] Composer's ``CheckpointSaver._save_checkpoint`` writes, and then links, uploads and
-removes old checkpoints. The second part is still Composer's: it is called with a state whose checkpoint "is written
-already" (``SavedState``), right after the writing or, with ``async_save``, at the end of a later batch.
+[Note: a saver's work in two parts] Composer's ``CheckpointSaver._save_checkpoint`` writes a checkpoint; it then links,
+uploads, and removes old checkpoints. The second part is still Composer's: it is called with a state whose checkpoint is
+already written (``SavedState``), directly after writing, or with ``async_save`` at the end of a later batch.
 """
 
 import functools
@@ -35,18 +35,15 @@ log = logging.getLogger(__name__)
     why="a run killed while the latest link was replaced began from nothing; async_save",
 )
 def _save_checkpoint(original: Callable[..., Any], self: CheckpointSaver, state: State, logger: Any) -> None:
-    """``CheckpointSaver._save_checkpoint``: the new link takes the old one's place at once; and ``async_save``.
-
-    See [Note: a saver's work in two parts].
-    """
+    """Replaces ``CheckpointSaver._save_checkpoint``; see [Note: a saver's work in two parts]."""
     if not is_sharded(state.model):
         original(self, state, logger)
         return
-    finish_pending()  # one at a time: the next one waits for this one's memory
+    finish_pending()  # one at a time: the next copy reuses this one's memory
     placeholders = self.filename.format(state, keep_placeholders=True)
     filename = checkpoint.get_save_filename(state, placeholders)
     self.last_checkpoint_batch = state.timestamp.batch
-    # The checkpoint names itself among those that were saved, as Composer's do.
+    # As in Composer, the saved state lists this checkpoint, too.
     self.all_saved_checkpoints_to_timestamp[filename] = state.timestamp
     if _is_async(self, state):
         start(self, state, filename, functools.partial(_finish_save, self, logger, original))
@@ -80,17 +77,17 @@ def _finish_save(saver: CheckpointSaver, logger: Any, original: Callable[..., An
         with replaced(saver, "latest_filename", None):
             original(saver, written, logger)
         return
-    # Where none is kept, Composer's rank 0 removes a folder of shards that other ranks still upload. Here all wait for
-    # the others' uploads, and hear of one that failed.
+    # If no local checkpoint is retained, Composer's rank 0 removes a folder of shards that other ranks still upload.
+    # Here all ranks wait for all uploads, and raise if one failed.
     with replaced(saver, "latest_filename", None), replaced(saver, "num_checkpoints_to_keep", -1):
         long_work(lambda: original(saver, written, logger), "uploading a checkpoint", error_type=CheckpointError)
     saver._rotate_checkpoints(sharding_enabled=True)
 
 
 def _link(link: Path, written: SavedState) -> None:
-    """Have ``link`` lead to what this rank wrote for all, a file or a folder of shards.
+    """Make ``link`` refer to the file or folder of shards that this rank wrote for all.
 
-    Composer removes the link before it makes a new one; a run that died in between began from nothing.
+    Composer removes the link before it creates a new one; if the run is killed in between, it restarts from scratch.
     """
     is_folder = written.fsdp_sharded_state_dict_enabled
     if written.path is None or (is_folder and dist.get_rank() > 0):

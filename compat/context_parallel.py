@@ -1,6 +1,7 @@
-"""Context parallelism in a Trainer: LLM Foundry's MPT, microbatches, labels and metrics of a part of each sequence.
+"""Context parallelism in a Trainer: LLM Foundry's MPT, microbatches, and the labels and metrics of local sequence
+shards.
 
-The parts, and Hugging Face's models, are ``composer_fsdp2/parallel``'s; see [Note: context parallelism] there.
+Sequence sharding and Hugging Face models are in ``composer_fsdp2/parallel``; see [Note: context parallelism] there.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from composer_fsdp2.training.run import find_context
 from .seams import seam
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a Trainer does with batches and outputs
+# Batches and outputs in a Trainer
 
 
 _COUNTED = "loss_generating"
@@ -32,9 +33,10 @@ _COUNTED = "loss_generating"
 
 @contextlib.contextmanager
 def weighted_microbatch(trainer: Any) -> Iterator[None]:
-    """Note by what the Trainer multiplies the loss of its microbatch, which the block computes.
+    """Record the factor by which the Trainer multiplies the microbatch's loss, which the group's ranks compute.
 
-    It counts tokens again where we have: on the device, for which the host waits. There it gets our number.
+    The Trainer would count tokens on the device again, and the host would wait for the result; it gets the recorded
+    number.
     """
     if (group := find_context(trainer.state.model)) is None:
         yield
@@ -75,7 +77,7 @@ _TASKS = ("generate", "icl_task")
     why="under context parallelism outputs are of a part of each sequence, and the metrics' labels of the whole",
 )
 def eval_forward(original: Callable[..., Any], self: Any, batch: Any, outputs: Any = None) -> Any:
-    """With the labels of this rank's part; a metric adds up the parts of all ranks."""
+    """Evaluate with the labels of this rank's sequence shard; metrics are summed over all ranks."""
     group = find_context(self)
     if group is None:
         return original(self, batch, outputs)
@@ -86,7 +88,7 @@ def eval_forward(original: Callable[..., Any], self: Any, batch: Any, outputs: A
     before, self.labels = self.labels, None
     with group.returning_parts():
         output = original(self, batch, outputs)
-    if self.labels is None:  # it shifts none where the model computes the loss itself
+    if self.labels is None:  # it does not shift labels if the model computes the loss
         self.labels = before
     else:
         self.labels = group.shifted_labels(self.labels, is_shifted=True)
@@ -94,10 +96,10 @@ def eval_forward(original: Callable[..., Any], self: Any, batch: Any, outputs: A
 
 
 def refuse_tasks(state: State) -> None:
-    """Called on all ranks before a fit, once the model is sharded.
+    """Called on all ranks before a fit, after the model is sharded.
 
     Raises:
-        UnsupportedError: an evaluator or a callback would need whole sequences on every rank; names them.
+        UnsupportedError: an evaluator or a callback needs full sequences on every rank; names them.
     """
     if find_context(state.model) is None:
         return
@@ -120,7 +122,7 @@ def _no_tasks(what: str) -> UnsupportedError:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# LLM Foundry's MPT: what is known of a model
+# LLM Foundry's MPT: properties of the model
 
 _MPT = "llmfoundry.models.mpt.modeling_mpt"
 
@@ -162,7 +164,7 @@ def _problems(model: Any) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# LLM Foundry's MPT: a part of its sequences
+# LLM Foundry's MPT: sharded sequences
 
 
 def _start(whole: Any, model: Any, attentions: Sequence[Any], group: ContextGroup) -> Callable[[], None]:
@@ -188,7 +190,7 @@ _FILL = {"input_ids": 0, "inputs_embeds": 0, "attention_mask": 0, "sequence_id":
 
 
 def _padded_forward(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
-    """The transformer's forward, on rows that the ranks can divide."""
+    """The transformer's forward with sequences padded to a multiple of the ranks."""
 
     @functools.wraps(forward)
     def local_forward(input_ids: Any = None, **kwargs: Any) -> Any:
@@ -216,7 +218,7 @@ def _local_forward(forward: Callable[..., Any], group: ContextGroup) -> Callable
 
 
 def _local_rotary(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
-    """Angles of this rank's places, of the positions of whole rows."""
+    """Compute rotary angles for this rank's positions."""
 
     @functools.wraps(forward)
     def local_forward(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
@@ -226,7 +228,8 @@ def _local_rotary(forward: Callable[..., Any], group: ContextGroup) -> Callable[
 
 
 def _with_all_to_all(attend: Callable[..., Any], layers: DividedLayers) -> Callable[..., Any]:
-    """An attention function of MPT: tensors are (batch, places, heads x features), masks and biases of whole rows."""
+    """Wrap MPT's attention function in all-to-alls. Tensors are (batch, positions, heads x features); masks and biases
+    cover full sequences."""
     group = layers.group
 
     @functools.wraps(attend)
@@ -253,7 +256,7 @@ def _with_all_to_all(attend: Callable[..., Any], layers: DividedLayers) -> Calla
 
 
 def _local_loss(model: Any, group: ContextGroup, outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """``ComposerMPTCausalLM.loss``: of the mean over all ranks' places, this rank's share."""
+    """Replaces ``ComposerMPTCausalLM.loss``: this rank's contribution to the mean over all ranks' tokens."""
     logits = outputs.logits
     labels = group.shifted_labels(batch["labels"], is_shifted=not model.shift_labels)
     losses = model.loss_fn(logits.view(-1, logits.shape[-1]), labels.view(-1))

@@ -1,4 +1,4 @@
-"""A training YAML as LLM Foundry itself reads it, and its model without weights, without a GPU, ranks or a network."""
+"""Read a training YAML with LLM Foundry, and build its model without weights, GPU, ranks or network."""
 
 import contextlib
 import importlib
@@ -25,11 +25,11 @@ from .tensor_parallel import layer_plan_of, resolve_ffn_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundryRun:
-    """A file as LLM Foundry's ``train()`` has it when it begins to build: resolved, checked, with its own changes.
+    """A file as parsed by LLM Foundry's ``train()`` before it builds anything: resolved, validated and modified.
 
     Args:
-        config: The fields of its TrainConfig; those of ``model``, ``fsdp`` and ``tensor`` before the changes.
-        init_context: Around the model's construction.
+        config: Fields of TrainConfig; ``model``, ``fsdp`` and ``tensor`` are without the modifications.
+        init_context: The context for the model's construction.
     """
 
     model: dict[str, Any]
@@ -40,13 +40,13 @@ class FoundryRun:
 
 
 class _ConfigIsRead(BaseException):
-    """Ends Foundry's ``train()``; nothing there may take it for a failure."""
+    """Ends Foundry's ``train()``. Not an Exception, which Foundry might catch."""
 
 
 def read_foundry(path: str, overrides: Sequence[str] = (), *, world_size: int) -> FoundryRun:
     """The run that ``train_from_yaml`` would build as one of ``world_size`` ranks; nothing is built or started.
 
-    Raises: what Foundry raises for a file that it refuses.
+    Raises: Foundry's errors for an invalid file.
     """
     with _quiet_foundry():
         training = importlib.import_module("llmfoundry.command_utils.train")
@@ -78,14 +78,15 @@ def read_foundry(path: str, overrides: Sequence[str] = (), *, world_size: int) -
 
 
 def build_foundry(run: FoundryRun, model: Mapping[str, Any]) -> nn.Module:
-    """The ComposerModel of ``model``, the run's own with what cannot be built here replaced, on the meta device.
+    """Build a ComposerModel on the meta device from ``model``, the run's model with substitutes for unavailable parts.
 
-    Raises: what the model's class raises.
+    Raises: errors of the model's class.
     """
     builders = importlib.import_module("llmfoundry.utils.builders")
     given = dict(model)
     name, dtype = given.pop("name"), given.pop("master_weights_dtype", None)
-    # Foundry's own context for meta; beside it, what a model makes on the CPU (the empty weights' would untie T5's).
+    # Foundry's context creates meta parameters and leaves other tensors on the CPU. (That of empty weights would untie
+    # T5's.)
     context = run.init_context if run.model.get("init_device") == "meta" else torch.device("meta")
     with _quiet_foundry(), replaced(composer_dist, "get_world_size", lambda: 1):
         built: nn.Module = builders.build_composer_model(name, given, None, context, dtype)
@@ -94,7 +95,8 @@ def build_foundry(run: FoundryRun, model: Mapping[str, Any]) -> nn.Module:
 
 
 def _replace_closed_configs(model: nn.Module) -> None:
-    """MPT's rotary embeddings have a configuration that answers few questions and cannot be copied: an ordinary one."""
+    """Replace MPT's configuration of rotary embeddings, which has few attributes and cannot be copied, by an ordinary
+    one."""
     from llmfoundry.models.mpt.modeling_mpt import PartialLlamaConfig
     from transformers import LlamaConfig
 
@@ -107,7 +109,8 @@ def _replace_closed_configs(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _quiet_foundry() -> Iterator[None]:
-    """Around Foundry's code: it warns of its own defaults, sets environment variables, and takes ``oc.env`` away."""
+    """A context for Foundry's code, which warns of its own defaults, sets environment variables, and removes
+    ``oc.env``."""
     environment, has_resolver, disabled = (
         dict(os.environ),
         OmegaConf.has_resolver("oc.env"),
@@ -127,12 +130,12 @@ def _quiet_foundry() -> Iterator[None]:
 
 
 def fsdp_config_of(run: FoundryRun) -> Any:
-    """The section as Composer's Trainer reads it; ``FSDP_VERSION`` in the environment says as which configuration."""
+    """The section as Composer's Trainer parses it; the environment variable ``FSDP_VERSION`` selects the class."""
     return EveryKeyFSDP2Config(**(run.fsdp or {})) if os.environ.get("FSDP_VERSION", "1") == "2" else run.fsdp
 
 
 def tensor_parallel_of(run: FoundryRun, model: nn.Module) -> TensorParallel | None:
-    """By which plan Foundry splits the model's layers."""
+    """The plan by which Foundry TP-shards the model's layers."""
     if not run.tensor:
         return None
     builders = importlib.import_module("llmfoundry.utils.builders")

@@ -1,4 +1,4 @@
-"""FSDP1's objects in scripts and callbacks: its class, its state dict types, its forms of optimizer state."""
+"""FSDP1's objects in scripts and callbacks: the class, state dict types, and forms of optimizer state."""
 
 import contextlib
 import copyreg
@@ -25,7 +25,7 @@ from composer_fsdp2.sharding.sharded import is_sharded
 
 from .seams import seam
 
-# For these a module is FSDP1's only if it is: they unwrap it, or choose FSDP1's functions for it.
+# Packages that unwrap FSDP1 modules or call FSDP1's functions for them; for these, a unit is not an instance of FSDP1.
 _FSDP1_ONLY_PACKAGES = ("torch", "composer", "composer_fsdp2", "accelerate", "transformers", "peft")
 
 
@@ -34,7 +34,7 @@ def _is_script(caller: FrameType) -> bool:
 
 
 class _UnitsAreInstances(type):
-    """The type of the class that scripts see; ``isinstance`` in a script is true for modules that we sharded."""
+    """Metaclass of FSDP1's class in scripts: ``isinstance`` is true for modules that composer_fsdp2 sharded."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if cls is not _script_class():
@@ -49,7 +49,7 @@ class _UnitsAreInstances(type):
         return is_unit or issubclass(subclass, (FSDP1Wrapper, FullyShardedDataParallel))
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Under ``install_fsdp`` our object; else FSDP1's own, which torch knows."""
+        """Under ``install_fsdp`` create composer_fsdp2's class; otherwise FSDP1's, which torch's functions accept."""
         return active_fsdp_class()(*args, **kwargs) if cls is _script_class() else super().__call__(*args, **kwargs)
 
 
@@ -60,7 +60,7 @@ def _script_class() -> type:
 
 
 def _by_name(cls: type) -> Any:
-    """For pickle: the public name, or that of a script's subclass."""
+    """The name for pickle: the public one, or that of a script's subclass."""
     if cls is _script_class():
         return pkgutil.resolve_name, ("torch.distributed.fsdp:FullyShardedDataParallel",)
     return cls.__qualname__
@@ -76,7 +76,7 @@ copyreg.pickle(_UnitsAreInstances, _by_name)
     leaves=("torch", "composer", "composer_fsdp2"),
 )
 def class_for_scripts(original: type) -> type:
-    """FSDP1's class under its public name, and wherever a script has imported it before ``install``."""
+    """Replaces FSDP1's class under its public name, and in scripts that imported it before ``install``."""
     return _script_class()
 
 
@@ -86,12 +86,12 @@ def class_for_scripts(original: type) -> type:
     why="scripts and LLM Foundry's MonolithicCheckpointSaver call them, and FSDP1's raise KeyError or AttributeError",
 )
 def static_method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A static method of FSDP1's class: ours for a model that ``fully_shard`` sharded, and that has no FSDP1 in it."""
+    """Replaces a static method of FSDP1's class, for models sharded by ``fully_shard`` without FSDP1 modules."""
     name = original.__name__
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     model: nn.Module = given["model"] if "model" in given else given["module"]
     is_of_fsdp1 = any(isinstance(each, FSDP1Wrapper) for each in model.modules())
-    # torch's own functions for checkpoints choose FSDP1's way where they find its modules.
+    # torch's checkpoint functions use FSDP1's code path if they find its modules.
     is_inside = name == "fsdp_modules" and not _is_script(sys._getframe(2))
     if is_of_fsdp1 or is_inside or not is_sharded(model):
         return original(*args, **kwargs)
@@ -107,7 +107,7 @@ def static_method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     why="torch.save(model.state_dict()) wrote rank 0's shards, without a word, where FSDP1's was full",
 )
 def save(original: Callable[..., Any], obj: object, *args: Any, **kwargs: Any) -> None:
-    """``torch.save``, which warns once of shards in a dict."""
+    """Replaces ``torch.save``: warns once about shards in a dict."""
     values = obj.values() if isinstance(obj, dict) else ()
     inner = (each for value in values for each in (value.values() if isinstance(value, dict) else (value,)))
     if any(isinstance(each, DTensor) and splitting_axes(each) for each in inner):
@@ -118,13 +118,15 @@ def save(original: Callable[..., Any], obj: object, *args: Any, **kwargs: Any) -
 _SAVE_FULL = STATIC_METHODS["state_dict_type"][1]
 
 
-# Whether algorithms' shards go into a state dict as they are: an argument of ``State.state_dict``, which takes none.
+# Whether a state dict contains algorithms' shards unchanged. A context variable, because ``State.state_dict`` has no
+# argument for it.
 keeps_shards = ContextVar("keeps_shards", default=False)
 
 
 @contextlib.contextmanager
 def keeping_shards(keeps: bool) -> Iterator[None]:
-    """A full file is written shard by shard, algorithms' shards too; elsewhere they are pickled, and must be full."""
+    """Preserve algorithms' shards in state dicts, to write a full file shard by shard; elsewhere they are pickled in
+    full."""
     token = keeps_shards.set(keeps)
     try:
         yield
