@@ -186,7 +186,7 @@ def _sharded(averages: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tens
 
 
 def _names(averages: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-    """Map each name in a checkpoint to the model's, with or without prefixes of FSDP1, activation checkpointing or DDP."""
+    """Map each name in a checkpoint to the model's, ignoring prefixes of FSDP1, activation checkpointing and DDP."""
     own = {canonical(name): name for name in live}
     found = {name: own.get(canonical(name), own.get(canonical(name.removeprefix(_DDP)), "")) for name in averages}
     unknown = [name for name, of_model in found.items() if not of_model]

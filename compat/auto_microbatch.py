@@ -381,7 +381,7 @@ def _evaluate(
     why="where Composer catches the error of one rank, the others must hear of it",
 )
 def _is_cuda_oom(original: Callable[..., Any], error: RuntimeError) -> bool:
-    """Replaces ``composer.trainer.trainer._is_cuda_oom``: notifies the other ranks of an error that Composer catches."""
+    """Replaces ``composer.trainer.trainer._is_cuda_oom``: notifies the other ranks of an error that is caught."""
     if _evaluation is not None:
         return _evaluation.note(error)
     return bool(original(error))
@@ -405,7 +405,7 @@ def _adjust_device_eval_microbatch_size(original: Callable[..., Any], evaluator:
     why="after an error that a script caught, it looked for FSDP1's modules, and left ours in their pass",
 )
 def _fsdp_reshard_and_cleanup(original: Callable[..., Any], model: torch.nn.Module) -> None:
-    """Replaces the function of ``composer.trainer.trainer``: restores the model after an error that a script catches."""
+    """Replaces the function of ``composer.trainer.trainer``: restores the model after an error."""
     original(model)
     if is_sharded(model):
         reset(model)

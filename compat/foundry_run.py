@@ -109,8 +109,7 @@ def _replace_closed_configs(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _quiet_foundry() -> Iterator[None]:
-    """A context for Foundry's code, which warns of its own defaults, sets environment variables, and removes
-    ``oc.env``."""
+    """A context for Foundry's code, which warns about its defaults, sets environment variables, and removes ``oc.env``."""
     environment, has_resolver, disabled = (
         dict(os.environ),
         OmegaConf.has_resolver("oc.env"),
@@ -135,7 +134,7 @@ def fsdp_config_of(run: FoundryRun) -> Any:
 
 
 def tensor_parallel_of(run: FoundryRun, model: nn.Module) -> TensorParallel | None:
-    """The plan by which Foundry TP-shards the model's layers."""
+    """Foundry's plan for TP-sharding the model's layers."""
     if not run.tensor:
         return None
     builders = importlib.import_module("llmfoundry.utils.builders")

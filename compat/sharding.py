@@ -1,4 +1,4 @@
-"""Have a Trainer or a script shard a model, ask whether it is sharded, and get its full parameters."""
+"""Shard a model in a Trainer or script, query whether it is sharded, and access its full parameters."""
 
 import sys
 import warnings
@@ -38,19 +38,19 @@ def prepare_fsdp_module(
     return prepared
 
 
-# Whether what is printed of a sharded model names each unit.
+# Whether the printed summary of a sharded model lists each unit.
 shows_units = ContextVar("shows_units", default=False)
 
 
 def _confirm(model: nn.Module) -> None:
-    """Print on rank 0 what the model was sharded into: a user who sees nothing cannot tell FSDP2 from FSDP1."""
+    """Print a summary of the sharded model on rank 0, which shows the user that FSDP2 is used."""
     plan = run_of(model).plan
     if plan is not None and dist.get_rank() == 0:
         print(f"composer_fsdp2: {plan.summary}", *([plan] if shows_units.get() else []), sep="\n", file=sys.stderr)
 
 
 def warn_of_fsdp1(model: nn.Module) -> None:
-    """Warn of a model that FSDP1 shards although ``install`` is in force."""
+    """Warn if FSDP1 shards a model although ``install`` is active."""
     found = [path for path, module in model.named_modules() if isinstance(module, FSDP1Wrapper)]
     if found:
         warnings.warn(
@@ -77,7 +77,7 @@ def parallelize(
     prepare_fully_shard(composer_model, optimizer, config, precision, tensor_parallel=pop_tensor_config(composer_model))
     _confirm(composer_model)
     if any(has_values) and not all(has_values):
-        config.sync_module_states = True  # as Composer notes on it that rank 0's values went out
+        config.sync_module_states = True  # Composer records there that rank 0's values were broadcast
 
 
 @seam(
@@ -89,7 +89,7 @@ def parallelize(
     why="after a forward without gradients parameters are plain tensors, and state dicts raise on them",
 )
 def with_parameters_sharded(original: Callable[..., Any], self: State, *args: Any, **kwargs: Any) -> Any:
-    """A method of State that reads or writes the model's parameters."""
+    """Replaces methods of State that read or write the model's parameters."""
     reshard(self.model)
     return original(self, *args, **kwargs)
 
@@ -114,9 +114,10 @@ def apply_fsdp(original: Callable[..., Any], self: State) -> None:
     why="composer.checkpoint refused to save or load shards, and took a sharded model for an unsharded one",
 )
 def is_model_fsdp(original: Callable[..., Any], model: nn.Module) -> bool:
-    """``composer.utils.is_model_fsdp``, and that of ``composer.checkpoint``: also True for a model that we sharded.
+    """Replaces ``composer.utils.is_model_fsdp`` and that of ``composer.checkpoint``: True also for units of
+    ``fully_shard``.
 
-    What a script does then is written for FSDP1, and works: ``FullyShardedDataParallel.summon_full_params``, state
+    Scripts then call FSDP1's functions, which are supported: ``FullyShardedDataParallel.summon_full_params``, and state
     dicts of shards.
     """
     return is_sharded(model) or original(model)
@@ -128,7 +129,8 @@ def is_model_fsdp(original: Callable[..., Any], model: nn.Module) -> bool:
     why="FSDP1 needed the root's full parameters for it; here the forward gathers them",
 )
 def generate(original: Callable[..., Any], self: Any, input_ids: Any, **kwargs: Any) -> Any:
-    """``HuggingFaceModel.generate`` without FSDP1's way to gather a language model's head, which costs a block."""
+    """Replaces ``HuggingFaceModel.generate``, without FSDP1's workaround that gathers the output head, at the cost of a
+    block."""
     if not is_sharded(self.model):
         return original(self, input_ids, **kwargs)
     if "pad_token_id" not in kwargs:
@@ -144,7 +146,8 @@ def generate(original: Callable[..., Any], self: Any, input_ids: Any, **kwargs: 
 def summon_full_params_of_fsdp1(
     original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> AbstractContextManager[None]:
-    """FSDP1's for a model that it wraps; else ours, which does nothing where nothing is sharded."""
+    """FSDP1's function for a model that it wraps; otherwise composer_fsdp2's, which does nothing for an unsharded
+    model."""
     if any(isinstance(each, FSDP1Wrapper) for each in module.modules()):
         under_fsdp1: AbstractContextManager[None] = original(module, *args, **kwargs)
         return under_fsdp1

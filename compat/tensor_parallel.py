@@ -1,4 +1,4 @@
-"""Tensor parallelism as a Trainer, a script or LLM Foundry asks for it."""
+"""Tensor parallelism in a Trainer, a script or LLM Foundry."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -23,12 +23,12 @@ from .seams import seam
 log = logging.getLogger(__name__)
 
 _shards_next: ContextVar[bool] = ContextVar("_shards_next", default=False)
-# By model, what the Trainer is about to have it split by.
+# By model: the configuration with which the Trainer will shard it.
 _PENDING_CONFIGS: WeakKeyDictionary[nn.Module, TensorParallel] = WeakKeyDictionary()
 
 
 def pop_tensor_config(model: nn.Module) -> TensorParallel | None:
-    """What a Trainer asked for this model, once."""
+    """Return and remove the Trainer's tensor parallel configuration of this model."""
     return _PENDING_CONFIGS.pop(model, None)
 
 
@@ -38,7 +38,7 @@ def pop_tensor_config(model: nn.Module) -> TensorParallel | None:
     why="layers were split before anybody looked whether the rest could be sharded",
 )
 def wrap_model(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Composer splits layers and then shards; here one plan says both, and nothing is touched if either cannot be."""
+    """Composer TP-shards layers and then applies FSDP; here one plan contains both, and is checked before any change."""
     with _in_trainer():
         original(*args, **kwargs)
 
@@ -59,7 +59,7 @@ def _in_trainer() -> Iterator[None]:
     "paths of the plan that match nothing",
 )
 def prepare_tp_module(original: Callable[..., None], model: nn.Module, optimizers: Any, tp_config: TPConfig) -> None:
-    """In a Trainer the sharding that follows splits the layers; a script that calls it by itself has them split now."""
+    """In a Trainer, defer to the sharding that follows; in a script, TP-shard the layers now."""
     config = resolve_ffn_plan(model, TensorParallel.read(tp_config))
     if _shards_next.get():
         _PENDING_CONFIGS[model] = config
@@ -70,13 +70,14 @@ def prepare_tp_module(original: Callable[..., None], model: nn.Module, optimizer
 # ---------------------------------------------------------------------------------------------------------------------
 # LLM Foundry's strategy ``ffn``
 #
-# Its plan (0.22.0, llmfoundry/tp/ffn_tp_strategy.py) gathers the batches of the ranks around each feed-forward, and
-# leaves everything else of a rank to that rank's own batch, whose gradients FSDP1 averaged over the other axes alone:
-# the ranks of a group trained apart. MPTGLU's ``gate_proj`` it left whole, beside a part of ``up_proj``.
+# Its plan (0.22.0, llmfoundry/tp/ffn_tp_strategy.py) all-gathers the ranks' batches around each feed-forward;
+# everything else is computed on each rank's own batch. FSDP1 averaged the gradients of these layers over the other axes
+# only, so the ranks of a group diverged. MPTGLU's ``gate_proj`` was not sharded, unlike ``up_proj``.
 
 
 def resolve_ffn_plan(model: nn.Module, config: TensorParallel) -> TensorParallel:
-    """The same, or what the strategy means: each feed-forward split, on one batch of all ranks of a group."""
+    """Replace the ``ffn`` strategy by its intended plan: TP-sharded feed-forwards, on one batch of all ranks of a
+    group."""
     if not _is_of_ffn(config.layer_plan):
         return config
     if dist.is_initialized() and dist.get_rank() == 0:
@@ -94,7 +95,7 @@ def resolve_ffn_plan(model: nn.Module, config: TensorParallel) -> TensorParallel
     why="it knows no strategy but ffn, which splits MPT's feed-forwards alone",
 )
 def layer_plan_of(original: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    """Of the strategy ``auto`` the plan of a known model, which is made where the model is sharded."""
+    """For the strategy ``auto`` return "auto": the plan of a known model is created when the model is sharded."""
     return AUTO if name == AUTO else original(name, *args, **kwargs)
 
 
@@ -106,7 +107,7 @@ def _is_of_ffn(layer_plan: LayerPlan) -> bool:
 
 
 def _gathers_batches(style: ParallelStyle) -> bool:
-    """From a part of the batch's rows on each rank to all of them."""
+    """Whether the style all-gathers batch rows."""
     if not isinstance(style, PrepareModuleInput):
         return False
     return (style.input_layouts, style.desired_input_layouts) == ((Shard(0),), (Replicate(),))

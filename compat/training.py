@@ -1,8 +1,8 @@
-"""A Trainer's steps and events: which microbatch is the last, where parameters lie between steps, gradient clipping.
+"""A Trainer's steps and events: microbatches, resharding between steps, and gradient clipping.
 
-After a forward without gradients ``fully_shard`` keeps a root's parameters gathered for the next one, as plain tensors.
-FSDP1 showed its shards then, and so do we: callbacks and algorithms read DTensors at every event of a Trainer but those
-between a training step's forward and backward.
+After a forward without gradients, ``fully_shard`` leaves a root's parameters unsharded, as plain tensors. FSDP1 showed
+shards there, and so does this module: callbacks and algorithms read DTensors at every event of a Trainer, except
+between forward and backward of a training step.
 """
 
 import functools
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # Events
 
 
-# Before these, a Trainer's ranks are at one place, whatever the model is: a batch less on one of them shows here.
+# Events before which all ranks synchronise, for any model: a rank with fewer batches is detected here.
 _SYNC_EVENTS = {
     Event.BEFORE_TRAIN_BATCH: "a training batch",
     Event.AFTER_TRAIN_BATCH: "the end of a training batch",
@@ -71,7 +71,7 @@ def run_event(original: Callable[..., Any], self: Any, event: Event | str) -> An
     return result
 
 
-# The backward needs what the forward gathered; with reshard_after_backward: false, so does the next microbatch.
+# Backward needs the parameters that forward gathered; with reshard_after_backward: false, so does the next microbatch.
 _WITHIN_STEP = frozenset(
     {
         Event.BEFORE_FORWARD,
@@ -82,8 +82,8 @@ _WITHIN_STEP = frozenset(
         Event.AFTER_BACKWARD,
     }
 )
-# Only for somebody who may look: the next batch of an evaluation would gather again what it finds gathered, and going
-# through the modules of a large model takes a millisecond.
+# Events at which parameters are resharded only if a callback or algorithm may read them: otherwise the next evaluation
+# batch would gather them again, and iterating over the modules of a large model takes a millisecond.
 _IF_OBSERVED = frozenset(
     {
         Event.EVAL_BATCH_START,
@@ -101,12 +101,12 @@ _IF_OBSERVED = frozenset(
         Event.AFTER_TRAIN_BATCH,
     }
 )
-# Their callbacks and algorithms read no parameters there; of them Generate alone runs the model.
+# Packages whose callbacks and algorithms do not read parameters at these events; only Generate runs the model.
 _KNOWN_PACKAGES = ("composer", "llmfoundry")
 
 
 def _free_parameters(state: State, event: Event) -> None:
-    """Free gathered parameters before ``event`` runs, where it is between steps. Does not communicate."""
+    """Reshard parameters before an ``event`` between steps. Does not communicate."""
     if event in _WITHIN_STEP:
         return
     if event in _IF_OBSERVED and not any(_is_observer(each, event) for each in (*state.callbacks, *state.algorithms)):
@@ -122,7 +122,7 @@ def _free_parameters(state: State, event: Event) -> None:
 def _run_callbacks(
     original: Callable[..., Any], self: Any, event: Event | str, callbacks: Sequence[Callback] | None = None
 ) -> None:
-    """``Engine._run_callbacks``: what one callback gathered, the next one does not find."""
+    """Replaces ``Engine._run_callbacks``: reshards parameters that a callback gathered before the next one runs."""
     event = Event(event)
     for callback in self.state.callbacks if callbacks is None else callbacks:
         original(self, event, [callback])
@@ -131,12 +131,12 @@ def _run_callbacks(
 
 
 def _is_observer(listener: Callback | Algorithm, event: Event) -> bool:
-    """Whether it comes from neither Composer nor Foundry, and may do something at ``event``."""
+    """Whether a callback or algorithm of another package may act at ``event``."""
     kind: Any = type(listener)
     if kind.__module__.split(".")[0] in _KNOWN_PACKAGES:
         return False
     if not isinstance(listener, Callback) or kind.run_event is not Callback.run_event:
-        return True  # it chooses its events itself
+        return True  # it handles all events
     name = event.value
     return name in vars(listener) or getattr(kind, name) is not getattr(Callback, name)
 
