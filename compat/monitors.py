@@ -1,7 +1,7 @@
 """Composer's monitors on a sharded model: norms of full tensors, equal on all ranks, under names without wrappers.
 
 [Note: metrics of sharded parameters] An optimizer computes a parameter's metrics with torch functions. For sharded
-parameters and state, the results are partial DTensors. After one reduction of all of them in a single buffer,
+parameters and state, the results are sharded or partial DTensors. After one reduction of all in a single buffer,
 ``report_per_parameter_metrics`` returns the metrics of full parameters. If the metrics are known to be norms, they are
 computed on local tensors, which takes an eighth of the CPU time (benchmarks/dispatch.py). ``pre_reduce_metrics`` and
 ``dist_reduce_metrics`` combine shards of FSDP1's flat parameters by a rule encoded in the metric's name, and are not
@@ -259,7 +259,7 @@ def _local_norms(parameter: DTensor, name: str, reporter: _Reporter | None) -> M
 
 
 def _unreduced_parameters(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """Parameters whose gradients are not averaged: ignored, or in no unit."""
+    """Unsharded parameters whose gradients are not averaged: ignored, or in no unit."""
     unsharded = {each for each in parameters if not isinstance(each, DTensor) and each.requires_grad}
     if unsharded:
         for _, root in sharded_roots(model):

@@ -38,7 +38,7 @@ def pop_tensor_config(model: nn.Module) -> TensorParallel | None:
     why="layers were split before anybody looked whether the rest could be sharded",
 )
 def wrap_model(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Composer TP-shards layers and then applies FSDP; here one plan contains both, and is checked before any change."""
+    """Composer TP-shards layers, then applies FSDP; here one plan contains both, and is checked before any change."""
     with _in_trainer():
         original(*args, **kwargs)
 

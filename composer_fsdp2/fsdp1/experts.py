@@ -102,7 +102,7 @@ def _enclosing_experts(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) 
 
 
 def _caller(expert: str, modules: Mapping[str, nn.Module]) -> str:
-    """The path of the module that calls an expert: its nearest parent with a forward that is not an ``nn.Sequential``."""
+    """The path of the module that calls an expert: its nearest parent with a forward, except an ``nn.Sequential``."""
     above = ancestors_or_self(expert)[1:]
     callers = (each for each in above if has_forward(modules[each]) and not isinstance(modules[each], nn.Sequential))
     return next(callers, "")

@@ -284,7 +284,7 @@ def shard_full_optim_state_dict(
     optim_input: Any = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """``optim_state_dict_to_load`` for full values on each rank; without ``optim``, for an optimizer of all parameters."""
+    """``optim_state_dict_to_load`` for full values on each rank; without ``optim``, for one of all parameters."""
     return _state_by_position(model, _parameters_of(optim, model, optim_input), full_optim_state_dict)
 
 
