@@ -109,7 +109,7 @@ def _replace_closed_configs(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _quiet_foundry() -> Iterator[None]:
-    """A context for Foundry's code, which warns about its defaults, sets environment variables and removes ``oc.env``."""
+    """A context for Foundry's code, which warns about defaults, sets environment variables and removes ``oc.env``."""
     environment, has_resolver, disabled = (
         dict(os.environ),
         OmegaConf.has_resolver("oc.env"),

@@ -205,7 +205,7 @@ class MeshSpec(Value):
 
     @classmethod
     def of_experts(cls, degree: int, *, device_type: str = "cpu") -> "MeshSpec":
-        """A mesh of all ranks: experts are distributed over ``degree`` consecutive ranks and sharded over the others."""
+        """A mesh of all ranks: experts are distributed over ``degree`` consecutive ranks, sharded over the others."""
         split = MeshAxis(name=EXPERT_AXIS, role=AxisRole.EXPERT, size=degree)
         return cls(axes=(_shard(-1), split), device_type=device_type)
 

@@ -10,8 +10,8 @@ from composer_fsdp2.errors import ConfigError
 class BroadcastBatch(enum.Enum):
     """How ranks that share a batch obtain it; the values are those of the configuration key.
 
-    ``OFF``: each rank uses the batch of its own loader, which must be the same on all of them. ``FIRST``: all use the
-    first rank's batch. ``GATHER``: all use the rows of all ranks, concatenated in rank order.
+    ``OFF``: each rank reads its batch itself; it must be the same on all of them. ``FIRST``: all use the first rank's
+    batch. ``GATHER``: all use the rows of all ranks, concatenated in rank order.
     """
 
     OFF = False

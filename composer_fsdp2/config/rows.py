@@ -14,7 +14,7 @@ from composer_fsdp2.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """The accepted values of a key: a description, a parser, and a list if there are few.
+    """The accepted values of a key: a description, a parser, and a list of the values if they are few.
 
     Args:
         parse: Maps a value of a file or script, and the reader, to the parsed value. Raises ConfigError whose message

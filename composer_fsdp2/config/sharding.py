@@ -77,7 +77,7 @@ class GradientSync(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulation(Value):
-    """What is deferred to the last microbatch of a batch; by default nothing, as with FSDP1 in Composer.
+    """Work deferred to the last microbatch of a batch; by default none, as with FSDP1 in Composer.
 
     Args:
         gradient_sync: ``LAST`` accumulates unsharded gradients on every rank and communicates them in the last

@@ -15,8 +15,8 @@ class BlockSpan:
 
     Args:
         begin: Index of the block's first event.
-        end: Index after its last one. The event there is not a unit's hook: it counts the model's computation between
-            the block and the next hook.
+        end: Index after its last one. The event at this index is not a unit's hook: it counts the model's computation
+            between the block and the next hook.
     """
 
     path: str

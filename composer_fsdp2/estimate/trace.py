@@ -293,7 +293,7 @@ def num_experts(model: nn.Module) -> int:
 
 
 def _dtypes(plan: ShardingPlan) -> Callable[[str, torch.Tensor], torch.dtype]:
-    """The dtype in the run of a parameter while it is unsharded, or of a buffer, by name."""
+    """Map a name and tensor to the dtype in the run, of an unsharded parameter or a buffer."""
     of_parameters = {
         name: unit.mixed_precision.param_dtype for unit in plan.units for spec in unit.parameters for name in spec.names
     }

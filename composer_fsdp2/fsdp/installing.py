@@ -1,4 +1,4 @@
-"""``install_fsdp``: replaces FSDP1's class in scripts and libraries without an edit."""
+"""``install_fsdp``: replaces FSDP1's class in unmodified scripts and libraries."""
 
 import sys
 from collections.abc import Collection, Iterator
@@ -11,7 +11,7 @@ from composer_fsdp2._torch.scaler import ShardedGradScaler
 from composer_fsdp2.fsdp.optimizers import note_optimizers
 from composer_fsdp2.fsdp.wrapper import FullyShardedDataParallel
 
-# torch's class, and ours.
+# torch's class -> the replacement.
 _CLASSES: dict[type, type] = {FSDP1Wrapper: FullyShardedDataParallel, FSDP1GradScaler: ShardedGradScaler}
 
 
@@ -32,9 +32,9 @@ class InstalledFSDP:
         _active.append(self)
 
     def uninstall(self) -> None:
-        """Put torch's classes back, also in modules that were imported in between. Models stay as they are.
+        """Restore torch's classes, also in modules imported since. Existing models are not changed.
 
-        Within another ``install_fsdp`` the classes stay replaced until that ends.
+        Within another ``install_fsdp``, the classes stay replaced until that is uninstalled.
         """
         if self not in _active:
             return
@@ -60,21 +60,21 @@ class InstalledFSDP:
 
 
 def install_fsdp() -> InstalledFSDP:
-    """Replace ``FullyShardedDataParallel`` and ``ShardedGradScaler`` of torch wherever they are bound.
+    """Replace ``FullyShardedDataParallel`` and ``ShardedGradScaler`` of torch at all their bindings.
 
-    Call it on every rank before the script's or library's own code, and before optimizers are made; or write
-    ``with install_fsdp():`` around it. Modules that are imported later get ours, too. Does not communicate.
+    Call it on every rank before the script's or library's own code, and before optimizers are created; or use ``with
+    install_fsdp():``. Modules imported later get the replacements, too. Does not communicate.
     """
     return InstalledFSDP()
 
 
 def active_fsdp_class() -> type:
-    """FSDP1's class, as a script finds it now."""
+    """The class currently bound to FSDP1's name."""
     return FullyShardedDataParallel if _active else FSDP1Wrapper
 
 
 def _rebind(classes: dict[type, type], without: Collection[str] = ()) -> Iterator[tuple[ModuleType, str]]:
-    """Rebind classes in all modules but ours, and those in ``without``; yield each module and name."""
+    """Rebind classes in all modules except this package's and those in ``without``; yield each module and name."""
     by_id = {id(old): new for old, new in classes.items()}  # some values warn on attribute access
     for path, module in list(sys.modules.items()):
         if path in without or path.partition(".")[0] == "composer_fsdp2" or not isinstance(module, ModuleType):

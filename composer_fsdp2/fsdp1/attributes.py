@@ -200,7 +200,7 @@ def _refuse_comm_hook(unit: nn.Module) -> Callable[..., None]:
 
 
 _IS_THE_MODULE = "fully_shard wraps nothing, so the module itself is what you hold"
-# By name: the value for a unit, its replacement, and whether it requires attribute syntax ([Note: attribute access]).
+# Name -> the value for a unit, its replacement, and whether it requires attribute syntax ([Note: attribute access]).
 _TABLE: dict[str, tuple[Callable[[nn.Module], Any], str, bool]] = {
     "module": (_wrapped, _IS_THE_MODULE, True),
     "_fsdp_wrapped_module": (

@@ -15,7 +15,7 @@ def is_metric(module: nn.Module) -> bool:
 
 
 def wrapped_children(model: nn.Module) -> dict[str, nn.Module]:
-    """The direct children that FSDP1 wraps, by name: without metrics and children with ``_fsdp_wrap = False``."""
+    """The direct children that FSDP1 wraps: without metrics and children with ``_fsdp_wrap = False``."""
     return {
         name: child
         for name, child in model.named_children()

@@ -554,7 +554,7 @@ KEYS: tuple[Key, ...] = tuple(
     for row in (replace(row, group=row.group or KeyGroup.FSDP1) for row in _ROWS)
 )
 KEYS_BY_NAME: dict[str, Key] = {row.name: row for row in KEYS}
-# Keys in the settings of a single module: arguments of FSDP1 and fully_shard, three of which are not model keys.
+# Keys in the settings of a single module: arguments of FSDP1 and fully_shard, including three that are not model keys.
 KEYS_OF_MODULES: dict[str, Key] = {
     row.name: row
     for row in (

@@ -48,7 +48,7 @@ _TRAINER = BatchKeys(
     options=_ADAM,
 )
 BATCH_KEYS: Mapping[str, BatchKeys] = {
-    # A migrated file has the original system's keys next to the migrated section.
+    # A migrated file still contains the original system's keys next to the migrated section.
     "composer": BatchKeys(
         microbatch=(
             _OF_COMPOSER,

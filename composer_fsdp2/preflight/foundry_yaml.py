@@ -1,4 +1,4 @@
-"""An LLM Foundry YAML: read and built by Foundry itself, with substitutes for what cannot be built here."""
+"""Read an LLM Foundry YAML and build its model with LLM Foundry, with substitutes for unavailable parts."""
 
 import contextlib
 import math
@@ -22,7 +22,7 @@ _MICROBATCH = "device_train_microbatch_size"
 
 
 def is_foundry_yaml(values: Mapping[str, Any]) -> bool:
-    """Whether Foundry trains from a file with these values."""
+    """Whether LLM Foundry can train from a file with these values."""
     model = values.get("model")
     return isinstance(model, Mapping) and "name" in model and any(key in values for key in _BESIDE_MODEL)
 
@@ -77,7 +77,7 @@ def _read(read: Any, file: RunFile, world_size: int) -> Any:
 
 
 def _built(build: Any, foundry: Any, given: dict[str, Any], file: RunFile, request: Request) -> nn.Module:
-    """Foundry's model; one from the Hugging Face hub by its ``config.json``."""
+    """Foundry's model; a Hugging Face model is built from its ``config.json``."""
     with contextlib.ExitStack() as exits:
         if _PATH in given:
             path = find_model_config(request.model_config, given[_PATH])
@@ -88,7 +88,7 @@ def _built(build: Any, foundry: Any, given: dict[str, Any], file: RunFile, reque
 
 
 def _batches(config: Any, request: Request) -> Batches:
-    """A rank's batch as Composer's Trainer divides it; the command line's microbatch takes precedence."""
+    """A rank's batch as divided by Composer's Trainer; the command line's microbatch takes precedence."""
     findings: tuple[Finding, ...] = ()
     rows = config.device_train_microbatch_size if request.microbatch is None else request.microbatch
     if rows == "auto":

@@ -1,4 +1,4 @@
-"""Files of other systems, and a model's own ``config.json``: settings, with a model from elsewhere."""
+"""Read files of other systems, or a model's ``config.json``: settings, with a model from elsewhere."""
 
 import copy
 from collections.abc import Mapping
@@ -35,7 +35,8 @@ from composer_fsdp2.preflight.run_file import Request, RunFile, assumed
 from composer_fsdp2.preflight.selective import recompute_by_operator, recompute_every
 
 _COMPOSER = DIALECTS["composer"]
-_LAYERS = "auto"  # in wrap_policy, activation_checkpointing_policy and layer_plan: the model's own layers
+# in wrap_policy, activation_checkpointing_policy and layer_plan: the classes of the model's own layers
+_LAYERS = "auto"
 _CLASSES, _RECOMPUTED = "transformer_layer_cls_to_wrap", "activation_checkpointing_policy"
 # The keys of these systems for the model: a name on the hub, or a folder.
 _MODEL_KEYS = ("model_name_or_path", "base_model", "pretrain", "model.hf_assets_path")
@@ -48,10 +49,10 @@ class _Config:
     """A section, translated to Composer's keys.
 
     Args:
-        tensor_degree: Of layers that the plan of a known model splits.
-        named: The model's name on the hub, or its folder, if the file has it.
-        is_composers: Whether a file of Composer's own asks for it, and not the command line.
-        selective: Of the layers that are recomputed, every n-th alone, or ``op``: some operators of each.
+        tensor_degree: The TP degree, if layers are sharded by the plan of a known model.
+        named: The model's name on the hub, or its folder, if the file names it.
+        is_composers: Whether the file contains Composer's own section.
+        selective: Recompute only every n-th layer, or with ``op`` only some operators of each.
     """
 
     section: Section
@@ -72,14 +73,14 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
     is_config_only = is_model_config(file.document.values)
     config = _read_model_config(file) if is_config_only else _first_section(file, request.world_size)
     if request.model is not None:
-        model = built(request.model)  # with FSDP1's hooks, which name the units
+        model = built(request.model)  # with FSDP1's hooks, which select the units
     else:
         is_own = is_config_only and request.model_config is None
         path = file.path if is_own else find_model_config(request.model_config, config.named)
         model = built(build_model(path, {key: file.values[key] for key in file.document.values} if is_own else {}))
         config = _with_layers(config, model)
     if config.selective is not None:
-        if isinstance(request.model, nn.Module):  # the caller's own stays as it is
+        if isinstance(request.model, nn.Module):  # do not modify the caller's model
             model = copy.deepcopy(model)
         config = replace(config, fsdp=_recompute_partly(model, config.fsdp, config.selective))
     context = config.fsdp.get("context_parallel_degree") or 1
@@ -112,7 +113,7 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
         batches=batches,
         keeps_outputs=config.dialect is _COMPOSER and not is_config_only,
         has_fp8_layers=config.has_fp8_layers,
-        # No line of a model's own file configures training.
+        # A model's config.json does not configure training, so no line is named.
         findings=tuple(replace(each, where=str(file.path)) for each in findings)
         if is_config_only
         else file.placed(findings),
@@ -120,7 +121,7 @@ def read_other_file(file: RunFile, request: Request) -> tuple[nn.Module, Trainin
 
 
 def _read_model_config(file: RunFile) -> _Config:
-    """A model's own file; the command line's overrides configure the training, with Foundry's keys."""
+    """Read a model's ``config.json``; the command line's overrides configure the training, with Foundry's keys."""
     given = {key: value for key, value in file.values.items() if key not in file.document.values}
     fsdp = given.get("fsdp_config") or {}
     if not isinstance(fsdp, Mapping):
@@ -140,7 +141,7 @@ def _read_model_config(file: RunFile) -> _Config:
 def _first_section(file: RunFile, world_size: int) -> _Config:
     if other := foreign_system(file.values):
         raise ConfigError(f"{file.path}: this is a configuration of {other.name}, which is not read: {other.advice}")
-    # OmegaConf's interpolations are text to systems that do not use it.
+    # Systems without OmegaConf read interpolations as plain text.
     values = {
         dialect.name: file.values if dialect.interpolates or file.overrides else file.document.values
         for dialect in DIALECTS.values()
@@ -191,14 +192,14 @@ def _composers(section: Section) -> _Config:
 
 
 def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: int) -> _Config:
-    """The keys that ``migrate --to composer`` writes; what Composer lacks is among the findings."""
+    """The keys that ``migrate --to composer`` writes; settings that Composer lacks are in the findings."""
     reading = dialect.read(section)
     if reading.run is None:
         blocking = [each for each in file.placed(reading.findings) if each.outcome.blocks]
         text = "\n".join(map(str, blocking)) or "no run can be read from it"
         raise ConfigError(f"{file.path}: {text}", keys=tuple(each.key for each in blocking))
     run = reading.run.without_training()  # batches are read in batch_keys.py
-    # Recomputing a part of the layers is planned as that part, which no key of Composer's can say.
+    # Selective recomputation is planned exactly, although no key of Composer expresses it.
     fields: dict[str, Any] = {"selective_checkpointing": None}
     is_budgeted = find_at(section.around, _MODE) == "memory_budget"
     if is_budgeted:
@@ -225,7 +226,7 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
 
 
 def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
-    """Findings that need a decision with any target, or change how the run is sharded, beside what Composer lacks."""
+    """Findings that need a decision for any target, or that change the sharding, beside settings that Composer lacks."""
     findings, _ = with_losses(reading.findings, expression.losses, reading, _COMPOSER)
     lost = {name for each in expression.losses if not each.is_kept for name in each.fields[:1]}
     found = []
@@ -239,9 +240,9 @@ def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
 
 
 def _with_layers(config: _Config, model: nn.Module) -> _Config:
-    """With a transformers model's own layers as units, where no key of the file names any."""
+    """Use a transformers model's own layers as units if the file does not select units."""
     fsdp, findings = dict(config.fsdp), []
-    has_own_models = config.dialect.has_own_models  # whose classes transformers does not have
+    has_own_models = config.dialect.has_own_models  # their classes do not exist in transformers
     policy = fsdp.get("wrap_policy")
     classes = ", ".join(sorted(no_split_classes(model)))
     if policy is None:
@@ -263,7 +264,7 @@ def _with_layers(config: _Config, model: nn.Module) -> _Config:
 
 
 def _recompute_partly(model: nn.Module, fsdp: Mapping[str, Any], selective: str) -> Mapping[str, Any]:
-    """Have the model's layers recompute a part, as TorchTitan selects it; the keys for what is left."""
+    """Make the model's layers recompute selectively, as TorchTitan does; returns the remaining keys."""
     named = fsdp.get(_RECOMPUTED)
     classes = no_split_classes(model) if named == _LAYERS else set(named or ())
     layers = [module for module in model.modules() if type(module).__name__ in classes]

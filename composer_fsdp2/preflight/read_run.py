@@ -12,15 +12,16 @@ from composer_fsdp2.preflight.run_file import Request, RunFile, as_config_error
 
 
 def read_run(path: str | Path, **how: Any) -> PreflightRun:
-    """The run that a file configures, with its model on the meta device; no GPU, no network, no weights.
+    """The run that a file configures, with its model on the meta device; needs no GPU, network or weights.
 
     Args:
         path: An LLM Foundry YAML, another system's configuration (with ``model_config`` or ``model``), or a
             transformers model's ``config.json``.
-        how: The fields of ``Request``, such as ``world_size``, which is accelerate's ``num_processes`` by default.
+        how: The fields of ``Request``, such as ``world_size``, whose default is accelerate's ``num_processes``.
     Raises:
-        ConfigError: no such file, no configuration, ranks that do not fit, or a model that cannot be built; one line.
-        PlanError, UnsupportedError: the model cannot be sharded so.
+        ConfigError: the file does not exist or contains no configuration, the number of ranks does not fit, or the
+            model cannot be built; one line.
+        PlanError, UnsupportedError: the model cannot be sharded in this configuration.
     """
     file = RunFile.read(Path(path), how.get("overrides", ()))
     world_size = how.get("world_size")
@@ -31,7 +32,7 @@ def read_run(path: str | Path, **how: Any) -> PreflightRun:
 
 
 def _num_processes(file: RunFile) -> int:
-    """The number of ranks that a file of accelerate says."""
+    """The number of ranks in an accelerate file."""
     given = file.values.get("num_processes")
     if isinstance(given, int) and not isinstance(given, bool):
         return given

@@ -1,4 +1,4 @@
-"""Proposals for a user's file: settings that fit and take the least time, each planned from the changed file itself."""
+"""Proposed edits of a user's file: the fastest settings that fit, each planned from the edited file itself."""
 
 import contextlib
 import math
@@ -29,22 +29,22 @@ from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
 from composer_fsdp2.preflight.suggestion import NotProposed, SuggestedEdits, Suggestion
 
-# From another text of the file to its run, as it was read before.
+# Maps an edited text of the file to its run.
 Replan = Callable[[str], PreflightRun]
 
 
 @contextlib.contextmanager
 def replanning(path: str | Path, **how: Any) -> Iterator[Replan]:
-    """Reads other texts in a file's place, from a folder of their own: the user's file stays as it is.
+    """Read edited texts from a temporary folder; the user's file is not modified.
 
     Args:
-        how: As ``read_run`` takes it.
+        how: Options of ``read_run``.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, Path(path).name)
 
         def replan(text: str) -> PreflightRun:
-            copy.write_bytes(text.encode())  # the ends of its lines as they are
+            copy.write_bytes(text.encode())  # preserves line endings
             try:
                 return read_run(copy, **how)
             except ComposerFSDP2Error as error:
@@ -64,15 +64,15 @@ def suggest_edits(
     machine: Machine,
     decided: Mapping[str, str] | None = None,
 ) -> SuggestedEdits:
-    """Settings with which the run of a file fits and takes the least time, as edits of the file.
+    """Find the fastest settings with which a file's run fits, as edits of the file.
 
     Args:
-        run: Of the file, and ``planned`` its step with activations.
-        text: Of the file, and ``name`` its name.
-        replan: Reads another text in the file's place.
-        memory_bytes: The limit of an estimate, of a rank's device.
-        machine: Whose speeds are all known.
-        decided: By a setting's name, why it stays unchanged.
+        run: The file's run; ``planned`` is its step, with activations.
+        text: The file's text; ``name`` is its name.
+        replan: Reads an edited text.
+        memory_bytes: The limit of the estimated peak of a rank's device.
+        machine: All speeds must be known.
+        decided: Setting -> why it must not change.
     Raises:
         ConfigError: no section of the file configures sharding.
     """
@@ -113,7 +113,7 @@ def suggest_edits(
 
 
 def _further_changes(nearest: Candidate, run: PreflightRun, memory_bytes: int) -> Iterator[str]:
-    """Changes beside settings that make a step smaller."""
+    """Changes other than settings that reduce a step's memory."""
 
     def bytes_of(*kinds: Kind) -> int:
         return sum(map(nearest.peak.bytes_of, kinds))
@@ -158,11 +158,11 @@ _CACHE = (
 
 @dataclass(kw_only=True, slots=True)
 class _Editor:
-    """Writes settings into the file, and plans the changed file.
+    """Writes settings into the file, and plans the edited file.
 
     Args:
-        files: By settings, the file that has them.
-        unsaid: By the reason, the settings that were impossible.
+        files: Settings -> the edited file.
+        unsaid: Reason -> settings that are impossible.
     """
 
     run: PreflightRun
@@ -182,13 +182,13 @@ class _Editor:
         return present_settings(self.run.plan, self.run.microbatch_size)
 
     def rate(self, settings: Settings) -> Candidate | None:
-        """The plan of the changed file; None, and the reason in ``unsaid``, where there can be none."""
+        """The plan of the edited file; None if it is impossible, with the reason in ``unsaid``."""
         try:
             file = self._patched(settings)
             run = self._replan(settings, file)
             try:
                 found = self.candidate(settings, run)
-            except Exception as error:  # whatever a model's own code raises with other rows
+            except Exception as error:  # a model's code may raise any error for other row counts
                 raise ConfigError(f"its microbatch cannot be traced: {one_line(error)}") from error
         except ComposerFSDP2Error as error:
             changed = settings.changed_from(self.present)
@@ -207,9 +207,8 @@ class _Editor:
         return run
 
     def candidate(self, settings: Settings, run: PreflightRun) -> Candidate:
-        """[Note: microbatches alike] All microbatches between the first and the last take the same memory and send the
-        same bytes: three stand for any number.
-        """
+        """[Note: microbatches alike] All microbatches between the first and the last use the same memory and send the
+        same bytes, so three represent any number."""
         key = (run.plan.checkpointed, run.plan.config.activation_checkpointing, run.computed_rows)
         if key not in self.traces:
             self.traces[key] = run.trace()
@@ -224,7 +223,7 @@ class _Editor:
 
     def suggestion(self, candidate: Candidate) -> Suggestion:
         settings, file = candidate.settings, self.files[candidate.settings]
-        # By FSDP's own key, with which transformers' Trainer leaves caches on; with its own it turns them off.
+        # FSDP's own key leaves caches on in transformers' Trainer; the Trainer's key turns them off.
         fills_cache = self.dialect != "composer" and any(
             each.key.endswith("activation_checkpointing") and each.after is True for each in file.changes
         )

@@ -77,7 +77,7 @@ def everywhere(value: Any) -> dict[Reader, Any]:
 
 
 def means_false(value: object) -> bool:
-    """Whether the value is meant as false, in quotes or not."""
+    """Whether the value means false, quoted or not."""
     return _TRUTH_VALUES.get(str(value).lower()) is False
 
 
@@ -94,14 +94,14 @@ def _named_values(
     launcher: Mapping[str, Any] = _NOTHING,
     refused: Mapping[str, str] = _NOTHING,
 ) -> Takes:
-    """Return a parser of words in any letter case.
+    """Return a parser of named values in any letter case.
 
     Args:
-        words: The value in effect by word.
-        choices: The words to list; all by default.
-        absent: The value in effect by reader that treats null as an absent key.
-        launcher: Further words that accelerate's launcher takes, in lower case.
-        refused: The reasons against other words, in lower case.
+        words: Name -> effective value.
+        choices: The names to list; all by default.
+        absent: Reader -> effective value, for readers that treat null as an absent key.
+        launcher: Further names that accelerate's launcher accepts, in lower case.
+        refused: Name in lower case -> the reason why it is rejected.
     """
     values = {word.lower(): value for word, value in words.items()}
     listed = tuple(words) if choices is None else choices
@@ -125,7 +125,7 @@ def _flag(text: str, axolotl: Mapping[str, Any] = _NOTHING) -> Takes:
     """Return a parser of a flag that is used as is: any string would be true, so strings are rejected.
 
     Args:
-        axolotl: The value in effect by word that axolotl takes.
+        axolotl: String that axolotl accepts -> effective value.
     """
 
     def parse(value: object, reader: Reader) -> Any:
