@@ -226,7 +226,7 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
 
 
 def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
-    """Findings that need a decision for any target, or that change the sharding, beside settings that Composer lacks."""
+    """Findings that need a decision for any target, or change the sharding, beside settings that Composer lacks."""
     findings, _ = with_losses(reading.findings, expression.losses, reading, _COMPOSER)
     lost = {name for each in expression.losses if not each.is_kept for name in each.fields[:1]}
     found = []
