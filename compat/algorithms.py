@@ -42,7 +42,7 @@ _SURGERY_EVENTS = frozenset({Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Ev
 @seam(
     "composer.core.engine",
     "Engine._run_algorithms",
-    why="surgery left replicas with weights of their own, and the optimizer with parameters that the model lost",
+    why="surgery made replicas diverge, and left the optimizer with parameters that are no longer in the model",
 )
 def run_algorithms(original: Callable[..., Any], self: Any, event: Event) -> Any:
     """Replaces ``Engine._run_algorithms``; see [Note: surgery]."""
@@ -63,7 +63,7 @@ def run_algorithms(original: Callable[..., Any], self: Any, event: Event) -> Any
 @seam(
     "composer.core.state",
     "State._apply_required_algorithms",
-    why="surgery that a checkpoint asks for was done on a sharded model: each rank trained its own new parameters",
+    why="surgery required by a checkpoint was done on a sharded model: each rank trained its own new parameters",
 )
 def apply_required_algorithms(original: Callable[..., Any], self: State, *args: Any, **kwargs: Any) -> None:
     """Replaces ``State._apply_required_algorithms``; see [Note: surgery]."""
@@ -156,7 +156,7 @@ def with_sharded_averages(
 @seam(
     "composer.algorithms.ema.ema",
     "compute_ema",
-    why="averages from a checkpoint are full, and FSDP1's have other names, so that they were left alone",
+    why="averages from a checkpoint are full, and FSDP1's have other names, so they were not used",
 )
 def compute_ema(
     original: Callable[..., Any], model: nn.Module, ema_model: nn.Module | EMAParameters, smoothing: float = 0.99

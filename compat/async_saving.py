@@ -51,7 +51,7 @@ class SavedState:
 @seam(
     "composer.utils.checkpoint",
     "save_checkpoint",
-    why="a checkpoint that is written already is not written again, only linked, uploaded and counted",
+    why="a written checkpoint is not written again, only linked, uploaded and counted",
 )
 def save_checkpoint(original: Callable[..., Any], state: State | SavedState, *args: Any, **kwargs: Any) -> str | None:
     """Replaces ``composer.utils.checkpoint.save_checkpoint``: for a written checkpoint, returns its file name."""

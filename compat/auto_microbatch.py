@@ -127,7 +127,7 @@ def _refuse_as_composer(given: Mapping[str, Any]) -> None:
     "Trainer.fit",
     "Trainer.eval",
     "Trainer.predict",
-    why="after an error that a script caught, gradients that had not been communicated were trained on next",
+    why="after an error that a script caught, the next step used gradients that were not communicated",
 )
 def run(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``Trainer.fit``, ``eval`` and ``predict``: after an error that a script catches, the model is as between
@@ -145,7 +145,7 @@ def run(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> A
 @seam(
     "composer.trainer.trainer",
     "Trainer._train_batch",
-    why="with 'auto', a rank out of memory left the others waiting, and the model in the midst of a forward",
+    why="with 'auto', a rank out of memory made the others hang, and left the model within a forward",
 )
 def _train_batch(original: Callable[..., Any], self: Any, use_grad_scaling: bool) -> dict[str, torch.Tensor]:
     """Replaces ``Trainer._train_batch``: disables Composer's retries, and repeats the batch here."""
@@ -346,7 +346,7 @@ _training: _Recovery | None = None
 @seam(
     "composer.trainer.trainer",
     "Trainer._eval_loop",
-    why="with 'auto', a rank out of memory in an evaluation left the others waiting; metrics counted a batch twice",
+    why="with 'auto', a rank out of memory in an evaluation made the others hang; metrics counted a batch twice",
 )
 def _eval_loop(
     original: Callable[..., Any], self: Any, evaluator: Evaluator, metrics: dict[str, Any], *args: Any, **kwargs: Any
@@ -378,7 +378,7 @@ def _evaluate(
 @seam(
     "composer.trainer.trainer",
     "_is_cuda_oom",
-    why="where Composer catches the error of one rank, the others must hear of it",
+    why="when Composer catches the error of one rank, the others must be notified",
 )
 def _is_cuda_oom(original: Callable[..., Any], error: RuntimeError) -> bool:
     """Replaces ``composer.trainer.trainer._is_cuda_oom``: notifies the other ranks of an error that is caught."""
@@ -390,7 +390,7 @@ def _is_cuda_oom(original: Callable[..., Any], error: RuntimeError) -> bool:
 @seam(
     "composer.trainer.trainer",
     "_adjust_device_eval_microbatch_size",
-    why="the batch is evaluated again: metrics, buffers and random states as before it",
+    why="the batch is evaluated again, with metrics, buffers and RNG states as before",
 )
 def _adjust_device_eval_microbatch_size(original: Callable[..., Any], evaluator: Evaluator) -> None:
     """Replaces the function of ``composer.trainer.trainer``: restores metrics, which would count the batch twice."""
@@ -402,7 +402,8 @@ def _adjust_device_eval_microbatch_size(original: Callable[..., Any], evaluator:
 @seam(
     "composer.trainer.trainer",
     "_fsdp_reshard_and_cleanup",
-    why="after an error that a script caught, it looked for FSDP1's modules, and left ours in their pass",
+    why="after an error that a script caught, it searched for FSDP1's modules only, and left units in the middle of a "
+    "pass",
 )
 def _fsdp_reshard_and_cleanup(original: Callable[..., Any], model: torch.nn.Module) -> None:
     """Replaces the function of ``composer.trainer.trainer``: restores the model after an error."""

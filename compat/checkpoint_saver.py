@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 @seam(
     "composer.callbacks.checkpoint_saver",
     "CheckpointSaver._save_checkpoint",
-    why="a run killed while the latest link was replaced began from nothing; async_save",
+    why="a run killed while the latest link was replaced started from scratch; async_save",
 )
 def _save_checkpoint(original: Callable[..., Any], self: CheckpointSaver, state: State, logger: Any) -> None:
     """Replaces ``CheckpointSaver._save_checkpoint``; see [Note: a saver's work in two parts]."""

@@ -101,7 +101,7 @@ _OURS = {key.name for key in KEYS if key.group == KeyGroup.OURS}
 @seam(
     "composer.utils.parallelism",
     "FSDP2Config.__init__",
-    why="it takes no key but its own: those of composer_fsdp2 had to be set on the object afterwards",
+    why="it accepts only its own keys: those of composer_fsdp2 had to be set on the object afterwards",
 )
 def make_fsdp2_config(original: Callable[..., None], self: FSDP2Config, *args: Any, **given: Any) -> None:
     original(self, *args, **{key: value for key, value in given.items() if key not in _OURS})

@@ -59,8 +59,8 @@ def weighted_microbatch(trainer: Any) -> Iterator[None]:
 @seam(
     "composer.devices.device",
     "Device.batch_to_device",
-    why="whether padding needs a mask under context parallelism is read of a batch in host memory; read on the device, "
-    "the host would wait there in each microbatch",
+    why="whether padding needs a mask under context parallelism is read from the batch in host memory; on the device "
+    "it would synchronise in each microbatch",
 )
 def batch_to_device(original: Callable[..., Any], self: Any, batch: Any) -> Any:
     moved = original(self, batch)
@@ -74,7 +74,7 @@ _TASKS = ("generate", "icl_task")
 @seam(
     "composer.models.huggingface",
     "HuggingFaceModel.eval_forward",
-    why="under context parallelism outputs are of a part of each sequence, and the metrics' labels of the whole",
+    why="under context parallelism outputs cover a part of each sequence, and the metrics' labels all of it",
 )
 def eval_forward(original: Callable[..., Any], self: Any, batch: Any, outputs: Any = None) -> Any:
     """Evaluate with the labels of this rank's sequence shard; metrics are summed over all ranks."""

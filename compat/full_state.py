@@ -104,7 +104,7 @@ def static_method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 @seam(
     "torch.serialization",
     "save",
-    why="torch.save(model.state_dict()) wrote rank 0's shards, without a word, where FSDP1's was full",
+    why="torch.save(model.state_dict()) silently wrote rank 0's shards, where FSDP1's was full",
 )
 def save(original: Callable[..., Any], obj: object, *args: Any, **kwargs: Any) -> None:
     """Replaces ``torch.save``: warns once about shards in a dict."""

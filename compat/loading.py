@@ -38,7 +38,7 @@ IgnoreKeys: TypeAlias = list[str] | Callable[[dict[str, Any]], None] | None
 @seam(
     "composer.utils.checkpoint",
     "load_checkpoint",
-    why="old checkpoints failed or loaded wrong in silence, and a layout loaded under its own setting only",
+    why="old checkpoints failed or silently loaded wrong values, and a layout loaded only with its own setting",
 )
 def load_checkpoint(
     original: Callable[..., Any],

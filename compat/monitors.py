@@ -106,7 +106,7 @@ def _as_fsdp1(state: State) -> bool:
 @seam(
     "composer.callbacks.optimizer_monitor",
     "OptimizerMonitor.batch_end",
-    why="it logged the norms of this rank's parts, or raised",
+    why="it logged the norms of this rank's shards, or raised",
 )
 def batch_end(original: Callable[..., Any], self: OptimizerMonitor, state: State, logger: Logger) -> None:
     """Replaces ``OptimizerMonitor.batch_end``: logs the norms of full parameters."""
@@ -409,7 +409,7 @@ def pre_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, optim
 @seam(
     "composer.optim.decoupled_weight_decay",
     "DecoupledAdamW.dist_reduce_metrics",
-    why="one collective for each metric, and it asks for a CUDA device",
+    why="one collective for each metric, and it requires a CUDA device",
 )
 def dist_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, optimizer_metrics: Metrics) -> Metrics:
     """Replaces ``DecoupledAdamW.dist_reduce_metrics``: one all-reduce per mesh, and without a CUDA device."""

@@ -53,7 +53,7 @@ def refuse_copies(state: State) -> None:
 @seam(
     "composer.utils.inference",
     "export_for_inference",
-    why="rank 0 failed on an assertion of torch's, and the other ranks went on",
+    why="rank 0 failed an assertion in torch, and the other ranks continued",
 )
 def export_for_inference(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Replaces ``composer.utils.inference.export_for_inference``, which only rank 0 executes."""

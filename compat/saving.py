@@ -64,7 +64,7 @@ def sharded_state_dict(state: State, weights_only: bool, ignore_keys: IgnoreKeys
 @seam(
     "composer.core.state",
     "State.state_dict",
-    why="shards that an algorithm holds (EMA's averages) were saved as rank 0's alone, in a pickle of DTensors",
+    why="shards of an algorithm (EMA's averages) were saved as rank 0's only, in a pickle of DTensors",
 )
 def state_dict(original: Callable[..., Any], self: State) -> dict[str, Any]:
     """Replaces ``State.state_dict``: DTensors of algorithms and callbacks are full tensors in rank 0's host memory.
@@ -194,7 +194,7 @@ def writes_shards(state: State) -> bool:
 @seam(
     "composer.checkpoint.save",
     "_save_sharded_state_dict_to_disk",
-    why="rank 0 asked whether the folder is there while the others were making it: now and then a save hung",
+    why="rank 0 checked for the folder while the others were creating it: occasionally a save hung",
 )
 def write_shards(
     original: Callable[..., Any],

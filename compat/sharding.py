@@ -107,7 +107,7 @@ def apply_fsdp(original: Callable[..., Any], self: State) -> None:
         self.scaler = scaler
 
 
-@seam("composer.utils.misc", "is_model_fsdp", why="scripts and callbacks ask it whether a model is sharded")
+@seam("composer.utils.misc", "is_model_fsdp", why="scripts and callbacks query it to know whether a model is sharded")
 @seam(
     "composer.checkpoint.state_dict",
     "_is_model_fsdp",

@@ -35,7 +35,7 @@ def pop_tensor_config(model: nn.Module) -> TensorParallel | None:
 @seam(
     "composer.trainer.trainer",
     "Trainer._wrap_model_for_distributed",
-    why="layers were split before anybody looked whether the rest could be sharded",
+    why="layers were split before it was known whether the rest can be sharded",
 )
 def wrap_model(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Composer TP-shards layers, then applies FSDP; here one plan contains both, and is checked before any change."""
@@ -55,8 +55,8 @@ def _in_trainer() -> Iterator[None]:
 @seam(
     "composer.distributed.dist_strategy",
     "prepare_tp_module",
-    why="it refused optimizers with several groups, or some of the parameters; it untied weights, and passed over "
-    "paths of the plan that match nothing",
+    why="it rejected optimizers with several groups, or with some of the parameters only; it untied weights, and "
+    "ignored paths of the plan without a match",
 )
 def prepare_tp_module(original: Callable[..., None], model: nn.Module, optimizers: Any, tp_config: TPConfig) -> None:
     """In a Trainer, defer to the sharding that follows; in a script, TP-shard the layers now."""

@@ -47,7 +47,7 @@ _SYNC_EVENTS = {
 @seam(
     "composer.core.engine",
     "Engine.run_event",
-    why="callbacks read plain tensors after an eval; what copies the model, or matches FSDP1's names, failed late",
+    why="callbacks read plain tensors after an eval; copies of the model, and matches of FSDP1's names, failed late",
 )
 def run_event(original: Callable[..., Any], self: Any, event: Event | str) -> Any:
     event = Event(event)
@@ -166,8 +166,8 @@ def train_microbatch(
 @seam(
     "composer.utils.dist",
     "all_reduce",
-    why="the eval loop's question who is out of memory is the last vote of its batch; and torch's raises for DTensors, "
-    "such as the norms in the step of adaptive Lion",
+    why="the eval loop's all-reduce of out-of-memory flags is the last vote of its batch; and torch's raises for "
+    "DTensors, such as the norms in the step of adaptive Lion",
 )
 def all_reduce(original: Callable[..., Any], tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
     if not auto_microbatch.replaced_by_vote(tensor, reduce_operation) and not monitors.is_reduced(tensor):
@@ -178,7 +178,7 @@ def all_reduce(original: Callable[..., Any], tensor: torch.Tensor, reduce_operat
 @seam(
     "composer.algorithms.gradient_clipping.gradient_clipping",
     "apply_gradient_clipping",
-    why="with an FSDPConfig it looks for FSDP1 modules, finds none and clips nothing",
+    why="with an FSDPConfig it searches for FSDP1 modules, finds none and clips nothing",
 )
 def apply_gradient_clipping(
     original: Callable[..., Any], model: nn.Module, clipping_type: str, clipping_threshold: float, fsdp_enabled: bool

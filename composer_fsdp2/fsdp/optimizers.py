@@ -131,7 +131,7 @@ def _check_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     _refuse_unfit(optimizer)
     if found := next((name for each in _parameters_of(optimizer) if (name := sharded_name(each))), None):
         raise PlanError(
-            f"this {type(optimizer).__name__} holds {found} as it was before FullyShardedDataParallel sharded it, and "
+            f"this {type(optimizer).__name__} holds {found} from before FullyShardedDataParallel sharded it, and "
             "would train nothing; import the class from composer_fsdp2.fsdp before making the optimizer, or make it "
             "after wrapping"
         )

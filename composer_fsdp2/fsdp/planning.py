@@ -88,7 +88,7 @@ def _select(
         owners = tree.owners(use)
         others = [unit.paths[0] or "the outermost instance" for unit in owners if unit is not None]
         if earlier := sharded_name(use.parameter):
-            others = [*others, f"the instance that was made before and holds {earlier}"]
+            others = [*others, f"the instance that was created before and contains {earlier}"]
         if len(others) > 1:
             raise PlanError(
                 f"{' = '.join(use.names)} is shared between {' and '.join(others)}: one FSDP instance only can shard a "

@@ -114,8 +114,8 @@ def _refuse_endless(caller: FrameType, name: str) -> None:
     _last_read = (place, count + 1, since) if place == before else (place, 1, time.monotonic())
     if _last_read[1] % _ENDLESS_READS == 0 and time.monotonic() - _last_read[2] < _ENDLESS_S:
         raise CallError(
-            f"a loop reads {name} of a module over and over: fully_shard wraps nothing, so that the module is its own "
-            f"{name}; write `if` for `while`, or leave the loop out"
+            f"a loop reads {name} of a module repeatedly: fully_shard does not wrap modules, so the module is its own "
+            f"{name}; replace `while` by `if`, or remove the loop"
         )
 
 
@@ -199,7 +199,7 @@ def _refuse_comm_hook(unit: nn.Module) -> Callable[..., None]:
     return register
 
 
-_IS_THE_MODULE = "fully_shard wraps nothing, so the module itself is what you hold"
+_IS_THE_MODULE = "fully_shard does not wrap modules, so this is the module itself"
 # Name -> the value for a unit, its replacement, and whether it requires attribute syntax ([Note: attribute access]).
 _TABLE: dict[str, tuple[Callable[[nn.Module], Any], str, bool]] = {
     "module": (_wrapped, _IS_THE_MODULE, True),

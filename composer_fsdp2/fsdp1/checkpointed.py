@@ -64,17 +64,14 @@ def _notes_of_policy(
     """Note hooks that the configuration replaces, and classes without a selected module."""
     ignored_fns = [name for name, child in roots.items() if hook_of(child, "activation_checkpointing_fn")]
     if ignored_fns:
-        yield (
-            f"{_POLICY} takes the place of the activation_checkpointing_fn of {and_more(ignored_fns)}, which is not "
-            "asked"
-        )
+        yield (f"{_POLICY} replaces the activation_checkpointing_fn of {and_more(ignored_fns)}, which is not called")
     # The wrapper of a compiled module is outside of it.
     chosen = [module for path in checkpointed for module in (modules[path], *modules[path].children())]
     for cls in types:
         if not any(isinstance(module, cls) for module in chosen):
             yield (
-                f"{_POLICY} names {cls.__name__}, and none is chosen: each lies in a part that FSDP1 left out, has "
-                "_activation_checkpointing = False or no forward to run again, or is wrapped already"
+                f"{_POLICY} names {cls.__name__}, but none is selected: each is in a part that FSDP1 excludes, has "
+                "_activation_checkpointing = False or no forward, or is already wrapped"
             )
 
 

@@ -38,11 +38,11 @@ def refuse_experts(modules: Mapping[str, nn.Module], wrap: Wrap, units: Iterable
     if skipped:
         kind = type(modules[skipped[0]]).__name__
         raise UnsupportedError(
-            f"wrap_policy makes experts units of their own: {and_more(skipped)} ({kind}); a rank whose tokens choose "
-            f"none of an expert would {_WRONG}. Set idle_experts: in_order, with which every rank runs each expert, on "
+            f"wrap_policy makes experts separate units: {and_more(skipped)} ({kind}); a rank without tokens for an "
+            f"expert would {_WRONG}. Set idle_experts: in_order, with which every rank runs each expert, on "
             "no rows where it has no token; or leave them in the unit of their layer, which is exact too: no "
             "moe_experts, the layers' classes, or a larger min_num_params. Where the model runs every expert on every "
-            f"rank, set {_RUNS_EVERY_EXPERT} = True on the module that holds them",
+            f"rank, set {_RUNS_EVERY_EXPERT} = True on the module that contains them",
             keys=("wrap_policy",),
         )
 
@@ -55,8 +55,8 @@ def notes_on_siblings(modules: Mapping[str, nn.Module], units: Iterable[str]) ->
             f"wrap_policy makes units of {and_more(found)} ({type(modules[found[0]]).__name__}), one of several of a "
             "class in a list inside a layer: a rank that passes over one, as over an expert without tokens, would "
             f"{_WRONG}. Unless every rank runs all of them, set idle_experts: in_order, or choose the layers' classes, "
-            f"or a larger min_num_params; if it does, {_RUNS_EVERY_EXPERT} = True on the module that holds them ends "
-            "this note"
+            f"or a larger min_num_params; if it does, {_RUNS_EVERY_EXPERT} = True on the module that contains them "
+            "silences this note"
         )
 
 
@@ -65,10 +65,10 @@ def notes_of_hooks(modules: Mapping[str, nn.Module], units: Iterable[str]) -> It
     found = [path for path in units if _is_expert(path, modules, Wrap()) and not _all_run(path, modules)]
     if found:
         yield (
-            f"the model's hooks make experts units of their own: {and_more(found)} "
+            f"the model's hooks make experts separate units: {and_more(found)} "
             f"({type(modules[found[0]]).__name__}); a rank that passes over an expert without tokens would {_WRONG}. "
             "Unless every rank runs all of them, set idle_experts: in_order; if it does, "
-            f"{_RUNS_EVERY_EXPERT} = True on the module that holds them ends this note"
+            f"{_RUNS_EVERY_EXPERT} = True on the module that contains them silences this note"
         )
 
 

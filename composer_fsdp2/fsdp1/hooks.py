@@ -118,13 +118,13 @@ def _notes_on_unused_keys(
 ) -> Iterator[str]:
     if config.idle_experts is not None and not blocks:
         yield (
-            "idle_experts is given, and no expert is a unit of its own, so it does nothing: every rank gathers a "
-            "layer's experts with the layer"
+            "idle_experts has no effect, because no expert is a separate unit: every rank gathers a layer's experts "
+            "with the layer"
         )
     if config.idle_towers is not None and not towers:
         yield (
-            "idle_towers is given, and no unit lies in a part that a batch may not enter, so it does nothing: every "
-            "rank gathers such a part with the unit around it"
+            "idle_towers has no effect, because no tower contains a unit: every rank gathers a tower with the unit "
+            "around it"
         )
 
 
@@ -133,7 +133,7 @@ def _notes_of_hooks(model: nn.Module, modules: Mapping[str, nn.Module], contradi
     contradicting = [path for path in contradicting if next(modules[path].parameters(), None) is not None]
     ignored_fns = [name for name, child in model.named_children() if hook_of(child, "fsdp_wrap_fn") is not None]
     if ignored_fns:
-        yield f"wrap_policy is given, so the fsdp_wrap_fn of {and_more(ignored_fns)} is not asked"
+        yield f"wrap_policy is set, so the fsdp_wrap_fn of {and_more(ignored_fns)} is not called"
     if contradicting:
         yield f"_fsdp_wrap on {and_more(contradicting)} takes precedence over wrap_policy"
 

@@ -32,10 +32,10 @@ def notes_on_towers(modules: Mapping[str, nn.Module], wrap: Wrap, units: Sequenc
     for tower, paths in inside.items():
         if paths:
             yield (
-                f"wrap_policy makes units in {tower} ({type(modules[tower]).__name__}), which a batch without anything "
-                f"for it does not enter: {and_more(paths)}. Unless every batch of every rank enters it, ranks wait for "
-                "each other without end, or abort; set idle_towers: auto, with which a rank without anything for it "
-                "runs it on an example; or leave it in the unit around it, which is right for any batch, too: "
+                f"wrap_policy makes units in {tower} ({type(modules[tower]).__name__}), which a batch without inputs "
+                f"for it does not use: {and_more(paths)}. Unless every batch of every rank uses it, ranks hang or "
+                "abort; set idle_towers: auto, with which a rank without inputs for it runs it on an example; or "
+                "leave it in the unit around it, which is correct for any batch, too: "
                 f"{_way_out(modules[''], wrap, elsewhere)}"
             )
 
@@ -57,9 +57,9 @@ def notes_on_trained_towers(
     ]
     if alone := _trained_alone(modules, units, parts, frozen):
         yield (
-            f"all that is trained in the unit around {and_more(alone)} lies in parts that a batch without anything for "
-            "them does not enter. Unless every batch of every rank enters them, ranks wait for each other without end, "
-            "or abort; set idle_towers: auto, or train something else of that unit"
+            f"all trained parameters of the unit around {and_more(alone)} are in towers, which a batch without inputs "
+            "for them does not use. Unless every batch of every rank uses them, ranks hang or abort; set idle_towers: "
+            "auto, or train another parameter of that unit"
         )
 
 

@@ -124,7 +124,7 @@ def _unit_precision(
     if given is None:
         return None
     if precision is None and isinstance(given, NamedPrecision) and given.name != "FULL":
-        text = f"mixed_precision {given.name} stands for dtypes of the precision; say which: precision=..."
+        text = f"mixed_precision {given.name} stands for dtypes that depend on the precision; set precision=..."
         raise ConfigError(text, keys=("mixed_precision",))
     return replace(mixed_precision_of(given, precision or "fp32"), cast_root_inputs=casts)
 

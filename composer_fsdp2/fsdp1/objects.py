@@ -39,14 +39,14 @@ def device_mesh(mesh: object, device_type: str, tensor_degree: int = 1) -> MeshS
     if mesh.device_type != device_type:
         raise ConfigError(f"{mesh} on {mesh.device_type}, but the model's device is {device_type}")
     if mesh.get_coordinate() is None:
-        raise ConfigError(f"{mesh}, which does not hold this rank, {dist.get_rank()}; give one of all ranks")
+        raise ConfigError(f"{mesh}, which does not contain this rank, {dist.get_rank()}; give one of all ranks")
     *replicas, shard = range(mesh.ndim)
     if tensor_degree > 1:
         first = dist.get_rank() % tensor_degree
         if mesh.mesh.flatten().tolist() != list(range(first, dist.get_world_size(), tensor_degree)):
             raise ConfigError(
-                f"{mesh}, but the ranks that hold the same part of a split layer are every {tensor_degree}th; make one "
-                "mesh of all axes with the tensor axis last, and give the slice of the others"
+                f"{mesh}, but the ranks with the same part of a split layer are every {tensor_degree}th; create one "
+                "mesh of all axes with the tensor axis last, and pass the slice of the others"
             )
         degree = mesh.size(replicas[0]) if replicas else None
         return MeshSpec.of_degrees(mesh.size(shard), degree, tensor=tensor_degree, device_type=device_type)

@@ -231,8 +231,8 @@ def check_same_reshard(of_strategy: bool | int | None, value: bool | int) -> Non
         return
     if bool(value) != of_strategy:
         raise ConfigError(
-            f"sharding_strategy says that parameters are {'freed' if of_strategy else 'kept'} after forward, "
-            f"reshard_after_forward {value!r} says otherwise; keep one of the two",
+            f"sharding_strategy specifies that parameters are {'freed' if of_strategy else 'kept'} after forward, "
+            f"reshard_after_forward {value!r} contradicts it; keep one of the two",
             keys=("sharding_strategy", "reshard_after_forward"),
         )
 

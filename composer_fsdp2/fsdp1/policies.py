@@ -69,8 +69,8 @@ class _ByKind:
                 yield f"wrap_policy.{setting}, and the model has no such module, so it makes no unit"
             elif set(modules).isdisjoint(chosen):
                 yield (
-                    f"wrap_policy.{setting}, which makes no unit: each such module is ignored, lies in a part that "
-                    "FSDP1 left out, or is a direct child of the model, which is a unit anyway, or the model itself"
+                    f"wrap_policy.{setting}, which makes no unit: each such module is ignored, is in a part that "
+                    "FSDP1 excludes, or is a direct child of the model, which is a unit anyway, or the model itself"
                 )
 
 
@@ -161,7 +161,7 @@ class _BySize:
         if not chosen:
             yield (
                 f"wrap_policy.min_num_params is {self.min_num_params:,}, which makes no unit: no module below a direct "
-                "child of the model holds so many parameters, containers aside; give a smaller number"
+                "child of the model has so many parameters, containers aside; give a smaller number"
             )
 
 

@@ -364,9 +364,7 @@ def _synonyms(given: UserConfig, pair: tuple[str, str]) -> None:
     """Reject two keys with the same meaning."""
     if all(given.given.get(name) is not None for name in pair):
         first, second = pair
-        raise ConfigError(
-            f"fsdp_config.{first} and fsdp_config.{second} are two ways to say one thing; keep one", keys=pair
-        )
+        raise ConfigError(f"fsdp_config.{first} and fsdp_config.{second} have the same meaning; keep one", keys=pair)
 
 
 def _offloaded_activations(values: Mapping[str, Any]) -> None:
@@ -382,8 +380,8 @@ def _policy_without_checkpointing(values: Mapping[str, Any]) -> None:
     is_on = values["activation_checkpointing"] or values["activation_cpu_offload"]
     if values["activation_checkpointing_policy"] is not None and not is_on:
         raise ConfigError(
-            "fsdp_config.activation_checkpointing_policy chooses what is recomputed, and activation_checkpointing is "
-            "false; set activation_checkpointing: true, or leave the policy out",
+            "fsdp_config.activation_checkpointing_policy selects modules to recompute, but activation_checkpointing "
+            "is false; set activation_checkpointing: true, or leave the policy out",
             keys=("activation_checkpointing_policy", "activation_checkpointing"),
         )
 

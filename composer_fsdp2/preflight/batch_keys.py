@@ -135,7 +135,7 @@ def read_batches(
             value = min(value, longest) if field == "sequence" and longest else value
             why = "the system's own default" if field in known.defaults else "assumed"
             option = {"microbatch": "give --microbatch", "sequence": "give --sequence"}.get(field, "")
-            findings.append(assumed(key, value, f"no key of the file says it; {why}", option))
+            findings.append(assumed(key, value, f"no key of the file sets it; {why}", option))
         return value if field == "optimizer" else _whole(key, value)
 
     rows, tokens = number("microbatch", microbatch), number("sequence", _lengths(section, sequence))

@@ -81,7 +81,7 @@ def _from_file(batch: CountedBatch, notes: list[str]) -> _Traced | None:
 
 def _from_ranks(batch: CountedBatch, notes: list[str]) -> _Traced:
     if batch.model is None:
-        notes.append("The model cannot be copied, so that nothing was traced.")
+        notes.append("The model cannot be copied, so nothing was traced.")
         return batch.plan, None, ""
     if not batch.is_uniform:
         notes.append("Microbatches differ in size; all are counted as the batch's first.")

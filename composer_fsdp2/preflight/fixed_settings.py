@@ -21,7 +21,7 @@ def fixed_settings(run: PreflightRun) -> dict[str, str]:
 
 def _reasons(run: PreflightRun) -> Iterator[tuple[str, str]]:
     if any(finding.key.endswith("microbatch_size") and finding.value == "auto" for finding in run.findings):
-        yield "microbatch_size", "the file leaves them to auto; what is said here is of 1 row"
+        yield "microbatch_size", "the file sets auto; these numbers are for 1 row"
     if random_part := next(_random_parts(run.model), ""):
         yield "microbatch_size", f"{random_part} draws other random numbers for other microbatches"
     if num_experts(run.model) > 1:
@@ -31,7 +31,7 @@ def _reasons(run: PreflightRun) -> Iterator[tuple[str, str]]:
         yield from ((setting, why) for setting in ("microbatch_size", "activations"))
     blocking = next((each for each in (*run.translation.findings, *run.findings) if each.outcome.blocks), None)
     if blocking is not None:
-        why = f"{blocking.key} asks for a decision first"
+        why = f"{blocking.key} needs a decision first"
         yield from ((setting, why) for setting in ("microbatch_size", "replicas"))
 
 

@@ -41,7 +41,7 @@ def read_foundry_yaml(file: RunFile, request: Request) -> tuple[nn.Module, Train
         is_alone = request.world_size == 1
         why = "on one rank Foundry trains without FSDP" if is_alone else "it has no fsdp_config"
         way_out = "; plan it for 2 ranks or more" if is_alone else ""
-        raise ConfigError(f"{file.path}: {why}, so that nothing is sharded{way_out}")
+        raise ConfigError(f"{file.path}: {why}, so nothing is sharded{way_out}")
     findings: list[Finding] = []
     model = request.model
     if model is None:

@@ -39,8 +39,8 @@ def labels_loss(model: nn.Module, rows: int, tokens: int, *, keeps_outputs: bool
     loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else None
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(
-            f"the model ({type(getattr(model, 'model', model)).__name__}) returns no loss when it is given "
-            "input_ids and labels; --no-activations plans without one"
+            f"the model ({type(getattr(model, 'model', model)).__name__}) returns no loss for input_ids and labels; "
+            "--no-activations plans without one"
         )
     return loss, outputs if keeps_outputs else None
 

@@ -86,7 +86,7 @@ def build_model(path: Path, changes: Mapping[str, Any]) -> nn.Module:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no {FILE}: {error}") from error
     if not is_model_config(values):
-        raise ConfigError(f"{path} names no model_type, so that it is no transformers model's {FILE}")
+        raise ConfigError(f"{path} names no model_type, so it is not a transformers model's {FILE}")
     values |= changes
     if values.get("quantization_config"):
         raise ConfigError(

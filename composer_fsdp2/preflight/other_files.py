@@ -127,12 +127,12 @@ def _read_model_config(file: RunFile) -> _Config:
     if not isinstance(fsdp, Mapping):
         raise ConfigError(f"fsdp_config is {fsdp!r}; it takes keys, such as fsdp_config.sharding_strategy=FULL_SHARD")
     precision, problem = precision_of(given)
-    reason = "a model's own file says nothing of training"
+    reason = "a model's own file does not configure training"
     findings = [problem] if problem else []
     if "precision" not in given:
-        findings.append(assumed("precision", precision, reason, "say precision=... behind the file"))
+        findings.append(assumed("precision", precision, reason, "set precision=... after the file"))
     if not fsdp:
-        hint = "say fsdp_config.KEY=VALUE behind the file"
+        hint = "set fsdp_config.KEY=VALUE after the file"
         findings.append(assumed("fsdp_config", "FULL_SHARD, mixed_precision: DEFAULT", reason, hint))
     section = Section.at(("fsdp_config",), {**given, "fsdp_config": fsdp})
     return _Config(section=section, dialect=_COMPOSER, fsdp=fsdp, precision=precision, findings=tuple(findings))
@@ -175,8 +175,8 @@ def _composers(section: Section) -> _Config:
                 key=".".join((*map(str, section.path[:-1]), key)),
                 value=degree,
                 outcome=Outcome.NEEDS_DECISION,
-                target="layers that nobody splits",
-                reason="which layers are split, and how, is in the script's layer plan, which no file can hold",
+                target="layers without a layer plan",
+                reason="which layers are split, and how, is in the script's layer plan, which no file can contain",
                 hint="read the plan as that of a run without tensor parallelism",
             )
         )
@@ -211,7 +211,7 @@ def _translated(file: RunFile, dialect: Dialect, section: Section, world_size: i
         findings.append(assumed(".".join(_MODE), "memory_budget", reason, "selective or full names them"))
     findings += [each for each in expression.findings if each.outcome is not Outcome.EXACT]
     if run.num_ranks not in (None, world_size):
-        findings.append(assumed("number of ranks", run.num_ranks, f"{world_size} are planned, as asked for"))
+        findings.append(assumed("number of ranks", run.num_ranks, f"{world_size} are planned, as requested"))
     return _Config(
         section=section,
         dialect=dialect,
@@ -256,7 +256,7 @@ def _with_layers(config: _Config, model: nn.Module) -> _Config:
     is_recomputing = fsdp.get("activation_checkpointing") or fsdp.get("activation_cpu_offload")
     if is_recomputing and fsdp.get(_RECOMPUTED) is None and config.is_composers:
         reason = "the model has no activation_checkpointing_fn, and Composer recomputes nothing then"
-        hint = f"say fsdp_config.{_RECOMPUTED}=auto behind the file for a script whose model has one"
+        hint = f"set fsdp_config.{_RECOMPUTED}=auto after the file for a script whose model has one"
         findings.append(assumed(_RECOMPUTED, "no module", reason, hint))
     elif is_recomputing and (fsdp.get(_RECOMPUTED) is None or has_own_models):
         fsdp[_RECOMPUTED] = _LAYERS

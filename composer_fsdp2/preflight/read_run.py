@@ -36,4 +36,6 @@ def _num_processes(file: RunFile) -> int:
     given = file.values.get("num_processes")
     if isinstance(given, int) and not isinstance(given, bool):
         return given
-    raise ConfigError(f"{file.path}: how many ranks are there? --world-size says it, or num_processes of accelerate")
+    raise ConfigError(
+        f"{file.path}: the number of ranks is not known; set --world-size, or num_processes of accelerate"
+    )

@@ -80,7 +80,7 @@ def suggest_edits(
         _, sections = find_sections(text, name)
     except ConfigError as error:
         raise ConfigError(
-            f"{name} says nothing of sharding that could be changed; plan the file that does (for a model's own "
+            f"{name} does not configure sharding; plan the file that does (for a model's own "
             f"config.json with --model-config {name})"
         ) from error
     editor = _Editor(
@@ -147,12 +147,12 @@ _SOMETHING_ELSE = (
     "the changed file is not planned as it was meant: another key or an override decides it, or this value is planned "
     "as another one, which a finding names"
 )
-_OTHER_BATCH = "the file does not say how many rows a batch has, so that the batch would be another one"
+_OTHER_BATCH = "the file does not set the number of rows of a batch, so the batch size would change"
 _IN_SCRIPT = "the rows of a microbatch stand in the training script"
-_MIGRATED = "the file has no words for it before `composer-fsdp2 migrate`"
+_MIGRATED = "the file has no keys for it before `composer-fsdp2 migrate`"
 _CACHE = (
     "recomputed layers must fill no cache of keys and values, or they fail or train on wrong gradients: this package "
-    "sees to it by itself, other trainers need use_cache: false in the model's configuration"
+    "turns caches off, other trainers need use_cache: false in the model's configuration"
 )
 
 

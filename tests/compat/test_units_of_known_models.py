@@ -33,7 +33,7 @@ def test_units_in_a_tower_are_told(folder: str):
         ends = Wrap(kind=WrapKind.CLASSES, embeddings=True, output=True)
         for wrap in (AUTO, ends):
             [note] = notes_of(model, wrap)
-            assert f"units in {tower} (" in note and f"does not enter: {tower}.{first} and 1 more. Unless" in note
+            assert f"units in {tower} (" in note and f"does not use: {tower}.{first} and 1 more. Unless" in note
             assert note.endswith(f"for any batch, too: transformer_layer_cls_to_wrap: [{layer}]")
         by_size = Wrap(kind=WrapKind.SIZE, min_num_params=1000)
         assert any(f"units in {tower} (" in note for note in notes_of(model, by_size))
@@ -57,7 +57,7 @@ def test_what_trains_in_a_tower_alone_is_told(folder: str):
         return plan_sharding(llava(), ShardingConfig(wrap=layers, freeze=frozen)).notes
 
     [note] = notes("model.vision_tower", *text)
-    assert note.startswith("all that is trained in the unit around model.multi_modal_projector lies in parts")
+    assert note.startswith("all trained parameters of the unit around model.multi_modal_projector are in towers")
     assert not notes("model.vision_tower") and not notes("model.vision_tower", "model.multi_modal_projector", *text)
 
 
@@ -105,7 +105,7 @@ def test_models_that_each_batch_runs_whole_are_not_warned_of(folder: str):
         policies = [Wrap(kind=WrapKind.SIZE, min_num_params=size) for size in (1000, 3000)]
         for wrap in policies if name == "mpt" else [AUTO, *policies]:  # MPT names no classes of its own
             told = warned_of(model, wrap)
-            is_expected = name in HAVE_EXPERTS and "makes experts units of their own" in "".join(told)
+            is_expected = name in HAVE_EXPERTS and "makes experts separate units" in "".join(told)
             assert not told or is_expected, (name, wrap, told)
 
 
@@ -113,5 +113,5 @@ def test_models_that_each_batch_runs_whole_are_not_warned_of(folder: str):
 def test_mpt_is_told_of_what_it_has(folder: str):
     """Its attributes make units; a Dropout beside them is none."""
     [hook, attributes] = notes_of(mpt(), Wrap(kind=WrapKind.CLASSES, classes=("MPTBlock",)))
-    assert "fsdp_wrap_fn of model is not asked" in hook
+    assert "fsdp_wrap_fn of model is not called" in hook
     assert attributes.startswith("_fsdp_wrap on model.transformer.wte and 2 more takes precedence")

@@ -201,7 +201,7 @@ def test_no_file_by_hand_is_faster(tmp_path: Path):
     said = {each.what: each.reason for each in nothing.unsaid}
     assert said["microbatch_size = 1"] == "--microbatch gives them"
     assert any("replicas" in what for what in said)
-    with pytest.raises(ConfigError, match="says nothing of sharding"):
+    with pytest.raises(ConfigError, match="does not configure sharding"):
         suggested(tmp_path / "config.json", given, now, peaks[0])
 
 
@@ -257,12 +257,12 @@ ASKED: dict[str, tuple[str, str, dict[str, str]]] = {
     "auto": (
         "mpt.yaml",
         YAML.read_text().replace("microbatch_size: 4", "microbatch_size: auto"),
-        {"microbatch_size": "leaves them to auto"},
+        {"microbatch_size": "the file sets auto"},
     ),
     "layers that nobody splits yet": (
         "run.yaml",
         "tp_config: {strategy: mine, tensor_parallel_degree: 2}\nfsdp_config: {sharding_strategy: FULL_SHARD}\n",
-        {"microbatch_size": "asks for a decision first", "replicas": "asks for a decision first"},
+        {"microbatch_size": "needs a decision first", "replicas": "needs a decision first"},
     ),
 }
 LEFT_ALONE: dict[str, tuple[str, str, dict[str, str]]] = {
@@ -279,7 +279,7 @@ LEFT_ALONE: dict[str, tuple[str, str, dict[str, str]]] = {
     "a batch that the file does not say": (
         "run.yaml",
         "device_train_microbatch_size: 8\nfsdp_config: {sharding_strategy: FULL_SHARD}\n",
-        {"microbatch_size = 1": "does not say how many rows a batch has"},
+        {"microbatch_size = 1": "does not set the number of rows of a batch"},
     ),
     "another training system": (
         "run.yaml",

@@ -143,7 +143,7 @@ LIMITS: tuple[Limitation, ...] = (
         "converts (torchao's, MS-AMP's) are plain ones here",
         hint="precision: amp_bf16 computes in bfloat16; LLM Foundry's fc_type: te makes Transformer Engine's layers"),
     limits(_APPROXIMATE, "mixed_precision.output_dtype",
-        reason="units give what they compute, as under FSDP1; {value} was asked for",
+        reason="units do not cast their outputs, as in FSDP1; {value} was requested",
         hint="in a script, mixed_precision can be torch's MixedPrecisionPolicy(output_dtype=...)"),
     limits(_APPROXIMATE, "sync_module_states",
         target="sync_module_states", reason="without the key no values are sent; true sends rank 0's always",
@@ -167,8 +167,8 @@ LIMITS: tuple[Limitation, ...] = (
         hint="wrap_policy.moe_experts, with idle_experts: in_order, gathers one expert at a time, else all of a "
         f"layer's are; {_STACKED}"),
     limits(_NEEDS_DECISION, "tiled_mlp.chunks", target="tiled_mlp",
-        reason="the file does not name the classes of the MLPs, so that they are computed in one piece: the same "
-        "numbers, and more memory in long sequences",
+        reason="the file does not name the classes of the MLPs, so they are not tiled: the same numbers, and more "
+        "memory in long sequences",
         hint="set tiled_mlp: {classes: [the class of the model's MLPs], chunks: {value}}"),
     limits(_NEEDS_DECISION, "max_grad_norm", target="algorithms: {gradient_clipping: ...}",
         reason="a run whose gradients are clipped to a norm of {value} trains nothing, or in the wrong direction",

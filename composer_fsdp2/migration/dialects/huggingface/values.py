@@ -310,7 +310,7 @@ def _parse_classes(value: object, reader: Reader) -> tuple[str, ...]:
         raise ConfigError(f"{value!r} is a list, and axolotl takes a text; write {stripped}")
     if not isinstance(value, str) and reader not in TRAINERS:
         raise ConfigError(
-            f"{value!r} is a list, of which accelerate makes one string, brackets and all; write {stripped}"
+            f"{value!r} is a list, which accelerate converts to one string, including the brackets; write {stripped}"
         )
     if stripped != ",".join(names) or not stripped:
         raise _bad(value, CLASSES.text, stripped or None)
