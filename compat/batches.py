@@ -114,7 +114,7 @@ def _replace_batch(state: State, event: Event, block: BatchGroup, *, is_first: b
 
     # Errors are agreed on for a loader's first batch only, which shows them; later, a rank that raises ends the run.
     state.batch = agree(share, lambda _: "", ConfigError) if is_first else share()
-    # loaders that read different data may have drawn different numbers
+    # Loaders that read different data may have drawn different numbers
     if is_first or block.how is not BroadcastBatch.OFF:
         draw_alike(block)
     if is_first and block.check and block.how is BroadcastBatch.OFF:

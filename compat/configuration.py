@@ -25,7 +25,7 @@ class EveryKeyFSDP2Config(FSDP2Config):
     have no values).
     """
 
-    # unlike a dataclass, does not set missing fields, which must stay implicit
+    # Unlike a dataclass, does not set missing fields, which must stay implicit
     def __init__(self, **given: Any) -> None:
         for key, value in given.items():
             setattr(self, key, value)

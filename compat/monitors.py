@@ -372,7 +372,7 @@ def _attempted(report: Callable[[], _Reported]) -> tuple[_Reported | None, Excep
 def _reduced_unless(is_new: bool, parts: Sequence[LocalValues], mesh: DeviceMesh) -> list[torch.Tensor] | None:
     """``reduce_parts``; None on all ranks of ``mesh`` if ``is_new`` on one. Called on all ranks of ``mesh``."""
     device = torch.device(mesh.device_type)
-    # created on the device: no synchronisation
+    # Created on the device: no synchronisation
     new = torch.full((1,), float(is_new), dtype=torch.float64, device=device)
     *reduced, num_new = reduce_parts([*parts, LocalValues(values=new, mesh=mesh, axes=tuple(range(mesh.ndim)))])
     return None if num_new.item() else reduced

@@ -149,7 +149,7 @@ def write_full(state_dict: dict[str, Any], filename: str, group: dist.ProcessGro
 def _pack_beside(unpacked: Path, path: Path) -> None:
     """Compress ``unpacked`` to ``path``, and remove it."""
     try:
-        # the suffix selects the compression
+        # The suffix selects the compression
         with replacing(path, ending="".join((".partial", *path.suffixes[-2:]))) as packed:
             _pack(unpacked, packed)
     except Exception as error:  # a compressor that failed, a full disk

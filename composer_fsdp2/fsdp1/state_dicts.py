@@ -367,7 +367,7 @@ def _named_state(
     names = [by_parameter[each] for each in parameters]
     if any(isinstance(place, str) for place in given["state"]):
         raise UnsupportedError(f"optimizer state by name, of a {type(optim).__name__}: pass a torch.optim.Optimizer's")
-    # the same on ranks whose groups differ
+    # The same on ranks whose groups differ
     order = {parameter: number for number, parameter in enumerate(by_parameter)}
     places = sorted(range(len(names)), key=lambda place: order[parameters[place]])
     state = {place: given["state"][place] for place in places if place in given["state"]}
