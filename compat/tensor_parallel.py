@@ -70,9 +70,9 @@ def prepare_tp_module(original: Callable[..., None], model: nn.Module, optimizer
 # ---------------------------------------------------------------------------------------------------------------------
 # LLM Foundry's strategy ``ffn``
 #
-# Its plan (0.22.0, llmfoundry/tp/ffn_tp_strategy.py) all-gathers the ranks' batches around each feed-forward;
-# everything else is computed on each rank's own batch. FSDP1 averaged the gradients of these layers over the other axes
-# only, so the ranks of a group diverged. MPTGLU's ``gate_proj`` was not sharded, unlike ``up_proj``.
+# Its plan (0.22.0, llmfoundry/tp/ffn_tp_strategy.py) all-gathers the ranks' batches around each feed-forward.
+# Everything else is computed on each rank's own batch, and FSDP1 averaged its gradients over the other axes only, so
+# the ranks of a group diverged. MPTGLU's ``gate_proj`` was not sharded, unlike ``up_proj``.
 
 
 def resolve_ffn_plan(model: nn.Module, config: TensorParallel) -> TensorParallel:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # Events
 
 
-# Events before which all ranks synchronise, for any model: a rank with fewer batches is detected here.
+# Events that all ranks reach together, for any model: the guard detects a rank with fewer batches here.
 _SYNC_EVENTS = {
     Event.BEFORE_TRAIN_BATCH: "a training batch",
     Event.AFTER_TRAIN_BATCH: "the end of a training batch",

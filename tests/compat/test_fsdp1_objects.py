@@ -388,7 +388,7 @@ def test_isinstance():
         get_optimizer_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert accelerate.utils.extract_model_from_parallel(root) is root
         if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match="write `if` for `while`"):
+            with pytest.raises(RuntimeError, match="replace `while` by `if`"):
                 unwrapped(root)
         # FSDP1's own objects are FSDP1's
         theirs = FSDP(nn.Linear(3, 4), device_id=torch.device("cpu"), use_orig_params=True)
